@@ -1,0 +1,2 @@
+"""Load-balanced MoE training strategies for stock Megatron-LM."""
+__version__ = "0.1.0"

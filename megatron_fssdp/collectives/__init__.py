@@ -1,0 +1,1 @@
+"""SparseAllGather, SparseReduceScatter, uneven all-to-all and the plan agreement check."""

@@ -1,0 +1,1 @@
+"""Frozen, documented, validated settings; YAML in, JSON Schema out."""

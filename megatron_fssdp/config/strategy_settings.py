@@ -1,0 +1,68 @@
+"""Settings of every strategy: frozen, documented, validated.
+
+A strategy's keys are relative to it (``--moe-strategy-set slots=2``), so each
+strategy has one flat model here. Common keys live in :class:`StrategySettings`.
+"""
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class StrategySettings(BaseModel):
+    """Keys that every strategy understands."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    record_dir: Path | None = Field(
+        default=None,
+        description="Folder that receives metrics.jsonl and loads.npz; nothing is recorded without it.",
+    )
+
+
+class NoneSettings(StrategySettings):
+    """``none``: Megatron's own dispatcher and experts, untouched."""
+
+
+class PlacementSettings(StrategySettings):
+    """Keys shared by all strategies that run on the placement runtime."""
+
+    nodes: int | None = Field(
+        default=None,
+        ge=1,
+        description=(
+            "Number of equal nodes the ranks are declared to form, in rank order. "
+            "Default: detected from LOCAL_WORLD_SIZE, or from host names."
+        ),
+    )
+    check_plans: bool = Field(
+        default=False,
+        description="Debug: compare a hash of every plan across the ranks and stop at the first difference.",
+    )
+
+
+class EpSettings(PlacementSettings):
+    """``ep``: plain expert parallelism on our runtime; every expert stays with its owner."""
+
+
+class FssdpSettings(PlacementSettings):
+    """``fssdp``: fully sharded sparse data parallelism (Hecate)."""
+
+    window: int = Field(
+        default=5, ge=1, description="Iterations whose mean load predicts the next one (Hecate §4.2, w)."
+    )
+    slots: int | None = Field(
+        default=None,
+        ge=0,
+        description=(
+            "Extra expert slots a device can hold for one layer (Hecate Alg. 1, m). "
+            "Default: as many as the device owns experts of the layer."
+        ),
+    )
+    overlap_degree: int | None = Field(
+        default=None,
+        ge=0,
+        description=(
+            "Most experts of a layer that may be replicated (Hecate Alg. 1, t). Default: all of them."
+        ),
+    )

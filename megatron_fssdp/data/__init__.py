@@ -1,0 +1,1 @@
+"""From text files to Megatron's indexed token data."""

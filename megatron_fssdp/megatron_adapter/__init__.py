@@ -1,0 +1,1 @@
+"""Everything that touches Megatron: arguments, specs, layer, gradients, launcher, CPU runtime."""

@@ -1,0 +1,1 @@
+"""Placements, loads, topology, costs and the papers' planning algorithms; numpy only."""

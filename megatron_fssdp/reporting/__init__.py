@@ -1,0 +1,1 @@
+"""File formats of a run's records and the pictures drawn from them."""

@@ -1,0 +1,1 @@
+"""Executes decisions on tensors: slots, materialization, dispatch, grouped expert FFN."""

@@ -1,0 +1,1 @@
+"""Run code on gloo ranks in milliseconds, and Megatron's parallel state on them."""
