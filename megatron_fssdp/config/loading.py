@@ -1,0 +1,252 @@
+"""From YAML text and ``key=value`` overrides to a validated settings model.
+
+Everything a user can get wrong here ends as one line in a :class:`ConfigurationError`.
+"""
+
+import difflib
+import json
+import re
+import typing
+from collections.abc import Hashable, Iterable, Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from megatron_fssdp.config.errors import ConfigurationError
+
+_MAX_ERRORS_SHOWN = 4
+
+_TYPE_NAMES: dict[type, str] = {
+    bool: "a boolean",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "a mapping",
+    type(None): "nothing",
+}
+
+_WANTED_BY_ERROR: dict[str, str] = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "a string",
+    "path_type": "a path",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a mapping of keys to values",
+    "model_type": "a mapping of keys to values",
+    "model_attributes_type": "a mapping of keys to values",
+}
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Safe YAML without aliases, with duplicate keys refused and ``1e-4`` read as a number."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.constructor.ConstructorError(
+                None, None, "aliases (*name) are not accepted; write the value out", event.start_mark
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = key_node.value
+            if isinstance(key_node, yaml.ScalarNode) and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key '{key}' is given twice; keep one of them", key_node.start_mark
+                )
+            if isinstance(key_node, yaml.ScalarNode):
+                seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+# YAML 1.1 wants "1.0e-4"; everybody writes "1e-4".
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def load_yaml(path: Path | str) -> dict[str, Any]:
+    """Read one YAML mapping safely.
+
+    Args:
+        path: The file. An empty file is an empty mapping.
+
+    Returns:
+        The mapping, with plain Python values.
+
+    Raises:
+        ConfigurationError: The file cannot be read, is not YAML, repeats a key or holds no mapping.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigurationError(f"{path}: no such file; give the path of a YAML file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            f"{path}: not UTF-8 text (byte {error.start}); save the YAML file as UTF-8"
+        ) from None
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be read ({error.strerror}); give a readable file") from None
+    data = _parse(text, str(path))
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigurationError(
+            f"{path}: got {describe_value(data)} at the top level, wanted a mapping of keys to values"
+        )
+    return data
+
+
+def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Lay ``key=value`` settings over a mapping.
+
+    Args:
+        data: The mapping; it is left as it was.
+        overrides: ``key=value`` each. The key may be dotted (``training.iterations=5``), the value is
+            read as YAML (``2``, ``1e-4``, ``true``, ``null``, ``[a, b]``). Later ones win.
+
+    Returns:
+        A new mapping.
+
+    Raises:
+        ConfigurationError: An override is not ``key=value`` or its path runs through a plain value.
+    """
+    result = _copy(data)
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        path = key.strip().split(".")
+        if not separator or not all(path):
+            raise ConfigurationError(
+                f"override '{override}': wanted key=value with a dotted key, such as training.iterations=50"
+            )
+        value = _parse(text, f"override '{override}'")
+        target = result
+        for depth, part in enumerate(path[:-1], start=1):
+            inner = target.get(part)
+            if inner is None:
+                inner = target[part] = {}
+            if not isinstance(inner, dict):
+                raise ConfigurationError(
+                    f"override '{override}': '{'.'.join(path[:depth])}' is {describe_value(inner)}, "
+                    "not a mapping, so nothing can be set inside it"
+                )
+            target = inner
+        target[path[-1]] = value
+    return result
+
+
+def validate[ModelT: BaseModel](model_cls: type[ModelT], data: Mapping[str, Any], source: str) -> ModelT:
+    """Build a settings model from plain values, strictly typed.
+
+    Args:
+        model_cls: The pydantic model.
+        data: Plain values as YAML gives them.
+        source: Where the values come from; starts the message.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigurationError: One line with every problem: key path, got, wanted.
+    """
+    try:
+        # JSON mode is strict about types ("4" is no number) and still reads paths from strings.
+        return model_cls.model_validate_json(json.dumps(data, default=str), strict=True)
+    except ValidationError as error:
+        problems = [_render(model_cls, details) for details in error.errors(include_url=False)]
+        hidden = len(problems) - _MAX_ERRORS_SHOWN
+        shown = "; ".join(problems[:_MAX_ERRORS_SHOWN])
+        more = f"; and {hidden} more" if hidden > 0 else ""
+        raise ConfigurationError(f"{source}: {shown}{more}") from None
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
+    """Words for a name that does not exist: the closest match and all known ones."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean '{close[0]}'? " if close else ""
+    return f"unknown {kind} '{name}'; {hint}known: {', '.join(names) or '(none)'}"
+
+
+def describe_value(value: Any) -> str:
+    """A value and its kind in words, short enough for a message."""
+    if value is None:
+        return "nothing (null)"
+    kind = _TYPE_NAMES.get(type(value), type(value).__name__)
+    if isinstance(value, list | dict):
+        return kind
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({kind.removeprefix('a ')})"
+
+
+def _parse(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_StrictLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigurationError(f"{source}: not valid YAML{where}: {error.problem}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigurationError(f"{source}: not valid YAML: {reason}") from None
+
+
+def _copy(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in data.items()}
+
+
+def _render(model_cls: type[BaseModel], details: ErrorDetails) -> str:
+    location = details["loc"]
+    key = ".".join(str(part) for part in location)
+    if details["type"] == "extra_forbidden":
+        owner = _model_at(model_cls, location[:-1])
+        known = owner.model_fields if owner else ()
+        where = f"{'.'.join(str(part) for part in location[:-1])}: " if len(location) > 1 else ""
+        return where + unknown_name("key", str(location[-1]), known)
+    if details["type"] == "missing":
+        return f"{key}: missing; add this key"
+    cause = details.get("ctx", {}).get("error")
+    if isinstance(cause, ValueError):
+        return f"{key}: {cause}" if key else str(cause)
+    wanted = _WANTED_BY_ERROR.get(details["type"])
+    if wanted is None:
+        message = details["msg"]
+        wanted = message.removeprefix("Input should be ")
+    return f"{key or 'top level'}: got {describe_value(details['input'])}, wanted {wanted}"
+
+
+def _model_at(model_cls: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel] | None:
+    current: type[BaseModel] | None = model_cls
+    for part in location:
+        if isinstance(part, int):
+            continue
+        if current is None or part not in current.model_fields:
+            return None
+        current = _model_in(current.model_fields[part].annotation)
+    return current
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if isinstance(annotation, UnionType) or typing.get_origin(annotation) is not None:
+        for inner in typing.get_args(annotation):
+            if found := _model_in(inner):
+                return found
+    return None
