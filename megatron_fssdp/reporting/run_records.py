@@ -1,0 +1,320 @@
+"""The two files a recorded run leaves: ``metrics.jsonl`` and ``loads.npz``.
+
+Shape letters: I iterations, L recorded MoE layers, D source devices, E experts.
+
+A resumed run goes on in the same files. When it starts again at an iteration that
+is already there, what was recorded from that iteration on is replaced.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import time
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_fssdp.config.errors import ConfigurationError
+
+METRICS_FILE = "metrics.jsonl"
+LOADS_FILE = "loads.npz"
+
+# A write of loads.npz rewrites the file; it may cost at most this share of the time between two writes.
+_MAX_WRITE_SHARE = 0.05
+_MIN_WRITE_INTERVAL_S = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerMetrics:
+    """One MoE layer in one iteration.
+
+    Attributes:
+        layer: Megatron's layer number, from 1.
+        ep_load_max_over_mean: Max over mean device load, had every expert stayed with its owner.
+        load_max_over_mean: Max over mean device load under the placement that was used.
+        num_replicas: Expert copies beyond the owners'.
+        spag_bytes: Bytes moved by SparseAllGather, over all devices.
+        sprs_bytes: Bytes moved by SparseReduceScatter, over all devices.
+        cross_node_tokens: Dispatched tokens whose expert sat on another node.
+    """
+
+    layer: int
+    ep_load_max_over_mean: float
+    load_max_over_mean: float
+    num_replicas: int
+    spag_bytes: int
+    sprs_bytes: int
+    cross_node_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class IterationMetrics:
+    """One training iteration.
+
+    Attributes:
+        iteration: Number of the iteration, from 1.
+        lm_loss: Language-model loss; NaN when it was not finite or not known.
+        grad_norm: Global gradient norm, None when Megatron did not compute it.
+        iteration_s: Wall-clock seconds.
+        tokens_per_s: Tokens of the global batch a second.
+        layers: The MoE layers, in order.
+    """
+
+    iteration: int
+    lm_loss: float
+    grad_norm: float | None
+    iteration_s: float
+    tokens_per_s: float
+    layers: tuple[LayerMetrics, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RecordedLoads:
+    """Router counts of a run.
+
+    Attributes:
+        counts_ILDE: Tokens that each source device sent to each expert, int32.
+        iterations: Iteration number of each entry, ascending.
+        layers: Megatron's layer number of each recorded layer.
+    """
+
+    counts_ILDE: NDArray[np.int32]  # noqa: N815
+    iterations: NDArray[np.int64]
+    layers: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        wanted = (len(self.iterations), len(self.layers))
+        if self.counts_ILDE.ndim != 4 or self.counts_ILDE.shape[:2] != wanted:
+            raise ValueError(f"counts_ILDE has shape {self.counts_ILDE.shape}, wanted {wanted} + (D, E)")
+        if np.any(np.diff(self.iterations) <= 0):
+            raise ValueError("iterations are not ascending")
+
+
+class MetricsWriter:
+    """Appends one JSON line an iteration to ``metrics.jsonl``, flushed at once."""
+
+    def __init__(self, record_dir: Path | str) -> None:
+        self._path = Path(record_dir) / METRICS_FILE
+        _make_folder(self._path.parent)
+        _cut_half_written_line(self._path)
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def append(self, metrics: IterationMetrics) -> None:
+        """Write one iteration."""
+        self._file.write(json.dumps(_without_nan(dataclasses.asdict(metrics)), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class LoadsWriter:
+    """Collects router counts and keeps ``loads.npz`` up to date, always as a whole file.
+
+    The run's counts stay in memory (I·L·D·E·4 bytes). The file is replaced now and
+    then, at most about 5 % of the time, and on :meth:`close`.
+    """
+
+    def __init__(self, record_dir: Path | str, layers: Sequence[int]) -> None:
+        """Open, going on with what is there.
+
+        Args:
+            record_dir: Folder of the run.
+            layers: Megatron's layer number of each recorded layer, in order.
+        """
+        self._path = Path(record_dir) / LOADS_FILE
+        _make_folder(self._path.parent)
+        self._layers = np.asarray(layers, dtype=np.int64)
+        self._iterations: list[int] = []
+        self._counts: list[NDArray[np.int32]] = []
+        self._last_write_s = time.monotonic()
+        self._write_interval_s = _MIN_WRITE_INTERVAL_S
+        self._dirty = False
+        if self._path.exists():
+            found = read_loads(record_dir)
+            if not np.array_equal(found.layers, self._layers):
+                raise ConfigurationError(
+                    f"{self._path}: holds layers {found.layers.tolist()}, this run records "
+                    f"{self._layers.tolist()}; choose another output folder"
+                )
+            self._iterations = found.iterations.tolist()
+            self._counts = list(found.counts_ILDE)
+
+    def append(self, iteration: int, counts_LDE: NDArray[Any]) -> None:
+        """Add one iteration; entries from this iteration on are dropped first.
+
+        Args:
+            iteration: Number of the iteration.
+            counts_LDE: Tokens by layer, source device and expert.
+        """
+        counts = np.array(counts_LDE, dtype=np.int32)
+        if counts.ndim != 3 or counts.shape[0] != len(self._layers):
+            raise ValueError(f"counts_LDE has shape {counts.shape}, wanted ({len(self._layers)}, D, E)")
+        while self._iterations and self._iterations[-1] >= iteration:
+            self._iterations.pop()
+            self._counts.pop()
+        if self._counts and counts.shape != self._counts[-1].shape:
+            raise ConfigurationError(
+                f"{self._path}: holds counts of shape {self._counts[-1].shape} (layers, devices, experts), "
+                f"this run records {counts.shape}; choose another output folder"
+            )
+        self._iterations.append(iteration)
+        self._counts.append(counts)
+        self._dirty = True
+        if time.monotonic() - self._last_write_s >= self._write_interval_s:
+            self.write()
+
+    def write(self) -> None:
+        """Replace the file now."""
+        if not self._dirty:
+            return
+        start_s = time.monotonic()
+        partial = self._path.with_name(f"{LOADS_FILE}.partial")
+        with partial.open("wb") as file:
+            np.savez(
+                file,
+                allow_pickle=False,
+                counts_ILDE=np.stack(self._counts),
+                iterations=np.asarray(self._iterations, dtype=np.int64),
+                layers=self._layers,
+            )
+        os.replace(partial, self._path)
+        self._last_write_s = time.monotonic()
+        self._write_interval_s = max(_MIN_WRITE_INTERVAL_S, (self._last_write_s - start_s) / _MAX_WRITE_SHARE)
+        self._dirty = False
+
+    def close(self) -> None:
+        """Write what is left."""
+        self.write()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def parse_metrics_line(line: str) -> IterationMetrics:
+    """Read one line of ``metrics.jsonl``.
+
+    Args:
+        line: One JSON object.
+
+    Returns:
+        The iteration; keys this version does not know are left out.
+
+    Raises:
+        ValueError: Not an iteration record.
+    """
+    record = json.loads(line)
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
+    try:
+        layers = tuple(LayerMetrics(**_fields_of(LayerMetrics, layer)) for layer in record["layers"])
+        fields = _fields_of(IterationMetrics, record) | {"layers": layers}
+        fields["lm_loss"] = math.nan if fields["lm_loss"] is None else fields["lm_loss"]
+        return IterationMetrics(**fields)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not an iteration record ({error})") from None
+
+
+def read_metrics(record_dir: Path | str) -> list[IterationMetrics]:
+    """Read ``metrics.jsonl`` of a run, in order of iterations.
+
+    Raises:
+        ConfigurationError: The file is missing or a line is damaged.
+    """
+    path = Path(record_dir) / METRICS_FILE
+    records: list[IterationMetrics] = []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, error) from None
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            record = parse_metrics_line(line)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"{path}: line {number} is damaged or half written ({error}); "
+                "delete that line or record the run again"
+            ) from None
+        while records and records[-1].iteration >= record.iteration:
+            records.pop()
+        records.append(record)
+    return records
+
+
+def read_loads(record_dir: Path | str) -> RecordedLoads:
+    """Read ``loads.npz`` of a run, without pickle.
+
+    Raises:
+        ConfigurationError: The file is missing, damaged or holds something else.
+    """
+    path = Path(record_dir) / LOADS_FILE
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return RecordedLoads(
+                counts_ILDE=arrays["counts_ILDE"].astype(np.int32, casting="safe", copy=False),
+                iterations=arrays["iterations"].astype(np.int64, casting="safe", copy=False),
+                layers=arrays["layers"].astype(np.int64, casting="safe", copy=False),
+            )
+    except (OSError, ValueError, KeyError, TypeError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigurationError:
+    if isinstance(error, FileNotFoundError):
+        return ConfigurationError(f"{path}: no such file; give the folder of a run that recorded its loads")
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ConfigurationError(
+        f"{path}: damaged, half written or not a record of a run ({reason}); record the run again"
+    )
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"record_dir {folder}: cannot be created ({error.strerror}); choose a folder you can write to"
+        ) from None
+
+
+def _cut_half_written_line(path: Path) -> None:
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        content = file.read()
+        if content and not content.endswith(b"\n"):
+            file.truncate(content.rfind(b"\n") + 1)
+
+
+def _fields_of(cls: type[Any], record: dict[str, Any]) -> dict[str, Any]:
+    return {field.name: record[field.name] for field in dataclasses.fields(cls)}
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _without_nan(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(inner) for inner in value]
+    return value
