@@ -1,0 +1,75 @@
+"""The latest router counts of one layer and their window mean.
+
+Shape letters: T tokens, M model dim, F ffn dim, E experts, D devices, L layers.
+"""
+# ruff: noqa: N802 -- shape-letter suffixes are the house style.
+
+from collections import deque
+
+import numpy as np
+
+from megatron_fssdp.planning.array_freezing import frozen_array
+
+
+class LoadHistory:
+    """Counts of the latest iterations; their mean predicts the next one (Hecate, §4.2).
+
+    Attributes:
+        window: Most iterations kept, w.
+        num_devices: Number of source devices, D.
+        num_experts: Number of experts, E.
+    """
+
+    def __init__(self, window: int, num_devices: int, num_experts: int) -> None:
+        for name, value in (("window", window), ("num_devices", num_devices), ("num_experts", num_experts)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}: wanted 1 or more")
+        self.window = window
+        self.num_devices = num_devices
+        self.num_experts = num_experts
+        self._latest: deque[np.ndarray] = deque()
+        # A running sum of integers is exact, so the mean does not depend on how it was reached.
+        self._sum_DE = np.zeros((num_devices, num_experts), dtype=np.int64)
+
+    def append(self, counts_DE: np.ndarray) -> None:
+        """Adds one iteration's (token, k) pairs by source and expert, integers [D, E]."""
+        counts = np.asarray(counts_DE)
+        if counts.shape != (self.num_devices, self.num_experts):
+            raise ValueError(
+                f"counts_DE has shape {counts.shape}: wanted ({self.num_devices}, {self.num_experts}), "
+                "the counts of every source device for every expert"
+            )
+        if counts.dtype.kind not in "iu":
+            raise ValueError(f"counts_DE has dtype {counts.dtype}: wanted integers, numbers of tokens")
+        if counts.size and int(counts.min()) < 0:
+            source, expert = (int(i) for i in np.argwhere(counts < 0)[0])
+            raise ValueError(
+                f"counts_DE[{source}, {expert}] is {int(counts[source, expert])}: wanted 0 or more tokens"
+            )
+        kept = frozen_array(counts, np.int64)
+        self._latest.append(kept)
+        self._sum_DE += kept
+        if len(self._latest) > self.window:
+            self._sum_DE -= self._latest.popleft()
+
+    def __len__(self) -> int:
+        return len(self._latest)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no iteration has been seen yet."""
+        return not self._latest
+
+    def mean_DE(self) -> np.ndarray:
+        """Mean counts over the window, float64 [D, E]; zeros when nothing was seen."""
+        return self._sum_DE / max(len(self._latest), 1)
+
+    def mean_E(self) -> np.ndarray:
+        """Mean load of every expert over the window, float64 [E]."""
+        return self._sum_DE.sum(axis=0) / max(len(self._latest), 1)
+
+    def latest_DE(self) -> np.ndarray:
+        """The latest iteration's counts, int64 [D, E], read-only."""
+        if not self._latest:
+            raise ValueError("the load history is empty: wanted at least one append before latest_DE")
+        return self._latest[-1]

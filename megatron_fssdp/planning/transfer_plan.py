@@ -1,0 +1,216 @@
+"""What SparseAllGather moves, device to device; SparseReduceScatter is its transpose.
+
+Shape letters: E experts, D devices, N nodes.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron_fssdp.planning.placement import ExpertPlacement
+from megatron_fssdp.planning.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEdge:
+    """One expert's parameters going from one device to another.
+
+    Attributes:
+        expert: The expert.
+        source: Device that sends; it has the expert before.
+        destination: Device that receives.
+        depth: Hops from the owner to ``destination``, less one.
+    """
+
+    expert: int
+    source: int
+    destination: int
+    depth: int
+
+    def reversed(self) -> "TransferEdge":
+        """The same edge in the direction of the gradients."""
+        return TransferEdge(self.expert, self.destination, self.source, self.depth)
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """The transfers of one layer, parents before children.
+
+    Construction proves that every expert's edges form one tree: its root (the owner) is
+    never a destination, every other device receives once, nobody sends before it has the
+    expert, and depths count hops from the root.
+
+    Attributes:
+        num_devices: Number of devices, D.
+        edges: The transfers; an edge comes after the edge that feeds its source.
+    """
+
+    num_devices: int
+    edges: tuple[TransferEdge, ...]
+
+    def __post_init__(self) -> None:
+        num_devices = self.num_devices
+        depth_of: dict[int, int] = {}  # expert * D + device -> depth, -1 at the root
+        rooted: dict[int, int] = {}
+        for edge in self.edges:
+            expert, source, destination = edge.expert, edge.source, edge.destination
+            if not (0 <= source < num_devices and 0 <= destination < num_devices) or expert < 0:
+                raise ValueError(f"{edge} leaves the plan: wanted devices from 0 to {num_devices - 1}")
+            key = expert * num_devices + source
+            if expert not in rooted:
+                rooted[expert] = source
+                depth_of[key] = -1
+            elif key not in depth_of:
+                raise ValueError(
+                    f"{edge} sends an expert its source does not have yet: wanted a source that is the "
+                    f"owner ({rooted[expert]}) or the destination of an earlier edge"
+                )
+            target = expert * num_devices + destination
+            if target in depth_of:
+                raise ValueError(
+                    f"{edge} sends expert {expert} to device {destination}, which already has it: wanted "
+                    "every holder to receive once and the owner never"
+                )
+            if edge.depth != depth_of[key] + 1:
+                raise ValueError(f"{edge} has depth {edge.depth}: wanted {depth_of[key] + 1}")
+            depth_of[target] = edge.depth
+
+    def check_serves(self, placement: ExpertPlacement) -> None:
+        """Raises ValueError unless the edges bring every expert from its owner to all its holders."""
+        wanted = placement.present_ED.copy()
+        wanted[np.arange(placement.num_experts), placement.owner_E] = False
+        got = np.zeros_like(wanted)
+        for edge in self.edges:
+            if edge.depth == 0 and edge.source != placement.owner_E[edge.expert]:
+                raise ValueError(
+                    f"{edge} starts on device {edge.source}: wanted the owner of expert {edge.expert}, "
+                    f"device {int(placement.owner_E[edge.expert])}"
+                )
+            got[edge.expert, edge.destination] = True
+        if not np.array_equal(got, wanted):
+            expert, device = (int(i) for i in np.argwhere(got != wanted)[0])
+            raise ValueError(
+                f"expert {expert} {'reaches' if got[expert, device] else 'does not reach'} device {device}: "
+                "wanted transfers to exactly the placement's replicas; rebuild the plan for this placement"
+            )
+
+    @property
+    def num_transfers(self) -> int:
+        """Number of edges; one a replica."""
+        return len(self.edges)
+
+    @cached_property
+    def max_depth(self) -> int:
+        """Depth of the deepest edge; -1 when nothing moves."""
+        return max((edge.depth for edge in self.edges), default=-1)
+
+    def transposed_edges(self) -> tuple[TransferEdge, ...]:
+        """SparseReduceScatter: the same edges reversed, children before parents."""
+        return tuple(edge.reversed() for edge in reversed(self.edges))
+
+    @cached_property
+    def _edges_by_device(self) -> dict[int, tuple[list[TransferEdge], list[TransferEdge]]]:
+        by_device: dict[int, tuple[list[TransferEdge], list[TransferEdge]]] = {}
+        for edge in self.edges:
+            by_device.setdefault(edge.destination, ([], []))[0].append(edge)
+            by_device.setdefault(edge.source, ([], []))[1].append(edge)
+        return by_device
+
+    def edges_of(self, device: int) -> tuple[tuple[TransferEdge, ...], tuple[TransferEdge, ...]]:
+        """A device's (incoming, outgoing) edges in the order of the plan."""
+        incoming, outgoing = self._edges_by_device.get(device, ((), ()))
+        return tuple(incoming), tuple(outgoing)
+
+    @cached_property
+    def _parent_of(self) -> dict[tuple[int, int], int]:
+        return {(edge.expert, edge.destination): edge.source for edge in self.edges}
+
+    @cached_property
+    def _children_of(self) -> dict[tuple[int, int], list[int]]:
+        children: dict[tuple[int, int], list[int]] = {}
+        for edge in self.edges:
+            children.setdefault((edge.expert, edge.source), []).append(edge.destination)
+        return children
+
+    def parent(self, expert: int, device: int) -> int | None:
+        """The device that sends an expert to a device; None when nobody does."""
+        return self._parent_of.get((expert, device))
+
+    def children(self, expert: int, device: int) -> tuple[int, ...]:
+        """The devices a device sends an expert to, in the order of the plan."""
+        return tuple(self._children_of.get((expert, device), ()))
+
+    def total_bytes(self, expert_bytes: int) -> int:
+        """Bytes moved by all transfers together."""
+        return self.num_transfers * expert_bytes
+
+    def inter_node_bytes(self, expert_bytes: int, topology: Topology) -> int:
+        """Bytes that cross from one node to another."""
+        node_of = topology.node_of_device
+        return expert_bytes * sum(node_of[edge.source] != node_of[edge.destination] for edge in self.edges)
+
+
+def plain_transfer(placement: ExpertPlacement) -> TransferPlan:
+    """Every owner sends to each holder itself: one hop, the owner's link carries all (Hecate, §5.1)."""
+    owners = placement.owner_E.tolist()
+    expert_P, device_P = np.nonzero(placement.present_ED)
+    return TransferPlan(
+        placement.num_devices,
+        tuple(
+            TransferEdge(expert, owners[expert], device, 0)
+            for expert, device in zip(expert_P.tolist(), device_P.tolist(), strict=True)
+            if device != owners[expert]
+        ),
+    )
+
+
+def two_level_transfer(placement: ExpertPlacement, topology: Topology) -> TransferPlan:
+    """Each expert crosses the slow links once per node that needs it, then spreads inside the node.
+
+    Between nodes: a chain over the nodes' leaders, the owner first, then the other nodes in
+    cyclic order of node number after the owner's; the leader of a node is its lowest holder.
+    A chain, because each NIC then carries an expert once in and once out.
+
+    Inside a node: a binary tree in the order leader first, then ascending, in which every
+    holder forwards to at most two others. Against a star, no device's link carries an expert
+    more than twice, which matters when many experts share a leader; against a chain, the
+    depth grows with the logarithm of the node, not its size. Edges of one depth are listed
+    inter-node first, so a leader's hop to the next node starts before its own node's.
+    """
+    num_devices, num_nodes = placement.num_devices, topology.num_nodes
+    if num_devices != topology.num_devices:
+        raise ValueError(
+            f"the placement has {num_devices} devices and the topology {topology.num_devices}: wanted the "
+            "same devices in both"
+        )
+    node_of = topology.node_of_device
+    owners = placement.owner_E.tolist()
+    replicated_E = np.flatnonzero(np.count_nonzero(placement.present_ED, axis=1) > 1)
+    row_P, device_P = np.nonzero(placement.present_ED[replicated_E])
+    holders_of: dict[int, list[int]] = {expert: [] for expert in replicated_E.tolist()}
+    for expert, device in zip(replicated_E[row_P].tolist(), device_P.tolist(), strict=True):
+        holders_of[expert].append(device)
+    found: list[tuple[int, bool, int, int, int]] = []  # depth, inside a node, expert, source, destination
+    for expert, holders in holders_of.items():
+        owner = owners[expert]
+        members: dict[int, list[int]] = {node_of[owner]: [owner]}
+        for device in holders:
+            if device != owner:
+                members.setdefault(node_of[device], []).append(device)
+        owner_node = node_of[owner]
+        chain = sorted(members, key=lambda node: (node - owner_node) % num_nodes)
+        previous = owner
+        for hops, node in enumerate(chain):
+            leader, *_ = inside = members[node]
+            if hops:
+                found.append((hops - 1, False, expert, previous, leader))
+            for i in range(1, len(inside)):
+                depth = hops + (i + 1).bit_length() - 2
+                found.append((depth, True, expert, inside[(i - 1) // 2], inside[i]))
+            previous = leader
+    found.sort()
+    return TransferPlan(
+        num_devices,
+        tuple(TransferEdge(expert, source, to, depth) for depth, _, expert, source, to in found),
+    )
