@@ -1,0 +1,130 @@
+"""A process that has imported but never computed, and forks the ranks of each job."""
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import signal
+import socket
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+
+from megatron_fssdp.testing.rank_job import RankJob, run_rank
+
+_GRACE_S = 0.1  # lets the other ranks of a failed job report their own exception
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+
+
+@dataclass(frozen=True)
+class JobReport:
+    """How the ranks of a job ended.
+
+    Attributes:
+        exit_codes: One a rank; negative for the signal that ended it.
+        unfinished: Ranks that were ended by the server because another one had failed
+            or the time was over.
+        timed_out: Whether the time was over.
+    """
+
+    exit_codes: tuple[int, ...]
+    unfinished: tuple[int, ...]
+    timed_out: bool
+
+
+def serve(descriptor: int, preload: tuple[str, ...]) -> None:
+    """Run the preload entries, then jobs from the connection until the caller closes it.
+
+    Entries are ``"module"`` (imported) or ``"module:function"`` (imported and called
+    without arguments), in order. The first message back is "" or a traceback.
+    """
+    connection = Connection(descriptor)
+    try:
+        for entry in preload:
+            module, _, function = entry.partition(":")
+            imported = importlib.import_module(module)
+            if function:
+                getattr(imported, function)()
+    except BaseException:
+        connection.send(traceback.format_exc())
+        return
+    gc.collect()
+    gc.freeze()  # keeps the collector from touching, and so copying, the shared pages
+    connection.send("")
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            connection.send(_run(connection.recv(), connection))
+
+
+def _run(job: RankJob, connection: Connection) -> JobReport:
+    deadline_s = time.monotonic() + job.timeout_s
+    with socket.create_server(("127.0.0.1", 0), backlog=max(128, job.world_size)) as listener:
+        pids = [_fork_rank(job, rank, listener, connection) for rank in range(job.world_size)]
+    children = {os.pidfd_open(pid): rank for rank, pid in enumerate(pids)}
+    exit_codes: dict[int, int] = {}
+    unfinished: tuple[int, ...] = ()
+    timed_out = False
+    try:
+        while children:
+            ready = wait([connection, *children], max(0.0, deadline_s - time.monotonic()))
+            if connection in ready:
+                raise EOFError("the caller went away")
+            for descriptor in [d for d in children if d in ready]:
+                rank = children[descriptor]
+                exit_codes[rank] = _reap(pids, children, descriptor)
+            timed_out = not ready and bool(children)
+            if timed_out or any(exit_codes.values()):
+                unfinished = _end(pids, children, exit_codes, timed_out)
+    finally:
+        for descriptor, rank in list(children.items()):
+            os.kill(pids[rank], signal.SIGKILL)
+            _reap(pids, children, descriptor)
+    return JobReport(tuple(exit_codes[rank] for rank in range(job.world_size)), unfinished, timed_out)
+
+
+def _end(
+    pids: list[int], children: dict[int, int], exit_codes: dict[int, int], timed_out: bool
+) -> tuple[int, ...]:
+    """End the ranks that still run; return those that did not end by themselves in the grace time."""
+    if timed_out:
+        for rank in children.values():
+            os.kill(pids[rank], signal.SIGUSR1)
+    grace_end_s = time.monotonic() + _GRACE_S
+    running = dict(children)
+    while running and (left_s := grace_end_s - time.monotonic()) > 0:
+        for descriptor in wait(list(running), left_s):
+            assert isinstance(descriptor, int)
+            running.pop(descriptor)
+    unfinished = tuple(children.values()) if timed_out else tuple(running.values())
+    for rank in running.values():
+        os.kill(pids[rank], signal.SIGKILL)
+    for descriptor, rank in list(children.items()):
+        exit_codes[rank] = _reap(pids, children, descriptor)
+    return unfinished
+
+
+def _reap(pids: list[int], children: dict[int, int], descriptor: int) -> int:
+    rank = children.pop(descriptor)
+    os.close(descriptor)
+    return os.waitstatus_to_exitcode(os.waitpid(pids[rank], 0)[1])
+
+
+def _fork_rank(job: RankJob, rank: int, listener: socket.socket, connection: Connection) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    exit_code = 1
+    try:
+        _die_with_parent()
+        connection.close()
+        exit_code = run_rank(job, rank, listener)
+    finally:
+        os._exit(exit_code)
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to end this process when the server ends, however that happens."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

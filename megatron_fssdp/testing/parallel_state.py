@@ -1,0 +1,107 @@
+"""Megatron's parallel state on the ranks of a test."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from megatron_fssdp.testing.ranks import DEFAULT_PRELOAD, run_ranks
+
+MEGATRON_PRELOAD = (
+    *DEFAULT_PRELOAD,
+    "megatron_fssdp.megatron_adapter.cpu_runtime:install",
+    "megatron.core",
+    "megatron.core.parallel_state",
+    "megatron.core.tensor_parallel",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.training",
+    "megatron.training.training",
+)
+
+
+@contextmanager
+def megatron_parallel_state(
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    etp: int = 1,
+    cp: int = 1,
+    vpp: int | None = None,
+    seed: int = 1234,
+) -> Iterator[None]:
+    """Bring up Megatron's process groups on the running world, and take them down afterwards.
+
+    The data-parallel size follows from the world size. Megatron's model-parallel random
+    states are seeded as its own initialization does.
+
+    Args:
+        tp: Tensor-parallel size.
+        pp: Pipeline-parallel size.
+        ep: Expert-parallel size.
+        etp: Tensor-parallel size of the experts.
+        cp: Context-parallel size.
+        vpp: Number of model chunks on a pipeline rank; None for one, not interleaved.
+        seed: Seed of the model-parallel random states.
+    """
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    world_size = dist.get_world_size()
+    if world_size % (tp * pp * cp) or world_size % (etp * ep * pp):
+        raise ValueError(
+            f"a world of {world_size} is divisible neither by tp*pp*cp = {tp * pp * cp} nor can it hold "
+            f"etp*ep*pp = {etp * ep * pp}; both must divide it"
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
+    try:
+        model_parallel_cuda_manual_seed(seed)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def run_megatron_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    etp: int = 1,
+    cp: int = 1,
+    vpp: int | None = None,
+    seed: int = 1234,
+    timeout_s: float = 120,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Call ``fn(rank, world_size, *args)`` on ranks that have Megatron's parallel state.
+
+    Like :func:`run_ranks` with Megatron and its CPU runtime preloaded and
+    :func:`megatron_parallel_state` around the call.
+    """
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **(env or {})}
+    return run_ranks(
+        fn,
+        world_size,
+        *args,
+        timeout_s=timeout_s,
+        env=environment,
+        preload=MEGATRON_PRELOAD,
+        context=megatron_parallel_state,
+        context_options={
+            "tp": tp,
+            "pp": pp,
+            "ep": ep,
+            "etp": etp,
+            "cp": cp,
+            "vpp": vpp,
+            "seed": seed,
+        },
+    )

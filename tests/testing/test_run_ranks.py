@@ -1,0 +1,194 @@
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.testing import RankError, RankTimeoutError, run_ranks
+
+
+@dataclass
+class Greeting:
+    """Defined in a test file, travels both ways."""
+
+    text: str
+    rank: int = -1
+
+
+def add_up(rank, world_size, start):
+    total = torch.tensor([float(rank + start)])
+    dist.all_reduce(total)
+    return rank, world_size, total
+
+
+def greet(rank, world_size, greeting):
+    return Greeting(greeting.text, rank)
+
+
+def do_nothing(rank, world_size):
+    return os.getpid()
+
+
+def raise_on(rank, world_size, culprit):
+    print(f"rank {rank} was here")
+    if rank == culprit:
+        raise KeyError("lost my keys")
+    dist.barrier()
+
+
+def hang_on(rank, world_size, culprits):
+    while rank in culprits:
+        time.sleep(0.05)
+
+
+def die_on(rank, world_size, culprit, how):
+    if rank == culprit:
+        if how == "exit":
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def return_a_lambda(rank, world_size):
+    return lambda: rank
+
+
+def look_around(rank, world_size):
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "GREETING")
+    return {name: os.environ.get(name) for name in names}, os.getcwd(), torch.get_num_threads()
+
+
+def use_subgroups(rank, world_size):
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    total = torch.tensor([rank])
+    dist.all_reduce(total, group=groups[rank // 2])
+    return int(total)
+
+
+def print_a_line(rank, world_size):
+    print(f"line of {rank}")
+    os.write(2, b"straight to the descriptor\n")
+
+
+def test_results_come_in_rank_order_and_collectives_work():
+    for world_size in (1, 2, 4):
+        results = run_ranks(add_up, world_size, 10)
+        wanted = float(sum(rank + 10 for rank in range(world_size)))
+        assert [r[:2] for r in results] == [(rank, world_size) for rank in range(world_size)]
+        assert all(r[2].item() == wanted for r in results)
+
+
+def test_types_of_a_test_file_travel_both_ways():
+    results = run_ranks(greet, 2, Greeting("hello"))
+    assert results == [Greeting("hello", 0), Greeting("hello", 1)]
+
+
+def test_sub_groups():
+    assert run_ranks(use_subgroups, 4) == [1, 1, 5, 5]
+
+
+def test_the_caller_may_compute_with_threads():
+    torch.randn(512, 512) @ torch.randn(512, 512)
+    assert len(run_ranks(add_up, 2, 0)) == 2
+
+
+def test_an_exception_raises_here_with_its_traceback_and_output_and_soon():
+    start_s = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_ranks(raise_on, 4, 2)
+    assert time.monotonic() - start_s < 20
+    message = str(caught.value)
+    assert "rank 2 raised" in message
+    assert 'raise KeyError("lost my keys")' in message
+    assert "test_run_ranks.py" in message
+    assert "rank 2 was here" in message
+    assert 2 in caught.value.ranks
+
+
+def test_a_time_out_names_the_ranks_that_hang_and_shows_where():
+    with pytest.raises(RankTimeoutError, match="still running: rank 1, 3\n") as caught:
+        run_ranks(hang_on, 4, [1, 3], timeout_s=3)
+    assert caught.value.ranks == (1, 3)
+    assert "in hang_on" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "wanted"), [("exit", "rank 1 exited with code 0"), ("kill", "rank 1 was ended by signal 9")]
+)
+def test_a_rank_that_dies_without_a_word_is_named(how, wanted):
+    with pytest.raises(RankError, match=wanted):
+        run_ranks(die_on, 2, 1, how)
+    assert len(run_ranks(do_nothing, 2)) == 2
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error():
+    with pytest.raises(RankError, match="return_a_lambda"):
+        run_ranks(return_a_lambda, 1)
+
+
+def test_functions_that_no_other_process_can_find_are_refused():
+    def closure(rank, world_size):
+        return rank
+
+    with pytest.raises(ValueError, match="move it to the top of its module"):
+        run_ranks(closure, 1)
+    with pytest.raises(ValueError, match="lambda"):
+        run_ranks(lambda rank, world_size: rank, 1)
+    with pytest.raises(ValueError, match="world_size"):
+        run_ranks(do_nothing, 0)
+
+
+def test_environment_and_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    results = run_ranks(look_around, 2, env={"GREETING": "hello"})
+    for rank, (environment, cwd, num_threads) in enumerate(results):
+        assert environment == {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "OMP_NUM_THREADS": "1",
+            "GREETING": "hello",
+        }
+        assert os.path.samefile(cwd, tmp_path)
+        assert num_threads == 1
+
+
+def test_output_of_the_ranks_is_printed_here(capfd):
+    run_ranks(print_a_line, 2)
+    shown = capfd.readouterr().out
+    assert "line of 0" in shown
+    assert "line of 1" in shown
+    assert "straight to the descriptor" in shown
+
+
+def test_preload_runs_in_order_and_reports_failures(tmp_path, monkeypatch):
+    (tmp_path / "preloaded_module.py").write_text(
+        "import os\ndef install():\n    os.environ['GREETING'] = 'installed'\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    results = run_ranks(look_around, 1, preload=("preloaded_module:install", "torch"))
+    assert results[0][0]["GREETING"] == "installed"
+    with pytest.raises(RuntimeError, match="no_such_module"):
+        run_ranks(do_nothing, 1, preload=("no_such_module",))
+    sys.modules.pop("preloaded_module", None)
+
+
+def test_starting_is_cheap():
+    run_ranks(do_nothing, 4)
+    times_s = []
+    for _ in range(5):
+        start_s = time.perf_counter()
+        pids = run_ranks(do_nothing, 4)
+        times_s.append(time.perf_counter() - start_s)
+        assert len(set(pids)) == 4
+    print(f"4 ranks up and down: best {min(times_s):.3f} s, worst {max(times_s):.3f} s")
+
+
+@pytest.mark.slow
+def test_many_starts_do_not_flake():
+    for i in range(50):
+        assert len(run_ranks(add_up, 4, i)) == 4
