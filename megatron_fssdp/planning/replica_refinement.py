@@ -1,0 +1,218 @@
+"""Local search over replicas that only ever lowers the modelled maximum device load.
+
+Ours, beyond the papers: Alg. 1 counts replicas without asking where their load lands, so it
+can leave, or make, one device the straggler. Shape letters: E experts, D devices, N nodes.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_fssdp.planning.even_dispatch_model import EvenDispatchModel
+from megatron_fssdp.planning.placement import ExpertPlacement
+from megatron_fssdp.planning.sparse_materialization import sparse_materialization
+from megatron_fssdp.planning.topology import Topology
+
+BALANCED_RATIO = 1.01
+"""Maximum over mean device load at which a layer counts as balanced; the search stops there."""
+
+MIN_GAIN = 1e-3
+"""Smallest relief of the most loaded device worth a move, as a part of the mean device load."""
+
+NUM_CANDIDATES = 8
+"""Least loaded devices tried as the place of a new replica."""
+
+NUM_NODE_CANDIDATES = 4
+"""Least loaded devices of the most loaded device's own node tried besides."""
+
+DEFAULT_MAX_MOVES = 256
+"""Most moves of one search."""
+
+
+def plan_materialization(
+    owner_E: np.ndarray, load_DE: np.ndarray, topology: Topology, *, overlap_degree: int, slots: int
+) -> ExpertPlacement:
+    """Plans one layer: Hecate's Alg. 1, then :func:`refine_replicas`.
+
+    Args:
+        owner_E: Owner of every expert, integers [E].
+        load_DE: Expected load by source and expert, [D, E].
+        topology: Nodes of the devices.
+        overlap_degree: Most experts that may be replicated, t.
+        slots: Most replicas a device may hold, m.
+
+    Returns:
+        A placement whose modelled maximum device load is at most the owners-only one's.
+    """
+    load = np.ascontiguousarray(load_DE, dtype=np.float64)
+    placement = sparse_materialization(
+        owner_E, load.sum(axis=0), topology, overlap_degree=overlap_degree, slots=slots
+    )
+    return refine_replicas(placement, load, topology, slots=slots, max_replicated=overlap_degree)
+
+
+def refine_replicas(
+    placement: ExpertPlacement,
+    load_DE: np.ndarray,
+    topology: Topology,
+    *,
+    slots: int,
+    max_moves: int = DEFAULT_MAX_MOVES,
+    max_replicated: int | None = None,
+) -> ExpertPlacement:
+    """Moves replicas while that lowers the most loaded device under even dispatch.
+
+    The search starts from the input or, when plain expert parallelism has the lower maximum,
+    from the owners alone. Each move relieves the most loaded device: a new replica of one of
+    its experts on a free slot, the same in exchange for a replica there, or the end of one of
+    its own replicas. Of the moves tried, the one whose most loaded affected device ends
+    lowest is made; none may end at or above the present maximum, so the maximum never rises
+    and the search ends. It stops when balanced, when nothing helps, or after ``max_moves``.
+
+    Args:
+        placement: Where to start.
+        load_DE: Expected load by source and expert, [D, E].
+        topology: Nodes of the devices.
+        slots: Most replicas a device may hold.
+        max_moves: Most moves made.
+        max_replicated: Most experts with replicas, Alg. 1's overlap degree; None: no bound.
+
+    Returns:
+        A placement whose modelled maximum device load (``expected_device_load_D``) is at most
+        the input's and at most the owners-only placement's.
+    """
+    load = np.ascontiguousarray(load_DE, dtype=np.float64)
+    if max_replicated is None:
+        max_replicated = placement.num_experts
+    node_load_NE = topology.sum_over_nodes(load)
+    start = placement
+    model = EvenDispatchModel(start, load, node_load_NE, topology)
+    owners_D = np.bincount(placement.owner_E, weights=load.sum(axis=0), minlength=topology.num_devices)
+    if owners_D.max() < model.most_loaded()[0]:
+        start = ExpertPlacement.owners_only(placement.owner_E, topology.num_devices)
+        model = EvenDispatchModel(start, load, node_load_NE, topology)
+    mean = sum(model.loads) / topology.num_devices
+    num_moves = 0
+    while num_moves < max_moves:
+        if model.most_loaded()[0] <= BALANCED_RATIO * mean:
+            break
+        move = _best_move(model, topology, slots, max_replicated, MIN_GAIN * mean)
+        if move is None:
+            break
+        num_moves += 1
+        for expert, device in move.ends:
+            model.remove(expert, device)
+        for expert, device in move.begins:
+            model.add(expert, device)
+    if not num_moves:
+        return start
+    return ExpertPlacement(placement.owner_E, model.present_ED(), slots=slots)
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """Replicas, as (expert, device), that end and begin together."""
+
+    ends: tuple[tuple[int, int], ...] = ()
+    begins: tuple[tuple[int, int], ...] = ()
+
+
+def _best_move(
+    model: EvenDispatchModel, topology: Topology, slots: int, max_replicated: int, min_gain: float
+) -> _Move | None:
+    """The move after which the most loaded of the devices it affects is lowest."""
+    loads, node_of, replicas = model.loads, model.node_of, model.replicas
+    highest, device = model.most_loaded()
+    best = highest - min_gain  # a move must leave every device it affects below this
+    move: _Move | None = None
+    node = node_of[device]
+    near_first = sorted([(loads[other], other) for other in topology.devices_of_node(node)])
+    targets = [other for _, other in near_first[:NUM_NODE_CANDIDATES]]
+    targets += [other for _, other in model.ascending[:NUM_CANDIDATES] if other not in targets]
+
+    for expert in model.owned[device] + replicas[device]:
+        shares = model.shares(expert)
+        own, near, unserved, far = shares.own, shares.near, shares.unserved, shares.far
+        holders, holders_in, node_load = shares.holders, shares.holders_in, shares.node_load
+        num_holders = len(holders)
+        near_here = near[node]
+        if highest - own[device] - near_here - far >= best:
+            pass
+        is_new = num_holders == 1
+        for target in targets:
+            if target in holders:
+                continue
+            target_node = node_of[target]
+            if target_node in holders_in:
+                far_after = unserved / (num_holders + 1)
+                count = holders_in[target_node]
+                near_after = (near[target_node] * count - own[target]) / (count + 1)
+                near_relief = near[target_node] - near_after
+                gained = own[target] + near_after + far_after
+            else:
+                far_after = (unserved - node_load[target_node]) / (num_holders + 1)
+                near_relief = 0.0
+                gained = node_load[target_node] + far_after
+            far_relief = far - far_after
+            relief = far_relief + near_relief if target_node == node else far_relief
+            here = highest - relief
+            if here >= best:
+                continue
+            there = loads[target] + gained
+            if len(replicas[target]) < slots:
+                if there < best and (not is_new or model.num_replicated < max_replicated):
+                    best = here if here > there else there
+                    move = _Move(begins=((expert, target),))
+                continue
+            for replica in replicas[target]:
+                after = there - model.share_on(replica, target)
+                if after >= best:
+                    continue
+                frees = len(model.holders[replica]) == 2
+                if is_new and model.num_replicated - frees >= max_replicated:
+                    continue
+                worst = after if after > here else here
+                growth_near, growth_far = _growth_without(model, replica, target)
+                replica_holders = model.holders[replica]
+                for holder in replica_holders:
+                    if holder == target:
+                        continue
+                    in_target_node = node_of[holder] == target_node
+                    load = loads[holder] + (growth_near if in_target_node else growth_far)
+                    if holder == device:
+                        load -= relief
+                    elif holder in holders:
+                        load -= far_relief + near_relief if in_target_node else far_relief
+                    if load > worst:
+                        worst = load
+                        if worst >= best:
+                            break
+                if worst < best:
+                    best = worst
+                    move = _Move(ends=((replica, target),), begins=((expert, target),))
+
+    for replica in replicas[device]:
+        worst = highest - model.share_on(replica, device)
+        growth_near, growth_far = _growth_without(model, replica, device)
+        for holder in model.holders[replica]:
+            if holder != device:
+                load = loads[holder] + (growth_near if node_of[holder] == node else growth_far)
+                if load > worst:
+                    worst = load
+        if worst < best:
+            best = worst
+            move = _Move(ends=((replica, device),))
+    return move
+
+
+def _growth_without(model: EvenDispatchModel, expert: int, device: int) -> tuple[float, float]:
+    """What each other holder gains when a replica ends: (in its node, in other nodes)."""
+    shares = model.shares(expert)
+    node = model.node_of[device]
+    count, num_holders = shares.holders_in[node], len(shares.holders)
+    if count == 1:
+        growth_far = (shares.unserved + shares.node_load[node]) / (num_holders - 1) - shares.far
+        return growth_far, growth_far
+    growth_far = shares.unserved / (num_holders - 1) - shares.far
+    near = shares.near[node]
+    return growth_far + (near * count + shares.own[device]) / (count - 1) - near, growth_far
