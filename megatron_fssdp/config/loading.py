@@ -169,7 +169,7 @@ def validate[ModelT: BaseModel](model_cls: type[ModelT], data: Mapping[str, Any]
         # JSON mode is strict about types ("4" is no number) and still reads paths from strings.
         return model_cls.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
-        problems = [_render(model_cls, details) for details in error.errors(include_url=False)]
+        problems = _render_all(model_cls, error.errors(include_url=False))
         hidden = len(problems) - _MAX_ERRORS_SHOWN
         shown = "; ".join(problems[:_MAX_ERRORS_SHOWN])
         more = f"; and {hidden} more" if hidden > 0 else ""
@@ -211,35 +211,46 @@ def _copy(data: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in data.items()}
 
 
-def _render(model_cls: type[BaseModel], details: ErrorDetails) -> str:
-    location = details["loc"]
-    key = ".".join(str(part) for part in location)
-    if details["type"] == "extra_forbidden":
-        owner = _model_at(model_cls, location[:-1])
-        known = owner.model_fields if owner else ()
-        where = f"{'.'.join(str(part) for part in location[:-1])}: " if len(location) > 1 else ""
-        return where + unknown_name("key", str(location[-1]), known)
-    if details["type"] == "missing":
-        return f"{key}: missing; add this key"
-    cause = details.get("ctx", {}).get("error")
-    if isinstance(cause, ValueError):
-        return f"{key}: {cause}" if key else str(cause)
-    wanted = _WANTED_BY_ERROR.get(details["type"])
-    if wanted is None:
-        message = details["msg"]
-        wanted = message.removeprefix("Input should be ")
-    return f"{key or 'top level'}: got {describe_value(details['input'])}, wanted {wanted}"
+def _render_all(model_cls: type[BaseModel], errors: list[ErrorDetails]) -> list[str]:
+    problems: list[str] = []
+    mismatches: dict[str, tuple[str, list[str]]] = {}  # a union field has one error for each alternative
+    for details in errors:
+        location, owner = _locate(model_cls, details["loc"])
+        key = ".".join(location)
+        cause = details.get("ctx", {}).get("error")
+        if details["type"] == "extra_forbidden":
+            where = f"{'.'.join(location[:-1])}: " if len(location) > 1 else ""
+            problems.append(where + unknown_name("key", location[-1], owner.model_fields if owner else ()))
+        elif details["type"] == "missing":
+            problems.append(f"{key}: missing; add this key")
+        elif isinstance(cause, ValueError):
+            problems.append(str(cause) if str(cause).startswith(key) else f"{key}: {cause}")
+        else:
+            wanted = _WANTED_BY_ERROR.get(details["type"], details["msg"].removeprefix("Input should be "))
+            mismatches.setdefault(key, (describe_value(details["input"]), []))[1].append(wanted)
+    return problems + [
+        f"{key or 'top level'}: got {got}, wanted {' or '.join(dict.fromkeys(wanted))}"
+        for key, (got, wanted) in mismatches.items()
+    ]
 
 
-def _model_at(model_cls: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel] | None:
+def _locate(
+    model_cls: type[BaseModel], location: tuple[int | str, ...]
+) -> tuple[list[str], type[BaseModel] | None]:
+    """Key path without pydantic's names for union alternatives, and the model that holds the last key."""
+    path: list[str] = []
+    owner: type[BaseModel] | None = None
     current: type[BaseModel] | None = model_cls
-    for part in location:
+    for depth, part in enumerate(location):
         if isinstance(part, int):
-            continue
-        if current is None or part not in current.model_fields:
-            return None
-        current = _model_in(current.model_fields[part].annotation)
-    return current
+            path.append(str(part))
+        elif current is not None and part in current.model_fields:
+            owner, current = current, _model_in(current.model_fields[part].annotation)
+            path.append(part)
+        elif depth == len(location) - 1 and current is not None:
+            owner = current  # an unknown key
+            path.append(part)
+    return path, owner
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

@@ -1,0 +1,243 @@
+"""From a run's settings to Megatron-LM's command line."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_fssdp.config.model_settings import ModelSettings
+from megatron_fssdp.config.parallelism_settings import ParallelismSettings
+from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
+from megatron_fssdp.config.training_settings import TrainingSettings
+
+# Megatron's fused kernels and Transformer Engine exist for GPUs only.
+_CPU_ARGUMENTS = (
+    "--distributed-backend",
+    "gloo",
+    "--use-cpu-initialization",
+    "--transformer-impl",
+    "local",
+    "--no-gradient-accumulation-fusion",
+    "--no-masked-softmax-fusion",
+    "--no-persist-layer-norm",
+    "--no-rope-fusion",
+    "--no-bias-gelu-fusion",
+    "--no-bias-dropout-fusion",
+    "--no-bias-swiglu-fusion",
+    "--disable-jit-fuser",
+    "--num-workers",
+    "0",
+)
+
+_ACTIVATION_FLAGS: dict[str, list[str]] = {
+    "gelu": [],
+    "openai_gelu": ["--openai-gelu"],
+    "squared_relu": ["--squared-relu"],
+    "swiglu": ["--swiglu"],
+    "quick_geglu": ["--quick-geglu"],
+}
+
+
+@dataclass(frozen=True)
+class TokenizedData:
+    """Indexed data and what Megatron must know of its tokenizer.
+
+    Attributes:
+        prefix: Path of the ``.bin`` and ``.idx`` files without suffix.
+        vocab_size: Number of token ids, end-of-document included.
+        eod_id: Token id that ends a document.
+        cache_dir: Folder for Megatron's index caches.
+    """
+
+    prefix: Path
+    vocab_size: int
+    eod_id: int
+    cache_dir: Path
+
+
+@dataclass(frozen=True)
+class Installation:
+    """What the ranks run on.
+
+    Attributes:
+        on_cpu: Gloo ranks without an accelerator.
+        has_transformer_engine: Transformer Engine can be imported.
+    """
+
+    on_cpu: bool
+    has_transformer_engine: bool
+
+
+def megatron_arguments(
+    config: RunConfig, data: TokenizedData | None, installation: Installation, out_dir: Path, resume: bool
+) -> list[str]:
+    """Write a run as arguments of a Megatron pretraining script.
+
+    Args:
+        config: The run.
+        data: The training data; None when ``data.external`` leaves it to ``megatron_args``.
+        installation: What the ranks run on.
+        out_dir: Output folder of the run.
+        resume: Go on from the run's own checkpoints.
+
+    Returns:
+        The arguments, strategy flags included; ``config.megatron_args`` come last and so win.
+    """
+    return [
+        *_model_arguments(config.model),
+        *_moe_arguments(config.model),
+        *_data_arguments(config, data),
+        *_parallelism_arguments(config.parallelism, bool(config.model.num_experts)),
+        *_training_arguments(config.training),
+        *_checkpoint_arguments(config.training, out_dir, resume),
+        *_device_arguments(config, installation),
+        *strategy_arguments(config, out_dir),
+        *config.megatron_args,
+    ]
+
+
+def strategy_arguments(config: RunConfig, out_dir: Path) -> list[str]:
+    """The strategy's flags; its records go to the output folder unless the settings say otherwise."""
+    settings = {"record_dir": str(out_dir), **config.strategy.settings}
+    declared = config.parallelism.declared_nodes
+    if declared is not None and "nodes" in SETTINGS_BY_STRATEGY[config.strategy.name].model_fields:
+        settings.setdefault("nodes", declared)
+    arguments = ["--moe-strategy", config.strategy.name]
+    for key, value in settings.items():
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        arguments += ["--moe-strategy-set", f"{key}={text}"]
+    return arguments
+
+
+def _model_arguments(model: ModelSettings) -> list[str]:
+    arguments = _pairs(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        seq_length=model.seq_length,
+        max_position_embeddings=model.seq_length,
+        normalization=model.normalization,
+        position_embedding_type=model.position_embedding,
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        init_method_std=model.init_std,
+    )
+    if model.num_query_groups is not None:
+        arguments += ["--group-query-attention", *_pairs(num_query_groups=model.num_query_groups)]
+    arguments += _ACTIVATION_FLAGS[model.activation]
+    arguments += [] if model.linear_bias else ["--disable-bias-linear"]
+    arguments += [] if model.tie_embeddings else ["--untie-embeddings-and-output-weights"]
+    return arguments
+
+
+def _moe_arguments(model: ModelSettings) -> list[str]:
+    if model.num_experts is None:
+        return []
+    frequency = model.moe_layer_freq
+    pre_softmax = model.moe_top_k == 1 if model.moe_pre_softmax is None else model.moe_pre_softmax
+    arguments = _pairs(
+        num_experts=model.num_experts,
+        moe_router_topk=model.moe_top_k,
+        moe_layer_freq=frequency if isinstance(frequency, int) else str(list(frequency)).replace(" ", ""),
+        moe_ffn_hidden_size=model.moe_ffn_hidden_size,
+        moe_shared_expert_intermediate_size=model.moe_shared_expert_size,
+        moe_router_load_balancing_type=model.moe_balancing,
+        moe_aux_loss_coeff=model.moe_aux_loss_coeff,
+        moe_z_loss_coeff=model.moe_z_loss_coeff,
+        moe_router_dtype=model.moe_router_dtype,
+        moe_token_dispatcher_type="alltoall",
+    )
+    return arguments + (["--moe-router-pre-softmax"] if pre_softmax else [])
+
+
+def _data_arguments(config: RunConfig, data: TokenizedData | None) -> list[str]:
+    if data is None:
+        return []
+    # The data is tokenized already: Megatron needs to know the vocabulary, not the tokenizer. The
+    # end-of-document id is said explicitly and never one that text can contain.
+    return _pairs(
+        data_path=data.prefix,
+        data_cache_path=data.cache_dir,
+        split=config.data.split,
+        tokenizer_type="NullTokenizer",
+        vocab_size=data.vocab_size,
+        null_tokenizer_eod_id=data.eod_id,
+    )
+
+
+def _parallelism_arguments(cut: ParallelismSettings, has_experts: bool) -> list[str]:
+    arguments = _pairs(
+        tensor_model_parallel_size=cut.tensor,
+        pipeline_model_parallel_size=cut.pipeline,
+        num_virtual_stages_per_pipeline_rank=cut.virtual_pipeline,
+        context_parallel_size=cut.context,
+    )
+    if has_experts:
+        arguments += _pairs(
+            expert_model_parallel_size=cut.expert, expert_tensor_parallel_size=cut.expert_tensor
+        )
+    arguments += ["--sequence-parallel"] if cut.sequence else []
+    arguments += ["--use-distributed-optimizer"] if cut.distributed_optimizer else []
+    arguments += ["--overlap-grad-reduce"] if cut.overlap_grad_reduce else []
+    arguments += ["--overlap-param-gather"] if cut.overlap_param_gather else []
+    return arguments
+
+
+def _training_arguments(training: TrainingSettings) -> list[str]:
+    arguments = _pairs(
+        train_iters=training.iterations,
+        micro_batch_size=training.micro_batch_size,
+        global_batch_size=training.global_batch_size,
+        optimizer=training.optimizer,
+        lr=training.lr,
+        min_lr=training.min_lr,
+        lr_decay_style=training.lr_schedule,
+        lr_decay_iters=training.iterations,
+        lr_warmup_iters=training.warmup_iterations,
+        weight_decay=training.weight_decay,
+        clip_grad=training.clip_grad,
+        adam_beta1=training.adam_beta1,
+        adam_beta2=training.adam_beta2,
+        seed=training.seed,
+        log_interval=training.log_interval,
+        eval_iters=training.eval_iterations if training.eval_interval else 0,
+        eval_interval=training.eval_interval or training.iterations,
+    )
+    if training.precision != "fp32":
+        arguments.append(f"--{training.precision}")
+    if training.recompute == "full":
+        arguments += ["--recompute-granularity", "full", "--recompute-method", "uniform"]
+        arguments += ["--recompute-num-layers", "1"]
+    elif training.recompute == "selective":
+        arguments += ["--recompute-granularity", "selective"]
+    return arguments
+
+
+def _checkpoint_arguments(training: TrainingSettings, out_dir: Path, resume: bool) -> list[str]:
+    own = training.checkpoint_dir or out_dir / "checkpoints"
+    arguments: list[str] = []
+    if training.save_checkpoints:
+        arguments += _pairs(save=own, save_interval=training.save_interval or training.iterations)
+        arguments += ["--ckpt-format", "torch_dist"]
+    load = own if resume else training.load_dir
+    return arguments + (_pairs(load=load) if load is not None else [])
+
+
+def _device_arguments(config: RunConfig, installation: Installation) -> list[str]:
+    if installation.on_cpu:
+        return list(_CPU_ARGUMENTS)
+    arguments = ["--distributed-backend", "nccl", "--transformer-impl"]
+    if not installation.has_transformer_engine:
+        return [*arguments, "local", "--no-gradient-accumulation-fusion", "--no-persist-layer-norm"]
+    arguments += ["transformer_engine"]
+    grouped = config.model.num_experts is not None and config.strategy.name == "none"
+    return arguments + (["--moe-grouped-gemm"] if grouped else [])
+
+
+def _pairs(**values: object) -> list[str]:
+    words: list[str] = []
+    for name, value in values.items():
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return words

@@ -1,0 +1,151 @@
+from pathlib import Path
+
+import pytest
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.json_schema import run_config_schema_text
+from megatron_fssdp.config.loading import apply_overrides, load_yaml, validate
+from megatron_fssdp.config.megatron_arguments import Installation, TokenizedData, megatron_arguments
+from megatron_fssdp.config.run_config import RunConfig
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+TINY = CONFIGS / "gpt_moe_tiny.yaml"
+CPU = Installation(on_cpu=True, has_transformer_engine=False)
+DATA = TokenizedData(prefix=Path("d/text"), vocab_size=2048, eod_id=2047, cache_dir=Path("d/cache"))
+
+
+def tiny(*overrides: str) -> RunConfig:
+    return validate(RunConfig, apply_overrides(load_yaml(TINY), overrides), "tiny.yaml")
+
+
+def arguments(config: RunConfig, installation: Installation = CPU, **kwargs) -> list[str]:
+    return megatron_arguments(config, DATA, installation, Path("runs/x"), resume=kwargs.get("resume", False))
+
+
+def value_of(words: list[str], flag: str) -> str:
+    assert words.count(flag) == 1, f"{flag} is there {words.count(flag)} times"
+    return words[words.index(flag) + 1]
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_configs_are_valid_and_name_the_schema(path):
+    validate(RunConfig, load_yaml(path), str(path))
+    assert path.read_text().startswith("# yaml-language-server: $schema=schema.json\n")
+
+
+def test_committed_schema_is_up_to_date():
+    committed = (CONFIGS / "schema.json").read_text(encoding="utf-8")
+    assert committed == run_config_schema_text(), "run `megatron-fssdp schema > configs/schema.json`"
+
+
+def test_every_field_is_documented():
+    for section in ("model", "data", "parallelism", "training", "strategy"):
+        for name, field in RunConfig.model_fields[section].annotation.model_fields.items():
+            assert field.description, f"{section}.{name}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.num_experts=6"], "parallelism.expert 4 does not divide model.num_experts 6"),
+        (["model.num_experts=null"], "needs an MoE model"),
+        (["model.moe_top_k=9"], "model.moe_top_k 9 is larger than model.num_experts 8"),
+        (["model.num_attention_heads=3"], "does not divide model.hidden_size 64"),
+        (["model.moe_layer_freq=[0, 1]"], "lists 2 layers, wanted model.num_layers 4"),
+        (["model.moe_aux_loss_coeff=0.1"], "has no effect while model.moe_balancing is none"),
+        (["parallelism.nproc_per_node=6"], "does not divide the 6 ranks"),
+        (["parallelism.declared_nodes=3"], "declared nodes are equal"),
+        (["parallelism.tensor=2"], "needs parallelism.sequence: true"),
+        (
+            ["parallelism.tensor=4", "parallelism.sequence=true", "model.num_query_groups=2"],
+            "does not divide model.num_query_groups 2",
+        ),
+        (["parallelism.expert=2", "parallelism.expert_tensor=2"], "places whole experts"),
+        (["parallelism.pipeline=4", "parallelism.expert=1", "model.num_layers=6"], "equal pipeline chunks"),
+        (["parallelism.context=2", "training.device=cpu"], "Transformer Engine's attention"),
+        (["parallelism.overlap_param_gather=true"], "needs distributed_optimizer"),
+        (["training.global_batch_size=24"], "every rank processes whole micro-batches"),
+        (["training.micro_batch_size=5"], "does not divide training.global_batch_size"),
+        (["training.warmup_iterations=60"], "leaves nothing of"),
+        (["training.min_lr=1"], "larger than training.lr"),
+        (
+            ["training.precision=fp8"],
+            "training.precision: got 'fp8' (string), wanted 'fp32', 'bf16' or 'fp16'",
+        ),
+        (["strategy.name=fsdp"], "did you mean 'fssdp'"),
+        (["strategy.settings.slot=1"], "unknown key 'slot'"),
+        (["strategy.settings.overlap_degree=0", "strategy.settings.slots=1"], "exclude each other"),
+        (["data.vocab_size=10"], "greater than or equal to 257"),
+        (["data.split=a,b"], "data.split"),
+    ],
+)
+def test_contradictions_are_refused_with_the_reason(overrides, words):
+    with pytest.raises(ConfigurationError) as caught:
+        tiny(*overrides)
+    message = str(caught.value)
+    assert message.startswith("tiny.yaml: ")
+    assert words in message
+    assert "\n" not in message
+
+
+def test_arguments_of_the_tiny_run_on_cpu():
+    words = arguments(tiny())
+    assert value_of(words, "--expert-model-parallel-size") == "4"
+    assert value_of(words, "--moe-token-dispatcher-type") == "alltoall"
+    assert value_of(words, "--distributed-backend") == "gloo"
+    assert value_of(words, "--vocab-size") == "2048"
+    assert value_of(words, "--null-tokenizer-eod-id") == "2047"
+    assert value_of(words, "--save") == "runs/x/checkpoints"
+    assert value_of(words, "--moe-strategy") == "fssdp"
+    assert "--load" not in words
+    settings = {words[i + 1] for i, word in enumerate(words) if word == "--moe-strategy-set"}
+    assert settings == {"record_dir=runs/x", "nodes=2"}
+
+
+def test_strategy_settings_travel_as_yaml_values():
+    words = arguments(tiny("strategy.settings.slots=2", "strategy.settings.check_plans=true"))
+    assert "slots=2" in words
+    assert "check_plans=true" in words
+
+
+def test_none_is_not_told_about_nodes():
+    words = arguments(tiny("strategy.name=none"))
+    assert not any(word.startswith("nodes=") for word in words)
+
+
+def test_top_1_gets_the_softmax_that_megatron_needs():
+    assert "--moe-router-pre-softmax" in arguments(tiny("model.moe_top_k=1"))
+    assert "--moe-router-pre-softmax" not in arguments(tiny())
+
+
+def test_on_gpu_transformer_engine_is_used_when_installed():
+    gpu = Installation(on_cpu=False, has_transformer_engine=True)
+    words = arguments(tiny("training.precision=bf16"), gpu)
+    assert value_of(words, "--transformer-impl") == "transformer_engine"
+    assert value_of(words, "--distributed-backend") == "nccl"
+    assert "--bf16" in words
+    assert "--use-cpu-initialization" not in words
+    plain = Installation(on_cpu=False, has_transformer_engine=False)
+    assert value_of(arguments(tiny(), plain), "--transformer-impl") == "local"
+
+
+def test_resume_loads_the_run_s_own_checkpoints():
+    assert value_of(arguments(tiny(), resume=True), "--load") == "runs/x/checkpoints"
+    words = arguments(tiny("training.load_dir=elsewhere"))
+    assert value_of(words, "--load") == "elsewhere"
+
+
+def test_further_megatron_arguments_come_last():
+    words = arguments(tiny('megatron_args=["--moe-router-force-load-balancing"]'))
+    assert words[-1] == "--moe-router-force-load-balancing"
+
+
+def test_lists_of_moe_layers_are_one_word():
+    words = arguments(tiny("model.moe_layer_freq=[0, 1, 0, 1]"))
+    assert value_of(words, "--moe-layer-freq") == "[0,1,0,1]"
+
+
+def test_external_data_is_left_to_megatron_args():
+    words = megatron_arguments(tiny("data.external=true"), None, CPU, Path("runs/x"), resume=False)
+    assert "--data-path" not in words
+    assert "--tokenizer-type" not in words

@@ -1,0 +1,55 @@
+import pytest
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY, resolve_strategy
+from megatron_fssdp.config.strategy_settings import EpSettings, FssdpSettings, NoneSettings
+
+
+def test_defaults_of_every_strategy():
+    assert resolve_strategy("none") == ("none", NoneSettings())
+    assert resolve_strategy("ep") == ("ep", EpSettings())
+    assert resolve_strategy("fssdp") == ("fssdp", FssdpSettings())
+
+
+def test_overrides_win_over_the_file(tmp_path):
+    path = tmp_path / "strategy.yaml"
+    path.write_text("slots: 2\nwindow: 3\nrecord_dir: records\n")
+    _, settings = resolve_strategy("fssdp", path, ["window=7", "nodes=2"])
+    assert settings == FssdpSettings(slots=2, window=7, nodes=2, record_dir="records")
+
+
+def test_unknown_strategy_lists_the_known_ones():
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_strategy("fsdp")
+    for name in SETTINGS_BY_STRATEGY:
+        assert name in str(caught.value)
+    assert "did you mean 'fssdp'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "words"),
+    [
+        ("none", "window=3", "no meaning under strategy 'none', which runs Megatron's own dispatcher"),
+        ("ep", "slots=2", "belongs to fssdp"),
+        ("fssdp", "slot=2", "did you mean 'slots'"),
+        ("fssdp", "slots=two", "slots: got 'two' (string), wanted a whole number"),
+        ("fssdp", "slots=-1", "wanted greater than or equal to 0"),
+        ("fssdp", "window=0", "wanted greater than or equal to 1"),
+    ],
+)
+def test_bad_settings_name_key_and_reason(name, override, words):
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_strategy(name, overrides=[override])
+    assert words in str(caught.value)
+    assert "--moe-strategy-set" in str(caught.value)
+
+
+@pytest.mark.parametrize("overrides", [["overlap_degree=0", "slots=2"], ["overlap_degree=3", "slots=0"]])
+def test_contradictions_are_refused_with_the_reason(overrides):
+    with pytest.raises(ConfigurationError, match="exclude each other: "):
+        resolve_strategy("fssdp", overrides=overrides)
+
+
+def test_missing_settings_file(tmp_path):
+    with pytest.raises(ConfigurationError, match="no such file"):
+        resolve_strategy("fssdp", tmp_path / "none.yaml")
