@@ -1,0 +1,262 @@
+"""Builds Megatron's indexed data (``.bin`` and ``.idx``) from a corpus.
+
+The corpus is cut into shards of whole documents. A shard that is finished is
+renamed into place, so that a build that was interrupted goes on after the last
+finished shard. The shards are then joined and the manifest is written last.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.data.corpus import Corpus, SourceFile
+from megatron_fssdp.data.manifest import (
+    DATA_NAME,
+    MANIFEST_FILE,
+    DataManifest,
+    describe_file,
+    fingerprint,
+    read_manifest,
+)
+from megatron_fssdp.data.tokenizer import (
+    TOKENIZER_FILE,
+    BpeTokenizer,
+    ByteTokenizer,
+    Tokenizer,
+    TokenizerKind,
+)
+
+# Called with what is being done, bytes done and bytes altogether.
+OnProgress = Callable[[str, int, int], None]
+
+_ENCODE_BATCH_BYTES = 4 << 20
+_TRAIN_TOKENIZER_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class _FinishedShard:
+    num_documents: int
+    num_tokens: int
+    num_bytes: int
+
+
+def build_data(
+    corpus: Corpus,
+    out_dir: Path,
+    tokenizer: TokenizerKind = "bpe",
+    vocab_size: int = 4096,
+    num_shards: int = 4,
+    rebuild: bool = False,
+    on_progress: OnProgress = lambda phase, done, total: None,
+) -> tuple[DataManifest, bool]:
+    """Tokenize a corpus into Megatron's indexed data.
+
+    Args:
+        corpus: The documents.
+        out_dir: Folder for ``text.bin``, ``text.idx``, the tokenizer and the manifest.
+        tokenizer: ``bpe`` trains a byte-level BPE on the corpus; ``bytes`` needs no training.
+        vocab_size: Vocabulary of the BPE, end-of-document included.
+        num_shards: Pieces that an interrupted build does not repeat.
+        rebuild: Replace data that is damaged or was built from something else.
+        on_progress: Told what is being done.
+
+    Returns:
+        The manifest, and whether anything had to be built.
+
+    Raises:
+        ConfigurationError: The folder cannot be written or holds other data; a document cannot be read.
+    """
+    if num_shards < 1:
+        raise ConfigurationError(f"shards: got {num_shards}, wanted 1 or more")
+    wanted = fingerprint(corpus, tokenizer, vocab_size if tokenizer == "bpe" else ByteTokenizer.vocab_size)
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        with _locked(out_dir):
+            if found := _found(out_dir, rebuild):
+                if found.fingerprint == wanted:
+                    return found, False
+                if not rebuild:
+                    raise ConfigurationError(
+                        f"{out_dir}: holds data built from other text or with another tokenizer; choose "
+                        "another --out, or replace it with --rebuild"
+                    )
+            return _build(corpus, out_dir, tokenizer, vocab_size, num_shards, wanted, on_progress), True
+    except OSError as error:
+        raise ConfigurationError(
+            f"{error.filename or out_dir}: cannot be written ({error.strerror}); choose another --out"
+        ) from None
+
+
+def _found(out_dir: Path, rebuild: bool) -> DataManifest | None:
+    """Data that is there; damaged data counts as none when it may be replaced."""
+    if not (out_dir / MANIFEST_FILE).exists():
+        return None
+    try:
+        return read_manifest(out_dir)
+    except ConfigurationError:
+        if rebuild:
+            return None
+        raise
+
+
+def _build(
+    corpus: Corpus,
+    out_dir: Path,
+    kind: TokenizerKind,
+    vocab_size: int,
+    num_shards: int,
+    wanted: str,
+    on_progress: OnProgress,
+) -> DataManifest:
+    work = out_dir / f".building-{wanted[:12]}-{num_shards}"
+    for stale in out_dir.glob(".building-*"):
+        if stale != work:
+            shutil.rmtree(stale)
+    work.mkdir(exist_ok=True)
+    tokenizer = _tokenizer(corpus, kind, vocab_size, work, on_progress)
+    finished: list[_FinishedShard] = []
+    done_bytes = 0
+    for number, files in enumerate(_cut(corpus, num_shards)):
+        finished.append(
+            _write_shard(files, work / _shard_name(number), tokenizer, on_progress, done_bytes, corpus)
+        )
+        done_bytes += sum(file.num_bytes for file in files)
+        on_progress("tokenizing", done_bytes, corpus.num_bytes)
+    on_progress("joining shards", 0, 1)
+    _join(work, len(finished), out_dir, tokenizer)
+    tokenizer.save(out_dir)
+    names = [f"{DATA_NAME}.bin", f"{DATA_NAME}.idx"] + ([TOKENIZER_FILE] if kind == "bpe" else [])
+    manifest = DataManifest(
+        fingerprint=wanted,
+        tokenizer=kind,
+        vocab_size=tokenizer.vocab_size,
+        eod_id=tokenizer.eod_id,
+        num_documents=sum(shard.num_documents for shard in finished),
+        num_tokens=sum(shard.num_tokens for shard in finished),
+        files={name: describe_file(out_dir / name) for name in names},
+    )
+    manifest.write(out_dir)
+    shutil.rmtree(work)
+    on_progress("joining shards", 1, 1)
+    return manifest
+
+
+def _tokenizer(
+    corpus: Corpus, kind: TokenizerKind, vocab_size: int, work: Path, on_progress: OnProgress
+) -> Tokenizer:
+    if kind == "bytes":
+        return ByteTokenizer()
+    finished = work / "tokenizer"
+    if not finished.exists():
+        partial = work / "tokenizer.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        BpeTokenizer.train(_training_texts(corpus, on_progress), vocab_size).save(partial)
+        os.replace(partial, finished)
+    return BpeTokenizer.load(finished)
+
+
+def _training_texts(corpus: Corpus, on_progress: OnProgress) -> Iterator[str]:
+    """Evenly spread documents, at most ``_TRAIN_TOKENIZER_BYTES`` of them."""
+    stride = -(-corpus.num_bytes // _TRAIN_TOKENIZER_BYTES)
+    done = 0
+    files = corpus.files[::stride]
+    total = sum(file.num_bytes for file in files)
+    for file in files:
+        done += file.num_bytes
+        on_progress("training the tokenizer", done, total)
+        yield file.read()
+
+
+def _cut(corpus: Corpus, num_shards: int) -> list[list[SourceFile]]:
+    """Contiguous ranges of documents with about equally many bytes; none is empty."""
+    shards: list[list[SourceFile]] = [[] for _ in range(num_shards)]
+    done = 0
+    for file in corpus.files:
+        shards[min(done * num_shards // corpus.num_bytes, num_shards - 1)].append(file)
+        done += file.num_bytes
+    return [shard for shard in shards if shard]
+
+
+def _write_shard(
+    files: list[SourceFile],
+    prefix: Path,
+    tokenizer: Tokenizer,
+    on_progress: OnProgress,
+    done_bytes: int,
+    corpus: Corpus,
+) -> _FinishedShard:
+    record = prefix.with_suffix(".json")
+    if record.exists():
+        return _FinishedShard(**json.loads(record.read_text()))
+    partial = Path(f"{prefix}.partial")
+    builder = _indexed_builder(f"{partial}.bin", tokenizer)
+    num_documents = num_tokens = 0
+    for batch in _batches(files):
+        for ids in tokenizer.encode([file.read() for file in batch]):
+            if len(ids) == 0:
+                continue
+            builder.add_document(np.append(ids, tokenizer.eod_id), [len(ids) + 1])
+            num_documents += 1
+            num_tokens += len(ids) + 1
+        done_bytes += sum(file.num_bytes for file in batch)
+        on_progress("tokenizing", done_bytes, corpus.num_bytes)
+    builder.finalize(f"{partial}.idx")
+    shard = _FinishedShard(num_documents, num_tokens, os.path.getsize(f"{partial}.bin"))
+    for suffix in (".bin", ".idx"):
+        os.replace(f"{partial}{suffix}", prefix.with_suffix(suffix))
+    Path(f"{partial}.json").write_text(json.dumps(asdict(shard)))
+    os.replace(f"{partial}.json", record)  # the shard counts from here on
+    return shard
+
+
+def _batches(files: list[SourceFile]) -> Iterator[list[SourceFile]]:
+    batch: list[SourceFile] = []
+    for file in files:
+        batch.append(file)
+        if sum(member.num_bytes for member in batch) >= _ENCODE_BATCH_BYTES:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _join(work: Path, num_shards: int, out_dir: Path, tokenizer: Tokenizer) -> None:
+    joined = work / "joined"
+    builder = _indexed_builder(f"{joined}.bin", tokenizer)
+    for number in range(num_shards):
+        builder.add_index(str(work / _shard_name(number)))
+    builder.finalize(f"{joined}.idx")
+    (out_dir / MANIFEST_FILE).unlink(missing_ok=True)  # what it describes is replaced now
+    for suffix in (".bin", ".idx"):
+        os.replace(f"{joined}{suffix}", out_dir / f"{DATA_NAME}{suffix}")
+
+
+def _shard_name(number: int) -> str:
+    return f"shard-{number:05d}"
+
+
+def _indexed_builder(bin_path: str, tokenizer: Tokenizer) -> Any:
+    with warnings.catch_warnings():  # about extras that only training wants
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    return IndexedDatasetBuilder(bin_path, dtype=DType.optimal_dtype(tokenizer.vocab_size))
+
+
+@contextlib.contextmanager
+def _locked(out_dir: Path) -> Iterator[None]:
+    """One build at a time in a folder; a second one waits and then finds the data."""
+    with (out_dir / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
