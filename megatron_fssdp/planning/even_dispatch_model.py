@@ -5,13 +5,13 @@ expert's holders. Plain lists and floats: the numbers touched are few, and numpy
 a handful of elements would dominate. Shape letters: E experts, D devices, N nodes,
 P (expert, holder) pairs.
 """
-# ruff: noqa: N802 -- shape-letter suffixes are the house style.
 
 from bisect import bisect_left, insort
 
 import numpy as np
 
 from megatron_fssdp.planning.placement import ExpertPlacement
+from megatron_fssdp.planning.replica_routing import expected_device_load_D
 from megatron_fssdp.planning.topology import Topology
 
 
@@ -98,13 +98,8 @@ class EvenDispatchModel:
             self.replicas[device].append(expert)
             self.holders[expert].append(device)
         self.num_replicated = sum([len(holders) > 1 for holders in self.holders])
-        loads = [0.0] * num_devices
-        for expert in range(num_experts):
-            shares = self.shares(expert)
-            for device in shares.holders:
-                loads[device] += shares.own[device] + shares.near[self.node_of[device]] + shares.far
-        self.loads = loads
-        self.ascending = sorted(zip(loads, range(num_devices), strict=True))
+        self.loads = expected_device_load_D(load_DE, placement, topology).tolist()
+        self.ascending = sorted(zip(self.loads, range(num_devices), strict=True))
 
     def shares(self, expert: int) -> ExpertShares:
         """The shares of one expert, computed when first asked for."""

@@ -2,7 +2,6 @@
 
 Shape letters: E experts, D devices, N nodes, P (expert, holder) pairs.
 """
-# ruff: noqa: N815 -- shape-letter suffixes are the house style.
 
 from dataclasses import dataclass
 

@@ -2,7 +2,6 @@
 
 Shape letters: T tokens, M model dim, F ffn dim, E experts, D devices, L layers.
 """
-# ruff: noqa: N802 -- shape-letter suffixes are the house style.
 
 from collections import deque
 

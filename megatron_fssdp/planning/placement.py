@@ -2,7 +2,6 @@
 
 Shape letters: T tokens, M model dim, F ffn dim, E experts, D devices, L layers.
 """
-# ruff: noqa: N802, N815 -- shape-letter suffixes are the house style.
 
 import hashlib
 from collections.abc import Iterable

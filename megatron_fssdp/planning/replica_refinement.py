@@ -16,6 +16,9 @@ from megatron_fssdp.planning.topology import Topology
 BALANCED_RATIO = 1.01
 """Maximum over mean device load at which a layer counts as balanced; the search stops there."""
 
+RESTART_RATIO = 1.05
+"""Maximum over mean device load above which a second search starts from the owners alone."""
+
 MIN_GAIN = 1e-3
 """Smallest relief of the most loaded device worth a move, as a part of the mean device load."""
 
@@ -85,28 +88,33 @@ def refine_replicas(
     if max_replicated is None:
         max_replicated = placement.num_experts
     node_load_NE = topology.sum_over_nodes(load)
-    start = placement
-    model = EvenDispatchModel(start, load, node_load_NE, topology)
-    owners_D = np.bincount(placement.owner_E, weights=load.sum(axis=0), minlength=topology.num_devices)
-    if owners_D.max() < model.most_loaded()[0]:
-        start = ExpertPlacement.owners_only(placement.owner_E, topology.num_devices)
+    mean = float(load.sum()) / topology.num_devices
+    owners_only = ExpertPlacement.owners_only(placement.owner_E, topology.num_devices)
+    owners_max = float(
+        np.bincount(placement.owner_E, weights=load.sum(axis=0), minlength=topology.num_devices).max()
+    )
+    best, best_max = placement, np.inf
+    for start in (placement, owners_only):
+        may_stop = best_max <= RESTART_RATIO * mean or topology.num_devices * slots > max_moves
+        if may_stop and best_max <= owners_max:
+            break
         model = EvenDispatchModel(start, load, node_load_NE, topology)
-    mean = sum(model.loads) / topology.num_devices
-    num_moves = 0
-    while num_moves < max_moves:
-        if model.most_loaded()[0] <= BALANCED_RATIO * mean:
-            break
-        move = _best_move(model, topology, slots, max_replicated, MIN_GAIN * mean)
-        if move is None:
-            break
-        num_moves += 1
-        for expert, device in move.ends:
-            model.remove(expert, device)
-        for expert, device in move.begins:
-            model.add(expert, device)
-    if not num_moves:
-        return start
-    return ExpertPlacement(placement.owner_E, model.present_ED(), slots=slots)
+        num_moves = 0
+        while num_moves < max_moves and model.most_loaded()[0] > BALANCED_RATIO * mean:
+            move = _best_move(model, topology, slots, max_replicated, MIN_GAIN * mean)
+            if move is None:
+                break
+            num_moves += 1
+            for expert, device in move.ends:
+                model.remove(expert, device)
+            for expert, device in move.begins:
+                model.add(expert, device)
+        if model.most_loaded()[0] < best_max:
+            best_max = model.most_loaded()[0]
+            best = start
+            if num_moves:
+                best = ExpertPlacement(placement.owner_E, model.present_ED(), slots=slots)
+    return best
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +138,12 @@ def _best_move(
     targets = [other for _, other in near_first[:NUM_NODE_CANDIDATES]]
     targets += [other for _, other in model.ascending[:NUM_CANDIDATES] if other not in targets]
 
+    endings_on: dict[int, list[tuple[int, float, float, float]]] = {}
     for expert in model.owned[device] + replicas[device]:
         shares = model.shares(expert)
         own, near, unserved, far = shares.own, shares.near, shares.unserved, shares.far
         holders, holders_in, node_load = shares.holders, shares.holders_in, shares.node_load
         num_holders = len(holders)
-        near_here = near[node]
-        if highest - own[device] - near_here - far >= best:
-            pass
         is_new = num_holders == 1
         for target in targets:
             if target in holders:
@@ -164,55 +170,54 @@ def _best_move(
                     best = here if here > there else there
                     move = _Move(begins=((expert, target),))
                 continue
-            for replica in replicas[target]:
-                after = there - model.share_on(replica, target)
-                if after >= best:
-                    continue
-                frees = len(model.holders[replica]) == 2
-                if is_new and model.num_replicated - frees >= max_replicated:
-                    continue
-                worst = after if after > here else here
-                growth_near, growth_far = _growth_without(model, replica, target)
-                replica_holders = model.holders[replica]
-                for holder in replica_holders:
-                    if holder == target:
+            if is_new and model.num_replicated > max_replicated:
+                continue
+            endings = endings_on.get(target)
+            if endings is None:
+                endings = endings_on[target] = [
+                    _ending(model, replica, target, device) for replica in replicas[target]
+                ]
+            for replica, share, worst, growth_here in endings:
+                if worst < best and there - share < best and here + growth_here < best:
+                    if is_new and model.num_replicated == max_replicated and len(model.holders[replica]) > 2:
                         continue
-                    in_target_node = node_of[holder] == target_node
-                    load = loads[holder] + (growth_near if in_target_node else growth_far)
-                    if holder == device:
-                        load -= relief
-                    elif holder in holders:
-                        load -= far_relief + near_relief if in_target_node else far_relief
-                    if load > worst:
-                        worst = load
-                        if worst >= best:
-                            break
-                if worst < best:
-                    best = worst
+                    best = max(worst, there - share, here + growth_here)
                     move = _Move(ends=((replica, target),), begins=((expert, target),))
 
     for replica in replicas[device]:
-        worst = highest - model.share_on(replica, device)
-        growth_near, growth_far = _growth_without(model, replica, device)
-        for holder in model.holders[replica]:
-            if holder != device:
-                load = loads[holder] + (growth_near if node_of[holder] == node else growth_far)
-                if load > worst:
-                    worst = load
+        _, share, worst, _ = _ending(model, replica, device, device)
+        worst = max(worst, highest - share)
         if worst < best:
             best = worst
             move = _Move(ends=((replica, device),))
     return move
 
 
-def _growth_without(model: EvenDispatchModel, expert: int, device: int) -> tuple[float, float]:
-    """What each other holder gains when a replica ends: (in its node, in other nodes)."""
-    shares = model.shares(expert)
-    node = model.node_of[device]
-    count, num_holders = shares.holders_in[node], len(shares.holders)
+def _ending(
+    model: EvenDispatchModel, expert: int, device: int, apart: int
+) -> tuple[int, float, float, float]:
+    """What the end of a replica on ``device`` does to the loads.
+
+    Returns:
+        The expert, what ``device`` loses, the highest load of its other holders but ``apart``
+        afterwards, and what ``apart`` gains.
+    """
+    shares, loads, node_of = model.shares(expert), model.loads, model.node_of
+    node = node_of[device]
+    holders, near, far = shares.holders, shares.near[node], shares.far
+    count, num_left = shares.holders_in[node], len(holders) - 1
+    own = shares.own[device]
     if count == 1:
-        growth_far = (shares.unserved + shares.node_load[node]) / (num_holders - 1) - shares.far
-        return growth_far, growth_far
-    growth_far = shares.unserved / (num_holders - 1) - shares.far
-    near = shares.near[node]
-    return growth_far + (near * count + shares.own[device]) / (count - 1) - near, growth_far
+        growth_near = growth_far = (shares.unserved + shares.node_load[node]) / num_left - far
+    else:
+        growth_far = shares.unserved / num_left - far
+        growth_near = growth_far + (near * count + own) / (count - 1) - near
+    worst = growth_apart = 0.0
+    for holder in holders:
+        if holder != device:
+            growth = growth_near if node_of[holder] == node else growth_far
+            if holder == apart:
+                growth_apart = growth
+            elif loads[holder] + growth > worst:
+                worst = loads[holder] + growth
+    return expert, own + near + far, worst, growth_apart

@@ -10,7 +10,6 @@ its own row (what it sends) and column (what it receives) from the same counts; 
 Shape letters: T tokens, M model dim, F ffn dim, E experts, D devices, N nodes, L layers,
 P (expert, holder) pairs.
 """
-# ruff: noqa: N802 -- shape-letter suffixes are the house style.
 
 import numpy as np
 

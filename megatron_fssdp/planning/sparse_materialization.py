@@ -3,6 +3,10 @@
 Shape letters: E experts, D devices, N nodes.
 """
 
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from heapq import heapify, heappop, heapreplace
+
 import numpy as np
 
 from megatron_fssdp.planning.placement import ExpertPlacement
@@ -94,7 +98,8 @@ def apportion_replicas(loads: list[float], total: int, most: int) -> list[int]:
         return [most] * num_capped
     shares = [total * load / load_left[num_capped] for load in rest]
     numbers = [min(int(share), most) for share in shares]
-    order = sorted(range(len(rest)), key=lambda i: (int(shares[i]) - shares[i], i))
+    rounded_down = [number - share for number, share in zip(numbers, shares, strict=True)]
+    order = sorted(range(len(rest)), key=rounded_down.__getitem__)
     left = total - sum(numbers)
     for i in order:
         if left <= 0:
@@ -106,61 +111,79 @@ def apportion_replicas(loads: list[float], total: int, most: int) -> list[int]:
 
 
 class _FreeSlots:
-    """Free replica slots by node and device while one placement is being built."""
+    """Free replica slots by node and device while one placement is being built.
+
+    Attributes:
+        _devices: Per node the (-free slots, device) of its devices with a free slot, sorted.
+        _nodes: The (-free slots of the node, -free slots, device) of the first device of
+            every node with a free slot, sorted.
+    """
 
     def __init__(self, topology: Topology, slots_per_device: int) -> None:
         self._node_of = topology.node_of_device
-        self._devices = [list(devices) for devices in topology.devices_by_node]
         self._free = [slots_per_device] * topology.num_devices
+        self._devices = [
+            [(-slots_per_device, device) for device in devices] for devices in topology.devices_by_node
+        ]
         self._node_free = [slots_per_device * len(devices) for devices in self._devices]
+        self._nodes = sorted(
+            (-free, *devices[0]) for free, devices in zip(self._node_free, self._devices, strict=True)
+        )
 
     def take(self, owner: int, wanted: int) -> list[int]:
         """Takes up to ``wanted`` slots on distinct devices other than the owner, in Alg. 1's order."""
+        node_of = self._node_of
+        owner_node = node_of[owner]
         taken: list[int] = []
-        if wanted <= 0:
-            return taken
-        owner_node = self._node_of[owner]
-        lacking = [
-            (self._rank_of_node(devices, node), node)
-            for node, devices in enumerate(self._devices)
-            if node != owner_node and self._node_free[node]
-        ]
-        lacking.sort()
-        for _, node in lacking[:wanted]:
-            taken.append(self._take_on(node, self._devices[node], owner, taken))
-        while len(taken) < wanted:
-            best: tuple[int, int, int] | None = None
-            for node in range(len(self._devices)):
-                device = self._best_device(node, owner, taken)
-                if device >= 0:
-                    key = (-self._node_free[node], -self._free[device], device)
-                    best = key if best is None or key < best else best
-            if best is None:
+        # Every node but the owner's lacks the expert, and a node's first device is its best one.
+        for _, _, device in self._nodes:
+            if len(taken) == wanted:
                 break
-            self._claim(best[2], taken)
+            if node_of[device] != owner_node:
+                taken.append(device)
+        if len(taken) < wanted:
+            taken += self._take_again(owner, taken, wanted - len(taken))
+        for device in taken:
+            self._claim(device)
         return taken
 
-    def _rank_of_node(self, devices: list[int], node: int) -> tuple[int, int, int]:
-        best = min((-self._free[device], device) for device in devices)
-        return (-self._node_free[node], *best)
+    def _take_again(self, owner: int, taken: list[int], wanted: int) -> list[int]:
+        """Further devices once every node with a free slot has the expert."""
+        first_on = {self._node_of[device]: device for device in taken}
+        # A node's eligible devices keep their order while this expert is placed, for it takes
+        # each of them once; what changes is how many slots the node has left.
+        eligible: list[Iterator[tuple[int, int]]] = []
+        heap: list[tuple[int, int, int, int]] = []
+        for node, devices in enumerate(self._devices):
+            first = first_on.get(node, owner)
+            candidates = iter([entry for entry in devices if entry[1] != first])
+            eligible.append(candidates)
+            best = next(candidates, None)
+            if best is not None:
+                heap.append(((node in first_on) - self._node_free[node], *best, node))
+        heapify(heap)
+        more: list[int] = []
+        while heap and len(more) < wanted:
+            node_key, _, device, node = heap[0]
+            more.append(device)
+            best = next(eligible[node], None)
+            if best is None:
+                heappop(heap)
+            else:
+                heapreplace(heap, (node_key + 1, *best, node))
+        return more
 
-    def _best_device(self, node: int, owner: int, taken: list[int]) -> int:
-        best, best_free = -1, 0
-        for device in self._devices[node]:
-            if self._free[device] > best_free and device != owner and device not in taken:
-                best, best_free = device, self._free[device]
-        return best
-
-    def _take_on(self, node: int, devices: list[int], owner: int, taken: list[int]) -> int:
-        device = self._best_device(node, owner, [])
-        self._free[device] -= 1
+    def _claim(self, device: int) -> None:
+        node = self._node_of[device]
+        devices, free = self._devices[node], self._free[device]
+        del self._nodes[bisect_left(self._nodes, (-self._node_free[node], *devices[0]))]
+        del devices[bisect_left(devices, (-free, device))]
+        self._free[device] = free - 1
         self._node_free[node] -= 1
-        return device
-
-    def _claim(self, device: int, taken: list[int]) -> None:
-        self._free[device] -= 1
-        self._node_free[self._node_of[device]] -= 1
-        taken.append(device)
+        if free > 1:
+            insort(devices, (1 - free, device))
+        if devices:
+            insort(self._nodes, (-self._node_free[node], *devices[0]))
 
 
 def _checked_load(load_E: np.ndarray, num_experts: int) -> np.ndarray:
