@@ -1,2 +1,40 @@
-"""Load-balanced MoE training strategies for stock Megatron-LM."""
+"""Load-balanced MoE training strategies for stock Megatron-LM.
+
+Three ways in: the launcher (``torchrun … -m megatron_fssdp pretrain_gpt.py …``) for
+unmodified scripts, :func:`register` for a script of one's own, and the spec functions for
+models built from megatron-core's layer specs without any command line. Importing this
+package imports neither torch nor Megatron.
+"""
+
+from typing import Any
+
 __version__ = "0.1.0"
+__all__ = ["get_gpt_decoder_block_spec", "get_moe_module_spec", "register", "start_session"]
+
+
+def register() -> None:
+    """Add the plugin to Megatron; call it before Megatron parses its arguments."""
+    from megatron_fssdp.megatron_adapter import registration
+
+    registration.register()
+
+
+def start_session(strategy: str, settings: Any = None) -> Any:
+    """Start a strategy for one model's layers; see ``megatron_adapter.layer_specs``."""
+    from megatron_fssdp.megatron_adapter import layer_specs
+
+    return layer_specs.start_session(strategy, settings)
+
+
+def get_moe_module_spec(*args: Any, **kwargs: Any) -> Any:
+    """Megatron's MoE module spec with a strategy in it; see ``megatron_adapter.layer_specs``."""
+    from megatron_fssdp.megatron_adapter import layer_specs
+
+    return layer_specs.get_moe_module_spec(*args, **kwargs)
+
+
+def get_gpt_decoder_block_spec(config: Any, *args: Any, vp_stage: int | None = None, **kwargs: Any) -> Any:
+    """Megatron's decoder block spec with a strategy in it; see ``megatron_adapter.layer_specs``."""
+    from megatron_fssdp.megatron_adapter import layer_specs
+
+    return layer_specs.get_gpt_decoder_block_spec(config, *args, vp_stage=vp_stage, **kwargs)

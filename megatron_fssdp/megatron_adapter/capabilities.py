@@ -1,0 +1,78 @@
+"""Whether the installed Megatron has the seams that the plugin hangs on.
+
+Detected by symbol, not by version string: a fork or a nightly build with the seams
+works, a release without them is refused before anything runs.
+"""
+
+import importlib
+import importlib.metadata
+
+from megatron_fssdp.config.errors import ConfigurationError
+
+TESTED_RANGE = "megatron-core >=0.19,<0.21"
+
+# module, attribute path, what the plugin does with it
+_SEAMS = (
+    ("megatron.core.models.gpt.moe_module_specs", "MoELayer", "puts its layer into Megatron's own specs"),
+    ("megatron.core.models.gpt.moe_module_specs", "get_moe_module_spec", "builds layer specs"),
+    ("megatron.core.transformer.moe.moe_layer", "MoELayer.route", "plans before the gate"),
+    ("megatron.core.transformer.moe.moe_layer", "MoELayer.routed_experts_compute", "runs the experts"),
+    ("megatron.core.transformer.moe.token_dispatcher", "MoETokenDispatcher", "dispatches tokens"),
+    (
+        "megatron.core.distributed.param_and_grad_buffer",
+        "_ParamAndGradBucketGroup.start_grad_sync",
+        "orders the expert gradients' reduction",
+    ),
+    (
+        "megatron.core.distributed.param_and_grad_buffer",
+        "_ParamAndGradBucketGroup.finish_grad_sync",
+        "orders the expert gradients' reduction",
+    ),
+)
+
+_TRAINING_SEAMS = (
+    ("megatron.training.arguments", "add_megatron_arguments", "adds its arguments"),
+    ("megatron.training.arguments", "parse_args", "adds its arguments"),
+    ("megatron.training.arguments", "validate_args", "checks its arguments"),
+    ("megatron.training.training", "setup_model_and_optimizer", "checks the built model"),
+    ("megatron.training.training", "train_step", "marks iterations"),
+)
+
+
+def check_core() -> None:
+    """Raise unless megatron-core has what the layer needs.
+
+    Raises:
+        ConfigurationError: A seam is missing, or megatron-core is not installed.
+    """
+    _check(_SEAMS)
+
+
+def check_training() -> None:
+    """Raise unless megatron.training has what the command line needs.
+
+    Raises:
+        ConfigurationError: A seam is missing, or megatron-core is not installed.
+    """
+    _check(_SEAMS + _TRAINING_SEAMS)
+
+
+def _check(seams: tuple[tuple[str, str, str], ...]) -> None:
+    for module_name, path, purpose in seams:
+        try:
+            found = importlib.import_module(module_name)
+            for name in path.split("."):
+                found = getattr(found, name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigurationError(
+                f"Megatron: got {_version()} without {module_name}.{path} ({error}), with which the plugin "
+                f"{purpose}; wanted a release in the tested range, {TESTED_RANGE}: "
+                f"pip install '{TESTED_RANGE.replace(' ', '')}'"
+            ) from None
+
+
+def _version() -> str:
+    try:
+        return f"megatron-core {importlib.metadata.version('megatron-core')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "no megatron-core"

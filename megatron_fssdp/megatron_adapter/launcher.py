@@ -1,0 +1,58 @@
+"""Runs an unmodified Megatron training script with the plugin registered."""
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_fssdp.config.errors import ConfigurationError
+
+USAGE = "usage: torchrun … -m megatron_fssdp SCRIPT.py ARGS… [--moe-strategy NAME]"
+EXIT_BAD_INPUT = 2
+
+
+def launch(arguments: Sequence[str]) -> None:
+    """Register the plugin, then run a script as ``python SCRIPT.py ARGS…`` would.
+
+    Args:
+        arguments: The script's path and its arguments.
+
+    Raises:
+        SystemExit: With code 2 after one clear line when the input is bad.
+    """
+    try:
+        if not arguments or arguments[0] in ("-h", "--help"):
+            raise ConfigurationError(f"{USAGE}; for a script's own help: -m megatron_fssdp SCRIPT.py --help")
+        script = Path(arguments[0])
+        if not script.is_file():
+            raise ConfigurationError(
+                f"script: got {script}, which is no file, wanted a training script such as "
+                f"pretrain_gpt.py; {USAGE}"
+            )
+        # As the interpreter does for a script: its folder first, its own arguments.
+        sys.path.insert(0, str(script.resolve().parent))
+        sys.argv = [str(script), *arguments[1:]]
+
+        from megatron_fssdp.megatron_adapter import cpu_runtime
+
+        cpu_runtime.install()
+
+        from megatron_fssdp.megatron_adapter.registration import register
+
+        register()
+        runpy.run_path(str(script), run_name="__main__")
+    except ConfigurationError as error:
+        _report(error)
+        sys.exit(EXIT_BAD_INPUT)
+
+
+def _report(error: ConfigurationError) -> None:
+    """One line. Before process groups exist all ranks see the same error: rank 0 speaks."""
+    import torch.distributed as dist
+
+    rank = int(os.environ.get("RANK", 0))
+    if dist.is_initialized():
+        print(f"[fssdp] error on rank {rank}: {error}", file=sys.stderr, flush=True)
+    elif rank == 0:
+        print(f"[fssdp] error: {error}", file=sys.stderr, flush=True)

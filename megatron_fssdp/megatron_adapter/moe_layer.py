@@ -1,0 +1,112 @@
+"""Megatron's MoE layer with a strategy's dispatcher and experts.
+
+Router, shared experts, latent projections, recompute and checkpoint keys are inherited;
+only what depends on where experts are is replaced.
+"""
+
+from itertools import chain
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+
+from megatron_fssdp.megatron_adapter import gradient_sync
+from megatron_fssdp.megatron_adapter.expert_parameters import expert_activation, expert_parameters
+from megatron_fssdp.megatron_adapter.node_detection import detect_topology
+from megatron_fssdp.megatron_adapter.placement_dispatcher import PlacementTokenDispatcher
+from megatron_fssdp.megatron_adapter.strategy_session import StrategySession
+from megatron_fssdp.planning.placement import even_owners
+from megatron_fssdp.runtime.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.grouped_ffn import grouped_ffn
+from megatron_fssdp.strategies.strategy import LayerContext
+
+
+class StrategyMoELayer(MoELayer):
+    """An MoE layer whose experts are placed by a strategy.
+
+    Built from a layer spec exactly as Megatron's own, with one more argument.
+
+    Args:
+        config: Megatron's ``TransformerConfig``.
+        submodules: Builders of experts, shared experts and router.
+        layer_number: Megatron's number of the layer; may be told later.
+        pg_collection: Process groups; Megatron's global ones by default.
+        is_mtp_layer: Whether the layer belongs to multi-token prediction.
+        name: Module instance name.
+        session: The strategy and the runtime that the model's layers share.
+
+    Raises:
+        ConfigurationError: The config has something the strategy cannot serve.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: MoESubmodules | None = None,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        is_mtp_layer: bool = False,
+        name: str | None = None,
+        *,
+        session: StrategySession,
+    ) -> None:
+        session.check_model(config)
+        self._groups = pg_collection or get_default_pg_collection()
+        super().__init__(config, submodules, layer_number, self._groups, is_mtp_layer, name)
+        self.session = session
+        local = expert_parameters(self.experts, self.num_local_experts)
+        self._parameters_of = dict(zip(self.local_expert_indices, local, strict=True))
+        self._activation = expert_activation(self.experts.config)
+        gradient_sync.take_over(chain.from_iterable(local))
+        if self.layer_number is not None:
+            self._join_runtime()
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Megatron tells the layer its number after building it."""
+        super().set_layer_number(layer_number)
+        self._join_runtime()
+
+    def _join_runtime(self) -> None:
+        if isinstance(self.token_dispatcher, PlacementTokenDispatcher):
+            return
+        groups = ExpertGroups(self.ep_group, detect_topology(self.ep_group, self.session.settings.nodes))
+        # Layers of multi-token prediction come after the decoder's.
+        number = self.layer_number + (self.config.num_layers if self.is_mtp_layer else 0)
+        executor = self.session.runtime.add_layer(
+            LayerContext(
+                number, even_owners(self.config.num_moe_experts, groups.num_devices), groups.topology
+            ),
+            groups,
+            self._parameters_of,
+        )
+        self.token_dispatcher = PlacementTokenDispatcher(executor, self.config, self._groups)
+
+    def route(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
+        """Plan from the loads of past iterations, then run the gate."""
+        self.token_dispatcher.executor.prepare()
+        return super().route(hidden_states, padding_mask)
+
+    def preprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make sure that the owned parameters are up to date, then permute for dispatch."""
+        gradient_sync.await_parameters(self.experts)
+        return super().preprocess(hidden_states, probs, routing_map)
+
+    def routed_experts_compute(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """The present experts, owned and replicated, on the dispatched rows."""
+        experts = self.token_dispatcher.take_experts()
+        rows, rows_per_expert, row_probs = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
+        output = grouped_ffn(
+            rows,
+            row_probs,
+            rows_per_expert.tolist(),
+            experts,
+            self._activation,
+            probs_on_input=self.config.moe_apply_probs_on_input,
+        )
+        return self.token_dispatcher.combine_preprocess(output), None

@@ -1,0 +1,118 @@
+"""Hangs the plugin onto Megatron's command line and training loop.
+
+All wrapping of Megatron's functions for a script run happens here, once, each with its
+reason. What cannot be reached by a layer spec or a subclass is wrapped: the argument
+parser, its checks, the class that Megatron's specs build, the built model's check and
+the mark of iterations.
+"""
+
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy_settings import PlacementSettings, StrategySettings
+from megatron_fssdp.megatron_adapter.arguments import add_strategy_arguments, resolve_arguments
+from megatron_fssdp.megatron_adapter.capabilities import check_training
+from megatron_fssdp.megatron_adapter.node_detection import check_declared_nodes
+from megatron_fssdp.megatron_adapter.strategy_session import StrategySession
+
+
+@dataclass(frozen=True)
+class StrategyChoice:
+    """What the command line asked for; ``session`` is ``None`` under ``none``."""
+
+    name: str
+    settings: StrategySettings
+    session: StrategySession | None
+
+
+_registered = False
+_choice: StrategyChoice | None = None
+
+
+def active_choice() -> StrategyChoice | None:
+    """The strategy of the parsed command line; ``None`` before arguments are parsed."""
+    return _choice
+
+
+def register() -> None:
+    """Add the plugin to Megatron; call before Megatron parses its arguments.
+
+    The launcher does it for unmodified scripts. Under ``--moe-strategy none``, the
+    default, everything that Megatron computes is bitwise what it is without the plugin.
+
+    Raises:
+        ConfigurationError: The installed Megatron lacks something the plugin needs.
+        RuntimeError: Called twice.
+    """
+    global _registered
+    if _registered:
+        raise RuntimeError(
+            "megatron_fssdp.register() was called twice; call it once, before parsing arguments"
+        )
+    check_training()
+    _registered = True
+
+    from megatron.training import arguments, training
+
+    # The parser is built inside parse_args by this module global.
+    add_arguments = arguments.add_megatron_arguments
+
+    @wraps(add_arguments)
+    def add_megatron_arguments(parser: Any) -> Any:
+        return add_strategy_arguments(add_arguments(parser))
+
+    arguments.add_megatron_arguments = add_megatron_arguments
+
+    # --yaml-cfg replaces the whole namespace and would drop our flags silently.
+    parse = arguments.parse_args
+
+    @wraps(parse)
+    def parse_args(*args: Any, **kwargs: Any) -> Any:
+        parsed = parse(*args, **kwargs)
+        if not hasattr(parsed, "moe_strategy"):
+            raise ConfigurationError(
+                "--yaml-cfg: got Megatron's experimental YAML arguments, which replace --moe-strategy; "
+                "wanted command-line arguments, e.g. through megatron-fssdp train CONFIG.yaml"
+            )
+        return parsed
+
+    arguments.parse_args = parse_args
+
+    # The last step before process groups exist: refuse bad input here.
+    validate = arguments.validate_args
+
+    @wraps(validate)
+    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        _choose(args)
+        return validate(args, *rest, **kwargs)
+
+    arguments.validate_args = validate_args
+
+    # setup_model_and_optimizer and train_step are looked up as module globals.
+    from megatron_fssdp.megatron_adapter import training_hooks
+
+    training_hooks.wrap_training(training, active_choice)
+
+
+def _choose(args: Any) -> None:
+    global _choice
+    name, settings = resolve_arguments(args)
+    session = None
+    if isinstance(settings, PlacementSettings):
+        session = StrategySession(name, settings)
+        session.check_model(args)
+        if settings.nodes is not None:
+            check_declared_nodes(settings.nodes, args.world_size)
+        _build_our_layer(session)
+    _choice = StrategyChoice(name, settings, session)
+
+
+def _build_our_layer(session: StrategySession) -> None:
+    """Make Megatron's MoE specs build the strategy's layer: they look the class up at call time."""
+    from megatron.core.models.gpt import moe_module_specs
+
+    from megatron_fssdp.megatron_adapter.moe_layer import StrategyMoELayer
+
+    moe_module_specs.MoELayer = partial(StrategyMoELayer, session=session)

@@ -1,0 +1,124 @@
+"""Collects one iteration's loss and loads from all ranks and writes them on global rank 0."""
+
+import atexit
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+from megatron.training.global_vars import get_args
+
+from megatron_fssdp.reporting.run_records import IterationMetrics, LayerMetrics, LoadsWriter, MetricsWriter
+from megatron_fssdp.runtime.layer_executor import LayerLoad
+
+
+class RunRecorder:
+    """Writes ``metrics.jsonl`` and ``loads.npz`` while Megatron trains.
+
+    Loads are gathered over the expert-data-parallel ranks (whose source devices are put
+    side by side, so D counts all ranks of a pipeline stage) and then over the pipeline.
+
+    Args:
+        record_dir: Folder of the run.
+    """
+
+    def __init__(self, record_dir: Path) -> None:
+        self._record_dir = record_dir
+        self._loads: LoadsWriter | None = None
+        self._metrics = MetricsWriter(record_dir) if dist.get_rank() == 0 else None
+        # Megatron leaves its training loop through sys.exit as well.
+        atexit.register(self.close)
+
+    def record(self, step_result: Any, loads: list[LayerLoad], iteration_s: float) -> None:
+        """Record one iteration; collective.
+
+        Args:
+            step_result: What Megatron's ``train_step`` returned.
+            loads: The layers' loads of this rank.
+            iteration_s: Wall-clock seconds of the step on this rank.
+        """
+        losses, grad_norm = step_result[0], step_result[5]
+        loss = float(next(iter(losses.values()))) if losses else None
+        stages = _gather_stages((loss, loads))
+        if self._metrics is None:
+            return
+        args = get_args()
+        iteration = args.curr_iteration + 1
+        all_loads = sorted((load for _, found in stages for load in found), key=lambda load: load.layer)
+        tokens = get_current_global_batch_size() * args.seq_length
+        self._metrics.append(
+            IterationMetrics(
+                iteration=iteration,
+                lm_loss=next((loss for loss, _ in reversed(stages) if loss is not None), math.nan),
+                grad_norm=None if grad_norm is None else float(grad_norm),
+                iteration_s=iteration_s,
+                tokens_per_s=tokens / iteration_s,
+                layers=tuple(_layer_metrics(load) for load in all_loads),
+            )
+        )
+        if all_loads:
+            if self._loads is None:
+                self._loads = LoadsWriter(self._record_dir, [load.layer for load in all_loads])
+            self._loads.append(iteration, np.stack([load.counts_DE for load in all_loads]))
+
+    def close(self) -> None:
+        """Flush both files."""
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._loads is not None:
+            self._loads.close()
+
+
+def _gather_stages(own: tuple[float | None, list[LayerLoad]]) -> list[tuple[float | None, list[LayerLoad]]]:
+    """(loss, loads) of each pipeline stage, on global rank 0; empty elsewhere."""
+    # Every rank of an expert-parallel group knows the whole group's loads.
+    if parallel_state.get_expert_model_parallel_rank() != 0:
+        return []
+    replicas = _gather(own, parallel_state.get_expert_data_parallel_group())
+    if not replicas:
+        return []
+    stage = (replicas[0][0], [_side_by_side(loads) for loads in zip(*(r[1] for r in replicas), strict=True)])
+    return _gather(stage, parallel_state.get_pipeline_model_parallel_group())
+
+
+def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Everyone's value on the group's first rank; empty elsewhere."""
+    if group.size() == 1:
+        return [value]
+    gathered: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
+    dist.gather_object(value, gathered, dst=dist.get_global_rank(group, 0), group=group)
+    return gathered or []
+
+
+def _side_by_side(loads: tuple[LayerLoad, ...]) -> LayerLoad:
+    """One layer's loads in all its expert-parallel groups as if they were one group."""
+    return LayerLoad(
+        layer=loads[0].layer,
+        counts_DE=np.concatenate([load.counts_DE for load in loads]),
+        owner_D=np.concatenate([load.owner_D for load in loads]),
+        device_D=np.concatenate([load.device_D for load in loads]),
+        num_replicas=sum(load.num_replicas for load in loads),
+        spag_bytes=sum(load.spag_bytes for load in loads),
+        sprs_bytes=sum(load.sprs_bytes for load in loads),
+        cross_node_tokens=sum(load.cross_node_tokens for load in loads),
+    )
+
+
+def _layer_metrics(load: LayerLoad) -> LayerMetrics:
+    return LayerMetrics(
+        layer=load.layer,
+        ep_load_max_over_mean=_max_over_mean(load.owner_D),
+        load_max_over_mean=_max_over_mean(load.device_D),
+        num_replicas=load.num_replicas,
+        spag_bytes=load.spag_bytes,
+        sprs_bytes=load.sprs_bytes,
+        cross_node_tokens=load.cross_node_tokens,
+    )
+
+
+def _max_over_mean(load_D: np.ndarray) -> float:
+    total = load_D.sum()
+    return float(load_D.max() * len(load_D) / total) if total else 1.0

@@ -1,0 +1,50 @@
+"""One chosen strategy and the runtime that the layers of a model share."""
+
+from typing import Any
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy_settings import PlacementSettings
+from megatron_fssdp.megatron_adapter.supported_features import check_supported
+from megatron_fssdp.runtime.moe_runtime import MoERuntime
+from megatron_fssdp.strategies.registry import build_strategy
+
+
+class StrategySession:
+    """What layer specs carry: the strategy's name, its settings and its runtime.
+
+    Args:
+        strategy_name: A placement strategy; ``none`` has no session.
+        settings: The strategy's validated settings.
+    """
+
+    def __init__(self, strategy_name: str, settings: PlacementSettings) -> None:
+        self.strategy_name = strategy_name
+        self.settings = settings
+        self.runtime = MoERuntime(
+            build_strategy(strategy_name, settings),
+            measure=settings.record_dir is not None,
+            check_plans=settings.check_plans,
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StrategySession":
+        # Megatron deep-copies layer specs; their layers still belong to one session.
+        return self
+
+    def check_model(self, config: Any) -> None:
+        """Refuse a model that the strategy cannot serve, or settings that do not fit it.
+
+        Args:
+            config: Megatron's parsed arguments or a ``TransformerConfig``.
+
+        Raises:
+            ConfigurationError: With what does not fit and the next step.
+        """
+        check_supported(self.strategy_name, config)
+        num_experts = getattr(config, "num_moe_experts", None) or config.num_experts
+        for key in ("slots", "overlap_degree"):
+            value = getattr(self.settings, key, None)
+            if value is not None and value > num_experts:
+                raise ConfigurationError(
+                    f"{key}: got {value}, wanted 0 to {num_experts}, the number of experts of a layer; "
+                    f"lower it with --moe-strategy-set {key}={num_experts}"
+                )

@@ -1,0 +1,134 @@
+"""What a placement strategy cannot serve (yet), refused before it could go silently wrong.
+
+The same table reads command-line arguments and a ``TransformerConfig``: where both have
+a setting, both call it by the same name.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_fssdp.config.errors import ConfigurationError
+
+Value = Callable[[str], Any]
+
+# what is refused, when, and the next step
+_REFUSALS: tuple[tuple[str, Callable[[Value], bool], str], ...] = (
+    (
+        "expert tensor parallelism",
+        lambda value: (value("expert_tensor_parallel_size") or 1) > 1,
+        "placement strategies support ETP 1 only for now: add --expert-tensor-parallel-size 1",
+    ),
+    (
+        "the flex token dispatcher",
+        lambda value: value("moe_token_dispatcher_type") == "flex",
+        "the strategy brings its own dispatcher: use --moe-token-dispatcher-type alltoall",
+    ),
+    (
+        "--moe-shared-expert-overlap",
+        lambda value: bool(value("moe_shared_expert_overlap")),
+        "the strategy's dispatcher does not interleave the shared expert: drop the flag",
+    ),
+    (
+        "--overlap-moe-expert-parallel-comm",
+        lambda value: bool(value("overlap_moe_expert_parallel_comm")),
+        "it replaces the layer's forward pass: drop the flag",
+    ),
+    (
+        "delayed weight gradients of experts",
+        lambda value: bool(
+            value("delay_wgrad_compute") or value("overlap_dispatch_backward_with_experts_wgrad")
+        ),
+        "the strategy owns the experts' gradients: drop the flag",
+    ),
+    (
+        "fp8 or fp4 experts",
+        lambda value: bool(value("fp8") or value("fp4")),
+        "replicas travel in bf16, fp16 or fp32: drop the fp8/fp4 flags",
+    ),
+    (
+        "CUDA graphs",
+        lambda value: (value("cuda_graph_impl") or "none") != "none",
+        "placements change between iterations: use --cuda-graph-impl none",
+    ),
+    (
+        "Transformer Engine's activation functions",
+        lambda value: bool(value("use_te_activation_func")),
+        "drop --use-te-activation-func",
+    ),
+    (
+        "Transformer Engine's fused grouped MLP",
+        lambda value: bool(value("use_transformer_engine_op_fuser")),
+        "drop --use-transformer-engine-op-fuser",
+    ),
+    (
+        "one weight tensor for all experts",
+        lambda value: bool(value("moe_single_grouped_weight") or value("moe_single_grouped_bias")),
+        "experts are sharded one by one: drop the flag",
+    ),
+    (
+        "fully sharded data parallelism of the whole model",
+        lambda value: bool(value("use_megatron_fsdp") or value("use_torch_fsdp2")),
+        "use Megatron's DDP, with or without --use-distributed-optimizer",
+    ),
+    (
+        "expert weight rematerialization over GTP",
+        lambda value: (value("expert_gtp_weight_remat_size") or 1) > 1,
+        "drop the option",
+    ),
+    (
+        "recompute of moe_act alone",
+        lambda value: (
+            value("recompute_granularity") == "selective" and "moe_act" in (value("recompute_modules") or ())
+        ),
+        "recompute 'moe' instead, or the full layer",
+    ),
+    (
+        "fine-grained activation offloading of experts",
+        lambda value: (
+            bool(value("fine_grained_activation_offloading"))
+            and any("expert" in module or "moe" in module for module in (value("offload_modules") or ()))
+        ),
+        "leave the expert modules out of --offload-modules",
+    ),
+    (
+        "paged stashing",
+        lambda value: bool(value("moe_paged_stash")),
+        "drop --moe-paged-stash",
+    ),
+    (
+        "the inference-optimized implementation",
+        lambda value: value("transformer_impl") == "inference_optimized",
+        "use --transformer-impl local or transformer_engine",
+    ),
+)
+
+
+def check_supported(strategy: str, settings: Any) -> None:
+    """Refuse what the strategy's layer would compute wrongly or not at all.
+
+    Args:
+        strategy: Name of the strategy, for the message.
+        settings: Megatron's parsed arguments or a ``TransformerConfig``.
+
+    Raises:
+        ConfigurationError: With what is refused and what to do.
+    """
+
+    def value(name: str) -> Any:
+        return getattr(settings, name, None)
+
+    for what, refused, advice in _REFUSALS:
+        if refused(value):
+            raise ConfigurationError(f"--moe-strategy {strategy} does not support {what}: {advice}")
+    num_experts = value("num_moe_experts") or value("num_experts")
+    if not num_experts:
+        raise ConfigurationError(
+            f"--moe-strategy {strategy} needs a Mixture-of-Experts model: add --num-experts, "
+            "or use --moe-strategy none"
+        )
+    expert_parallel = value("expert_model_parallel_size") or 1
+    if num_experts % expert_parallel:
+        raise ConfigurationError(
+            f"--expert-model-parallel-size: got {expert_parallel}, wanted a divisor of the "
+            f"{num_experts} experts; change it or --num-experts"
+        )

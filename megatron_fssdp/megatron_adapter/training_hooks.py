@@ -1,0 +1,104 @@
+"""Marks iterations in Megatron's training loop, checks the built model, feeds the recorder."""
+
+import logging
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.utils import log_single_rank
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter.moe_layer import StrategyMoELayer
+from megatron_fssdp.megatron_adapter.run_recorder import RunRecorder
+
+if TYPE_CHECKING:
+    from megatron_fssdp.megatron_adapter.registration import StrategyChoice
+
+logger = logging.getLogger(__name__)
+
+
+def wrap_training(training: Any, choice: Callable[[], "StrategyChoice | None"]) -> None:
+    """Wrap the two functions of ``megatron.training.training`` that a run passes through.
+
+    Args:
+        training: The module; both functions are looked up in it at call time.
+        choice: Gives the strategy of the parsed command line.
+    """
+    setup = training.setup_model_and_optimizer
+    step = training.train_step
+    recorder: list[RunRecorder] = []
+
+    @wraps(setup)
+    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+        built = setup(*args, **kwargs)
+        chosen = choice()
+        if chosen is not None:
+            if chosen.session is not None:
+                report_installation(built[0], chosen)
+            if chosen.settings.record_dir is not None:
+                recorder.append(RunRecorder(chosen.settings.record_dir))
+        return built
+
+    @wraps(step)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        chosen = choice()
+        session = chosen.session if chosen is not None else None
+        if session is not None:
+            session.runtime.begin_iteration()
+        started_s = time.perf_counter()
+        result = step(*args, **kwargs)
+        loads = session.runtime.end_iteration() if session is not None else []
+        if recorder:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # the step's kernels belong to its time
+            recorder[0].record(result, loads, time.perf_counter() - started_s)
+        return result
+
+    training.setup_model_and_optimizer = setup_model_and_optimizer
+    training.train_step = train_step
+
+
+def report_installation(model: list[torch.nn.Module], choice: "StrategyChoice") -> None:
+    """Check that the strategy's layers were really built, and say so in one log line.
+
+    A bad ``--spec`` gives Megatron's default model without a word.
+
+    Args:
+        model: The built model chunks of this rank.
+        choice: The strategy of the command line.
+
+    Raises:
+        ConfigurationError: Some MoE layer, or the whole model, is not the strategy's.
+    """
+    layers = [module for chunk in model for module in chunk.modules() if isinstance(module, MoELayer)]
+    foreign = [layer for layer in layers if not isinstance(layer, StrategyMoELayer)]
+    counts = torch.tensor([len(layers), len(foreign)], device=_collective_device())
+    dist.all_reduce(counts)
+    total, not_ours = counts.tolist()
+    if total == 0 or not_ours:
+        raise ConfigurationError(
+            f"--moe-strategy {choice.name}: got {not_ours} MoE layers of {total} that are not the "
+            "strategy's; wanted all of them. Build the model from Megatron's MoE specs or with --spec "
+            "megatron_fssdp get_gpt_decoder_block_spec, or use --moe-strategy none"
+        )
+    ours = [layer for layer in layers if isinstance(layer, StrategyMoELayer)]
+    if not ours:
+        return
+    context = ours[0].token_dispatcher.executor.context
+    log_single_rank(
+        logger,
+        logging.WARNING,  # Megatron's default level hides less
+        f"[fssdp] strategy {choice.name}: installed in {len(ours)} MoE layers of this pipeline stage "
+        f"(layers {', '.join(str(layer.token_dispatcher.executor.context.layer) for layer in ours)}), "
+        f"{context.num_experts} experts on {context.num_devices} devices in {context.topology.num_nodes} "
+        f"node(s); settings {choice.settings.model_dump(exclude_none=True, mode='json')}",
+    )
+
+
+def _collective_device() -> torch.device:
+    on_gpu = torch.cuda.is_available() and dist.get_backend() != "gloo"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -1,0 +1,38 @@
+"""The process groups of one MoE layer, passed in by name."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from megatron_fssdp.planning.topology import Topology
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """Groups and node layout that one MoE layer works with.
+
+    Attributes:
+        expert_parallel: The ranks that share the layer's experts; device ``d`` of
+            every plan is group rank ``d`` of it.
+        topology: Nodes of those ranks.
+    """
+
+    expert_parallel: dist.ProcessGroup
+    topology: Topology
+
+    def __post_init__(self) -> None:
+        if self.expert_parallel.size() != self.topology.num_devices:
+            raise ValueError(
+                f"topology: got {self.topology.num_devices} devices, wanted the "
+                f"{self.expert_parallel.size()} ranks of the expert-parallel group"
+            )
+
+    @property
+    def device(self) -> int:
+        """This rank's device number."""
+        return self.expert_parallel.rank()
+
+    @property
+    def num_devices(self) -> int:
+        """Ranks of the expert-parallel group."""
+        return self.topology.num_devices

@@ -1,0 +1,125 @@
+"""The experts' feed-forward network over tokens sorted by expert.
+
+Shape legend: T tokens, M model dim, F ffn dim, G experts present on this device.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from megatron_fssdp.runtime.expert_layout import ExpertWeights
+
+Activation = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
+
+
+def grouped_ffn(
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    tokens_per_expert: Sequence[int],
+    experts: Sequence[ExpertWeights],
+    activation: Activation,
+    *,
+    probs_on_input: bool = False,
+) -> torch.Tensor:
+    """Every present expert on its own rows.
+
+    Every expert is computed, also with zero rows, and with no expert at all the
+    result still depends on ``x`` and ``probs``: each rank's graph then holds the same
+    collectives, and no backward waits for one that another rank never enters.
+
+    Args:
+        x: ``[T, M]``, sorted by expert.
+        probs: ``[T]`` routing probabilities.
+        tokens_per_expert: Rows of each present expert; sums to T.
+        experts: Weights of the present experts, in the same order.
+        activation: ``(x, bias, probs) -> [T, F]``, see ``ExpertActivation``.
+        probs_on_input: Weight the input instead of the activation (top-1 only).
+
+    Returns:
+        ``[T, M]`` in the dtype of ``x``.
+    """
+    if probs_on_input:
+        x = (probs.unsqueeze(-1) * x).to(x.dtype)
+        probs = torch.ones_like(probs)
+    if not experts:
+        return (x * probs.unsqueeze(-1)).to(x.dtype)
+    ffn = _grouped if _grouped_matmul_pays(x, experts) else _one_by_one
+    return ffn(x, probs, tokens_per_expert, experts, activation)
+
+
+def _one_by_one(
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    tokens_per_expert: Sequence[int],
+    experts: Sequence[ExpertWeights],
+    activation: Activation,
+) -> torch.Tensor:
+    rows = torch.split(x, list(tokens_per_expert))
+    row_probs = torch.split(probs, list(tokens_per_expert))
+    outputs = []
+    for weights, x_e, probs_e in zip(experts, rows, row_probs, strict=True):
+        hidden = activation(functional.linear(x_e, weights.fc1), weights.fc1_bias, probs_e)
+        output = functional.linear(hidden, weights.fc2)
+        if weights.fc2_bias is not None:
+            output = output + (weights.fc2_bias * probs_e.unsqueeze(-1)).to(output.dtype)
+        outputs.append(output)
+    return torch.cat(outputs)
+
+
+def _grouped(
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    tokens_per_expert: Sequence[int],
+    experts: Sequence[ExpertWeights],
+    activation: Activation,
+) -> torch.Tensor:
+    rows_G = torch.tensor(tokens_per_expert, device=x.device)
+    ends_G = rows_G.cumsum(0).to(torch.int32)
+    num_rows = x.shape[0]
+
+    def per_row(biases: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(biases).repeat_interleave(rows_G, dim=0, output_size=num_rows)
+
+    fc1_bias = [w.fc1_bias for w in experts if w.fc1_bias is not None]
+    fc2_bias = [w.fc2_bias for w in experts if w.fc2_bias is not None]
+    hidden = _grouped_matmul(x, torch.stack([w.fc1 for w in experts]), ends_G)
+    hidden = activation(hidden, per_row(fc1_bias) if fc1_bias else None, probs)
+    output = _grouped_matmul(hidden, torch.stack([w.fc2 for w in experts]), ends_G)
+    if fc2_bias:
+        output = output + (per_row(fc2_bias) * probs.unsqueeze(-1)).to(output.dtype)
+    return output
+
+
+def _grouped_matmul(x: torch.Tensor, weights: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
+    """``[T, K] x [G, N, K] -> [T, N]``, rows of group g between ``ends_G[g-1]`` and ``ends_G[g]``."""
+    return _DenseGradient.apply(functional.grouped_mm(x, weights.transpose(-2, -1), offs=ends_G))
+
+
+def _grouped_matmul_pays(x: torch.Tensor, experts: Sequence[ExpertWeights]) -> bool:
+    """Whether one grouped kernel beats a loop: several bf16 experts on a CUDA device.
+
+    The kernel wants rows of 16 bytes. On the CPU, ``grouped_mm`` is itself a loop
+    and only adds the copy of the weights.
+    """
+    return (
+        x.is_cuda
+        and x.dtype is torch.bfloat16
+        and len(experts) > 1
+        and x.shape[0] > 0
+        and hasattr(functional, "grouped_mm")
+        and all(size % 8 == 0 for size in experts[0].fc1.shape + experts[0].fc2.shape)
+    )
+
+
+class _DenseGradient(torch.autograd.Function):
+    """Identity whose gradient is contiguous: ``grouped_mm`` rejects zero strides there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.contiguous()

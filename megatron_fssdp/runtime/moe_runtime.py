@@ -1,0 +1,66 @@
+"""All MoE layers of this rank under one strategy, and the clock of iterations."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_fssdp.runtime.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.layer_executor import LayerExecutor, LayerLoad
+from megatron_fssdp.strategies.strategy import LayerContext, Strategy
+
+
+class MoERuntime:
+    """Executors of all layers of a model that share a strategy.
+
+    Iterations are marked by :meth:`begin_iteration` where a training loop is known (the
+    Megatron adapter does it). Without any mark, each backward pass counts as an iteration,
+    so that a layer used in somebody's own loop balances as well.
+
+    Args:
+        strategy: Decides for every layer.
+        measure: Keep the device loads that reports show.
+        check_plans: Compare every plan across ranks.
+    """
+
+    def __init__(self, strategy: Strategy, *, measure: bool = False, check_plans: bool = False) -> None:
+        self.strategy = strategy
+        self.measure = measure
+        self.check_plans = check_plans
+        self.layers: list[LayerExecutor] = []
+        self._iterations_driven = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MoERuntime":
+        # Layer specs carry the runtime and Megatron deep-copies specs; the layers of
+        # one model must still meet in one runtime.
+        return self
+
+    def add_layer(
+        self,
+        context: LayerContext,
+        groups: ExpertGroups,
+        parameters: Mapping[int, Sequence[torch.nn.Parameter]],
+    ) -> LayerExecutor:
+        """Register a layer; layers must be added in the same order on every rank."""
+        executor = LayerExecutor(
+            context,
+            groups,
+            parameters,
+            self.strategy,
+            measure=self.measure,
+            check_plans=self.check_plans,
+            iterations_driven=self._iterations_driven,
+        )
+        self.layers.append(executor)
+        return executor
+
+    def begin_iteration(self) -> None:
+        """Mark the start of an iteration: plans are made anew from the loads so far."""
+        self._iterations_driven = True
+        for layer in self.layers:
+            layer.iterations_driven = True
+            layer.end_iteration()
+
+    def end_iteration(self) -> list[LayerLoad]:
+        """Mark the end of an iteration; what each layer did in it, in order of registration."""
+        return [layer.end_iteration() for layer in self.layers]

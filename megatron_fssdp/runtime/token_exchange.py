@@ -1,0 +1,134 @@
+"""Sends tokens to the devices that compute their experts, and the results back.
+
+Six steps, in the order of Megatron's dispatcher: permute, dispatch, sort, (experts),
+unsort, combine, unpermute. What one micro-batch needs of the others travels in a frozen
+:class:`DispatchRecord`, because micro-batches interleave under pipeline parallelism.
+
+Shape legend: T tokens of this rank, A assignments (token, k) of this rank, R received
+rows, M model dim, E experts, D devices, G experts present on this device.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.collectives.uneven_all_to_all import uneven_all_to_all
+from megatron_fssdp.planning.placement import ExpertPlacement
+from megatron_fssdp.planning.replica_routing import dispatch_from_source, dispatch_to_device
+from megatron_fssdp.planning.topology import Topology
+from megatron_fssdp.runtime.chunk_permutation import chunk_permutation, select, transposed_order
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchRecord:
+    """Where the rows of one micro-batch go and come from.
+
+    Attributes:
+        assignment_A: Index into the flattened ``[E, T]`` routing map of each row sent, in
+            the order of sending: by device, then expert, then token.
+        token_A: The row's token.
+        num_tokens: T.
+        send_D: Rows sent to each device.
+        receive_D: Rows received from each device.
+        rows_per_expert: Rows of each present expert, ascending by expert.
+        by_expert: Brings received rows (by source, then expert) into order by expert.
+        by_source: The inverse.
+    """
+
+    assignment_A: torch.Tensor
+    token_A: torch.Tensor
+    num_tokens: int
+    send_D: tuple[int, ...]
+    receive_D: tuple[int, ...]
+    rows_per_expert: tuple[int, ...]
+    by_expert: torch.Tensor | None
+    by_source: torch.Tensor | None
+
+
+def plan_exchange(
+    routing_map: torch.Tensor,
+    counts_DE: np.ndarray,
+    placement: ExpertPlacement,
+    topology: Topology,
+    device: int,
+) -> DispatchRecord:
+    """Work out one micro-batch's exchange from the counts that every rank knows.
+
+    Args:
+        routing_map: bool ``[T, E]``, this rank's assignments.
+        counts_DE: int64 ``[D, E]``, everyone's assignments, on the host.
+        placement: Where the experts are.
+        topology: Nodes of the devices.
+        device: This rank's device number.
+    """
+    num_tokens, num_experts = routing_map.shape
+    send_ED = dispatch_from_source(counts_DE, placement, topology, device)
+    present = np.array(placement.experts_on(device), dtype=np.int64)
+    receive_DG = dispatch_to_device(counts_DE, placement, topology, device)[:, present]
+
+    num_assignments = int(send_ED.sum())
+    flat = torch.nonzero_static(routing_map.t().reshape(-1), size=num_assignments).squeeze(1)
+    to_send_order = chunk_permutation(
+        send_ED.reshape(-1), transposed_order(num_experts, topology.num_devices), flat.device
+    )
+    assignment = select(flat, to_send_order)
+    receive_GD = receive_DG.T
+    return DispatchRecord(
+        assignment_A=assignment,
+        token_A=assignment % num_tokens,
+        num_tokens=num_tokens,
+        send_D=tuple(send_ED.sum(axis=0).tolist()),
+        receive_D=tuple(receive_DG.sum(axis=1).tolist()),
+        rows_per_expert=tuple(receive_DG.sum(axis=0).tolist()),
+        by_expert=chunk_permutation(receive_DG.reshape(-1), transposed_order(*receive_DG.shape), flat.device),
+        by_source=chunk_permutation(receive_GD.reshape(-1), transposed_order(*receive_GD.shape), flat.device),
+    )
+
+
+def permute(
+    hidden: torch.Tensor, probs: torch.Tensor, record: DispatchRecord
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and probabilities in the order of sending.
+
+    Args:
+        hidden: ``[T, M]``.
+        probs: ``[T, E]``; entries outside the routing map are ignored.
+        record: The micro-batch's exchange.
+
+    Returns:
+        ``[A, M]`` and ``[A]``.
+    """
+    return hidden.index_select(0, record.token_A), probs.t().reshape(-1).index_select(0, record.assignment_A)
+
+
+def dispatch(
+    rows: torch.Tensor, probs: torch.Tensor, record: DispatchRecord, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All-to-all of rows and probabilities: ``[R, M]`` and ``[R]``, by source, then expert."""
+    received = uneven_all_to_all(rows, record.receive_D, record.send_D, group)
+    return received, uneven_all_to_all(probs, record.receive_D, record.send_D, group)
+
+
+def sort_by_expert(
+    rows: torch.Tensor, probs: torch.Tensor, record: DispatchRecord
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Received rows in the order of the present experts."""
+    return select(rows, record.by_expert), select(probs, record.by_expert)
+
+
+def sort_by_source(rows: torch.Tensor, record: DispatchRecord) -> torch.Tensor:
+    """The experts' results in the order in which the rows came."""
+    return select(rows, record.by_source)
+
+
+def combine(rows: torch.Tensor, record: DispatchRecord, group: dist.ProcessGroup) -> torch.Tensor:
+    """All-to-all of the results back to the tokens' ranks: ``[A, M]``."""
+    return uneven_all_to_all(rows, record.send_D, record.receive_D, group)
+
+
+def unpermute(rows: torch.Tensor, record: DispatchRecord) -> torch.Tensor:
+    """Sum of each token's results: ``[T, M]`` in the dtype of ``rows``."""
+    output = rows.new_zeros((record.num_tokens, rows.shape[-1]))
+    return output.index_add(0, record.token_A, rows)

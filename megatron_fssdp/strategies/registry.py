@@ -1,0 +1,24 @@
+"""Every strategy by name: a literal dict, nothing registers itself."""
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_fssdp.config.strategy_settings import PlacementSettings
+from megatron_fssdp.strategies.expert_parallelism import ExpertParallelism
+from megatron_fssdp.strategies.sharded_data_parallelism import FullyShardedSparseDataParallelism
+from megatron_fssdp.strategies.strategy import Strategy
+
+# `none` is absent on purpose: it means that the runtime is not installed at all.
+_STRATEGIES: dict[str, Callable[[Any], Strategy]] = {
+    "ep": ExpertParallelism,
+    "fssdp": FullyShardedSparseDataParallelism,
+}
+
+
+def build_strategy(name: str, settings: PlacementSettings) -> Strategy:
+    """The strategy called ``name`` with validated settings.
+
+    Raises:
+        KeyError: ``name`` has no placement strategy; names are checked with the settings.
+    """
+    return _STRATEGIES[name](settings)

@@ -1,0 +1,42 @@
+"""FSSDP: replicate the experts that the last iterations used most (Hecate §4.2)."""
+
+from megatron_fssdp.config.strategy_settings import FssdpSettings
+from megatron_fssdp.planning.load_history import LoadHistory
+from megatron_fssdp.planning.replica_refinement import plan_materialization
+from megatron_fssdp.planning.transfer_plan import two_level_transfer
+from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
+
+
+class FullyShardedSparseDataParallelism:
+    """``fssdp``: a fresh placement each iteration, from the mean of the last ``window`` loads."""
+
+    def __init__(self, settings: FssdpSettings) -> None:
+        self.settings = settings
+
+    @property
+    def window(self) -> int:
+        """Length of the sliding window of loads (Hecate §4.2, w)."""
+        return self.settings.window
+
+    def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
+        """Sparse materialization (Hecate, Alg. 1) of the predicted loads.
+
+        Without any history yet, every expert stays with its owner.
+        """
+        settings = self.settings
+        placement = plan_materialization(
+            context.owner_E,
+            history.mean_DE(),
+            context.topology,
+            overlap_degree=context.num_experts
+            if settings.overlap_degree is None
+            else settings.overlap_degree,
+            slots=self.slots(context),
+        )
+        return LayerPlan(placement, two_level_transfer(placement, context.topology))
+
+    def slots(self, context: LayerContext) -> int:
+        """Extra expert slots a device has for one layer (Hecate, Alg. 1, m)."""
+        if self.settings.slots is None:
+            return -(-context.num_experts // context.num_devices)
+        return self.settings.slots
