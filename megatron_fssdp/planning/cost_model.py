@@ -1,0 +1,196 @@
+"""What a layer costs in seconds: traffic over links, expert compute, exposed transfers.
+
+Shape letters: T tokens, M model dim, F ffn dim, E experts, D devices, N nodes, L layers.
+"""
+
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_fssdp.planning.placement import ExpertPlacement
+from megatron_fssdp.planning.replica_routing import dispatch_from_source
+from megatron_fssdp.planning.topology import Topology
+from megatron_fssdp.planning.transfer_plan import TransferPlan
+
+NUM_ALL_TO_ALLS = 4
+"""Dispatch and combine, forward and backward (FasterMoE, Eq. 7)."""
+
+BACKWARD_PER_FORWARD = 2
+"""The backward computes gradients of inputs and of weights (FasterMoE, Eq. 7)."""
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """Seconds of one transfer over a link: ``alpha + beta * bytes`` (Parm, §V, Eq. 12).
+
+    Attributes:
+        alpha_s: Seconds to start, whatever the size.
+        beta_s_per_byte: Seconds for each byte, the inverse of the bandwidth.
+    """
+
+    alpha_s: float
+    beta_s_per_byte: float
+
+    def __post_init__(self) -> None:
+        for name, value in (("alpha_s", self.alpha_s), ("beta_s_per_byte", self.beta_s_per_byte)):
+            if not np.isfinite(value) or value < 0:
+                raise ValueError(
+                    f"{name} is {value}: wanted a finite number of 0 or more; fit it to measured times again"
+                )
+
+    def time_s(self, num_bytes: float) -> float:
+        """Seconds for ``num_bytes``; nothing to send costs nothing."""
+        return self.alpha_s + self.beta_s_per_byte * num_bytes if num_bytes > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class ClusterCost:
+    """Links and compute of a cluster of equal devices.
+
+    Attributes:
+        intra: One direction of one device's link inside its node.
+        inter: One direction of one node's NIC.
+        expert_flops_per_s: Throughput of one device on expert GEMMs.
+    """
+
+    intra: LinkCost
+    inter: LinkCost
+    expert_flops_per_s: float
+
+    def __post_init__(self) -> None:
+        if not self.expert_flops_per_s > 0:
+            raise ValueError(
+                f"expert_flops_per_s is {self.expert_flops_per_s}: wanted a positive throughput in flops/s"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class LinkTraffic:
+    """Units sent and received, by device inside its node and by node across its NIC.
+
+    Attributes:
+        device_out_D: Sent to other devices of the same node, [D].
+        device_in_D: Received from other devices of the same node, [D].
+        node_out_N: Sent to other nodes, [N].
+        node_in_N: Received from other nodes, [N].
+    """
+
+    device_out_D: np.ndarray
+    device_in_D: np.ndarray
+    node_out_N: np.ndarray
+    node_in_N: np.ndarray
+
+    @classmethod
+    def from_pairs(cls, traffic_DD: np.ndarray, topology: Topology) -> "LinkTraffic":
+        """Traffic of every link from what each device sends to each other, [D, D]."""
+        node_D = topology.node_of_device_D
+        same_node_DD = node_D[:, None] == node_D[None, :]
+        near_DD = np.where(same_node_DD, traffic_DD, 0)
+        np.fill_diagonal(near_DD, 0)
+        far_DD = np.where(same_node_DD, 0, traffic_DD)
+        return cls(
+            near_DD.sum(axis=1),
+            near_DD.sum(axis=0),
+            np.bincount(node_D, weights=far_DD.sum(axis=1), minlength=topology.num_nodes),
+            np.bincount(node_D, weights=far_DD.sum(axis=0), minlength=topology.num_nodes),
+        )
+
+
+def dispatch_tokens_DD(counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> np.ndarray:
+    """(token, k) pairs that each device sends to each, int64 [D, D]; the diagonal stays."""
+    return np.stack(
+        [
+            dispatch_from_source(counts_DE, placement, topology, source).sum(axis=0)
+            for source in range(topology.num_devices)
+        ]
+    )
+
+
+def link_time_s(traffic: LinkTraffic, bytes_per_unit: float, cluster: ClusterCost) -> float:
+    """Seconds until the slowest link is done: ``max over links of traffic / bandwidth``.
+
+    FasterMoE, Eq. 2, with both directions of every link and a start-up term (Parm, Eq. 12).
+    """
+    busiest_device = max(int(traffic.device_out_D.max()), int(traffic.device_in_D.max()))
+    busiest_node = max(int(traffic.node_out_N.max()), int(traffic.node_in_N.max()))
+    return max(
+        cluster.intra.time_s(busiest_device * bytes_per_unit),
+        cluster.inter.time_s(busiest_node * bytes_per_unit),
+    )
+
+
+def all_to_all_s(
+    tokens_DD: np.ndarray, token_bytes: float, topology: Topology, cluster: ClusterCost
+) -> float:
+    """Seconds of one all-to-all of the dispatch (FasterMoE, Eq. 2).
+
+    Args:
+        tokens_DD: (token, k) pairs by sender and receiver, [D, D].
+        token_bytes: Bytes of one token's hidden state.
+        topology: Nodes of the devices.
+        cluster: Link costs.
+    """
+    return link_time_s(LinkTraffic.from_pairs(tokens_DD, topology), token_bytes, cluster)
+
+
+def expert_forward_s(tokens_D: np.ndarray, flops_per_token: float, cluster: ClusterCost) -> float:
+    """Seconds of the experts' forward: ``max_d tokens_d * flops_per_token / P`` (FasterMoE, Eq. 1)."""
+    return float(np.max(tokens_D)) * flops_per_token / cluster.expert_flops_per_s
+
+
+def expert_backward_s(tokens_D: np.ndarray, flops_per_token: float, cluster: ClusterCost) -> float:
+    """Seconds of the experts' backward, twice the forward (FasterMoE, Eq. 7; Pro-Prophet, Eq. 3)."""
+    return BACKWARD_PER_FORWARD * expert_forward_s(tokens_D, flops_per_token, cluster)
+
+
+def transfer_s(plan: TransferPlan, expert_bytes: int, topology: Topology, cluster: ClusterCost) -> float:
+    """Seconds of one SparseAllGather: bytes over the slowest link, and a start-up for each hop.
+
+    The volume bound of Hecate, Eq. 1, on every link of the plan; hops of one expert follow
+    each other, so each adds the start-up of the slower link it may use. SparseReduceScatter
+    is the transpose: the same links in the other direction, the same seconds.
+    """
+    experts_DD = np.zeros((plan.num_devices, plan.num_devices), dtype=np.int64)
+    crosses = False
+    for edge in plan.edges:
+        experts_DD[edge.source, edge.destination] += 1
+        crosses |= topology.node_of_device[edge.source] != topology.node_of_device[edge.destination]
+    slowest_s = link_time_s(LinkTraffic.from_pairs(experts_DD, topology), expert_bytes, cluster)
+    hop_s = max(cluster.intra.alpha_s, cluster.inter.alpha_s if crosses else 0.0)
+    return slowest_s + max(plan.max_depth, 0) * hop_s
+
+
+def overlap_degree(non_moe_s: float, bandwidth_bytes_per_s: float, expert_bytes: int) -> int:
+    """Experts whose transfer hides under ``non_moe_s``: ``t = T_nonMoE * bw / size``, floored (Hecate, §4.2).
+
+    Args:
+        non_moe_s: Seconds of the compute before the layer, such as attention.
+        bandwidth_bytes_per_s: Between nodes where there are several and that is slower, else between devices.
+        expert_bytes: Parameters of one expert.
+    """
+    if expert_bytes <= 0:
+        raise ValueError(f"expert_bytes is {expert_bytes}: wanted the bytes of one expert's parameters")
+    if not (np.isfinite(non_moe_s * bandwidth_bytes_per_s) and non_moe_s >= 0 and bandwidth_bytes_per_s >= 0):
+        raise ValueError(
+            f"non_moe_s is {non_moe_s} and bandwidth_bytes_per_s is {bandwidth_bytes_per_s}: wanted finite "
+            "numbers of 0 or more; measure them again"
+        )
+    return int(non_moe_s * bandwidth_bytes_per_s / expert_bytes)
+
+
+def exposed_s(busy_s: float, hidden_under_s: float) -> float:
+    """Seconds of a transfer that the compute beside it does not hide (Pro-Prophet, Eq. 8)."""
+    return max(0.0, busy_s - hidden_under_s)
+
+
+def layer_s(
+    *, all_to_all_s: float, expert_forward_s: float, exposed_gather_s: float, exposed_reduce_s: float
+) -> float:
+    """Seconds of one MoE layer, forward and backward.
+
+    Four all-to-alls, three times the forward compute, and what of spAG and spRS is not
+    hidden (FasterMoE, Eq. 7; Pro-Prophet, Eq. 8).
+    """
+    compute_s = (1 + BACKWARD_PER_FORWARD) * expert_forward_s
+    return NUM_ALL_TO_ALLS * all_to_all_s + compute_s + exposed_gather_s + exposed_reduce_s
