@@ -1,1 +1,25 @@
 """SparseAllGather, SparseReduceScatter, uneven all-to-all and the plan agreement check."""
+
+from megatron_fssdp.collectives.plan_agreement import check_agreement
+from megatron_fssdp.collectives.sparse_collectives import (
+    SparseAllGather,
+    SparseReduceScatter,
+    sparse_all_gather,
+    sparse_reduce_scatter,
+)
+from megatron_fssdp.collectives.sparse_transfer import SparseTransfer
+from megatron_fssdp.collectives.transfer_lane import PendingTransfer
+from megatron_fssdp.collectives.uneven_all_to_all import UnevenAllToAll, gather_counts, uneven_all_to_all
+
+__all__ = [
+    "PendingTransfer",
+    "SparseAllGather",
+    "SparseReduceScatter",
+    "SparseTransfer",
+    "UnevenAllToAll",
+    "check_agreement",
+    "gather_counts",
+    "sparse_all_gather",
+    "sparse_reduce_scatter",
+    "uneven_all_to_all",
+]

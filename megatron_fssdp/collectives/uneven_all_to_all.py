@@ -1,0 +1,93 @@
+"""Rows to every rank and rows from every rank, in numbers that differ; and who has how many."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class UnevenAllToAll(torch.autograd.Function):
+    """All-to-all of rows with a split per rank; its backward is itself with the splits swapped."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        """Exchange the rows."""
+        ctx.output_splits, ctx.input_splits, ctx.group = output_splits, input_splits, group
+        return _exchange(x, output_splits, input_splits, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """Send the rows' gradients back."""
+        return _exchange(grad, ctx.input_splits, ctx.output_splits, ctx.group), None, None, None
+
+
+def uneven_all_to_all(
+    x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Send ``input_splits[d]`` rows of ``x`` to rank ``d`` and receive ``output_splits[d]`` from it.
+
+    Every rank of the group has to call it, also with no rows, and in backward too: ``x``
+    must require a gradient on all ranks or on none.
+
+    Args:
+        x: Rows in the order of their destinations, ``[sum(input_splits), ...]``.
+        output_splits: Rows to receive, one number a rank.
+        input_splits: Rows to send, one number a rank.
+        group: The ranks.
+
+    Returns:
+        Rows in the order of their sources, ``[sum(output_splits), ...]``.
+    """
+    world_size = dist.get_world_size(group)
+    output_list = [int(split) for split in output_splits]
+    input_list = [int(split) for split in input_splits]
+    if len(output_list) != world_size or len(input_list) != world_size:
+        raise ValueError(
+            f"got {len(output_list)} output splits and {len(input_list)} input splits, wanted {world_size} "
+            "of each: one a rank of the group"
+        )
+    if min(*output_list, *input_list) < 0 or sum(input_list) != x.shape[0]:
+        raise ValueError(
+            f"input splits {input_list} and output splits {output_list} do not fit {x.shape[0]} rows; wanted "
+            "numbers >= 0 and input splits that sum to the rows"
+        )
+    if world_size == 1:
+        if output_list != input_list:
+            raise ValueError(
+                f"a single rank sends {input_list[0]} rows and expects {output_list[0]}: wanted the same"
+            )
+        return x
+    return UnevenAllToAll.apply(x, output_list, input_list, group)
+
+
+def gather_counts(counts_E: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's counts on every rank.
+
+    Args:
+        counts_E: This rank's counts, ``[E]``, the same E and dtype on all ranks.
+        group: The ranks.
+
+    Returns:
+        ``[D, E]``; row ``d`` came from rank ``d``.
+    """
+    world_size = dist.get_world_size(group)
+    if world_size == 1:
+        return counts_E.unsqueeze(0)
+    # Gloo takes the output only as a concatenation along the first dimension.
+    counts = counts_E.new_empty(world_size * counts_E.numel())
+    dist.all_gather_into_tensor(counts, counts_E.contiguous(), group=group)
+    return counts.view(world_size, -1)
+
+
+def _exchange(
+    x: Tensor, output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    out = x.new_empty(sum(output_splits), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), output_splits, input_splits, group=group)
+    return out

@@ -1,0 +1,24 @@
+"""Placements of all kinds for property tests."""
+
+import numpy as np
+
+from megatron_fssdp.planning.placement import ExpertPlacement
+
+
+def random_placement(rng: np.random.Generator, num_experts: int, num_devices: int) -> ExpertPlacement:
+    """Any owners, also devices with none or all; experts on all, some or no other devices.
+
+    Args:
+        rng: Source of randomness; equal states give equal placements.
+        num_experts: Number of experts, E.
+        num_devices: Number of devices, D.
+    """
+    # Half of the time only a few devices own anything.
+    candidates = rng.permutation(num_devices)[: rng.integers(1, num_devices + 1)]
+    owner_E = rng.choice(candidates, num_experts)
+    share_E = rng.choice([0.0, 0.4, 1.0], num_experts)
+    present_ED = rng.random((num_experts, num_devices)) < share_E[:, None]
+    if num_devices > 1 and rng.random() < 0.3:
+        present_ED[:, rng.integers(num_devices)] = False  # a device without replicas
+    present_ED[np.arange(num_experts), owner_E] = True
+    return ExpertPlacement(owner_E.astype(np.int64), present_ED)
