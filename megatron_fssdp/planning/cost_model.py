@@ -3,7 +3,6 @@
 Shape letters: T tokens, M model dim, F ffn dim, E experts, D devices, N nodes, L layers.
 """
 
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -47,7 +47,7 @@ def plan_materialization(
     Returns:
         A placement whose modelled maximum device load is at most the owners-only one's.
     """
-    load = np.ascontiguousarray(load_DE, dtype=np.float64)
+    load = _checked_load(load_DE, topology.num_devices, len(owner_E))
     placement = sparse_materialization(
         owner_E, load.sum(axis=0), topology, overlap_degree=overlap_degree, slots=slots
     )
@@ -84,7 +84,14 @@ def refine_replicas(
         A placement whose modelled maximum device load (``expected_device_load_D``) is at most
         the input's and at most the owners-only placement's.
     """
-    load = np.ascontiguousarray(load_DE, dtype=np.float64)
+    load = _checked_load(load_DE, placement.num_devices, placement.num_experts)
+    replicas_D = placement.replicas_per_device_D
+    if int(replicas_D.max()) > slots:
+        device = int(replicas_D.argmax())
+        raise ValueError(
+            f"device {device} holds {int(replicas_D[device])} replicas: wanted at most slots = {slots}; "
+            "plan the placement to refine with the same slots"
+        )
     if max_replicated is None:
         max_replicated = placement.num_experts
     node_load_NE = topology.sum_over_nodes(load)
@@ -221,3 +228,18 @@ def _ending(
             elif loads[holder] + growth > worst:
                 worst = loads[holder] + growth
     return expert, own + near + far, worst, growth_apart
+
+
+def _checked_load(load_DE: np.ndarray, num_devices: int, num_experts: int) -> np.ndarray:
+    load = np.ascontiguousarray(load_DE, dtype=np.float64)
+    if load.shape != (num_devices, num_experts):
+        raise ValueError(
+            f"load_DE has shape {load.shape}: wanted ({num_devices}, {num_experts}), by source device and "
+            "expert, as placement and topology have them"
+        )
+    if not (float(load.min()) >= 0 and np.isfinite(float(load.max()))):
+        source, expert = (int(i) for i in np.argwhere(~((load >= 0) & np.isfinite(load)))[0])
+        raise ValueError(
+            f"load_DE[{source}, {expert}] is {load[source, expert]}: wanted a finite load of 0 or more"
+        )
+    return load

@@ -1,0 +1,62 @@
+"""Hypothesis strategies and a slow reference shared by the planning tests."""
+
+import numpy as np
+from hypothesis import strategies as st
+
+from megatron_fssdp.planning.placement import ExpertPlacement
+from megatron_fssdp.planning.topology import Topology
+
+
+@st.composite
+def topologies(draw, max_devices=8):
+    num_devices = draw(st.integers(1, max_devices))
+    labels = draw(st.lists(st.integers(0, 3), min_size=num_devices, max_size=num_devices))
+    return Topology.from_labels(labels)
+
+
+@st.composite
+def owned_layers(draw, max_experts=10):
+    """(topology, owner_E)."""
+    topology = draw(topologies())
+    num_experts = draw(st.integers(1, max_experts))
+    devices = st.integers(0, topology.num_devices - 1)
+    owners = draw(st.lists(devices, min_size=num_experts, max_size=num_experts))
+    return topology, np.array(owners)
+
+
+@st.composite
+def placements(draw):
+    """(topology, placement) with any replicas."""
+    topology, owner_E = draw(owned_layers())
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    present_ED = rng.random((owner_E.size, topology.num_devices)) < draw(
+        st.sampled_from([0.0, 0.2, 0.6, 1.0])
+    )
+    present_ED[np.arange(owner_E.size), owner_E] = True
+    return topology, ExpertPlacement(owner_E, present_ED)
+
+
+def random_counts_DE(seed, num_devices, num_experts, most=40):
+    """Skewed counts with zeros, int64 [D, E]."""
+    rng = np.random.default_rng(seed)
+    popularity_E = rng.lognormal(sigma=1.5, size=num_experts)
+    popularity_E *= rng.random(num_experts) < 0.8
+    return rng.poisson(popularity_E * most / 4, size=(num_devices, num_experts)).astype(np.int64)
+
+
+def brute_force_dispatch_DED(counts_DE, placement, topology):
+    """The whole dispatch tensor, token by token as the design page words it."""
+    num_devices, num_experts = counts_DE.shape
+    dispatch = np.zeros((num_devices, num_experts, num_devices), dtype=np.int64)
+    for source in range(num_devices):
+        for expert in range(num_experts):
+            holders = [d for d in range(num_devices) if placement.present_ED[expert, d]]
+            node = topology.node_of_device[source]
+            near = [d for d in holders if topology.node_of_device[d] == node]
+            chosen = [source] if source in holders else near or holders
+            share, rest = divmod(int(counts_DE[source, expert]), len(chosen))
+            for holder in chosen:
+                dispatch[source, expert, holder] += share
+            for i in range(rest):
+                dispatch[source, expert, chosen[(source + expert + i) % len(chosen)]] += 1
+    return dispatch

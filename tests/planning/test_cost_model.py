@@ -1,0 +1,78 @@
+import numpy as np
+import pytest
+
+from megatron_fssdp.planning import cost_model
+from megatron_fssdp.planning.cost_model import ClusterCost, LinkCost, LinkTraffic
+from megatron_fssdp.planning.placement import ExpertPlacement
+from megatron_fssdp.planning.topology import Topology
+from megatron_fssdp.planning.transfer_plan import plain_transfer, two_level_transfer
+
+FAST = ClusterCost(LinkCost(0.0, 1.0), LinkCost(0.0, 10.0), expert_flops_per_s=100.0)
+
+
+def test_link_time_is_alpha_beta():
+    link = LinkCost(alpha_s=2.0, beta_s_per_byte=0.5)
+    assert link.time_s(8) == 6.0
+    assert link.time_s(0) == 0.0
+
+
+def test_all_to_all_waits_for_the_busiest_link():
+    topology = Topology.uniform(4, 2)
+    tokens_DD = np.array([[9, 5, 1, 0], [0, 9, 0, 2], [0, 0, 9, 0], [0, 0, 0, 9]])
+    traffic = LinkTraffic.from_pairs(tokens_DD, topology)
+    assert traffic.device_out_D.tolist() == [5, 0, 0, 0]
+    assert traffic.device_in_D.tolist() == [0, 5, 0, 0]
+    assert traffic.node_out_N.tolist() == [3, 0]
+    assert traffic.node_in_N.tolist() == [0, 3]
+    # NIC: 3 tokens * 2 bytes * 10 s/byte; device: 5 * 2 * 1.
+    assert cost_model.all_to_all_s(tokens_DD, 2, topology, FAST) == 60.0
+    assert cost_model.all_to_all_s(tokens_DD, 2, Topology.single_node(4), FAST) == 12.0  # device 0 sends 6
+
+
+def test_dispatch_tokens_are_those_of_the_placement():
+    placement = ExpertPlacement(np.array([0]), np.array([[True, True, False]]))
+    tokens_DD = cost_model.dispatch_tokens_DD(np.array([[3], [4], [6]]), placement, Topology.single_node(3))
+    assert tokens_DD.tolist() == [[3, 0, 0], [0, 4, 0], [3, 3, 0]]
+
+
+def test_expert_compute():
+    tokens_D = np.array([3, 7, 1])
+    assert cost_model.expert_forward_s(tokens_D, 50.0, FAST) == 3.5
+    assert cost_model.expert_backward_s(tokens_D, 50.0, FAST) == 7.0
+
+
+def test_transfer_time_is_the_busiest_links():
+    topology = Topology.uniform(4, 2)
+    placement = ExpertPlacement(np.array([0]), np.ones((1, 4), dtype=bool))
+    star, tree = plain_transfer(placement), two_level_transfer(placement, topology)
+    assert cost_model.transfer_s(star, 3, topology, FAST) == 60.0  # crosses twice
+    assert cost_model.transfer_s(tree, 3, topology, FAST) == 30.0  # crosses once
+    slow_start = ClusterCost(LinkCost(1.0, 1.0), LinkCost(2.0, 10.0), 1.0)
+    assert cost_model.transfer_s(tree, 3, topology, slow_start) == 32.0 + tree.max_depth * 2.0
+    owners = plain_transfer(ExpertPlacement.owners_only(np.array([0]), 4))
+    assert cost_model.transfer_s(owners, 3, topology, slow_start) == 0.0
+
+
+def test_overlap_degree_is_floored():
+    assert cost_model.overlap_degree(0.002, 1e9, 600_000) == 3
+    assert cost_model.overlap_degree(0.0, 1e9, 600_000) == 0
+
+
+def test_layer_time():
+    assert cost_model.exposed_s(5.0, 3.0) == 2.0
+    assert cost_model.exposed_s(2.0, 3.0) == 0.0
+    seconds = cost_model.layer_s(
+        all_to_all_s=1.0, expert_forward_s=10.0, exposed_gather_s=0.5, exposed_reduce_s=0.25
+    )
+    assert seconds == 34.75
+
+
+def test_bad_costs_say_what_was_wanted():
+    with pytest.raises(ValueError, match="beta_s_per_byte is -1"):
+        LinkCost(0.0, -1.0)
+    with pytest.raises(ValueError, match="expert_flops_per_s is 0"):
+        ClusterCost(LinkCost(0, 0), LinkCost(0, 0), 0.0)
+    with pytest.raises(ValueError, match="expert_bytes is 0"):
+        cost_model.overlap_degree(1.0, 1.0, 0)
+    with pytest.raises(ValueError, match="non_moe_s is -1"):
+        cost_model.overlap_degree(-1.0, 1.0, 1)

@@ -1,0 +1,148 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from megatron_fssdp.planning.placement import ExpertPlacement
+from megatron_fssdp.planning.topology import Topology
+from megatron_fssdp.planning.transfer_plan import (
+    TransferEdge,
+    TransferPlan,
+    plain_transfer,
+    two_level_transfer,
+)
+
+from .placement_cases import placements
+
+
+def hops(plan):
+    return [(edge.expert, edge.source, edge.destination, edge.depth) for edge in plan.edges]
+
+
+@pytest.fixture
+def placement():
+    # 6 devices on nodes (0, 1), (2, 3), (4, 5). Expert 0, owner 3: devices 0, 1, 2, 3, 5.
+    # Expert 1, owner 0: device 1 too. Expert 2: owner only.
+    present_ED = np.zeros((3, 6), dtype=bool)
+    present_ED[0, [0, 1, 2, 3, 5]] = True
+    present_ED[1, [0, 1]] = True
+    present_ED[2, 4] = True
+    return ExpertPlacement(np.array([3, 0, 4]), present_ED)
+
+
+def test_plain_transfer_is_a_star(placement):
+    plan = plain_transfer(placement)
+    assert hops(plan) == [(0, 3, 0, 0), (0, 3, 1, 0), (0, 3, 2, 0), (0, 3, 5, 0), (1, 0, 1, 0)]
+    assert plan.max_depth == 0
+
+
+def test_two_level_transfer_by_hand(placement):
+    # Expert 0: leaders 3 -> 5 (node 2) -> 0 (node 0, cyclically next); 3 -> 2 and 0 -> 1 inside.
+    topology = Topology.uniform(6, 3)
+    plan = two_level_transfer(placement, topology)
+    assert hops(plan) == [(0, 3, 5, 0), (0, 3, 2, 0), (1, 0, 1, 0), (0, 5, 0, 1), (0, 0, 1, 2)]
+    assert plan.max_depth == 2
+    assert plan.num_transfers == 5
+    assert plan.total_bytes(10) == 50
+    assert plan.inter_node_bytes(10, topology) == 20
+    assert plan.parent(0, 0) == 5
+    assert plan.parent(0, 3) is None
+    assert plan.children(0, 3) == (5, 2)
+    assert plan.children(2, 4) == ()
+    incoming, outgoing = plan.edges_of(0)
+    assert [edge.source for edge in incoming] == [5]
+    assert [(edge.expert, edge.destination) for edge in outgoing] == [(1, 1), (0, 1)]
+    assert plan.edges_of(4) == ((), ())
+
+
+def test_inside_a_node_holders_form_a_binary_tree():
+    placement = ExpertPlacement(np.array([2]), np.ones((1, 8), dtype=bool))
+    plan = two_level_transfer(placement, Topology.single_node(8))
+    # In the order 2, 0, 1, 3, 4, 5, 6, 7.
+    assert plan.children(0, 2) == (0, 1)
+    assert plan.children(0, 0) == (3, 4)
+    assert plan.children(0, 1) == (5, 6)
+    assert plan.children(0, 3) == (7,)
+    assert plan.max_depth == 2
+
+
+def test_owners_only_moves_nothing():
+    placement = ExpertPlacement.owners_only(np.array([0, 1]), 2)
+    plan = two_level_transfer(placement, Topology.single_node(2))
+    assert plan.edges == ()
+    assert plan.max_depth == -1
+    assert plan == plain_transfer(placement)
+
+
+@settings(max_examples=150, deadline=None)
+@given(placements())
+def test_every_holder_receives_once_and_the_reduction_is_the_transpose(case):
+    topology, placement = case
+    for plan in (plain_transfer(placement), two_level_transfer(placement, topology)):
+        plan.check_serves(placement)
+        received = sorted((edge.expert, edge.destination) for edge in plan.edges)
+        expert_P, device_P = np.nonzero(placement.present_ED)
+        replicas = [
+            (e, d)
+            for e, d in zip(expert_P.tolist(), device_P.tolist(), strict=True)
+            if placement.owner_E[e] != d
+        ]
+        assert received == replicas
+        backwards = plan.transposed_edges()
+        assert [edge.reversed() for edge in reversed(backwards)] == list(plan.edges)
+        # Run it: a device forwards a sum only after all its children have sent theirs.
+        waiting = {(e, d): len(plan.children(e, d)) for e, d in zip(expert_P, device_P, strict=True)}
+        sums = dict.fromkeys(waiting, 1)
+        for edge in backwards:
+            assert waiting[edge.expert, edge.source] == 0
+            waiting[edge.expert, edge.destination] -= 1
+            sums[edge.expert, edge.destination] += sums[edge.expert, edge.source]
+        for expert in range(placement.num_experts):
+            assert sums[expert, placement.owner_E[expert]] == len(placement.holders(expert))
+
+
+@settings(max_examples=150, deadline=None)
+@given(placements())
+def test_an_expert_crosses_nodes_once_for_each_node_that_needs_it(case):
+    topology, placement = case
+    plan = two_level_transfer(placement, topology)
+    nodes_needing = sum(
+        len({topology.node_of_device[d] for d in placement.holders(e)}) - 1
+        for e in range(placement.num_experts)
+    )
+    assert plan.inter_node_bytes(7, topology) == 7 * nodes_needing
+    for device in range(placement.num_devices):
+        _, outgoing = plan.edges_of(device)
+        for expert in range(placement.num_experts):
+            mine = [edge for edge in outgoing if edge.expert == expert]
+            assert len(mine) <= 3  # the next node and two inside
+            inside = [topology.node_of_device[e.destination] == topology.node_of_device[device] for e in mine]
+            assert inside == sorted(inside)  # the next node first
+
+
+def edge(*fields):
+    return TransferEdge(*fields)
+
+
+@pytest.mark.parametrize(
+    ("edges", "message"),
+    [
+        ([edge(0, 0, 4, 0)], "wanted devices from 0 to 3"),
+        ([edge(0, 0, 1, 0), edge(0, 2, 3, 1)], "does not have yet"),
+        ([edge(0, 0, 1, 0), edge(0, 0, 1, 0)], "already has it"),
+        ([edge(0, 0, 1, 0), edge(0, 1, 0, 1)], "already has it"),
+        ([edge(0, 0, 1, 0), edge(0, 1, 2, 0)], "has depth 0: wanted 1"),
+        ([edge(0, 0, 1, 1)], "has depth 1: wanted 0"),
+    ],
+)
+def test_edges_that_form_no_tree_are_refused(edges, message):
+    with pytest.raises(ValueError, match=message):
+        TransferPlan(4, tuple(edges))
+
+
+def test_a_plan_for_another_placement_is_refused(placement):
+    with pytest.raises(ValueError, match="expert 0 does not reach device 0"):
+        TransferPlan(6, ()).check_serves(placement)
+    with pytest.raises(ValueError, match="starts on device 1: wanted the owner of expert 1, device 0"):
+        TransferPlan(6, (edge(1, 1, 0, 0),)).check_serves(placement)
+    with pytest.raises(ValueError, match="6 devices and the topology 2"):
+        two_level_transfer(placement, Topology.single_node(2))
