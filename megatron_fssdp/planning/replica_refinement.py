@@ -136,48 +136,54 @@ def _best_move(
     model: EvenDispatchModel, topology: Topology, slots: int, max_replicated: int, min_gain: float
 ) -> _Move | None:
     """The move after which the most loaded of the devices it affects is lowest."""
-    loads, node_of, replicas = model.loads, model.node_of, model.replicas
+    loads, node_of, replicas, ascending = model.loads, model.node_of, model.replicas, model.ascending
     highest, device = model.most_loaded()
     best = highest - min_gain  # a move must leave every device it affects below this
     move: _Move | None = None
     node = node_of[device]
-    near_first = sorted([(loads[other], other) for other in topology.devices_of_node(node)])
-    targets = [other for _, other in near_first[:NUM_NODE_CANDIDATES]]
-    targets += [other for _, other in model.ascending[:NUM_CANDIDATES] if other not in targets]
-
+    num_devices = len(loads)
+    candidates = ascending[:NUM_CANDIDATES]
+    if num_devices > NUM_CANDIDATES:
+        here_first = sorted([(loads[other], other) for other in topology.devices_by_node[node]])
+        candidates += [entry for entry in here_first[:NUM_NODE_CANDIDATES] if entry not in candidates]
+    targets = [
+        (target, load, node_of[target], len(replicas[target]) < slots)
+        for load, target in candidates
+        if target != device
+    ]
     endings_on: dict[int, list[tuple[int, float, float, float]]] = {}
+    may_widen = model.num_replicated < max_replicated
+
     for expert in model.owned[device] + replicas[device]:
         shares = model.shares(expert)
-        own, near, unserved, far = shares.own, shares.near, shares.unserved, shares.far
+        near_here, far = shares.near[node], shares.far
+        if highest - near_here - far >= best:
+            continue  # what the device routes to the expert itself stays
+        own, near, unserved = shares.own, shares.near, shares.unserved
         holders, holders_in, node_load = shares.holders, shares.holders_in, shares.node_load
-        num_holders = len(holders)
-        is_new = num_holders == 1
-        for target in targets:
+        num_after = len(holders) + 1
+        is_new = num_after == 2
+        for target, target_load, target_node, has_free_slot in targets:
             if target in holders:
                 continue
-            target_node = node_of[target]
             if target_node in holders_in:
-                far_after = unserved / (num_holders + 1)
+                far_after = unserved / num_after
                 count = holders_in[target_node]
                 near_after = (near[target_node] * count - own[target]) / (count + 1)
-                near_relief = near[target_node] - near_after
-                gained = own[target] + near_after + far_after
+                here = highest - far + far_after
+                if target_node == node:
+                    here += near_after - near_here
+                there = target_load + own[target] + near_after + far_after
             else:
-                far_after = (unserved - node_load[target_node]) / (num_holders + 1)
-                near_relief = 0.0
-                gained = node_load[target_node] + far_after
-            far_relief = far - far_after
-            relief = far_relief + near_relief if target_node == node else far_relief
-            here = highest - relief
+                far_after = (unserved - node_load[target_node]) / num_after
+                here = highest - far + far_after
+                there = target_load + node_load[target_node] + far_after
             if here >= best:
                 continue
-            there = loads[target] + gained
-            if len(replicas[target]) < slots:
-                if there < best and (not is_new or model.num_replicated < max_replicated):
+            if has_free_slot:
+                if there < best and (may_widen or not is_new):
                     best = here if here > there else there
                     move = _Move(begins=((expert, target),))
-                continue
-            if is_new and model.num_replicated > max_replicated:
                 continue
             endings = endings_on.get(target)
             if endings is None:
@@ -186,8 +192,8 @@ def _best_move(
                 ]
             for replica, share, worst, growth_here in endings:
                 if worst < best and there - share < best and here + growth_here < best:
-                    if is_new and model.num_replicated == max_replicated and len(model.holders[replica]) > 2:
-                        continue
+                    if is_new and not may_widen and len(model.holders[replica]) > 2:
+                        continue  # one more replicated expert, and none less
                     best = max(worst, there - share, here + growth_here)
                     move = _Move(ends=((replica, target),), begins=((expert, target),))
 
