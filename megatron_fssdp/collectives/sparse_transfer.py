@@ -8,6 +8,7 @@ would have to be made anew with every plan. The product's form is a two-level pl
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from megatron_fssdp.planning.transfer_plan import TransferPlan, plain_transfer
 _GLOO_LOOKAHEAD = 4
 
 _GATHER, _REDUCE = 0, 1
-_connected_groups: set[str] = set()
+_connected_groups: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 class SparseTransfer:
@@ -263,6 +264,6 @@ def _wait(works: list[dist.Work]) -> None:
 
 def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
     """Make NCCL's connections once, with all ranks: a first batch of messages may leave some out."""
-    if group.group_name not in _connected_groups:
-        _connected_groups.add(group.group_name)
+    if group not in _connected_groups:
+        _connected_groups.add(group)
         dist.all_reduce(torch.zeros(1, device=device), group=group)

@@ -94,6 +94,30 @@ def test_sub_groups_whose_ranks_are_not_the_worlds():
     assert run_ranks(run_cases, 4, 5, 20, [[1, 3], [0, 2], [1, 2, 3]]) == [True] * 4
 
 
+def add_small_to_large(rank, world_size):
+    placement = ExpertPlacement(np.array([0]), np.ones((1, world_size), dtype=bool))
+    transfer = SparseTransfer.plain(dist.group.WORLD, placement, num_elements=3, dtype=torch.bfloat16)
+    part = torch.full((3,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
+    into = {0: torch.empty(3, dtype=torch.float64)} if rank == 0 else {}
+    sums = [
+        transfer.reduce_scatter({0: part}),
+        transfer.reduce_scatter({0: part}, result_dtype=torch.float32),
+        transfer.reduce_scatter({0: part}, out=into),
+    ]
+    return [(s[0].dtype, s[0].tolist()) for s in sums] if rank == 0 else sums
+
+
+def test_half_precision_is_added_in_fp32_and_rounded_once():
+    # In bf16, 256 + 1 is 256.
+    owner, *others = run_ranks(add_small_to_large, 4)
+    assert owner == [
+        (torch.bfloat16, [260.0] * 3),
+        (torch.float32, [259.0] * 3),
+        (torch.float64, [259.0] * 3),
+    ]
+    assert others == [[{}, {}, {}]] * 3
+
+
 def count_messages(rank, world_size, chunk_bytes, num_elements):
     rng = np.random.default_rng(11)
     records = []
