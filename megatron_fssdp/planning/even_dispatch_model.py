@@ -7,6 +7,7 @@ P (expert, holder) pairs.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -25,6 +26,7 @@ class ExpertShares:
     Attributes:
         own: Load by source device, [D].
         node_load: Load by source node, [N].
+        total: Load of all nodes.
         holders: The devices with the expert, in no particular order.
         holders_in: Number of holders by node, for the nodes that have one.
         near: Share of the node's other load, for the nodes that have a holder.
@@ -32,13 +34,19 @@ class ExpertShares:
         far: Share of it, one a holder.
     """
 
-    __slots__ = ("far", "holders", "holders_in", "near", "node_load", "own", "unserved")
+    __slots__ = ("far", "holders", "holders_in", "near", "node_load", "own", "total", "unserved")
 
     def __init__(
-        self, own: list[float], node_load: list[float], holders: list[int], node_of: tuple[int, ...]
+        self,
+        own: Sequence[float],
+        node_load: Sequence[float],
+        total: float,
+        holders: list[int],
+        node_of: tuple[int, ...],
     ) -> None:
         self.own = own
         self.node_load = node_load
+        self.total = total
         self.holders = holders
         self.rebuild(node_of)
 
@@ -60,7 +68,7 @@ class ExpertShares:
         if len(holders_in) == len(node_load):
             self.unserved = 0.0
         else:
-            self.unserved = sum([load for node, load in enumerate(node_load) if node not in holders_in])
+            self.unserved = max(0.0, self.total - sum([node_load[node] for node in holders_in]))
         self.far = self.unserved / len(self.holders)
 
 
@@ -83,6 +91,7 @@ class EvenDispatchModel:
         self.node_of = topology.node_of_device
         self._load_DE = load_DE
         self._node_load_NE = node_load_NE
+        self._total: list[float] = node_load_NE.sum(axis=0).tolist()
         self._shares: list[ExpertShares | None] = [None] * num_experts
         self.owners = placement.owner_E.tolist()
         self.owned: list[list[int]] = [[] for _ in range(num_devices)]
@@ -106,8 +115,9 @@ class EvenDispatchModel:
         shares = self._shares[expert]
         if shares is None:
             shares = self._shares[expert] = ExpertShares(
-                self._load_DE[:, expert].tolist(),
-                self._node_load_NE[:, expert].tolist(),
+                memoryview(self._load_DE[:, expert]),
+                memoryview(self._node_load_NE[:, expert]),
+                self._total[expert],
                 self.holders[expert],
                 self.node_of,
             )

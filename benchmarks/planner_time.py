@@ -1,0 +1,135 @@
+"""Times the planners on one core: medians and percentiles, no pass or fail.
+
+Run: ``python benchmarks/planner_time.py``. Loads are log-normal, tokens multinomial, 8
+devices a node. Shape letters: E experts, D devices.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from megatron_fssdp.planning.placement import ExpertPlacement, even_owners
+from megatron_fssdp.planning.replica_refinement import plan_materialization, refine_replicas
+from megatron_fssdp.planning.replica_routing import (
+    device_tokens_D,
+    dispatch_from_source,
+    dispatch_to_device,
+    expected_device_load_D,
+)
+from megatron_fssdp.planning.sparse_materialization import sparse_materialization
+from megatron_fssdp.planning.topology import Topology
+from megatron_fssdp.planning.transfer_plan import two_level_transfer
+
+DEVICES_PER_NODE = 8
+TOKENS_PER_DEVICE = 8192  # (token, k) pairs a device and layer, e.g. 4096 tokens with top-2
+LOAD_SIGMA = 1.0  # standard deviation of the logarithm of an expert's popularity
+# (experts, devices, slots): 2 slots, and E/D where that is more.
+SIZES = [(16, 8, 2), (64, 32, 2), (256, 64, 2), (256, 64, 4), (512, 1024, 2)]
+
+
+def cases(num_experts: int, num_devices: int, num_cases: int) -> list[np.ndarray]:
+    """Router counts [D, E] of several layers, reproducible."""
+    layers = []
+    for seed in range(num_cases):
+        rng = np.random.default_rng(seed)
+        popularity_E = rng.lognormal(sigma=LOAD_SIGMA, size=num_experts)
+        popularity_E /= popularity_E.sum()
+        layers.append(rng.multinomial(TOKENS_PER_DEVICE, popularity_E, size=num_devices).astype(np.int64))
+    return layers
+
+
+def owners(num_experts: int, num_devices: int) -> np.ndarray:
+    """Even owners; with fewer experts than devices, evenly spaced devices own one each."""
+    if num_experts >= num_devices:
+        return even_owners(num_experts, num_devices)
+    return np.arange(num_experts, dtype=np.int64) * (num_devices // num_experts)
+
+
+def timed_s(calls: list[Callable[[], object]], min_total_s: float) -> list[float]:
+    """Seconds of single calls, all of them in turn, for at least ``min_total_s``."""
+    for call in calls:
+        call()
+    samples: list[float] = []
+    begin = time.perf_counter()
+    while len(samples) < 20 or time.perf_counter() - begin < min_total_s:
+        for call in calls:
+            start = time.perf_counter()
+            call()
+            samples.append(time.perf_counter() - start)
+    return samples
+
+
+def report(name: str, size: str, samples_s: list[float], note: str = "") -> None:
+    """Prints one row, in milliseconds."""
+    low, median, high = np.percentile(samples_s, [10, 50, 90]) * 1e3
+    print(f"{name:<38} {size:<22} {median:9.3f} {low:9.3f} {high:9.3f} {len(samples_s):6d}  {note}")
+
+
+def max_over_mean(load_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> float:
+    """Modelled imbalance of a placement."""
+    load_D = expected_device_load_D(load_DE, placement, topology)
+    return float(load_D.max() / load_D.mean())
+
+
+def measure(num_experts: int, num_devices: int, slots: int, num_cases: int, min_total_s: float) -> None:
+    """Prints the rows of one size."""
+    size = f"E={num_experts} D={num_devices} slots={slots}"
+    topology = Topology.uniform(num_devices, max(num_devices // DEVICES_PER_NODE, 1))
+    owner_E = owners(num_experts, num_devices)
+    counts = cases(num_experts, num_devices, num_cases)
+    loads = [counts_DE.astype(np.float64) for counts_DE in counts]
+    loads_E = [load_DE.sum(axis=0) for load_DE in loads]
+
+    def plan(i: int) -> ExpertPlacement:
+        return plan_materialization(owner_E, loads[i], topology, overlap_degree=num_experts, slots=slots)
+
+    def first(i: int) -> ExpertPlacement:
+        return sparse_materialization(owner_E, loads_E[i], topology, overlap_degree=num_experts, slots=slots)
+
+    plain = ExpertPlacement.owners_only(owner_E, num_devices)
+    firsts = [first(i) for i in range(num_cases)]
+    plans = [plan(i) for i in range(num_cases)]
+
+    def refine(i: int) -> ExpertPlacement:
+        return refine_replicas(firsts[i], loads[i], topology, slots=slots)
+
+    def dispatch(i: int, placement: ExpertPlacement) -> None:
+        dispatch_from_source(counts[i], placement, topology, 1)
+        dispatch_to_device(counts[i], placement, topology, 1)
+
+    def dispatch_cold(i: int) -> None:
+        dispatch(i, ExpertPlacement(plans[i].owner_E, plans[i].present_ED))
+
+    def row(name: str, call: Callable[[int], object], note: str = "") -> None:
+        report(name, size, timed_s([partial(call, i) for i in range(num_cases)], min_total_s), note)
+
+    ratios = [
+        np.mean([max_over_mean(loads[i], placement, topology) for i, placement in enumerate(several)])
+        for several in ([plain] * num_cases, firsts, plans)
+    ]
+    note = "max/mean load: owners only {:.2f}, Alg. 1 {:.2f}, plan {:.2f}".format(*ratios)
+    row("plan_materialization", plan, note)
+    row("  of it sparse_materialization", first)
+    row("  of it refine_replicas", refine)
+    row("dispatch row + column", lambda i: dispatch(i, plans[i]))
+    row("dispatch row + column, owners only", lambda i: dispatch(i, plain))
+    row("dispatch row + column, new placement", dispatch_cold)
+    row("device_tokens_D", lambda i: device_tokens_D(counts[i], plans[i], topology))
+    row("two_level_transfer", lambda i: two_level_transfer(plans[i], topology))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=1.0, help="least time spent on each row")
+    parser.add_argument("--cases", type=int, default=8, help="different loads for each row")
+    arguments = parser.parse_args()
+    print(f"{'what':<38} {'size':<22} {'median ms':>9} {'p10 ms':>9} {'p90 ms':>9} {'calls':>6}")
+    for num_experts, num_devices, slots in SIZES:
+        measure(num_experts, num_devices, slots, arguments.cases, arguments.seconds)
+
+
+if __name__ == "__main__":
+    main()
