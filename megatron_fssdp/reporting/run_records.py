@@ -84,7 +84,7 @@ class RecordedLoads:
         layers: Megatron's layer number of each recorded layer.
     """
 
-    counts_ILDE: NDArray[np.int32]  # noqa: N815
+    counts_ILDE: NDArray[np.int32]
     iterations: NDArray[np.int64]
     layers: NDArray[np.int64]
 

@@ -1,0 +1,62 @@
+"""Two runs side by side, as a table for the terminal."""
+
+import numpy as np
+from rich.table import Table
+
+from megatron_fssdp.reporting.recorded_run import RecordedRun, distinct_names
+
+
+def comparison_table(first: RecordedRun, second: RecordedRun) -> Table:
+    """Tabulate losses, device loads, speed and bytes moved.
+
+    Args:
+        first: A run, usually plain expert parallelism.
+        second: The run to compare with it.
+
+    Returns:
+        The table.
+    """
+    table = Table(title="load: max over mean device load, 1 is even")
+    table.add_column("")
+    for name in distinct_names(first, second):
+        table.add_column(name, justify="right")
+    columns = [_figures(run) for run in (first, second)]
+    for label in columns[0]:
+        table.add_row(label, *(column[label] for column in columns))
+    table.add_row("loss: largest difference", "", _loss_difference(first, second))
+    return table
+
+
+def _figures(run: RecordedRun) -> dict[str, str]:
+    num_iterations = len(run.metrics)
+    replicas = run.total("num_replicas") / (num_iterations * len(run.layers))
+    return {
+        "iterations": str(num_iterations),
+        "loss: first": f"{run.losses[0]:.4f}",
+        "loss: last": f"{run.losses[-1]:.4f}",
+        "load: mean of all iterations and layers": f"{run.load_IL.mean():.3f}",
+        "load: last iteration": f"{run.load_IL[-1].mean():.3f}",
+        "load: worst layer of the run": f"{run.load_IL.max():.3f}",
+        "replicas in a layer": f"{replicas:.1f}",
+        "tokens/s (median)": f"{run.median_tokens_per_s:,.0f}",
+        "bytes moved: weights (spAG)": format_bytes(run.total("spag_bytes")),
+        "bytes moved: gradients (spRS)": format_bytes(run.total("sprs_bytes")),
+        "tokens sent to another node": f"{run.total('cross_node_tokens'):,}",
+    }
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Bytes in the largest decimal unit that leaves a number of 1 or more."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(num_bytes) < 1000:
+            return f"{num_bytes:,.0f} {unit}" if unit == "B" else f"{num_bytes:,.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.1f} TB"
+
+
+def _loss_difference(first: RecordedRun, second: RecordedRun) -> str:
+    _, at_first, at_second = np.intersect1d(first.iterations, second.iterations, return_indices=True)
+    if len(at_first) == 0:
+        return "no common iteration"
+    one, other = first.losses[at_first], second.losses[at_second]
+    return f"{np.max(np.abs(one - other) / np.abs(one)):.1e} relative"

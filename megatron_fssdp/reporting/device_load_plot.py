@@ -1,0 +1,113 @@
+"""One picture of the device loads of two runs."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.reporting.recorded_run import RecordedRun, distinct_names
+
+# Okabe-Ito: told apart by colour-blind readers and in grey.
+_COLOURS = ("#D55E00", "#0072B2")
+_DPI = 150
+
+
+def draw_device_loads(first: RecordedRun, second: RecordedRun, png: Path) -> None:
+    """Draw max over mean device load: as lines over the iterations, and by layer as strips below.
+
+    Args:
+        first: A run, usually plain expert parallelism.
+        second: The run to compare with it.
+        png: The file to write.
+
+    Raises:
+        ConfigurationError: matplotlib is missing, or the file cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigurationError(
+            "--png needs matplotlib; install it with `pip install megatron-fssdp[plots]`"
+        ) from None
+
+    figure = Figure(figsize=(9, 6.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(3, 1, height_ratios=(3.2, 1, 1))
+    curves = figure.add_subplot(grid[0])
+    names = distinct_names(first, second)
+    runs = (first, second)
+    for run, name, colour in zip(runs, names, _COLOURS, strict=True):
+        _draw_curve(curves, run, name, colour)
+    _finish_curves(curves)
+
+    highest = max(run.load_IL.max() for run in runs)
+    for row, (run, name) in enumerate(zip(runs, names, strict=True), start=1):
+        strip = figure.add_subplot(grid[row], sharex=curves)
+        mesh = _draw_strip(strip, run, name, highest)
+        strip.tick_params(labelbottom=row == 2)
+    strip.set_xlabel("iteration")
+    figure.colorbar(mesh, ax=figure.axes[1:3], label="max / mean", pad=0.01, aspect=14)
+    try:
+        png.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(png, dpi=_DPI)
+    except OSError as error:
+        raise ConfigurationError(
+            f"--png {png}: cannot be written ({error.strerror}); choose another file"
+        ) from None
+
+
+def _draw_curve(axes: Any, run: RecordedRun, name: str, colour: str) -> None:
+    mean, highest = run.load_IL.mean(axis=1), run.load_IL.max(axis=1)
+    axes.plot(run.iterations, mean, color=colour, linewidth=2, label=f"{name} ({mean.mean():.2f} on average)")
+    axes.plot(run.iterations, highest, color=colour, linewidth=0.9, linestyle=":")
+    axes.fill_between(run.iterations, mean, highest, color=colour, alpha=0.13, linewidth=0)
+
+
+def _finish_curves(axes: Any) -> None:
+    axes.axhline(1.0, color="0.35", linewidth=0.9, linestyle="--")
+    axes.annotate(
+        "even load",
+        xy=(0.0, 1.0),
+        xycoords=("axes fraction", "data"),
+        xytext=(5, -3),
+        textcoords="offset points",
+        ha="left",
+        va="top",
+        color="0.35",
+        fontsize=9,
+    )
+    axes.plot([], [], color="0.35", linewidth=2, label="mean of layers")
+    axes.plot([], [], color="0.35", linewidth=0.9, linestyle=":", label="worst layer")
+    span = axes.get_ylim()[1] - 1.0
+    axes.set_ylim(1.0 - 0.1 * span, 1.0 + 1.15 * span)  # room for the words below and the legend above
+    axes.set_ylabel("device load, max / mean")
+    axes.set_title("Load of the busiest device in each iteration", loc="left")
+    axes.legend(frameon=False, loc="upper left", ncols=4, fontsize=9, columnspacing=1.4)
+    axes.tick_params(labelbottom=False)
+    axes.margins(x=0)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _draw_strip(axes: Any, run: RecordedRun, name: str, highest: float) -> Any:
+    columns = _edges(run.iterations)
+    rows = np.arange(len(run.layers) + 1) - 0.5
+    mesh = axes.pcolormesh(
+        columns, rows, run.load_IL.T, vmin=1.0, vmax=max(highest, 1.01), cmap="magma_r", rasterized=True
+    )
+    step = -(-len(run.layers) // 8)
+    axes.set_yticks(range(0, len(run.layers), step), [str(layer) for layer in run.layers[::step]])
+    axes.invert_yaxis()
+    axes.set_ylabel("layer")
+    axes.set_title(name, loc="left", fontsize=10)
+    return mesh
+
+
+def _edges(iterations: np.ndarray) -> np.ndarray:
+    """Borders of the strips' columns, half-way between iterations."""
+    if len(iterations) == 1:
+        return np.array([iterations[0] - 0.5, iterations[0] + 0.5])
+    middles = (iterations[:-1] + iterations[1:]) / 2
+    return np.concatenate([[iterations[0] - 0.5], middles, [iterations[-1] + 0.5]])

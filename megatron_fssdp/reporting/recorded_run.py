@@ -1,0 +1,98 @@
+"""A finished or running run, read from its folder, and its figures."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.reporting.run_records import IterationMetrics, read_metrics
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """The records of one run. Shape letters: I iterations, L MoE layers.
+
+    Attributes:
+        path: The run's folder.
+        strategy: Name of its strategy; the folder's name when it is not known.
+        metrics: The iterations, in order; at least one.
+    """
+
+    path: Path
+    strategy: str
+    metrics: tuple[IterationMetrics, ...]
+
+    @cached_property
+    def iterations(self) -> NDArray[np.int64]:
+        """Iteration numbers (I)."""
+        return np.array([record.iteration for record in self.metrics])
+
+    @cached_property
+    def layers(self) -> list[int]:
+        """Megatron's numbers of the MoE layers (L)."""
+        return [layer.layer for layer in self.metrics[0].layers]
+
+    @cached_property
+    def load_IL(self) -> NDArray[np.float64]:
+        """Max over mean device load under the placement that was used (I, L)."""
+        return np.array(
+            [[layer.load_max_over_mean for layer in record.layers] for record in self.metrics],
+            dtype=np.float64,
+        )
+
+    @cached_property
+    def losses(self) -> NDArray[np.float64]:
+        """Language-model losses (I)."""
+        return np.array([record.lm_loss for record in self.metrics])
+
+    @property
+    def median_tokens_per_s(self) -> float:
+        """Tokens a second in the middling iteration: the first ones warm up."""
+        return float(np.median([record.tokens_per_s for record in self.metrics]))
+
+    def total(self, field: str) -> int:
+        """Sum of a layer metric over layers and iterations."""
+        return sum(getattr(layer, field) for record in self.metrics for layer in record.layers)
+
+
+def read_run(path: Path) -> RecordedRun:
+    """Read a run's folder.
+
+    Args:
+        path: The folder that ``megatron-fssdp train --out`` wrote, or any ``record_dir``.
+
+    Returns:
+        The run.
+
+    Raises:
+        ConfigurationError: It holds no records of MoE layers.
+    """
+    metrics = read_metrics(path)
+    if not metrics:
+        raise ConfigurationError(f"{path}: the run has no finished iteration yet; wait, or give another run")
+    layers = [layer.layer for layer in metrics[0].layers]
+    if not layers or any([layer.layer for layer in record.layers] != layers for record in metrics):
+        raise ConfigurationError(
+            f"{path}: the run recorded no loads of MoE layers, or not the same ones in every iteration; "
+            "record it again with a strategy such as ep"
+        )
+    return RecordedRun(path=path, strategy=_strategy_of(path), metrics=tuple(metrics))
+
+
+def _strategy_of(path: Path) -> str:
+    try:
+        config = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
+        return str(config["strategy"]["name"])
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
+        return path.resolve().name
+
+
+def distinct_names(first: RecordedRun, second: RecordedRun) -> tuple[str, str]:
+    """What to call two runs side by side: their strategies, or their folders when these agree."""
+    if first.strategy != second.strategy:
+        return first.strategy, second.strategy
+    return first.path.resolve().name, second.path.resolve().name
