@@ -1,0 +1,160 @@
+"""The command ``megatron-fssdp``. Heavy imports happen inside the commands."""
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_fssdp import __version__
+from megatron_fssdp.config.errors import ConfigurationError
+
+EXIT_BAD_INPUT = 2
+
+app = typer.Typer(
+    name="megatron-fssdp",
+    help="Load-balanced Mixture-of-Experts training on stock Megatron-LM.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+data_app = typer.Typer(help="Training data.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+
+class TokenizerChoice(StrEnum):
+    """Kinds of tokenizer."""
+
+    BPE = "bpe"
+    BYTES = "bytes"
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"megatron-fssdp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Load-balanced Mixture-of-Experts training on stock Megatron-LM."""
+
+
+@app.command("train")
+def train_command(
+    config: Annotated[Path, typer.Argument(help="YAML of the run.", metavar="CONFIG.yaml")],
+    moe_strategy: Annotated[str | None, typer.Option(help="Strategy instead of the file's.")] = None,
+    moe_strategy_set: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="A setting of the strategy, e.g. slots=2; repeatable."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. training.seed=7; repeatable."),
+    ] = None,
+    nproc: Annotated[int | None, typer.Option(help="Ranks on this machine.")] = None,
+    iters: Annotated[int | None, typer.Option(help="Training iterations.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Output folder. Default: below runs/.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the torchrun command.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
+) -> None:
+    """Train a model on this machine, or print the command for a cluster."""
+    from rich.console import Console
+
+    from megatron_fssdp.cli import train_command as training
+
+    request = training.TrainRequest(
+        config_path=config,
+        strategy=moe_strategy,
+        strategy_overrides=moe_strategy_set or (),
+        overrides=settings or (),
+        nproc=nproc,
+        iterations=iters,
+        out=out,
+    )
+    if dry_run:
+        print(training.dry_run(request))
+        return
+    raise typer.Exit(training.train(request, resume, Console()))
+
+
+@data_app.command("build")
+def data_build_command(
+    out: Annotated[Path, typer.Option(help="Folder of the built data.")],
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Text files and folders. Default: the standard library's sources."),
+    ] = None,
+    tokenizer: Annotated[
+        TokenizerChoice, typer.Option(help="Trained byte-level BPE, or one token a byte.")
+    ] = TokenizerChoice.BPE,
+    vocab_size: Annotated[int, typer.Option(help="Vocabulary of the BPE.")] = 4096,
+    shards: Annotated[int, typer.Option(help="Pieces that an interrupted build does not repeat.")] = 4,
+    with_tests: Annotated[
+        bool, typer.Option("--with-tests", help="Default corpus: the library's tests too.")
+    ] = False,
+    rebuild: Annotated[
+        bool, typer.Option("--rebuild", help="Replace data that is damaged or built from other text.")
+    ] = False,
+) -> None:
+    """Tokenize text into Megatron's indexed data; a second time, nothing is left to do."""
+    from rich.console import Console
+
+    from megatron_fssdp.cli.data_command import build_with_progress
+
+    console = Console()
+    build_with_progress(paths or [], out, tokenizer.value, vocab_size, shards, rebuild, with_tests, console)
+
+
+@app.command("compare")
+def compare_command(
+    run_a: Annotated[Path, typer.Argument(help="Folder of a run.", metavar="RUN_A")],
+    run_b: Annotated[Path, typer.Argument(help="Folder of another run.", metavar="RUN_B")],
+    png: Annotated[Path | None, typer.Option(help="Draw the device loads into this file.")] = None,
+) -> None:
+    """Compare two runs: losses, device loads, speed and bytes moved."""
+    from rich.console import Console
+
+    from megatron_fssdp.reporting.comparison_table import comparison_table
+    from megatron_fssdp.reporting.recorded_run import read_run
+
+    first, second = read_run(run_a), read_run(run_b)
+    Console().print(comparison_table(first, second))
+    if png is not None:
+        from megatron_fssdp.reporting.device_load_plot import draw_device_loads
+
+        draw_device_loads(first, second, png)
+        print(f"device loads: {png}")
+
+
+@app.command("schema")
+def schema_command() -> None:
+    """Print the JSON Schema of a run's YAML."""
+    from megatron_fssdp.config.json_schema import run_config_schema_text
+
+    sys.stdout.write(run_config_schema_text())
+
+
+@app.command("version")
+def version_command() -> None:
+    """Show the version."""
+    _show_version(True)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        app()
+    except ConfigurationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
+
+
+if __name__ == "__main__":
+    main()

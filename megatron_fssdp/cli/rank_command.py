@@ -1,0 +1,78 @@
+"""The command that starts a run's ranks."""
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_fssdp.config.run_config import RunConfig
+
+SCRIPT = Path(__file__).with_name("pretraining") / "pretrain_gpt.py"
+
+
+@dataclass(frozen=True)
+class RankCommand:
+    """How to start the ranks of a run.
+
+    Attributes:
+        config: The run.
+        megatron_arguments: Arguments of the pretraining script.
+        on_cpu: Whether the ranks run without accelerators.
+    """
+
+    config: RunConfig
+    megatron_arguments: Sequence[str]
+    on_cpu: bool
+
+    def environment(self) -> dict[str, str]:
+        """Variables that the ranks need beyond those that are set."""
+        device = self.config.training.device
+        variables: dict[str, str] = {} if device == "auto" else {"MEGATRON_FSSDP_DEVICE": device}
+        if self.on_cpu:
+            variables["OMP_NUM_THREADS"] = "1"  # the ranks share the cores
+        elif self.config.parallelism.tensor > 1 or self.config.parallelism.context > 1:
+            variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron orders its kernels by it
+        return {
+            name: value
+            for name, value in variables.items()
+            if name not in os.environ or name == "MEGATRON_FSSDP_DEVICE"
+        }
+
+    def local(self, log_dir: Path) -> list[str]:
+        """Command line for this machine; ranks' lines are marked in its output.
+
+        Args:
+            log_dir: Scratch folder for torchrun's own copies of the output.
+        """
+        return [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={self.config.parallelism.nproc_per_node}",
+            "--tee=3",
+            f"--log-dir={log_dir}",
+            *self._program(),
+        ]
+
+    def shell_text(self) -> str:
+        """What to type: on this machine, or on every machine of a cluster."""
+        cut = self.config.parallelism
+        words = [f"{name}={value}" for name, value in self.environment().items()]
+        if cut.num_nodes == 1:
+            words += ["torchrun", "--standalone", f"--nproc-per-node={cut.nproc_per_node}"]
+        else:
+            words += ["torchrun", f"--nnodes={cut.num_nodes}", f"--nproc-per-node={cut.nproc_per_node}"]
+            words += ["--rdzv-backend=c10d", '--rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT"']
+        lines = [" ".join(words)]
+        for word in self._program():
+            if word.startswith("--"):
+                lines.append(shlex.quote(word))
+            else:
+                lines[-1] += f" {shlex.quote(word)}"
+        return " \\\n  ".join(lines)
+
+    def _program(self) -> list[str]:
+        return ["-m", "megatron_fssdp", str(SCRIPT), *self.megatron_arguments]

@@ -1,0 +1,80 @@
+"""Starts torchrun, follows the run and ends every rank when asked to."""
+
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from megatron_fssdp.cli.rank_command import RankCommand
+
+_POLL_S = 0.2
+_END_GRACE_S = 15.0
+
+
+def run_ranks(command: RankCommand, log: Path, on_poll: Callable[[], None]) -> int:
+    """Run to the end.
+
+    Args:
+        command: What to start.
+        log: File that gets the output of all ranks, added to what is there.
+        on_poll: Called several times a second meanwhile, and once after the end.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C or SIGTERM, after all ranks have ended.
+    """
+    with tempfile.TemporaryDirectory(prefix="megatron-fssdp-") as scratch, log.open("ab") as output:
+        process = subprocess.Popen(
+            command.local(Path(scratch)),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **command.environment()},
+            start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the ranks in order
+        )
+        try:
+            with _terminated_like_interrupted():
+                while process.poll() is None:
+                    on_poll()
+                    time.sleep(_POLL_S)
+        finally:
+            end_group(process)
+        on_poll()
+        return process.returncode
+
+
+def end_group(process: "subprocess.Popen[bytes]") -> None:
+    """End a process and all it started: first politely (torchrun passes it on), then by force."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_END_GRACE_S)
+    # The group outlives its leader while a rank hangs on.
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """Within, SIGTERM raises KeyboardInterrupt, as Ctrl-C does."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

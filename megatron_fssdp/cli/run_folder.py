@@ -1,0 +1,82 @@
+"""The output folder of a training run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.reporting.run_records import LOADS_FILE, METRICS_FILE
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Names of what a run leaves behind.
+
+    Attributes:
+        path: The folder.
+    """
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object an iteration."""
+        return self.path / METRICS_FILE
+
+    @property
+    def log(self) -> Path:
+        """Output of all ranks."""
+        return self.path / "log.txt"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Megatron's checkpoints."""
+        return self.path / "checkpoints"
+
+    def check(self, resume: bool, checkpoints: Path | None = None) -> None:
+        """Refuse a folder that does not fit what is wanted.
+
+        Args:
+            resume: Whether a run in it is to go on.
+            checkpoints: Where its checkpoints are, if elsewhere.
+
+        Raises:
+            ConfigurationError: The folder is taken, or has nothing to resume.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigurationError(f"--out {self.path}: is a file; give a folder")
+        names = (self.config.name, METRICS_FILE, LOADS_FILE, self.log.name, self.checkpoints.name)
+        taken = [name for name in names if (self.path / name).exists()]
+        if not resume and taken:
+            raise ConfigurationError(
+                f"--out {self.path}: holds a run already ({', '.join(taken)}); go on with it by --resume, or "
+                "choose another folder"
+            )
+        latest = (checkpoints or self.checkpoints) / "latest_checkpointed_iteration.txt"
+        if resume and not latest.exists():
+            raise ConfigurationError(
+                f"--resume: no checkpoint in {latest.parent}; start the run without --resume, in a new folder"
+            )
+
+    def create(self, config: RunConfig) -> None:
+        """Make the folder and write the configuration.
+
+        Raises:
+            ConfigurationError: It cannot be written.
+        """
+        text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        header = "# What this run was started with; `megatron-fssdp train` takes it as it is.\n"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.config.write_text(header + text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(
+                f"--out {self.path}: cannot be written ({error.strerror}); choose another folder"
+            ) from None

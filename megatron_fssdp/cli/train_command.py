@@ -1,0 +1,197 @@
+"""``megatron-fssdp train``: from a YAML file to a finished run."""
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megatron_fssdp.cli.rank_command import RankCommand
+from megatron_fssdp.cli.run_folder import RunFolder
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.loading import apply_overrides, load_yaml, validate
+from megatron_fssdp.config.megatron_arguments import Installation, TokenizedData, megatron_arguments
+from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.config.training_settings import DataSettings
+from megatron_fssdp.data.manifest import DATA_NAME, MANIFEST_FILE, read_manifest
+
+EXIT_INTERRUPTED = 130
+_DEVICE_VARIABLE = "MEGATRON_FSSDP_DEVICE"
+_DEFAULT_SHARDS = 4
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """What the command line asks for.
+
+    Attributes:
+        config_path: YAML of the run.
+        strategy: Strategy instead of the file's.
+        strategy_overrides: ``key=value`` settings relative to the strategy.
+        overrides: Dotted ``key=value`` settings of the whole file.
+        nproc: Ranks on a machine instead of the file's.
+        iterations: Iterations instead of the file's.
+        out: Output folder; by default ``runs/`` and the names of file and strategy.
+    """
+
+    config_path: Path
+    strategy: str | None = None
+    strategy_overrides: Sequence[str] = ()
+    overrides: Sequence[str] = ()
+    nproc: int | None = None
+    iterations: int | None = None
+    out: Path | None = None
+
+    def resolve(self) -> RunConfig:
+        """Everything laid over the file and validated.
+
+        Raises:
+            ConfigurationError: Something is wrong with it.
+        """
+        data = apply_overrides(load_yaml(self.config_path), self.overrides)
+        extra: list[str] = []
+        if self.nproc is not None:
+            extra.append(f"parallelism.nproc_per_node={self.nproc}")
+        if self.iterations is not None:
+            extra.append(f"training.iterations={self.iterations}")
+        data = apply_overrides(data, extra)
+        data["strategy"] = self._strategy_section(data.get("strategy"))
+        return validate(RunConfig, data, str(self.config_path))
+
+    def _strategy_section(self, section: Any) -> Any:
+        if section is None:
+            section = {}
+        if not isinstance(section, dict):
+            return section  # validation says what is wrong with it
+        if self.strategy is not None and self.strategy != section.get("name", "none"):
+            # The file's settings belong to the file's strategy.
+            section = {"name": self.strategy}
+        settings = section.get("settings") or {}
+        if self.strategy_overrides and isinstance(settings, dict):
+            settings = apply_overrides(settings, self.strategy_overrides)
+        return {**section, "settings": settings}
+
+    def out_dir(self, config: RunConfig) -> Path:
+        """The output folder."""
+        return self.out or Path("runs") / f"{self.config_path.stem}-{config.strategy.name}"
+
+
+def dry_run(request: TrainRequest) -> str:
+    """The exact command of a run; nothing is built, written or started."""
+    config, out_dir = request.resolve(), request.out_dir(request.resolve())
+    return _command(config, _described_data(config.data, out_dir), out_dir, resume=False).shell_text()
+
+
+def train(request: TrainRequest, resume: bool, console: Console) -> int:
+    """Run on this machine.
+
+    Args:
+        request: The run.
+        resume: Go on with the run in the output folder.
+        console: Where to show progress.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigurationError: Bad input; nothing was started.
+    """
+    from megatron_fssdp.cli.failure_report import failure_reason
+    from megatron_fssdp.cli.rank_processes import run_ranks
+    from megatron_fssdp.cli.training_progress import TrainingProgress
+
+    config = request.resolve()
+    if config.parallelism.num_nodes > 1:
+        raise ConfigurationError(
+            f"parallelism.num_nodes {config.parallelism.num_nodes}: this command starts the ranks of one "
+            "machine; use --dry-run and run the printed command on every machine"
+        )
+    folder = RunFolder(request.out_dir(config))
+    folder.check(resume, config.training.checkpoint_dir)
+    data = _built_data(config.data, folder.path, console)
+    if data is not None:
+        config = config.model_copy(
+            update={"data": config.data.model_copy(update={"path": data.prefix.parent})}
+        )
+    command = _command(config, data, folder.path, resume)
+    folder.create(config)
+    log_start = folder.log.stat().st_size if folder.log.exists() else 0
+    console.print(f"{folder.path}: strategy {config.strategy.name}, log in {folder.log}", highlight=False)
+    nproc, iterations = config.parallelism.nproc_per_node, config.training.iterations
+    try:
+        with TrainingProgress(folder.metrics, iterations, nproc, console) as progress:
+            code = run_ranks(command, folder.log, progress.update)
+    except KeyboardInterrupt:
+        console.print("interrupted; all ranks have ended", highlight=False)
+        return EXIT_INTERRUPTED
+    if code != 0:
+        reason = failure_reason(folder.log, log_start)
+        console.print(
+            f"error: training failed: {reason}", style="red", highlight=False, markup=False, soft_wrap=True
+        )
+        console.print(f"all output: {folder.log}", highlight=False, soft_wrap=True)
+        return code if code > 0 else 1
+    return 0
+
+
+def _command(config: RunConfig, data: TokenizedData | None, out_dir: Path, resume: bool) -> RankCommand:
+    on_cpu = _runs_on_cpu(config.training.device)
+    if on_cpu and config.parallelism.context > 1:
+        raise ConfigurationError(
+            f"parallelism.context {config.parallelism.context} needs Transformer Engine's attention, which "
+            "has no CPU form; set it to 1 or train on GPUs"
+        )
+    has_te = importlib.util.find_spec("transformer_engine") is not None
+    installation = Installation(on_cpu=on_cpu, has_transformer_engine=has_te)
+    return RankCommand(config, megatron_arguments(config, data, installation, out_dir, resume), on_cpu)
+
+
+def _runs_on_cpu(device: str) -> bool:
+    if device != "auto":
+        return device == "cpu"
+    if asked := os.environ.get(_DEVICE_VARIABLE):
+        return asked.lower() == "cpu"
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def _data_dir(settings: DataSettings, out_dir: Path) -> Path:
+    if settings.path is not None:
+        return settings.path
+    size = f"-{settings.vocab_size}" if settings.tokenizer == "bpe" else ""
+    return out_dir.parent / f"data-{settings.tokenizer}{size}"
+
+
+def _built_data(settings: DataSettings, out_dir: Path, console: Console) -> TokenizedData | None:
+    """The run's data; the default corpus is built when it is not there yet."""
+    if settings.external:
+        return None
+    folder = _data_dir(settings, out_dir)
+    if settings.path is None and not (folder / MANIFEST_FILE).exists():
+        from megatron_fssdp.cli.data_command import build_with_progress
+
+        build_with_progress(
+            [], folder, settings.tokenizer, settings.vocab_size, _DEFAULT_SHARDS, False, False, console
+        )
+    manifest = read_manifest(folder)
+    return _tokenized(folder, manifest.vocab_size, manifest.eod_id)
+
+
+def _described_data(settings: DataSettings, out_dir: Path) -> TokenizedData | None:
+    """The run's data as it is, or as it will be built."""
+    if settings.external:
+        return None
+    folder = _data_dir(settings, out_dir)
+    if settings.path is None and not (folder / MANIFEST_FILE).exists():
+        vocab_size = settings.vocab_size if settings.tokenizer == "bpe" else 257
+        return _tokenized(folder, vocab_size, vocab_size - 1)
+    manifest = read_manifest(folder)
+    return _tokenized(folder, manifest.vocab_size, manifest.eod_id)
+
+
+def _tokenized(folder: Path, vocab_size: int, eod_id: int) -> TokenizedData:
+    return TokenizedData(folder / DATA_NAME, vocab_size, eod_id, cache_dir=folder / "index_cache")

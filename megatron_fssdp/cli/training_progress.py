@@ -1,0 +1,124 @@
+"""The live line of a training run."""
+
+import time
+from collections import deque
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+
+from megatron_fssdp.reporting.run_records import IterationMetrics, parse_metrics_line
+
+_RECENT = 20
+_PLAIN_INTERVAL_S = 10.0
+
+
+class MetricsTail:
+    """Reads what is added to ``metrics.jsonl``, whole lines only."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = path.stat().st_size if path.exists() else 0
+
+    def read(self) -> list[IterationMetrics]:
+        """Records added since the last call."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            # A resumed run cuts off a half-written line before it appends.
+            self._position = min(self._position, file.seek(0, 2))
+            file.seek(self._position)
+            content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self._position += len(whole)
+        records = []
+        for line in whole.decode("utf-8", errors="replace").splitlines():
+            try:
+                records.append(parse_metrics_line(line))
+            except ValueError:
+                continue  # shown, not kept: a damaged line is the reader's concern
+        return records
+
+
+def progress_text(record: IterationMetrics, iterations: int, recent_s: float) -> str:
+    """One line about the last iteration.
+
+    Args:
+        record: The iteration.
+        iterations: Iterations of the run.
+        recent_s: Seconds that an iteration took lately.
+    """
+    remaining_s = max(iterations - record.iteration, 0) * recent_s
+    parts = [
+        f"iteration {record.iteration}/{iterations}",
+        f"loss {record.lm_loss:.4f}",
+        f"{record.tokens_per_s:,.0f} tokens/s",
+    ]
+    if record.layers:
+        used = sum(layer.load_max_over_mean for layer in record.layers) / len(record.layers)
+        plain = sum(layer.ep_load_max_over_mean for layer in record.layers) / len(record.layers)
+        parts.append(f"load max/mean {used:.2f} (plain EP {plain:.2f})")
+    minutes, seconds = divmod(round(remaining_s), 60)
+    return "  ".join([*parts, f"ETA {minutes}:{seconds:02d}"])
+
+
+class TrainingProgress:
+    """Shows a run while it runs: one live line on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, metrics: Path, iterations: int, nproc: int, console: Console) -> None:
+        """Prepare.
+
+        Args:
+            metrics: The run's ``metrics.jsonl``.
+            iterations: Iterations of the run.
+            nproc: Ranks, for the words while they start.
+            console: Where to show it.
+        """
+        self._tail = MetricsTail(metrics)
+        self._iterations = iterations
+        self._console = console
+        self._durations_s: deque[float] = deque(maxlen=_RECENT)
+        self._waiting = f"starting {nproc} ranks"
+        self._shown_s = time.monotonic()
+        self._live: Live | None = None
+        self.last: IterationMetrics | None = None
+
+    def __enter__(self) -> "TrainingProgress":
+        if self._console.is_terminal:
+            spinner = Spinner("dots", text=self._waiting)
+            self._live = Live(spinner, console=self._console, transient=True, refresh_per_second=8)
+            self._live.start()
+        else:
+            self._console.print(self._waiting, highlight=False)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+        if self.last is not None:
+            self._print()
+
+    def update(self) -> None:
+        """Show what is new."""
+        records = self._tail.read()
+        if not records:
+            return
+        first = self.last is None
+        self.last = records[-1]
+        self._durations_s.extend(record.iteration_s for record in records)
+        if self._live is not None:
+            self._live.update(Spinner("dots", text=self._text()))
+            return
+        is_due = first or time.monotonic() - self._shown_s >= _PLAIN_INTERVAL_S
+        if is_due and self.last.iteration < self._iterations:  # the end is shown on leaving
+            self._print()
+            self._shown_s = time.monotonic()
+
+    def _text(self) -> str:
+        assert self.last is not None
+        recent_s = sum(self._durations_s) / len(self._durations_s)
+        return progress_text(self.last, self._iterations, recent_s)
+
+    def _print(self) -> None:
+        self._console.print(self._text(), highlight=False, soft_wrap=True)
