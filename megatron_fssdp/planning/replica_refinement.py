@@ -65,12 +65,16 @@ def refine_replicas(
 ) -> ExpertPlacement:
     """Moves replicas while that lowers the most loaded device under even dispatch.
 
-    The search starts from the input or, when plain expert parallelism has the lower maximum,
-    from the owners alone. Each move relieves the most loaded device: a new replica of one of
+    The search starts from the input. Each move relieves the most loaded device: a new replica of one of
     its experts on a free slot, the same in exchange for a replica there, or the end of one of
-    its own replicas. Of the moves tried, the one whose most loaded affected device ends
-    lowest is made; none may end at or above the present maximum, so the maximum never rises
-    and the search ends. It stops when balanced, when nothing helps, or after ``max_moves``.
+    its own replicas. Of the moves tried (its experts by descending share; with many devices, until
+    one lets the next device be the most loaded), the one whose most loaded affected device ends lowest is
+    made; all must end below the present maximum, so it never rises and the search ends: when
+    balanced, when nothing helps, or after ``max_moves``.
+
+    A search that ends above ``RESTART_RATIO`` is repeated from the owners alone, if
+    ``max_moves`` can fill all slots, and with few devices once more from the owners and the
+    most loaded expert everywhere; the best result is returned.
 
     Args:
         placement: Where to start.
@@ -97,11 +101,14 @@ def refine_replicas(
     node_load_NE = topology.sum_over_nodes(load)
     mean = float(load.sum()) / topology.num_devices
     owners_only = ExpertPlacement.owners_only(placement.owner_E, topology.num_devices)
-    owners_max = float(
-        np.bincount(placement.owner_E, weights=load.sum(axis=0), minlength=topology.num_devices).max()
-    )
+    load_E = load.sum(axis=0)
+    owners_max = float(np.bincount(placement.owner_E, weights=load_E, minlength=topology.num_devices).max())
+    starts = [placement, owners_only]
+    if topology.num_devices <= NUM_CANDIDATES and slots > 0 and max_replicated > 0:
+        hottest = int(load_E.argmax())
+        starts.append(owners_only.with_replicas((hottest, d) for d in range(topology.num_devices)))
     best, best_max = placement, np.inf
-    for start in (placement, owners_only):
+    for start in starts:
         may_stop = best_max <= RESTART_RATIO * mean or topology.num_devices * slots > max_moves
         if may_stop and best_max <= owners_max:
             break
@@ -154,7 +161,11 @@ def _best_move(
     endings_on: dict[int, list[tuple[int, float, float, float]]] = {}
     may_widen = model.num_replicated < max_replicated
 
-    for expert in model.owned[device] + replicas[device]:
+    # Below the next device's load a move lowers the maximum no further; few devices are searched fully.
+    enough = ascending[-2][0] if num_devices > NUM_CANDIDATES else -1.0
+    for expert in sorted(model.owned[device] + replicas[device], key=lambda e: -model.share_on(e, device)):
+        if move is not None and best <= enough:
+            break
         shares = model.shares(expert)
         near_here, far = shares.near[node], shares.far
         if highest - near_here - far >= best:
