@@ -28,21 +28,30 @@ def comparison_table(first: RecordedRun, second: RecordedRun) -> Table:
 
 
 def _figures(run: RecordedRun) -> dict[str, str]:
-    num_iterations = len(run.metrics)
-    replicas = run.total("num_replicas") / (num_iterations * len(run.layers))
     return {
-        "iterations": str(num_iterations),
+        "iterations": str(len(run.metrics)),
         "loss: first": f"{run.losses[0]:.4f}",
         "loss: last": f"{run.losses[-1]:.4f}",
-        "load: mean of all iterations and layers": f"{run.load_IL.mean():.3f}",
-        "load: last iteration": f"{run.load_IL[-1].mean():.3f}",
-        "load: worst layer of the run": f"{run.load_IL.max():.3f}",
-        "replicas in a layer": f"{replicas:.1f}",
+        **_load_figures(run),
         "tokens/s (median)": f"{run.median_tokens_per_s:,.0f}",
         "bytes moved: weights (spAG)": format_bytes(run.total("spag_bytes")),
         "bytes moved: gradients (spRS)": format_bytes(run.total("sprs_bytes")),
-        "tokens sent to another node": f"{run.total('cross_node_tokens'):,}",
+        "tokens sent to another node": f"{run.total('cross_node_tokens'):,}" if run.layers else "–",
     }
+
+
+def _load_figures(run: RecordedRun) -> dict[str, str]:
+    figures = {
+        "load: mean of all iterations and layers": "–",
+        "load: last iteration": "–",
+        "load: worst layer of the run": "–",
+        "replicas in a layer": "–",
+    }
+    if run.layers:
+        replicas = run.total("num_replicas") / run.load_IL.size
+        values = (run.load_IL.mean(), run.load_IL[-1].mean(), run.load_IL.max())
+        figures |= dict(zip(figures, [f"{value:.3f}" for value in values] + [f"{replicas:.1f}"], strict=True))
+    return figures
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -22,8 +22,13 @@ def draw_device_loads(first: RecordedRun, second: RecordedRun, png: Path) -> Non
         png: The file to write.
 
     Raises:
-        ConfigurationError: matplotlib is missing, or the file cannot be written.
+        ConfigurationError: A run has no loads, matplotlib is missing or the file cannot be written.
     """
+    for run in (first, second):
+        if not run.layers:
+            raise ConfigurationError(
+                f"--png: {run.path} recorded no loads of MoE layers; run it again with a strategy such as ep"
+            )
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

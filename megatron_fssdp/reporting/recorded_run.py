@@ -33,7 +33,7 @@ class RecordedRun:
 
     @cached_property
     def layers(self) -> list[int]:
-        """Megatron's numbers of the MoE layers (L)."""
+        """Megatron's numbers of the MoE layers (L); none were recorded under strategy ``none``."""
         return [layer.layer for layer in self.metrics[0].layers]
 
     @cached_property
@@ -69,16 +69,16 @@ def read_run(path: Path) -> RecordedRun:
         The run.
 
     Raises:
-        ConfigurationError: It holds no records of MoE layers.
+        ConfigurationError: It holds no records, or those of different models.
     """
     metrics = read_metrics(path)
     if not metrics:
         raise ConfigurationError(f"{path}: the run has no finished iteration yet; wait, or give another run")
     layers = [layer.layer for layer in metrics[0].layers]
-    if not layers or any([layer.layer for layer in record.layers] != layers for record in metrics):
+    if any([layer.layer for layer in record.layers] != layers for record in metrics):
         raise ConfigurationError(
-            f"{path}: the run recorded no loads of MoE layers, or not the same ones in every iteration; "
-            "record it again with a strategy such as ep"
+            f"{path}: metrics.jsonl holds different MoE layers in different iterations, "
+            "so of different models; record the run again"
         )
     return RecordedRun(path=path, strategy=_strategy_of(path), metrics=tuple(metrics))
 

@@ -1,0 +1,96 @@
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.reporting.comparison_table import comparison_table, format_bytes
+from megatron_fssdp.reporting.device_load_plot import draw_device_loads
+from megatron_fssdp.reporting.recorded_run import distinct_names, read_run
+from megatron_fssdp.reporting.run_records import IterationMetrics, LayerMetrics, MetricsWriter
+
+
+def write_run(
+    folder: Path, strategy: str | None, load: float, num_iterations: int = 5, layers=(2, 4)
+) -> Path:
+    with MetricsWriter(folder) as writer:
+        for iteration in range(1, num_iterations + 1):
+            moved = 0 if load == 2.0 else 1000
+            found = tuple(
+                LayerMetrics(layer, 2.0, load + 0.1 * layer, moved // 500, moved, moved // 2, 7)
+                for layer in layers
+            )
+            loss = 8.0 - iteration
+            writer.append(IterationMetrics(iteration, loss, None, 0.5, 100.0 * iteration, found))
+    if strategy is not None:
+        (folder / "config.yaml").write_text(f"strategy:\n  name: {strategy}\n")
+    return folder
+
+
+def test_figures_of_two_runs(tmp_path):
+    ep = read_run(write_run(tmp_path / "a", "ep", 2.0))
+    fssdp = read_run(write_run(tmp_path / "b", "fssdp", 1.0, num_iterations=6))
+    assert (ep.strategy, fssdp.strategy) == ("ep", "fssdp")
+    assert ep.load_IL.shape == (5, 2)
+    assert fssdp.total("spag_bytes") == 6 * 2 * 1000
+    console = Console(width=100, record=True)
+    console.print(comparison_table(ep, fssdp))
+    text = console.export_text()
+    for words in ("7.0000", "3.0000", "2.0000", "2.300", "1.300", "300", "350", "12.0 kB", "6.0 kB", "84"):
+        assert words in text
+    assert "0.0e+00 relative" in text
+
+
+def test_names_tell_runs_apart(tmp_path):
+    first = read_run(write_run(tmp_path / "a", "ep", 2.0))
+    second = read_run(write_run(tmp_path / "b", "ep", 2.0))
+    third = read_run(write_run(tmp_path / "c", None, 1.0))
+    assert distinct_names(first, second) == ("a", "b")
+    assert distinct_names(first, third) == ("ep", "c")
+
+
+@pytest.mark.parametrize("num_iterations", [1, 5])
+def test_picture_is_drawn(tmp_path, num_iterations):
+    pytest.importorskip("matplotlib")
+    ep = read_run(write_run(tmp_path / "a", "ep", 2.0, num_iterations))
+    fssdp = read_run(write_run(tmp_path / "b", "fssdp", 1.0, layers=tuple(range(1, 20))))
+    draw_device_loads(ep, fssdp, tmp_path / "new" / "loads.png")
+    assert (tmp_path / "new" / "loads.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="cannot be written"):
+        draw_device_loads(ep, fssdp, tmp_path / "file" / "loads.png")
+
+
+def test_runs_without_loads_are_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="no such file"):
+        read_run(tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ConfigurationError, match="no finished iteration"):
+        read_run(tmp_path)
+    with MetricsWriter(tmp_path) as writer:
+        for number in (1, 2):
+            layer = LayerMetrics(number, 1.0, 1.0, 0, 0, 0, 0)
+            writer.append(IterationMetrics(number, 1.0, None, 1.0, 1.0, (layer,)))
+    with pytest.raises(ConfigurationError, match="of different models"):
+        read_run(tmp_path)
+
+
+def test_stock_megatron_has_losses_to_compare_but_no_loads(tmp_path):
+    none = read_run(write_run(tmp_path / "none", "none", 1.0, layers=()))
+    ep = read_run(write_run(tmp_path / "ep", "ep", 2.0))
+    console = Console(width=100, record=True)
+    console.print(comparison_table(none, ep))
+    assert "0.0e+00 relative" in console.export_text()
+    with pytest.raises(ConfigurationError, match="no loads of MoE layers"):
+        draw_device_loads(none, ep, tmp_path / "loads.png")
+
+
+def test_bytes_have_units():
+    assert [format_bytes(n) for n in (0, 999, 1000, 2.5e6, 3e9, 4e15)] == [
+        "0 B",
+        "999 B",
+        "1.0 kB",
+        "2.5 MB",
+        "3.0 GB",
+        "4,000.0 TB",
+    ]
