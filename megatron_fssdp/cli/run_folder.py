@@ -7,6 +7,7 @@ import yaml
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.config.training_settings import TrainingSettings
 from megatron_fssdp.reporting.run_records import LOADS_FILE, METRICS_FILE
 
 
@@ -40,12 +41,12 @@ class RunFolder:
         """Megatron's checkpoints."""
         return self.path / "checkpoints"
 
-    def check(self, resume: bool, checkpoints: Path | None = None) -> None:
+    def check(self, training: TrainingSettings, resume: bool) -> None:
         """Refuse a folder that does not fit what is wanted.
 
         Args:
+            training: The run's schedule and checkpoint folders.
             resume: Whether a run in it is to go on.
-            checkpoints: Where its checkpoints are, if elsewhere.
 
         Raises:
             ConfigurationError: The folder is taken, or has nothing to resume.
@@ -59,11 +60,14 @@ class RunFolder:
                 f"--out {self.path}: holds a run already ({', '.join(taken)}); go on with it by --resume, or "
                 "choose another folder"
             )
-        latest = (checkpoints or self.checkpoints) / "latest_checkpointed_iteration.txt"
-        if resume and not latest.exists():
-            raise ConfigurationError(
-                f"--resume: no checkpoint in {latest.parent}; start the run without --resume, in a new folder"
-            )
+        if resume:
+            done = last_checkpoint(training.checkpoint_dir or self.checkpoints, "--resume")
+            if done >= training.iterations:
+                raise ConfigurationError(
+                    f"--resume: {self.path} has finished its {done} iterations; ask for more with --iters"
+                )
+        elif training.load_dir is not None:
+            last_checkpoint(training.load_dir, "training.load_dir")
 
     def create(self, config: RunConfig) -> None:
         """Make the folder and write the configuration.
@@ -80,3 +84,23 @@ class RunFolder:
             raise ConfigurationError(
                 f"--out {self.path}: cannot be written ({error.strerror}); choose another folder"
             ) from None
+
+
+def last_checkpoint(folder: Path, asked_by: str) -> int:
+    """Iteration of the newest checkpoint in a folder.
+
+    Args:
+        folder: Megatron's checkpoint folder.
+        asked_by: The setting that names it; starts the message.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    path = folder / "latest_checkpointed_iteration.txt"
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+        return 0 if text == "release" else int(text)
+    except (OSError, ValueError):
+        raise ConfigurationError(
+            f"{asked_by}: no checkpoint in {folder}; give the folder of one, or start a new run"
+        ) from None

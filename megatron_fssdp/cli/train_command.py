@@ -110,7 +110,7 @@ def train(request: TrainRequest, resume: bool, console: Console) -> int:
             "machine; use --dry-run and run the printed command on every machine"
         )
     folder = RunFolder(request.out_dir(config))
-    folder.check(resume, config.training.checkpoint_dir)
+    folder.check(config.training, resume)
     data = _built_data(config.data, folder.path, console)
     if data is not None:
         config = config.model_copy(
@@ -127,13 +127,17 @@ def train(request: TrainRequest, resume: bool, console: Console) -> int:
     except KeyboardInterrupt:
         console.print("interrupted; all ranks have ended", highlight=False)
         return EXIT_INTERRUPTED
-    if code != 0:
+    if code != 0 or progress.last is None:
         reason = failure_reason(folder.log, log_start)
         console.print(
             f"error: training failed: {reason}", style="red", highlight=False, markup=False, soft_wrap=True
         )
         console.print(f"all output: {folder.log}", highlight=False, soft_wrap=True)
         return code if code > 0 else 1
+    if progress.last.iteration < iterations:
+        console.print(
+            f"the ranks ended early, as asked; {folder.log} says why", highlight=False, soft_wrap=True
+        )
     return 0
 
 
