@@ -17,7 +17,9 @@ from megatron_fssdp.testing.fork_server import JobReport
 from megatron_fssdp.testing.function_reference import FunctionReference
 from megatron_fssdp.testing.rank_job import RankFailure, RankJob
 
-DEFAULT_PRELOAD = ("numpy", "torch", "torch.distributed")
+# torch.testing and the optimizers import the last one on their first use, which costs every rank of
+# every call near a second otherwise.
+DEFAULT_PRELOAD = ("numpy", "torch", "torch.distributed", "torch._dynamo")
 _MARGIN_S = 30.0  # the server keeps the time; the caller only guards against a dead server
 _LOG_TAIL_CHARS = 6000
 
@@ -110,9 +112,10 @@ class _ForkServerProcess:
         self._lock = threading.Lock()
         environment = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
         code = (
-            f"import sys; sys.path[:] = {_import_path()!r}; "
+            f"import os, sys; sys.path[:] = {_import_path()!r}; "
             "from megatron_fssdp.testing.fork_server import serve; "
-            f"serve({theirs.fileno()}, {preload!r})"
+            f"serve({theirs.fileno()}, {preload!r}); "
+            "os._exit(0)"  # nothing to clean up, and some libraries complain about how Python would
         )
         with theirs:
             self._process = subprocess.Popen(
