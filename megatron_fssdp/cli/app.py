@@ -130,7 +130,6 @@ def compare_command(
         from megatron_fssdp.reporting.device_load_plot import draw_device_loads
 
         draw_device_loads(first, second, png)
-        print(f"device loads: {png}")
 
 
 @app.command("schema")

@@ -1,0 +1,111 @@
+# Sourced by the other scripts: finds a Python, makes .venv and installs the project into it.
+# After prepare_environment, $VENV_PYTHON is the interpreter to use.
+# Override the interpreter with PYTHON=/path/to/python3.12.
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="$ROOT/.venv"
+VENV_PYTHON="$VENV/bin/python"
+INSTALL_STAMP="$VENV/.megatron-fssdp-installed"
+
+# The interpreter runs (a pyenv shim may not), is new enough and can make environments.
+_is_suitable() {
+  "$1" -c 'import sys, ensurepip, ssl, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1
+}
+
+# Where a Python may be; the version that is tested most comes first.
+_python_candidates() {
+  local version folder
+  for version in 3.12 3.13 3.14; do
+    type -aP "python$version" || true
+  done
+  type -aP python3 || true
+  type -aP python || true
+  for version in 3.12 3.13 3.14; do
+    for folder in "${PYENV_ROOT:-$HOME/.pyenv}/versions/$version"*/bin \
+      "${UV_PYTHON_INSTALL_DIR:-$HOME/.local/share/uv/python}"/cpython-"$version"*/bin \
+      "$HOME"/{miniconda3,miniforge3,anaconda3}{,/envs/*}/bin \
+      /usr/local/bin /usr/local/opt/python@"$version"/bin /opt/homebrew/bin /opt/python*/bin /opt/*/bin \
+      "/opt/python/$version"*/bin; do
+      if [[ -x "$folder/python$version" ]]; then echo "$folder/python$version"; fi
+    done
+  done
+  if command -v uv >/dev/null; then uv python find --no-project '>=3.12' 2>/dev/null || true; fi
+}
+
+# Prints a suitable interpreter, or explains on stderr why there is none.
+_find_python() {
+  local candidate looked_at=()
+  if [[ -n "${PYTHON:-}" ]]; then
+    if _is_suitable "$PYTHON"; then
+      type -P "$PYTHON"
+      return
+    fi
+    echo "error: PYTHON=$PYTHON is no working Python 3.12 or newer with venv; set PYTHON to another one" >&2
+    return 1
+  fi
+  while IFS= read -r candidate; do
+    if _is_suitable "$candidate"; then
+      echo "$candidate"
+      return
+    fi
+    looked_at+=("$candidate ($("$candidate" --version 2>/dev/null || echo 'does not run'))")
+  done < <(_python_candidates | awk '!seen[$0]++')
+  {
+    echo "error: no working Python 3.12 or newer with venv was found."
+    echo "Looked on PATH, in pyenv, uv, conda, Homebrew, /usr/local and /opt:"
+    if ((${#looked_at[@]})); then printf '  %s\n' "${looked_at[@]}"; else echo "  nothing there"; fi
+    echo "Install one (for instance: uv python install 3.12), or set PYTHON=/path/to/python3.12"
+  } >&2
+  return 1
+}
+
+# What decides whether the environment is up to date.
+_environment_hash() {
+  "$VENV_PYTHON" - "$ROOT" <<'PYTHON_CODE'
+import hashlib, pathlib, sys
+root = pathlib.Path(sys.argv[1])
+digest = hashlib.sha256(f"{sys.version} {root}\n".encode())
+for name in ("pyproject.toml", "constraints.txt"):
+    digest.update((root / name).read_bytes())
+print(digest.hexdigest())
+PYTHON_CODE
+}
+
+_install() {
+  local python log
+  if ! _is_suitable "$VENV_PYTHON"; then
+    if [[ -L "$VENV" ]]; then
+      echo "error: $VENV is a link to something without a working Python 3.12; remove the link" >&2
+      return 1
+    fi
+    python="$(_find_python)" || return 1
+    echo "environment: creating .venv with $("$python" --version) ($python)"
+    "$python" -m venv --clear "$VENV" || return 1
+  fi
+  if [[ "$(cat "$INSTALL_STAMP" 2>/dev/null)" == "$(_environment_hash)" ]]; then
+    echo "environment: .venv is up to date"
+    return
+  fi
+  log="$VENV/install.log"
+  echo "environment: installing into .venv, which takes some minutes the first time (log: $log)"
+  rm -f "$INSTALL_STAMP"
+  if ! "$VENV_PYTHON" -m pip install --disable-pip-version-check --progress-bar off \
+    --constraint "$ROOT/constraints.txt" --editable "$ROOT[dev,plots]" >"$log" 2>&1; then
+    tail -n 15 "$log" >&2
+    echo "error: the installation failed; the whole output is in $log" >&2
+    return 1
+  fi
+  _environment_hash >"$INSTALL_STAMP"
+}
+
+# Makes .venv and installs the project, unless that was done; two scripts at once take turns.
+prepare_environment() {
+  local lock
+  lock="${TMPDIR:-/tmp}/megatron-fssdp-$(id -u)-$(printf '%s' "$ROOT" | cksum | cut -d ' ' -f 1).lock"
+  (
+    if command -v flock >/dev/null; then
+      flock -n 9 || { echo "environment: waiting for another installation" && flock 9; }
+    fi
+    _install
+  ) 9>"$lock"
+}

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Installs the project, then runs ruff, mypy and pytest. usage: bash scripts/test.sh [PYTEST ARGUMENTS…]
+set -uo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+prepare_environment || exit 1
+cd "$ROOT" || exit 1
+status=0
+
+check() {
+  echo "$1"
+  "$VENV_PYTHON" -m "${@:2}" || { echo "$1 failed" && status=1; }
+}
+
+check "ruff check" ruff check .
+check "ruff format" ruff format --check .
+check "mypy" mypy
+"$VENV_PYTHON" -m pytest "$@" || status=1
+exit "$status"
