@@ -33,8 +33,10 @@ def get_moe_module_spec(*args: Any, **kwargs: Any) -> Any:
     return layer_specs.get_moe_module_spec(*args, **kwargs)
 
 
-def get_gpt_decoder_block_spec(config: Any, *args: Any, vp_stage: int | None = None, **kwargs: Any) -> Any:
+def get_gpt_decoder_block_spec(
+    config: Any, use_transformer_engine: bool | None = None, *, vp_stage: int | None = None, **kwargs: Any
+) -> Any:
     """Megatron's decoder block spec with a strategy in it; see ``megatron_adapter.layer_specs``."""
     from megatron_fssdp.megatron_adapter import layer_specs
 
-    return layer_specs.get_gpt_decoder_block_spec(config, *args, vp_stage=vp_stage, **kwargs)
+    return layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine, vp_stage=vp_stage, **kwargs)

@@ -197,6 +197,23 @@ def _without_nccl_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _inside_the_device_mode(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Python code of a backward pass sees the device mode as that of a forward pass does.
+
+    Torch takes a mode off while one of its own functions runs. ``torch.autograd.backward``
+    is such a function, and a recomputed forward runs inside it.
+    """
+
+    @functools.wraps(original)
+    def apply(self: Any, *args: Any) -> Any:
+        if torch._C._len_torch_function_stack():
+            return original(self, *args)
+        with _CpuDeviceMode():
+            return original(self, *args)
+
+    return apply
+
+
 _TORCH_PATCHES = (
     _Patch("torch.cuda", "is_available", _returning(False), "CPU was asked for on a GPU machine"),
     _Patch(
@@ -246,6 +263,12 @@ _TORCH_PATCHES = (
         "checkpoints, recompute",
     ),
     _Patch("torch:Tensor", "record_stream", _returning(None), "allocator hint of CUDA tensors"),
+    _Patch(
+        "torch.autograd.function:BackwardCFunction",
+        "apply",
+        _inside_the_device_mode,
+        "activation recompute runs forward code inside torch.autograd.backward",
+    ),
     _Patch("torch.distributed", "new_group barrier", _without_nccl_arguments, "NCCL-only arguments"),
 )
 

@@ -15,7 +15,7 @@ Parameters = tuple[torch.nn.Parameter, ...]
 Activation = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 
 
-def expert_parameters(experts: torch.nn.Module, num_experts: int) -> list[Parameters]:
+def expert_parameters(experts: Any, num_experts: int) -> list[Parameters]:
     """Parameters of each local expert, in the order of ``ExpertWeights``.
 
     The modules and their Parameters stay as Megatron registered them: initial weights,
@@ -40,12 +40,10 @@ def expert_parameters(experts: torch.nn.Module, num_experts: int) -> list[Parame
 
 def _of_linears(fc1: Any, fc2: Any, index: str) -> Parameters:
     names = (f"weight{index}", f"bias{index}")
-    weights = (getattr(fc1, names[0]), getattr(fc2, names[0]))
+    weights: Parameters = (getattr(fc1, names[0]), getattr(fc2, names[0]))
     biases = (getattr(fc1, names[1], None), getattr(fc2, names[1], None))
     # Transformer Engine keeps an empty tensor where there is no bias.
-    if any(bias is None or bias.numel() == 0 for bias in biases):
-        return weights
-    return (*weights, *biases)
+    return weights + tuple(bias for bias in biases if bias is not None and bias.numel() > 0)
 
 
 def expert_activation(config: Any) -> Activation:

@@ -53,39 +53,33 @@ class StrategyMoELayer(MoELayer):
         session: StrategySession,
     ) -> None:
         session.check_model(config)
-        self._groups = pg_collection or get_default_pg_collection()
-        super().__init__(config, submodules, layer_number, self._groups, is_mtp_layer, name)
-        self.session = session
+        if pg_collection is None:
+            pg_collection = get_default_pg_collection()
+        super().__init__(config, submodules, layer_number, pg_collection, is_mtp_layer, name)
         local = expert_parameters(self.experts, self.num_local_experts)
-        self._parameters_of = dict(zip(self.local_expert_indices, local, strict=True))
-        self._activation = expert_activation(self.experts.config)
         gradient_sync.take_over(chain.from_iterable(local))
-        if self.layer_number is not None:
-            self._join_runtime()
+        self._activation = expert_activation(self.experts.config)
+        groups = ExpertGroups(self.ep_group, detect_topology(self.ep_group, session.settings.nodes))
+        owner_E = even_owners(config.num_moe_experts, groups.num_devices)
+        self.executor = session.runtime.add_layer(
+            LayerContext(self._global_number(), owner_E, groups.topology),
+            groups,
+            dict(zip(self.local_expert_indices, local, strict=True)),
+        )
+        self.token_dispatcher = PlacementTokenDispatcher(self.executor, config, pg_collection)
 
     def set_layer_number(self, layer_number: int) -> None:
         """Megatron tells the layer its number after building it."""
         super().set_layer_number(layer_number)
-        self._join_runtime()
+        self.executor.renumber(self._global_number())
 
-    def _join_runtime(self) -> None:
-        if isinstance(self.token_dispatcher, PlacementTokenDispatcher):
-            return
-        groups = ExpertGroups(self.ep_group, detect_topology(self.ep_group, self.session.settings.nodes))
-        # Layers of multi-token prediction come after the decoder's.
-        number = self.layer_number + (self.config.num_layers if self.is_mtp_layer else 0)
-        executor = self.session.runtime.add_layer(
-            LayerContext(
-                number, even_owners(self.config.num_moe_experts, groups.num_devices), groups.topology
-            ),
-            groups,
-            self._parameters_of,
-        )
-        self.token_dispatcher = PlacementTokenDispatcher(executor, self.config, self._groups)
+    def _global_number(self) -> int:
+        # Layers of multi-token prediction are numbered from 1 again; count them after the decoder's.
+        return (self.layer_number or 0) + (self.config.num_layers if self.is_mtp_layer else 0)
 
     def route(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
         """Plan from the loads of past iterations, then run the gate."""
-        self.token_dispatcher.executor.prepare()
+        self.executor.prepare()
         return super().route(hidden_states, padding_mask)
 
     def preprocess(

@@ -88,12 +88,12 @@ def report_installation(model: list[torch.nn.Module], choice: "StrategyChoice") 
     ours = [layer for layer in layers if isinstance(layer, StrategyMoELayer)]
     if not ours:
         return
-    context = ours[0].token_dispatcher.executor.context
+    context = ours[0].executor.context
     log_single_rank(
         logger,
         logging.WARNING,  # Megatron's default level hides less
         f"[fssdp] strategy {choice.name}: installed in {len(ours)} MoE layers of this pipeline stage "
-        f"(layers {', '.join(str(layer.token_dispatcher.executor.context.layer) for layer in ours)}), "
+        f"(layers {', '.join(str(layer.executor.context.layer) for layer in ours)}), "
         f"{context.num_experts} experts on {context.num_devices} devices in {context.topology.num_nodes} "
         f"node(s); settings {choice.settings.model_dump(exclude_none=True, mode='json')}",
     )

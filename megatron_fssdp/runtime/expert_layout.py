@@ -58,9 +58,9 @@ class ExpertLayout:
         return ExpertLayout(tuple(tensor.shape for tensor in tensors), tensors[0].dtype)
 
     @cached_property
-    def sizes(self) -> tuple[int, ...]:
+    def sizes(self) -> list[int]:
         """Elements of each tensor."""
-        return tuple(shape.numel() for shape in self.shapes)
+        return [shape.numel() for shape in self.shapes]
 
     @property
     def numel(self) -> int:

@@ -4,7 +4,7 @@ Shape legend: T tokens of this rank, D devices, E experts.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -23,6 +23,18 @@ from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 # Small enough that node leaders forward the first chunk early, large enough that a
 # message's fixed cost does not count.
 _CHUNK_BYTES = 1 << 20
+
+
+@dataclass
+class IterationClock:
+    """Who ends iterations, the same for all layers of a model.
+
+    Attributes:
+        driven: Whether a training loop marks them. Without one, each backward pass counts
+            as an iteration, so that a layer in somebody's own loop balances as well.
+    """
+
+    driven: bool = False
 
 
 @dataclass
@@ -78,6 +90,7 @@ class LayerExecutor:
         parameters: Parameters of each expert this rank owns, by expert, in the order of
             :class:`ExpertWeights`. The tensors stay Megatron's own.
         strategy: Decides.
+        clock: Who ends iterations.
         measure: Whether to work out the device loads that reports show; they cost a
             little host time per micro-batch.
         check_plans: Compare the plans of all ranks before using them.
@@ -87,9 +100,9 @@ class LayerExecutor:
     groups: ExpertGroups
     parameters: Mapping[int, Sequence[torch.nn.Parameter]]
     strategy: Strategy
+    clock: IterationClock = field(default_factory=IterationClock)
     measure: bool = False
     check_plans: bool = False
-    iterations_driven: bool = False
     history: LoadHistory = field(init=False)
     load: LayerLoad = field(init=False)
     _plan: LayerPlan | None = field(init=False, default=None)
@@ -105,6 +118,11 @@ class LayerExecutor:
                 f"layer {self.context.layer}: got parameters of experts {tuple(self.parameters)}, "
                 f"wanted those this rank owns, {owned}"
             )
+
+    def renumber(self, layer: int) -> None:
+        """Take the layer number that the model assigns after building its layers."""
+        self.context = replace(self.context, layer=layer)
+        self.load.layer = layer
 
     def prepare(self) -> LayerPlan:
         """The plan of the running iteration, made from the iterations before it.
@@ -183,5 +201,5 @@ class LayerExecutor:
                 self.context.owner_E, weights=counts_DE.sum(axis=0), minlength=topology.num_devices
             ).astype(np.int64)
             load.cross_node_tokens += cross_node_tokens(counts_DE, placement, topology)
-        if not self.iterations_driven:
+        if not self.clock.driven:
             self.end_iteration()

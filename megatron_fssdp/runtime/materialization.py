@@ -7,7 +7,9 @@ also a rank that owns nothing of the layer but holds a replica.
 
 Parameters stay out of autograd. Owners receive the raw sums of their replicas' gradients
 and of their own in ``main_grad`` (or ``grad`` without Megatron's DDP); scaling and the
-data-parallel reduction follow later, see ``megatron_adapter.gradient_sync``.
+data-parallel reduction follow later, see ``megatron_adapter.gradient_sync``. Only a group
+of one device, where nothing can be replicated, leaves its Parameters in autograd: Megatron
+reduces them together with the dense ones.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +44,7 @@ class Materialization:
         self.parameters = parameters
         self.transfer = transfer
         self.on_backward = on_backward
+        self.alone = placement.num_devices == 1
         num_holders_E = placement.present_ED.sum(axis=1)
         self.shared = tuple(e for e in self.present if num_holders_E[e] > 1)
 
@@ -58,12 +61,16 @@ class Materialization:
         # hidden states do not (frozen layers below, a layer used alone).
         anchor = torch.empty(0, device=hidden.device, requires_grad=True)
         hidden, *tensors = _Materialize.apply(self, anchor, hidden)
+        if self.alone:
+            tensors = [parameter for expert in self.present for parameter in self.parameters[expert]]
         count = len(self.layout.shapes)
         experts = [ExpertWeights.from_tensors(tensors[i : i + count]) for i in range(0, len(tensors), count)]
         return hidden, experts
 
     def gather(self) -> list[torch.Tensor]:
         """SparseAllGather; the tensors of the present experts, ascending."""
+        if self.alone:
+            return []
         received = self.transfer.all_gather(
             {
                 e: self.layout.pack([p.detach() for p in self.parameters[e]])
@@ -81,6 +88,11 @@ class Materialization:
 
     def reduce(self, gradients: Sequence[torch.Tensor]) -> None:
         """SparseReduceScatter, then into the owners' gradients."""
+        if not self.alone:
+            self._reduce_to_owners(gradients)
+        self.on_backward()
+
+    def _reduce_to_owners(self, gradients: Sequence[torch.Tensor]) -> None:
         count = len(self.layout.shapes)
         of_expert = {e: gradients[i * count : (i + 1) * count] for i, e in enumerate(self.present)}
         sums = self.transfer.reduce_scatter({e: self.layout.pack(of_expert[e]) for e in self.shared})
@@ -88,7 +100,6 @@ class Materialization:
             summed = self.layout.unpack(sums[expert]) if expert in sums else of_expert[expert]
             for parameter, gradient in zip(parameters, summed, strict=True):
                 _accumulate(parameter, gradient)
-        self.on_backward()
 
 
 class _Materialize(torch.autograd.Function):

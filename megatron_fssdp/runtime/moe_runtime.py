@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from megatron_fssdp.runtime.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.layer_executor import LayerExecutor, LayerLoad
+from megatron_fssdp.runtime.layer_executor import IterationClock, LayerExecutor, LayerLoad
 from megatron_fssdp.strategies.strategy import LayerContext, Strategy
 
 
@@ -14,12 +14,11 @@ class MoERuntime:
     """Executors of all layers of a model that share a strategy.
 
     Iterations are marked by :meth:`begin_iteration` where a training loop is known (the
-    Megatron adapter does it). Without any mark, each backward pass counts as an iteration,
-    so that a layer used in somebody's own loop balances as well.
+    Megatron adapter does it), see :class:`IterationClock`.
 
     Args:
         strategy: Decides for every layer.
-        measure: Keep the device loads that reports show.
+        measure: Keep the device loads that reports show, on the first device of each group.
         check_plans: Compare every plan across ranks.
     """
 
@@ -28,7 +27,7 @@ class MoERuntime:
         self.measure = measure
         self.check_plans = check_plans
         self.layers: list[LayerExecutor] = []
-        self._iterations_driven = False
+        self.clock = IterationClock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MoERuntime":
         # Layer specs carry the runtime and Megatron deep-copies specs; the layers of
@@ -47,18 +46,18 @@ class MoERuntime:
             groups,
             parameters,
             self.strategy,
-            measure=self.measure,
+            self.clock,
+            # Every rank of the group knows the whole group's loads: one works them out.
+            measure=self.measure and groups.device == 0,
             check_plans=self.check_plans,
-            iterations_driven=self._iterations_driven,
         )
         self.layers.append(executor)
         return executor
 
     def begin_iteration(self) -> None:
         """Mark the start of an iteration: plans are made anew from the loads so far."""
-        self._iterations_driven = True
+        self.clock.driven = True
         for layer in self.layers:
-            layer.iterations_driven = True
             layer.end_iteration()
 
     def end_iteration(self) -> list[LayerLoad]:
