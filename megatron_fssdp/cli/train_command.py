@@ -16,7 +16,9 @@ from megatron_fssdp.config.loading import apply_overrides, load_yaml, validate
 from megatron_fssdp.config.megatron_arguments import Installation, TokenizedData, megatron_arguments
 from megatron_fssdp.config.run_config import RunConfig
 from megatron_fssdp.config.training_settings import DataSettings
+from megatron_fssdp.data.corpus import default_corpus
 from megatron_fssdp.data.manifest import DATA_NAME, MANIFEST_FILE, read_manifest
+from megatron_fssdp.data.tokenizer import MIN_VOCAB_SIZE
 
 EXIT_INTERRUPTED = 130
 _DEVICE_VARIABLE = "MEGATRON_FSSDP_DEVICE"
@@ -119,7 +121,11 @@ def train(request: TrainRequest, resume: bool, console: Console) -> int:
     command = _command(config, data, folder.path, resume)
     folder.create(config)
     log_start = folder.log.stat().st_size if folder.log.exists() else 0
-    console.print(f"{folder.path}: strategy {config.strategy.name}, log in {folder.log}", highlight=False)
+    console.print(
+        f"{folder.path}: strategy {config.strategy.name}, log in {folder.log}",
+        highlight=False,
+        soft_wrap=True,
+    )
     nproc, iterations = config.parallelism.nproc_per_node, config.training.iterations
     try:
         with TrainingProgress(folder.metrics, iterations, nproc, console) as progress:
@@ -181,8 +187,7 @@ def _built_data(settings: DataSettings, out_dir: Path, console: Console) -> Toke
         build_with_progress(
             [], folder, settings.tokenizer, settings.vocab_size, _DEFAULT_SHARDS, False, False, console
         )
-    manifest = read_manifest(folder)
-    return _tokenized(folder, manifest.vocab_size, manifest.eod_id)
+    return _described_data(settings, out_dir)
 
 
 def _described_data(settings: DataSettings, out_dir: Path) -> TokenizedData | None:
@@ -191,11 +196,12 @@ def _described_data(settings: DataSettings, out_dir: Path) -> TokenizedData | No
         return None
     folder = _data_dir(settings, out_dir)
     if settings.path is None and not (folder / MANIFEST_FILE).exists():
-        vocab_size = settings.vocab_size if settings.tokenizer == "bpe" else 257
-        return _tokenized(folder, vocab_size, vocab_size - 1)
+        vocab_size = settings.vocab_size if settings.tokenizer == "bpe" else MIN_VOCAB_SIZE
+        num_documents = len(default_corpus().files)
+        return _tokenized(folder, vocab_size, vocab_size - 1, num_documents)
     manifest = read_manifest(folder)
-    return _tokenized(folder, manifest.vocab_size, manifest.eod_id)
+    return _tokenized(folder, manifest.vocab_size, manifest.eod_id, manifest.num_documents)
 
 
-def _tokenized(folder: Path, vocab_size: int, eod_id: int) -> TokenizedData:
-    return TokenizedData(folder / DATA_NAME, vocab_size, eod_id, cache_dir=folder / "index_cache")
+def _tokenized(folder: Path, vocab_size: int, eod_id: int, num_documents: int) -> TokenizedData:
+    return TokenizedData(folder / DATA_NAME, vocab_size, eod_id, num_documents, folder / "index_cache")

@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.model_settings import ModelSettings
 from megatron_fssdp.config.parallelism_settings import ParallelismSettings
 from megatron_fssdp.config.run_config import RunConfig
@@ -46,12 +47,14 @@ class TokenizedData:
         prefix: Path of the ``.bin`` and ``.idx`` files without suffix.
         vocab_size: Number of token ids, end-of-document included.
         eod_id: Token id that ends a document.
+        num_documents: Documents, which are what is split into training, validation and test data.
         cache_dir: Folder for Megatron's index caches.
     """
 
     prefix: Path
     vocab_size: int
     eod_id: int
+    num_documents: int
     cache_dir: Path
 
 
@@ -82,6 +85,9 @@ def megatron_arguments(
 
     Returns:
         The arguments, strategy flags included; ``config.megatron_args`` come last and so win.
+
+    Raises:
+        ConfigurationError: The data is too little for its split.
     """
     return [
         *_model_arguments(config.model),
@@ -159,11 +165,26 @@ def _data_arguments(config: RunConfig, data: TokenizedData | None) -> list[str]:
     return _pairs(
         data_path=data.prefix,
         data_cache_path=data.cache_dir,
-        split=config.data.split,
+        split=_split(config, data),
         tokenizer_type="NullTokenizer",
         vocab_size=data.vocab_size,
         null_tokenizer_eod_id=data.eod_id,
     )
+
+
+def _split(config: RunConfig, data: TokenizedData) -> str:
+    if config.training.eval_interval is None:
+        return "1,0,0"
+    # Megatron looks for tokens in a part without documents for ever.
+    shares = [float(share) for share in config.data.split.split(",")]
+    total = sum(shares)
+    for name, share in zip(("training", "validation", "test"), shares, strict=False):
+        if (share > 0 or name == "training") and share / max(total, 1e-9) * data.num_documents < 1:
+            raise ConfigurationError(
+                f"data.split {config.data.split}: leaves no document of {data.num_documents} for the {name} "
+                "data; give it a larger share, or build the data from more files"
+            )
+    return config.data.split
 
 
 def _parallelism_arguments(cut: ParallelismSettings, has_experts: bool) -> list[str]:

@@ -25,9 +25,12 @@ class DataSettings(BaseModel):
         default=4096, ge=257, description="Vocabulary of that tokenizer, end-of-document included."
     )
     split: str = Field(
-        default="969,30,1",
+        default="95,5,0",
         pattern=r"^\d+(\.\d+)?(,\d+(\.\d+)?){0,2}$",
-        description="Shares of training, validation and test data.",
+        description=(
+            "Shares of the documents for training, validation and test. Without training.eval_interval all "
+            "are trained on."
+        ),
     )
     external: bool = Field(
         default=False,

@@ -11,7 +11,9 @@ from megatron_fssdp.config.run_config import RunConfig
 CONFIGS = Path(__file__).parents[2] / "configs"
 TINY = CONFIGS / "gpt_moe_tiny.yaml"
 CPU = Installation(on_cpu=True, has_transformer_engine=False)
-DATA = TokenizedData(prefix=Path("d/text"), vocab_size=2048, eod_id=2047, cache_dir=Path("d/cache"))
+DATA = TokenizedData(
+    Path("d/text"), vocab_size=2048, eod_id=2047, num_documents=50, cache_dir=Path("d/cache")
+)
 
 
 def tiny(*overrides: str) -> RunConfig:
@@ -149,3 +151,13 @@ def test_external_data_is_left_to_megatron_args():
     words = megatron_arguments(tiny("data.external=true"), None, CPU, Path("runs/x"), resume=False)
     assert "--data-path" not in words
     assert "--tokenizer-type" not in words
+
+
+def test_parts_of_the_data_without_documents_are_refused():
+    # Megatron would search them for tokens for ever.
+    assert value_of(arguments(tiny()), "--split") == "1,0,0"
+    assert value_of(arguments(tiny("training.eval_interval=10")), "--split") == "95,5,0"
+    with pytest.raises(ConfigurationError, match="no document of 50 for the test data"):
+        arguments(tiny("training.eval_interval=10", "data.split='969,30,1'"))
+    with pytest.raises(ConfigurationError, match="no document of 50 for the training data"):
+        arguments(tiny("training.eval_interval=10", "data.split='0,1'"))
