@@ -39,7 +39,7 @@ def build_with_progress(
     corpus = corpus_from_paths(paths) if paths else default_corpus(with_tests)
     size = f"{len(corpus.files):,} documents, {corpus.num_bytes / 1e6:,.1f} MB"
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bars: dict[str, TaskID] = {}
 
         def show(phase: str, done: int, total: int) -> None:

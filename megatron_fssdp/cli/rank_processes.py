@@ -1,8 +1,10 @@
 """Starts torchrun, follows the run and ends every rank when asked to."""
 
+import ctypes
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -15,6 +17,8 @@ from megatron_fssdp.cli.rank_command import RankCommand
 
 _POLL_S = 0.2
 _END_GRACE_S = 15.0
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LIBC = ctypes.CDLL(None)
 
 
 def run_ranks(command: RankCommand, log: Path, on_poll: Callable[[], None]) -> int:
@@ -39,6 +43,7 @@ def run_ranks(command: RankCommand, log: Path, on_poll: Callable[[], None]) -> i
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **command.environment()},
             start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the ranks in order
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
         try:
             with _terminated_like_interrupted():
@@ -61,6 +66,11 @@ def end_group(process: "subprocess.Popen[bytes]") -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def _end_with_parent() -> None:
+    """Have Linux send SIGTERM when this command is killed itself, so that no rank is left behind."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ finished shard. The shards are then joined and the manifest is written last.
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import shutil
 import warnings
@@ -234,9 +235,11 @@ def _batches(files: list[SourceFile]) -> Iterator[list[SourceFile]]:
 def _join(work: Path, num_shards: int, out_dir: Path, tokenizer: Tokenizer) -> None:
     joined = work / "joined"
     builder = _indexed_builder(f"{joined}.bin", tokenizer)
-    for number in range(num_shards):
-        builder.add_index(str(work / _shard_name(number)))
-    builder.finalize(f"{joined}.idx")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron logs by rank, and this is no rank
+        for number in range(num_shards):
+            builder.add_index(str(work / _shard_name(number)))
+        builder.finalize(f"{joined}.idx")
     (out_dir / MANIFEST_FILE).unlink(missing_ok=True)  # what it describes is replaced now
     for suffix in (".bin", ".idx"):
         os.replace(f"{joined}{suffix}", out_dir / f"{DATA_NAME}{suffix}")
@@ -247,11 +250,13 @@ def _shard_name(number: int) -> str:
 
 
 def _indexed_builder(bin_path: str, tokenizer: Tokenizer) -> Any:
-    with warnings.catch_warnings():  # about extras that only training wants
+    # Importing Megatron warns about extras, ranks and CUDA, which matter to training only.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-    return IndexedDatasetBuilder(bin_path, dtype=DType.optimal_dtype(tokenizer.vocab_size))
+        return IndexedDatasetBuilder(bin_path, dtype=DType.optimal_dtype(tokenizer.vocab_size))
 
 
 @contextlib.contextmanager
