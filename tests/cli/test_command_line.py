@@ -1,0 +1,220 @@
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_fssdp import __version__
+from megatron_fssdp.cli import app
+from megatron_fssdp.config.loading import load_yaml, validate
+from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.data.manifest import BuiltFile, DataManifest
+
+TINY = Path(__file__).parents[2] / "configs" / "gpt_moe_tiny.yaml"
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs `megatron-fssdp ARGS…` in this process: exit code, stdout, stderr."""
+    monkeypatch.setenv("MEGATRON_FSSDP_DEVICE", "cpu")
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["megatron-fssdp", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            app.main()
+        captured = capsys.readouterr()
+        return ended.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+def fake_data(folder: Path, vocab_size: int = 1000) -> Path:
+    folder.mkdir()
+    (folder / "text.bin").write_bytes(b"12")
+    files = {"text.bin": BuiltFile(2, "")}
+    DataManifest("f", "bpe", vocab_size, vocab_size - 1, 1, 1, files).write(folder)
+    return folder
+
+
+def words_of(output: str) -> list[str]:
+    return shlex.split(output.replace("\\\n", " "))
+
+
+def test_help_and_version_need_no_heavy_imports():
+    code = (
+        "import sys; from megatron_fssdp.cli import app; sys.argv = ['megatron-fssdp', '--help']\n"
+        "try: app.main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'megatron', 'numpy', 'matplotlib', 'pydantic', 'tokenizers'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "train" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["version"]])
+def test_version(command, arguments):
+    assert command(*arguments) == (0, f"megatron-fssdp {__version__}\n", "")
+
+
+def test_schema_is_json(command):
+    code, out, _ = command("schema")
+    assert code == 0
+    assert json.loads(out)["properties"].keys() == RunConfig.model_fields.keys()
+
+
+def test_dry_run_prints_the_whole_command_and_writes_nothing(command, tmp_path):
+    code, out, err = command(
+        *("train", TINY, "--moe-strategy-set", "slots=2", "--set", "training.seed=7", "--nproc", 8),
+        *(
+            "--set",
+            "training.micro_batch_size=2",
+            "--iters",
+            50,
+            "--out",
+            tmp_path / "runs" / "x",
+            "--dry-run",
+        ),
+    )
+    assert (code, err) == (0, "")
+    words = words_of(out)
+    start = words.index("torchrun")
+    assert words[start + 1 : start + 5] == ["--standalone", "--nproc-per-node=8", "-m", "megatron_fssdp"]
+    assert Path(words[start + 5]).is_file()
+    for flag, value in {"--train-iters": "50", "--seed": "7", "--vocab-size": "2048"}.items():
+        assert words[words.index(flag) + 1] == value
+    assert "slots=2" in words
+    assert f"record_dir={tmp_path}/runs/x" in words
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_for_a_cluster(command, tmp_path):
+    code, out, _ = command(
+        *("train", TINY, "--set", "parallelism.num_nodes=4", "--set", "parallelism.nproc_per_node=8"),
+        *("--set", "training.global_batch_size=128", "--set", "training.device=cuda"),
+        *(
+            "--set",
+            "training.precision=bf16",
+            "--set",
+            f"data.path={fake_data(tmp_path / 'data')}",
+            "--dry-run",
+        ),
+    )
+    assert code == 0
+    assert out.startswith(
+        "MEGATRON_FSSDP_DEVICE=cuda torchrun --nnodes=4 --nproc-per-node=8 --rdzv-backend=c10d"
+    )
+    assert '--rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT"' in out
+    words = words_of(out)
+    assert words[words.index("--distributed-backend") + 1] == "nccl"
+    assert words[words.index("--null-tokenizer-eod-id") + 1] == "999"
+
+
+def test_another_strategy_leaves_the_file_s_settings_behind(command, tmp_path):
+    config = load_yaml(TINY)
+    config["strategy"]["settings"] = {"slots": 1, "window": 2}
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    words = words_of(command("train", path, "--moe-strategy-set", "slots=2", "--dry-run")[1])
+    assert {"slots=2", "window=2"} < set(words)
+    words = words_of(command("train", path, "--moe-strategy", "ep", "--dry-run")[1])
+    assert words[words.index("--moe-strategy") + 1] == "ep"
+    assert not any(word.startswith(("slots", "window")) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--moe-strategy", "fsdp"],
+            "unknown MoE strategy 'fsdp'; did you mean 'fssdp'? known: none, ep, fssdp",
+        ),
+        (["--set", "model.num_expert=8"], "model: unknown key 'num_expert'; did you mean 'num_experts'?"),
+        (["--set", "model.num_layers=four"], "model.num_layers: got 'four' (string), wanted a whole number"),
+        (["--set", "model.num_experts=6"], "parallelism.expert 4 does not divide model.num_experts 6"),
+        (["--nproc", "6"], "does not divide the 6 ranks"),
+        (["--moe-strategy-set", "slots"], "wanted key=value"),
+        (["--moe-strategy-set", "slots=two"], "slots: got 'two' (string), wanted a whole number"),
+        (["--moe-strategy", "none", "--moe-strategy-set", "slots=2"], "no meaning under strategy 'none'"),
+        (["--set", "data.path=/nothing/here"], "no built data there"),
+        (["--set", "parallelism.context=2", "--set", "training.global_batch_size=8"], "Transformer Engine"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(command, arguments, message, tmp_path):
+    code, out, err = command("train", TINY, *arguments, "--out", tmp_path / "x", "--dry-run")
+    assert code == 2
+    assert out == ""
+    assert message in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_and_broken_yaml(command, tmp_path):
+    assert "no such file" in command("train", tmp_path / "none.yaml")[2]
+    (tmp_path / "bad.yaml").write_text("model: [")
+    code, _, err = command("train", tmp_path / "bad.yaml")
+    assert code == 2
+    assert "not valid YAML at line 1" in err
+    (tmp_path / "empty.yaml").touch()
+    assert "model: missing" in command("train", tmp_path / "empty.yaml")[2]
+
+
+def test_an_output_folder_that_is_taken_is_refused(command, tmp_path):
+    out = tmp_path / "x"
+    out.mkdir()
+    (out / "metrics.jsonl").touch()
+    data = fake_data(tmp_path / "data")
+    code, _, err = command("train", TINY, "--set", f"data.path={data}", "--out", out)
+    assert code == 2
+    assert "holds a run already (metrics.jsonl); go on with it by --resume" in err
+
+
+def test_resume_wants_a_checkpoint_and_work_to_do(command, tmp_path):
+    data, out = fake_data(tmp_path / "data"), tmp_path / "x"
+    asked = ("train", TINY, "--set", f"data.path={data}", "--out", out, "--resume")
+    assert "--resume: no checkpoint in" in command(*asked)[2]
+    (out / "checkpoints").mkdir(parents=True)
+    (out / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("60\n")
+    assert "has finished its 60 iterations; ask for more with --iters" in command(*asked)[2]
+
+
+def test_runs_over_several_machines_are_not_started_here(command, tmp_path):
+    code, _, err = command(
+        "train", TINY, "--set", "parallelism.num_nodes=2", "--set", "training.global_batch_size=32"
+    )
+    assert code == 2
+    assert "use --dry-run and run the printed command on every machine" in err
+
+
+def test_data_build_twice(command, tmp_path):
+    (tmp_path / "a.txt").write_text("hello " * 50)
+    arguments = ("data", "build", tmp_path / "a.txt", "--out", tmp_path / "data", "--tokenizer", "bytes")
+    code, out, _ = command(*arguments)
+    assert code == 0
+    assert "built from" in out
+    assert "301 tokens, vocabulary 257" in out
+    code, out, _ = command(*arguments)
+    assert code == 0
+    assert "up to date" in out
+    assert command("data", "build", tmp_path / "none", "--out", tmp_path / "data")[0] == 2
+
+
+def test_comparing_what_is_no_run(command, tmp_path):
+    code, _, err = command("compare", tmp_path, tmp_path)
+    assert code == 2
+    assert "no such file" in err
+
+
+def test_the_written_config_is_a_config(tmp_path):
+    from megatron_fssdp.cli.run_folder import RunFolder
+
+    config = validate(RunConfig, load_yaml(TINY), "tiny")
+    folder = RunFolder(tmp_path / "x")
+    folder.create(config)
+    assert validate(RunConfig, load_yaml(folder.config), "again") == config

@@ -1,0 +1,53 @@
+"""One real run: the command line, torchrun, the launcher, Megatron's training loop and the recorder."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from megatron_fssdp.config.loading import load_yaml, validate
+from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.reporting.recorded_run import read_run
+from megatron_fssdp.reporting.run_records import read_loads
+
+RUN = """
+model: {num_layers: 2, hidden_size: 32, num_attention_heads: 2, seq_length: 32, num_experts: 4,
+        moe_layer_freq: 2}
+parallelism: {nproc_per_node: 2, expert: 2}
+training: {iterations: 3, global_batch_size: 4, save_checkpoints: false}
+strategy: {name: fssdp, settings: {slots: 1}}
+"""
+
+
+def test_a_run_trains_and_leaves_its_records(tmp_path: Path):
+    def command(*arguments: object) -> str:
+        environment = {**os.environ, "MEGATRON_FSSDP_DEVICE": "cpu"}
+        words = [sys.executable, "-m", "megatron_fssdp.cli.app", *map(str, arguments)]
+        done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=150)
+        log = tmp_path / "run" / "log.txt"
+        assert done.returncode == 0, (
+            done.stdout + done.stderr + (log.read_text()[-4000:] if log.exists() else "")
+        )
+        return done.stdout
+
+    (tmp_path / "run.yaml").write_text(RUN)
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    data, out = tmp_path / "data", tmp_path / "run"
+    command("data", "build", tmp_path / "text.txt", "--tokenizer", "bytes", "--out", data)
+    output = command("train", tmp_path / "run.yaml", "--set", f"data.path={data}", "--out", out)
+    assert "iteration 3/3" in output
+    assert "load max/mean" in output
+
+    run, loads = read_run(out), read_loads(out)
+    assert run.strategy == "fssdp"
+    assert run.iterations.tolist() == loads.iterations.tolist() == [1, 2, 3]
+    assert run.layers == loads.layers.tolist()
+    assert np.isfinite(run.losses).all()
+    # Each of 2 devices routes 2 samples of 32 tokens to 2 experts each.
+    assert loads.counts_ILDE.shape == (3, 1, 2, 4)
+    assert (loads.counts_ILDE.sum(axis=3) == 2 * 32 * 2).all()
+    resolved = validate(RunConfig, load_yaml(out / "config.yaml"), "config.yaml")
+    assert resolved.data.path == data
+    assert {path.name for path in out.iterdir()} == {"config.yaml", "metrics.jsonl", "loads.npz", "log.txt"}
