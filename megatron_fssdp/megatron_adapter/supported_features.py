@@ -15,7 +15,8 @@ Value = Callable[[str], Any]
 _REFUSALS: tuple[tuple[str, Callable[[Value], bool], str], ...] = (
     (
         "expert tensor parallelism",
-        lambda value: (value("expert_tensor_parallel_size") or 1) > 1,
+        # Megatron's default is the tensor-parallel size.
+        lambda value: (value("expert_tensor_parallel_size") or value("tensor_model_parallel_size") or 1) > 1,
         "placement strategies support ETP 1 only for now: add --expert-tensor-parallel-size 1",
     ),
     (

@@ -3,6 +3,8 @@
 import contextlib
 import io
 import shlex
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ TINY_GPT_MOE = """
     --lr 1e-3 --min-lr 1e-4 --lr-decay-style constant --weight-decay 0.01 --clip-grad 1.0
     --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type none
     --moe-token-dispatcher-type alltoall --disable-bias-linear
-    --mock-data --tokenizer-type NullTokenizer --vocab-size 256 --make-vocab-size-divisible-by 1
+    --tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 1
     --attention-dropout 0 --hidden-dropout 0 --seed 1234 --num-workers 0 --split 100,0,0
     --log-interval 1000 --eval-iters 0 --eval-interval 1000000
     --distributed-backend gloo --use-cpu-initialization --transformer-impl local
@@ -30,26 +32,82 @@ TINY_GPT_MOE = """
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What a training gave on the last rank."""
+    """What one rank saw of a training.
 
-    losses: list[float]
-    grad_norms: list[float]
-    output: str
+    Attributes:
+        losses: Of each iteration; empty on ranks that are not on the last pipeline stage.
+        grad_norms: Of each iteration.
+        exit_code: 0, or what the launcher exited with.
+        errors: Standard error.
+    """
+
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    exit_code: int
+    errors: str
 
 
-def train(
-    world_size: int, arguments: str, *, script: Path = SCRIPT, timeout_s: float = 240, env: dict[str, str] | None = None
-) -> TrainingRun:
-    """Train the tiny model with more arguments; later ones win."""
-    argv = [str(script), *shlex.split(TINY_GPT_MOE), *shlex.split(arguments)]
+def train_on_all_ranks(
+    world_size: int,
+    arguments: str,
+    data: Path,
+    *,
+    script: Path = SCRIPT,
+    before: Callable[[], None] | None = None,
+    launcher: bool = True,
+    env: dict[str, str] | None = None,
+    timeout_s: float = 240,
+) -> list[TrainingRun]:
+    """Train the tiny model with more arguments, of which later ones win.
+
+    Args:
+        world_size: Number of ranks.
+        arguments: Added to the tiny model's.
+        data: Prefix of Megatron's indexed data.
+        script: Training script.
+        before: Module-level function to call on each rank before the launch.
+        launcher: Through ``python -m megatron_fssdp``'s launcher, or the bare script.
+        env: More environment variables.
+        timeout_s: Time limit.
+    """
+    argv = [
+        str(script),
+        *shlex.split(TINY_GPT_MOE),
+        *("--data-path", str(data), "--data-cache-path", str(data.parent / "cache")),
+        *shlex.split(arguments),
+    ]
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "LOCAL_WORLD_SIZE": str(world_size), **(env or {})}
-    results = run_ranks(
-        _train_on_rank, world_size, argv, timeout_s=timeout_s, env=environment, preload=MEGATRON_PRELOAD
+    return run_ranks(
+        _train_on_rank,
+        world_size,
+        argv,
+        before,
+        launcher,
+        timeout_s=timeout_s,
+        env=environment,
+        preload=MEGATRON_PRELOAD,
     )
-    return results[-1]
 
 
-def _train_on_rank(rank: int, world_size: int, argv: list[str]) -> TrainingRun:
+def train(world_size: int, arguments: str, data: Path, **options: Any) -> TrainingRun:
+    """As :func:`train_on_all_ranks`; the last rank's view of a training that must succeed."""
+    runs = train_on_all_ranks(world_size, arguments, data, **options)
+    failed = next((run for run in runs if run.exit_code), None)
+    assert failed is None, failed.errors[-3000:]
+    return runs[-1]
+
+
+def relative_difference(got: tuple[float, ...], wanted: tuple[float, ...]) -> float:
+    """Largest relative difference of two sequences of equal length."""
+    assert len(got) == len(wanted) > 0
+    return max(abs(a - b) / abs(b) for a, b in zip(got, wanted, strict=True))
+
+
+def _train_on_rank(
+    rank: int, world_size: int, argv: list[str], before: Callable[[], None] | None, launcher: bool
+) -> TrainingRun:
+    import runpy
+
     from megatron.training import training
 
     from megatron_fssdp.megatron_adapter.launcher import launch
@@ -66,7 +124,17 @@ def _train_on_rank(rank: int, world_size: int, argv: list[str]) -> TrainingRun:
         return result
 
     training.train_step = recording_step
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        launch(argv)
-    return TrainingRun(losses, grad_norms, output.getvalue())
+    if before is not None:
+        before()
+    errors = io.StringIO()
+    exit_code = 0
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
+            if launcher:
+                launch(argv)
+            else:
+                sys.argv = argv
+                runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as exit_request:
+        exit_code = exit_request.code if isinstance(exit_request.code, int) else 1
+    return TrainingRun(tuple(losses), tuple(grad_norms), exit_code or 0, errors.getvalue())

@@ -1,0 +1,51 @@
+"""What is recorded when loads are spread over expert-data-parallel groups and pipeline stages."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_fssdp.reporting.run_records import read_loads, read_metrics
+
+from .training_run import relative_difference, train
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_sources"),
+    [
+        ("--expert-model-parallel-size 2", 4),
+        ("--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 16", 2),
+    ],
+    ids=["two expert-data-parallel groups", "two pipeline stages"],
+)
+def test_all_devices_and_layers_are_recorded(
+    layout: str, num_sources: int, text_data: Path, tmp_path: Path
+) -> None:
+    run = train(
+        4,
+        f"{layout} --train-iters 3 --moe-strategy fssdp --moe-strategy-set record_dir={tmp_path}",
+        text_data,
+    )
+    metrics, loads = read_metrics(tmp_path), read_loads(tmp_path)
+    assert [entry.iteration for entry in metrics] == [1, 2, 3]
+    assert relative_difference(tuple(entry.lm_loss for entry in metrics), run.losses) == 0
+    assert relative_difference(tuple(entry.grad_norm or 0 for entry in metrics), run.grad_norms) <= 1e-6
+    assert all([layer.layer for layer in entry.layers] == [1, 2] for entry in metrics)
+    assert loads.layers.tolist() == [1, 2]
+    assert loads.counts_ILDE.shape == (3, 2, num_sources, 8)
+    batch = 16 if "pipeline" in layout else 8
+    assert (loads.counts_ILDE.sum(axis=(2, 3)) == batch * 16 * 2).all()
+    moved = [layer.spag_bytes for entry in metrics[1:] for layer in entry.layers]
+    assert all(moved)
+    assert moved == [layer.sprs_bytes for entry in metrics[1:] for layer in entry.layers]
+
+
+def test_none_records_losses_without_layers(text_data: Path, tmp_path: Path) -> None:
+    run = train(
+        2,
+        f"--expert-model-parallel-size 2 --train-iters 2 --moe-strategy-set record_dir={tmp_path}",
+        text_data,
+    )
+    metrics = read_metrics(tmp_path)
+    assert relative_difference(tuple(entry.lm_loss for entry in metrics), run.losses) == 0
+    assert all(entry.layers == () and entry.tokens_per_s > 0 for entry in metrics)
+    assert not (tmp_path / "loads.npz").exists()
