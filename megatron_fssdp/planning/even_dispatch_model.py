@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_fssdp.planning.placement import ExpertPlacement
-from megatron_fssdp.planning.replica_routing import expected_device_load_D
 from megatron_fssdp.planning.topology import Topology
 
 
@@ -51,64 +50,103 @@ class ExpertShares:
         self.rebuild(node_of)
 
     def rebuild(self, node_of: tuple[int, ...]) -> None:
-        """Recomputes the shares from ``holders``."""
+        """Recomputes the shares from ``holders``, into new dictionaries."""
         own, node_load = self.own, self.node_load
         holders_in: dict[int, int] = {}
-        held: dict[int, float] = {}
+        near: dict[int, float] = {}  # first the node's load that is not at a holder
         for device in self.holders:
             node = node_of[device]
             if node in holders_in:
                 holders_in[node] += 1
-                held[node] += own[device]
+                near[node] -= own[device]
             else:
                 holders_in[node] = 1
-                held[node] = own[device]
-        self.holders_in = holders_in
-        self.near = {node: (node_load[node] - held[node]) / count for node, count in holders_in.items()}
+                near[node] = node_load[node] - own[device]
         if len(holders_in) == len(node_load):
             self.unserved = 0.0
         else:
             self.unserved = max(0.0, self.total - sum([node_load[node] for node in holders_in]))
+        if len(holders_in) < len(self.holders):
+            for node, count in holders_in.items():
+                near[node] /= count
+        self.holders_in = holders_in
+        self.near = near
         self.far = self.unserved / len(self.holders)
 
 
 class EvenDispatchModel:
-    """Loads of all devices under a placement that changes one replica at a time.
+    """Loads of all devices under a placement that changes one expert at a time.
+
+    Starts with the owners alone.
 
     Attributes:
+        node_of: Node of every device.
+        total: Load of every expert, [E].
         loads: Modelled load of every device, [D].
-        ascending: (load, device) of every device, sorted.
-        replicas: Replicas on every device.
+        mean: Mean of it, whatever the placement.
+        ascending: (load, device) of every device, sorted; stale after :meth:`spread` until
+            :meth:`sort_loads`.
+        owners: Owner of every expert.
         owned: Experts owned by every device.
+        replicas: Replicas on every device.
         holders: Holders of every expert, owner first.
         num_replicated: How many experts have a replica.
     """
 
     def __init__(
-        self, placement: ExpertPlacement, load_DE: np.ndarray, node_load_NE: np.ndarray, topology: Topology
+        self, owner_E: np.ndarray, load_DE: np.ndarray, node_load_NE: np.ndarray, topology: Topology
     ) -> None:
-        num_experts, num_devices = placement.num_experts, placement.num_devices
+        num_devices = topology.num_devices
         self.node_of = topology.node_of_device
         self._load_DE = load_DE
         self._node_load_NE = node_load_NE
-        self._total: list[float] = node_load_NE.sum(axis=0).tolist()
-        self._shares: list[ExpertShares | None] = [None] * num_experts
-        self.owners = placement.owner_E.tolist()
-        self.owned: list[list[int]] = [[] for _ in range(num_devices)]
+        self.total: list[float] = node_load_NE.sum(axis=0).tolist()
+        self.owners: list[int] = owner_E.tolist()
+        self._shares: list[ExpertShares | None] = [None] * len(self.owners)
+        self.holders = [[owner] for owner in self.owners]
         self.replicas: list[list[int]] = [[] for _ in range(num_devices)]
-        self.holders: list[list[int]] = []
-        for expert, owner in enumerate(self.owners):
+        self.owned: list[list[int]] = [[] for _ in range(num_devices)]
+        self.loads = loads = [0.0] * num_devices
+        for expert, (owner, total) in enumerate(zip(self.owners, self.total, strict=True)):
             self.owned[owner].append(expert)
-            self.holders.append([owner])
+            loads[owner] += total
+        self.mean = sum(loads) / num_devices
+        self.num_replicated = 0
+        self.sort_loads()
+
+    def spread_like(self, placement: ExpertPlacement) -> None:
+        """Gives every expert the replicas it has in a placement with the same owners."""
         replicas_ED = placement.present_ED.copy()
-        replicas_ED[np.arange(num_experts), placement.owner_E] = False
-        expert_P, device_P = np.nonzero(replicas_ED)
-        for expert, device in zip(expert_P.tolist(), device_P.tolist(), strict=True):
-            self.replicas[device].append(expert)
-            self.holders[expert].append(device)
-        self.num_replicated = sum([len(holders) > 1 for holders in self.holders])
-        self.loads = expected_device_load_D(load_DE, placement, topology).tolist()
-        self.ascending = sorted(zip(self.loads, range(num_devices), strict=True))
+        replicas_ED[np.arange(placement.num_experts), placement.owner_E] = False
+        devices_of: dict[int, list[int]] = {}
+        for expert, device in zip(*(index_P.tolist() for index_P in np.nonzero(replicas_ED)), strict=True):
+            devices_of.setdefault(expert, []).append(device)
+        for expert, devices in devices_of.items():
+            self.spread(expert, devices)
+        self.sort_loads()
+
+    def spread(self, expert: int, devices: list[int]) -> None:
+        """Gives an expert without replicas all its replicas at once; call :meth:`sort_loads` after the last.
+
+        Args:
+            expert: The expert.
+            devices: One or more devices, without the owner.
+        """
+        loads, node_of = self.loads, self.node_of
+        shares = self.shares(expert)
+        loads[shares.holders[0]] -= shares.total
+        shares.holders += devices
+        shares.rebuild(node_of)
+        own, near, far = shares.own, shares.near, shares.far
+        for holder in shares.holders:
+            loads[holder] += own[holder] + near[node_of[holder]] + far
+        for device in devices:
+            insort(self.replicas[device], expert)
+        self.num_replicated += 1
+
+    def sort_loads(self) -> None:
+        """Brings ``ascending`` up to date."""
+        self.ascending = sorted(zip(self.loads, range(len(self.loads)), strict=True))
 
     def shares(self, expert: int) -> ExpertShares:
         """The shares of one expert, computed when first asked for."""
@@ -117,7 +155,7 @@ class EvenDispatchModel:
             shares = self._shares[expert] = ExpertShares(
                 memoryview(self._load_DE[:, expert]),
                 memoryview(self._node_load_NE[:, expert]),
-                self._total[expert],
+                self.total[expert],
                 self.holders[expert],
                 self.node_of,
             )
@@ -125,42 +163,55 @@ class EvenDispatchModel:
 
     def share_on(self, expert: int, device: int) -> float:
         """An expert's load on one of its holders."""
+        if len(self.holders[expert]) == 1:
+            return self.total[expert]
         shares = self.shares(expert)
         return shares.own[device] + shares.near[self.node_of[device]] + shares.far
 
     def most_loaded(self) -> tuple[float, int]:
-        """The highest load and the lowest device that has it."""
-        highest = self.ascending[-1][0]
-        return self.ascending[bisect_left(self.ascending, (highest, -1))]
+        """The highest load and the last device that has it."""
+        return self.ascending[-1]
 
     def add(self, expert: int, device: int) -> None:
         """Makes an expert present on a device without it."""
-        self.num_replicated += len(self.holders[expert]) == 1
+        shares = self.shares(expert)
+        self.num_replicated += len(shares.holders) == 1
         insort(self.replicas[device], expert)
-        self._change(expert, device, arrives=True)
+        near, far = shares.near, shares.far
+        shares.holders.append(device)
+        shares.rebuild(self.node_of)
+        gained = shares.own[device] + shares.near[self.node_of[device]] + shares.far
+        self._set_load(device, self.loads[device] + gained)
+        self._change_others(shares, near, far, device)
 
     def remove(self, expert: int, device: int) -> None:
         """Ends a replica."""
+        shares = self.shares(expert)
         self.replicas[device].remove(expert)
-        self._change(expert, device, arrives=False)
-        self.num_replicated -= len(self.holders[expert]) == 1
-
-    def _change(self, expert: int, device: int, *, arrives: bool) -> None:
-        shares, node_of = self.shares(expert), self.node_of
-        own, near, far = shares.own, shares.near, shares.far
-        before = {holder: own[holder] + near[node_of[holder]] + far for holder in shares.holders}
-        if arrives:
-            shares.holders.append(device)
-            before[device] = 0.0
-        else:
-            shares.holders.remove(device)
-            self._set_load(device, self.loads[device] - before.pop(device))
-        shares.rebuild(node_of)
         near, far = shares.near, shares.far
-        for holder, load_before in before.items():
-            load_after = own[holder] + near[node_of[holder]] + far
-            if load_after != load_before:
-                self._set_load(holder, self.loads[holder] - load_before + load_after)
+        lost = shares.own[device] + near[self.node_of[device]] + far
+        shares.holders.remove(device)
+        shares.rebuild(self.node_of)
+        self._set_load(device, self.loads[device] - lost)
+        self._change_others(shares, near, far, device)
+        self.num_replicated -= len(shares.holders) == 1
+
+    def _change_others(
+        self, shares: ExpertShares, near_before: dict[int, float], far_before: float, device: int
+    ) -> None:
+        """Passes on a change of shares to the holders but ``device``, whose presence changed."""
+        loads, node_of, near = self.loads, self.node_of, shares.near
+        growth_far = shares.far - far_before
+        changed_node = node_of[device]
+        for holder in shares.holders:
+            growth = growth_far
+            node = node_of[holder]
+            if node == changed_node:
+                if holder == device:
+                    continue
+                growth += near[node] - near_before[node]
+            if growth:
+                self._set_load(holder, loads[holder] + growth)
 
     def _set_load(self, device: int, load: float) -> None:
         ascending = self.ascending
@@ -170,7 +221,12 @@ class EvenDispatchModel:
 
     def present_ED(self) -> np.ndarray:
         """Where every expert is now, bool [E, D]."""
-        present_ED = np.zeros((len(self.holders), len(self.loads)), dtype=np.bool_)
-        for expert, holders in enumerate(self.holders):
-            present_ED[expert, holders] = True
+        num_devices = len(self.loads)
+        present_ED = np.zeros((len(self.holders), num_devices), dtype=np.bool_)
+        flat_P = [
+            first + device
+            for first, holders in zip(range(0, present_ED.size, num_devices), self.holders, strict=True)
+            for device in holders
+        ]
+        present_ED.reshape(-1)[flat_P] = True
         return present_ED

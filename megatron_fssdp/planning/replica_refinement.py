@@ -4,12 +4,14 @@ Ours, beyond the papers: Alg. 1 counts replicas without asking where their load 
 can leave, or make, one device the straggler. Shape letters: E experts, D devices, N nodes.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_fssdp.planning.even_dispatch_model import EvenDispatchModel
 from megatron_fssdp.planning.placement import ExpertPlacement
+from megatron_fssdp.planning.replica_seeding import seed_replicas
 from megatron_fssdp.planning.sparse_materialization import sparse_materialization
 from megatron_fssdp.planning.topology import Topology
 
@@ -17,7 +19,7 @@ BALANCED_RATIO = 1.01
 """Maximum over mean device load at which a layer counts as balanced; the search stops there."""
 
 RESTART_RATIO = 1.05
-"""Maximum over mean device load above which a second search starts from the owners alone."""
+"""Maximum over mean device load above which the search starts once more from elsewhere."""
 
 MIN_GAIN = 1e-3
 """Smallest relief of the most loaded device worth a move, as a part of the mean device load."""
@@ -35,7 +37,7 @@ DEFAULT_MAX_MOVES = 256
 def plan_materialization(
     owner_E: np.ndarray, load_DE: np.ndarray, topology: Topology, *, overlap_degree: int, slots: int
 ) -> ExpertPlacement:
-    """Plans one layer: Hecate's Alg. 1, then :func:`refine_replicas`.
+    """Plans one layer: the starts of :func:`_starts`, each improved by the local search.
 
     Args:
         owner_E: Owner of every expert, integers [E].
@@ -47,11 +49,97 @@ def plan_materialization(
     Returns:
         A placement whose modelled maximum device load is at most the owners-only one's.
     """
-    load = _checked_load(load_DE, topology.num_devices, len(owner_E))
-    placement = sparse_materialization(
-        owner_E, load.sum(axis=0), topology, overlap_degree=overlap_degree, slots=slots
+    owners_only = ExpertPlacement.owners_only(owner_E, topology.num_devices)
+    load = _checked_load(load_DE, owners_only.num_devices, owners_only.num_experts)
+    if overlap_degree < 0 or slots < 0:
+        raise ValueError(
+            f"overlap_degree is {overlap_degree} and slots is {slots}: wanted 0 or more of each; "
+            "0 of either means no replicas"
+        )
+    layer = _Layer(
+        owners_only,
+        load,
+        topology.sum_over_nodes(load),
+        topology,
+        slots,
+        min(overlap_degree, owners_only.num_experts),
     )
-    return refine_replicas(placement, load, topology, slots=slots, max_replicated=overlap_degree)
+    plain = layer.owners_model()
+    limit = plain.most_loaded()[0]
+    if limit <= BALANCED_RATIO * plain.mean or layer.max_replicated == 0 or slots == 0:
+        return owners_only
+    best: EvenDispatchModel | None = None
+    for model in _starts(layer, plain):
+        _search(model, layer, DEFAULT_MAX_MOVES)
+        if best is None or model.most_loaded()[0] < best.most_loaded()[0]:
+            best = model
+        if best.most_loaded()[0] <= min(limit, RESTART_RATIO * best.mean):
+            break
+    if best is None or best.most_loaded()[0] > limit:
+        return owners_only
+    return ExpertPlacement(owners_only.owner_E, best.present_ED(), slots=slots)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What is planned for: one layer's owners and loads, and how many replicas are allowed."""
+
+    owners_only: ExpertPlacement
+    load_DE: np.ndarray
+    node_load_NE: np.ndarray
+    topology: Topology
+    slots: int
+    max_replicated: int
+
+    def owners_model(self) -> EvenDispatchModel:
+        return EvenDispatchModel(self.owners_only.owner_E, self.load_DE, self.node_load_NE, self.topology)
+
+    def model_of(self, placement: ExpertPlacement) -> EvenDispatchModel:
+        model = self.owners_model()
+        model.spread_like(placement)
+        return model
+
+
+def _starts(layer: _Layer, owners_model: EvenDispatchModel) -> Iterator[EvenDispatchModel]:
+    """Where the search starts, in the order in which to try.
+
+    Hecate's Alg. 1 comes first where its memory does not bind (m == t): it then puts the
+    top experts everywhere, which no search has to improve. Else :func:`seed_replicas` is first: it
+    ends nearer to balance than Alg. 1 and takes less time. With few devices one start can end
+    in a corner and time is short anyway, so that there are more: Alg. 1, the most loaded
+    expert everywhere, and the owners alone.
+    """
+    num_devices, slots, max_replicated = layer.topology.num_devices, layer.slots, layer.max_replicated
+
+    def alg1() -> EvenDispatchModel:
+        return layer.model_of(
+            sparse_materialization(
+                layer.owners_only.owner_E,
+                np.array(owners_model.total),
+                layer.topology,
+                overlap_degree=max_replicated,
+                slots=slots,
+            )
+        )
+
+    fills_all = slots >= max_replicated
+    if fills_all:
+        yield alg1()
+    seeded = layer.owners_model()
+    seed_replicas(seeded, layer.topology, slots=slots, max_replicated=max_replicated)
+    yield seeded
+    if num_devices > NUM_CANDIDATES:
+        return
+    if not fills_all:
+        yield alg1()
+    everywhere = layer.owners_model()
+    hottest = everywhere.total.index(max(everywhere.total))
+    others = [device for device in range(num_devices) if device != everywhere.owners[hottest]]
+    if others:
+        everywhere.spread(hottest, others)
+        everywhere.sort_loads()
+        yield everywhere
+    yield owners_model
 
 
 def refine_replicas(
@@ -65,16 +153,14 @@ def refine_replicas(
 ) -> ExpertPlacement:
     """Moves replicas while that lowers the most loaded device under even dispatch.
 
-    The search starts from the input. Each move relieves the most loaded device: a new replica of one of
+    Each move relieves the most loaded device: a new replica of one of
     its experts on a free slot, the same in exchange for a replica there, or the end of one of
     its own replicas. Of the moves tried (its experts by descending share; with many devices, until
     one lets the next device be the most loaded), the one whose most loaded affected device ends lowest is
     made; all must end below the present maximum, so it never rises and the search ends: when
     balanced, when nothing helps, or after ``max_moves``.
 
-    A search that ends above ``RESTART_RATIO`` is repeated from the owners alone, if
-    ``max_moves`` can fill all slots, and with few devices once more from the owners and the
-    most loaded expert everywhere; the best result is returned.
+    The search starts from the input, or from the owners alone if it would end worse than those.
 
     Args:
         placement: Where to start.
@@ -98,37 +184,31 @@ def refine_replicas(
         )
     if max_replicated is None:
         max_replicated = placement.num_experts
-    node_load_NE = topology.sum_over_nodes(load)
-    mean = float(load.sum()) / topology.num_devices
-    owners_only = ExpertPlacement.owners_only(placement.owner_E, topology.num_devices)
-    load_E = load.sum(axis=0)
-    owners_max = float(np.bincount(placement.owner_E, weights=load_E, minlength=topology.num_devices).max())
-    starts = [placement, owners_only]
-    if topology.num_devices <= NUM_CANDIDATES and slots > 0 and max_replicated > 0:
-        hottest = int(load_E.argmax())
-        starts.append(owners_only.with_replicas((hottest, d) for d in range(topology.num_devices)))
-    best, best_max = placement, np.inf
-    for start in starts:
-        may_stop = best_max <= RESTART_RATIO * mean or topology.num_devices * slots > max_moves
-        if may_stop and best_max <= owners_max:
-            break
-        model = EvenDispatchModel(start, load, node_load_NE, topology)
-        num_moves = 0
-        while num_moves < max_moves and model.most_loaded()[0] > BALANCED_RATIO * mean:
-            move = _best_move(model, topology, slots, max_replicated, MIN_GAIN * mean)
-            if move is None:
-                break
-            num_moves += 1
-            for expert, device in move.ends:
-                model.remove(expert, device)
-            for expert, device in move.begins:
-                model.add(expert, device)
-        if model.most_loaded()[0] < best_max:
-            best_max = model.most_loaded()[0]
-            best = start
-            if num_moves:
-                best = ExpertPlacement(placement.owner_E, model.present_ED(), slots=slots)
-    return best
+    layer = _Layer(placement, load, topology.sum_over_nodes(load), topology, slots, max_replicated)
+    plain = layer.owners_model()
+    limit = plain.most_loaded()[0]
+    model = layer.model_of(placement)
+    num_moves = _search(model, layer, max_moves)
+    if model.most_loaded()[0] > limit:
+        model = plain
+        num_moves = 1 + _search(model, layer, max_moves)
+    return ExpertPlacement(placement.owner_E, model.present_ED(), slots=slots) if num_moves else placement
+
+
+def _search(model: EvenDispatchModel, layer: _Layer, max_moves: int) -> int:
+    """Makes the best move until balanced, nothing helps or ``max_moves`` are made; returns their number."""
+    mean = model.mean
+    for num_moves in range(max_moves):
+        if model.most_loaded()[0] <= BALANCED_RATIO * mean:
+            return num_moves
+        move = _best_move(model, layer, MIN_GAIN * mean)
+        if move is None:
+            return num_moves
+        for expert, device in move.ends:
+            model.remove(expert, device)
+        for expert, device in move.begins:
+            model.add(expert, device)
+    return max_moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,32 +219,23 @@ class _Move:
     begins: tuple[tuple[int, int], ...] = ()
 
 
-def _best_move(
-    model: EvenDispatchModel, topology: Topology, slots: int, max_replicated: int, min_gain: float
-) -> _Move | None:
+def _best_move(model: EvenDispatchModel, layer: _Layer, min_gain: float) -> _Move | None:
     """The move after which the most loaded of the devices it affects is lowest."""
-    loads, node_of, replicas, ascending = model.loads, model.node_of, model.replicas, model.ascending
-    highest, device = model.most_loaded()
+    node_of, replicas, ascending, slots = model.node_of, model.replicas, model.ascending, layer.slots
+    highest, device = ascending[-1]
     best = highest - min_gain  # a move must leave every device it affects below this
     move: _Move | None = None
     node = node_of[device]
-    num_devices = len(loads)
-    candidates = ascending[:NUM_CANDIDATES]
-    if num_devices > NUM_CANDIDATES:
-        here_first = sorted([(loads[other], other) for other in topology.devices_by_node[node]])
-        candidates += [entry for entry in here_first[:NUM_NODE_CANDIDATES] if entry not in candidates]
-    targets = [
-        (target, load, node_of[target], len(replicas[target]) < slots)
-        for load, target in candidates
-        if target != device
-    ]
+    targets = _targets(model, layer)
     endings_on: dict[int, list[tuple[int, float, float, float]]] = {}
-    may_widen = model.num_replicated < max_replicated
+    may_widen = model.num_replicated < layer.max_replicated
 
     # Below the next device's load a move lowers the maximum no further; few devices are searched fully.
-    enough = ascending[-2][0] if num_devices > NUM_CANDIDATES else -1.0
-    for expert in sorted(model.owned[device] + replicas[device], key=lambda e: -model.share_on(e, device)):
-        if move is not None and best <= enough:
+    enough = ascending[-2][0] if len(ascending) > NUM_CANDIDATES else -1.0
+    here_shares = [(model.share_on(e, device), e) for e in model.owned[device] + replicas[device]]
+    here_shares.sort(reverse=True)
+    for share_here, expert in here_shares:
+        if highest - share_here >= best or (move is not None and best <= enough):
             break
         shares = model.shares(expert)
         near_here, far = shares.near[node], shares.far
@@ -174,24 +245,26 @@ def _best_move(
         holders, holders_in, node_load = shares.holders, shares.holders_in, shares.node_load
         num_after = len(holders) + 1
         is_new = num_after == 2
-        for target, target_load, target_node, has_free_slot in targets:
+        here_without_far = highest - far
+        for target_load, target in targets:
             if target in holders:
                 continue
+            target_node = node_of[target]
             if target_node in holders_in:
                 far_after = unserved / num_after
                 count = holders_in[target_node]
                 near_after = (near[target_node] * count - own[target]) / (count + 1)
-                here = highest - far + far_after
+                here = here_without_far + far_after
                 if target_node == node:
                     here += near_after - near_here
                 there = target_load + own[target] + near_after + far_after
             else:
                 far_after = (unserved - node_load[target_node]) / num_after
-                here = highest - far + far_after
+                here = here_without_far + far_after
                 there = target_load + node_load[target_node] + far_after
             if here >= best:
                 continue
-            if has_free_slot:
+            if len(replicas[target]) < slots:
                 if there < best and (may_widen or not is_new):
                     best = here if here > there else there
                     move = _Move(begins=((expert, target),))
@@ -208,6 +281,8 @@ def _best_move(
                     best = max(worst, there - share, here + growth_here)
                     move = _Move(ends=((replica, target),), begins=((expert, target),))
 
+    if move is not None and best <= enough:
+        return move
     for replica in replicas[device]:
         _, share, worst, _ = _ending(model, replica, device, device)
         worst = max(worst, highest - share)
@@ -215,6 +290,20 @@ def _best_move(
             best = worst
             move = _Move(ends=((replica, device),))
     return move
+
+
+def _targets(model: EvenDispatchModel, layer: _Layer) -> list[tuple[float, int]]:
+    """(load, device) of the devices to try: the least loaded ones, and some of the most loaded one's node."""
+    loads, ascending = model.loads, model.ascending
+    device = ascending[-1][1]
+    if len(loads) <= NUM_CANDIDATES:
+        return ascending[:-1]
+    targets = ascending[:NUM_CANDIDATES]
+    members = layer.topology.devices_by_node[model.node_of[device]]
+    for entry in sorted([(loads[other], other) for other in members])[:NUM_NODE_CANDIDATES]:
+        if entry not in targets and entry[1] != device:
+            targets.append(entry)
+    return targets
 
 
 def _ending(

@@ -95,7 +95,8 @@ def test_refinement_never_raises_the_maximum(case, seed, spare, max_moves):
 def test_the_incremental_model_keeps_up(case, seed):
     topology, placement = case
     load_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts).astype(np.float64)
-    model = EvenDispatchModel(placement, load_DE, topology.sum_over_nodes(load_DE), topology)
+    model = EvenDispatchModel(placement.owner_E, load_DE, topology.sum_over_nodes(load_DE), topology)
+    model.spread_like(placement)
     rng = np.random.default_rng(seed)
     for _ in range(12):
         expert = int(rng.integers(placement.num_experts))
