@@ -45,8 +45,8 @@ class ExpertActivation:
 
     def _gated(self, x: torch.Tensor) -> torch.Tensor:
         if self.interleave is not None:
-            shape = x.shape
-            x = x.reshape(*shape[:-1], -1, 2, self.interleave).transpose(-3, -2).reshape(shape)
+            # Not reshape: it cannot work out a size for an expert without rows.
+            x = x.unflatten(-1, (-1, 2, self.interleave)).transpose(-3, -2).flatten(-3)
         gate, linear = torch.chunk(x, 2, dim=-1)
         if self.clamp is not None:
             gate = gate.clamp(max=self.clamp)

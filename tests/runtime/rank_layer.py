@@ -1,0 +1,366 @@
+"""One rank's MoE layer on the runtime, driven as an adapter does, next to the reference.
+
+Shape letters: T tokens of this rank, M model dim, F ffn dim, E experts, D devices.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
+from megatron_fssdp.planning.load_history import LoadHistory
+from megatron_fssdp.planning.placement import ExpertPlacement, even_owners
+from megatron_fssdp.planning.topology import Topology
+from megatron_fssdp.planning.transfer_plan import plain_transfer, two_level_transfer
+from megatron_fssdp.runtime import token_exchange
+from megatron_fssdp.runtime.expert_activation import ExpertActivation
+from megatron_fssdp.runtime.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.expert_layout import ExpertLayout
+from megatron_fssdp.runtime.grouped_ffn import grouped_ffn
+from megatron_fssdp.runtime.layer_executor import LayerExecutor
+from megatron_fssdp.runtime.moe_runtime import MoERuntime
+from megatron_fssdp.runtime.token_exchange import DispatchRecord
+from megatron_fssdp.strategies.registry import build_strategy
+from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
+
+from .reference_layer import BLOCK, CLAMP, OFFSET, draw_weights, reference_forward
+
+MODEL_DIM, FFN_DIM = 5, 6
+STEP_SIZE = 0.05
+
+ACTIVATIONS = {
+    "gelu": ExpertActivation(functional.gelu),
+    "relu": ExpertActivation(functional.relu),
+    "squared_relu": ExpertActivation(lambda x: functional.relu(x).square()),
+    "swiglu": ExpertActivation(functional.silu, gated=True),
+    "clamped_geglu": ExpertActivation(
+        lambda x: x * torch.sigmoid(1.702 * x), gated=True, clamp=CLAMP, linear_offset=OFFSET
+    ),
+    "interleaved_swiglu": ExpertActivation(functional.silu, gated=True, interleave=BLOCK),
+}
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """One combination to compare with the reference.
+
+    Attributes:
+        name: Test id.
+        placement: "owners", "random", "everywhere", "nowhere_else" (random, but one rank holds
+            nothing at all), "replicas_only" (random, but one rank owns nothing and holds a
+            replica), or a strategy's name.
+        settings: Of the strategy, as (key, value) pairs.
+        owners: Owner of each expert; Megatron's even owners by default.
+        routing: "skewed", "dropped" (some choices are missing, some tokens have none),
+            "one_expert", "one_device" (only experts of the last device) or "even".
+        tokens: Tokens of each rank; some random small numbers by default.
+        schedule: Order of forwards and backwards of an iteration's micro-batches.
+        recompute: None, "reentrant" or "non_reentrant".
+        inputs: Which of "hidden" and "probs" require a gradient.
+    """
+
+    name: str
+    placement: str = "random"
+    settings: tuple[tuple[str, int], ...] = ()
+    num_experts: int = 8
+    top_k: int = 2
+    owners: tuple[int, ...] | None = None
+    activation: str = "swiglu"
+    biases: bool = False
+    probs_on_input: bool = False
+    num_nodes: int = 1
+    routing: str = "skewed"
+    tokens: tuple[int, ...] | None = None
+    num_iterations: int = 2
+    schedule: str = "FB"
+    recompute: str | None = None
+    inputs: tuple[str, ...] = ("hidden", "probs")
+    driven: bool = True
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def seed(self) -> int:
+        """Different for cases of different names, the same in every process."""
+        return sum((i + 1) * ord(letter) for i, letter in enumerate(self.name))
+
+
+@dataclass
+class CaseResult:
+    """What one rank found.
+
+    Attributes:
+        errors: Largest difference from the reference by quantity, relative to its largest value.
+        num_replicas: Replicas of each iteration's placement.
+        num_present: Experts present on this rank in each iteration.
+        digests: Each iteration's placement.
+    """
+
+    errors: dict[str, float] = field(default_factory=dict)
+    num_replicas: list[int] = field(default_factory=list)
+    num_present: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+
+    def compare(self, what: str, got: Tensor | None, wanted: Tensor | None) -> None:
+        """Note a difference; missing gradients count as zeros."""
+        if wanted is None or not wanted.numel():
+            return
+        got = torch.zeros_like(wanted) if got is None else got.detach().to(wanted.dtype)
+        assert got.shape == wanted.shape, f"{what}: {tuple(got.shape)} instead of {tuple(wanted.shape)}"
+        scale = max(float(wanted.abs().max()), 1e-6)
+        error = float((got - wanted).abs().max()) / scale
+        self.errors[what] = max(self.errors.get(what, 0.0), error if error == error else float("inf"))
+
+
+class DrawnPlacements:
+    """A strategy for tests: a new random placement of one kind with every plan."""
+
+    window = 1
+
+    def __init__(self, kind: str, seed: int) -> None:
+        self.kind = kind
+        self.rng = np.random.default_rng(seed)
+
+    def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
+        """The next placement; all ranks draw the same ones."""
+        shape = (context.num_experts, context.num_devices)
+        share = {"owners": 0.0, "everywhere": 1.0}.get(self.kind, self.rng.choice([0.3, 0.6]))
+        present_ED = self.rng.random(shape) < share
+        poorest = int(np.bincount(context.owner_E, minlength=context.num_devices).argmin())
+        if self.kind == "nowhere_else":
+            present_ED[:, poorest] = False
+        elif self.kind == "replicas_only":
+            present_ED[self.rng.integers(context.num_experts), poorest] = True
+        present_ED[np.arange(context.num_experts), context.owner_E] = True
+        placement = ExpertPlacement(context.owner_E, present_ED)
+        plain = self.rng.random() < 0.3
+        return LayerPlan(
+            placement,
+            plain_transfer(placement) if plain else two_level_transfer(placement, context.topology),
+        )
+
+
+def strategy_of(case: LayerCase) -> Strategy:
+    """A real strategy where the case names one, else drawn placements."""
+    if case.placement in SETTINGS_BY_STRATEGY:
+        return build_strategy(
+            case.placement, SETTINGS_BY_STRATEGY[case.placement].model_validate(dict(case.settings))
+        )
+    return DrawnPlacements(case.placement, case.seed)
+
+
+def moe_forward(
+    executor: LayerExecutor,
+    hidden: Tensor,
+    probs: Tensor,
+    routing_map: Tensor,
+    activation: ExpertActivation,
+    *,
+    probs_on_input: bool = False,
+    exchanges: list[DispatchRecord] | None = None,
+) -> Tensor:
+    """The layer's forward pass in the adapter's order of steps."""
+    group = executor.groups.expert_parallel
+    executor.prepare()
+    micro_batch = executor.begin_micro_batch(routing_map)
+    record = micro_batch.exchange
+    if exchanges is not None:
+        exchanges.append(record)
+    hidden, experts = micro_batch.materialization.apply(hidden)
+    rows, row_probs = token_exchange.permute(hidden, probs, record)
+    rows, row_probs = token_exchange.dispatch(rows, row_probs, record, group)
+    rows, row_probs = token_exchange.sort_by_expert(rows, row_probs, record)
+    rows = grouped_ffn(
+        rows, row_probs, record.rows_per_expert, experts, activation, probs_on_input=probs_on_input
+    )
+    rows = token_exchange.combine(token_exchange.sort_by_source(rows, record), record, group)
+    return token_exchange.unpermute(rows, record)
+
+
+@dataclass
+class Inputs:
+    """One micro-batch of all ranks, in rank order; fp64 values that the case's dtype can hold."""
+
+    hidden: Tensor
+    probs: Tensor
+    routing_map: Tensor
+    cotangent: Tensor
+    tokens: Sequence[int]
+
+    def of_rank(self, tensor: Tensor, rank: int) -> Tensor:
+        """One rank's rows of a tensor of all ranks."""
+        return torch.split(tensor, list(self.tokens))[rank]
+
+
+def draw_inputs(case: LayerCase, owner_E: np.ndarray, world_size: int, rng: np.random.Generator) -> Inputs:
+    """The same on every rank."""
+    tokens = case.tokens or tuple(int(n) for n in rng.integers(3, 14, world_size))
+    total, num_experts = sum(tokens), case.num_experts
+    sigma = 0.0 if case.routing == "even" else 1.5
+    score_TE = rng.normal(0, sigma, num_experts) + rng.gumbel(size=(total, num_experts))
+    if case.routing == "one_expert":
+        score_TE[:, rng.integers(num_experts)] += 1e3
+    if case.routing == "one_device":
+        score_TE[:, owner_E == owner_E.max()] += 1e3
+    chosen = np.argsort(-score_TE, axis=1)[:, : case.top_k]
+    routing = np.zeros((total, num_experts), dtype=bool)
+    np.put_along_axis(routing, chosen, True, axis=1)
+    if case.routing == "dropped":
+        routing &= rng.random(routing.shape) < 0.7
+        routing[rng.random(total) < 0.2] = False
+
+    def values(*shape: int) -> Tensor:
+        return torch.from_numpy(rng.normal(size=shape)).to(case.dtype).double()
+
+    probs = torch.from_numpy(rng.random((total, num_experts))).float().double()
+    return Inputs(
+        values(total, MODEL_DIM), probs, torch.from_numpy(routing), values(total, MODEL_DIM), tokens
+    )
+
+
+def build_layer(
+    case: LayerCase, owner_E: np.ndarray, weights: list[list[Tensor]], runtime: MoERuntime
+) -> tuple[LayerExecutor, dict[int, list[torch.nn.Parameter]]]:
+    """This rank's executor over copies of the experts it owns."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    parameters = {
+        int(e): [torch.nn.Parameter(tensor.to(case.dtype).clone()) for tensor in weights[e]]
+        for e in np.flatnonzero(owner_E == rank)
+    }
+    topology = Topology.uniform(world_size, case.num_nodes)
+    executor = runtime.add_layer(
+        LayerContext(1, owner_E, topology),
+        ExpertGroups(dist.group.WORLD, topology),
+        parameters,
+        layout=ExpertLayout.of([tensor.to(case.dtype) for tensor in weights[0]]),
+    )
+    return executor, parameters
+
+
+def compare_with_reference(rank: int, world_size: int, cases: Sequence[LayerCase]) -> dict[str, CaseResult]:
+    """Run every case on this rank; by name of the case."""
+    results = {}
+    for case in cases:
+        try:
+            results[case.name] = _run_case(rank, world_size, case)
+        except Exception as error:
+            raise RuntimeError(f"case {case.name} on rank {rank}: {error}") from error
+    return results
+
+
+def _run_case(rank: int, world_size: int, case: LayerCase) -> CaseResult:
+    rng = np.random.default_rng(case.seed)
+    owner_E = np.array(case.owners) if case.owners else even_owners(case.num_experts, world_size)
+    weights = draw_weights(case.seed, case.num_experts, MODEL_DIM, FFN_DIM, case.activation, case.biases)
+    weights = [[t.to(case.dtype).double().requires_grad_() for t in tensors] for tensors in weights]
+    runtime = MoERuntime(strategy_of(case), measure=True, check_plans=True)
+    executor, parameters = build_layer(
+        case, owner_E, [[t.detach() for t in tensors] for tensors in weights], runtime
+    )
+    result = CaseResult()
+    for _ in range(case.num_iterations):
+        batches = [draw_inputs(case, owner_E, world_size, rng) for _ in range(case.schedule.count("F"))]
+        if case.driven:
+            runtime.begin_iteration()
+        plan = executor.prepare()
+        result.num_replicas.append(plan.placement.num_replicas)
+        result.num_present.append(len(plan.placement.experts_on(rank)))
+        result.digests.append(plan.placement.digest())
+        own = _run_iteration(executor, case, batches, rank, result)
+        _compare_iteration(case, batches, weights, parameters, own, rank, result)
+        if case.driven:
+            counts_DE = np.stack(
+                [
+                    sum(batch.of_rank(batch.routing_map, d).sum(0).numpy() for batch in batches)
+                    for d in range(world_size)
+                ]
+            )
+            assert np.array_equal(runtime.end_iteration()[0].counts_DE, counts_DE)
+        with torch.no_grad():
+            for expert, tensors in enumerate(weights):
+                for i, tensor in enumerate(tensors):
+                    assert tensor.grad is not None
+                    tensor -= STEP_SIZE * tensor.grad
+                    tensor.copy_(tensor.to(case.dtype))
+                    tensor.grad = None
+                    if expert in parameters:
+                        parameters[expert][i].grad = None
+                        parameters[expert][i].copy_(tensor)
+    return result
+
+
+Leaves = list[tuple[Tensor, Tensor, Tensor | None]]
+
+
+def _run_iteration(
+    executor: LayerExecutor, case: LayerCase, batches: list[Inputs], rank: int, result: CaseResult
+) -> Leaves:
+    """Forwards and backwards in the case's order: hidden, probs and output of every micro-batch."""
+    activation = ACTIVATIONS[case.activation]
+    leaves: Leaves = []
+    num_backwards = 0
+    for step in case.schedule:
+        if step == "F":
+            batch = batches[len(leaves)]
+            hidden = batch.of_rank(batch.hidden, rank).to(case.dtype)
+            hidden.requires_grad_("hidden" in case.inputs)
+            probs = batch.of_rank(batch.probs, rank).to(torch.promote_types(case.dtype, torch.float32))
+            probs.requires_grad_("probs" in case.inputs)
+            routing_map = batch.of_rank(batch.routing_map, rank)
+
+            def forward(h: Tensor, p: Tensor, routing_map: Tensor = routing_map) -> Tensor:
+                return moe_forward(
+                    executor, h, p, routing_map, activation, probs_on_input=case.probs_on_input
+                )
+
+            if case.recompute is None:
+                output = forward(hidden, probs)
+            else:
+                output = checkpoint(forward, hidden, probs, use_reentrant=case.recompute == "reentrant")
+            leaves.append((hidden, probs, output))
+        else:
+            batch = batches[num_backwards]
+            hidden, probs, output = leaves[num_backwards]
+            assert output is not None
+            (output * batch.of_rank(batch.cotangent, rank).to(output.dtype)).sum().backward()
+            leaves[num_backwards] = (hidden, probs, output.detach())
+            num_backwards += 1
+    return leaves
+
+
+def _compare_iteration(
+    case: LayerCase,
+    batches: list[Inputs],
+    weights: list[list[Tensor]],
+    parameters: dict[int, list[torch.nn.Parameter]],
+    own: Leaves,
+    rank: int,
+    result: CaseResult,
+) -> None:
+    for batch, (hidden, probs, output) in zip(batches, own, strict=True):
+        all_hidden = batch.hidden.clone().requires_grad_()
+        all_probs = batch.probs.clone().requires_grad_()
+        wanted = reference_forward(
+            all_hidden,
+            all_probs,
+            batch.routing_map,
+            weights,
+            case.activation,
+            probs_on_input=case.probs_on_input,
+        )
+        (wanted * batch.cotangent).sum().backward()
+        assert all_hidden.grad is not None
+        assert all_probs.grad is not None
+        result.compare("output", output, batch.of_rank(wanted.detach(), rank))
+        if "hidden" in case.inputs:
+            result.compare("hidden gradient", hidden.grad, batch.of_rank(all_hidden.grad, rank))
+        if "probs" in case.inputs:
+            result.compare("probs gradient", probs.grad, batch.of_rank(all_probs.grad, rank))
+    for expert, tensors in parameters.items():
+        for i, parameter in enumerate(tensors):
+            result.compare(f"parameter {i} gradient", parameter.grad, weights[expert][i].grad)
