@@ -91,6 +91,8 @@ class LayerExecutor:
             :class:`ExpertWeights`. The tensors stay Megatron's own.
         strategy: Decides.
         clock: Who ends iterations.
+        layout: Shapes of one expert's tensors; by default those of this rank's parameters.
+            A rank that owns no expert of the layer has to be told.
         measure: Whether to work out the device loads that reports show; they cost a
             little host time per micro-batch.
         check_plans: Compare the plans of all ranks before using them.
@@ -101,10 +103,12 @@ class LayerExecutor:
     parameters: Mapping[int, Sequence[torch.nn.Parameter]]
     strategy: Strategy
     clock: IterationClock = field(default_factory=IterationClock)
+    layout: ExpertLayout | None = None
     measure: bool = False
     check_plans: bool = False
     history: LoadHistory = field(init=False)
     load: LayerLoad = field(init=False)
+    _layout: ExpertLayout = field(init=False)
     _plan: LayerPlan | None = field(init=False, default=None)
     _transfer: SparseTransfer | None = field(init=False, default=None)
 
@@ -118,6 +122,7 @@ class LayerExecutor:
                 f"layer {self.context.layer}: got parameters of experts {tuple(self.parameters)}, "
                 f"wanted those this rank owns, {owned}"
             )
+        self._layout = self._layout_of_all()
 
     def renumber(self, layer: int) -> None:
         """Take the layer number that the model assigns after building its layers."""
@@ -154,9 +159,8 @@ class LayerExecutor:
         exchange = plan_exchange(
             routing_map, counts_DE, plan.placement, self.groups.topology, self.groups.device
         )
-        layout = ExpertLayout.of(next(iter(self.parameters.values())))
-        transfer = self._transfer_of(plan, layout, routing_map.device)
-        bytes_moved = plan.transfer.total_bytes(layout.num_bytes)
+        transfer = self._transfer_of(plan, routing_map.device)
+        bytes_moved = plan.transfer.total_bytes(self._layout.num_bytes)
         self.load.num_replicas = plan.placement.num_replicas
         self.load.spag_bytes += bytes_moved
 
@@ -165,7 +169,9 @@ class LayerExecutor:
 
         return MicroBatch(
             exchange,
-            Materialization(plan.placement, self.groups.device, layout, self.parameters, transfer, finished),
+            Materialization(
+                plan.placement, self.groups.device, self._layout, self.parameters, transfer, finished
+            ),
         )
 
     def end_iteration(self) -> LayerLoad:
@@ -178,13 +184,25 @@ class LayerExecutor:
         self._transfer = None
         return load
 
-    def _transfer_of(self, plan: LayerPlan, layout: ExpertLayout, device: torch.device) -> SparseTransfer:
+    def _layout_of_all(self) -> ExpertLayout:
+        layouts = {ExpertLayout.of(tensors) for tensors in self.parameters.values()}
+        if self.layout is not None:
+            layouts.add(self.layout)
+        if len(layouts) != 1:
+            raise ValueError(
+                f"layer {self.context.layer}: got {len(layouts)} expert layouts "
+                f"{sorted(map(str, layouts))}, wanted one for all experts; a rank that owns none of them "
+                "needs the layout argument"
+            )
+        return layouts.pop()
+
+    def _transfer_of(self, plan: LayerPlan, device: torch.device) -> SparseTransfer:
         if self._transfer is None:
             self._transfer = SparseTransfer(
                 self.groups.expert_parallel,
                 plan.transfer,
-                num_elements=layout.numel,
-                dtype=layout.dtype,
+                num_elements=self._layout.numel,
+                dtype=self._layout.dtype,
                 device=device,
                 chunk_bytes=_CHUNK_BYTES,
             )

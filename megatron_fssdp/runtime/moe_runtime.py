@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from megatron_fssdp.runtime.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.expert_layout import ExpertLayout
 from megatron_fssdp.runtime.layer_executor import IterationClock, LayerExecutor, LayerLoad
 from megatron_fssdp.strategies.strategy import LayerContext, Strategy
 
@@ -39,14 +40,24 @@ class MoERuntime:
         context: LayerContext,
         groups: ExpertGroups,
         parameters: Mapping[int, Sequence[torch.nn.Parameter]],
+        *,
+        layout: ExpertLayout | None = None,
     ) -> LayerExecutor:
-        """Register a layer; layers must be added in the same order on every rank."""
+        """Register a layer; layers must be added in the same order on every rank.
+
+        Args:
+            context: What the strategy may know of the layer.
+            groups: Process group and topology.
+            parameters: Parameters of each expert this rank owns, by expert.
+            layout: Shapes of one expert's tensors, for ranks that own none.
+        """
         executor = LayerExecutor(
             context,
             groups,
             parameters,
             self.strategy,
             self.clock,
+            layout,
             # Every rank of the group knows the whole group's loads: one works them out.
             measure=self.measure and groups.device == 0,
             check_plans=self.check_plans,
