@@ -75,7 +75,8 @@ def _grouped(
     experts: Sequence[ExpertWeights],
     activation: Activation,
 ) -> torch.Tensor:
-    rows_G = torch.tensor(tokens_per_expert, device=x.device)
+    # Not torch.tensor(..., device=...): that makes the host wait for the device.
+    rows_G = torch.tensor(tokens_per_expert).to(x.device, non_blocking=True)
     ends_G = rows_G.cumsum(0).to(torch.int32)
     num_rows = x.shape[0]
 

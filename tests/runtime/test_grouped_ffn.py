@@ -1,0 +1,134 @@
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron_fssdp.runtime.expert_layout import ExpertWeights
+from megatron_fssdp.runtime.grouped_ffn import _grouped, _grouped_matmul_pays, _one_by_one, grouped_ffn
+
+from .rank_layer import ACTIVATIONS
+from .reference_layer import draw_weights, reference_forward
+
+M, F = 8, 16  # rows of 16 bytes in bf16, as grouped_mm wants them
+ROWS = [(3, 0, 5, 1), (0, 0, 7, 0), (4, 2, 2, 3), (0, 0, 0, 0)]
+
+
+def draw(
+    rows: tuple[int, ...], activation: str, biases: bool, dtype: torch.dtype, device: str = "cpu"
+) -> tuple[Tensor, Tensor, list[list[Tensor]]]:
+    """Rows sorted by expert, probabilities and weights, all leaves."""
+    generator = torch.Generator().manual_seed(sum(rows))
+    weights = draw_weights(5, len(rows), M, F, activation, biases)
+    x = torch.randn(sum(rows), M, generator=generator, dtype=torch.float64)
+    probs = torch.rand(sum(rows), generator=generator, dtype=torch.float64)
+    leaves = [x, probs, *(tensor for tensors in weights for tensor in tensors)]
+    leaves = [leaf.to(device, dtype).requires_grad_() for leaf in leaves]
+    size = len(weights[0])
+    return leaves[0], leaves[1], [leaves[i : i + size] for i in range(2, len(leaves), size)]
+
+
+def experts_of(weights: list[list[Tensor]]) -> list[ExpertWeights]:
+    return [ExpertWeights.from_tensors(tensors) for tensors in weights]
+
+
+def leaves_of(x: Tensor, probs: Tensor, weights: list[list[Tensor]]) -> list[Tensor]:
+    return [x, probs, *(tensor for tensors in weights for tensor in tensors)]
+
+
+def gradients(output: Tensor, leaves: list[Tensor], cotangent: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(output, leaves, cotangent, allow_unused=False))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("probs_on_input", [False, True])
+def test_the_loop_equals_the_reference(
+    rows: tuple[int, ...], activation: str, biases: bool, probs_on_input: bool
+) -> None:
+    x, probs, weights = draw(rows, activation, biases, torch.float64)
+    expert_T = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(rows))
+    routing_map = functional.one_hot(expert_T, len(rows)).bool()
+    wanted = reference_forward(
+        x,
+        probs.unsqueeze(1).expand(-1, len(rows)),
+        routing_map,
+        weights,
+        activation,
+        probs_on_input=probs_on_input,
+    )
+    got = grouped_ffn(
+        x, probs, rows, experts_of(weights), ACTIVATIONS[activation], probs_on_input=probs_on_input
+    )
+    torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-12)
+    cotangent = torch.randn_like(wanted)
+    leaves = leaves_of(x, probs, weights)
+    for ours, theirs in zip(
+        gradients(got, leaves, cotangent), gradients(wanted, leaves, cotangent), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.skipif(not hasattr(functional, "grouped_mm"), reason="torch has no grouped_mm")
+@pytest.mark.parametrize("rows", ROWS[:3])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu", "interleaved_swiglu"])
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_grouped_form_equals_the_loop(
+    rows: tuple[int, ...], activation: str, biases: bool, dtype: torch.dtype, tolerance: float, device: str
+) -> None:
+    x, probs, weights = draw(rows, activation, biases, dtype, device)
+    outputs, grads = [], []
+    for ffn in (_grouped, _one_by_one):
+        output = ffn(x, probs, rows, experts_of(weights), ACTIVATIONS[activation])
+        outputs.append(output)
+        # A sum's gradient has strides of zero, which grouped_mm's backward rejects.
+        grads.append(gradients(output.sum(), leaves_of(x, probs, weights), torch.ones((), device=device)))
+    assert outputs[0].dtype is dtype
+    for got, wanted in zip([outputs[0], *grads[0]], [outputs[1], *grads[1]], strict=True):
+        difference = (got - wanted).abs().max().item()
+        assert difference <= tolerance * max(1.0, wanted.abs().max().item())
+    empty = [grad for grad, n in zip(grads[0][2 :: len(weights[0])], rows, strict=True) if n == 0]
+    assert all(grad.eq(0).all() for grad in empty)
+
+
+@pytest.mark.parametrize("probs_on_input", [False, True])
+def test_without_experts_rows_and_probabilities_stay_in_the_graph(probs_on_input: bool) -> None:
+    x = torch.empty(0, M, requires_grad=True)
+    probs = torch.empty(0, requires_grad=True)
+    output = grouped_ffn(x, probs, (), (), ACTIVATIONS["gelu"], probs_on_input=probs_on_input)
+    assert output.shape == (0, M)
+    output.sum().backward()
+    assert x.grad is not None
+    assert probs.grad is not None
+
+
+def test_half_precision_rows_stay_half_under_fp32_probabilities() -> None:
+    x, _, weights = draw(ROWS[0], "swiglu", True, torch.bfloat16)
+    for probs_on_input in (False, True):
+        output = grouped_ffn(
+            x,
+            torch.rand(len(x)),
+            ROWS[0],
+            experts_of(weights),
+            ACTIVATIONS["swiglu"],
+            probs_on_input=probs_on_input,
+        )
+        assert output.dtype is torch.bfloat16
+
+
+def test_the_loop_runs_on_a_cpu() -> None:
+    x, _, weights = draw(ROWS[0], "gelu", False, torch.bfloat16)
+    assert not _grouped_matmul_pays(x, experts_of(weights))
+
+
+@pytest.mark.gpu
+def test_the_grouped_form_never_makes_the_host_wait() -> None:
+    x, probs, weights = draw(ROWS[0], "swiglu", True, torch.bfloat16, "cuda")
+    assert _grouped_matmul_pays(x, experts_of(weights))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        grouped_ffn(x, probs, ROWS[0], experts_of(weights), ACTIVATIONS["swiglu"]).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
