@@ -17,7 +17,8 @@ from .training_run import train
 
 ITERATIONS = 8
 ARGUMENTS = (
-    f"--expert-model-parallel-size 4 --train-iters {ITERATIONS} --seq-length 256 --max-position-embeddings 256"
+    f"--expert-model-parallel-size 4 --train-iters {ITERATIONS} "
+    "--seq-length 256 --max-position-embeddings 256"
 )
 
 

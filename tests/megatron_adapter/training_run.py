@@ -1,5 +1,6 @@
 """Whole trainings through Megatron's own command line, in forked ranks."""
 
+import atexit
 import contextlib
 import io
 import shlex
@@ -137,4 +138,5 @@ def _train_on_rank(
                 runpy.run_path(argv[0], run_name="__main__")
     except SystemExit as exit_request:
         exit_code = exit_request.code if isinstance(exit_request.code, int) else 1
+    atexit._run_exitfuncs()  # a forked rank leaves without them; a real one runs them
     return TrainingRun(tuple(losses), tuple(grad_norms), exit_code or 0, errors.getvalue())

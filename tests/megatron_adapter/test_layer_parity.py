@@ -1,0 +1,165 @@
+"""A layer built from the public spec functions, against a reference without distributed logic.
+
+The reference computes the global batch on one rank: for every token the sum over its
+experts of probability times feed-forward network, with the weights of all experts.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fssdp.testing.parallel_state import run_megatron_ranks
+
+TOKENS, HIDDEN, FFN, EXPERTS = 24, 16, 32, 8
+
+# name: (TransformerConfig arguments, strategy, settings)
+CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "ep, gelu": ({}, "ep", {}),
+    "fssdp, gelu, top-1": ({"moe_router_topk": 1, "moe_router_pre_softmax": True}, "fssdp", {"slots": 2}),
+    "fssdp, swiglu, biases, 2 nodes": (
+        {"activation_func": torch.nn.functional.silu, "gated_linear_unit": True, "add_bias_linear": True},
+        "fssdp",
+        {"slots": 3, "nodes": 2},
+    ),
+    "fssdp, clamped gate with offset, top-4": (
+        {
+            "activation_func": torch.nn.functional.silu,
+            "gated_linear_unit": True,
+            "activation_func_clamp_value": 0.05,
+            "glu_linear_offset": 1.0,
+            "moe_router_topk": 4,
+        },
+        "fssdp",
+        {"slots": 8},
+    ),
+    "fssdp, probabilities on the input": (
+        {"moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True},
+        "fssdp",
+        {"slots": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_output_and_all_gradients_equal_the_reference(world_size: int) -> None:
+    results = run_megatron_ranks(_compare_cases, world_size, ep=world_size)
+    for name, (worst, num_replicas) in results[0].items():
+        assert worst <= 1e-5, f"{name}: relative difference {worst}"
+        assert (num_replicas > 0) == ("fssdp" in name), name
+
+
+def _compare_cases(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
+    return {name: _compare(rank, world_size, *case) for name, case in CASES.items()}
+
+
+def _compare(
+    rank: int, world_size: int, options: dict[str, Any], strategy: str, settings: dict[str, Any]
+) -> tuple[float, int]:
+    import torch.distributed as dist
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    import megatron_fssdp
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=1,
+        ffn_hidden_size=FFN,
+        moe_ffn_hidden_size=FFN,
+        num_moe_experts=EXPERTS,
+        expert_model_parallel_size=world_size,
+        moe_token_dispatcher_type="alltoall",
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        **{"moe_router_topk": 2, "add_bias_linear": False, **options},
+    )
+    spec = megatron_fssdp.get_moe_module_spec(
+        use_te=False, num_experts=EXPERTS, strategy=strategy, settings=settings
+    )
+    layer = spec(config=config, pg_collection=None)
+    layer.set_layer_number(1)
+    generator = torch.Generator().manual_seed(7)
+    for parameter in layer.parameters():  # biases start at zero, which would hide mistakes
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, std=0.1)
+    worst = 0.0
+    for _ in range(3):  # without a training loop, every backward pass is an iteration
+        everyones = torch.randn(world_size, TOKENS, 1, HIDDEN, generator=generator)
+        everyones[..., 0] += 2  # a common direction: some experts become hot
+        upstream = torch.randn(world_size, TOKENS, 1, HIDDEN, generator=generator)
+        mine = everyones[rank].clone().requires_grad_()
+        layer.zero_grad()
+        output, _ = layer(mine)
+        num_replicas = layer.executor.prepare().placement.num_replicas
+        output.backward(upstream[rank])
+
+        weights = _all_weights(layer, world_size)
+        wanted, inputs, router = _reference(config, layer, weights, everyones, upstream)
+        router_gradient = layer.router.weight.grad.clone()
+        dist.all_reduce(router_gradient)
+        pairs = [(output, wanted[rank]), (mine.grad, inputs.grad[rank]), (router_gradient, router.grad)]
+        for expert, parameters in layer.executor.parameters.items():
+            pairs += [(p.grad, w.grad) for p, w in zip(parameters, weights[expert], strict=True)]
+        worst = max(worst, *(_relative(got, want) for got, want in pairs))
+    everyones_worst = torch.tensor(worst)
+    dist.all_reduce(everyones_worst, op=dist.ReduceOp.MAX)
+    return float(everyones_worst), num_replicas
+
+
+def _all_weights(layer: Any, world_size: int) -> dict[int, list[torch.Tensor]]:
+    import torch.distributed as dist
+
+    own = {e: [p.detach().clone() for p in ps] for e, ps in layer.executor.parameters.items()}
+    everyones: list[Any] = [None] * world_size
+    dist.all_gather_object(everyones, own)
+    return {e: [w.requires_grad_() for w in ws] for found in everyones for e, ws in found.items()}
+
+
+def _reference(
+    config: Any,
+    layer: Any,
+    weights: dict[int, list[torch.Tensor]],
+    everyones: torch.Tensor,
+    upstream: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    inputs = everyones.clone().requires_grad_()
+    router = layer.router.weight.detach().clone().requires_grad_()
+    x = inputs.reshape(-1, HIDDEN)
+    logits = x @ router.t()
+    k = config.moe_router_topk
+    if config.moe_router_pre_softmax:
+        scores, chosen = logits.softmax(dim=-1).topk(k, dim=-1)
+    else:
+        scores, chosen = logits.topk(k, dim=-1)
+        scores = scores.softmax(dim=-1)
+    rows = []
+    for token, (experts, probs) in enumerate(zip(chosen.tolist(), scores, strict=True)):
+        terms = [_expert(config, weights[e], x[token], p) for e, p in zip(experts, probs, strict=True)]
+        rows.append(torch.stack(terms).sum(dim=0))
+    output = torch.stack(rows).view_as(inputs)
+    output.backward(upstream)
+    return output, inputs, router
+
+
+def _expert(config: Any, tensors: list[torch.Tensor], x: torch.Tensor, prob: torch.Tensor) -> torch.Tensor:
+    fc1, fc2, *biases = tensors
+    if config.moe_apply_probs_on_input:
+        x, prob = x * prob, torch.ones(())
+    hidden = fc1 @ x + (biases[0] if biases else 0)
+    if config.gated_linear_unit:
+        gate, linear = hidden.chunk(2)
+        if config.activation_func_clamp_value is not None:
+            bound = config.activation_func_clamp_value
+            gate, linear = gate.clamp(max=bound), linear.clamp(-bound, bound)
+        hidden = config.activation_func(gate) * (linear + config.glu_linear_offset)
+    else:
+        hidden = config.activation_func(hidden)
+    return prob * (fc2 @ hidden + (biases[1] if biases else 0))
+
+
+def _relative(got: torch.Tensor, want: torch.Tensor | None) -> float:
+    want = torch.zeros_like(got) if want is None else want.detach()  # an expert without tokens
+    return float((got.detach() - want).norm() / want.norm().clamp_min(1e-3))
