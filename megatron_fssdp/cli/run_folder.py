@@ -6,9 +6,13 @@ from pathlib import Path
 import yaml
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.loading import load_yaml, validate
 from megatron_fssdp.config.run_config import RunConfig
 from megatron_fssdp.config.training_settings import TrainingSettings
 from megatron_fssdp.reporting.run_records import LOADS_FILE, METRICS_FILE
+
+# What a checkpoint's optimizer state belongs to.
+_FIXED_TRAINING_KEYS = frozenset({"optimizer", "lr", "min_lr", "precision"})
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,26 @@ class RunFolder:
                 )
         elif training.load_dir is not None:
             last_checkpoint(training.load_dir, "training.load_dir")
+
+    def check_unchanged(self, config: RunConfig) -> None:
+        """Refuse to resume as another model or with another optimizer than the checkpoints are of.
+
+        Args:
+            config: What is asked for now.
+
+        Raises:
+            ConfigurationError: It differs from the run's own configuration, or that is damaged.
+        """
+        before = validate(RunConfig, load_yaml(self.config), str(self.config))
+        for section in ("model", "training"):
+            then, now = getattr(before, section), getattr(config, section)
+            for name in type(now).model_fields:
+                fixed = section == "model" or name in _FIXED_TRAINING_KEYS
+                if fixed and getattr(then, name) != getattr(now, name):
+                    raise ConfigurationError(
+                        f"--resume: {section}.{name} is {getattr(now, name)}, but {self.path} was started "
+                        f"with {getattr(then, name)}; keep that, or start a new run"
+                    )
 
     def create(self, config: RunConfig) -> None:
         """Make the folder and write the configuration.

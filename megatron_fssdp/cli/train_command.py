@@ -113,6 +113,8 @@ def train(request: TrainRequest, resume: bool, console: Console) -> int:
         )
     folder = RunFolder(request.out_dir(config))
     folder.check(config.training, resume)
+    if resume:
+        folder.check_unchanged(config)
     data = _built_data(config.data, folder.path, console)
     if data is not None:
         config = config.model_copy(

@@ -242,7 +242,10 @@ def _checkpoint_arguments(training: TrainingSettings, out_dir: Path, resume: boo
         arguments += _pairs(save=own, save_interval=training.save_interval or training.iterations)
         arguments += ["--ckpt-format", "torch_dist"]
     load = own if resume else training.load_dir
-    return arguments + (_pairs(load=load) if load is not None else [])
+    if load is not None:
+        # The schedule is what this run asks for: with more iterations it differs from the checkpoint's.
+        arguments += [*_pairs(load=load), "--override-opt_param-scheduler"]
+    return arguments
 
 
 def _device_arguments(config: RunConfig, installation: Installation) -> list[str]:

@@ -1,5 +1,6 @@
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -182,6 +183,19 @@ def test_resume_wants_a_checkpoint_and_work_to_do(command, tmp_path):
     (out / "checkpoints").mkdir(parents=True)
     (out / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("60\n")
     assert "has finished its 60 iterations; ask for more with --iters" in command(*asked)[2]
+
+
+def test_resume_as_another_model_is_refused(command, tmp_path):
+    data, out = fake_data(tmp_path / "data"), tmp_path / "x"
+    (out / "checkpoints").mkdir(parents=True)
+    (out / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("10\n")
+    shutil.copy(TINY, out / "config.yaml")
+    asked = ("train", TINY, "--set", f"data.path={data}", "--out", out, "--resume")
+    for setting in ("model.hidden_size=128", "training.lr=1e-2"):
+        code, _, err = command(*asked, "--set", setting)
+        assert code == 2
+        assert f"--resume: {setting.split('=')[0]} is" in err
+        assert "was started with" in err
 
 
 def test_runs_over_several_machines_are_not_started_here(command, tmp_path):
