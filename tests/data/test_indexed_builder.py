@@ -11,6 +11,8 @@ from megatron_fssdp.data.indexed_builder import build_data
 from megatron_fssdp.data.manifest import read_manifest
 from megatron_fssdp.data.tokenizer import BpeTokenizer
 
+pytestmark = pytest.mark.filterwarnings("ignore:Could not determine rank")  # Megatron logs by rank
+
 
 @pytest.fixture
 def corpus(tmp_path) -> Corpus:
