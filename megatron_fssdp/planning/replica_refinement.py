@@ -4,24 +4,34 @@ Ours, beyond the papers: Alg. 1 counts replicas without asking where their load 
 can leave, or make, one device the straggler. Shape letters: E experts, D devices, N nodes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from megatron_fssdp.planning.even_dispatch_model import EvenDispatchModel
 from megatron_fssdp.planning.placement import ExpertPlacement
-from megatron_fssdp.planning.replica_seeding import seed_replicas
+from megatron_fssdp.planning.replica_seeding import OWNER_RATIO, seed_replicas
 from megatron_fssdp.planning.sparse_materialization import sparse_materialization
 from megatron_fssdp.planning.topology import Topology
 
 BALANCED_RATIO = 1.01
 """Maximum over mean device load at which a layer counts as balanced; the search stops there."""
 
-RESTART_RATIO = 1.05
+RESTART_RATIO = 1.10
 """Maximum over mean device load above which the search starts once more from elsewhere."""
 
-MIN_GAIN = 1e-3
+CHEAP_RESTART_RATIO = 1.05
+"""The same for starts that cost little: another seed for few devices."""
+
+FEW_DEVICES = 8
+"""Up to so many devices a search takes little time and can end in a corner: there are more starts."""
+
+MAX_RESTART_SLOTS = 256
+"""Slots of all devices together up to which there is more than one start."""
+
+MIN_GAIN = 2e-3
 """Smallest relief of the most loaded device worth a move, as a part of the mean device load."""
 
 NUM_CANDIDATES = 8
@@ -57,25 +67,29 @@ def plan_materialization(
             "0 of either means no replicas"
         )
     layer = _Layer(
-        owners_only,
+        owners_only.owner_E,
         load,
         topology.sum_over_nodes(load),
         topology,
         slots,
         min(overlap_degree, owners_only.num_experts),
     )
-    plain = layer.owners_model()
-    limit = plain.most_loaded()[0]
-    if limit <= BALANCED_RATIO * plain.mean or layer.max_replicated == 0 or slots == 0:
+    load_D = np.bincount(
+        layer.owner_E, weights=layer.node_load_NE.sum(axis=0), minlength=topology.num_devices
+    )
+    owners_max, mean = float(load_D.max()), float(load_D.sum()) / topology.num_devices
+    if owners_max <= BALANCED_RATIO * mean or layer.max_replicated == 0 or slots == 0:
         return owners_only
     best: EvenDispatchModel | None = None
-    for model in _starts(layer, plain):
-        _search(model, layer, DEFAULT_MAX_MOVES)
-        if best is None or model.most_loaded()[0] < best.most_loaded()[0]:
-            best = model
-        if best.most_loaded()[0] <= min(limit, RESTART_RATIO * best.mean):
+    best_max = np.inf
+    for ratio, start in _starts(layer):
+        if best_max <= min(owners_max, ratio * mean):
             break
-    if best is None or best.most_loaded()[0] > limit:
+        model = start()
+        _search(model, layer, DEFAULT_MAX_MOVES)
+        if model.most_loaded()[0] < best_max:
+            best, best_max = model, model.most_loaded()[0]
+    if best is None or best_max > owners_max:
         return owners_only
     return ExpertPlacement(owners_only.owner_E, best.present_ED(), slots=slots)
 
@@ -84,7 +98,7 @@ def plan_materialization(
 class _Layer:
     """What is planned for: one layer's owners and loads, and how many replicas are allowed."""
 
-    owners_only: ExpertPlacement
+    owner_E: np.ndarray
     load_DE: np.ndarray
     node_load_NE: np.ndarray
     topology: Topology
@@ -92,54 +106,73 @@ class _Layer:
     max_replicated: int
 
     def owners_model(self) -> EvenDispatchModel:
-        return EvenDispatchModel(self.owners_only.owner_E, self.load_DE, self.node_load_NE, self.topology)
+        """The owners alone."""
+        return EvenDispatchModel(self.owner_E, self.load_DE, self.node_load_NE, self.topology)
 
     def model_of(self, placement: ExpertPlacement) -> EvenDispatchModel:
+        """A placement with these owners."""
         model = self.owners_model()
         model.spread_like(placement)
         return model
 
+    def seeded(self, owner_ratio: float) -> EvenDispatchModel:
+        """The result of :func:`seed_replicas`."""
+        model = self.owners_model()
+        seed_replicas(
+            model,
+            self.topology,
+            slots=self.slots,
+            max_replicated=self.max_replicated,
+            owner_ratio=owner_ratio,
+        )
+        return model
 
-def _starts(layer: _Layer, owners_model: EvenDispatchModel) -> Iterator[EvenDispatchModel]:
-    """Where the search starts, in the order in which to try.
-
-    Hecate's Alg. 1 comes first where its memory does not bind (m == t): it then puts the
-    top experts everywhere, which no search has to improve. Else :func:`seed_replicas` is first: it
-    ends nearer to balance than Alg. 1 and takes less time. With few devices one start can end
-    in a corner and time is short anyway, so that there are more: Alg. 1, the most loaded
-    expert everywhere, and the owners alone.
-    """
-    num_devices, slots, max_replicated = layer.topology.num_devices, layer.slots, layer.max_replicated
-
-    def alg1() -> EvenDispatchModel:
-        return layer.model_of(
+    def alg1(self) -> EvenDispatchModel:
+        """The result of Hecate's Alg. 1."""
+        return self.model_of(
             sparse_materialization(
-                layer.owners_only.owner_E,
-                np.array(owners_model.total),
-                layer.topology,
-                overlap_degree=max_replicated,
-                slots=slots,
+                self.owner_E,
+                self.node_load_NE.sum(axis=0),
+                self.topology,
+                overlap_degree=self.max_replicated,
+                slots=self.slots,
             )
         )
 
-    fills_all = slots >= max_replicated
+    def hottest_everywhere(self) -> EvenDispatchModel:
+        """The most loaded expert on every device."""
+        model = self.owners_model()
+        hottest = model.total.index(max(model.total))
+        others = [d for d in range(self.topology.num_devices) if d != model.owners[hottest]]
+        model.spread(hottest, others)
+        model.sort_loads()
+        return model
+
+
+def _starts(layer: _Layer) -> list[tuple[float, Callable[[], EvenDispatchModel]]]:
+    """Where the search starts, each with the maximum over mean load so far above which to try it.
+
+    Hecate's Alg. 1 comes first where its memory does not bind (m == t): it then puts the top
+    experts everywhere, which keeps most tokens where they are. Else :func:`seed_replicas` is
+    first: it ends nearer to balance than Alg. 1 and takes less time. The others are for layers
+    on which that ends too high: owners that give away less and so leave slots to others, the
+    owners alone, and with few devices also Alg. 1 and the most loaded expert everywhere.
+    """
+    num_devices = layer.topology.num_devices
+    few = num_devices <= FEW_DEVICES
+    fills_all = layer.slots >= layer.max_replicated
+    starts: list[tuple[float, Callable[[], EvenDispatchModel]]] = []
     if fills_all:
-        yield alg1()
-    seeded = layer.owners_model()
-    seed_replicas(seeded, layer.topology, slots=slots, max_replicated=max_replicated)
-    yield seeded
-    if num_devices > NUM_CANDIDATES:
-        return
-    if not fills_all:
-        yield alg1()
-    everywhere = layer.owners_model()
-    hottest = everywhere.total.index(max(everywhere.total))
-    others = [device for device in range(num_devices) if device != everywhere.owners[hottest]]
-    if others:
-        everywhere.spread(hottest, others)
-        everywhere.sort_loads()
-        yield everywhere
-    yield owners_model
+        starts.append((0.0, layer.alg1))
+    starts.append((CHEAP_RESTART_RATIO, partial(layer.seeded, OWNER_RATIO)))
+    if num_devices * layer.slots > MAX_RESTART_SLOTS:
+        return starts
+    if few:
+        starts += [(CHEAP_RESTART_RATIO, partial(layer.seeded, ratio)) for ratio in (1.0, 0.75)]
+    starts += [(RESTART_RATIO, partial(layer.seeded, 1.1)), (RESTART_RATIO, layer.owners_model)]
+    if few:
+        starts += [(RESTART_RATIO, layer.alg1), (RESTART_RATIO, layer.hottest_everywhere)]
+    return starts
 
 
 def refine_replicas(
@@ -184,7 +217,7 @@ def refine_replicas(
         )
     if max_replicated is None:
         max_replicated = placement.num_experts
-    layer = _Layer(placement, load, topology.sum_over_nodes(load), topology, slots, max_replicated)
+    layer = _Layer(placement.owner_E, load, topology.sum_over_nodes(load), topology, slots, max_replicated)
     plain = layer.owners_model()
     limit = plain.most_loaded()[0]
     model = layer.model_of(placement)

@@ -18,7 +18,14 @@ FIT_RATIO = 1.03
 """Load over mean device load up to which a replica fits; an expert that does not fit gets more holders."""
 
 
-def seed_replicas(model: EvenDispatchModel, topology: Topology, *, slots: int, max_replicated: int) -> None:
+def seed_replicas(
+    model: EvenDispatchModel,
+    topology: Topology,
+    *,
+    slots: int,
+    max_replicated: int,
+    owner_ratio: float = OWNER_RATIO,
+) -> None:
     """Replicates the experts of overloaded devices; ``model`` has owners only before.
 
     First every overloaded owner says how many holders its experts need (:func:`holders_wanted`). Knowing
@@ -30,8 +37,11 @@ def seed_replicas(model: EvenDispatchModel, topology: Topology, *, slots: int, m
         topology: Nodes of the devices.
         slots: Most replicas a device may hold.
         max_replicated: Most experts with replicas; where it binds, the most loaded ones.
+        owner_ratio: Part of the mean device load that an overloaded owner keeps.
     """
-    wanted = holders_wanted(model, num_slots=len(model.loads) * slots, max_replicated=max_replicated)
+    wanted = holders_wanted(
+        model, num_slots=len(model.loads) * slots, max_replicated=max_replicated, owner_ratio=owner_ratio
+    )
     if not wanted:
         return
     total, loads, owners = model.total, model.loads, model.owners
@@ -59,8 +69,10 @@ def seed_replicas(model: EvenDispatchModel, topology: Topology, *, slots: int, m
     model.sort_loads()
 
 
-def holders_wanted(model: EvenDispatchModel, *, num_slots: int, max_replicated: int) -> dict[int, int]:
-    """How many holders an expert needs for its owner to keep ``OWNER_RATIO`` of the mean load.
+def holders_wanted(
+    model: EvenDispatchModel, *, num_slots: int, max_replicated: int, owner_ratio: float
+) -> dict[int, int]:
+    """How many holders an expert needs for its owner to keep ``owner_ratio`` of the mean load.
 
     An overloaded owner adds holders one at a time to the expert of its own from which
     one more takes most: with ``n`` holders and load ``F``, ``F / n - F / (n + 1)``.
@@ -69,7 +81,7 @@ def holders_wanted(model: EvenDispatchModel, *, num_slots: int, max_replicated: 
         Number of holders by expert, for the experts that need more than one.
     """
     total, owned, num_devices = model.total, model.owned, len(model.loads)
-    limit, fits = OWNER_RATIO * model.mean, model.mean
+    limit, fits = owner_ratio * model.mean, model.mean
     allowed: set[int] | None = None
     if max_replicated < len(total):
         allowed = set(sorted(range(len(total)), key=lambda expert: -total[expert])[:max_replicated])
