@@ -128,7 +128,7 @@ def _reference(
     inputs = everyones.clone().requires_grad_()
     router = layer.router.weight.detach().clone().requires_grad_()
     x = inputs.reshape(-1, HIDDEN)
-    logits = x @ router.t()
+    logits = x @ router.t() + (0 if layer.router.bias is None else layer.router.bias.detach())
     k = config.moe_router_topk
     if config.moe_router_pre_softmax:
         scores, chosen = logits.softmax(dim=-1).topk(k, dim=-1)
