@@ -1,0 +1,168 @@
+"""What the strategies decide: data from data, without a tensor or a process group."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
+from megatron_fssdp.config.strategy_settings import EpSettings, FssdpSettings, PlacementSettings
+from megatron_fssdp.planning.load_history import LoadHistory
+from megatron_fssdp.planning.placement import ExpertPlacement, even_owners
+from megatron_fssdp.planning.replica_routing import expected_device_load_D
+from megatron_fssdp.planning.topology import Topology
+from megatron_fssdp.planning.transfer_plan import TransferEdge, TransferPlan, plain_transfer
+from megatron_fssdp.strategies.registry import build_strategy
+from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
+
+PLACEMENT_STRATEGIES = [name for name, s in SETTINGS_BY_STRATEGY.items() if issubclass(s, PlacementSettings)]
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> LayerContext:
+    num_nodes, devices_per_node = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    topology = Topology.uniform(num_nodes * devices_per_node, num_nodes)
+    devices = st.integers(0, topology.num_devices - 1)
+    owner_E = np.array(draw(st.lists(devices, min_size=1, max_size=12)))
+    return LayerContext(draw(st.integers(1, 99)), owner_E, topology)
+
+
+def random_counts_DE(context: LayerContext, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    popularity_E = rng.lognormal(sigma=1.5, size=context.num_experts)
+    return rng.poisson(20 * popularity_E, size=(context.num_devices, context.num_experts))
+
+
+def history_of(context: LayerContext, window: int, seeds: list[int]) -> LoadHistory:
+    history = LoadHistory(window, context.num_devices, context.num_experts)
+    for seed in seeds:
+        history.append(random_counts_DE(context, seed))
+    return history
+
+
+seeds = st.lists(st.integers(0, 2**32 - 1), max_size=4)
+bounds = st.one_of(st.none(), st.integers(0, 12))
+
+
+def test_the_registry_knows_exactly_the_placement_strategies_of_the_settings() -> None:
+    """Each of them is built by its name, and the others are not."""
+    for name, settings in SETTINGS_BY_STRATEGY.items():
+        if name in PLACEMENT_STRATEGIES:
+            assert build_strategy(name, settings()).window >= 1
+        else:
+            with pytest.raises(KeyError):
+                build_strategy(name, settings())
+    assert "none" not in PLACEMENT_STRATEGIES
+
+
+def test_the_registry_has_no_strategy_without_settings() -> None:
+    from megatron_fssdp.strategies import registry
+
+    assert set(registry._STRATEGIES) == set(PLACEMENT_STRATEGIES)
+
+
+@given(layers(), seeds)
+def test_ep_leaves_every_expert_with_its_owner(context: LayerContext, seeds: list[int]) -> None:
+    plan = build_strategy("ep", EpSettings()).before_gate(context, history_of(context, 1, seeds))
+    assert plan.placement == ExpertPlacement.owners_only(context.owner_E, context.num_devices)
+    assert plan.transfer.edges == ()
+
+
+@given(layers(), st.sampled_from(PLACEMENT_STRATEGIES), seeds)
+def test_every_strategy_is_deterministic_and_leaves_its_arguments_alone(
+    context: LayerContext, name: str, seeds: list[int]
+) -> None:
+    settings = SETTINGS_BY_STRATEGY[name]()
+
+    def plan() -> LayerPlan:
+        strategy: Strategy = build_strategy(name, settings)  # type: ignore[arg-type]
+        return strategy.before_gate(context, history_of(context, strategy.window, seeds))
+
+    owner_E = context.owner_E.copy()
+    first, second = plan(), plan()
+    assert first.placement.digest() == second.placement.digest()
+    assert first.transfer == second.transfer
+    assert np.array_equal(context.owner_E, owner_E)
+    assert np.array_equal(first.placement.owner_E, owner_E), "owners do not move"
+
+
+@given(layers(), bounds, bounds)
+def test_fssdp_without_a_history_keeps_to_the_owners(
+    context: LayerContext, slots: int | None, degree: int | None
+) -> None:
+    strategy = build_strategy("fssdp", FssdpSettings(slots=slots, overlap_degree=degree))
+    history = history_of(context, strategy.window, [])
+    assert strategy.before_gate(context, history).placement.num_replicas == 0
+    history.append(np.zeros((context.num_devices, context.num_experts), dtype=np.int64))
+    assert strategy.before_gate(context, history).placement.num_replicas == 0
+
+
+@given(layers(), bounds, bounds, st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=4))
+def test_fssdp_keeps_its_bounds_and_never_raises_the_modelled_load(
+    context: LayerContext, slots: int | None, degree: int | None, seeds: list[int]
+) -> None:
+    strategy = build_strategy("fssdp", FssdpSettings(slots=slots, overlap_degree=degree))
+    history = history_of(context, strategy.window, seeds)
+    placement = strategy.before_gate(context, history).placement
+    # By default as many slots as a device owns experts on average, rounded up.
+    most = -(-context.num_experts // context.num_devices) if slots is None else slots
+    assert placement.replicas_per_device_D.max() <= most
+    replicated = int((placement.present_ED.sum(axis=1) > 1).sum())
+    assert replicated <= (context.num_experts if degree is None else degree)
+    owners = ExpertPlacement.owners_only(context.owner_E, context.num_devices)
+    before, after = (
+        expected_device_load_D(history.mean_DE(), p, context.topology).max() for p in (owners, placement)
+    )
+    assert after <= before * (1 + 1e-9)
+
+
+def hot_counts_DE(hot: int) -> np.ndarray:
+    counts_DE = np.full((4, 8), 10)
+    counts_DE[:, hot] = 50
+    return counts_DE
+
+
+def test_fssdp_replicates_the_hot_expert_where_there_is_room() -> None:
+    context = LayerContext(1, even_owners(8, 4), Topology.single_node(4))
+    history = LoadHistory(5, 4, 8)
+    history.append(hot_counts_DE(hot=5))
+    for slots in (1, 2, 8):
+        strategy = build_strategy("fssdp", FssdpSettings(slots=slots))
+        placement = strategy.before_gate(context, history).placement
+        assert len(placement.holders(5)) > 1
+    for settings in (FssdpSettings(slots=0), FssdpSettings(overlap_degree=0)):
+        assert build_strategy("fssdp", settings).before_gate(context, history).placement.num_replicas == 0
+    one = build_strategy("fssdp", FssdpSettings(overlap_degree=1)).before_gate(context, history).placement
+    assert [e for e in range(8) if len(one.holders(e)) > 1] == [5]
+
+
+def test_fssdp_forgets_what_lies_before_its_window() -> None:
+    context = LayerContext(1, even_owners(8, 4), Topology.single_node(4))
+    for window in (1, 3):
+        settings = FssdpSettings(window=window, overlap_degree=1)
+        strategy = build_strategy("fssdp", settings)
+        assert strategy.window == window
+        long, short = LoadHistory(strategy.window, 4, 8), LoadHistory(strategy.window, 4, 8)
+        for hot in [2] * 10 + [6] * window:
+            long.append(hot_counts_DE(hot))
+        for hot in [6] * window:
+            short.append(hot_counts_DE(hot))
+        plan = strategy.before_gate(context, long)
+        assert plan.placement == strategy.before_gate(context, short).placement
+        assert [e for e in range(8) if len(plan.placement.holders(e)) > 1] == [6]
+
+
+def test_a_plan_refuses_transfers_that_do_not_serve_its_placement() -> None:
+    placement = ExpertPlacement.owners_only(np.array([0, 1]), 3).with_replicas([(0, 2), (1, 0)])
+    transfer = plain_transfer(placement)
+    plan = LayerPlan(placement, transfer)
+    with pytest.raises(ValueError, match="does not reach device"):
+        LayerPlan(placement, TransferPlan(3, transfer.edges[:1]))
+    with pytest.raises(ValueError, match="reaches device 1"):
+        LayerPlan(placement, TransferPlan(3, (*transfer.edges, TransferEdge(0, 0, 1, 0))))
+    with pytest.raises(ValueError, match="wanted the owner of expert 0"):
+        LayerPlan(placement, TransferPlan(3, (TransferEdge(0, 1, 2, 0), *transfer.edges[1:])))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.placement = placement  # type: ignore[misc]
