@@ -75,21 +75,26 @@ def _grouped(
     experts: Sequence[ExpertWeights],
     activation: Activation,
 ) -> torch.Tensor:
+    # On some devices grouped_mm leaves the gradient of a group without rows unwritten.
+    filled = [weights for weights, num in zip(experts, tokens_per_expert, strict=True) if num]
+    idle = [weights for weights, num in zip(experts, tokens_per_expert, strict=True) if not num]
     # Not torch.tensor(..., device=...): that makes the host wait for the device.
-    rows_G = torch.tensor(tokens_per_expert).to(x.device, non_blocking=True)
+    rows_G = torch.tensor([num for num in tokens_per_expert if num]).to(x.device, non_blocking=True)
     ends_G = rows_G.cumsum(0).to(torch.int32)
     num_rows = x.shape[0]
 
     def per_row(biases: list[torch.Tensor]) -> torch.Tensor:
         return torch.stack(biases).repeat_interleave(rows_G, dim=0, output_size=num_rows)
 
-    fc1_bias = [w.fc1_bias for w in experts if w.fc1_bias is not None]
-    fc2_bias = [w.fc2_bias for w in experts if w.fc2_bias is not None]
-    hidden = _grouped_matmul(x, torch.stack([w.fc1 for w in experts]), ends_G)
+    fc1_bias = [w.fc1_bias for w in filled if w.fc1_bias is not None]
+    fc2_bias = [w.fc2_bias for w in filled if w.fc2_bias is not None]
+    hidden = _grouped_matmul(x, torch.stack([w.fc1 for w in filled]), ends_G)
     hidden = activation(hidden, per_row(fc1_bias) if fc1_bias else None, probs)
-    output = _grouped_matmul(hidden, torch.stack([w.fc2 for w in experts]), ends_G)
+    output = _grouped_matmul(hidden, torch.stack([w.fc2 for w in filled]), ends_G)
     if fc2_bias:
         output = output + (per_row(fc2_bias) * probs.unsqueeze(-1)).to(output.dtype)
+    if idle:
+        output = _ZeroGradients.apply(output, *(tensor for weights in idle for tensor in weights.tensors()))
     return output
 
 
@@ -124,3 +129,16 @@ class _DenseGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad.contiguous()
+
+
+class _ZeroGradients(torch.autograd.Function):
+    """Identity of its first input; the others, which nothing is computed from, get zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *unused: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*unused)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return grad, *(torch.zeros_like(tensor) for tensor in ctx.saved_tensors)

@@ -93,6 +93,30 @@ def test_the_grouped_form_equals_the_loop(
     assert all(grad.eq(0).all() for grad in empty)
 
 
+@pytest.mark.skipif(not hasattr(functional, "grouped_mm"), reason="torch has no grouped_mm")
+@pytest.mark.parametrize("rows", ROWS[:3])
+def test_the_grouped_kernel_never_sees_a_group_without_rows(
+    rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On some devices it leaves the weight gradient of such a group unwritten."""
+    x, probs, weights = draw(rows, "swiglu", False, torch.float32)
+    original = functional.grouped_mm
+    ends: list[list[int]] = []
+
+    def recording(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+        ends.append(offs.tolist())
+        return original(a, b, offs=offs)
+
+    monkeypatch.setattr(functional, "grouped_mm", recording)
+    output = _grouped(x, probs, rows, experts_of(weights), ACTIVATIONS["swiglu"])
+    assert output.shape == (sum(rows), M)
+    assert len(ends) == 2
+    for ends_G in ends:
+        assert ends_G[0] > 0
+        assert ends_G == sorted(set(ends_G))
+        assert ends_G[-1] == sum(rows)
+
+
 @pytest.mark.parametrize("probs_on_input", [False, True])
 def test_without_experts_rows_and_probabilities_stay_in_the_graph(probs_on_input: bool) -> None:
     x = torch.empty(0, M, requires_grad=True)
