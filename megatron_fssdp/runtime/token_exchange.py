@@ -69,7 +69,7 @@ def plan_exchange(
     receive_DG = dispatch_to_device(counts_DE, placement, topology, device)[:, present]
 
     num_assignments = int(send_ED.sum())
-    flat = torch.nonzero_static(routing_map.t().reshape(-1), size=num_assignments).squeeze(1)
+    flat = true_positions(routing_map.t().reshape(-1), num_assignments)
     to_send_order = chunk_permutation(
         send_ED.reshape(-1), transposed_order(num_experts, topology.num_devices), flat.device
     )
@@ -85,6 +85,25 @@ def plan_exchange(
         by_expert=chunk_permutation(receive_DG.reshape(-1), transposed_order(*receive_DG.shape), flat.device),
         by_source=chunk_permutation(receive_GD.reshape(-1), transposed_order(*receive_GD.shape), flat.device),
     )
+
+
+def true_positions(mask: torch.Tensor, num_true: int) -> torch.Tensor:
+    """Where a mask is true, ascending, without the host waiting for the device.
+
+    ``torch.nonzero_static`` would do, but on CUDA torch 2.6 has none and some later releases
+    crash on a rank without tokens.
+
+    Args:
+        mask: bool ``[N]``.
+        num_true: How many entries are true.
+
+    Returns:
+        int64 ``[num_true]``.
+    """
+    # Entries that are not true all go to one place behind the others.
+    slots = torch.where(mask, mask.cumsum(0) - 1, num_true)
+    positions = torch.arange(mask.numel(), device=mask.device)
+    return positions.new_empty(num_true + 1).scatter_(0, slots, positions)[:num_true]
 
 
 def permute(
