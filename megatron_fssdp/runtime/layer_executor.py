@@ -31,7 +31,9 @@ class IterationClock:
 
     Attributes:
         driven: Whether a training loop marks them. Without one, each backward pass counts
-            as an iteration, so that a layer in somebody's own loop balances as well.
+            as an iteration, so that a layer in somebody's own loop balances as well. A loop
+            with several micro-batches in flight and non-reentrant activation recompute needs
+            the marks: there the plan must not change between a forward and its recomputation.
     """
 
     driven: bool = False
