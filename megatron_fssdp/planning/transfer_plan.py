@@ -169,10 +169,12 @@ def two_level_transfer(placement: ExpertPlacement, topology: Topology) -> Transf
     """Each expert crosses the slow links once per node that needs it, then spreads inside the node.
 
     Between nodes: a chain over the nodes' leaders, the owner first, then the other nodes in
-    cyclic order of node number after the owner's; the leader of a node is its lowest holder.
-    A chain, because each NIC then carries an expert once in and once out.
+    cyclic order of node number after the owner's. A chain, because each NIC then carries an
+    expert once in and once out. The leader of another node is the holder that is the owner or
+    a leader of the fewest experts so far (ties: the lowest), so that no device's link carries the
+    traffic of all: experts in ascending order, owners counted first.
 
-    Inside a node: a binary tree in the order leader first, then ascending, in which every
+    Inside a node: a binary tree in cyclic order of device number from the leader on, in which every
     holder forwards to at most two others. Against a star, no device's link carries an expert
     more than twice, which matters when many experts share a leader; against a chain, the
     depth grows with the logarithm of the node, not its size. Edges of one depth are listed
@@ -191,19 +193,25 @@ def two_level_transfer(placement: ExpertPlacement, topology: Topology) -> Transf
     holders_of: dict[int, list[int]] = {expert: [] for expert in replicated_E.tolist()}
     for expert, device in zip(replicated_E[row_P].tolist(), device_P.tolist(), strict=True):
         holders_of[expert].append(device)
+    duties = [0] * num_devices  # for how many experts a device is the owner or a leader
+    for expert in holders_of:
+        duties[owners[expert]] += 1
     found: list[tuple[int, bool, int, int, int]] = []  # depth, inside a node, expert, source, destination
     for expert, holders in holders_of.items():
         owner = owners[expert]
-        members: dict[int, list[int]] = {node_of[owner]: [owner]}
+        members: dict[int, list[int]] = {}
         for device in holders:
-            if device != owner:
-                members.setdefault(node_of[device], []).append(device)
+            members.setdefault(node_of[device], []).append(device)
         owner_node = node_of[owner]
         chain = sorted(members, key=lambda node: (node - owner_node) % num_nodes)
         previous = owner
         for hops, node in enumerate(chain):
-            leader, *_ = inside = members[node]
+            inside = members[node]
+            leader = min(inside, key=duties.__getitem__) if hops else owner
+            at = inside.index(leader)
+            inside = inside[at:] + inside[:at]
             if hops:
+                duties[leader] += 1
                 found.append((hops - 1, False, expert, previous, leader))
             for i in range(1, len(inside)):
                 depth = hops + (i + 1).bit_length() - 2

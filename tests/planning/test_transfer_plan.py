@@ -36,33 +36,51 @@ def test_plain_transfer_is_a_star(placement):
 
 
 def test_two_level_transfer_by_hand(placement):
-    # Expert 0: leaders 3 -> 5 (node 2) -> 0 (node 0, cyclically next); 3 -> 2 and 0 -> 1 inside.
+    # Expert 0: leaders 3 -> 5 (node 2) -> 1 (node 0, cyclically next; 0 owns expert 1 already);
+    # 3 -> 2 and 1 -> 0 inside.
     topology = Topology.uniform(6, 3)
     plan = two_level_transfer(placement, topology)
-    assert hops(plan) == [(0, 3, 5, 0), (0, 3, 2, 0), (1, 0, 1, 0), (0, 5, 0, 1), (0, 0, 1, 2)]
+    assert hops(plan) == [(0, 3, 5, 0), (0, 3, 2, 0), (1, 0, 1, 0), (0, 5, 1, 1), (0, 1, 0, 2)]
     assert plan.max_depth == 2
     assert plan.num_transfers == 5
     assert plan.total_bytes(10) == 50
     assert plan.inter_node_bytes(10, topology) == 20
-    assert plan.parent(0, 0) == 5
+    assert plan.parent(0, 1) == 5
     assert plan.parent(0, 3) is None
     assert plan.children(0, 3) == (5, 2)
     assert plan.children(2, 4) == ()
-    incoming, outgoing = plan.edges_of(0)
-    assert [edge.source for edge in incoming] == [5]
-    assert [(edge.expert, edge.destination) for edge in outgoing] == [(1, 1), (0, 1)]
+    incoming, outgoing = plan.edges_of(1)
+    assert [edge.source for edge in incoming] == [0, 5]
+    assert [(edge.expert, edge.destination) for edge in outgoing] == [(0, 0)]
     assert plan.edges_of(4) == ((), ())
 
 
 def test_inside_a_node_holders_form_a_binary_tree():
     placement = ExpertPlacement(np.array([2]), np.ones((1, 8), dtype=bool))
     plan = two_level_transfer(placement, Topology.single_node(8))
-    # In the order 2, 0, 1, 3, 4, 5, 6, 7.
-    assert plan.children(0, 2) == (0, 1)
-    assert plan.children(0, 0) == (3, 4)
-    assert plan.children(0, 1) == (5, 6)
-    assert plan.children(0, 3) == (7,)
+    # In the order 2, 3, 4, 5, 6, 7, 0, 1.
+    assert plan.children(0, 2) == (3, 4)
+    assert plan.children(0, 3) == (5, 6)
+    assert plan.children(0, 4) == (0, 7)
+    assert plan.children(0, 5) == (1,)
     assert plan.max_depth == 2
+
+
+@pytest.mark.parametrize("num_experts", [2, 7, 16, 21])
+def test_leaders_spread_over_a_node(num_experts):
+    # Every expert everywhere, all owned by device 0: the other three nodes have one leader an expert.
+    placement = ExpertPlacement(np.zeros(num_experts, dtype=int), np.ones((num_experts, 16), dtype=bool))
+    topology = Topology.uniform(16, 4)
+    leads = [0] * 16
+    for edge in two_level_transfer(placement, topology).edges:
+        leads[edge.destination] += (
+            topology.node_of_device[edge.source] != topology.node_of_device[edge.destination]
+        )
+    assert leads[:4] == [0] * 4
+    for node in range(1, 4):
+        in_node = leads[4 * node : 4 * node + 4]
+        assert sum(in_node) == num_experts
+        assert max(in_node) - min(in_node) <= 1
 
 
 def test_owners_only_moves_nothing():
