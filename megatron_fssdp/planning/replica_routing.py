@@ -17,6 +17,9 @@ from megatron_fssdp.planning.holder_groups import HolderGroups, holder_groups
 from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.topology import Topology
 
+MOST_CELLS_AT_ONCE = 1 << 12
+"""Sources times experts up to which :func:`device_tokens_D` handles all cells at once."""
+
 
 def dispatch_from_source(
     counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology, source: int
@@ -66,44 +69,102 @@ def device_tokens_D(counts_DE: np.ndarray, placement: ExpertPlacement, topology:
     """Tokens every device computes under even dispatch, exactly: int64 [D]."""
     groups = _groups(counts_DE, placement, topology)
     expert_P, device_P = groups.expert_P, groups.device_P
-    local_P = counts_DE[device_P, expert_P].astype(np.int64)
+    tokens_P = counts_DE[device_P, expert_P].astype(np.int64)
     moving_DE = np.array(counts_DE, dtype=np.int64)
     moving_DE[device_P, expert_P] = 0
-
-    node_D = topology.node_of_device_D
-    in_node_DE = (groups.holders_EN > 0).T[node_D]
-    num_chosen_DE = np.where(in_node_DE, groups.holders_EN.T[node_D], groups.num_holders_E)
-    share_DE = moving_DE // num_chosen_DE
-    rest_DE = moving_DE - share_DE * num_chosen_DE
-    share_NE = topology.sum_over_nodes(np.where(in_node_DE, share_DE, 0))
-    share_E = np.where(in_node_DE, 0, share_DE).sum(axis=0)
-    tokens_P = local_P + share_NE[node_D[device_P], expert_P] + share_E[expert_P]
-
-    # Deal the remainders: a range of holder positions per (source, expert), counted as the running
-    # sum of +1 where a range opens and -1 where it closes.
-    source_R, expert_R = np.nonzero(rest_DE)
-    rest_R, size_R = rest_DE[source_R, expert_R], num_chosen_DE[source_R, expert_R]
-    start_R = (source_R + expert_R) % size_R
-    in_node_R = in_node_DE[source_R, expert_R]
-    num_pairs = expert_P.size
-    for chosen, first_R, order_P in (
-        (in_node_R, groups.node_first_EN[expert_R, node_D[source_R]], groups.by_node_P),
-        (~in_node_R, groups.first_E[expert_R], None),
-    ):
-        first, start, stop = first_R[chosen], start_R[chosen], (start_R + rest_R)[chosen]
-        size = size_R[chosen]
-        wraps = stop > size
-        opens = np.concatenate([first + start, first[wraps]])
-        closes = np.concatenate([first + np.minimum(stop, size), (first + stop - size)[wraps]])
-        steps = np.bincount(opens, minlength=num_pairs + 1) - np.bincount(closes, minlength=num_pairs + 1)
-        dealt_P = np.cumsum(steps)[:num_pairs]
-        if order_P is None:
-            tokens_P += dealt_P
-        else:
-            tokens_P[order_P] += dealt_P
+    if topology.num_nodes > 1:
+        tokens_P += _take_near_tokens_P(moving_DE, groups, topology)
+    # What is left is split over all holders of its expert.
+    if moving_DE.size <= MOST_CELLS_AT_ONCE:
+        source_R, expert_R = np.nonzero(moving_DE)
+        size_R, first_R = groups.num_holders_E[expert_R], groups.first_E[expert_R]
+        tokens_P += _split_cells(
+            moving_DE[source_R, expert_R], source_R + expert_R, size_R, first_R, expert_P.size
+        )
+    else:
+        _add_split_by_size(tokens_P, moving_DE, groups)
     tokens_D = np.zeros(placement.num_devices, dtype=np.int64)
     np.add.at(tokens_D, device_P, tokens_P)
     return tokens_D
+
+
+def _take_near_tokens_P(moving_DE: np.ndarray, groups: HolderGroups, topology: Topology) -> np.ndarray:
+    """Takes the tokens whose expert has a holder in their node out of ``moving_DE`` and splits them."""
+    node_D = topology.node_of_device_D
+    near_DE = (groups.holders_EN > 0).T[node_D]
+    source_R, expert_R = np.nonzero(near_DE)
+    counts_R = moving_DE[source_R, expert_R]
+    moving_DE[source_R, expert_R] = 0
+    node_R = node_D[source_R]
+    tokens_P = np.empty(groups.expert_P.size, dtype=np.int64)
+    tokens_P[groups.by_node_P] = _split_cells(
+        counts_R,
+        source_R + expert_R,
+        groups.holders_EN[expert_R, node_R],
+        groups.node_first_EN[expert_R, node_R],
+        tokens_P.size,
+    )
+    return tokens_P
+
+
+def _split_cells(
+    counts_R: np.ndarray, turn_R: np.ndarray, size_R: np.ndarray, first_R: np.ndarray, num_pairs: int
+) -> np.ndarray:
+    """Splits the tokens of each cell (source, expert) over a range of pairs: int64 [P].
+
+    Args:
+        counts_R: Tokens of every cell.
+        turn_R: Source plus expert, from which the remainder is dealt.
+        size_R: Length of the range.
+        first_R: Where it begins.
+        num_pairs: Number of pairs, P.
+    """
+    share_R = counts_R // size_R
+    rest_R = counts_R - share_R * size_R
+    # Shares, and remainders dealt from ``start`` on, cyclically: a running sum of what is added
+    # where a range opens and taken away where it closes.
+    steps = np.zeros(num_pairs + 1, dtype=np.int64)
+    np.add.at(steps, first_R, share_R)
+    np.subtract.at(steps, first_R + size_R, share_R)
+    start_R = turn_R % size_R
+    stop_R = start_R + rest_R
+    wraps_R = stop_R > size_R
+    opens = np.concatenate([first_R + start_R, first_R[wraps_R]])
+    closes = np.concatenate([first_R + np.minimum(stop_R, size_R), (first_R + stop_R - size_R)[wraps_R]])
+    steps += np.bincount(opens, minlength=num_pairs + 1) - np.bincount(closes, minlength=num_pairs + 1)
+    return np.cumsum(steps)[:num_pairs]
+
+
+def _add_split_by_size(tokens_P: np.ndarray, moving_DE: np.ndarray, groups: HolderGroups) -> None:
+    """Splits each expert's tokens over all its holders, the experts with equally many at a time.
+
+    The numbers of :func:`_split_cells` without its arrays of one entry a cell and step, which take
+    most of the time in large groups. With ``n`` holders, source ``s`` deals its remainder ``r`` from
+    position ``s mod n`` on, counted from position ``expert mod n``. All sources together open their
+    ranges the same for every expert; only where they close, ``s mod n + r``, needs counting.
+    """
+    num_devices = moving_DE.shape[0]
+    moving_E = moving_DE.sum(axis=0)
+    single_E = groups.num_holders_E == 1
+    tokens_P[groups.first_E[single_E]] += moving_E[single_E]
+    source_D = np.arange(num_devices)
+    for size in np.unique(groups.num_holders_E[~single_E & (moving_E > 0)]).tolist():
+        expert_K = np.flatnonzero((groups.num_holders_E == size) & (moving_E > 0))
+        counts_DK = moving_DE[:, expert_K]
+        rest_DK = counts_DK - counts_DK // size * size
+        start_D = source_D % size
+        row_K = np.arange(expert_K.size) * (2 * size)
+        rest_DK += start_D[:, None]
+        rest_DK += row_K
+        closes = np.bincount(rest_DK.reshape(-1), minlength=2 * size * expert_K.size)
+        closes_KC = closes.reshape(expert_K.size, 2 * size)
+        wrapped_KC = closes_KC[:, size:]
+        steps_KC = np.bincount(start_D, minlength=size) - closes_KC[:, :size] - wrapped_KC
+        steps_KC[:, 0] += wrapped_KC.sum(axis=1)
+        dealt_KC = np.cumsum(steps_KC, axis=1)
+        share_K = (moving_E[expert_K] - dealt_KC.sum(axis=1)) // size
+        position_KC = (np.arange(size) + expert_K[:, None]) % size
+        tokens_P[groups.first_E[expert_K, None] + position_KC] += share_K[:, None] + dealt_KC
 
 
 def cross_node_tokens(counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> int:

@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_fssdp.planning import replica_routing
 from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.replica_routing import (
     cross_node_tokens,
@@ -81,6 +82,17 @@ def test_rows_columns_and_loads_are_those_of_the_full_tensor(case, seed):
     node_D = np.array(topology.node_of_device)
     crossing_DD = node_D[:, None] != node_D[None, :]
     assert cross_node_tokens(counts_DE, placement, topology) == full.sum(axis=1)[crossing_DD].sum()
+
+
+@settings(max_examples=150, deadline=None)
+@given(placements(), SEEDS)
+def test_large_groups_split_the_same_tokens(case, seed):
+    topology, placement = case
+    counts_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replica_routing, "MOST_CELLS_AT_ONCE", 0)
+        large_D = device_tokens_D(counts_DE, placement, topology)
+    np.testing.assert_array_equal(large_D, device_tokens_D(counts_DE, placement, topology))
 
 
 @settings(max_examples=100, deadline=None)
