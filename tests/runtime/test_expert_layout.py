@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fssdp.runtime.expert_layout import ExpertLayout, ExpertWeights
@@ -9,6 +9,7 @@ shapes = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=2).map(tuple)
 
 
 @given(shapes, st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
+@settings(max_examples=60, deadline=None)
 def test_unpacking_a_packed_expert_gives_it_back(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
     tensors = [torch.randn(*shape).to(dtype) for shape in shapes]
     layout = ExpertLayout.of(tensors)

@@ -13,13 +13,14 @@ from megatron_fssdp.testing.random_placement import random_placement
 
 
 @given(st.lists(st.booleans(), max_size=30))
+@settings(max_examples=60, deadline=None)
 def test_true_positions(mask: list[bool]) -> None:
     got = true_positions(torch.tensor(mask, dtype=torch.bool), sum(mask))
     assert got.tolist() == [i for i, value in enumerate(mask) if value]
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 4, 6]), st.integers(1, 9))
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_every_assignment_is_computed_once_where_its_expert_is(
     seed: int, num_devices: int, num_experts: int
 ) -> None:

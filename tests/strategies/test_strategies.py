@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
@@ -48,12 +48,12 @@ bounds = st.one_of(st.none(), st.integers(0, 12))
 
 def test_the_registry_knows_exactly_the_placement_strategies_of_the_settings() -> None:
     """Each of them is built by its name, and the others are not."""
-    for name, settings in SETTINGS_BY_STRATEGY.items():
+    for name, model in SETTINGS_BY_STRATEGY.items():
         if name in PLACEMENT_STRATEGIES:
-            assert build_strategy(name, settings()).window >= 1
+            assert build_strategy(name, model()).window >= 1
         else:
             with pytest.raises(KeyError):
-                build_strategy(name, settings())
+                build_strategy(name, model())
     assert "none" not in PLACEMENT_STRATEGIES
 
 
@@ -64,6 +64,7 @@ def test_the_registry_has_no_strategy_without_settings() -> None:
 
 
 @given(layers(), seeds)
+@settings(max_examples=60, deadline=None)
 def test_ep_leaves_every_expert_with_its_owner(context: LayerContext, seeds: list[int]) -> None:
     plan = build_strategy("ep", EpSettings()).before_gate(context, history_of(context, 1, seeds))
     assert plan.placement == ExpertPlacement.owners_only(context.owner_E, context.num_devices)
@@ -71,13 +72,14 @@ def test_ep_leaves_every_expert_with_its_owner(context: LayerContext, seeds: lis
 
 
 @given(layers(), st.sampled_from(PLACEMENT_STRATEGIES), seeds)
+@settings(max_examples=60, deadline=None)
 def test_every_strategy_is_deterministic_and_leaves_its_arguments_alone(
     context: LayerContext, name: str, seeds: list[int]
 ) -> None:
-    settings = SETTINGS_BY_STRATEGY[name]()
+    keys = SETTINGS_BY_STRATEGY[name]()
 
     def plan() -> LayerPlan:
-        strategy: Strategy = build_strategy(name, settings)  # type: ignore[arg-type]
+        strategy: Strategy = build_strategy(name, keys)  # type: ignore[arg-type]
         return strategy.before_gate(context, history_of(context, strategy.window, seeds))
 
     owner_E = context.owner_E.copy()
@@ -89,6 +91,7 @@ def test_every_strategy_is_deterministic_and_leaves_its_arguments_alone(
 
 
 @given(layers(), bounds, bounds)
+@settings(max_examples=60, deadline=None)
 def test_fssdp_without_a_history_keeps_to_the_owners(
     context: LayerContext, slots: int | None, degree: int | None
 ) -> None:
@@ -100,6 +103,7 @@ def test_fssdp_without_a_history_keeps_to_the_owners(
 
 
 @given(layers(), bounds, bounds, st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=4))
+@settings(max_examples=60, deadline=None)
 def test_fssdp_keeps_its_bounds_and_never_raises_the_modelled_load(
     context: LayerContext, slots: int | None, degree: int | None, seeds: list[int]
 ) -> None:
@@ -132,8 +136,8 @@ def test_fssdp_replicates_the_hot_expert_where_there_is_room() -> None:
         strategy = build_strategy("fssdp", FssdpSettings(slots=slots))
         placement = strategy.before_gate(context, history).placement
         assert len(placement.holders(5)) > 1
-    for settings in (FssdpSettings(slots=0), FssdpSettings(overlap_degree=0)):
-        assert build_strategy("fssdp", settings).before_gate(context, history).placement.num_replicas == 0
+    for nothing in (FssdpSettings(slots=0), FssdpSettings(overlap_degree=0)):
+        assert build_strategy("fssdp", nothing).before_gate(context, history).placement.num_replicas == 0
     one = build_strategy("fssdp", FssdpSettings(overlap_degree=1)).before_gate(context, history).placement
     assert [e for e in range(8) if len(one.holders(e)) > 1] == [5]
 
@@ -141,8 +145,7 @@ def test_fssdp_replicates_the_hot_expert_where_there_is_room() -> None:
 def test_fssdp_forgets_what_lies_before_its_window() -> None:
     context = LayerContext(1, even_owners(8, 4), Topology.single_node(4))
     for window in (1, 3):
-        settings = FssdpSettings(window=window, overlap_degree=1)
-        strategy = build_strategy("fssdp", settings)
+        strategy = build_strategy("fssdp", FssdpSettings(window=window, overlap_degree=1))
         assert strategy.window == window
         long, short = LoadHistory(strategy.window, 4, 8), LoadHistory(strategy.window, 4, 8)
         for hot in [2] * 10 + [6] * window:
