@@ -6,26 +6,15 @@ parser, its checks, the class that Megatron's specs build, the built model's che
 the mark of iterations.
 """
 
-from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy_settings import PlacementSettings, StrategySettings
+from megatron_fssdp.config.strategy_settings import PlacementSettings
 from megatron_fssdp.megatron_adapter.arguments import add_strategy_arguments, resolve_arguments
 from megatron_fssdp.megatron_adapter.capabilities import check_training
 from megatron_fssdp.megatron_adapter.node_detection import check_declared_nodes
-from megatron_fssdp.megatron_adapter.strategy_session import StrategySession
-
-
-@dataclass(frozen=True)
-class StrategyChoice:
-    """What the command line asked for; ``session`` is ``None`` under ``none``."""
-
-    name: str
-    settings: StrategySettings
-    session: StrategySession | None
-
+from megatron_fssdp.megatron_adapter.strategy_session import StrategyChoice, StrategySession
 
 _registered = False
 _choice: StrategyChoice | None = None

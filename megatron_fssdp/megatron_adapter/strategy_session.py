@@ -1,9 +1,10 @@
 """One chosen strategy and the runtime that the layers of a model share."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy_settings import PlacementSettings
+from megatron_fssdp.config.strategy_settings import PlacementSettings, StrategySettings
 from megatron_fssdp.megatron_adapter.supported_features import check_supported
 from megatron_fssdp.runtime.moe_runtime import MoERuntime
 from megatron_fssdp.strategies.registry import build_strategy
@@ -48,3 +49,12 @@ class StrategySession:
                     f"{key}: got {value}, wanted 0 to {num_experts}, the number of experts of a layer; "
                     f"lower it with --moe-strategy-set {key}={num_experts}"
                 )
+
+
+@dataclass(frozen=True)
+class StrategyChoice:
+    """What the command line asked for; ``session`` is ``None`` under ``none``."""
+
+    name: str
+    settings: StrategySettings
+    session: StrategySession | None

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,14 +14,12 @@ from megatron.core.utils import log_single_rank
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.moe_layer import StrategyMoELayer
 from megatron_fssdp.megatron_adapter.run_recorder import RunRecorder
-
-if TYPE_CHECKING:
-    from megatron_fssdp.megatron_adapter.registration import StrategyChoice
+from megatron_fssdp.megatron_adapter.strategy_session import StrategyChoice
 
 logger = logging.getLogger(__name__)
 
 
-def wrap_training(training: Any, choice: Callable[[], "StrategyChoice | None"]) -> None:
+def wrap_training(training: Any, choice: Callable[[], StrategyChoice | None]) -> None:
     """Wrap the two functions of ``megatron.training.training`` that a run passes through.
 
     Args:
@@ -62,7 +60,7 @@ def wrap_training(training: Any, choice: Callable[[], "StrategyChoice | None"]) 
     training.train_step = train_step
 
 
-def report_installation(model: list[torch.nn.Module], choice: "StrategyChoice") -> None:
+def report_installation(model: list[torch.nn.Module], choice: StrategyChoice) -> None:
     """Check that the strategy's layers were really built, and say so in one log line.
 
     A bad ``--spec`` gives Megatron's default model without a word.

@@ -110,7 +110,6 @@ class LayerExecutor:
     check_plans: bool = False
     history: LoadHistory = field(init=False)
     load: LayerLoad = field(init=False)
-    _layout: ExpertLayout = field(init=False)
     _plan: LayerPlan | None = field(init=False, default=None)
     _transfer: SparseTransfer | None = field(init=False, default=None)
 
@@ -124,7 +123,7 @@ class LayerExecutor:
                 f"layer {self.context.layer}: got parameters of experts {tuple(self.parameters)}, "
                 f"wanted those this rank owns, {owned}"
             )
-        self._layout = self._layout_of_all()
+        self._layout_of_all()
 
     def renumber(self, layer: int) -> None:
         """Take the layer number that the model assigns after building its layers."""
@@ -161,8 +160,9 @@ class LayerExecutor:
         exchange = plan_exchange(
             routing_map, counts_DE, plan.placement, self.groups.topology, self.groups.device
         )
-        transfer = self._transfer_of(plan, routing_map.device)
-        bytes_moved = plan.transfer.total_bytes(self._layout.num_bytes)
+        layout = self._layout_of_all()
+        transfer = self._transfer_of(plan, layout, routing_map.device)
+        bytes_moved = plan.transfer.total_bytes(layout.num_bytes)
         self.load.num_replicas = plan.placement.num_replicas
         self.load.spag_bytes += bytes_moved
 
@@ -171,9 +171,7 @@ class LayerExecutor:
 
         return MicroBatch(
             exchange,
-            Materialization(
-                plan.placement, self.groups.device, self._layout, self.parameters, transfer, finished
-            ),
+            Materialization(plan.placement, self.groups.device, layout, self.parameters, transfer, finished),
         )
 
     def end_iteration(self) -> LayerLoad:
@@ -187,6 +185,7 @@ class LayerExecutor:
         return load
 
     def _layout_of_all(self) -> ExpertLayout:
+        # Asked anew each time: a model may be converted to another dtype after it is built.
         layouts = {ExpertLayout.of(tensors) for tensors in self.parameters.values()}
         if self.layout is not None:
             layouts.add(self.layout)
@@ -198,13 +197,13 @@ class LayerExecutor:
             )
         return layouts.pop()
 
-    def _transfer_of(self, plan: LayerPlan, device: torch.device) -> SparseTransfer:
+    def _transfer_of(self, plan: LayerPlan, layout: ExpertLayout, device: torch.device) -> SparseTransfer:
         if self._transfer is None:
             self._transfer = SparseTransfer(
                 self.groups.expert_parallel,
                 plan.transfer,
-                num_elements=self._layout.numel,
-                dtype=self._layout.dtype,
+                num_elements=layout.numel,
+                dtype=layout.dtype,
                 device=device,
                 chunk_bytes=_CHUNK_BYTES,
             )

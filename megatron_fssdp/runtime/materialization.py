@@ -95,7 +95,11 @@ class Materialization:
     def _reduce_to_owners(self, gradients: Sequence[torch.Tensor]) -> None:
         count = len(self.layout.shapes)
         of_expert = {e: gradients[i * count : (i + 1) * count] for i, e in enumerate(self.present)}
-        sums = self.transfer.reduce_scatter({e: self.layout.pack(of_expert[e]) for e in self.shared})
+        sums = self.transfer.reduce_scatter(
+            {e: self.layout.pack(of_expert[e]) for e in self.shared},
+            # The sums are formed in fp32; rounding them to half precision would buy nothing.
+            result_dtype=torch.promote_types(self.layout.dtype, torch.float32),
+        )
         for expert, parameters in self.parameters.items():
             summed = self.layout.unpack(sums[expert]) if expert in sums else of_expert[expert]
             for parameter, gradient in zip(parameters, summed, strict=True):
