@@ -5,6 +5,7 @@ strategy has one flat model here. Common keys live in :class:`StrategySettings`.
 """
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -64,5 +65,13 @@ class FssdpSettings(PlacementSettings):
         ge=0,
         description=(
             "Most experts of a layer that may be replicated (Hecate Alg. 1, t). Default: all of them."
+        ),
+    )
+    planner: Literal["balanced", "hecate"] = Field(
+        default="balanced",
+        description=(
+            "'hecate' is the paper's Alg. 1 and nothing else. 'balanced' is ours: the same slots and "
+            "limits, searched for the placement with the lowest modelled maximum device load; it never "
+            "ends above plain expert parallelism, which Alg. 1 can."
         ),
     )

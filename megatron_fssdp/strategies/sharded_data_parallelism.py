@@ -3,6 +3,7 @@
 from megatron_fssdp.config.strategy_settings import FssdpSettings
 from megatron_fssdp.planning.load_history import LoadHistory
 from megatron_fssdp.planning.replica_refinement import plan_materialization
+from megatron_fssdp.planning.sparse_materialization import sparse_materialization
 from megatron_fssdp.planning.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
@@ -19,20 +20,19 @@ class FullyShardedSparseDataParallelism:
         return self.settings.window
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
-        """Sparse materialization (Hecate, Alg. 1) of the predicted loads.
+        """Replicate by the predicted loads: Hecate's Alg. 1, or our search within its limits.
 
         Without any history yet, every expert stays with its owner.
         """
-        settings = self.settings
-        placement = plan_materialization(
-            context.owner_E,
-            history.mean_DE(),
-            context.topology,
-            overlap_degree=context.num_experts
-            if settings.overlap_degree is None
-            else settings.overlap_degree,
-            slots=self.slots(context),
-        )
+        overlap_degree = self.settings.overlap_degree
+        limits = {
+            "overlap_degree": context.num_experts if overlap_degree is None else overlap_degree,
+            "slots": self.slots(context),
+        }
+        if self.settings.planner == "hecate":
+            placement = sparse_materialization(context.owner_E, history.mean_E(), context.topology, **limits)
+        else:
+            placement = plan_materialization(context.owner_E, history.mean_DE(), context.topology, **limits)
         return LayerPlan(placement, two_level_transfer(placement, context.topology))
 
     def slots(self, context: LayerContext) -> int:

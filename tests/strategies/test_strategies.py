@@ -12,6 +12,7 @@ from megatron_fssdp.config.strategy_settings import EpSettings, FssdpSettings, P
 from megatron_fssdp.planning.load_history import LoadHistory
 from megatron_fssdp.planning.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.replica_routing import expected_device_load_D
+from megatron_fssdp.planning.sparse_materialization import sparse_materialization
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.transfer_plan import TransferEdge, TransferPlan, plain_transfer
 from megatron_fssdp.strategies.registry import build_strategy
@@ -140,6 +141,23 @@ def test_fssdp_replicates_the_hot_expert_where_there_is_room() -> None:
         assert build_strategy("fssdp", nothing).before_gate(context, history).placement.num_replicas == 0
     one = build_strategy("fssdp", FssdpSettings(overlap_degree=1)).before_gate(context, history).placement
     assert [e for e in range(8) if len(one.holders(e)) > 1] == [5]
+
+
+@given(context=layers(), seeds=seeds, slots=bounds, degree=bounds)
+def test_the_hecate_planner_is_algorithm_1(
+    context: LayerContext, seeds: list[int], slots: int | None, degree: int | None
+) -> None:
+    history = history_of(context, 5, seeds)
+    settings = FssdpSettings(slots=slots, overlap_degree=degree, planner="hecate")
+    placement = build_strategy("fssdp", settings).before_gate(context, history).placement
+    wanted = sparse_materialization(
+        context.owner_E,
+        history.mean_E(),
+        context.topology,
+        overlap_degree=context.num_experts if degree is None else degree,
+        slots=-(-context.num_experts // context.num_devices) if slots is None else slots,
+    )
+    assert placement == wanted
 
 
 def test_fssdp_forgets_what_lies_before_its_window() -> None:
