@@ -17,19 +17,23 @@ from megatron_fssdp.planning.sparse_materialization import sparse_materializatio
 from megatron_fssdp.planning.topology import Topology
 
 BALANCED_RATIO = 1.01
-"""Maximum over mean device load at which a layer counts as balanced; the search stops there."""
+"""Maximum device load over its lower bound, most often the mean, at which the search stops."""
 
 RESTART_RATIO = 1.10
 """Maximum over mean device load above which the search starts once more from elsewhere."""
 
 CHEAP_RESTART_RATIO = 1.05
-"""The same for starts that cost little: another seed for few devices."""
+"""The same for starts that cost little: another seed for few devices. Never again at this much
+over the lower bound."""
 
 FEW_DEVICES = 8
 """Up to so many devices a search takes little time and can end in a corner: there are more starts."""
 
 MAX_RESTART_SLOTS = 256
 """Slots of all devices together up to which there is more than one start."""
+
+ROUNDING = 1e-12
+"""Relative difference at which loads summed in another order count as equal."""
 
 MIN_GAIN = 2e-3
 """Smallest relief of the most loaded device worth a move, as a part of the mean device load."""
@@ -66,24 +70,16 @@ def plan_materialization(
             f"overlap_degree is {overlap_degree} and slots is {slots}: wanted 0 or more of each; "
             "0 of either means no replicas"
         )
-    layer = _Layer(
-        owners_only.owner_E,
-        load,
-        topology.sum_over_nodes(load),
-        topology,
-        slots,
-        min(overlap_degree, owners_only.num_experts),
-    )
-    load_D = np.bincount(
-        layer.owner_E, weights=layer.node_load_NE.sum(axis=0), minlength=topology.num_devices
-    )
-    owners_max, mean = float(load_D.max()), float(load_D.sum()) / topology.num_devices
-    if owners_max <= BALANCED_RATIO * mean or layer.max_replicated == 0 or slots == 0:
+    max_replicated = min(overlap_degree, owners_only.num_experts)
+    layer = _Layer.of(owners_only.owner_E, load, topology, slots, max_replicated)
+    lower_bound, owners_max = layer.lower_bound, layer.owners_max * (1 + ROUNDING)
+    may_replicate = max_replicated > 0 and slots > 0
+    if not may_replicate or (owners_max <= BALANCED_RATIO * lower_bound and not layer.memory_is_enough):
         return owners_only
     best: EvenDispatchModel | None = None
     best_max = np.inf
     for ratio, start in _starts(layer):
-        if best_max <= min(owners_max, ratio * mean):
+        if best_max <= min(owners_max, max(ratio * layer.mean, CHEAP_RESTART_RATIO * lower_bound)):
             break
         model = start()
         _search(model, layer, DEFAULT_MAX_MOVES)
@@ -104,6 +100,40 @@ class _Layer:
     topology: Topology
     slots: int
     max_replicated: int
+    mean: float
+    owners_max: float
+    lower_bound: float
+
+    @classmethod
+    def of(
+        cls, owner_E: np.ndarray, load_DE: np.ndarray, topology: Topology, slots: int, max_replicated: int
+    ) -> "_Layer":
+        """With mean and maximum device load of the owners alone and a bound that no placement gets below.
+
+        At most ``max_replicated`` owners give anything away, so the next most loaded one's load
+        stays; and no maximum is below the mean.
+        """
+        node_load_NE = topology.sum_over_nodes(load_DE)
+        num_devices = topology.num_devices
+        load_D = np.bincount(owner_E, weights=node_load_NE.sum(axis=0), minlength=num_devices)
+        mean = float(load_D.sum()) / num_devices
+        stays = float(np.sort(load_D)[-1 - max_replicated]) if max_replicated < num_devices else 0.0
+        return cls(
+            owner_E,
+            load_DE,
+            node_load_NE,
+            topology,
+            slots,
+            max_replicated,
+            mean,
+            float(load_D.max()),
+            max(mean, stays),
+        )
+
+    @property
+    def memory_is_enough(self) -> bool:
+        """Whether every expert that may be replicated fits on every device: m == t in Hecate's Alg. 1."""
+        return self.slots >= self.max_replicated
 
     def owners_model(self) -> EvenDispatchModel:
         """The owners alone."""
@@ -160,9 +190,8 @@ def _starts(layer: _Layer) -> list[tuple[float, Callable[[], EvenDispatchModel]]
     """
     num_devices = layer.topology.num_devices
     few = num_devices <= FEW_DEVICES
-    fills_all = layer.slots >= layer.max_replicated
     starts: list[tuple[float, Callable[[], EvenDispatchModel]]] = []
-    if fills_all:
+    if layer.memory_is_enough:
         starts.append((0.0, layer.alg1))
     starts.append((CHEAP_RESTART_RATIO, partial(layer.seeded, OWNER_RATIO)))
     if num_devices * layer.slots > MAX_RESTART_SLOTS:
@@ -186,12 +215,12 @@ def refine_replicas(
 ) -> ExpertPlacement:
     """Moves replicas while that lowers the most loaded device under even dispatch.
 
-    Each move relieves the most loaded device: a new replica of one of
-    its experts on a free slot, the same in exchange for a replica there, or the end of one of
-    its own replicas. Of the moves tried (its experts by descending share; with many devices, until
-    one lets the next device be the most loaded), the one whose most loaded affected device ends lowest is
-    made; all must end below the present maximum, so it never rises and the search ends: when
-    balanced, when nothing helps, or after ``max_moves``.
+    Each move relieves the most loaded device: a new replica of one of its experts on a free slot,
+    the same in exchange for a replica there, or the end of one of its own replicas. Of the moves
+    tried (its experts by descending share; with many devices, until one lets the next device be
+    the most loaded), the one whose most loaded affected device ends lowest is made; all must end
+    below the present maximum, so it never rises and the search ends: when balanced, when nothing
+    helps, or after ``max_moves``.
 
     The search starts from the input, or from the owners alone if it would end worse than those.
 
@@ -217,24 +246,21 @@ def refine_replicas(
         )
     if max_replicated is None:
         max_replicated = placement.num_experts
-    layer = _Layer(placement.owner_E, load, topology.sum_over_nodes(load), topology, slots, max_replicated)
-    plain = layer.owners_model()
-    limit = plain.most_loaded()[0]
+    layer = _Layer.of(placement.owner_E, load, topology, slots, max_replicated)
     model = layer.model_of(placement)
     num_moves = _search(model, layer, max_moves)
-    if model.most_loaded()[0] > limit:
-        model = plain
+    if model.most_loaded()[0] > layer.owners_max * (1 + ROUNDING):
+        model = layer.owners_model()
         num_moves = 1 + _search(model, layer, max_moves)
     return ExpertPlacement(placement.owner_E, model.present_ED(), slots=slots) if num_moves else placement
 
 
 def _search(model: EvenDispatchModel, layer: _Layer, max_moves: int) -> int:
     """Makes the best move until balanced, nothing helps or ``max_moves`` are made; returns their number."""
-    mean = model.mean
     for num_moves in range(max_moves):
-        if model.most_loaded()[0] <= BALANCED_RATIO * mean:
+        if model.most_loaded()[0] <= BALANCED_RATIO * layer.lower_bound:
             return num_moves
-        move = _best_move(model, layer, MIN_GAIN * mean)
+        move = _best_move(model, layer, MIN_GAIN * model.mean)
         if move is None:
             return num_moves
         for expert, device in move.ends:

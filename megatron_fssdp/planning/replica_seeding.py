@@ -1,8 +1,8 @@
 """A start for the search over replicas, built in one pass over the overloaded devices' experts.
 
-Ours, beyond the papers: Alg. 1 counts replicas by load alone. Here an expert gets as many
-holders as its owner needs to have room, and they go where room is. Shape letters: E experts, D devices,
-N nodes.
+Ours, beyond the papers: Hecate's Alg. 1 counts replicas by load alone. Here an expert gets as many
+holders as its owner needs to have room, and they go where room is. Shape letters: E experts,
+D devices, N nodes.
 """
 
 from heapq import heapify, heappop, heappush, heapreplace
@@ -15,7 +15,8 @@ OWNER_RATIO = 0.85
 rest is room for replicas of the others' experts, which makes the packing easier."""
 
 FIT_RATIO = 1.03
-"""Load over mean device load up to which a replica fits; an expert that does not fit gets more holders."""
+"""Load over mean device load up to which an owner keeps all and a replica fits; an expert that
+does not fit gets more holders."""
 
 
 def seed_replicas(
@@ -28,9 +29,10 @@ def seed_replicas(
 ) -> None:
     """Replicates the experts of overloaded devices; ``model`` has owners only before.
 
-    First every overloaded owner says how many holders its experts need (:func:`holders_wanted`). Knowing
-    that, one pass places the experts by descending share of a holder, each on the least loaded
-    devices with a free slot: first in nodes without the expert, then evenly over the nodes.
+    First every overloaded owner says how many holders its experts need (:func:`holders_wanted`).
+    Knowing that, one pass places the experts by descending share of a holder, each on the least
+    loaded devices with a free slot: in different nodes, or equally many in each node where
+    there are more holders than nodes.
 
     Args:
         model: The owners-only model; changed in place.
@@ -44,28 +46,13 @@ def seed_replicas(
     )
     if not wanted:
         return
-    total, loads, owners = model.total, model.loads, model.owners
-    # What an owner has still to give away is room already, so that nobody else's replica stays out for it.
-    planned = loads.copy()
-    for expert, count in wanted.items():
-        planned[owners[expert]] -= total[expert] - total[expert] / count
-    heap = [(load, device) for device, load in enumerate(planned)]
-    heapify(heap)
+    total = model.total
+    room = _Room(model, topology, wanted, slots)
     for _, expert in sorted([(-total[expert] / count, expert) for expert, count in wanted.items()]):
-        owner, count = owners[expert], wanted[expert]
-        devices = _least_loaded(model, topology, heap, planned, expert, count, slots)
-        before = [loads[device] for device in devices]
-        owner_load = planned[owner] - loads[owner] + total[expert] - total[expert] / count
+        devices = room.take(expert)
         if devices:
             model.spread(expert, devices)
-        owner_load += loads[owner]
-        # Every device keeps one current entry: those of ``devices`` were taken out, the owner's was not.
-        for device, load in zip(devices, before, strict=True):
-            planned[device] += loads[device] - load
-            heappush(heap, (planned[device], device))
-        if owner_load != planned[owner]:
-            planned[owner] = owner_load
-            heappush(heap, (owner_load, owner))
+        room.settle(expert, devices)
     model.sort_loads()
 
 
@@ -74,20 +61,20 @@ def holders_wanted(
 ) -> dict[int, int]:
     """How many holders an expert needs for its owner to keep ``owner_ratio`` of the mean load.
 
-    An overloaded owner adds holders one at a time to the expert of its own from which
-    one more takes most: with ``n`` holders and load ``F``, ``F / n - F / (n + 1)``.
+    An owner with more than ``FIT_RATIO`` of it adds holders one at a time to the expert of its own
+    from which one more takes most: with ``n`` holders and load ``F``, ``F / n - F / (n + 1)``.
 
     Returns:
         Number of holders by expert, for the experts that need more than one.
     """
     total, owned, num_devices = model.total, model.owned, len(model.loads)
-    limit, fits = owner_ratio * model.mean, model.mean
+    limit, overloaded = owner_ratio * model.mean, FIT_RATIO * model.mean
     allowed: set[int] | None = None
     if max_replicated < len(total):
         allowed = set(sorted(range(len(total)), key=lambda expert: -total[expert])[:max_replicated])
     wanted: dict[int, int] = {}
     for load, device in reversed(model.ascending):
-        if load <= fits or num_slots <= 0:
+        if load <= overloaded or num_slots <= 0:
             break
         # (-relief of one more holder, expert, holders)
         reliefs = [(-total[e] / 2, e, 1) for e in owned[device] if allowed is None or e in allowed]
@@ -105,51 +92,85 @@ def holders_wanted(
     return wanted
 
 
-def _least_loaded(
-    model: EvenDispatchModel,
-    topology: Topology,
-    heap: list[tuple[float, int]],
-    planned: list[float],
-    expert: int,
-    count: int,
-    slots: int,
-) -> list[int]:
-    """Takes the devices for an expert's replicas out of the heap of (planned load, device).
+class _Room:
+    """The devices by what their load will be once every owner has given away what it plans to.
 
-    Entries that are no longer current are dropped, and so are devices without a free slot:
-    here nobody gets a slot back.
+    The planned load counts, not the present one, so that an owner's room is there for the
+    others' experts before its own are placed.
+
+    Attributes:
+        _planned: Planned load of every device, [D].
+        _heap: (planned load, device): one current entry a device with a free slot, and stale ones.
+        _to_give: What the owner of an expert is to give away of it.
     """
-    node_of, replicas, num_nodes = model.node_of, model.replicas, topology.num_nodes
-    owner, total = model.owners[expert], model.total[expert]
-    fits = FIT_RATIO * model.mean
-    most_in_node = -(-count // num_nodes)
-    may_grow = most_in_node == 1 or num_nodes == 1
-    if num_nodes == 1:
-        most_in_node = len(planned)
-    elif most_in_node > 1:
-        count = most_in_node * num_nodes  # equal numbers, for each node splits its load by itself
-    holders_in = {node_of[owner]: 1}
-    taken: list[int] = []
-    passed: list[tuple[float, int]] = []
-    highest = 0.0
-    while heap:
-        load, device = entry = heap[0]
-        num_holders = len(taken) + 1
-        if num_holders >= count and (
-            not may_grow or highest <= fits or load + total / (num_holders + 1) >= highest
-        ):
-            break
-        heappop(heap)
-        if load != planned[device] or len(replicas[device]) >= slots:
-            continue
-        node = node_of[device]
-        in_node = holders_in.get(node, 0)
-        if device == owner or in_node >= most_in_node:
-            passed.append(entry)
-            continue
-        holders_in[node] = in_node + 1
-        taken.append(device)
-        highest = load + total / (num_holders + 1)
-    for entry in passed:
-        heappush(heap, entry)
-    return taken
+
+    def __init__(
+        self, model: EvenDispatchModel, topology: Topology, wanted: dict[int, int], slots: int
+    ) -> None:
+        self._model, self._wanted, self._slots = model, wanted, slots
+        self._num_nodes = topology.num_nodes
+        self._fits = FIT_RATIO * model.mean
+        self._to_give = {e: model.total[e] - model.total[e] / count for e, count in wanted.items()}
+        self._planned = model.loads.copy()
+        for expert, load in self._to_give.items():
+            self._planned[model.owners[expert]] -= load
+        self._heap = [(load, device) for device, load in enumerate(self._planned)]
+        heapify(self._heap)
+        self._before: list[float] = []
+        self._owner_before = 0.0
+
+    def take(self, expert: int) -> list[int]:
+        """Takes the least loaded devices for an expert's replicas out of the heap, one a holder wanted.
+
+        More are taken while the last one's load is above what fits and another holder lowers
+        it, for each holder's share falls with their number.
+        """
+        model, planned, heap, slots = self._model, self._planned, self._heap, self._slots
+        node_of, replicas = model.node_of, model.replicas
+        owner, total, count = model.owners[expert], model.total[expert], self._wanted[expert]
+        most_in_node = -(-count // self._num_nodes)
+        may_grow = True
+        if self._num_nodes == 1:
+            most_in_node = len(planned)
+        elif most_in_node > 1:
+            # Equal numbers: once a node has a holder, it splits its load by itself.
+            count, may_grow = most_in_node * self._num_nodes, False
+        holders_in = {node_of[owner]: 1}
+        taken: list[int] = []
+        passed: list[tuple[float, int]] = []
+        highest = 0.0  # load of the last device taken, the highest
+        while heap:
+            load, device = entry = heap[0]
+            num_after = len(taken) + 2
+            if num_after > count and (
+                not may_grow or highest <= self._fits or load + total / num_after >= highest
+            ):
+                break
+            heappop(heap)
+            if load != planned[device] or len(replicas[device]) >= slots:
+                continue  # stale, or full for good: here nobody gets a slot back
+            node = node_of[device]
+            in_node = holders_in.get(node, 0)
+            if device == owner or in_node >= most_in_node:
+                passed.append(entry)
+                continue
+            holders_in[node] = in_node + 1
+            taken.append(device)
+            highest = load + total / num_after
+        for entry in passed:
+            heappush(heap, entry)
+        self._before = [model.loads[device] for device in taken]
+        self._owner_before = model.loads[owner]
+        return taken
+
+    def settle(self, expert: int, taken: list[int]) -> None:
+        """Brings the planned loads up to date after the expert went to the devices taken for it."""
+        loads, planned, owner = self._model.loads, self._planned, self._model.owners[expert]
+        for device, before in zip(taken, self._before, strict=True):
+            planned[device] += loads[device] - before
+            heappush(self._heap, (planned[device], device))
+        # The owner's entry was not taken out; pushed again unchanged it would count twice.
+        change = loads[owner] - self._owner_before + self._to_give[expert]
+        if planned[owner] + change != planned[owner]:
+            planned[owner] += change
+            heappush(self._heap, (planned[owner], owner))

@@ -7,6 +7,7 @@ from megatron_fssdp.planning.even_dispatch_model import EvenDispatchModel
 from megatron_fssdp.planning.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.replica_refinement import plan_materialization, refine_replicas
 from megatron_fssdp.planning.replica_routing import device_tokens_D, expected_device_load_D
+from megatron_fssdp.planning.replica_seeding import holders_wanted, seed_replicas
 from megatron_fssdp.planning.sparse_materialization import sparse_materialization
 from megatron_fssdp.planning.topology import Topology
 
@@ -112,6 +113,57 @@ def test_the_incremental_model_keeps_up(case, seed):
     np.testing.assert_allclose(model.loads, expected_D, rtol=1e-9, atol=1e-9)
     assert model.ascending == sorted(zip(model.loads, range(placement.num_devices), strict=True))
     assert model.num_replicated == (np.count_nonzero(now.present_ED, axis=1) > 1).sum()
+
+
+@settings(max_examples=200, deadline=None)
+@given(owned_layers(), SEEDS, st.integers(1, 11), st.integers(1, 3), st.sampled_from([0.75, 1.0, 1.1]))
+def test_a_seed_keeps_slots_overlap_degree_and_true_loads(case, seed, max_replicated, slots, owner_ratio):
+    topology, owner_E = case
+    load_DE = random_counts_DE(seed, topology.num_devices, owner_E.size).astype(np.float64)
+    model = EvenDispatchModel(owner_E, load_DE, topology.sum_over_nodes(load_DE), topology)
+    seed_replicas(model, topology, slots=slots, max_replicated=max_replicated, owner_ratio=owner_ratio)
+    seeded = ExpertPlacement(owner_E, model.present_ED(), slots=slots)
+    assert all(len(set(holders)) == len(holders) for holders in model.holders)
+    assert model.replicas == [list(seeded.replicas_on(d)) for d in range(topology.num_devices)]
+    assert model.num_replicated == (np.count_nonzero(seeded.present_ED, axis=1) > 1).sum() <= max_replicated
+    expected_D = expected_device_load_D(load_DE, seeded, topology)
+    np.testing.assert_allclose(model.loads, expected_D, rtol=1e-9, atol=1e-9)
+    assert model.ascending == sorted(zip(model.loads, range(topology.num_devices), strict=True))
+
+
+def test_an_owner_gives_away_of_its_hottest_expert_first():
+    # Mean 10, limit 8.5: device 0 has 16 + 4. A second holder of expert 0 takes 8, a third 2.67 more;
+    # a second one of expert 1 takes 2. After 8 and 2.67 there are 9.33 left, then 2 of expert 1.
+    load_DE = np.array([[16.0, 4, 5, 5]] + [[0.0] * 4] * 2)
+    model = EvenDispatchModel(
+        np.array([0, 0, 1, 2]), load_DE, load_DE.sum(axis=0)[None], Topology.single_node(3)
+    )
+    assert holders_wanted(model, num_slots=9, max_replicated=4, owner_ratio=0.85) == {0: 3, 1: 2}
+    assert holders_wanted(model, num_slots=9, max_replicated=4, owner_ratio=1.0) == {0: 3}
+    assert holders_wanted(model, num_slots=1, max_replicated=4, owner_ratio=0.85) == {0: 2}
+    assert holders_wanted(model, num_slots=9, max_replicated=1, owner_ratio=0.85) == {0: 3}
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_devices", "most"), [(16, 8, 1.12), (64, 32, 1.12), (256, 64, 1.06)]
+)
+def test_skewed_loads_end_near_balance(num_experts, num_devices, most):
+    topology, owner_E = Topology.uniform(num_devices, num_devices // 8), even_owners(num_experts, num_devices)
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        popularity_E = rng.lognormal(sigma=1.0, size=num_experts)
+        counts_DE = rng.multinomial(8192, popularity_E / popularity_E.sum(), size=num_devices)
+        plan = plan_materialization(owner_E, counts_DE, topology, overlap_degree=num_experts, slots=2)
+        assert max_load(counts_DE, plan, topology) <= most * counts_DE.sum() / num_devices, seed
+
+
+def test_replicas_that_cost_no_memory_stay_though_the_load_is_even():
+    # m == t: both experts go everywhere, as in Alg. 1, and no token moves.
+    counts_DE = np.full((2, 2), 5)
+    plan = plan_materialization(
+        np.array([0, 1]), counts_DE, Topology.single_node(2), overlap_degree=2, slots=2
+    )
+    assert plan.num_replicas == 2
 
 
 def test_a_free_slot_is_used_by_hand():
