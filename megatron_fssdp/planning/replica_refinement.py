@@ -26,6 +26,9 @@ CHEAP_RESTART_RATIO = 1.05
 """The same for starts that cost little: another seed for few devices. Never again at this much
 over the lower bound."""
 
+FEW_DEVICES_RESTART_RATIO = 1.075
+"""``RESTART_RATIO`` with few devices."""
+
 FEW_DEVICES = 8
 """Up to so many devices a search takes little time and can end in a corner: there are more starts."""
 
@@ -169,39 +172,43 @@ class _Layer:
             )
         )
 
-    def hottest_everywhere(self) -> EvenDispatchModel:
-        """The most loaded expert on every device."""
+    def hottest_everywhere(self, num_experts: int) -> EvenDispatchModel:
+        """The most loaded experts on every device."""
         model = self.owners_model()
-        hottest = model.total.index(max(model.total))
-        others = [d for d in range(self.topology.num_devices) if d != model.owners[hottest]]
-        model.spread(hottest, others)
+        devices = range(self.topology.num_devices)
+        for expert in sorted(range(len(model.total)), key=lambda e: -model.total[e])[:num_experts]:
+            model.spread(expert, [device for device in devices if device != model.owners[expert]])
         model.sort_loads()
         return model
 
 
-def _starts(layer: _Layer) -> list[tuple[float, Callable[[], EvenDispatchModel]]]:
+type _Start = Callable[[], EvenDispatchModel]
+
+
+def _starts(layer: _Layer) -> list[tuple[float, _Start]]:
     """Where the search starts, each with the maximum over mean load so far above which to try it.
 
     Hecate's Alg. 1 comes first where its memory does not bind (m == t): it then puts the top
     experts everywhere, which keeps most tokens where they are. Else :func:`seed_replicas` is
     first: it ends nearer to balance than Alg. 1 and takes less time. The others are for layers
     on which that ends too high: owners that give away less and so leave slots to others, the
-    owners alone, and with few devices also Alg. 1 and the most loaded expert everywhere.
+    owners alone, and with few devices also Alg. 1 and the most loaded experts everywhere.
     """
     num_devices = layer.topology.num_devices
     few = num_devices <= FEW_DEVICES
-    starts: list[tuple[float, Callable[[], EvenDispatchModel]]] = []
+    starts: list[tuple[float, _Start]] = []
     if layer.memory_is_enough:
         starts.append((0.0, layer.alg1))
     starts.append((CHEAP_RESTART_RATIO, partial(layer.seeded, OWNER_RATIO)))
     if num_devices * layer.slots > MAX_RESTART_SLOTS:
         return starts
-    if few:
-        starts += [(CHEAP_RESTART_RATIO, partial(layer.seeded, ratio)) for ratio in (1.0, 0.75)]
-    starts += [(RESTART_RATIO, partial(layer.seeded, 1.1)), (RESTART_RATIO, layer.owners_model)]
-    if few:
-        starts += [(RESTART_RATIO, layer.alg1), (RESTART_RATIO, layer.hottest_everywhere)]
-    return starts
+    owners_only = layer.owners_model
+    if not few:
+        return [*starts, (RESTART_RATIO, partial(layer.seeded, 1.1)), (RESTART_RATIO, owners_only)]
+    starts += [(CHEAP_RESTART_RATIO, partial(layer.seeded, ratio)) for ratio in (1.0, 0.75)]
+    everywhere = [partial(layer.hottest_everywhere, n) for n in (1, min(layer.slots, layer.max_replicated))]
+    costly: list[_Start] = [partial(layer.seeded, 1.1), owners_only, layer.alg1, *everywhere]
+    return starts + [(FEW_DEVICES_RESTART_RATIO, start) for start in costly]
 
 
 def refine_replicas(

@@ -32,7 +32,8 @@ def one_hot_counts_DE(seed, num_tokens, num_devices=4, num_experts=8):
 @pytest.mark.parametrize("num_tokens", [256, 1_000, 10_000, 1_000_000])
 def test_one_hot_expert_is_balanced_for_every_noise(num_tokens):
     owner_E, topology = even_owners(8, 4), Topology.single_node(4)
-    for seed in range(240):
+    # Draw 3801 of 256 tokens is one that few starts bring below 1.10.
+    for seed in [*range(240), 3801]:
         counts_DE = one_hot_counts_DE(seed, num_tokens)
         mean = counts_DE.sum() / 4
         few = plan_materialization(owner_E, counts_DE, topology, overlap_degree=8, slots=2)
