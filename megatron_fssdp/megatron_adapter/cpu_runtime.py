@@ -23,6 +23,7 @@ import os
 import sys
 import time
 import types
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -232,7 +233,7 @@ _TORCH_PATCHES = (
         _returning(0),
         "memory report after the first iteration",
     ),
-    _Patch("torch.cuda", "memory_stats", _returning({}), "memory report"),
+    _Patch("torch.cuda", "memory_stats", _returning(defaultdict(int)), "--log-memory-to-tensorboard"),
     _Patch("torch.cuda", "reset_peak_memory_stats", _returning(None), "memory report"),
     _Patch("torch.cuda", "get_device_capability", _returning((0, 0)), "fused kernels ask for it"),
     _Patch(
