@@ -186,13 +186,10 @@ def _returning(value: Any) -> Callable[[Any], Any]:
     return lambda original: lambda *_, **__: value
 
 
-def _without_nccl_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
+def _without_device_ids(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("pg_options", None)
         kwargs.pop("device_ids", None)
-        if kwargs.get("backend") == "nccl":
-            kwargs["backend"] = "gloo"
         return original(*args, **kwargs)
 
     return call
@@ -221,28 +218,18 @@ _TORCH_PATCHES = (
         "torch.cuda", "device_count", _returning(1), "0 makes Megatron skip its process groups and seeding"
     ),
     _Patch("torch.cuda", "current_device", _returning(0), "passed on as a device argument"),
-    _Patch("torch.cuda", "set_device synchronize empty_cache set_stream", _returning(None), "no device"),
+    _Patch("torch.cuda", "set_device synchronize", _returning(None), "no device to set or wait for"),
     _Patch("torch.cuda", "Stream", _always(_Stream), "side streams of dispatcher and optimizer"),
     _Patch("torch.cuda", "Event", _always(_Event), "timers and stream ordering"),
-    _Patch("torch.cuda", "current_stream default_stream", _returning(_STREAM), "stream ordering"),
+    _Patch("torch.cuda", "current_stream", _returning(_STREAM), "stream ordering"),
     _Patch("torch.cuda", "stream", _returning(contextlib.nullcontext()), "side streams"),
-    _Patch("torch.cuda", "is_current_stream_capturing", _returning(False), "CUDA graphs are off"),
-    _Patch(
-        "torch.cuda",
-        "memory_allocated max_memory_allocated memory_reserved max_memory_reserved",
-        _returning(0),
-        "memory report after the first iteration",
-    ),
     _Patch("torch.cuda", "memory_stats", _returning(defaultdict(int)), "--log-memory-to-tensorboard"),
-    _Patch("torch.cuda", "reset_peak_memory_stats", _returning(None), "memory report"),
-    _Patch("torch.cuda", "get_device_capability", _returning((0, 0)), "fused kernels ask for it"),
     _Patch(
         "torch.cuda",
         "get_device_properties",
         _returning(types.SimpleNamespace(major=0, minor=0, total_memory=0, name="cpu")),
         "argument checks of tensor and context parallelism",
     ),
-    _Patch("torch.cuda.nvtx", "range_push range_pop", _returning(None), "profiler ranges"),
     # The one CPU generator stands in for the CUDA generator.
     _Patch(
         "torch.cuda",
@@ -250,7 +237,6 @@ _TORCH_PATCHES = (
         _always(lambda seed: torch.default_generator.manual_seed(seed)),
         "model-parallel seeding",
     ),
-    _Patch("torch.cuda", "manual_seed_all", _returning(None), "torch.manual_seed calls it: would recurse"),
     _Patch(
         "torch.cuda",
         "get_rng_state",
@@ -263,14 +249,13 @@ _TORCH_PATCHES = (
         _always(lambda state, *_, **__: torch.set_rng_state(state)),
         "checkpoints, recompute",
     ),
-    _Patch("torch:Tensor", "record_stream", _returning(None), "allocator hint of CUDA tensors"),
     _Patch(
         "torch.autograd.function:BackwardCFunction",
         "apply",
         _inside_the_device_mode,
         "activation recompute runs forward code inside torch.autograd.backward",
     ),
-    _Patch("torch.distributed", "new_group barrier", _without_nccl_arguments, "NCCL-only arguments"),
+    _Patch("torch.distributed", "barrier", _without_device_ids, "an NCCL-only argument that gloo refuses"),
 )
 
 
@@ -340,16 +325,10 @@ _MEGATRON_PATCHES = (
         "random state of dropout under recompute",
     ),
     _Patch(
-        "megatron.core.transformer.moe.moe_utils",
-        "maybe_move_tensor_to_cpu",
-        _always(_move_to_host),
-        "turns split sizes into numbers only when they are CUDA tensors; gloo wants numbers",
-    ),
-    _Patch(
         "megatron.core.transformer.moe.token_dispatcher",
         "maybe_move_tensor_to_cpu",
         _always(_move_to_host),
-        "the same, under its imported name",
+        "turns split sizes into numbers only when they are CUDA tensors; gloo wants numbers",
     ),
     _Patch(
         "megatron.core.transformer.torch_norm:WrappedTorchNorm",
