@@ -1,3 +1,8 @@
+import argparse
+import json.decoder
+import pathlib
+import textwrap
+import typing
 from pathlib import Path
 
 import pytest
@@ -9,8 +14,8 @@ from megatron_fssdp.data.manifest import DATA_NAME
 
 @pytest.fixture(scope="session")
 def text_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Megatron arguments' data prefix: this test suite's own text, as bytes."""
+    """Megatron arguments' data prefix: some sources of the standard library, as bytes."""
     folder = tmp_path_factory.mktemp("text")
-    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
+    sources = [Path(module.__file__) for module in (argparse, json.decoder, pathlib, textwrap, typing)]
     build_data(corpus_from_paths(sources), folder, tokenizer="bytes", num_shards=1)
     return folder / DATA_NAME
