@@ -13,7 +13,11 @@ __all__ = ["get_gpt_decoder_block_spec", "get_moe_module_spec", "register", "sta
 
 
 def register() -> None:
-    """Add the plugin to Megatron; call it before Megatron parses its arguments."""
+    """Add the plugin to Megatron; call it before Megatron parses its arguments.
+
+    On a machine without an accelerator this also lets Megatron run on the CPU, see
+    ``megatron_adapter.cpu_runtime``.
+    """
     from megatron_fssdp.megatron_adapter import registration
 
     registration.register()

@@ -34,10 +34,6 @@ def launch(arguments: Sequence[str]) -> None:
         sys.path.insert(0, str(script.resolve().parent))
         sys.argv = [str(script), *arguments[1:]]
 
-        from megatron_fssdp.megatron_adapter import cpu_runtime
-
-        cpu_runtime.install()
-
         from megatron_fssdp.megatron_adapter.registration import register
 
         register()

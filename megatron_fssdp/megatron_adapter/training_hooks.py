@@ -83,17 +83,23 @@ def report_installation(model: list[torch.nn.Module], choice: StrategyChoice) ->
             "strategy's; wanted all of them. Build the model from Megatron's MoE specs or with --spec "
             "megatron_fssdp get_gpt_decoder_block_spec, or use --moe-strategy none"
         )
-    ours = [layer for layer in layers if isinstance(layer, StrategyMoELayer)]
-    if not ours:
-        return
-    context = ours[0].executor.context
     log_single_rank(
         logger,
-        logging.WARNING,  # Megatron's default level hides less
-        f"[fssdp] strategy {choice.name}: installed in {len(ours)} MoE layers of this pipeline stage "
-        f"(layers {', '.join(str(layer.executor.context.layer) for layer in ours)}), "
-        f"{context.num_experts} experts on {context.num_devices} devices in {context.topology.num_nodes} "
-        f"node(s); settings {choice.settings.model_dump(exclude_none=True, mode='json')}",
+        logging.WARNING,  # shown whatever --logging-level says
+        f"[fssdp] strategy {choice.name}: installed in {_describe(layers)}; "
+        f"settings {choice.settings.model_dump(exclude_none=True, mode='json')}",
+    )
+
+
+def _describe(layers: list[StrategyMoELayer]) -> str:
+    if not layers:
+        return "the MoE layers of the other pipeline stages, this one has none"
+    context = layers[0].executor.context
+    numbers = ", ".join(str(layer.executor.context.layer) for layer in layers)
+    return (
+        f"{len(layers)} MoE layers of this pipeline stage (layers {numbers}), "
+        f"{context.num_experts} experts on {context.num_devices} devices "
+        f"in {context.topology.num_nodes} node(s)"
     )
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from megatron_fssdp.reporting.run_records import read_metrics
+
 from .training_run import SCRIPT, train, train_on_all_ranks
 
 EP2 = "--expert-model-parallel-size 2 --train-iters 3"
@@ -133,6 +135,20 @@ def test_the_spec_option_builds_the_strategys_layers(text_data: Path) -> None:
         2, f"{EP2} --moe-strategy fssdp --spec megatron_fssdp get_gpt_decoder_block_spec", text_data
     )
     assert by_spec.losses == plain.losses
+
+
+def test_a_script_that_registers_the_plugin_itself(text_data: Path, tmp_path: Path) -> None:
+    script = tmp_path / "pretrain.py"
+    script.write_text(
+        "import megatron_fssdp\n"
+        "megatron_fssdp.register()\n"
+        "from megatron_fssdp.cli.pretraining.pretrain_gpt import main\n"
+        "main()\n"
+    )
+    arguments = f"{EP2} --moe-strategy fssdp --moe-strategy-set record_dir={tmp_path}"
+    own = train(2, arguments, text_data, script=script, launcher=False)
+    assert own.losses == train(2, f"{EP2} --moe-strategy fssdp", text_data).losses
+    assert read_metrics(tmp_path)[2].layers[0].num_replicas > 0
 
 
 def test_a_missing_script_is_refused_by_the_module() -> None:
