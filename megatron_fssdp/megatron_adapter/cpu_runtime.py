@@ -26,10 +26,13 @@ import types
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from megatron_fssdp.config.errors import ConfigurationError
 
 DEVICE_VARIABLE = "MEGATRON_FSSDP_DEVICE"
 
@@ -41,8 +44,6 @@ def requested() -> bool:
     """Whether this process should run Megatron on the CPU."""
     asked = os.environ.get(DEVICE_VARIABLE, "").lower()
     if asked not in ("", "cpu", "cuda"):
-        from megatron_fssdp.config.errors import ConfigurationError
-
         raise ConfigurationError(
             f"{DEVICE_VARIABLE}: got {asked!r}, wanted 'cpu', 'cuda' or nothing; "
             "unset it to detect the device"
@@ -71,6 +72,26 @@ def install() -> bool:
         for patch in _MEGATRON_PATCHES:
             patch.apply()
     return True
+
+
+def check_arguments(args: Any) -> None:
+    """Refuse what Megatron would do wrongly on the CPU without a word.
+
+    Without Transformer Engine or Apex, the distributed optimizer loads weights but makes all
+    parameters share one Adam step, which then counts once per parameter.
+
+    Raises:
+        ConfigurationError: A run would go on from such optimizer state.
+    """
+    if not _installed or not args.use_distributed_optimizer or args.load is None:
+        return
+    starts_anew = not (Path(args.load) / "latest_checkpointed_iteration.txt").exists()
+    if not (starts_anew or args.no_load_optim or args.finetune):
+        raise ConfigurationError(
+            f"--load {args.load}: got --use-distributed-optimizer on the CPU, where Megatron does not "
+            "restore its Adam state correctly; wanted the plain optimizer, or --no-load-optim to start "
+            "the optimizer anew"
+        )
 
 
 # ---------------------------------------------------------------- device arguments

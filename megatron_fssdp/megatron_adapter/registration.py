@@ -76,6 +76,7 @@ def register() -> None:
 
     @wraps(validate)
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        cpu_runtime.check_arguments(args)
         _choose(args)
         return validate(args, *rest, **kwargs)
 
