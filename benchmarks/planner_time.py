@@ -12,8 +12,9 @@ from functools import partial
 
 import numpy as np
 
+from megatron_fssdp.planning.materialization_planner import plan_materialization
 from megatron_fssdp.planning.placement import ExpertPlacement, even_owners
-from megatron_fssdp.planning.replica_refinement import plan_materialization, refine_replicas
+from megatron_fssdp.planning.replica_refinement import refine_replicas
 from megatron_fssdp.planning.replica_routing import (
     device_tokens_D,
     dispatch_from_source,

@@ -2,7 +2,7 @@
 
 from megatron_fssdp.config.strategy_settings import FssdpSettings
 from megatron_fssdp.planning.load_history import LoadHistory
-from megatron_fssdp.planning.replica_refinement import plan_materialization
+from megatron_fssdp.planning.materialization_planner import plan_materialization
 from megatron_fssdp.planning.sparse_materialization import sparse_materialization
 from megatron_fssdp.planning.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan

@@ -4,8 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning.even_dispatch_model import EvenDispatchModel
+from megatron_fssdp.planning.materialization_planner import plan_materialization
 from megatron_fssdp.planning.placement import ExpertPlacement, even_owners
-from megatron_fssdp.planning.replica_refinement import plan_materialization, refine_replicas
+from megatron_fssdp.planning.replica_refinement import refine_replicas
 from megatron_fssdp.planning.replica_routing import device_tokens_D, expected_device_load_D
 from megatron_fssdp.planning.replica_seeding import holders_wanted, seed_replicas
 from megatron_fssdp.planning.sparse_materialization import sparse_materialization
