@@ -46,18 +46,21 @@ def _of_linears(fc1: Any, fc2: Any, index: str) -> Parameters:
     return weights + tuple(bias for bias in biases if bias is not None and bias.numel() > 0)
 
 
-def expert_activation(config: Any) -> Activation:
-    """The activation that Megatron's own experts compute under this config.
+def expert_activation(experts: Any) -> Activation:
+    """The activation that Megatron's own expert module computes under its config.
 
     Uses Megatron's fused kernels where the config asks for them, so that results stay
     equal to stock also in bf16.
     """
+    config = experts.config
+    # Only the grouped module knows interleaved gates; one expert at a time ignores the setting.
+    interleave = None if hasattr(experts, "local_experts") else config.moe_mlp_glu_interleave_size
     plain = ExpertActivation(
         function=config.activation_func,
         gated=config.gated_linear_unit,
         clamp=config.activation_func_clamp_value,
         linear_offset=config.glu_linear_offset,
-        interleave=getattr(config, "moe_mlp_glu_interleave_size", None) if config.gated_linear_unit else None,
+        interleave=interleave if config.gated_linear_unit else None,
     )
     if not (config.bias_activation_fusion and config.gated_linear_unit) or plain.interleave is not None:
         return plain

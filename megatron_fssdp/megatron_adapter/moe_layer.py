@@ -58,7 +58,7 @@ class StrategyMoELayer(MoELayer):
         super().__init__(config, submodules, layer_number, pg_collection, is_mtp_layer, name)
         local = expert_parameters(self.experts, self.num_local_experts)
         gradient_sync.take_over(chain.from_iterable(local))
-        self._activation = expert_activation(self.experts.config)
+        self._activation = expert_activation(self.experts)
         groups = ExpertGroups(self.ep_group, detect_topology(self.ep_group, session.settings.nodes))
         owner_E = even_owners(config.num_moe_experts, groups.num_devices)
         self.executor = session.runtime.add_layer(

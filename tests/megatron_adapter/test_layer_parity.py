@@ -33,6 +33,15 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "fssdp",
         {"slots": 8},
     ),
+    "fssdp, interleaving that experts one by one ignore": (
+        {
+            "activation_func": torch.nn.functional.silu,
+            "gated_linear_unit": True,
+            "moe_mlp_glu_interleave_size": 4,
+        },
+        "fssdp",
+        {"slots": 2},
+    ),
     "fssdp, probabilities on the input": (
         {"moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True},
         "fssdp",

@@ -9,13 +9,14 @@ from megatron_fssdp.reporting.run_records import read_metrics
 from .training_run import relative_difference, train
 
 # name: (ranks, Megatron's arguments). Chosen to cover ranks 2 and 4, EP 2 and 4, top-1/2/4,
-# 4 to 16 experts, gelu and swiglu, 1 and 4 micro-batches, plain and distributed optimizer.
+# 4 to 16 experts, gelu and swiglu, with biases and without, 1 and 4 micro-batches, plain and
+# distributed optimizer.
 LAYOUTS = {
     "ep4_top2_gelu": (4, "--expert-model-parallel-size 4"),
     "ep2_of_2_top1_swiglu_16_experts_4_micro_batches": (
         2,
         "--expert-model-parallel-size 2 --moe-router-topk 1 --moe-router-pre-softmax --swiglu "
-        "--num-experts 16 --global-batch-size 16",
+        "--num-experts 16 --global-batch-size 16 --disable-bias-linear",
     ),
     "ep2_of_4_top4_distributed_optimizer_4_micro_batches": (
         4,
@@ -25,7 +26,7 @@ LAYOUTS = {
     "ep4_4_experts_swiglu_overlaps": (
         4,
         "--expert-model-parallel-size 4 --num-experts 4 --swiglu --use-distributed-optimizer "
-        "--overlap-grad-reduce --overlap-param-gather",
+        "--overlap-grad-reduce --overlap-param-gather --disable-bias-linear",
     ),
     "ep2_of_4_overlaps_4_micro_batches": (
         4,
@@ -53,7 +54,7 @@ MORE_LAYOUTS = {
         "--expert-model-parallel-size 4 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 "
         "--sequence-parallel",
     ),
-    "recompute_moe_biases_expert_bias": (
+    "recompute_moe_expert_bias": (
         4,
         "--expert-model-parallel-size 4 --recompute-granularity selective --recompute-modules moe "
         "--moe-router-enable-expert-bias --moe-router-score-function sigmoid",
@@ -67,6 +68,11 @@ MORE_LAYOUTS = {
         2,
         "--expert-model-parallel-size 1 --use-distributed-optimizer --overlap-grad-reduce "
         "--overlap-param-gather",
+    ),
+    "ep1_tp2_expert_tp1_overlaps": (
+        2,
+        "--expert-model-parallel-size 1 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 "
+        "--sequence-parallel --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     ),
     "per_token_loss": (4, "--expert-model-parallel-size 2 --calculate-per-token-loss"),
 }

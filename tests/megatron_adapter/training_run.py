@@ -20,7 +20,7 @@ TINY_GPT_MOE = """
     --max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 8 --train-iters 20
     --lr 1e-3 --min-lr 1e-4 --lr-decay-style constant --weight-decay 0.01 --clip-grad 1.0
     --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type none
-    --moe-token-dispatcher-type alltoall --disable-bias-linear
+    --moe-token-dispatcher-type alltoall
     --tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 1
     --attention-dropout 0 --hidden-dropout 0 --seed 1234 --num-workers 0 --split 100,0,0
     --log-interval 1000 --eval-iters 0 --eval-interval 1000000
