@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.topology import Topology
+from megatron_fssdp.planning.transfer_growth import TransferGrowth
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class TransferEdge:
         expert: The expert.
         source: Device that sends; it has the expert before.
         destination: Device that receives.
-        depth: Hops from the owner to ``destination``, less one.
+        depth: Hops from the owner, or another device that has the expert, to ``destination``, less one.
     """
 
     expert: int
@@ -39,26 +40,38 @@ class TransferPlan:
 
     Construction proves that every expert's edges form one tree: its root (the owner) is
     never a destination, every other device receives once, nobody sends before it has the
-    expert, and depths count hops from the root.
+    expert, and depths count hops from the root. With ``present_before`` they form a tree for
+    each device that sends what it had before.
 
     Attributes:
         num_devices: Number of devices, D.
         edges: The transfers; an edge comes after the edge that feeds its source.
+        present_before: The (expert, device) pairs from which the trees may start, for a plan that
+            only adds to what is there; None: each expert's own tree, from its owner alone.
     """
 
     num_devices: int
     edges: tuple[TransferEdge, ...]
+    present_before: frozenset[tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
         num_devices = self.num_devices
         depth_of: dict[int, int] = {}  # expert * D + device -> depth, -1 at the root
         rooted: dict[int, int] = {}
+        for expert, device in self.present_before or ():
+            depth_of[expert * num_devices + device] = -1
         for edge in self.edges:
             expert, source, destination = edge.expert, edge.source, edge.destination
             if not (0 <= source < num_devices and 0 <= destination < num_devices) or expert < 0:
                 raise ValueError(f"{edge} leaves the plan: wanted devices from 0 to {num_devices - 1}")
             key = expert * num_devices + source
-            if expert not in rooted:
+            if self.present_before is not None:
+                if key not in depth_of:
+                    raise ValueError(
+                        f"{edge} sends an expert its source does not have yet: wanted a source that is in "
+                        "present_before or the destination of an earlier edge"
+                    )
+            elif expert not in rooted:
                 rooted[expert] = source
                 depth_of[key] = -1
             elif key not in depth_of:
@@ -93,6 +106,24 @@ class TransferPlan:
             raise ValueError(
                 f"expert {expert} {'reaches' if got[expert, device] else 'does not reach'} device {device}: "
                 "wanted transfers to exactly the placement's replicas; rebuild the plan for this placement"
+            )
+
+    def check_extends(self, planned: ExpertPlacement, calibrated: ExpertPlacement) -> None:
+        """Raises ValueError unless the edges bring exactly what ``calibrated`` adds to ``planned``."""
+        sources = self.present_before or frozenset()
+        for expert, device in sorted(sources):
+            if not planned.present_ED[expert, device]:
+                raise ValueError(
+                    f"device {device} is said to have expert {expert}: wanted only devices that have it in "
+                    "the planned placement; rebuild the plan for it"
+                )
+        got = sorted((edge.expert, edge.destination) for edge in self.edges)
+        wanted = _added_pairs(planned, calibrated)
+        if got != wanted:
+            expert, device = min(set(got) ^ set(wanted))
+            raise ValueError(
+                f"expert {expert} {'reaches' if (expert, device) in got else 'does not reach'} device "
+                f"{device}: wanted transfers to exactly the added replicas; rebuild the plan for them"
             )
 
     @property
@@ -222,3 +253,58 @@ def two_level_transfer(placement: ExpertPlacement, topology: Topology) -> Transf
         num_devices,
         tuple(TransferEdge(expert, source, to, depth) for depth, _, expert, source, to in found),
     )
+
+
+def additional_transfer(
+    planned: ExpertPlacement, calibrated: ExpertPlacement, topology: Topology
+) -> TransferPlan:
+    """What brings the replicas that ``calibrated`` adds to ``planned``; for gathering only.
+
+    Whoever has an expert may send it, not only its owner. So it crosses the slow links once
+    for each node without it, along chains that start in the nodes with it: those that send the
+    fewest to other nodes so far first (ties: in cyclic order after the owner's). Inside a node
+    those that have it send it on, each to at most two, then those that got it from them.
+    Among devices that could send, or could let a chain into their node, the ones with the fewest
+    messages so far come first (ties: the lowest). Gradients go home along
+    :func:`two_level_transfer` of ``calibrated``.
+
+    Args:
+        planned: What is there before.
+        calibrated: The same owners, and all replicas of ``planned`` and more.
+        topology: Nodes of the devices.
+    """
+    added_of: dict[int, list[int]] = {}
+    for expert, device in _added_pairs(planned, calibrated):
+        added_of.setdefault(expert, []).append(device)
+    if planned.num_devices != topology.num_devices:
+        raise ValueError(
+            f"the placements have {planned.num_devices} devices and the topology {topology.num_devices}: "
+            "wanted the same devices in both"
+        )
+    growth = TransferGrowth(topology)
+    for expert, added in added_of.items():
+        growth.add(expert, int(planned.owner_E[expert]), planned.holders(expert), added)
+    return TransferPlan(
+        topology.num_devices,
+        tuple(
+            TransferEdge(expert, source, to, depth) for depth, _, expert, source, to in sorted(growth.found)
+        ),
+        frozenset((expert, device) for expert in added_of for device in planned.holders(expert)),
+    )
+
+
+def _added_pairs(planned: ExpertPlacement, calibrated: ExpertPlacement) -> list[tuple[int, int]]:
+    """The (expert, device) pairs that ``calibrated`` has and ``planned`` has not, ascending."""
+    if not np.array_equal(planned.owner_E, calibrated.owner_E) or (
+        planned.present_ED.shape != calibrated.present_ED.shape
+    ):
+        raise ValueError("the calibrated placement has other owners than the planned one: wanted the same")
+    lost_ED = planned.present_ED & ~calibrated.present_ED
+    if lost_ED.any():
+        expert, device = (int(i) for i in np.argwhere(lost_ED)[0])
+        raise ValueError(
+            f"the calibrated placement has expert {expert} no longer on device {device}: wanted all replicas "
+            "of the planned one, and more"
+        )
+    expert_P, device_P = np.nonzero(calibrated.present_ED & ~planned.present_ED)
+    return list(zip(expert_P.tolist(), device_P.tolist(), strict=True))

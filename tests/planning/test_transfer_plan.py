@@ -1,12 +1,14 @@
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.transfer_plan import (
     TransferEdge,
     TransferPlan,
+    additional_transfer,
     plain_transfer,
     two_level_transfer,
 )
@@ -164,3 +166,106 @@ def test_a_plan_for_another_placement_is_refused(placement):
         TransferPlan(6, (edge(1, 1, 0, 0),)).check_serves(placement)
     with pytest.raises(ValueError, match="6 devices and the topology 2"):
         two_level_transfer(placement, Topology.single_node(2))
+
+
+def test_additional_transfer_by_hand():
+    # Nodes (0, 1, 2), (3, 4, 5), (6, 7, 8). Expert 0, owner 0, is on 0, 1 and 3, and comes to all.
+    present_ED = np.zeros((1, 9), dtype=bool)
+    present_ED[0, [0, 1, 3]] = True
+    planned = ExpertPlacement(np.array([0]), present_ED)
+    calibrated = ExpertPlacement(np.array([0]), np.ones((1, 9), dtype=bool))
+    plan = additional_transfer(planned, calibrated, Topology.uniform(9, 3))
+    # Node 2 from the owner's node, whose least busy device is then 1; 4 and 5 from 3 in their node.
+    assert hops(plan) == [
+        (0, 0, 6, 0),
+        (0, 1, 2, 0),
+        (0, 3, 4, 0),
+        (0, 3, 5, 0),
+        (0, 6, 7, 1),
+        (0, 6, 8, 1),
+    ]
+    plan.check_extends(planned, calibrated)
+
+
+def test_additional_chains_start_in_several_nodes():
+    # Four nodes of one device; expert 0 is on 0 and 1, expert 1 on 1 and 2.
+    planned = ExpertPlacement(np.array([0, 1]), np.array([[1, 1, 0, 0], [0, 1, 1, 0]], dtype=bool))
+    calibrated = planned.with_replicas([(0, 2), (0, 3), (1, 3)])
+    plan = additional_transfer(planned, calibrated, Topology.uniform(4, 4))
+    # Nodes 0 and 1 each send expert 0 once; expert 1 comes from node 2, which has sent nothing.
+    assert hops(plan) == [(0, 0, 2, 0), (0, 1, 3, 0), (1, 2, 3, 0)]
+
+
+@st.composite
+def extended_placements(draw):
+    """(topology, planned, calibrated)."""
+    topology, calibrated = draw(placements())
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    present_ED = calibrated.present_ED & (rng.random(calibrated.present_ED.shape) < 0.5)
+    present_ED[np.arange(calibrated.num_experts), calibrated.owner_E] = True
+    return topology, ExpertPlacement(calibrated.owner_E, present_ED), calibrated
+
+
+@settings(max_examples=200, deadline=None)
+@given(extended_placements())
+def test_additional_transfer_completes_the_placement(case):
+    topology, planned, calibrated = case
+    plan = additional_transfer(planned, calibrated, topology)
+    plan.check_extends(planned, calibrated)
+    here = planned.present_ED.copy()
+    sent = {}
+    for hop in plan.edges:  # run it
+        assert here[hop.expert, hop.source]
+        assert not here[hop.expert, hop.destination]
+        here[hop.expert, hop.destination] = True
+        inside = topology.node_of_device[hop.source] == topology.node_of_device[hop.destination]
+        sent.setdefault((hop.expert, hop.source), []).append(inside)
+    assert np.array_equal(here, calibrated.present_ED)
+    # At most one message to another node and two inside.
+    for insides in sent.values():
+        assert insides.count(False) <= 1
+        assert insides.count(True) <= 2
+
+    def nodes(placement, expert):
+        return {topology.node_of_device[device] for device in placement.holders(expert)}
+
+    new_nodes = sum(
+        len(nodes(calibrated, expert) - nodes(planned, expert)) for expert in range(planned.num_experts)
+    )
+    assert plan.inter_node_bytes(1, topology) == new_nodes
+    assert additional_transfer(calibrated, calibrated, topology).edges == ()
+
+
+@settings(max_examples=100, deadline=None)
+@given(placements())
+def test_from_the_owners_alone_it_moves_what_a_two_level_transfer_moves(case):
+    topology, placement = case
+    owners_only = ExpertPlacement.owners_only(placement.owner_E, placement.num_devices)
+    plan = additional_transfer(owners_only, placement, topology)
+    plan.check_serves(placement)
+    two_level = two_level_transfer(placement, topology)
+    assert plan.num_transfers == two_level.num_transfers
+    assert plan.max_depth == two_level.max_depth
+    assert plan.inter_node_bytes(1, topology) == two_level.inter_node_bytes(1, topology)
+
+
+def test_additions_that_do_not_fit_are_refused(placement):
+    topology = Topology.uniform(6, 3)
+    fewer = ExpertPlacement.owners_only(placement.owner_E, 6)
+    with pytest.raises(ValueError, match="expert 0 no longer on device 0"):
+        additional_transfer(placement, fewer, topology)
+    with pytest.raises(ValueError, match="other owners"):
+        additional_transfer(ExpertPlacement.owners_only(np.array([3, 0, 5]), 6), placement, topology)
+    with pytest.raises(ValueError, match="6 devices and the topology 2"):
+        additional_transfer(fewer, placement, Topology.single_node(2))
+    plan = additional_transfer(fewer, placement, topology)
+    with pytest.raises(ValueError, match="expert 0 reaches device 0"):
+        plan.check_extends(placement, placement)
+    with pytest.raises(ValueError, match="expert 0 does not reach device 0"):
+        TransferPlan(6, (), frozenset()).check_extends(fewer, placement)
+    with pytest.raises(ValueError, match="device 1 is said to have expert 0"):
+        TransferPlan(6, (), frozenset({(0, 1)})).check_extends(fewer, placement)
+    with pytest.raises(ValueError, match="wanted a source that is in present_before"):
+        TransferPlan(6, (edge(0, 1, 2, 0),), frozenset({(0, 0)}))
+    with pytest.raises(ValueError, match="already has it"):
+        TransferPlan(6, (edge(0, 0, 1, 0),), frozenset({(0, 0), (0, 1)}))
