@@ -1,6 +1,7 @@
-"""SparseAllGather, SparseReduceScatter, uneven all-to-all and the plan agreement check."""
+"""SparseAllGather, SparseReduceScatter, uneven all-to-all, slot exchange and the plan agreement check."""
 
 from megatron_fssdp.collectives.plan_agreement import check_agreement
+from megatron_fssdp.collectives.slot_exchange import SlotQuantity, exchange_slots
 from megatron_fssdp.collectives.sparse_collectives import (
     SparseAllGather,
     SparseReduceScatter,
@@ -13,11 +14,13 @@ from megatron_fssdp.collectives.uneven_all_to_all import UnevenAllToAll, gather_
 
 __all__ = [
     "PendingTransfer",
+    "SlotQuantity",
     "SparseAllGather",
     "SparseReduceScatter",
     "SparseTransfer",
     "UnevenAllToAll",
     "check_agreement",
+    "exchange_slots",
     "gather_counts",
     "sparse_all_gather",
     "sparse_reduce_scatter",
