@@ -8,6 +8,7 @@ would have to be made anew with every plan. The product's form is a two-level pl
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from weakref import WeakSet
 
 import torch
@@ -35,6 +36,21 @@ _GATHER, _REDUCE = 0, 1
 _connected_groups: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
+@dataclass(frozen=True)
+class StartedTransfer:
+    """One call of a :class:`SparseTransfer`, for those who count.
+
+    Attributes:
+        is_gather: SparseAllGather, else SparseReduceScatter.
+        num_bytes: Bytes that it moves between all devices together.
+        pending: What the caller got.
+    """
+
+    is_gather: bool
+    num_bytes: int
+    pending: PendingTransfer
+
+
 class SparseTransfer:
     """One layer's transfers: a plan bound to a process group.
 
@@ -51,6 +67,7 @@ class SparseTransfer:
         chunk_bytes: Size of a message; None moves an expert in one piece. A reduction holds up
             to this much memory per child, several times over where it looks ahead.
         stream: CUDA stream to run on; None takes a new one. Unused on CPU.
+        journal: Receives every transfer that is started.
     """
 
     def __init__(
@@ -63,6 +80,7 @@ class SparseTransfer:
         device: torch.device | str = "cpu",
         chunk_bytes: int | None = None,
         stream: torch.cuda.Stream | None = None,
+        journal: list[StartedTransfer] | None = None,
     ) -> None:
         if plan.num_devices != dist.get_world_size(group):
             raise ValueError(
@@ -81,6 +99,7 @@ class SparseTransfer:
         self.dtype = dtype
         self.device = torch.device(device)
         self.chunk_bytes = chunk_bytes
+        self._journal = journal
         incoming, outgoing = plan.edges_of(self.rank)
         received = {edge.expert for edge in incoming}
         forwarded = {edge.expert for edge in outgoing}
@@ -118,11 +137,12 @@ class SparseTransfer:
         self,
         partial: Mapping[int, Tensor],
         *,
+        dtype: torch.dtype | None = None,
         result_dtype: torch.dtype | None = None,
         out: Mapping[int, Tensor] | None = None,
     ) -> dict[int, Tensor]:
         """SparseReduceScatter: what :meth:`start_reduce_scatter` starts, and the wait for it."""
-        return self.start_reduce_scatter(partial, result_dtype=result_dtype, out=out).wait()
+        return self.start_reduce_scatter(partial, dtype=dtype, result_dtype=result_dtype, out=out).wait()
 
     def start_all_gather(
         self, owned: Mapping[int, Tensor], *, out: Mapping[int, Tensor] | None = None
@@ -149,12 +169,13 @@ class SparseTransfer:
             self._drive(wavefront, GatherCargo({**owned, **received}, chunk_elements), _GATHER)
             return received
 
-        return self._start(run, wavefront, [*owned.values(), *(out or {}).values()])
+        return self._start(run, wavefront, [*owned.values(), *(out or {}).values()], _GATHER, self.dtype)
 
     def start_reduce_scatter(
         self,
         partial: Mapping[int, Tensor],
         *,
+        dtype: torch.dtype | None = None,
         result_dtype: torch.dtype | None = None,
         out: Mapping[int, Tensor] | None = None,
     ) -> PendingTransfer:
@@ -165,17 +186,21 @@ class SparseTransfer:
         Parts in fp32 avoid that rounding and cost twice the bytes.
 
         Args:
-            partial: Flat tensors of :attr:`shared_experts` and :attr:`received_experts`, of one
-                dtype on all ranks; not to be written before the wait.
+            partial: Flat tensors of :attr:`received_experts`, and of :attr:`shared_experts` where an
+                owner's own part belongs to the sums; of one dtype on all ranks; not to be written
+                before the wait.
+            dtype: That dtype, by default the one of ``partial``; to be told to owners without parts.
             result_dtype: Dtype of the sums; None for that of the parts.
             out: Flat tensors of :attr:`shared_experts` to write the sums into, of any dtype;
                 None allocates.
 
         Returns:
-            A handle whose ``wait()`` gives the sums over all holders of :attr:`shared_experts`.
+            A handle whose ``wait()`` gives the sums of :attr:`shared_experts`, over all holders that
+            gave a part.
         """
-        held = (*self.shared_experts, *self.received_experts)
-        dtype = next((tensor.dtype for tensor in partial.values()), self.dtype)
+        held = {*self.received_experts, *(expert for expert in self.shared_experts if expert in partial)}
+        if dtype is None:
+            dtype = next((tensor.dtype for tensor in partial.values()), self.dtype)
         check_cargo(partial, held, self.num_elements, dtype, self.device, "partial")
         if out is not None:
             check_cargo(out, self.shared_experts, self.num_elements, result_dtype, self.device, "out")
@@ -187,20 +212,31 @@ class SparseTransfer:
                 e: out[e] if out is not None else self._empty(result_dtype or dtype)
                 for e in self.shared_experts
             }
-            cargo = ReductionCargo(partial, sums, chunk_elements, self._forwarded.__contains__)
+            cargo = ReductionCargo(partial, sums, chunk_elements, dtype, self._forwarded.__contains__)
             self._drive(wavefront, cargo, _REDUCE)
             return sums
 
-        return self._start(run, wavefront, [*partial.values(), *(out or {}).values()])
+        return self._start(run, wavefront, [*partial.values(), *(out or {}).values()], _REDUCE, dtype)
 
     def _start(
-        self, run: Callable[[], Results], wavefront: Wavefront, touched: list[Tensor]
+        self,
+        run: Callable[[], Results],
+        wavefront: Wavefront,
+        touched: list[Tensor],
+        direction: int,
+        dtype: torch.dtype,
     ) -> PendingTransfer:
+        pending: PendingTransfer
         if wavefront.idle:
-            return FinishedTransfer(run())
-        if self._stream is not None:
-            return run_on_stream(run, self._stream, touched)
-        return thread_lane(self.group).submit(run)
+            pending = FinishedTransfer(run())
+        elif self._stream is not None:
+            pending = run_on_stream(run, self._stream, touched)
+        else:
+            pending = thread_lane(self.group).submit(run)
+        if self._journal is not None:
+            num_bytes = self.plan.total_bytes(self.num_elements * dtype.itemsize)
+            self._journal.append(StartedTransfer(direction == _GATHER, num_bytes, pending))
+        return pending
 
     def _drive(self, wavefront: Wavefront, cargo: Cargo, direction: int) -> None:
         """Post the steps in order; never wait for more than the next message to pass on needs."""

@@ -68,9 +68,11 @@ class ReductionCargo:
     rounded once when a device passes its sum on.
 
     Args:
-        partial: This device's own flat part of every expert that it holds.
+        partial: This device's own flat part of every expert that it holds; of experts whose sum
+            ends here it may be left out.
         results: Flat tensor to fill for every expert whose sum ends here.
         chunk_elements: Elements in a chunk; the last one may be shorter.
+        dtype: Dtype of the parts.
         has_children: Tells whether parts of an expert arrive here.
     """
 
@@ -79,18 +81,22 @@ class ReductionCargo:
         partial: Mapping[int, Tensor],
         results: Mapping[int, Tensor],
         chunk_elements: int,
+        dtype: torch.dtype,
         has_children: Callable[[int], bool],
     ) -> None:
         self._partial = partial
         self._results = results
         self._chunk_elements = chunk_elements
+        self._dtype = dtype
         self._has_children = has_children
         self._inbox: _Inbox = {}
         self._sums: dict[tuple[int, int], Tensor] = {}
 
     def receive_buffer(self, message: Message) -> Tensor:
         """New memory of a chunk's size, in the dtype of the parts."""
-        return torch.empty_like(self._own(message.expert, message.chunk))
+        flat = self._results.get(message.expert, self._partial.get(message.expert))
+        assert flat is not None
+        return torch.empty_like(_chunk(flat, message.chunk, self._chunk_elements), dtype=self._dtype)
 
     def expect(self, message: Message, buffer: Tensor, work: dist.Work) -> None:
         """Note that ``work`` fills ``buffer``."""
@@ -101,15 +107,16 @@ class ReductionCargo:
         arrivals = self._inbox.pop((expert, chunk), None)
         if arrivals is None:
             return
-        own = self._own(expert, chunk)
-        total = own.to(accumulation_dtype(own.dtype), copy=True)
+        dtype = accumulation_dtype(self._dtype)
+        total = self._own(expert, chunk).to(dtype, copy=True) if expert in self._partial else None
         for buffer, work in arrivals:
             work.wait()
-            total.add_(buffer)
+            total = buffer.to(dtype) if total is None else total.add_(buffer)
+        assert total is not None
         if expert in self._results:
             _chunk(self._results[expert], chunk, self._chunk_elements).copy_(total)
         else:
-            self._sums[expert, chunk] = total.to(own.dtype)
+            self._sums[expert, chunk] = total.to(self._dtype)
 
     def outgoing(self, message: Message) -> Tensor:
         """The sum of this device and those below it."""

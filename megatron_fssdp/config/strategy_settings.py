@@ -56,15 +56,18 @@ class FssdpSettings(PlacementSettings):
         default=None,
         ge=0,
         description=(
-            "Extra expert slots a device can hold for one layer (Hecate Alg. 1, m). "
-            "Default: as many as the device owns experts of the layer."
+            "Extra expert slots a device can hold for one layer (Hecate Alg. 1, m). Default: what the "
+            "free memory holds after the first profile_iterations; until then as many as the device "
+            "owns experts of the layer."
         ),
     )
     overlap_degree: int | None = Field(
         default=None,
         ge=0,
         description=(
-            "Most experts of a layer that may be replicated (Hecate Alg. 1, t). Default: all of them."
+            "Most experts of a layer that may be replicated (Hecate Alg. 1, t). Default: as many as "
+            "travel within the compute before the layer, measured in the first profile_iterations; "
+            "until then all of them."
         ),
     )
     planner: Literal["balanced", "hecate"] = Field(
@@ -73,5 +76,43 @@ class FssdpSettings(PlacementSettings):
             "'hecate' is the paper's Alg. 1 and nothing else. 'balanced' is ours: the same slots and "
             "limits, searched for the placement with the lowest modelled maximum device load; it never "
             "ends above plain expert parallelism, which Alg. 1 can."
+        ),
+    )
+    profile_iterations: int = Field(
+        default=3,
+        ge=1,
+        description=(
+            "Iterations in which compute and memory are measured, for slots and overlap_degree where they "
+            "are not given, and for calibrate."
+        ),
+    )
+    overlap: bool = Field(
+        default=True,
+        description=(
+            "Gather replicas beside the compute before the layer and reduce their gradients beside the "
+            "backward pass of the layers below; off: both in turn with the layer (for comparisons)."
+        ),
+    )
+    rematerialize: bool = Field(
+        default=False,
+        description=(
+            "Release replicas after a layer's forward pass and gather them again before its backward pass "
+            "(Hecate §4.2): replicas of one layer at a time instead of all, for one more gather per "
+            "micro-batch."
+        ),
+    )
+    calibrate: bool = Field(
+        default=False,
+        description=(
+            "Add replicas after the gate where the exact counts of an iteration's first micro-batch make "
+            "it worth the wait, by the measured costs (Hecate §4.2)."
+        ),
+    )
+    reshard_interval: int = Field(
+        default=100,
+        ge=0,
+        description=(
+            "Iterations between re-shardings of all layers' owners (Hecate Alg. 2); 0 keeps Megatron's "
+            "even owners."
         ),
     )

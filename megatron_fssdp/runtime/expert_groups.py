@@ -15,10 +15,13 @@ class ExpertGroups:
         expert_parallel: The ranks that share the layer's experts; device ``d`` of
             every plan is group rank ``d`` of it.
         topology: Nodes of those ranks.
+        transfers: The same ranks once more, for SparseAllGather and SparseReduceScatter alone:
+            they may then run beside everything else. Without it they run in turn.
     """
 
     expert_parallel: dist.ProcessGroup
     topology: Topology
+    transfers: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         if self.expert_parallel.size() != self.topology.num_devices:

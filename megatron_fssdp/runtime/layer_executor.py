@@ -10,13 +10,21 @@ import numpy as np
 import torch
 
 from megatron_fssdp.collectives.plan_agreement import check_agreement
-from megatron_fssdp.collectives.sparse_collectives import SparseTransfer
+from megatron_fssdp.collectives.sparse_transfer import SparseTransfer, StartedTransfer
 from megatron_fssdp.collectives.uneven_all_to_all import gather_counts
 from megatron_fssdp.planning.load_history import LoadHistory
 from megatron_fssdp.planning.replica_routing import cross_node_tokens, device_tokens_D
+from megatron_fssdp.planning.transfer_plan import TransferPlan, additional_transfer
 from megatron_fssdp.runtime.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.expert_layout import ExpertLayout
-from megatron_fssdp.runtime.materialization import Materialization
+from megatron_fssdp.runtime.materialization import (
+    GradientsOfExperts,
+    Materialization,
+    call_in_backward,
+    in_backward,
+)
+from megatron_fssdp.runtime.replica_gradients import ReplicaGradients
+from megatron_fssdp.runtime.replica_weights import ReplicaWeights
 from megatron_fssdp.runtime.token_exchange import DispatchRecord, plan_exchange
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 
@@ -34,9 +42,16 @@ class IterationClock:
             as an iteration, so that a layer in somebody's own loop balances as well. A loop
             with several micro-batches in flight and non-reentrant activation recompute needs
             the marks: there the plan must not change between a forward and its recomputation.
+        num_micro_batches: Backward passes that the running iteration is going to have, where the
+            loop says so and promises to call ``MoERuntime.finish_gradients`` before it reads
+            any gradient. Weights are then gathered once an iteration and gradients reduced in
+            the background. ``None``: every pass gathers, and reduces before it ends.
+        latest: The last layer whose forward pass has ended, for the order of re-materialization.
     """
 
     driven: bool = False
+    num_micro_batches: int | None = None
+    latest: Materialization | None = None
 
 
 @dataclass
@@ -52,6 +67,10 @@ class LayerLoad:
         spag_bytes: Bytes that SparseAllGather moved between devices.
         sprs_bytes: Bytes that SparseReduceScatter moved between devices.
         cross_node_tokens: Pairs dispatched to another node.
+        spag_s: Seconds that this rank's part in SparseAllGather took.
+        spag_exposed_s: Of these, the ones that its compute had to wait for.
+        sprs_s: The same for SparseReduceScatter.
+        sprs_exposed_s: The same for SparseReduceScatter.
     """
 
     layer: int
@@ -62,6 +81,22 @@ class LayerLoad:
     spag_bytes: int = 0
     sprs_bytes: int = 0
     cross_node_tokens: int = 0
+    spag_s: float = 0.0
+    spag_exposed_s: float = 0.0
+    sprs_s: float = 0.0
+    sprs_exposed_s: float = 0.0
+
+    def add(self, started: StartedTransfer) -> None:
+        """Count a transfer that has been waited for."""
+        timing = started.pending.timing()
+        if started.is_gather:
+            self.spag_bytes += started.num_bytes
+            self.spag_s += timing.busy_s
+            self.spag_exposed_s += timing.exposed_s
+        else:
+            self.sprs_bytes += started.num_bytes
+            self.sprs_s += timing.busy_s
+            self.sprs_exposed_s += timing.exposed_s
 
     @staticmethod
     def empty(layer: int, num_devices: int, num_experts: int) -> "LayerLoad":
@@ -80,6 +115,23 @@ class MicroBatch:
 
     exchange: DispatchRecord
     materialization: Materialization
+
+
+@dataclass(eq=False)
+class _Iteration:
+    """One layer's running iteration: the plan in force and what hangs on it.
+
+    Attributes:
+        plan: Frozen after the first micro-batch, so that a recomputed forward meets it again.
+        transfer: All of the plan's replicas; bound to the process group at its first use.
+        weights: Replicas kept for the whole iteration, if they are.
+        is_final: Whether the exact counts of a micro-batch have been seen.
+    """
+
+    plan: LayerPlan
+    transfer: SparseTransfer | None = None
+    weights: ReplicaWeights | None = None
+    is_final: bool = False
 
 
 @dataclass(eq=False)
@@ -110,19 +162,43 @@ class LayerExecutor:
     check_plans: bool = False
     history: LoadHistory = field(init=False)
     load: LayerLoad = field(init=False)
-    _plan: LayerPlan | None = field(init=False, default=None)
-    _transfer: SparseTransfer | None = field(init=False, default=None)
+    _iteration: _Iteration | None = field(init=False, default=None)
+    _ahead: ReplicaWeights | None = field(init=False, default=None)
+    _gradients: ReplicaGradients = field(init=False, default_factory=ReplicaGradients)
+    _journal: list[StartedTransfer] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         shape = (self.context.num_devices, self.context.num_experts)
         self.history = LoadHistory(self.strategy.window, *shape)
         self.load = LayerLoad.empty(self.context.layer, *shape)
-        owned = tuple(np.flatnonzero(self.context.owner_E == self.groups.device).tolist())
-        if tuple(self.parameters) != owned:
+        self.own(self.context.owner_E, self.parameters, self.layout)
+
+    def own(
+        self,
+        owner_E: np.ndarray,
+        parameters: Mapping[int, Sequence[torch.nn.Parameter]],
+        layout: ExpertLayout | None = None,
+    ) -> None:
+        """Take over new owners, between iterations.
+
+        Args:
+            owner_E: Device that keeps each expert.
+            parameters: Parameters of each expert that this rank owns, ascending by expert.
+            layout: Shapes of one expert's tensors, for a rank that owns none.
+
+        Raises:
+            ValueError: The parameters are not those of the experts that this rank owns.
+        """
+        owned = tuple(np.flatnonzero(owner_E == self.groups.device).tolist())
+        if tuple(parameters) != owned:
             raise ValueError(
-                f"layer {self.context.layer}: got parameters of experts {tuple(self.parameters)}, "
+                f"layer {self.context.layer}: got parameters of experts {tuple(parameters)}, "
                 f"wanted those this rank owns, {owned}"
             )
+        self.context = replace(self.context, owner_E=owner_E)
+        self.parameters = parameters
+        self.layout = layout
+        self._iteration = None
         self._layout_of_all()
 
     def renumber(self, layer: int) -> None:
@@ -133,20 +209,29 @@ class LayerExecutor:
     def prepare(self) -> LayerPlan:
         """The plan of the running iteration, made from the iterations before it.
 
-        Frozen until the iteration ends, so that every micro-batch and a recomputed
-        forward use the same placement.
+        Frozen until the iteration ends, but for one calibration with the first micro-batch,
+        so that every micro-batch and a recomputed forward use the same placement.
         """
-        if self._plan is None:
-            plan = self.strategy.before_gate(self.context, self.history)
-            if self.check_plans:
-                check_agreement(
-                    plan.placement.digest(),
-                    self.groups.expert_parallel,
-                    f"the placement of layer {self.context.layer}",
-                )
-            self._plan = plan
-            self._transfer = None
-        return self._plan
+        return self._running().plan
+
+    def launch(self, hidden: torch.Tensor, *, first: bool = False) -> torch.Tensor:
+        """Start SparseAllGather ahead of the compute that comes before the layer.
+
+        Args:
+            hidden: What that compute starts from; threaded through, so that the backward pass
+                ends SparseReduceScatter after the same compute.
+            first: Whether this is the first layer of a forward pass.
+        """
+        if self.context.num_devices == 1:
+            return hidden
+        iteration = self._running()
+        if iteration.plan.gather_ahead and self.groups.transfers is not None:
+            self._ahead = self._start_weights(iteration, hidden.device)
+        if first:
+            self.clock.latest = None
+        if torch.is_grad_enabled() and hidden.requires_grad:
+            hidden = call_in_backward(self._gradients.settle, hidden)
+        return hidden
 
     def begin_micro_batch(self, routing_map: torch.Tensor) -> MicroBatch:
         """Exchange the counts and work out where this micro-batch's rows go.
@@ -154,35 +239,111 @@ class LayerExecutor:
         Args:
             routing_map: bool ``[T, E]`` assignments of this rank's tokens.
         """
-        plan = self.prepare()
         counts = gather_counts(routing_map.sum(dim=0), self.groups.expert_parallel)
         counts_DE = counts.cpu().numpy()
+        iteration = self._running()
+        weights, self._ahead = self._ahead or self._start_weights(iteration, routing_map.device), None
+        if not iteration.is_final:
+            iteration.is_final = True
+            self._calibrate(iteration, counts_DE, weights, routing_map.device)
+        plan = iteration.plan
         exchange = plan_exchange(
             routing_map, counts_DE, plan.placement, self.groups.topology, self.groups.device
         )
-        layout = self._layout_of_all()
-        transfer = self._transfer_of(plan, layout, routing_map.device)
-        bytes_moved = plan.transfer.total_bytes(layout.num_bytes)
         self.load.num_replicas = plan.placement.num_replicas
-        self.load.spag_bytes += bytes_moved
 
-        def finished() -> None:
-            self._count(counts_DE, plan, bytes_moved)
+        def backward(done: Materialization, gradients: GradientsOfExperts) -> None:
+            self._send_home(done, gradients)
+            self._count(counts_DE, plan)
 
-        return MicroBatch(
-            exchange,
-            Materialization(plan.placement, self.groups.device, layout, self.parameters, transfer, finished),
+        materialization = Materialization(
+            plan.placement,
+            self.groups.device,
+            weights.layout,
+            self.parameters,
+            weights,
+            self._transfer(iteration, routing_map.device),
+            rematerialize=plan.rematerialize,
+            on_backward=backward,
         )
+        if torch.is_grad_enabled() and not in_backward():
+            if plan.rematerialize:
+                materialization.before = self.clock.latest
+            self.clock.latest = materialization
+        return MicroBatch(exchange, materialization)
+
+    def finish_gradients(self) -> None:
+        """Bring home what is still here or under way; every rank of the group has to."""
+        if self._iteration is not None and self._iteration.transfer is not None:
+            self._gradients.send_sums(self._iteration.transfer, self._layout_of_all(), self.parameters)
+        self._gradients.settle()
 
     def end_iteration(self) -> LayerLoad:
-        """Close the iteration: its counts become history, its plan is dropped."""
+        """Close the iteration: its counts become history, its plan and its replicas are dropped.
+
+        Raises:
+            RuntimeError: Gradients are still on their way; the optimizer has not seen them.
+        """
+        if self._gradients.num_unsent or self._gradients.in_flight:
+            raise RuntimeError(
+                f"layer {self.context.layer}: the iteration ended with replicas' gradients not yet at their "
+                "owners; call MoERuntime.finish_gradients() before reading gradients"
+            )
         load = self.load
+        for started in self._journal:
+            load.add(started)
+        self._journal.clear()
         if load.counts_DE.any():
             self.history.append(load.counts_DE)
         self.load = LayerLoad.empty(self.context.layer, *load.counts_DE.shape)
-        self._plan = None
-        self._transfer = None
+        self._iteration = None
+        self._ahead = None
         return load
+
+    def _running(self) -> _Iteration:
+        if self._iteration is None:
+            plan = self.strategy.before_gate(self.context, self.history)
+            self._check_agreement(plan)
+            self._iteration = _Iteration(plan)
+        return self._iteration
+
+    def _start_weights(self, iteration: _Iteration, device: torch.device) -> ReplicaWeights:
+        if iteration.weights is not None:
+            return iteration.weights
+        weights = ReplicaWeights(self._layout_of_all(), self.parameters)
+        weights.start(self._transfer(iteration, device))
+        if self.clock.num_micro_batches is not None and not iteration.plan.rematerialize:
+            iteration.weights = weights
+        return weights
+
+    def _calibrate(
+        self, iteration: _Iteration, counts_DE: np.ndarray, weights: ReplicaWeights, device: torch.device
+    ) -> None:
+        """Let the strategy add replicas now that the gate has spoken (Hecate §4.2)."""
+        planned = iteration.plan.placement
+        plan = self.strategy.after_gate(
+            self.context, counts_DE, iteration.plan, self.clock.num_micro_batches or 1
+        )
+        if plan is iteration.plan:
+            return
+        self._check_agreement(plan)
+        weights.extend(self._bind(additional_transfer(planned, plan.placement, self.groups.topology), device))
+        iteration.plan = plan
+        iteration.transfer = None
+
+    def _send_home(self, done: Materialization, gradients: GradientsOfExperts) -> None:
+        if done.alone:
+            return
+        num_micro_batches = self.clock.num_micro_batches
+        # Sums over micro-batches where weights stay for an iteration; else nothing outlives its layer.
+        if num_micro_batches is not None and num_micro_batches > 1 and not done.rematerialize:
+            self._gradients.accumulate(done.layout, gradients)
+            if self._gradients.num_unsent >= num_micro_batches:
+                self._gradients.send_sums(done.transfer, done.layout, done.parameters)
+        else:
+            self._gradients.send(done.transfer, done.layout, done.parameters, gradients)
+        if num_micro_batches is None or self.groups.transfers is None:
+            self._gradients.settle()
 
     def _layout_of_all(self) -> ExpertLayout:
         # Asked anew each time: a model may be converted to another dtype after it is built.
@@ -197,22 +358,34 @@ class LayerExecutor:
             )
         return layouts.pop()
 
-    def _transfer_of(self, plan: LayerPlan, layout: ExpertLayout, device: torch.device) -> SparseTransfer:
-        if self._transfer is None:
-            self._transfer = SparseTransfer(
-                self.groups.expert_parallel,
-                plan.transfer,
-                num_elements=layout.numel,
-                dtype=layout.dtype,
-                device=device,
-                chunk_bytes=_CHUNK_BYTES,
-            )
-        return self._transfer
+    def _transfer(self, iteration: _Iteration, device: torch.device) -> SparseTransfer:
+        if iteration.transfer is None:
+            iteration.transfer = self._bind(iteration.plan.transfer, device)
+        return iteration.transfer
 
-    def _count(self, counts_DE: np.ndarray, plan: LayerPlan, bytes_moved: int) -> None:
+    def _bind(self, plan: TransferPlan, device: torch.device) -> SparseTransfer:
+        layout = self._layout_of_all()
+        return SparseTransfer(
+            self.groups.transfers or self.groups.expert_parallel,
+            plan,
+            num_elements=layout.numel,
+            dtype=layout.dtype,
+            device=device,
+            chunk_bytes=_CHUNK_BYTES,
+            journal=self._journal,
+        )
+
+    def _check_agreement(self, plan: LayerPlan) -> None:
+        if self.check_plans:
+            check_agreement(
+                plan.placement.digest(),
+                self.groups.expert_parallel,
+                f"the placement of layer {self.context.layer}",
+            )
+
+    def _count(self, counts_DE: np.ndarray, plan: LayerPlan) -> None:
         load = self.load
         load.counts_DE += counts_DE
-        load.sprs_bytes += bytes_moved
         if self.measure:
             placement, topology = plan.placement, self.groups.topology
             load.device_D += device_tokens_D(counts_DE, placement, topology)

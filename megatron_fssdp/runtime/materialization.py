@@ -1,12 +1,20 @@
-"""Brings replicas' weights in before the experts and their gradients home after them.
+"""Three autograd nodes around a layer that bring replicas in and their gradients home.
 
-The owned weights are used where they are; only replicas are received. Both enter the
-autograd graph as outputs of one function that also passes the hidden states through:
-every rank then runs its backward, in one fixed order against the dispatch all-to-all,
-also a rank that owns nothing of the layer but holds a replica.
+::
 
-Parameters stay out of autograd. Owners receive the raw sums of their replicas' gradients
-and of their own in ``main_grad`` (or ``grad`` without Megatron's DDP); scaling and the
+    launch ── attention, gate ── materialize ── dispatch, experts, combine ── release
+      │ spAG starts                 │ spAG ends                                  │ replicas go
+      │ spRS ends                   │ spRS starts                                │ spAG again
+      └─ backward ◄─────────────────┴────────────────────────────────────────────┘
+
+Each passes the hidden states through: every rank then runs its backward, in one fixed order
+against the dispatch all-to-all, also a rank that owns nothing of the layer but holds a
+replica. ``launch`` (``LayerExecutor.launch``) is for models that can say where the compute
+before the layer begins; without it everything happens at ``materialize``. ``release`` does
+something only under re-materialization (Hecate §4.2).
+
+Parameters stay out of autograd. Owners receive the raw sums of their own and of their
+replicas' gradients in ``main_grad`` (or ``grad`` without Megatron's DDP); scaling and the
 data-parallel reduction follow later, see ``megatron_adapter.gradient_sync``. Only a group
 of one device, where nothing can be replicated, leaves its Parameters in autograd: Megatron
 reduces them together with the dense ones.
@@ -17,17 +25,29 @@ from typing import Any
 
 import torch
 
-from megatron_fssdp.collectives.sparse_collectives import SparseTransfer
+from megatron_fssdp.collectives.sparse_transfer import SparseTransfer
 from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.runtime.expert_layout import ExpertLayout, ExpertWeights
+from megatron_fssdp.runtime.replica_gradients import add_to_owner
+from megatron_fssdp.runtime.replica_weights import ReplicaWeights, WeightState
+
+GradientsOfExperts = dict[int, Sequence[torch.Tensor]]
 
 
 class Materialization:
-    """One layer's present experts for one micro-batch.
+    """One layer's present experts in one forward pass and its backward.
 
-    Attributes:
-        on_backward: Called once when the gradients have gone home: the sign that a
-            training micro-batch, not an evaluation or a recomputed forward, has ended.
+    Args:
+        placement: Where the experts are.
+        device: This rank's device number.
+        layout: Shapes of one expert's tensors.
+        parameters: Parameters of the experts that this rank owns.
+        weights: The replicas' weights, gathered or being gathered.
+        transfer: SparseAllGather of all replicas of the placement.
+        rematerialize: Give the replicas back after the forward pass and gather them again
+            before the backward pass (Hecate's re-materialization).
+        on_backward: Called with the replicas' gradients at the end of a backward pass, once a
+            training micro-batch: not in an evaluation or a forward pass that is recomputed.
     """
 
     def __init__(
@@ -36,20 +56,25 @@ class Materialization:
         device: int,
         layout: ExpertLayout,
         parameters: Mapping[int, Sequence[torch.nn.Parameter]],
+        weights: ReplicaWeights,
         transfer: SparseTransfer,
-        on_backward: Callable[[], None],
+        *,
+        rematerialize: bool,
+        on_backward: Callable[["Materialization", GradientsOfExperts], None],
     ) -> None:
         self.present = placement.experts_on(device)
         self.layout = layout
         self.parameters = parameters
+        self.weights = weights
         self.transfer = transfer
+        self.rematerialize = rematerialize
         self.on_backward = on_backward
         self.alone = placement.num_devices == 1
-        num_holders_E = placement.present_ED.sum(axis=1)
-        self.shared = tuple(e for e in self.present if num_holders_E[e] > 1)
+        self.before: Materialization | None = None
+        """The layer before this one in the same pass, whose replicas the backward pass needs next."""
 
     def apply(self, hidden: torch.Tensor) -> tuple[torch.Tensor, list[ExpertWeights]]:
-        """Thread the hidden states through SparseAllGather.
+        """Thread the hidden states through the end of SparseAllGather.
 
         Args:
             hidden: What the dispatcher is going to send, any shape.
@@ -67,43 +92,54 @@ class Materialization:
         experts = [ExpertWeights.from_tensors(tensors[i : i + count]) for i in range(0, len(tensors), count)]
         return hidden, experts
 
-    def gather(self) -> list[torch.Tensor]:
-        """SparseAllGather; the tensors of the present experts, ascending."""
-        if self.alone:
-            return []
-        received = self.transfer.all_gather(
-            {
-                e: self.layout.pack([p.detach() for p in self.parameters[e]])
-                for e in self.shared
-                if e in self.parameters
-            }
-        )
-        tensors: list[torch.Tensor] = []
-        for expert in self.present:
-            if expert in self.parameters:
-                tensors += [parameter.detach() for parameter in self.parameters[expert]]
-            else:
-                tensors += self.layout.unpack(received[expert])
-        return tensors
+    def release(self, output: torch.Tensor) -> torch.Tensor:
+        """Thread the layer's output through the release of its replicas.
 
-    def reduce(self, gradients: Sequence[torch.Tensor]) -> None:
-        """SparseReduceScatter, then into the owners' gradients."""
-        if not self.alone:
-            self._reduce_to_owners(gradients)
-        self.on_backward()
+        Args:
+            output: The combined output, any shape.
+        """
+        if not self.rematerialize or self.alone:
+            return output
+        return _Release.apply(self, output)
 
-    def _reduce_to_owners(self, gradients: Sequence[torch.Tensor]) -> None:
+    def regather(self) -> None:
+        """Start to gather the replicas that the backward pass needs, unless they are on their way."""
+        if self.weights.state is WeightState.OWNED:
+            self.weights.start(self.transfer)
+
+    def finish_backward(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Owned experts' gradients to their Parameters, replicas' to whoever sends them home."""
         count = len(self.layout.shapes)
-        of_expert = {e: gradients[i * count : (i + 1) * count] for i, e in enumerate(self.present)}
-        sums = self.transfer.reduce_scatter(
-            {e: self.layout.pack(of_expert[e]) for e in self.shared},
-            # The sums are formed in fp32; rounding them to half precision would buy nothing.
-            result_dtype=torch.promote_types(self.layout.dtype, torch.float32),
-        )
-        for expert, parameters in self.parameters.items():
-            summed = self.layout.unpack(sums[expert]) if expert in sums else of_expert[expert]
-            for parameter, gradient in zip(parameters, summed, strict=True):
-                _accumulate(parameter, gradient)
+        of_replicas: GradientsOfExperts = {}
+        for i, expert in enumerate(() if self.alone else self.present):
+            of_expert = gradients[i * count : (i + 1) * count]
+            if expert in self.parameters:
+                add_to_owner(self.parameters[expert], of_expert)
+            else:
+                of_replicas[expert] = of_expert
+        if self.rematerialize:
+            self.weights.release()
+        self.on_backward(self, of_replicas)
+        if self.before is not None:
+            self.before.regather()
+
+
+def call_in_backward(finish: Callable[[], None], hidden: torch.Tensor) -> torch.Tensor:
+    """The hidden states, threaded through a node whose backward calls ``finish()``."""
+    threaded: torch.Tensor = _Launch.apply(finish, hidden)
+    return threaded
+
+
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, finish: Callable[[], None], hidden: torch.Tensor) -> torch.Tensor:
+        ctx.finish = finish
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        ctx.finish()
+        return None, gradients[0]
 
 
 class _Materialize(torch.autograd.Function):
@@ -113,22 +149,31 @@ class _Materialize(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.materialization = materialization
         ctx.save_for_backward(anchor)
-        return (hidden.view_as(hidden), *materialization.gather())
+        tensors = [] if materialization.alone else materialization.weights.tensors(materialization.present)
+        return (hidden.view_as(hidden), *tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        ctx.materialization.reduce(gradients[1:])
+        ctx.materialization.finish_backward(gradients[1:])
         (anchor,) = ctx.saved_tensors
         return None, torch.zeros_like(anchor), gradients[0]
 
 
-def _accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-    if not parameter.requires_grad:
-        return
-    main_grad = getattr(parameter, "main_grad", None)
-    if main_grad is not None:
-        main_grad.add_(gradient)
-    elif parameter.grad is not None:
-        parameter.grad.add_(gradient)
-    else:
-        parameter.grad = gradient.to(parameter.dtype, copy=True)
+class _Release(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, materialization: Materialization, output: torch.Tensor) -> torch.Tensor:
+        ctx.materialization = materialization
+        if not in_backward():
+            materialization.weights.release()
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        ctx.materialization.regather()
+        return None, gradients[0]
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is running in this thread, as it is when a forward is recomputed."""
+    running: int = torch._C._current_graph_task_id()
+    return running != -1

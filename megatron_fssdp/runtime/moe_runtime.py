@@ -65,12 +65,26 @@ class MoERuntime:
         self.layers.append(executor)
         return executor
 
-    def begin_iteration(self) -> None:
-        """Mark the start of an iteration: plans are made anew from the loads so far."""
+    def begin_iteration(self, num_micro_batches: int | None = None) -> None:
+        """Mark the start of an iteration: plans are made anew from the loads so far.
+
+        Args:
+            num_micro_batches: Backward passes to come, where the loop knows and calls
+                :meth:`finish_gradients` before it reads any gradient; see :class:`IterationClock`.
+        """
         self.clock.driven = True
         for layer in self.layers:
             layer.end_iteration()
+        self.clock.num_micro_batches = num_micro_batches
+        self.clock.latest = None
+
+    def finish_gradients(self) -> None:
+        """Bring all replicas' gradients to their owners; on every rank, after the last backward pass."""
+        for layer in self.layers:
+            layer.finish_gradients()
 
     def end_iteration(self) -> list[LayerLoad]:
         """Mark the end of an iteration; what each layer did in it, in order of registration."""
+        self.clock.num_micro_batches = None
+        self.clock.latest = None
         return [layer.end_iteration() for layer in self.layers]

@@ -1,9 +1,20 @@
-"""FSSDP: replicate the experts that the last iterations used most (Hecate §4.2)."""
+"""FSSDP: replicate the experts that the last iterations used most (Hecate §4)."""
+
+from collections.abc import Sequence
+
+import numpy as np
 
 from megatron_fssdp.config.strategy_settings import FssdpSettings
+from megatron_fssdp.planning.calibration import (
+    MaterializationPlanner,
+    calibrated_placement,
+    sparse_materialization_by_source,
+)
+from megatron_fssdp.planning.heterogeneous_sharding import heterogeneous_sharding
 from megatron_fssdp.planning.load_history import LoadHistory
 from megatron_fssdp.planning.materialization_planner import plan_materialization
-from megatron_fssdp.planning.sparse_materialization import sparse_materialization
+from megatron_fssdp.planning.owner_map import OwnerMap
+from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
@@ -13,30 +24,89 @@ class FullyShardedSparseDataParallelism:
 
     def __init__(self, settings: FssdpSettings) -> None:
         self.settings = settings
+        self._planner: MaterializationPlanner = (
+            sparse_materialization_by_source if settings.planner == "hecate" else plan_materialization
+        )
 
     @property
     def window(self) -> int:
         """Length of the sliding window of loads (Hecate §4.2, w)."""
         return self.settings.window
 
+    @property
+    def profile_iterations(self) -> int:
+        """Iterations to measure: t and m where they are not given, costs for calibration."""
+        settings = self.settings
+        needs_profile = settings.slots is None or settings.overlap_degree is None or settings.calibrate
+        return settings.profile_iterations if needs_profile else 0
+
+    def reshards_at(self, iteration: int) -> bool:
+        """Every ``reshard_interval`` iterations, not before the first of them is over."""
+        interval = self.settings.reshard_interval
+        return interval > 0 and iteration > 0 and iteration % interval == 0
+
+    def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
+        """Owners by the recent loads of all layers together (Hecate §4.3, Alg. 2)."""
+        if not load_LE.any():
+            return owners
+        degree = min(self.overlap_degree(context) for context in contexts)
+        return heterogeneous_sharding(owners, load_LE, contexts[0].topology, overlap_degree=degree)
+
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """Replicate by the predicted loads: Hecate's Alg. 1, or our search within its limits.
 
         Without any history yet, every expert stays with its owner.
         """
-        overlap_degree = self.settings.overlap_degree
-        limits = {
-            "overlap_degree": context.num_experts if overlap_degree is None else overlap_degree,
-            "slots": self.slots(context),
-        }
-        if self.settings.planner == "hecate":
-            placement = sparse_materialization(context.owner_E, history.mean_E(), context.topology, **limits)
-        else:
-            placement = plan_materialization(context.owner_E, history.mean_DE(), context.topology, **limits)
-        return LayerPlan(placement, two_level_transfer(placement, context.topology))
+        placement = self._planner(
+            context.owner_E,
+            history.mean_DE(),
+            context.topology,
+            overlap_degree=self.overlap_degree(context),
+            slots=self.slots(context),
+        )
+        return self._plan_of(placement, context)
+
+    def after_gate(
+        self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
+    ) -> LayerPlan:
+        """Add replicas by the exact counts where that pays (Hecate §4.2, calibration)."""
+        profile = context.profile
+        if not self.settings.calibrate or profile is None:
+            return plan
+        placement = calibrated_placement(
+            plan.placement,
+            counts_DE,
+            context.topology,
+            planner=self._planner,
+            overlap_degree=self.overlap_degree(context),
+            slots=self.slots(context),
+            cluster=profile.cluster,
+            expert_bytes=profile.expert_bytes,
+            token_bytes=profile.token_bytes,
+            flops_per_token=profile.flops_per_token,
+            num_micro_batches=num_micro_batches,
+        )
+        return plan if placement is None else self._plan_of(placement, context)
+
+    def overlap_degree(self, context: LayerContext) -> int:
+        """Most experts of the layer that may be replicated (Hecate, Alg. 1, t)."""
+        degree = self.settings.overlap_degree
+        if degree is None and context.profile is not None:
+            degree = context.profile.overlap_degree(context.topology)
+        return context.num_experts if degree is None else min(degree, context.num_experts)
 
     def slots(self, context: LayerContext) -> int:
         """Extra expert slots a device has for one layer (Hecate, Alg. 1, m)."""
-        if self.settings.slots is None:
-            return -(-context.num_experts // context.num_devices)
-        return self.settings.slots
+        if self.settings.slots is not None:
+            return self.settings.slots
+        if context.profile is not None:
+            return context.profile.memory_capacity
+        return -(-context.num_experts // context.num_devices)
+
+    def _plan_of(self, placement: ExpertPlacement, context: LayerContext) -> LayerPlan:
+        return LayerPlan(
+            placement,
+            two_level_transfer(placement, context.topology),
+            gather_ahead=self.settings.overlap,
+            rematerialize=self.settings.rematerialize,
+        )

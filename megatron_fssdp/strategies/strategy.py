@@ -3,12 +3,15 @@
 Shape legend: D devices of the expert-parallel group, E experts of a layer.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from megatron_fssdp.planning.layer_profile import LayerProfile
 from megatron_fssdp.planning.load_history import LoadHistory
+from megatron_fssdp.planning.owner_map import OwnerMap
 from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.transfer_plan import TransferPlan
@@ -22,11 +25,13 @@ class LayerContext:
         layer: Megatron's layer number, counted from 1 over the whole model.
         owner_E: Device that keeps each expert's parameters and optimizer state.
         topology: Nodes of the layer's expert-parallel group.
+        profile: Measured costs, once they are known.
     """
 
     layer: int
     owner_E: np.ndarray
     topology: Topology
+    profile: LayerProfile | None = None
 
     @property
     def num_experts(self) -> int:
@@ -46,10 +51,17 @@ class LayerPlan:
     Attributes:
         placement: Where each expert's parameters are present.
         transfer: How replicas get there, and their gradients home (the exact transpose).
+        gather_ahead: Start to gather before the compute that precedes the layer, and not when
+            the layer's tokens are ready to go.
+        rematerialize: Release the replicas between the forward and the backward pass, and
+            gather weights and reduce gradients with every micro-batch (Hecate §4.2). Without
+            it both happen once an iteration.
     """
 
     placement: ExpertPlacement
     transfer: TransferPlan
+    gather_ahead: bool = True
+    rematerialize: bool = False
 
     def __post_init__(self) -> None:
         self.transfer.check_serves(self.placement)
@@ -63,6 +75,41 @@ class Strategy(Protocol):
         """Iterations of load history that the strategy looks at; at least 1."""
         ...
 
+    @property
+    def profile_iterations(self) -> int:
+        """Iterations to measure before contexts get a profile; 0 if none is needed."""
+        ...
+
+    def reshards_at(self, iteration: int) -> bool:
+        """Whether owners are thought over before the iteration after ``iteration`` of them."""
+        ...
+
+    def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
+        """New owners for all layers of a pipeline stage, or the same.
+
+        Args:
+            contexts: The layers, in the order of the map.
+            load_LE: Recent load of every expert, over all ranks that keep copies of the same owners.
+            owners: The present ones.
+        """
+        ...
+
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """Plan a layer's iteration from the loads of the iterations before it."""
+        ...
+
+    def after_gate(
+        self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
+    ) -> LayerPlan:
+        """Correct the plan by the exact counts of an iteration's first micro-batch.
+
+        Args:
+            context: The layer.
+            counts_DE: int64 ``[D, E]`` (token, k) pairs by source device and expert.
+            plan: What :meth:`before_gate` said.
+            num_micro_batches: How many micro-batches the answer is used for.
+
+        Returns:
+            ``plan`` itself, or one whose placement has more replicas.
+        """
         ...

@@ -144,6 +144,12 @@ class DrawnPlacements:
             plain_transfer(placement) if plain else two_level_transfer(placement, context.topology),
         )
 
+    def after_gate(
+        self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
+    ) -> LayerPlan:
+        """The plan as it is."""
+        return plan
+
 
 def strategy_of(case: LayerCase) -> Strategy:
     """A real strategy where the case names one, else drawn placements."""

@@ -269,6 +269,11 @@ class RankDependent:
         placement = ExpertPlacement(context.owner_E, present_ED)
         return LayerPlan(placement, plain_transfer(placement))
 
+    def after_gate(
+        self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
+    ) -> LayerPlan:
+        return plan
+
 
 def disagree(rank: int, world_size: int) -> str:
     layer = Layer(RANDOM, runtime=MoERuntime(RankDependent(), check_plans=True))

@@ -1,0 +1,39 @@
+"""What one layer costs on this cluster, measured in a run's first iterations."""
+
+from dataclasses import dataclass
+
+from megatron_fssdp.planning.cost_model import ClusterCost, overlap_degree
+from megatron_fssdp.planning.topology import Topology
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """Measured costs of one MoE layer, the same numbers on all ranks that plan together.
+
+    Attributes:
+        non_moe_s: Seconds of the compute before the layer, such as attention, forward.
+        cluster: Links, and the experts' throughput.
+        expert_bytes: Parameters of one expert.
+        token_bytes: One token's hidden state.
+        flops_per_token: Of one expert's forward pass, for one token.
+        memory_capacity: Extra experts that a device can hold for one layer (Hecate §4.2, m).
+    """
+
+    non_moe_s: float
+    cluster: ClusterCost
+    expert_bytes: int
+    token_bytes: int
+    flops_per_token: float
+    memory_capacity: int
+
+    def overlap_degree(self, topology: Topology) -> int:
+        """Experts whose transfer the compute before the layer hides (Hecate §4.2, t).
+
+        The bandwidth is the one between nodes where there are several and it is the lower one.
+        """
+        link = self.cluster.intra
+        if topology.num_nodes > 1 and self.cluster.inter.beta_s_per_byte > link.beta_s_per_byte:
+            link = self.cluster.inter
+        if link.beta_s_per_byte == 0:
+            return 0
+        return overlap_degree(self.non_moe_s, 1 / link.beta_s_per_byte, self.expert_bytes)
