@@ -5,9 +5,9 @@ CUDA random states, NCCL-only arguments. Without an accelerator, :func:`install`
 answers those calls with their CPU meaning. On a machine with an accelerator it
 does nothing, unless ``MEGATRON_FSSDP_DEVICE=cpu`` asks for CPU.
 
-Two kinds of change, both listed here and nowhere else:
+Two kinds of change, both switched on here and nowhere else:
 
-* a :class:`torch.overrides.TorchFunctionMode` that turns CUDA device arguments
+* :class:`CpuDeviceMode`, a :class:`torch.overrides.TorchFunctionMode` that turns CUDA device arguments
   into CPU ones, one rule instead of a wrapper per factory;
 * :data:`_TORCH_PATCHES` and :data:`_MEGATRON_PATCHES`: attributes replaced, each
   with its reason. ``torch.cuda.is_available()`` stays (or becomes) ``False``:
@@ -17,26 +17,35 @@ Two kinds of change, both listed here and nowhere else:
 import contextlib
 import functools
 import importlib
-import importlib.metadata
-import importlib.util
 import os
-import sys
-import time
 import types
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter.cpu_collectives import (
+    uneven_all_gather,
+    uneven_reduce_scatter,
+    without_device_ids,
+)
+from megatron_fssdp.megatron_adapter.cpu_device import (
+    CpuDeviceMode,
+    FinishedStream,
+    HostEvent,
+    inside_the_device_mode,
+)
+from megatron_fssdp.megatron_adapter.cpu_megatron import (
+    find_dataset_helpers,
+    move_to_host,
+    norm_under_sequence_parallelism,
+)
 
 DEVICE_VARIABLE = "MEGATRON_FSSDP_DEVICE"
 
-_CPU = torch.device("cpu")
 _installed = False
 
 
@@ -66,7 +75,7 @@ def install() -> bool:
         # orders CUDA work queues and means nothing here.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         # Entered for the life of the process.
-        _CpuDeviceMode().__enter__()
+        CpuDeviceMode().__enter__()
         for patch in _TORCH_PATCHES:
             patch.apply()
         for patch in _MEGATRON_PATCHES:
@@ -75,105 +84,20 @@ def install() -> bool:
 
 
 def check_arguments(args: Any) -> None:
-    """Refuse what Megatron would do wrongly on the CPU without a word.
+    """Refuse what Megatron cannot do on the CPU, before its process groups exist.
 
-    Without Transformer Engine or Apex, the distributed optimizer loads weights but makes all
-    parameters share one Adam step, which then counts once per parameter.
+    Args:
+        args: Megatron's parsed arguments.
 
     Raises:
-        ConfigurationError: A run would go on from such optimizer state.
+        ConfigurationError: With what is refused and what to do.
     """
-    if not _installed or not args.use_distributed_optimizer or args.load is None:
-        return
-    starts_anew = not (Path(args.load) / "latest_checkpointed_iteration.txt").exists()
-    if not (starts_anew or args.no_load_optim or args.finetune):
+    if _installed and (args.context_parallel_size or 1) > 1:
         raise ConfigurationError(
-            f"--load {args.load}: got --use-distributed-optimizer on the CPU, where Megatron does not "
-            "restore its Adam state correctly; wanted the plain optimizer, or --no-load-optim to start "
-            "the optimizer anew"
+            f"--context-parallel-size: got {args.context_parallel_size} on the CPU, wanted 1: Megatron's "
+            "context parallelism is Transformer Engine's attention, which needs a GPU; use "
+            "--tensor-model-parallel-size 2 --sequence-parallel to split sequences, or run on GPUs"
         )
-
-
-# ---------------------------------------------------------------- device arguments
-
-
-def _is_accelerator(device: object) -> bool:
-    if isinstance(device, bool):
-        return False
-    return isinstance(device, int) or str(device).startswith("cuda")
-
-
-class _CpuDeviceMode(TorchFunctionMode):
-    """Every CUDA device argument of every torch function means the CPU."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if "device" in kwargs and kwargs["device"] is not None and _is_accelerator(kwargs["device"]):
-            kwargs["device"] = _CPU
-        if func in _IDENTITIES:
-            return args[0]
-        if func is torch.Tensor.to and len(args) > 1 and _is_device_argument(args[1]):
-            args = (args[0], _CPU, *args[2:])
-        elif func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # Megatron's optimizers group parameters by comparing this string with
-            # 'torch.cuda.FloatTensor' and its relatives.
-            return func(*args).replace("torch.", "torch.cuda.", 1)
-        if kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False
-        return func(*args, **kwargs)
-
-
-_IDENTITIES = (torch.Tensor.cuda, torch.Tensor.pin_memory)
-
-
-def _is_device_argument(argument: object) -> bool:
-    return isinstance(argument, (str, int, torch.device)) and _is_accelerator(argument)
-
-
-# ---------------------------------------------------------------- torch.cuda objects
-
-
-class _Stream:
-    """A stream on which everything has happened already."""
-
-    def __init__(self, *_: object, **__: object) -> None: ...
-
-    def wait_stream(self, *_: object) -> None: ...
-
-    def wait_event(self, *_: object) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def record_event(self, event: "_Event | None" = None) -> "_Event":
-        return event or _Event()
-
-
-class _Event:
-    """An event that records host time."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        self._time_s = 0.0
-
-    def record(self, *_: object) -> None:
-        self._time_s = time.perf_counter()
-
-    def wait(self, *_: object) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: "_Event") -> float:
-        return (end._time_s - self._time_s) * 1e3
-
-
-_STREAM = _Stream()
-
-
-# ---------------------------------------------------------------- patches
 
 
 @dataclass(frozen=True)
@@ -207,32 +131,6 @@ def _returning(value: Any) -> Callable[[Any], Any]:
     return lambda original: lambda *_, **__: value
 
 
-def _without_device_ids(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("device_ids", None)
-        return original(*args, **kwargs)
-
-    return call
-
-
-def _inside_the_device_mode(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Python code of a backward pass sees the device mode as that of a forward pass does.
-
-    Torch takes a mode off while one of its own functions runs. ``torch.autograd.backward``
-    is such a function, and a recomputed forward runs inside it.
-    """
-
-    @functools.wraps(original)
-    def apply(self: Any, *args: Any) -> Any:
-        if torch._C._len_torch_function_stack():
-            return original(self, *args)
-        with _CpuDeviceMode():
-            return original(self, *args)
-
-    return apply
-
-
 _TORCH_PATCHES = (
     _Patch("torch.cuda", "is_available", _returning(False), "CPU was asked for on a GPU machine"),
     _Patch(
@@ -240,9 +138,9 @@ _TORCH_PATCHES = (
     ),
     _Patch("torch.cuda", "current_device", _returning(0), "passed on as a device argument"),
     _Patch("torch.cuda", "set_device synchronize", _returning(None), "no device to set or wait for"),
-    _Patch("torch.cuda", "Stream", _always(_Stream), "side streams of dispatcher and optimizer"),
-    _Patch("torch.cuda", "Event", _always(_Event), "timers and stream ordering"),
-    _Patch("torch.cuda", "current_stream", _returning(_STREAM), "stream ordering"),
+    _Patch("torch.cuda", "Stream", _always(FinishedStream), "side streams of dispatcher and optimizer"),
+    _Patch("torch.cuda", "Event", _always(HostEvent), "timers and stream ordering"),
+    _Patch("torch.cuda", "current_stream", _returning(FinishedStream()), "stream ordering"),
     _Patch("torch.cuda", "stream", _returning(contextlib.nullcontext()), "side streams"),
     _Patch("torch.cuda", "memory_stats", _returning(defaultdict(int)), "--log-memory-to-tensorboard"),
     _Patch(
@@ -273,64 +171,19 @@ _TORCH_PATCHES = (
     _Patch(
         "torch.autograd.function:BackwardCFunction",
         "apply",
-        _inside_the_device_mode,
+        inside_the_device_mode,
         "activation recompute runs forward code inside torch.autograd.backward",
     ),
-    _Patch("torch.distributed", "barrier", _without_device_ids, "an NCCL-only argument that gloo refuses"),
+    _Patch("torch.distributed", "barrier", without_device_ids, "an NCCL-only argument that gloo refuses"),
+    _Patch("torch.distributed", "all_gather", uneven_all_gather, "expert tensor parallelism, see there"),
+    _Patch("torch.distributed", "reduce_scatter", uneven_reduce_scatter, "expert tensor parallelism"),
 )
-
-
-def _move_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-
-def _norm_under_sequence_parallelism(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Torch's norms refuse sequence parallelism; they only lack the mark.
-
-    With the mark on their parameters, Megatron's finalize step sums their
-    gradients over the tensor-parallel ranks as it does for its own norms.
-    """
-
-    def build(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:
-        sequence_parallel, config.sequence_parallel = config.sequence_parallel, False
-        try:
-            norm = original(cls, config, hidden_size, eps, **kwargs)
-        finally:
-            config.sequence_parallel = sequence_parallel
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = sequence_parallel
-        return norm
-
-    return build
-
-
-def _find_dataset_helpers(original: Callable[[], None]) -> Callable[[], None]:
-    """Use compiled dataset helpers that exist already; compile only without any.
-
-    The wheel ships them without a Makefile. A Megatron-LM checkout has the Makefile
-    but wants pybind11 and a compiler; the installed wheel's serve it as well.
-    """
-    name = "megatron.core.datasets.helpers_cpp"
-    with contextlib.suppress(ImportError):
-        importlib.import_module(name)
-        return lambda: None
-    for file in importlib.metadata.files("megatron-core") or ():
-        if file.name.startswith("helpers_cpp.") and file.suffix == ".so":
-            spec = importlib.util.spec_from_file_location(name, str(file.locate()))
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            sys.modules[name] = module
-            return lambda: None
-    return original
-
 
 _MEGATRON_PATCHES = (
     _Patch(
         "megatron.core.datasets.utils",
         "compile_helpers",
-        _find_dataset_helpers,
+        find_dataset_helpers,
         "runs make, which the wheel cannot and a bare machine may not",
     ),
     _Patch(
@@ -348,13 +201,13 @@ _MEGATRON_PATCHES = (
     _Patch(
         "megatron.core.transformer.moe.token_dispatcher",
         "maybe_move_tensor_to_cpu",
-        _always(_move_to_host),
+        _always(move_to_host),
         "turns split sizes into numbers only when they are CUDA tensors; gloo wants numbers",
     ),
     _Patch(
         "megatron.core.transformer.torch_norm:WrappedTorchNorm",
         "__new__",
-        _norm_under_sequence_parallelism,
+        norm_under_sequence_parallelism,
         "sequence parallelism without Transformer Engine or Apex",
     ),
     _Patch(

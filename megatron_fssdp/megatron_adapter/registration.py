@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy_settings import PlacementSettings
-from megatron_fssdp.megatron_adapter import cpu_runtime
+from megatron_fssdp.megatron_adapter import cpu_runtime, optimizer_repairs
 from megatron_fssdp.megatron_adapter.arguments import add_strategy_arguments, resolve_arguments
 from megatron_fssdp.megatron_adapter.capabilities import check_training
 from megatron_fssdp.megatron_adapter.node_detection import check_declared_nodes
@@ -43,6 +43,7 @@ def register() -> None:
         )
     cpu_runtime.install()  # before anything else touches Megatron; does nothing on a GPU run
     check_training()
+    optimizer_repairs.install()  # resuming torch's Adam; does nothing under Transformer Engine or Apex
     _registered = True
 
     from megatron.training import arguments, training

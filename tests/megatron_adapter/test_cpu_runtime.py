@@ -1,7 +1,10 @@
 """The CPU runtime: asked for, detected, idempotent, and off on a GPU run."""
 
+from argparse import Namespace
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter import cpu_runtime
@@ -31,6 +34,7 @@ def test_nothing_is_touched_on_a_gpu_run(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not cpu_runtime.install()
     assert {name: getattr(torch.cuda, name) for name in before} == before
     assert torch.zeros(1).type() == type_name == "torch.FloatTensor"
+    cpu_runtime.check_arguments(Namespace(context_parallel_size=2))
 
 
 def test_cuda_calls_mean_the_cpu() -> None:
@@ -67,3 +71,23 @@ def _use_cuda_calls(rank: int, world_size: int) -> bool:
     y = checkpoint(forward, x * 1, use_reentrant=True)
     torch.autograd.backward(y.sum())
     return torch.equal(x.grad, torch.ones(2))
+
+
+def test_gathers_and_reduce_scatters_different_sizes() -> None:
+    assert run_ranks(_exchange_different_sizes, 3, preload=MEGATRON_PRELOAD) == [True] * 3
+
+
+def _exchange_different_sizes(rank: int, world_size: int) -> bool:
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for sizes in ([3, 0, 2], [0, 0, 1], [2, 2, 2]):
+            own = torch.full((sizes[rank], 2), rank + 1).to(dtype)
+            wanted = [torch.full((size, 2), source + 1).to(dtype) for source, size in enumerate(sizes)]
+            whole = torch.zeros(sum(sizes), 2, dtype=dtype)
+            dist.all_gather(list(whole.split(sizes)), own)
+            assert torch.equal(whole, torch.cat(wanted))
+
+            parts = list((whole * (rank + 1)).split(sizes))
+            summed = torch.zeros(sizes[rank], 2, dtype=dtype)
+            dist.reduce_scatter(summed, parts)
+            assert torch.equal(summed, own * 6)
+    return True

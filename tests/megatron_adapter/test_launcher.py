@@ -51,6 +51,7 @@ def forbid_the_plugins_layer() -> None:
             "--expert-tensor-parallel-size 1",
         ),
         ("--moe-strategy ep --moe-shared-expert-overlap", "--moe-shared-expert-overlap"),
+        ("--context-parallel-size 2", "Transformer Engine"),
     ],
 )
 def test_bad_input_is_one_clear_line_before_process_groups(
