@@ -123,7 +123,7 @@ def calibrated_placement(
     if planned_s - ideal_s <= min(cluster.intra.time_s(expert_bytes), cluster.inter.time_s(expert_bytes)):
         return None
     wanted = planner(planned.owner_E, counts, topology, overlap_degree=overlap_degree, slots=slots)
-    additions = _additions(planned, wanted, counts.sum(axis=0), slots)[:overlap_degree]
+    additions = _additions(planned, wanted, counts.sum(axis=0), slots)
     planned_reduce_s = seconds_of_reduction(planned) if additions else 0.0
     best, best_gain_s = None, 0.0
     for num_experts in _doubling(len(additions)):

@@ -1,0 +1,133 @@
+"""Bytes of experts: numbers by hand, and what must hold for all of them."""
+
+from dataclasses import fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fssdp.planning.memory_accounting import (
+    ExpertMemory,
+    ExpertOptimizer,
+    expert_memory,
+    optimizer_state_bytes,
+)
+
+# 3 layers, 6 slots (2 experts a layer), 100 elements an expert, bf16 with fp32 gradients.
+HALF = {
+    "num_layers": 3,
+    "slots_per_device": 6,
+    "replicas_per_layer": 4,
+    "owned_per_layer": 2,
+    "expert_elements": 100,
+    "dtype_bytes": 2,
+    "gradient_bytes": 4,
+    "optimizer": ExpertOptimizer(has_master_weights=True),
+}
+
+
+def test_half_precision_by_hand():
+    memory = expert_memory(**HALF)
+    assert memory.slot_parameters_bytes == 6 * 200
+    assert memory.slot_gradients_bytes == 6 * 400
+    assert memory.optimizer_bytes == 6 * 1200  # both moments and the master weights
+    assert memory.replica_parameters_bytes == 3 * 4 * 200
+    assert memory.replica_gradients_bytes == 4 * 200
+    assert memory.packed_experts_bytes == 2 * 200
+    assert memory.reduction_buffers_bytes == 3 * (2 + 4) * 200 + 2 * 400
+    assert memory.transfer_buffers_bytes == 4800
+    assert memory.expert_parallelism_bytes == 10800
+    assert memory.above_expert_parallelism_bytes == 2400 + 800 + 4800
+    assert memory.total_bytes == 18800
+
+
+def test_full_precision_by_hand():
+    memory = expert_memory(**{**HALF, "dtype_bytes": 4, "optimizer": ExpertOptimizer()})
+    assert memory.slot_parameters_bytes == memory.slot_gradients_bytes == 6 * 400
+    assert memory.optimizer_bytes == 6 * 800
+    assert memory.replica_parameters_bytes == 3 * 4 * 400
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "ranks", "wanted"),
+    [
+        (ExpertOptimizer(), 4, 8 * 10),
+        (ExpertOptimizer(has_master_weights=True), 4, 12 * 10),
+        (ExpertOptimizer(is_distributed=True), 4, 8 * 3),  # 10 elements over 4 ranks: 3 at most
+        (ExpertOptimizer(has_master_weights=True, is_distributed=True), 5, 12 * 2),
+        (ExpertOptimizer(num_state_tensors=0), 1, 0),
+        (ExpertOptimizer(num_state_tensors=1, has_master_weights=True), 1, 8 * 10),
+    ],
+)
+def test_optimizers(optimizer, ranks, wanted):
+    assert optimizer_state_bytes(10, optimizer, expert_data_parallel_size=ranks) == wanted
+
+
+def test_rematerialization_keeps_one_layer():
+    memory = expert_memory(**HALF, rematerialize=True, num_micro_batches=8)
+    assert memory.replica_parameters_bytes == 4 * 200
+    assert memory.replica_gradients_bytes == 4 * 200
+
+
+def test_sums_over_micro_batches_are_kept_for_all_layers():
+    memory = expert_memory(**HALF, num_micro_batches=2)
+    assert memory.replica_parameters_bytes == 3 * 4 * 200
+    assert memory.replica_gradients_bytes == 3 * 4 * 400 + 4 * 200
+    assert memory.reduction_buffers_bytes == 3 * (2 + 4) * 400 + 2 * 400  # they travel in fp32
+
+
+def test_chunks_bound_the_reductions_buffers():
+    assert expert_memory(**HALF, chunk_bytes=50).reduction_buffers_bytes == 3 * 6 * 50 + 2 * 400
+    assert expert_memory(**HALF, chunk_bytes=1000).reduction_buffers_bytes == 3 * 6 * 200 + 2 * 400
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "num_layers": st.integers(0, 6),
+            "slots_per_device": st.integers(0, 40),
+            "replicas_per_layer": st.integers(0, 20),
+            "owned_per_layer": st.integers(0, 20),
+            "expert_elements": st.integers(0, 10**9),
+            "dtype_bytes": st.sampled_from([2, 4]),
+            "gradient_bytes": st.sampled_from([2, 4]),
+            "optimizer": st.builds(ExpertOptimizer, st.integers(0, 3), st.booleans(), st.booleans()),
+            "expert_data_parallel_size": st.integers(1, 8),
+            "rematerialize": st.booleans(),
+            "num_micro_batches": st.integers(1, 4),
+            "chunk_bytes": st.none() | st.integers(0, 10**6),
+        }
+    )
+)
+def test_replicas_are_all_there_is_above_expert_parallelism(arguments):
+    memory = expert_memory(**arguments)
+    parts = [getattr(memory, field.name) for field in fields(memory)]
+    assert all(isinstance(part, int) and part >= 0 for part in parts)
+    assert memory.total_bytes == sum(parts)
+    without = expert_memory(**{**arguments, "replicas_per_layer": 0})
+    assert without.above_expert_parallelism_bytes == 0
+    assert without.total_bytes == memory.expert_parallelism_bytes
+    assert without.optimizer_bytes == memory.optimizer_bytes
+    released = expert_memory(**{**arguments, "rematerialize": True})
+    assert released.above_expert_parallelism_bytes <= memory.above_expert_parallelism_bytes
+    one_layer = expert_memory(**{**arguments, "num_layers": min(arguments["num_layers"], 1)})
+    assert released.replica_parameters_bytes == one_layer.replica_parameters_bytes
+
+
+def test_description():
+    mebibyte = 2**20
+    memory = ExpertMemory(100 * mebibyte, 200 * mebibyte, 900 * mebibyte, 3 * 2**29, 512, 1536, 0)
+    assert memory.describe() == (
+        "experts 2.7 GiB: parameters 100.0 MiB, gradients 200.0 MiB, optimizer 900.0 MiB, "
+        "replicas at most 1.5 GiB (parameters 1.5 GiB, gradients 512 B, transfers 1.5 KiB)"
+    )
+    assert "experts 2.0 TiB" in ExpertMemory(2 * 2**40, 0, 0, 0, 0, 0, 0).describe()
+
+
+def test_bad_arguments_say_what_was_wanted():
+    with pytest.raises(ValueError, match="replicas_per_layer is -1: wanted 0 or more"):
+        expert_memory(**{**HALF, "replicas_per_layer": -1})
+    with pytest.raises(ValueError, match="num_micro_batches is 0: wanted 1 or more"):
+        expert_memory(**HALF, num_micro_batches=0)
+    with pytest.raises(ValueError, match="num_state_tensors is -1"):
+        ExpertOptimizer(num_state_tensors=-1)
