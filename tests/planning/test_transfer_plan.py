@@ -269,3 +269,12 @@ def test_additions_that_do_not_fit_are_refused(placement):
         TransferPlan(6, (edge(0, 1, 2, 0),), frozenset({(0, 0)}))
     with pytest.raises(ValueError, match="already has it"):
         TransferPlan(6, (edge(0, 0, 1, 0),), frozenset({(0, 0), (0, 1)}))
+
+
+def test_those_that_have_experts_take_turns_to_send_them():
+    # Six experts on devices 0 and 1 of one node come to device 2, too.
+    owners_only = ExpertPlacement.owners_only(np.zeros(6, dtype=int), 3)
+    planned = owners_only.with_replicas([(expert, 1) for expert in range(6)])
+    calibrated = planned.with_replicas([(expert, 2) for expert in range(6)])
+    plan = additional_transfer(planned, calibrated, Topology.single_node(3))
+    assert [hop.source for hop in plan.edges] == [0, 1] * 3
