@@ -14,11 +14,9 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
 from megatron_fssdp.megatron_adapter import gradient_sync
 from megatron_fssdp.megatron_adapter.expert_parameters import expert_activation, expert_parameters
-from megatron_fssdp.megatron_adapter.node_detection import detect_topology
 from megatron_fssdp.megatron_adapter.placement_dispatcher import PlacementTokenDispatcher
 from megatron_fssdp.megatron_adapter.strategy_session import StrategySession
 from megatron_fssdp.planning.placement import even_owners
-from megatron_fssdp.runtime.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.grouped_ffn import grouped_ffn
 from megatron_fssdp.strategies.strategy import LayerContext
 
@@ -57,15 +55,17 @@ class StrategyMoELayer(MoELayer):
             pg_collection = get_default_pg_collection()
         super().__init__(config, submodules, layer_number, pg_collection, is_mtp_layer, name)
         local = expert_parameters(self.experts, self.num_local_experts)
-        gradient_sync.take_over(chain.from_iterable(local))
+        gradient_sync.take_over(chain.from_iterable(local), session.runtime.finish_gradients)
         self._activation = expert_activation(self.experts)
-        groups = ExpertGroups(self.ep_group, detect_topology(self.ep_group, session.settings.nodes))
+        groups = session.expert_groups(self.ep_group)
         owner_E = even_owners(config.num_moe_experts, groups.num_devices)
         self.executor = session.runtime.add_layer(
             LayerContext(self._global_number(), owner_E, groups.topology),
             groups,
             dict(zip(self.local_expert_indices, local, strict=True)),
         )
+        self._slots = session.slots
+        self._index = session.slots.add_layer(self.executor, self.experts, local)
         self.token_dispatcher = PlacementTokenDispatcher(self.executor, config, pg_collection)
 
     def set_layer_number(self, layer_number: int) -> None:
@@ -77,6 +77,16 @@ class StrategyMoELayer(MoELayer):
         # Layers of multi-token prediction are numbered from 1 again; count them after the decoder's.
         return (self.layer_number or 0) + (self.config.num_layers if self.is_mtp_layer else 0)
 
+    def launch(self, hidden_states: torch.Tensor, *, first: bool) -> torch.Tensor:
+        """Start to gather this layer's replicas; where its transformer layer begins.
+
+        Args:
+            hidden_states: The transformer layer's input, threaded through.
+            first: Whether this is the model chunk's first MoE layer.
+        """
+        self._slots.await_parameters(self._index)
+        return self.executor.launch(hidden_states, first=first)
+
     def route(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
         """Plan from the loads of past iterations, then run the gate."""
         self.executor.prepare()
@@ -86,7 +96,7 @@ class StrategyMoELayer(MoELayer):
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Make sure that the owned parameters are up to date, then permute for dispatch."""
-        gradient_sync.await_parameters(self.experts)
+        self._slots.await_parameters(self._index)
         return super().preprocess(hidden_states, probs, routing_map)
 
     def routed_experts_compute(

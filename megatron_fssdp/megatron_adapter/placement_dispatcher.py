@@ -11,6 +11,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron_fssdp.runtime import token_exchange
 from megatron_fssdp.runtime.expert_layout import ExpertWeights
 from megatron_fssdp.runtime.layer_executor import LayerExecutor
+from megatron_fssdp.runtime.materialization import Materialization
 from megatron_fssdp.runtime.token_exchange import DispatchRecord
 
 
@@ -26,6 +27,7 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
         super().__init__(config=config, pg_collection=pg_collection)
         self.executor = executor
         self._record: DispatchRecord | None = None
+        self._materialization: Materialization | None = None
         self._experts: list[ExpertWeights] = []
         self._hidden_shape = torch.Size()
 
@@ -56,7 +58,8 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
         """
         self._hidden_shape = hidden_states.shape
         micro_batch = self.executor.begin_micro_batch(routing_map)
-        hidden_states, self._experts = micro_batch.materialization.apply(hidden_states)
+        self._materialization = micro_batch.materialization
+        hidden_states, self._experts = self._materialization.apply(hidden_states)
         self._record = micro_batch.exchange
         return token_exchange.permute(hidden_states.reshape(-1, self._hidden_shape[-1]), probs, self._record)
 
@@ -86,5 +89,7 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Phase 6: sum each token's results, in the shape of the input."""
         output = token_exchange.unpermute(hidden_states, self.record)
-        self._record = None
+        if self._materialization is not None:
+            output = self._materialization.release(output)
+        self._record = self._materialization = None
         return output.view(self._hidden_shape)

@@ -3,9 +3,14 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy_settings import PlacementSettings, StrategySettings
+from megatron_fssdp.megatron_adapter.expert_slots import ExpertSlots
+from megatron_fssdp.megatron_adapter.node_detection import detect_topology
 from megatron_fssdp.megatron_adapter.supported_features import check_supported
+from megatron_fssdp.runtime.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.moe_runtime import MoERuntime
 from megatron_fssdp.strategies.registry import build_strategy
 
@@ -26,10 +31,30 @@ class StrategySession:
             measure=settings.record_dir is not None,
             check_plans=settings.check_plans,
         )
+        self.slots = ExpertSlots()
+        self._groups: dict[str, ExpertGroups] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StrategySession":
         # Megatron deep-copies layer specs; their layers still belong to one session.
         return self
+
+    def expert_groups(self, expert_parallel: dist.ProcessGroup) -> ExpertGroups:
+        """The groups of a layer; collective over the expert-parallel ranks at its first call.
+
+        Args:
+            expert_parallel: The ranks that share the layer's experts.
+        """
+        if expert_parallel.group_name not in self._groups:
+            transfers: Any = None
+            if getattr(self.settings, "overlap", False) and expert_parallel.size() > 1:
+                # Transfers run beside the dispatch, so they need a group of their own.
+                transfers = dist.new_group(
+                    dist.get_process_group_ranks(expert_parallel), use_local_synchronization=True
+                )
+            self._groups[expert_parallel.group_name] = ExpertGroups(
+                expert_parallel, detect_topology(expert_parallel, self.settings.nodes), transfers
+            )
+        return self._groups[expert_parallel.group_name]
 
     def check_model(self, config: Any) -> None:
         """Refuse a model that the strategy cannot serve, or settings that do not fit it.

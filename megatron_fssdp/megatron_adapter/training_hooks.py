@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import log_single_rank
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter.launch_hooks import install_launch_hooks
 from megatron_fssdp.megatron_adapter.moe_layer import StrategyMoELayer
 from megatron_fssdp.megatron_adapter.run_recorder import RunRecorder
 from megatron_fssdp.megatron_adapter.strategy_session import StrategyChoice
@@ -37,6 +39,7 @@ def wrap_training(training: Any, choice: Callable[[], StrategyChoice | None]) ->
         if chosen is not None:
             if chosen.session is not None:
                 report_installation(built[0], chosen)
+                install_launch_hooks(built[0])
             if chosen.settings.record_dir is not None:
                 recorder.append(RunRecorder(chosen.settings.record_dir))
         return built
@@ -46,7 +49,7 @@ def wrap_training(training: Any, choice: Callable[[], StrategyChoice | None]) ->
         chosen = choice()
         session = chosen.session if chosen is not None else None
         if session is not None:
-            session.runtime.begin_iteration()
+            session.runtime.begin_iteration(get_num_microbatches())
         started_s = time.perf_counter()
         result = step(*args, **kwargs)
         loads = session.runtime.end_iteration() if session is not None else []
