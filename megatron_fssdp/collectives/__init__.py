@@ -10,6 +10,12 @@ from megatron_fssdp.collectives.sparse_collectives import (
 )
 from megatron_fssdp.collectives.sparse_transfer import SparseTransfer
 from megatron_fssdp.collectives.transfer_lane import PendingTransfer
+from megatron_fssdp.collectives.uneven_all_gather import (
+    UnevenAllGather,
+    UnevenReduceScatter,
+    uneven_all_gather,
+    uneven_reduce_scatter,
+)
 from megatron_fssdp.collectives.uneven_all_to_all import UnevenAllToAll, gather_counts, uneven_all_to_all
 
 __all__ = [
@@ -18,11 +24,15 @@ __all__ = [
     "SparseAllGather",
     "SparseReduceScatter",
     "SparseTransfer",
+    "UnevenAllGather",
     "UnevenAllToAll",
+    "UnevenReduceScatter",
     "check_agreement",
     "exchange_slots",
     "gather_counts",
     "sparse_all_gather",
     "sparse_reduce_scatter",
+    "uneven_all_gather",
     "uneven_all_to_all",
+    "uneven_reduce_scatter",
 ]

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_fssdp.collectives.uneven_all_gather import fill_from_all, sum_of_own
+
 
 def without_device_ids(original: Callable[..., Any]) -> Callable[..., Any]:
     """``torch.distributed.barrier`` without an argument that only NCCL takes."""
@@ -33,18 +35,14 @@ def uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if async_op or _equal_sizes(tensor_list):
             return original(tensor_list, tensor, group=group, async_op=async_op)
-        copies = tensor.reshape(-1).repeat(len(tensor_list))
-        _fill(tensor_list, _exchange(copies, [tensor.numel()] * len(tensor_list), tensor_list, group))
+        fill_from_all(tensor_list, tensor, group)
         return None
 
     return all_gather
 
 
 def uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.distributed.reduce_scatter`` that also sums a list of tensors of different sizes.
-
-    The contributions are summed in the order of the ranks and, in half precision, in fp32.
-    """
+    """``torch.distributed.reduce_scatter`` that also sums a list of tensors of different sizes."""
 
     @functools.wraps(original)
     def reduce_scatter(
@@ -56,10 +54,7 @@ def uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if async_op or op != dist.ReduceOp.SUM or _equal_sizes(input_list):
             return original(output, input_list, op=op, group=group, async_op=async_op)
-        rows = torch.cat([piece.reshape(-1) for piece in input_list])
-        received = [output] * len(input_list)
-        parts = _exchange(rows, [piece.numel() for piece in input_list], received, group)
-        output.copy_(parts.view(len(input_list), *output.shape).sum(dim=0))
+        sum_of_own(output, input_list, group)
         return None
 
     return reduce_scatter
@@ -68,17 +63,3 @@ def uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
 def _equal_sizes(tensors: Sequence[torch.Tensor]) -> bool:
     # All ranks have lists of the same sizes and decide alike.
     return len({tensor.shape for tensor in tensors}) <= 1
-
-
-def _exchange(
-    send: torch.Tensor, send_splits: list[int], received: Sequence[torch.Tensor], group: Any
-) -> torch.Tensor:
-    receive_splits = [tensor.numel() for tensor in received]
-    out = send.new_empty(sum(receive_splits))
-    dist.all_to_all_single(out, send, receive_splits, send_splits, group=group)
-    return out
-
-
-def _fill(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
-    for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(values.view_as(tensor))

@@ -17,11 +17,15 @@ class ExpertGroups:
         topology: Nodes of those ranks.
         transfers: The same ranks once more, for SparseAllGather and SparseReduceScatter alone:
             they may then run beside everything else. Without it they run in turn.
+        expert_tensor_parallel: The ranks that share each of this rank's experts, every one with a
+            part of its FFN dimension. These peers have different tokens and expert-parallel groups,
+            and the same topology and plans. ``None`` where experts are whole.
     """
 
     expert_parallel: dist.ProcessGroup
     topology: Topology
     transfers: dist.ProcessGroup | None = None
+    expert_tensor_parallel: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         if self.expert_parallel.size() != self.topology.num_devices:
@@ -39,3 +43,8 @@ class ExpertGroups:
     def num_devices(self) -> int:
         """Ranks of the expert-parallel group."""
         return self.topology.num_devices
+
+    @property
+    def peer(self) -> int:
+        """This rank's number among its expert-tensor-parallel peers."""
+        return 0 if self.expert_tensor_parallel is None else self.expert_tensor_parallel.rank()

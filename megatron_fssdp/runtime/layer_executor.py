@@ -239,8 +239,9 @@ class LayerExecutor:
         Args:
             routing_map: bool ``[T, E]`` assignments of this rank's tokens.
         """
-        counts = gather_counts(routing_map.sum(dim=0), self.groups.expert_parallel)
-        counts_DE = counts.cpu().numpy()
+        counts_XDE = self._gather_counts(routing_map)
+        # The peers of expert tensor parallelism compute together: their loads are one load.
+        counts_DE = counts_XDE.sum(axis=0)
         iteration = self._running()
         weights, self._ahead = self._ahead or self._start_weights(iteration, routing_map.device), None
         if not iteration.is_final:
@@ -248,13 +249,18 @@ class LayerExecutor:
             self._calibrate(iteration, counts_DE, weights, routing_map.device)
         plan = iteration.plan
         exchange = plan_exchange(
-            routing_map, counts_DE, plan.placement, self.groups.topology, self.groups.device
+            routing_map,
+            counts_XDE,
+            plan.placement,
+            self.groups.topology,
+            self.groups.device,
+            self.groups.peer,
         )
         self.load.num_replicas = plan.placement.num_replicas
 
         def backward(done: Materialization, gradients: GradientsOfExperts) -> None:
             self._send_home(done, gradients)
-            self._count(counts_DE, plan)
+            self._count(counts_XDE, plan)
 
         materialization = Materialization(
             plan.placement,
@@ -376,22 +382,31 @@ class LayerExecutor:
         )
 
     def _check_agreement(self, plan: LayerPlan) -> None:
-        if self.check_plans:
-            check_agreement(
-                plan.placement.digest(),
-                self.groups.expert_parallel,
-                f"the placement of layer {self.context.layer}",
-            )
+        if not self.check_plans:
+            return
+        for group in (self.groups.expert_parallel, self.groups.expert_tensor_parallel):
+            if group is not None:
+                check_agreement(
+                    plan.placement.digest(), group, f"the placement of layer {self.context.layer}"
+                )
 
-    def _count(self, counts_DE: np.ndarray, plan: LayerPlan) -> None:
-        load = self.load
+    def _gather_counts(self, routing_map: torch.Tensor) -> np.ndarray:
+        """int64 ``[X, D, E]`` on the host; X expert-tensor-parallel peers."""
+        counts = gather_counts(routing_map.sum(dim=0), self.groups.expert_parallel)
+        peers = self.groups.expert_tensor_parallel
+        counts = counts.unsqueeze(0) if peers is None else gather_counts(counts.view(-1), peers)
+        return counts.cpu().numpy().reshape(-1, self.context.num_devices, self.context.num_experts)
+
+    def _count(self, counts_XDE: np.ndarray, plan: LayerPlan) -> None:
+        load, counts_DE = self.load, counts_XDE.sum(axis=0)
         load.counts_DE += counts_DE
         if self.measure:
             placement, topology = plan.placement, self.groups.topology
-            load.device_D += device_tokens_D(counts_DE, placement, topology)
+            for of_peer_DE in counts_XDE:
+                load.device_D += device_tokens_D(of_peer_DE, placement, topology)
+                load.cross_node_tokens += cross_node_tokens(of_peer_DE, placement, topology)
             load.owner_D += np.bincount(
                 self.context.owner_E, weights=counts_DE.sum(axis=0), minlength=topology.num_devices
             ).astype(np.int64)
-            load.cross_node_tokens += cross_node_tokens(counts_DE, placement, topology)
         if not self.clock.driven:
             self.end_iteration()

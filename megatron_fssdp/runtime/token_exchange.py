@@ -1,11 +1,14 @@
 """Sends tokens to the devices that compute their experts, and the results back.
 
 Six steps, in the order of Megatron's dispatcher: permute, dispatch, sort, (experts),
-unsort, combine, unpermute. What one micro-batch needs of the others travels in a frozen
+unsort, combine, unpermute. Where ranks share each expert (expert tensor parallelism), they
+exchange tokens over groups of their own and then gather each other's rows; the partial
+results are summed on the way back. What one micro-batch needs of the others travels in a frozen
 :class:`DispatchRecord`, because micro-batches interleave under pipeline parallelism.
 
 Shape legend: T tokens of this rank, A assignments (token, k) of this rank, R received
-rows, M model dim, E experts, D devices, G experts present on this device.
+rows, M model dim, E experts, D devices, G experts present on this device, X expert-tensor-
+parallel peers.
 """
 
 from dataclasses import dataclass
@@ -14,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_fssdp.collectives.uneven_all_gather import uneven_all_gather, uneven_reduce_scatter
 from megatron_fssdp.collectives.uneven_all_to_all import uneven_all_to_all
 from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.replica_routing import dispatch_from_source, dispatch_to_device
@@ -32,8 +36,9 @@ class DispatchRecord:
         num_tokens: T.
         send_D: Rows sent to each device.
         receive_D: Rows received from each device.
-        rows_per_expert: Rows of each present expert, ascending by expert.
-        by_expert: Brings received rows (by source, then expert) into order by expert.
+        rows_X: Rows received by each expert-tensor-parallel peer; one number where experts are whole.
+        rows_per_expert: Rows of each present expert and of all peers, ascending by expert.
+        by_expert: Brings received rows (by peer, source, then expert) into order by expert.
         by_source: The inverse.
     """
 
@@ -42,6 +47,7 @@ class DispatchRecord:
     num_tokens: int
     send_D: tuple[int, ...]
     receive_D: tuple[int, ...]
+    rows_X: tuple[int, ...]
     rows_per_expert: tuple[int, ...]
     by_expert: torch.Tensor | None
     by_source: torch.Tensor | None
@@ -49,24 +55,29 @@ class DispatchRecord:
 
 def plan_exchange(
     routing_map: torch.Tensor,
-    counts_DE: np.ndarray,
+    counts_XDE: np.ndarray,
     placement: ExpertPlacement,
     topology: Topology,
     device: int,
+    peer: int = 0,
 ) -> DispatchRecord:
     """Work out one micro-batch's exchange from the counts that every rank knows.
 
     Args:
         routing_map: bool ``[T, E]``, this rank's assignments.
-        counts_DE: int64 ``[D, E]``, everyone's assignments, on the host.
+        counts_XDE: int64 ``[X, D, E]``, everyone's assignments, on the host.
         placement: Where the experts are.
         topology: Nodes of the devices.
         device: This rank's device number.
+        peer: This rank's number among its expert-tensor-parallel peers.
     """
     num_tokens, num_experts = routing_map.shape
-    send_ED = dispatch_from_source(counts_DE, placement, topology, device)
+    send_ED = dispatch_from_source(counts_XDE[peer], placement, topology, device)
     present = np.array(placement.experts_on(device), dtype=np.int64)
-    receive_DG = dispatch_to_device(counts_DE, placement, topology, device)[:, present]
+    receive_XDG = np.stack(
+        [dispatch_to_device(counts_DE, placement, topology, device)[:, present] for counts_DE in counts_XDE]
+    )
+    receive_SG = np.concatenate(list(receive_XDG))  # S sources: by peer, then device
 
     num_assignments = int(send_ED.sum())
     flat = true_positions(routing_map.t().reshape(-1), num_assignments)
@@ -74,16 +85,17 @@ def plan_exchange(
         send_ED.reshape(-1), transposed_order(num_experts, topology.num_devices), flat.device
     )
     assignment = select(flat, to_send_order)
-    receive_GD = receive_DG.T
+    receive_GS = receive_SG.T
     return DispatchRecord(
         assignment_A=assignment,
         token_A=assignment % num_tokens,
         num_tokens=num_tokens,
         send_D=tuple(send_ED.sum(axis=0).tolist()),
-        receive_D=tuple(receive_DG.sum(axis=1).tolist()),
-        rows_per_expert=tuple(receive_DG.sum(axis=0).tolist()),
-        by_expert=chunk_permutation(receive_DG.reshape(-1), transposed_order(*receive_DG.shape), flat.device),
-        by_source=chunk_permutation(receive_GD.reshape(-1), transposed_order(*receive_GD.shape), flat.device),
+        receive_D=tuple(receive_XDG[peer].sum(axis=1).tolist()),
+        rows_X=tuple(receive_XDG.sum(axis=(1, 2)).tolist()),
+        rows_per_expert=tuple(receive_SG.sum(axis=0).tolist()),
+        by_expert=chunk_permutation(receive_SG.reshape(-1), transposed_order(*receive_SG.shape), flat.device),
+        by_source=chunk_permutation(receive_GS.reshape(-1), transposed_order(*receive_GS.shape), flat.device),
     )
 
 
@@ -128,6 +140,38 @@ def dispatch(
     """All-to-all of rows and probabilities: ``[R, M]`` and ``[R]``, by source, then expert."""
     received = uneven_all_to_all(rows, record.receive_D, record.send_D, group)
     return received, uneven_all_to_all(probs, record.receive_D, record.send_D, group)
+
+
+def gather_peers(
+    rows: torch.Tensor, probs: torch.Tensor, record: DispatchRecord, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and probabilities of all expert-tensor-parallel peers, by peer.
+
+    Args:
+        rows: ``[R, M]`` that this rank has received.
+        probs: ``[R]``.
+        record: The micro-batch's exchange.
+        group: The peers; ``None`` where experts are whole.
+    """
+    if group is None:
+        return rows, probs
+    return uneven_all_gather(rows, record.rows_X, group), uneven_all_gather(probs, record.rows_X, group)
+
+
+def sum_over_peers(
+    rows: torch.Tensor, record: DispatchRecord, group: dist.ProcessGroup | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Sums of the peers' partial results for the rows that this rank had received: ``[R, M]``.
+
+    Args:
+        rows: This rank's part of every peer's results, by peer.
+        record: The micro-batch's exchange.
+        group: The peers; ``None`` where experts are whole.
+        dtype: In which to sum; the result has the dtype of ``rows``.
+    """
+    if group is None:
+        return rows
+    return uneven_reduce_scatter(rows.to(dtype), record.rows_X, group).to(rows.dtype)
 
 
 def sort_by_expert(

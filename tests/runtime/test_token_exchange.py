@@ -29,7 +29,7 @@ def test_every_assignment_is_computed_once_where_its_expert_is(
     topology = Topology.uniform(num_devices, int(rng.choice([n for n in (1, 2) if num_devices % n == 0])))
     maps = [torch.from_numpy(rng.random((rng.integers(0, 9), num_experts)) < 0.4) for _ in range(num_devices)]
     counts_DE = np.stack([routing_map.sum(0).numpy() for routing_map in maps])
-    records = [plan_exchange(maps[d], counts_DE, placement, topology, d) for d in range(num_devices)]
+    records = [plan_exchange(maps[d], counts_DE[None], placement, topology, d) for d in range(num_devices)]
 
     # A row's hidden state is its origin (device, token), its probability names the expert.
     sent = []
@@ -68,8 +68,8 @@ def test_an_exchange_is_planned_without_the_host_waiting_for_the_device() -> Non
     on_device = routing_map.cuda()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        record = plan_exchange(on_device, counts_DE, placement, Topology.single_node(4), 1)
+        record = plan_exchange(on_device, counts_DE[None], placement, Topology.single_node(4), 1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    reference = plan_exchange(routing_map, counts_DE, placement, Topology.single_node(4), 1)
+    reference = plan_exchange(routing_map, counts_DE[None], placement, Topology.single_node(4), 1)
     assert torch.equal(record.assignment_A.cpu(), reference.assignment_A)

@@ -1,0 +1,142 @@
+"""Everybody's rows to everybody, and sums of rows back, in numbers that differ by rank."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class UnevenAllGather(torch.autograd.Function):
+    """All-gather of rows; its backward is :class:`UnevenReduceScatter`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, splits: list[int], group: dist.ProcessGroup) -> Tensor:
+        """Gather the rows."""
+        ctx.splits, ctx.group = splits, group
+        return _gather(x, splits, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Sum what every rank found for this rank's rows."""
+        return _reduce_scatter(grad, ctx.splits, ctx.group), None, None
+
+
+class UnevenReduceScatter(torch.autograd.Function):
+    """Reduce-scatter of rows; its backward is :class:`UnevenAllGather`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, splits: list[int], group: dist.ProcessGroup) -> Tensor:
+        """Sum the rows of this rank."""
+        ctx.splits, ctx.group = splits, group
+        return _reduce_scatter(x, splits, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Give every rank the gradients of all sums."""
+        return _gather(grad, ctx.splits, ctx.group), None, None
+
+
+def uneven_all_gather(x: Tensor, splits: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Rows of all ranks, in rank order.
+
+    Every rank has to call it, also with no rows, and in backward too: ``x`` must require a
+    gradient on all ranks or on none.
+
+    Args:
+        x: This rank's rows, ``[splits[rank], ...]``.
+        splits: Rows of each rank.
+        group: The ranks.
+
+    Returns:
+        ``[sum(splits), ...]``.
+    """
+    checked = _check(splits, group)
+    if x.shape[0] != checked[group.rank()]:
+        raise ValueError(
+            f"got {x.shape[0]} rows on rank {group.rank()}, wanted {checked[group.rank()]} as its split says"
+        )
+    return x if len(checked) == 1 else UnevenAllGather.apply(x, checked, group)
+
+
+def uneven_reduce_scatter(x: Tensor, splits: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Sums over the ranks of the rows that belong to this rank.
+
+    Every rank has to call it, under the same terms as :func:`uneven_all_gather`.
+
+    Args:
+        x: This rank's part of every row, by the rank it belongs to, ``[sum(splits), ...]``.
+        splits: Rows that belong to each rank.
+        group: The ranks.
+
+    Returns:
+        ``[splits[rank], ...]``.
+    """
+    checked = _check(splits, group)
+    if x.shape[0] != sum(checked):
+        raise ValueError(f"got {x.shape[0]} rows, wanted {sum(checked)}, the sum of the splits {checked}")
+    return x if len(checked) == 1 else UnevenReduceScatter.apply(x, checked, group)
+
+
+def fill_from_all(pieces: Sequence[Tensor], own: Tensor, group: dist.ProcessGroup | None) -> None:
+    """All-gather into tensors of different sizes on a backend that refuses it: gloo.
+
+    Args:
+        pieces: One tensor a rank to fill, of that rank's size.
+        own: This rank's contribution.
+        group: The ranks.
+    """
+    sizes = [piece.numel() for piece in pieces]
+    copies = own.reshape(-1).repeat(len(pieces))
+    received = copies.new_empty(sum(sizes))
+    dist.all_to_all_single(received, copies, sizes, [own.numel()] * len(pieces), group=group)
+    for piece, values in zip(pieces, received.split(sizes), strict=True):
+        piece.copy_(values.view_as(piece))
+
+
+def sum_of_own(output: Tensor, pieces: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Reduce-scatter of tensors of different sizes on a backend that refuses it: gloo.
+
+    Sums are formed in rank order and, in half precision, in fp32.
+
+    Args:
+        output: Takes the sum of the ranks' pieces for this rank.
+        pieces: This rank's contribution to each rank's sum.
+        group: The ranks.
+    """
+    sizes = [piece.numel() for piece in pieces]
+    parts = output.new_empty(len(pieces), *output.shape)
+    rows = torch.cat([piece.reshape(-1) for piece in pieces])
+    dist.all_to_all_single(parts.view(-1), rows, [output.numel()] * len(pieces), sizes, group=group)
+    output.copy_(parts.sum(dim=0))
+
+
+def _gather(x: Tensor, splits: list[int], group: dist.ProcessGroup) -> Tensor:
+    out = x.new_empty(sum(splits), *x.shape[1:])
+    pieces = list(out.split(splits))
+    if dist.get_backend(group) == "gloo":
+        fill_from_all(pieces, x, group)
+    else:
+        dist.all_gather(pieces, x.contiguous(), group=group)
+    return out
+
+
+def _reduce_scatter(x: Tensor, splits: list[int], group: dist.ProcessGroup) -> Tensor:
+    pieces = list(x.contiguous().split(splits))
+    out = x.new_empty(pieces[group.rank()].shape)
+    if dist.get_backend(group) == "gloo":
+        sum_of_own(out, pieces, group)
+    else:
+        dist.reduce_scatter(out, pieces, group=group)
+    return out
+
+
+def _check(splits: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+    numbers = [int(split) for split in splits]
+    if len(numbers) != group.size() or min(numbers) < 0:
+        raise ValueError(f"got splits {numbers}, wanted {group.size()} numbers >= 0: one a rank of the group")
+    return numbers
