@@ -54,6 +54,9 @@ class ExpertSlots:
         self._layers.append(_SlotLayer(executor, experts, tuple(parameters)))
         return len(self._layers) - 1
 
+    def __bool__(self) -> bool:
+        return bool(self._layers)
+
     @property
     def owners(self) -> OwnerMap:
         """The owner map in force; Megatron's even one at first."""
@@ -71,6 +74,11 @@ class ExpertSlots:
     def executors(self) -> list[LayerExecutor]:
         """The layers of the map."""
         return [layer.executor for layer in self._layers]
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """Megatron's expert modules of the map's layers."""
+        return [layer.experts for layer in self._layers]
 
     @property
     def parameters(self) -> list[Parameters]:

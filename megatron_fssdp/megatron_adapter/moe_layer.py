@@ -57,7 +57,7 @@ class StrategyMoELayer(MoELayer):
         local = expert_parameters(self.experts, self.num_local_experts)
         gradient_sync.take_over(chain.from_iterable(local), session.runtime.finish_gradients)
         self._activation = expert_activation(self.experts)
-        groups = session.expert_groups(self.ep_group)
+        groups = session.expert_groups(self.ep_group, pg_collection.expt_tp)
         owner_E = even_owners(config.num_moe_experts, groups.num_devices)
         self.executor = session.runtime.add_layer(
             LayerContext(self._global_number(), owner_E, groups.topology),
@@ -65,7 +65,8 @@ class StrategyMoELayer(MoELayer):
             dict(zip(self.local_expert_indices, local, strict=True)),
         )
         self._slots = session.slots
-        self._index = session.slots.add_layer(self.executor, self.experts, local)
+        # Layers of multi-token prediction keep their owners: their checkpoint keys have another form.
+        self._index = None if is_mtp_layer else session.slots.add_layer(self.executor, self.experts, local)
         self.token_dispatcher = PlacementTokenDispatcher(self.executor, config, pg_collection)
 
     def set_layer_number(self, layer_number: int) -> None:
@@ -84,8 +85,14 @@ class StrategyMoELayer(MoELayer):
             hidden_states: The transformer layer's input, threaded through.
             first: Whether this is the model chunk's first MoE layer.
         """
-        self._slots.await_parameters(self._index)
+        self._await_parameters()
         return self.executor.launch(hidden_states, first=first)
+
+    def _await_parameters(self) -> None:
+        if self._index is None:
+            gradient_sync.await_parameters(self.experts)
+        else:
+            self._slots.await_parameters(self._index)
 
     def route(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
         """Plan from the loads of past iterations, then run the gate."""
@@ -96,7 +103,7 @@ class StrategyMoELayer(MoELayer):
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Make sure that the owned parameters are up to date, then permute for dispatch."""
-        self._slots.await_parameters(self._index)
+        self._await_parameters()
         return super().preprocess(hidden_states, probs, routing_map)
 
     def routed_experts_compute(
@@ -105,12 +112,13 @@ class StrategyMoELayer(MoELayer):
         """The present experts, owned and replicated, on the dispatched rows."""
         experts = self.token_dispatcher.take_experts()
         rows, rows_per_expert, row_probs = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
-        output = grouped_ffn(
-            rows,
-            row_probs,
-            rows_per_expert.tolist(),
-            experts,
-            self._activation,
-            probs_on_input=self.config.moe_apply_probs_on_input,
-        )
+        with self.executor.computing(rows.shape[0], rows.device):
+            output = grouped_ffn(
+                rows,
+                row_probs,
+                rows_per_expert.tolist(),
+                experts,
+                self._activation,
+                probs_on_input=self.config.moe_apply_probs_on_input,
+            )
         return self.token_dispatcher.combine_preprocess(output), None

@@ -11,11 +11,14 @@ from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy_settings import PlacementSettings
-from megatron_fssdp.megatron_adapter import cpu_runtime, optimizer_repairs
+from megatron_fssdp.megatron_adapter import cpu_runtime, optimizer_repairs, owner_hint
 from megatron_fssdp.megatron_adapter.arguments import add_strategy_arguments, resolve_arguments
 from megatron_fssdp.megatron_adapter.capabilities import check_training
+from megatron_fssdp.megatron_adapter.checkpoint_arguments import check_checkpoint_arguments
 from megatron_fssdp.megatron_adapter.node_detection import check_declared_nodes
+from megatron_fssdp.megatron_adapter.stage_owners import StageOwners
 from megatron_fssdp.megatron_adapter.strategy_session import StrategyChoice, StrategySession
+from megatron_fssdp.planning.owner_map import OwnerMap
 
 _registered = False
 _choice: StrategyChoice | None = None
@@ -88,6 +91,21 @@ def register() -> None:
 
     training_hooks.wrap_training(training, active_choice)
 
+    # The owner map travels in a checkpoint's common state.
+    from megatron.training import checkpointing
+
+    owner_hint.wrap_checkpointing(checkpointing, _stage_owners, _adopt_owners)
+
+
+def _stage_owners() -> StageOwners | None:
+    session = _choice.session if _choice is not None else None
+    return session.stage_owners() if session is not None else None
+
+
+def _adopt_owners(owners: OwnerMap) -> None:
+    if _choice is not None and _choice.session is not None:
+        _choice.session.slots.adopt(owners)
+
 
 def _choose(args: Any) -> None:
     global _choice
@@ -96,6 +114,8 @@ def _choose(args: Any) -> None:
     if isinstance(settings, PlacementSettings):
         session = StrategySession(name, settings)
         session.check_model(args)
+        if session.reshards:
+            check_checkpoint_arguments(args)
         if settings.nodes is not None:
             check_declared_nodes(settings.nodes, args.world_size)
         _build_our_layer(session)

@@ -5,10 +5,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_fssdp.collectives.plan_agreement import check_agreement
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy_settings import PlacementSettings, StrategySettings
 from megatron_fssdp.megatron_adapter.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.node_detection import detect_topology
+from megatron_fssdp.megatron_adapter.stage_owners import StageOwners
 from megatron_fssdp.megatron_adapter.supported_features import check_supported
 from megatron_fssdp.runtime.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.moe_runtime import MoERuntime
@@ -26,8 +28,9 @@ class StrategySession:
     def __init__(self, strategy_name: str, settings: PlacementSettings) -> None:
         self.strategy_name = strategy_name
         self.settings = settings
+        self.strategy = build_strategy(strategy_name, settings)
         self.runtime = MoERuntime(
-            build_strategy(strategy_name, settings),
+            self.strategy,
             measure=settings.record_dir is not None,
             check_plans=settings.check_plans,
         )
@@ -38,11 +41,23 @@ class StrategySession:
         # Megatron deep-copies layer specs; their layers still belong to one session.
         return self
 
-    def expert_groups(self, expert_parallel: dist.ProcessGroup) -> ExpertGroups:
-        """The groups of a layer; collective over the expert-parallel ranks at its first call.
+    @property
+    def reshards(self) -> bool:
+        """Whether owners may move."""
+        return getattr(self.settings, "reshard_interval", 0) > 0
+
+    def stage_owners(self) -> StageOwners | None:
+        """Who keeps the experts of this pipeline stage; ``None`` without MoE layers."""
+        return StageOwners(self.slots.owners, self.slots.layer_numbers) if self.slots else None
+
+    def expert_groups(
+        self, expert_parallel: dist.ProcessGroup, expert_tensor_parallel: dist.ProcessGroup
+    ) -> ExpertGroups:
+        """The groups of a layer; collective over the ranks of both at its first call.
 
         Args:
             expert_parallel: The ranks that share the layer's experts.
+            expert_tensor_parallel: The ranks that share each expert; a single one where it is whole.
         """
         if expert_parallel.group_name not in self._groups:
             transfers: Any = None
@@ -51,8 +66,13 @@ class StrategySession:
                 transfers = dist.new_group(
                     dist.get_process_group_ranks(expert_parallel), use_local_synchronization=True
                 )
+            topology = detect_topology(expert_parallel, self.settings.nodes)
+            peers = expert_tensor_parallel if expert_tensor_parallel.size() > 1 else None
+            if peers is not None:
+                # Plans follow from it, and peers must have the same plans.
+                check_agreement(repr(topology).encode(), peers, "the experts' node layout")
             self._groups[expert_parallel.group_name] = ExpertGroups(
-                expert_parallel, detect_topology(expert_parallel, self.settings.nodes), transfers
+                expert_parallel, topology, transfers, peers
             )
         return self._groups[expert_parallel.group_name]
 

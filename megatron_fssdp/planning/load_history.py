@@ -67,6 +67,11 @@ class LoadHistory:
         """Mean load of every expert over the window, float64 [E]."""
         return self._sum_DE.sum(axis=0) / max(len(self._latest), 1)
 
+    def total_E(self) -> np.ndarray:
+        """Load of every expert over the whole window, int64 [E]."""
+        total: np.ndarray = self._sum_DE.sum(axis=0)
+        return total
+
     def latest_DE(self) -> np.ndarray:
         """The latest iteration's counts, int64 [D, E], read-only."""
         if not self._latest:

@@ -4,6 +4,7 @@ Shape legend: T tokens of this rank, D devices, E experts.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,6 +18,7 @@ from megatron_fssdp.planning.replica_routing import cross_node_tokens, device_to
 from megatron_fssdp.planning.transfer_plan import TransferPlan, additional_transfer
 from megatron_fssdp.runtime.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.expert_layout import ExpertLayout
+from megatron_fssdp.runtime.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.materialization import (
     GradientsOfExperts,
     Materialization,
@@ -30,7 +32,7 @@ from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 
 # Small enough that node leaders forward the first chunk early, large enough that a
 # message's fixed cost does not count.
-_CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
 
 
 @dataclass
@@ -162,6 +164,7 @@ class LayerExecutor:
     check_plans: bool = False
     history: LoadHistory = field(init=False)
     load: LayerLoad = field(init=False)
+    stopwatch: LayerStopwatch | None = field(init=False, default=None)
     _iteration: _Iteration | None = field(init=False, default=None)
     _ahead: ReplicaWeights | None = field(init=False, default=None)
     _gradients: ReplicaGradients = field(init=False, default_factory=ReplicaGradients)
@@ -199,7 +202,7 @@ class LayerExecutor:
         self.parameters = parameters
         self.layout = layout
         self._iteration = None
-        self._layout_of_all()
+        self.layout_of_all()
 
     def renumber(self, layer: int) -> None:
         """Take the layer number that the model assigns after building its layers."""
@@ -224,6 +227,8 @@ class LayerExecutor:
         """
         if self.context.num_devices == 1:
             return hidden
+        if self.stopwatch is not None:
+            self.stopwatch.layer_begins(hidden.device)
         iteration = self._running()
         if iteration.plan.gather_ahead and self.groups.transfers is not None:
             self._ahead = self._start_weights(iteration, hidden.device)
@@ -239,6 +244,8 @@ class LayerExecutor:
         Args:
             routing_map: bool ``[T, E]`` assignments of this rank's tokens.
         """
+        if self.stopwatch is not None:
+            self.stopwatch.tokens_ready()
         counts_XDE = self._gather_counts(routing_map)
         # The peers of expert tensor parallelism compute together: their loads are one load.
         counts_DE = counts_XDE.sum(axis=0)
@@ -278,10 +285,14 @@ class LayerExecutor:
             self.clock.latest = materialization
         return MicroBatch(exchange, materialization)
 
+    def computing(self, num_rows: int, device: torch.device) -> AbstractContextManager[None]:
+        """To be entered around the experts' forward pass; times it while the layer is measured."""
+        return nullcontext() if self.stopwatch is None else self.stopwatch.experts(num_rows, device)
+
     def finish_gradients(self) -> None:
         """Bring home what is still here or under way; every rank of the group has to."""
         if self._iteration is not None and self._iteration.transfer is not None:
-            self._gradients.send_sums(self._iteration.transfer, self._layout_of_all(), self.parameters)
+            self._gradients.send_sums(self._iteration.transfer, self.layout_of_all(), self.parameters)
         self._gradients.settle()
 
     def end_iteration(self) -> LayerLoad:
@@ -316,7 +327,7 @@ class LayerExecutor:
     def _start_weights(self, iteration: _Iteration, device: torch.device) -> ReplicaWeights:
         if iteration.weights is not None:
             return iteration.weights
-        weights = ReplicaWeights(self._layout_of_all(), self.parameters)
+        weights = ReplicaWeights(self.layout_of_all(), self.parameters)
         weights.start(self._transfer(iteration, device))
         if self.clock.num_micro_batches is not None and not iteration.plan.rematerialize:
             iteration.weights = weights
@@ -351,7 +362,8 @@ class LayerExecutor:
         if num_micro_batches is None or self.groups.transfers is None:
             self._gradients.settle()
 
-    def _layout_of_all(self) -> ExpertLayout:
+    def layout_of_all(self) -> ExpertLayout:
+        """Shapes of one expert's tensors."""
         # Asked anew each time: a model may be converted to another dtype after it is built.
         layouts = {ExpertLayout.of(tensors) for tensors in self.parameters.values()}
         if self.layout is not None:
@@ -370,14 +382,14 @@ class LayerExecutor:
         return iteration.transfer
 
     def _bind(self, plan: TransferPlan, device: torch.device) -> SparseTransfer:
-        layout = self._layout_of_all()
+        layout = self.layout_of_all()
         return SparseTransfer(
             self.groups.transfers or self.groups.expert_parallel,
             plan,
             num_elements=layout.numel,
             dtype=layout.dtype,
             device=device,
-            chunk_bytes=_CHUNK_BYTES,
+            chunk_bytes=CHUNK_BYTES,
             journal=self._journal,
         )
 

@@ -21,6 +21,10 @@ class ExpertParallelism:
     def __init__(self, settings: EpSettings) -> None:
         self.settings = settings
 
+    def slots(self, context: LayerContext) -> int:
+        """None."""
+        return 0
+
     def reshards_at(self, iteration: int) -> bool:
         """Never."""
         return False

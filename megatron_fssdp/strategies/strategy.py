@@ -80,6 +80,10 @@ class Strategy(Protocol):
         """Iterations to measure before contexts get a profile; 0 if none is needed."""
         ...
 
+    def slots(self, context: LayerContext) -> int:
+        """Most replicas that a device may hold of a layer."""
+        ...
+
     def reshards_at(self, iteration: int) -> bool:
         """Whether owners are thought over before the iteration after ``iteration`` of them."""
         ...

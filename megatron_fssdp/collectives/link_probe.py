@@ -1,0 +1,96 @@
+"""Measures what a message costs between devices of a group, inside a node and between nodes.
+
+Shape letters: D devices, N nodes.
+"""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.planning.cost_model import LinkCost
+from megatron_fssdp.planning.topology import Topology
+
+_MESSAGE_BYTES = (1 << 16, 1 << 19, 1 << 22)
+_REPETITIONS = 4
+_LEAST_BETA_S_PER_BYTE = 1e-13  # 10 TB/s: a fit to noise must not give a link without a cost
+
+
+def measure_links(
+    group: dist.ProcessGroup, topology: Topology, device: torch.device
+) -> tuple[LinkCost, LinkCost]:
+    """Cost of one direction of a link inside a node and of a node's NIC; collective.
+
+    All links of a class are busy at the same time, in a ring, as they are in a dispatch.
+    Where there is no link of a class, it has the cost of the other one.
+
+    Args:
+        group: The expert-parallel group.
+        topology: Nodes of its ranks.
+        device: Where the messages lie.
+
+    Returns:
+        Intra-node and inter-node cost, the same on all ranks.
+    """
+    rings = (
+        [list(devices) for devices in topology.devices_by_node if len(devices) > 1],
+        [[devices[0] for devices in topology.devices_by_node]] if topology.num_nodes > 1 else [],
+    )
+    measured = [_measure(group, ring, device) if ring else None for ring in rings]
+    intra = measured[0] or measured[1] or LinkCost(0.0, _LEAST_BETA_S_PER_BYTE)
+    return intra, measured[1] or intra
+
+
+def _measure(group: dist.ProcessGroup, rings: Sequence[Sequence[int]], device: torch.device) -> LinkCost:
+    rank = group.rank()
+    ring = next((ring for ring in rings if rank in ring), None)
+    seconds = torch.zeros(len(_MESSAGE_BYTES), dtype=torch.float64)
+    for i, num_bytes in enumerate(_MESSAGE_BYTES):
+        taken_s = [
+            _exchange_s(group, ring, num_bytes, device) if ring is not None else 0.0
+            for _ in range(_REPETITIONS)
+        ]
+        seconds[i] = min(taken_s[1:])  # the first one may connect
+    # The slowest link of a class stands for it.
+    seconds = seconds.to(device)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=group)
+    return fit_link_cost(_MESSAGE_BYTES, seconds.tolist())
+
+
+def fit_link_cost(num_bytes: Sequence[int], seconds: Sequence[float]) -> LinkCost:
+    """``alpha + beta * bytes`` by least squares of relative errors (Parm §V, Eq. 12).
+
+    Args:
+        num_bytes: Sizes of the messages.
+        seconds: What each of them took; positive.
+    """
+    sizes, times = np.asarray(num_bytes, float), np.asarray(seconds, float)
+    columns = np.stack([np.ones_like(sizes), sizes], axis=1) / times[:, None]
+    (alpha_s, beta_s_per_byte), *_ = np.linalg.lstsq(columns, np.ones_like(times), rcond=None)
+    return LinkCost(max(0.0, float(alpha_s)), max(_LEAST_BETA_S_PER_BYTE, float(beta_s_per_byte)))
+
+
+def _exchange_s(group: dist.ProcessGroup, ring: Sequence[int], num_bytes: int, device: torch.device) -> float:
+    position = ring.index(group.rank())
+    ahead, behind = ring[(position + 1) % len(ring)], ring[position - 1]
+    outgoing = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    incoming = torch.empty_like(outgoing)
+    _synchronize(device)
+    started_s = time.perf_counter()
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, outgoing, group=group, group_peer=ahead),
+            dist.P2POp(dist.irecv, incoming, group=group, group_peer=behind),
+        ]
+    )
+    for work in works:
+        work.wait()
+    _synchronize(device)
+    return time.perf_counter() - started_s
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

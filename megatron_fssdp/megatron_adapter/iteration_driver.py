@@ -1,0 +1,172 @@
+"""What happens between two iterations of a Megatron training: measuring, re-sharding, planning.
+
+Everything here is collective: all ranks of a pipeline stage's experts come here in the same
+iterations and decide alike.
+"""
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_fssdp.megatron_adapter.memory_report import report_memory
+from megatron_fssdp.megatron_adapter.resharding import ExpertResharding
+from megatron_fssdp.megatron_adapter.slot_quantities import slot_quantities
+from megatron_fssdp.megatron_adapter.strategy_session import StrategySession
+from megatron_fssdp.planning.topology import Topology
+from megatron_fssdp.runtime.layer_executor import LayerExecutor, LayerLoad
+from megatron_fssdp.runtime.layer_profiling import profile_layers
+from megatron_fssdp.runtime.layer_stopwatch import LayerStopwatch
+from megatron_fssdp.strategies.strategy import LayerContext
+
+logger = logging.getLogger(__name__)
+
+
+class IterationDriver:
+    """Begins and ends the iterations of one training under a strategy.
+
+    Args:
+        session: The strategy and its runtime.
+        model: DDP's chunks of the model on this rank.
+        optimizer: Megatron's optimizer.
+        args: Megatron's arguments.
+
+    Raises:
+        ConfigurationError: Re-sharding is on, and the slots cannot be exchanged.
+    """
+
+    def __init__(self, session: StrategySession, model: Sequence[Any], optimizer: Any, args: Any) -> None:
+        self._session = session
+        self._model = model
+        self._optimizer = optimizer
+        self._args = args
+        self._iterations_to_measure = 0
+        layers = session.runtime.layers
+        if not layers or layers[0].context.num_devices == 1:
+            return
+        if session.reshards:
+            # Found out now and not a hundred iterations later.
+            slot_quantities(
+                session.slots.parameters,
+                optimizer,
+                expert_parallel=self._expert_parallel,
+                expert_data_parallel=parallel_state.get_expert_data_parallel_group(),
+            )
+        self._iterations_to_measure = session.strategy.profile_iterations
+        if self._iterations_to_measure:
+            for layer in layers:
+                layer.stopwatch = LayerStopwatch()
+        report_memory(session, args)
+
+    @property
+    def _expert_parallel(self) -> dist.ProcessGroup:
+        return self._session.runtime.layers[0].groups.expert_parallel
+
+    def begin(self, iteration: int, num_micro_batches: int) -> None:
+        """Before an iteration's first forward pass.
+
+        Args:
+            iteration: Iterations that the model has been trained for.
+            num_micro_batches: Of the iteration to come.
+        """
+        session = self._session
+        if self._iterations_to_measure:
+            self._iterations_to_measure -= 1
+        elif session.runtime.layers and session.runtime.layers[0].stopwatch is not None:
+            self._profile(num_micro_batches)
+        if session.reshards and session.strategy.reshards_at(iteration):
+            self._reshard()
+        session.runtime.begin_iteration(num_micro_batches)
+
+    def end(self) -> list[LayerLoad]:
+        """After the optimizer's step; what each layer did."""
+        return self._session.runtime.end_iteration()
+
+    def _profile(self, num_micro_batches: int) -> None:
+        layers = self._session.runtime.layers
+        profile_layers(
+            layers,
+            [
+                self._expert_parallel,
+                parallel_state.get_expert_tensor_parallel_group(),
+                parallel_state.get_expert_data_parallel_group(),
+            ],
+            free_bytes=_free_bytes(),
+            token_bytes=self._args.hidden_size * layers[0].layout_of_all().dtype.itemsize,
+            num_micro_batches=num_micro_batches,
+            device=_device(layers[0]),
+        )
+        if _speaks_for_stage():
+            logger.warning(_described_profile(layers[0].context, self._session.strategy))
+        report_memory(self._session, self._args, num_micro_batches)
+
+    def _reshard(self) -> None:
+        slots = self._session.slots
+        executors = slots.executors
+        if not executors or executors[0].context.num_devices == 1:
+            return
+        copies = parallel_state.get_expert_data_parallel_group()
+        device = _device(executors[0])
+        # Groups that keep copies of the same owners decide by all their loads, and by the
+        # nodes of the first of them.
+        load_LE = torch.from_numpy(np.stack([layer.history.total_E() for layer in executors])).to(device)
+        dist.all_reduce(load_LE, group=copies)
+        nodes = torch.tensor(executors[0].context.topology.node_of_device, device=device)
+        dist.broadcast(nodes, src=dist.get_global_rank(copies, 0), group=copies)
+        topology = Topology(tuple(nodes.tolist()))
+        contexts = [replace(executor.context, topology=topology) for executor in executors]
+        old = slots.owners
+        new = self._session.strategy.reshard(contexts, load_LE.cpu().numpy(), old)
+        if not old.moves_to(new):
+            return
+        ExpertResharding(
+            slots.parameters, self._expert_parallel, copies, self._model, self._optimizer
+        ).execute(old, new)
+        slots.adopt(new)
+
+
+def _described_profile(context: LayerContext, strategy: Any) -> str:
+    profile = context.profile
+    assert profile is not None
+    cluster = profile.cluster
+    settings = strategy.settings
+    degree, slots = strategy.overlap_degree(context), strategy.slots(context)
+    return (
+        f"[fssdp] measured in {strategy.profile_iterations} iterations: compute before a layer "
+        f"{profile.non_moe_s * 1e3:.3f} ms, links inside a node {_described(cluster.intra)}, between nodes "
+        f"{_described(cluster.inter)}, experts {cluster.expert_flops_per_s / 1e9:.2f} GFLOP/s a device, "
+        f"{profile.expert_bytes} bytes an expert; overlap degree t = {degree} "
+        f"({'given' if settings.overlap_degree is not None else 'measured'}), slots m = {slots} "
+        f"({'given' if settings.slots is not None else 'measured'})"
+    )
+
+
+def _described(link: Any) -> str:
+    return f"{link.alpha_s * 1e6:.0f} us + {1e-9 / link.beta_s_per_byte:.2f} GB/s"
+
+
+def _free_bytes() -> int:
+    """Memory that is free at an iteration's peak."""
+    if torch.cuda.is_available():
+        free, _ = torch.cuda.mem_get_info()
+        return max(0, free + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated())
+    return int(psutil.virtual_memory().available) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def _device(layer: LayerExecutor) -> torch.device:
+    return next((ps[0].device for ps in layer.parameters.values()), torch.device("cpu"))
+
+
+def _speaks_for_stage() -> bool:
+    return (
+        parallel_state.get_expert_model_parallel_rank() == 0
+        and parallel_state.get_expert_data_parallel_rank() == 0
+        and parallel_state.get_expert_tensor_parallel_rank() == 0
+    )
