@@ -79,6 +79,18 @@ def test_training_goes_on_alike_with_and_without_the_distributed_optimizer(text_
     assert relative_difference(overlapped.grad_norms, plain.grad_norms) <= 1e-5
 
 
+def test_contents_move_after_a_resume(text_data: Path, tmp_path: Path) -> None:
+    """Adam's step is one number for all experts then too, or the slots would be refused."""
+    layout = (
+        "--expert-model-parallel-size 2 --use-distributed-optimizer --ckpt-format torch_dist --train-iters 5"
+    )
+    whole = train(4, layout, text_data)
+    train(4, f"{layout} --exit-interval 3 --save {tmp_path} --save-interval 3", text_data)
+    env = {"RESHARDS": json.dumps({"1": [1, 2, "even"], "2": [3, "even"]})}  # counted from the resume
+    rest = train(4, f"{layout} --load {tmp_path}", text_data, before=reshard_in_train_step, env=env)
+    assert rest.losses == whole.losses[3:]
+
+
 def test_what_is_not_interchangeable_is_refused_on_all_ranks(text_data: Path) -> None:
     arguments = f"--expert-model-parallel-size 2 --train-iters 3 {OVERLAPS}"
     undisturbed = train(4, arguments, text_data)
@@ -142,7 +154,7 @@ def _random_map(even: OwnerMap, seed: int) -> OwnerMap:
     return OwnerMap(places // even.slots_per_device, places % even.slots_per_device, even.num_devices)
 
 
-def _resharding(model: list[Any], optimizer: Any, **options: Any) -> Any:
+def _resharding(model: list[Any], optimizer: Any, parts: Any = None, **options: Any) -> Any:
     from megatron.core import parallel_state
 
     from megatron_fssdp.megatron_adapter.resharding import ExpertResharding, expert_slots
@@ -150,7 +162,7 @@ def _resharding(model: list[Any], optimizer: Any, **options: Any) -> Any:
     return ExpertResharding(
         slots=expert_slots(model),
         expert_parallel=parallel_state.get_expert_model_parallel_group(),
-        expert_data_parallel=parallel_state.get_expert_data_parallel_group(),
+        expert_data_parallel=parts or parallel_state.get_expert_data_parallel_group(),
         model_chunks=model,
         optimizer=optimizer,
         **options,
@@ -279,20 +291,24 @@ def _try_what_is_refused(model: list[Any], optimizer: Any) -> None:
     even = _even_map(model)
     new = _random_map(even, 1)
     rank = dist.get_rank()
-    member = next(m for m in optimizer.chained_optimizers if resharding.slots[0][0] in m.model_param_gbuf_map)
-    adam = member.optimizer
-    shard = adam.param_groups[0]["params"][0]
-    state = adam.state[shard]
+    expert = resharding.slots[0][0]
+    member = next(m for m in optimizer.chained_optimizers if expert in m.buffers[0].param_to_bucket)
+    group = next(group for group in member.optimizer.param_groups if group["params"])
+    state = member.optimizer.state[group["params"][0]]
 
     def refused(what: str, error: type[Exception] = ConfigurationError, target: OwnerMap = new) -> None:
         with pytest.raises(error, match=what):
             resharding.execute(even, target)
 
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][rank]
+    with pytest.raises(ConfigurationError, match="wanted every element on one rank"):
+        _resharding(model, optimizer, parts=alone).execute(even, new)
+
     for odd_rank in (0, 3):
         if rank == odd_rank:
-            adam.param_groups[0]["lr_mult"] = 0.5
+            group["lr_mult"] = 0.5
         refused("setting lr_mult: 0.5 and 1.0")
-        adam.param_groups[0]["lr_mult"] = 1.0
+        group["lr_mult"] = 1.0
 
         if rank == odd_rank:
             state["step"] += 1
