@@ -30,6 +30,8 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
         self._materialization: Materialization | None = None
         self._experts: list[ExpertWeights] = []
         self._hidden_shape = torch.Size()
+        self._probs_dtype = torch.float32
+        self._peers = executor.groups.expert_tensor_parallel
 
     @property
     def record(self) -> DispatchRecord:
@@ -57,6 +59,7 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
             probs: ``[T, E]``.
         """
         self._hidden_shape = hidden_states.shape
+        self._probs_dtype = probs.dtype  # in which Megatron sums the parts of an expert's results
         micro_batch = self.executor.begin_micro_batch(routing_map)
         self._materialization = micro_batch.materialization
         hidden_states, self._experts = self._materialization.apply(hidden_states)
@@ -72,15 +75,17 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Phase 3: sort by present expert; also returns the rows of each, on the host."""
-        rows, probs = token_exchange.sort_by_expert(hidden_states, probs, self.record)
+        """Phase 3: gather the peers' rows, sort by present expert; also the rows of each, on the host."""
+        rows, probs = token_exchange.gather_peers(hidden_states, probs, self.record, self._peers)
+        rows, probs = token_exchange.sort_by_expert(rows, probs, self.record)
         # The CPU dtype and device that Megatron's dispatcher returns.
         rows_per_expert = torch.tensor(self.record.rows_per_expert, dtype=torch.long, device="cpu")
         return rows, rows_per_expert, probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Phase 4: back into the order of arrival."""
-        return token_exchange.sort_by_source(hidden_states, self.record)
+        """Phase 4: back into the order of arrival, and the sum of the peers' parts."""
+        rows = token_exchange.sort_by_source(hidden_states, self.record)
+        return token_exchange.sum_over_peers(rows, self.record, self._peers, self._probs_dtype)
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Phase 5: all-to-all back to the tokens' ranks."""

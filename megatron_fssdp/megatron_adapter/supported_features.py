@@ -14,10 +14,13 @@ Value = Callable[[str], Any]
 # what is refused, when, and the next step
 _REFUSALS: tuple[tuple[str, Callable[[Value], bool], str], ...] = (
     (
-        "expert tensor parallelism",
-        # Megatron's default is the tensor-parallel size.
-        lambda value: (value("expert_tensor_parallel_size") or value("tensor_model_parallel_size") or 1) > 1,
-        "placement strategies support ETP 1 only for now: add --expert-tensor-parallel-size 1",
+        "biases of experts under expert tensor parallelism",
+        # Megatron refuses them too, with an assertion. Its default is the tensor-parallel size.
+        lambda value: (
+            (value("expert_tensor_parallel_size") or value("tensor_model_parallel_size") or 1) > 1
+            and bool(value("add_bias_linear"))
+        ),
+        "add --disable-bias-linear, or --expert-tensor-parallel-size 1",
     ),
     (
         "the flex token dispatcher",

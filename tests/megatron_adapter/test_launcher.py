@@ -48,7 +48,7 @@ def forbid_the_plugins_layer() -> None:
         ("--moe-strategy ep --moe-token-dispatcher-type flex", "alltoall"),
         (
             "--moe-strategy ep --tensor-model-parallel-size 2 --sequence-parallel",
-            "--expert-tensor-parallel-size 1",
+            "--disable-bias-linear",
         ),
         ("--moe-strategy ep --moe-shared-expert-overlap", "--moe-shared-expert-overlap"),
         ("--context-parallel-size 2", "Transformer Engine"),
