@@ -19,7 +19,8 @@ class RunRecorder:
     """Writes ``metrics.jsonl`` and ``loads.npz`` while Megatron trains.
 
     Loads are gathered over the expert-data-parallel ranks (whose source devices are put
-    side by side, so D counts all ranks of a pipeline stage) and then over the pipeline.
+    side by side, so D counts all ranks of a pipeline stage) and then over the pipeline. The
+    peers of expert tensor parallelism count as one device; their loads are one load already.
 
     Args:
         record_dir: Folder of the run.
@@ -95,14 +96,16 @@ def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 def _side_by_side(loads: tuple[LayerLoad, ...]) -> LayerLoad:
     """One layer's loads in all its expert-parallel groups as if they were one group."""
+    # Expert-tensor-parallel peers move equal parts of the same experts; one of them reports.
+    num_peers = parallel_state.get_expert_tensor_parallel_world_size()
     return LayerLoad(
         layer=loads[0].layer,
         counts_DE=np.concatenate([load.counts_DE for load in loads]),
         owner_D=np.concatenate([load.owner_D for load in loads]),
         device_D=np.concatenate([load.device_D for load in loads]),
         num_replicas=sum(load.num_replicas for load in loads),
-        spag_bytes=sum(load.spag_bytes for load in loads),
-        sprs_bytes=sum(load.sprs_bytes for load in loads),
+        spag_bytes=num_peers * sum(load.spag_bytes for load in loads),
+        sprs_bytes=num_peers * sum(load.sprs_bytes for load in loads),
         cross_node_tokens=sum(load.cross_node_tokens for load in loads),
     )
 

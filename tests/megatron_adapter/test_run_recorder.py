@@ -14,8 +14,13 @@ from .training_run import relative_difference, train
     [
         ("--expert-model-parallel-size 2", 4),
         ("--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 16", 2),
+        (
+            "--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
+            "--disable-bias-linear",
+            2,
+        ),
     ],
-    ids=["two expert-data-parallel groups", "two pipeline stages"],
+    ids=["two expert-data-parallel groups", "two pipeline stages", "two expert-tensor-parallel peers"],
 )
 def test_all_devices_and_layers_are_recorded(
     layout: str, num_sources: int, text_data: Path, tmp_path: Path
@@ -36,6 +41,10 @@ def test_all_devices_and_layers_are_recorded(
     assert (loads.counts_ILDE.sum(axis=(2, 3)) == batch * 16 * 2).all()
     moved = [layer.spag_bytes for entry in metrics[1:] for layer in entry.layers]
     assert any(moved)
+    replicas = [layer.num_replicas for entry in metrics[1:] for layer in entry.layers]
+    biases = 0 if "--disable-bias-linear" in layout else 64 + 32
+    whole_expert_bytes = 4 * (2 * 32 * 64 + biases)
+    assert moved == [number * whole_expert_bytes for number in replicas]
     assert moved == [layer.sprs_bytes for entry in metrics[1:] for layer in entry.layers]
 
 
