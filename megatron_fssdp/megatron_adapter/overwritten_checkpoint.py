@@ -5,7 +5,7 @@ have written their data, and names the iteration in ``latest_checkpointed_iterat
 after that. A save that is killed in a new folder therefore leaves the former checkpoint the
 latest. A run that goes on from an earlier iteration, however, saves into folders that hold
 complete checkpoints; killed there, it would leave their old marks over a mixture of old and
-new data, which loads without a word.
+new data. Whether that loads, or fails on the way, would depend on which bytes have changed.
 """
 
 from functools import wraps
