@@ -39,6 +39,11 @@ LAYOUTS = {
         "--recompute-num-layers 1 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 "
         "--moe-shared-expert-intermediate-size 32 --disable-bias-linear",
     ),
+    "ep2_etp2_swiglu_overlaps": (
+        4,
+        "--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --swiglu "
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --disable-bias-linear",
+    ),
 }
 
 MORE_LAYOUTS = {
@@ -74,6 +79,21 @@ MORE_LAYOUTS = {
         "--expert-model-parallel-size 1 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 "
         "--sequence-parallel --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
         "--disable-bias-linear",
+    ),
+    "ep2_etp2_gelu": (
+        4,
+        "--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--disable-bias-linear",
+    ),
+    "ep2_etp2_tp1_swiglu_recompute": (
+        4,
+        "--expert-model-parallel-size 2 --expert-tensor-parallel-size 2 --swiglu --disable-bias-linear "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    "ep2_etp2_of_8_distributed_optimizer": (
+        8,
+        "--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --swiglu "
+        "--use-distributed-optimizer --disable-bias-linear",
     ),
     "per_token_loss": (4, "--expert-model-parallel-size 2 --calculate-per-token-loss"),
 }
