@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -111,7 +111,8 @@ CASES = st.tuples(
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@settings(max_examples=3, deadline=None)
+# Shrinking would start ranks for minutes.
+@settings(max_examples=3, deadline=None, phases=[Phase.generate])
 @given(cases=st.lists(CASES, min_size=6, max_size=12))
 def test_contents_arrive_within_the_memory_budget(world_size, cases):
     assert run_ranks(permute, world_size, cases) == [True] * world_size
