@@ -31,7 +31,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "testing": ({"planning"}, {"numpy", "torch", "megatron"}),
     "megatron_adapter": (
         {"config", "planning", "strategies", "simulation", "collectives", "runtime", "reporting"},
-        {"numpy", "torch", "megatron", "packaging", "transformer_engine"},
+        {"numpy", "torch", "megatron", "packaging", "psutil", "transformer_engine"},
     ),
     "cli": (
         {"config", "planning", "strategies", "simulation", "reporting", "data", "megatron_adapter"},

@@ -6,16 +6,14 @@ Shape letters: D devices, N nodes.
 import time
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.planning.cost_model import LinkCost
+from megatron_fssdp.planning.cost_model import LEAST_BETA_S_PER_BYTE, LinkCost, fit_link_cost
 from megatron_fssdp.planning.topology import Topology
 
 _MESSAGE_BYTES = (1 << 16, 1 << 19, 1 << 22)
 _REPETITIONS = 4
-_LEAST_BETA_S_PER_BYTE = 1e-13  # 10 TB/s: a fit to noise must not give a link without a cost
 
 
 def measure_links(
@@ -39,7 +37,7 @@ def measure_links(
         [[devices[0] for devices in topology.devices_by_node]] if topology.num_nodes > 1 else [],
     )
     measured = [_measure(group, ring, device) if ring else None for ring in rings]
-    intra = measured[0] or measured[1] or LinkCost(0.0, _LEAST_BETA_S_PER_BYTE)
+    intra = measured[0] or measured[1] or LinkCost(0.0, LEAST_BETA_S_PER_BYTE)
     return intra, measured[1] or intra
 
 
@@ -57,19 +55,6 @@ def _measure(group: dist.ProcessGroup, rings: Sequence[Sequence[int]], device: t
     seconds = seconds.to(device)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=group)
     return fit_link_cost(_MESSAGE_BYTES, seconds.tolist())
-
-
-def fit_link_cost(num_bytes: Sequence[int], seconds: Sequence[float]) -> LinkCost:
-    """``alpha + beta * bytes`` by least squares of relative errors (Parm §V, Eq. 12).
-
-    Args:
-        num_bytes: Sizes of the messages.
-        seconds: What each of them took; positive.
-    """
-    sizes, times = np.asarray(num_bytes, float), np.asarray(seconds, float)
-    columns = np.stack([np.ones_like(sizes), sizes], axis=1) / times[:, None]
-    (alpha_s, beta_s_per_byte), *_ = np.linalg.lstsq(columns, np.ones_like(times), rcond=None)
-    return LinkCost(max(0.0, float(alpha_s)), max(_LEAST_BETA_S_PER_BYTE, float(beta_s_per_byte)))
 
 
 def _exchange_s(group: dist.ProcessGroup, ring: Sequence[int], num_bytes: int, device: torch.device) -> float:

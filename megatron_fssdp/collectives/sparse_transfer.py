@@ -20,6 +20,7 @@ from megatron_fssdp.collectives.transfer_lane import (
     FinishedTransfer,
     PendingTransfer,
     Results,
+    TransferTimer,
     run_on_stream,
     thread_lane,
 )
@@ -43,12 +44,12 @@ class StartedTransfer:
     Attributes:
         is_gather: SparseAllGather, else SparseReduceScatter.
         num_bytes: Bytes that it moves between all devices together.
-        pending: What the caller got.
+        timer: Knows how long it took, once it has been waited for.
     """
 
     is_gather: bool
     num_bytes: int
-    pending: PendingTransfer
+    timer: TransferTimer
 
 
 class SparseTransfer:
@@ -235,7 +236,7 @@ class SparseTransfer:
             pending = thread_lane(self.group).submit(run)
         if self._journal is not None:
             num_bytes = self.plan.total_bytes(self.num_elements * dtype.itemsize)
-            self._journal.append(StartedTransfer(direction == _GATHER, num_bytes, pending))
+            self._journal.append(StartedTransfer(direction == _GATHER, num_bytes, pending.timer))
         return pending
 
     def _drive(self, wavefront: Wavefront, cargo: Cargo, direction: int) -> None:

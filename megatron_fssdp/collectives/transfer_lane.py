@@ -29,14 +29,22 @@ class TransferTiming:
     exposed_s: float = 0.0
 
 
+class TransferTimer(Protocol):
+    """Knows a transfer's times and keeps none of its tensors alive."""
+
+    def timing(self) -> TransferTiming:
+        """The times, after the wait; on CUDA the host waits until they are known."""
+
+
 class PendingTransfer(Protocol):
     """A transfer that has been started."""
 
+    @property
+    def timer(self) -> TransferTimer:
+        """Its times."""
+
     def wait(self) -> Results:
         """The results, ready for use by the calling thread (CPU) or its current stream (CUDA)."""
-
-    def timing(self) -> TransferTiming:
-        """Its times, after the wait; on CUDA the host waits until they are known."""
 
 
 class FinishedTransfer:
@@ -44,64 +52,75 @@ class FinishedTransfer:
 
     def __init__(self, results: Results) -> None:
         self._results = results
+        self.timer = HostTimer()
 
     def wait(self) -> Results:
         """The results at once."""
         return self._results
 
+
+class HostTimer:
+    """Times of a transfer on a :class:`ThreadLane`; one that did nothing took no time."""
+
+    def __init__(self) -> None:
+        self.busy_s = 0.0
+        self.blocked_s = 0.0
+
     def timing(self) -> TransferTiming:
-        """Nothing to do takes no time."""
-        return TransferTiming()
+        """Times of the lane's thread and of the threads that waited."""
+        return TransferTiming(self.busy_s, min(self.busy_s, self.blocked_s))
 
 
 class ThreadTransfer:
     """A transfer on a :class:`ThreadLane`."""
 
-    def __init__(self, future: "Future[tuple[Results, float]]") -> None:
+    def __init__(self, future: "Future[Results]", timer: HostTimer) -> None:
         self._future = future
-        self._blocked_s = 0.0
+        self.timer = timer
 
     def wait(self) -> Results:
         """Block until the transfer is over; raises what it raised."""
         started_s = time.perf_counter()
-        results, _ = self._future.result()
-        self._blocked_s += time.perf_counter() - started_s
+        results = self._future.result()
+        self.timer.blocked_s += time.perf_counter() - started_s
         return results
 
+
+class StreamTimer:
+    """Times of a transfer between events of its stream and of the one that waits for it."""
+
+    def __init__(self, begin: torch.cuda.Event, done: torch.cuda.Event) -> None:
+        self.begin = begin
+        self.done = done
+        self.asked: torch.cuda.Event | None = None
+
     def timing(self) -> TransferTiming:
-        """Times of the lane's thread and of the threads that waited."""
-        _, busy_s = self._future.result()
-        return TransferTiming(busy_s, min(busy_s, self._blocked_s))
+        """Times of the device; nobody waited who did not ask."""
+        self.done.synchronize()
+        busy_s = self.begin.elapsed_time(self.done) / 1e3
+        if self.asked is None:
+            return TransferTiming(busy_s)
+        self.asked.synchronize()
+        exposed_s = self.asked.elapsed_time(self.done) / 1e3
+        return TransferTiming(busy_s, min(busy_s, max(0.0, exposed_s)))
 
 
 class StreamTransfer:
     """A transfer whose kernels have been queued on a stream of their own."""
 
-    def __init__(self, results: Results, begin: torch.cuda.Event, done: torch.cuda.Event) -> None:
+    def __init__(self, results: Results, timer: StreamTimer) -> None:
         self._results = results
-        self._begin = begin
-        self._done = done
-        self._asked: torch.cuda.Event | None = None
+        self.timer = timer
 
     def wait(self) -> Results:
         """Make the current stream wait; the host goes on."""
         stream = torch.cuda.current_stream()
-        self._asked = torch.cuda.Event(enable_timing=True)
-        self._asked.record(stream)
-        stream.wait_event(self._done)
+        self.timer.asked = torch.cuda.Event(enable_timing=True)
+        self.timer.asked.record(stream)
+        stream.wait_event(self.timer.done)
         for tensor in self._results.values():
             tensor.record_stream(stream)
         return self._results
-
-    def timing(self) -> TransferTiming:
-        """Times between events of both streams."""
-        self._done.synchronize()
-        busy_s = self._begin.elapsed_time(self._done) / 1e3
-        if self._asked is None:
-            return TransferTiming(busy_s)
-        self._asked.synchronize()
-        exposed_s = self._asked.elapsed_time(self._done) / 1e3
-        return TransferTiming(busy_s, min(busy_s, max(0.0, exposed_s)))
 
 
 class ThreadLane:
@@ -113,25 +132,27 @@ class ThreadLane:
 
     def submit(self, run: Callable[[], Results]) -> ThreadTransfer:
         """Queue a transfer."""
-        future: Future[tuple[Results, float]] = Future()
-        self._jobs.put((run, future))
-        return ThreadTransfer(future)
+        future: Future[Results] = Future()
+        timer = HostTimer()
+        self._jobs.put((run, future, timer))
+        return ThreadTransfer(future, timer)
 
     def _work(self) -> None:
         torch.set_grad_enabled(False)  # of this thread only
         while True:
-            run, future = self._jobs.get()
+            run, future, timer = self._jobs.get()
             started_s = time.perf_counter()
             try:
                 results = run()
-                future.set_result((results, time.perf_counter() - started_s))
+                timer.busy_s = time.perf_counter() - started_s
+                future.set_result(results)
                 del results
             except BaseException as error:
                 future.set_exception(error)
-            del run, future  # an idle lane keeps no tensors alive
+            del run, future, timer  # an idle lane keeps no tensors alive
 
 
-_Job = tuple[Callable[[], Results], "Future[tuple[Results, float]]"]
+_Job = tuple[Callable[[], Results], "Future[Results]", HostTimer]
 _lanes: dict[tuple[int, str], ThreadLane] = {}
 
 
@@ -163,4 +184,4 @@ def run_on_stream(
         results = run()
         done = torch.cuda.Event(enable_timing=True)
         done.record(stream)
-    return StreamTransfer(results, begin, done)
+    return StreamTransfer(results, StreamTimer(begin, done))

@@ -11,12 +11,12 @@ its key where they are not. The number is written by ``TransformerBlock`` after 
 has returned, so it is set right once the block is through.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from types import MethodType
 from typing import Any
 
-import torch
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
@@ -32,31 +32,39 @@ CurrentOwners = Callable[[], StageOwners | None]
 _OWNER_LAYER = "layer_number_by_fssdp"
 
 
-def install_expert_checkpoint(
-    model: Iterable[torch.nn.Module], experts: Sequence[Any], current: CurrentOwners
-) -> None:
-    """Make a model's sharded state dicts follow the owner map.
+_blocks_wrapped = False
 
-    Call once, on the built model: methods of the given modules and of the transformer
-    blocks around them are replaced, on these instances alone.
+
+def follow_owners(experts: Any, layer: int, current: CurrentOwners) -> None:
+    """Make an expert module's sharded state dict follow the owner map.
+
+    Done when the layer is built, because models are built in several ways and checkpoints are
+    loaded soon after.
 
     Args:
-        model: Model chunks of this rank, in any wrapping.
-        experts: Expert modules of the owner map's layers, in the map's order.
+        experts: Expert module of a layer of the owner map; its method is replaced, and the one of
+            ``TransformerBlock``, once, which changes nothing for other layers.
+        layer: Index of the layer in the map.
         current: Gives the owners at the time of a save or load; ``None`` means even.
     """
+    experts.sharded_state_dict = MethodType(_state_by_owner(layer, current), experts)
+    _wrap_blocks()
 
+
+def _wrap_blocks() -> None:
+    global _blocks_wrapped
+    if _blocks_wrapped:
+        return
+    _blocks_wrapped = True
+    stock = TransformerBlock.sharded_state_dict
+
+    @wraps(stock)
     def block_state(self: Any, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        state = type(self).sharded_state_dict(self, prefix, sharded_offsets, metadata)
+        state = stock(self, prefix, sharded_offsets, metadata)
         correct_layer_keys(state, f"{prefix}layers.")
         return state
 
-    for layer, module in enumerate(experts):
-        module.sharded_state_dict = MethodType(_state_by_owner(layer, current), module)
-    for chunk in model:
-        for block in chunk.modules():
-            if isinstance(block, TransformerBlock):
-                block.sharded_state_dict = MethodType(block_state, block)
+    TransformerBlock.sharded_state_dict = block_state
 
 
 def _state_by_owner(layer: int, current: CurrentOwners) -> Callable[..., ShardedStateDict]:

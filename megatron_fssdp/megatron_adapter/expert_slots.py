@@ -76,11 +76,6 @@ class ExpertSlots:
         return [layer.executor for layer in self._layers]
 
     @property
-    def modules(self) -> list[torch.nn.Module]:
-        """Megatron's expert modules of the map's layers."""
-        return [layer.experts for layer in self._layers]
-
-    @property
     def parameters(self) -> list[Parameters]:
         """The Parameters of each slot of this rank."""
         return [parameters for layer in self._layers for parameters in layer.parameters]

@@ -101,6 +101,7 @@ class IterationDriver:
             free_bytes=_free_bytes(),
             token_bytes=self._args.hidden_size * layers[0].layout_of_all().dtype.itemsize,
             num_micro_batches=num_micro_batches,
+            rematerialize=self._session.rematerializes,
             device=_device(layers[0]),
         )
         if _speaks_for_stage():

@@ -60,7 +60,7 @@ def account_memory(session: StrategySession, args: Any, num_micro_batches: int) 
             is_distributed=bool(args.use_distributed_optimizer),
         ),
         expert_data_parallel_size=parallel_state.get_expert_data_parallel_world_size(),
-        rematerialize=first.prepare().rematerialize,
+        rematerialize=session.rematerializes,
         num_micro_batches=num_micro_batches,
         chunk_bytes=CHUNK_BYTES,
     )

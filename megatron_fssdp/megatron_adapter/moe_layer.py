@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
 from megatron_fssdp.megatron_adapter import gradient_sync
+from megatron_fssdp.megatron_adapter.expert_checkpoint import follow_owners
 from megatron_fssdp.megatron_adapter.expert_parameters import expert_activation, expert_parameters
 from megatron_fssdp.megatron_adapter.placement_dispatcher import PlacementTokenDispatcher
 from megatron_fssdp.megatron_adapter.strategy_session import StrategySession
@@ -66,7 +67,10 @@ class StrategyMoELayer(MoELayer):
         )
         self._slots = session.slots
         # Layers of multi-token prediction keep their owners: their checkpoint keys have another form.
-        self._index = None if is_mtp_layer else session.slots.add_layer(self.executor, self.experts, local)
+        self._index: int | None = None
+        if not is_mtp_layer:
+            self._index = session.slots.add_layer(self.executor, self.experts, local)
+            follow_owners(self.experts, self._index, session.stage_owners)
         self.token_dispatcher = PlacementTokenDispatcher(self.executor, config, pg_collection)
 
     def set_layer_number(self, layer_number: int) -> None:

@@ -84,6 +84,8 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Phase 4: back into the order of arrival, and the sum of the peers' parts."""
+        if self._materialization is not None:
+            hidden_states = self._materialization.end_use(hidden_states)
         rows = token_exchange.sort_by_source(hidden_states, self.record)
         return token_exchange.sum_over_peers(rows, self.record, self._peers, self._probs_dtype)
 

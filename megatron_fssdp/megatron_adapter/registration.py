@@ -11,14 +11,17 @@ from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy_settings import PlacementSettings
-from megatron_fssdp.megatron_adapter import cpu_runtime, optimizer_repairs, owner_hint
+from megatron_fssdp.megatron_adapter import (
+    cpu_runtime,
+    optimizer_repairs,
+    overwritten_checkpoint,
+    owner_hint,
+)
 from megatron_fssdp.megatron_adapter.arguments import add_strategy_arguments, resolve_arguments
 from megatron_fssdp.megatron_adapter.capabilities import check_training
 from megatron_fssdp.megatron_adapter.checkpoint_arguments import check_checkpoint_arguments
 from megatron_fssdp.megatron_adapter.node_detection import check_declared_nodes
-from megatron_fssdp.megatron_adapter.stage_owners import StageOwners
 from megatron_fssdp.megatron_adapter.strategy_session import StrategyChoice, StrategySession
-from megatron_fssdp.planning.owner_map import OwnerMap
 
 _registered = False
 _choice: StrategyChoice | None = None
@@ -91,21 +94,6 @@ def register() -> None:
 
     training_hooks.wrap_training(training, active_choice)
 
-    # The owner map travels in a checkpoint's common state.
-    from megatron.training import checkpointing
-
-    owner_hint.wrap_checkpointing(checkpointing, _stage_owners, _adopt_owners)
-
-
-def _stage_owners() -> StageOwners | None:
-    session = _choice.session if _choice is not None else None
-    return session.stage_owners() if session is not None else None
-
-
-def _adopt_owners(owners: OwnerMap) -> None:
-    if _choice is not None and _choice.session is not None:
-        _choice.session.slots.adopt(owners)
-
 
 def _choose(args: Any) -> None:
     global _choice
@@ -119,6 +107,7 @@ def _choose(args: Any) -> None:
         if settings.nodes is not None:
             check_declared_nodes(settings.nodes, args.world_size)
         _build_our_layer(session)
+        _follow_in_checkpoints(session)
     _choice = StrategyChoice(name, settings, session)
 
 
@@ -129,3 +118,11 @@ def _build_our_layer(session: StrategySession) -> None:
     from megatron_fssdp.megatron_adapter.moe_layer import StrategyMoELayer
 
     moe_module_specs.MoELayer = partial(StrategyMoELayer, session=session)
+
+
+def _follow_in_checkpoints(session: StrategySession) -> None:
+    """Let the owner map travel in a checkpoint's common state, and no half written one be loaded."""
+    from megatron.training import checkpointing
+
+    owner_hint.wrap_checkpointing(checkpointing, session.stage_owners, session.slots.adopt)
+    overwritten_checkpoint.wrap_save(checkpointing.dist_checkpointing)

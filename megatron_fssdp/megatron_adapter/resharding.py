@@ -109,7 +109,7 @@ class ExpertResharding:
         leaving = sum(move.source_device != move.device for move in moves)
         report = ReshardReport(len(moves), leaving * slot_bytes, self._now_s() - started_s)
         if self.expert_parallel.rank() == 0 and self.expert_data_parallel.rank() == 0:
-            logger.info(
+            logger.warning(
                 f"[fssdp] re-sharded {report.experts_moved} of {new.device_LE.size} experts of this pipeline "
                 f"stage: {report.bytes_moved / 1e6:.1f} MB to other devices in {report.seconds:.3f} s"
             )

@@ -14,7 +14,6 @@ from megatron.core.utils import log_single_rank
 from megatron.training.global_vars import get_args
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.megatron_adapter.expert_checkpoint import install_expert_checkpoint
 from megatron_fssdp.megatron_adapter.iteration_driver import IterationDriver
 from megatron_fssdp.megatron_adapter.launch_hooks import install_launch_hooks
 from megatron_fssdp.megatron_adapter.moe_layer import StrategyMoELayer
@@ -31,22 +30,10 @@ def wrap_training(training: Any, choice: Callable[[], StrategyChoice | None]) ->
         training: The module; the functions are looked up in it at call time.
         choice: Gives the strategy of the parsed command line.
     """
-    get_model = training.get_model
     setup = training.setup_model_and_optimizer
     step = training.train_step
     recorder: list[RunRecorder] = []
     drivers: list[IterationDriver] = []
-
-    @wraps(get_model)
-    def get_prepared_model(*args: Any, **kwargs: Any) -> Any:
-        model = get_model(*args, **kwargs)
-        chosen = choice()
-        if chosen is not None and chosen.session is not None:
-            # Now, because a checkpoint is loaded before the set-up returns.
-            session = chosen.session
-            install_launch_hooks(model)
-            install_expert_checkpoint(model, session.slots.modules, session.stage_owners)
-        return model
 
     @wraps(setup)
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
@@ -55,6 +42,7 @@ def wrap_training(training: Any, choice: Callable[[], StrategyChoice | None]) ->
         if chosen is not None:
             if chosen.session is not None:
                 report_installation(built[0], chosen)
+                install_launch_hooks(built[0])
                 drivers.append(IterationDriver(chosen.session, built[0], built[1], get_args()))
             if chosen.settings.record_dir is not None:
                 recorder.append(RunRecorder(chosen.settings.record_dir))
@@ -74,7 +62,6 @@ def wrap_training(training: Any, choice: Callable[[], StrategyChoice | None]) ->
             recorder[0].record(result, loads, time.perf_counter() - started_s)
         return result
 
-    training.get_model = get_prepared_model
     training.setup_model_and_optimizer = setup_model_and_optimizer
     training.train_step = train_step
 

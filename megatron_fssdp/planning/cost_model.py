@@ -3,6 +3,7 @@
 Shape letters: T tokens, M model dim, F ffn dim, E experts, D devices, N nodes, L layers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,9 @@ NUM_ALL_TO_ALLS = 4
 
 BACKWARD_PER_FORWARD = 2
 """The backward computes gradients of inputs and of weights (FasterMoE, Eq. 7)."""
+
+LEAST_BETA_S_PER_BYTE = 1e-13
+"""10 TB/s: a fit to noise must not give a link without a cost."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,19 @@ class LinkCost:
     def time_s(self, num_bytes: float) -> float:
         """Seconds for ``num_bytes``; nothing to send costs nothing."""
         return self.alpha_s + self.beta_s_per_byte * num_bytes if num_bytes > 0 else 0.0
+
+
+def fit_link_cost(num_bytes: Sequence[int], seconds: Sequence[float]) -> LinkCost:
+    """``alpha + beta * bytes`` by least squares of relative errors (Parm §V, Eq. 12).
+
+    Args:
+        num_bytes: Sizes of the messages.
+        seconds: What each of them took; positive.
+    """
+    sizes, times = np.asarray(num_bytes, float), np.asarray(seconds, float)
+    columns = np.stack([np.ones_like(sizes), sizes], axis=1) / times[:, None]
+    (alpha_s, beta_s_per_byte), *_ = np.linalg.lstsq(columns, np.ones_like(times), rcond=None)
+    return LinkCost(max(0.0, float(alpha_s)), max(LEAST_BETA_S_PER_BYTE, float(beta_s_per_byte)))
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class LayerLoad:
 
     def add(self, started: StartedTransfer) -> None:
         """Count a transfer that has been waited for."""
-        timing = started.pending.timing()
+        timing = started.timer.timing()
         if started.is_gather:
             self.spag_bytes += started.num_bytes
             self.spag_s += timing.busy_s

@@ -22,6 +22,7 @@ def profile_layers(
     free_bytes: int,
     token_bytes: int,
     num_micro_batches: int,
+    rematerialize: bool,
     device: torch.device,
 ) -> None:
     """Give the layers' contexts what their stopwatches saw; collective over all groups.
@@ -36,11 +37,11 @@ def profile_layers(
         free_bytes: Memory free on this rank's device at an iteration's peak.
         token_bytes: One token's hidden state.
         num_micro_batches: Of an iteration.
+        rematerialize: Whether replicas of one layer at a time are resident.
         device: Where collectives' tensors lie.
     """
     first = layers[0]
     layout = first.layout_of_all()
-    plan = first.prepare()
     flops_per_token = 2.0 * sum(shape.numel() for shape in layout.shapes if len(shape) == 2)
     watches = [layer.stopwatch for layer in layers if layer.stopwatch is not None]
     rows, experts_s = sum(w.num_rows for w in watches), sum(w.experts_s() for w in watches)
@@ -79,7 +80,7 @@ def profile_layers(
             gradient_bytes_per_expert=layout.numel * _FP32_BYTES,
             num_layers=len(layers),
             num_experts=first.context.num_experts,
-            rematerialize=plan.rematerialize,
+            rematerialize=rematerialize,
             num_micro_batches=num_micro_batches,
         ),
     )

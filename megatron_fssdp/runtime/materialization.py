@@ -1,17 +1,16 @@
-"""Three autograd nodes around a layer that bring replicas in and their gradients home.
+"""Autograd nodes around a layer that bring replicas in and their gradients home.
 
 ::
 
-    launch ── attention, gate ── materialize ── dispatch, experts, combine ── release
-      │ spAG starts                 │ spAG ends                                  │ replicas go
-      │ spRS ends                   │ spRS starts                                │ spAG again
-      └─ backward ◄─────────────────┴────────────────────────────────────────────┘
+    forward      spAG starts            spAG ends                      (end_use)  replicas go
+                 launch ── attention, gate ── materialize ── dispatch, experts ── combine ── release
+    backward     spRS ends              spRS starts                    spAG ends  spAG starts
 
 Each passes the hidden states through: every rank then runs its backward, in one fixed order
 against the dispatch all-to-all, also a rank that owns nothing of the layer but holds a
 replica. ``launch`` (``LayerExecutor.launch``) is for models that can say where the compute
-before the layer begins; without it everything happens at ``materialize``. ``release`` does
-something only under re-materialization (Hecate §4.2).
+before the layer begins; without it everything happens at ``materialize``. ``end_use`` and
+``release`` do something only under re-materialization (Hecate §4.2).
 
 Parameters stay out of autograd. Owners receive the raw sums of their own and of their
 replicas' gradients in ``main_grad`` (or ``grad`` without Megatron's DDP); scaling and the
@@ -92,6 +91,16 @@ class Materialization:
         experts = [ExpertWeights.from_tensors(tensors[i : i + count]) for i in range(0, len(tensors), count)]
         return hidden, experts
 
+    def end_use(self, rows: torch.Tensor) -> torch.Tensor:
+        """Thread the experts' results through the point before which backward needs the weights.
+
+        Args:
+            rows: Results of the present experts.
+        """
+        if not self.rematerialize or self.alone:
+            return rows
+        return call_in_backward(self.weights.wait, rows)
+
     def release(self, output: torch.Tensor) -> torch.Tensor:
         """Thread the layer's output through the release of its replicas.
 
@@ -124,21 +133,21 @@ class Materialization:
             self.before.regather()
 
 
-def call_in_backward(finish: Callable[[], None], hidden: torch.Tensor) -> torch.Tensor:
-    """The hidden states, threaded through a node whose backward calls ``finish()``."""
-    threaded: torch.Tensor = _Launch.apply(finish, hidden)
+def call_in_backward(call: Callable[[], None], hidden: torch.Tensor) -> torch.Tensor:
+    """The hidden states, threaded through a node whose backward calls ``call()``."""
+    threaded: torch.Tensor = _CallInBackward.apply(call, hidden)
     return threaded
 
 
-class _Launch(torch.autograd.Function):
+class _CallInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, finish: Callable[[], None], hidden: torch.Tensor) -> torch.Tensor:
-        ctx.finish = finish
+    def forward(ctx: Any, call: Callable[[], None], hidden: torch.Tensor) -> torch.Tensor:
+        ctx.call = call
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        ctx.finish()
+        ctx.call()
         return None, gradients[0]
 
 

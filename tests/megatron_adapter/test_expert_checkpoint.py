@@ -13,7 +13,7 @@ from megatron_fssdp.megatron_adapter.stage_owners import StageOwners
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
 from .grouped_linear import fake_grouped_experts
-from .uneven_owners import even_stage, expert_modules, random_stage
+from .uneven_owners import even_stage, expert_modules, follow_all, random_stage
 
 EXPERTS, DRAWS = 4, 4
 SWIGLU = {"activation_func": functional.silu, "gated_linear_unit": True}
@@ -97,8 +97,6 @@ def _entries_on_rank(
 ) -> Any:
     from megatron.core import parallel_state
 
-    from megatron_fssdp.megatron_adapter.expert_checkpoint import install_expert_checkpoint
-
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True), **metadata}
     model = build_model(config, sizes, grouped)
     modules = expert_modules(model)
@@ -111,7 +109,7 @@ def _entries_on_rank(
     _fill(modules, even, device)
     stock = _entries(model, metadata)
     current = [even]
-    install_expert_checkpoint(model, [modules[number] for number in even.layer_numbers], lambda: current[0])
+    follow_all([modules[number] for number in even.layer_numbers], lambda: current[0])
     results = []
     for stage in (even, *draws):
         current[0] = stage

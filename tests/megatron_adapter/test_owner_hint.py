@@ -13,7 +13,7 @@ from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
 from .test_uneven_checkpoint import differing_keys, stored_tensors
 from .training_run import train
-from .uneven_owners import even_stage, expert_modules, permute_contents, random_stage
+from .uneven_owners import even_stage, expert_modules, follow_all, permute_contents, random_stage
 
 LAYOUT = "--ckpt-format torch_dist --no-load-rng --no-save-rng --train-iters 4 --save-interval 2"
 
@@ -116,7 +116,7 @@ def save_with_hint() -> None:
     """Experts are in random slots when the run saves."""
     from megatron.training import checkpointing, training
 
-    from megatron_fssdp.megatron_adapter import expert_checkpoint, owner_hint
+    from megatron_fssdp.megatron_adapter import owner_hint
 
     save = training.save_checkpoint
 
@@ -124,9 +124,7 @@ def save_with_hint() -> None:
         modules = expert_modules(model)
         stage = _saved_stage(modules)
         permute_contents(model, optimizer, stage)
-        expert_checkpoint.install_expert_checkpoint(
-            model, [modules[number] for number in stage.layer_numbers], lambda: stage
-        )
+        follow_all([modules[number] for number in stage.layer_numbers], lambda: stage)
         owner_hint.wrap_checkpointing(checkpointing, lambda: stage, lambda owners: None)
         save(iteration, model, optimizer, *rest, **kwargs)
 
@@ -137,7 +135,7 @@ def load_with_hint() -> None:
     """The load finds the owners in the checkpoint; what it loaded under them is saved, and the run ends."""
     from megatron.training import checkpointing, training
 
-    from megatron_fssdp.megatron_adapter import expert_checkpoint, owner_hint
+    from megatron_fssdp.megatron_adapter import owner_hint
 
     load = training.load_checkpoint
 
@@ -149,9 +147,7 @@ def load_with_hint() -> None:
         def adopt(owners: OwnerMap) -> None:
             current[0] = StageOwners(owners, saved.layer_numbers)
 
-        expert_checkpoint.install_expert_checkpoint(
-            model, [modules[number] for number in saved.layer_numbers], lambda: current[0]
-        )
+        follow_all([modules[number] for number in saved.layer_numbers], lambda: current[0])
         owner_hint.wrap_checkpointing(checkpointing, lambda: current[0], adopt)
         iteration, flops = load(model, optimizer, scheduler, *rest, **kwargs)
         assert current[0].owners.digest() == saved.owners.digest()

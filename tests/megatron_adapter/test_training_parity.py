@@ -115,8 +115,9 @@ def _compare(world_size: int, layout: str, data: Path, folder: Path) -> None:
     ep = train(world_size, f"{layout} --moe-strategy ep", data)
     fssdp = train(
         world_size,
-        f"{layout} --moe-strategy fssdp --moe-strategy-set slots=2 --moe-strategy-set overlap_degree=4 --moe-strategy-set nodes=2 "
-        f"--moe-strategy-set check_plans=true --moe-strategy-set record_dir={folder}",
+        f"{layout} --moe-strategy fssdp --moe-strategy-set slots=2 --moe-strategy-set overlap_degree=4 "
+        f"--moe-strategy-set nodes=2 --moe-strategy-set check_plans=true "
+        f"--moe-strategy-set record_dir={folder}",
         data,
     )
     assert len(stock.losses) == 20

@@ -14,7 +14,7 @@ import torch
 from megatron_fssdp.megatron_adapter.stage_owners import StageOwners
 
 from .training_run import train
-from .uneven_owners import all_slot_tensors, expert_modules, permute_contents, random_stage
+from .uneven_owners import all_slot_tensors, expert_modules, follow_all, permute_contents, random_stage
 
 LAYOUT = "--ckpt-format torch_dist --no-load-rng --no-save-rng --train-iters 4"
 UNEVEN = "uneven"  # folder beside the stock checkpoint
@@ -141,7 +141,6 @@ def load_unevenly_and_save() -> None:
 
 def scatter_experts(model: Any) -> StageOwners:
     """From here on the model's checkpoints find its experts in random slots."""
-    from megatron_fssdp.megatron_adapter.expert_checkpoint import install_expert_checkpoint
 
     modules = expert_modules(model)
     numbers = sorted(modules)
@@ -150,7 +149,7 @@ def scatter_experts(model: Any) -> StageOwners:
     stage = random_stage(
         np.random.default_rng(7), numbers, first.num_local_experts * num_devices, num_devices
     )
-    install_expert_checkpoint(model, [modules[number] for number in numbers], lambda: stage)
+    follow_all([modules[number] for number in numbers], lambda: stage)
     return stage
 
 

@@ -1,6 +1,6 @@
 """Stock models whose experts are not where Megatron registered them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -90,3 +90,11 @@ def permute_contents(model: Sequence[torch.nn.Module], optimizer: Any, stage: St
             slots[move.slot], row.split([t.numel() for t in slots[move.slot]]), strict=True
         ):
             tensor.copy_(values.view_as(tensor))
+
+
+def follow_all(experts: Sequence[Any], current: Callable[[], StageOwners | None]) -> None:
+    """Make the expert modules of a stock model follow an owner map, in the order of its layers."""
+    from megatron_fssdp.megatron_adapter.expert_checkpoint import follow_owners
+
+    for layer, module in enumerate(experts):
+        follow_owners(module, layer, current)

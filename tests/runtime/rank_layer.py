@@ -5,6 +5,7 @@ Shape letters: T tokens of this rank, M model dim, F ffn dim, E experts, D devic
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 import torch
@@ -62,6 +63,9 @@ class LayerCase:
         tokens: Tokens of each rank; some random small numbers by default.
         schedule: Order of forwards and backwards of an iteration's micro-batches.
         recompute: None, "reentrant" or "non_reentrant".
+        transfers: "in_turn" (each pass gathers, and reduces before it ends), "once" (once an
+            iteration, in the background) or "rematerialized" (each pass, in the background).
+        calibrated: Whether the placement grows when the counts are known.
         inputs: Which of "hidden" and "probs" require a gradient.
     """
 
@@ -80,6 +84,8 @@ class LayerCase:
     num_iterations: int = 2
     schedule: str = "FB"
     recompute: str | None = None
+    transfers: str = "in_turn"
+    calibrated: bool = False
     inputs: tuple[str, ...] = ("hidden", "probs")
     driven: bool = True
     dtype: torch.dtype = torch.float64
@@ -122,9 +128,11 @@ class DrawnPlacements:
 
     window = 100  # the history is not looked at; tests count its iterations
 
-    def __init__(self, kind: str, seed: int) -> None:
-        self.kind = kind
-        self.rng = np.random.default_rng(seed)
+    def __init__(self, case: LayerCase) -> None:
+        self.kind = case.placement
+        self.rng = np.random.default_rng(case.seed)
+        self.rematerialize = case.transfers == "rematerialized"
+        self.calibrated = case.calibrated
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """The next placement; all ranks draw the same ones."""
@@ -142,13 +150,19 @@ class DrawnPlacements:
         return LayerPlan(
             placement,
             plain_transfer(placement) if plain else two_level_transfer(placement, context.topology),
+            rematerialize=self.rematerialize,
         )
 
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
     ) -> LayerPlan:
-        """The plan as it is."""
-        return plan
+        """The plan as it is, or some more replicas; the draw is the same on all ranks."""
+        if not self.calibrated:
+            return plan
+        more_ED = self.rng.random(plan.placement.present_ED.shape) < 0.3
+        placement = ExpertPlacement(context.owner_E, plan.placement.present_ED | more_ED)
+        transfer = two_level_transfer(placement, context.topology)
+        return LayerPlan(placement, transfer, rematerialize=plan.rematerialize)
 
 
 def strategy_of(case: LayerCase) -> Strategy:
@@ -157,7 +171,7 @@ def strategy_of(case: LayerCase) -> Strategy:
         return build_strategy(
             case.placement, SETTINGS_BY_STRATEGY[case.placement].model_validate(dict(case.settings))
         )
-    return DrawnPlacements(case.placement, case.seed)
+    return DrawnPlacements(case)
 
 
 def moe_forward(
@@ -169,10 +183,12 @@ def moe_forward(
     *,
     probs_on_input: bool = False,
     exchanges: list[DispatchRecord] | None = None,
+    first: bool = True,
 ) -> Tensor:
     """The layer's forward pass in the adapter's order of steps."""
     group = executor.groups.expert_parallel
-    executor.prepare()
+    if executor.groups.transfers is not None:
+        hidden = executor.launch(hidden, first=first)
     micro_batch = executor.begin_micro_batch(routing_map)
     record = micro_batch.exchange
     if exchanges is not None:
@@ -184,8 +200,9 @@ def moe_forward(
     rows = grouped_ffn(
         rows, row_probs, record.rows_per_expert, experts, activation, probs_on_input=probs_on_input
     )
+    rows = micro_batch.materialization.end_use(rows)
     rows = token_exchange.combine(token_exchange.sort_by_source(rows, record), record, group)
-    return token_exchange.unpermute(rows, record)
+    return micro_batch.materialization.release(token_exchange.unpermute(rows, record))
 
 
 @dataclass
@@ -241,11 +258,16 @@ def build_layer(
     topology = Topology.uniform(world_size, case.num_nodes)
     executor = runtime.add_layer(
         LayerContext(1, owner_E, topology),
-        ExpertGroups(dist.group.WORLD, topology),
+        ExpertGroups(dist.group.WORLD, topology, _transfer_group() if case.transfers != "in_turn" else None),
         parameters,
         layout=ExpertLayout.of([tensor.to(case.dtype) for tensor in weights[0]]),
     )
     return executor, parameters
+
+
+@cache
+def _transfer_group() -> dist.ProcessGroup:
+    return dist.new_group()
 
 
 def compare_with_reference(rank: int, world_size: int, cases: Sequence[LayerCase]) -> dict[str, CaseResult]:
@@ -272,12 +294,13 @@ def _run_case(rank: int, world_size: int, case: LayerCase) -> CaseResult:
     for _ in range(case.num_iterations):
         batches = [draw_inputs(case, owner_E, world_size, rng) for _ in range(case.schedule.count("F"))]
         if case.driven:
-            runtime.begin_iteration()
+            runtime.begin_iteration(None if case.transfers == "in_turn" else len(batches))
         plan = executor.prepare()
         result.num_replicas.append(plan.placement.num_replicas)
         result.num_present.append(len(plan.placement.experts_on(rank)))
         result.digests.append(plan.placement.digest())
         own = _run_iteration(executor, case, batches, rank, result)
+        runtime.finish_gradients()
         _compare_iteration(case, batches, weights, parameters, own, rank, result)
         if case.driven:
             counts_DE = np.stack(
