@@ -88,19 +88,14 @@ def _grouped(
 
     fc1_bias = [w.fc1_bias for w in filled if w.fc1_bias is not None]
     fc2_bias = [w.fc2_bias for w in filled if w.fc2_bias is not None]
-    hidden = _grouped_matmul(x, torch.stack([w.fc1 for w in filled]), ends_G)
+    hidden = _GroupedLinear.apply(x, ends_G, *(w.fc1 for w in filled))
     hidden = activation(hidden, per_row(fc1_bias) if fc1_bias else None, probs)
-    output = _grouped_matmul(hidden, torch.stack([w.fc2 for w in filled]), ends_G)
+    output = _GroupedLinear.apply(hidden, ends_G, *(w.fc2 for w in filled))
     if fc2_bias:
         output = output + (per_row(fc2_bias) * probs.unsqueeze(-1)).to(output.dtype)
     if idle:
         output = _ZeroGradients.apply(output, *(tensor for weights in idle for tensor in weights.tensors()))
     return output
-
-
-def _grouped_matmul(x: torch.Tensor, weights: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
-    """``[T, K] x [G, N, K] -> [T, N]``, rows of group g between ``ends_G[g-1]`` and ``ends_G[g]``."""
-    return _DenseGradient.apply(functional.grouped_mm(x, weights.transpose(-2, -1), offs=ends_G))
 
 
 def _grouped_matmul_pays(x: torch.Tensor, experts: Sequence[ExpertWeights]) -> bool:
@@ -119,16 +114,29 @@ def _grouped_matmul_pays(x: torch.Tensor, experts: Sequence[ExpertWeights]) -> b
     )
 
 
-class _DenseGradient(torch.autograd.Function):
-    """Identity whose gradient is contiguous: ``grouped_mm`` rejects zero strides there."""
+class _GroupedLinear(torch.autograd.Function):
+    """``[T, K] x G of [N, K] -> [T, N]``, rows of group g between ``ends_G[g-1]`` and ``ends_G[g]``.
+
+    The stacked weights are made for the kernel and made again in the backward pass. Kept until
+    then they would double the experts' memory, and outlive replicas that are released.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
+    def forward(ctx: Any, x: torch.Tensor, ends_G: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, ends_G, *weights)
+        return functional.grouped_mm(x, torch.stack(weights).transpose(-2, -1), offs=ends_G)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad.contiguous()
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, ends_G, *weights = ctx.saved_tensors
+        grad = gradients[0].contiguous()  # grouped_mm rejects zero strides, which a sum's gradient has
+        of_x: torch.Tensor | None = None
+        of_weights: Sequence[torch.Tensor | None] = (None,) * len(weights)
+        if ctx.needs_input_grad[0]:
+            of_x = functional.grouped_mm(grad, torch.stack(weights), offs=ends_G)
+        if any(ctx.needs_input_grad[2:]):
+            of_weights = functional.grouped_mm(grad.t(), x, offs=ends_G).unbind()
+        return of_x, None, *of_weights
 
 
 class _ZeroGradients(torch.autograd.Function):

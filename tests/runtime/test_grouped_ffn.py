@@ -1,9 +1,15 @@
+import gc
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_fssdp.runtime.expert_layout import ExpertWeights
+from megatron_fssdp.runtime.expert_layout import ExpertLayout, ExpertWeights
 from megatron_fssdp.runtime.grouped_ffn import _grouped, _grouped_matmul_pays, _one_by_one, grouped_ffn
 
 from .rank_layer import ACTIVATIONS
@@ -110,11 +116,111 @@ def test_the_grouped_kernel_never_sees_a_group_without_rows(
     monkeypatch.setattr(functional, "grouped_mm", recording)
     output = _grouped(x, probs, rows, experts_of(weights), ACTIVATIONS["swiglu"])
     assert output.shape == (sum(rows), M)
-    assert len(ends) == 2
+    output.sum().backward()
+    assert len(ends) == 2 + 2 * 2  # two products; backward, of the rows and of the weights
     for ends_G in ends:
         assert ends_G[0] > 0
         assert ends_G == sorted(set(ends_G))
         assert ends_G[-1] == sum(rows)
+
+
+class CreatedStorages(TorchDispatchMode):
+    """Storages of all tensors that operations return, without keeping them alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[torch.Size, int, StorageWeakRef]] = []
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self.found.append((tensor.shape, storage.nbytes(), StorageWeakRef(storage)))
+        return result
+
+    def alive_of(self, shapes: set[tuple[int, ...]]) -> list[torch.Size]:
+        """Those of some shapes that somebody still holds."""
+        gc.collect()
+        return [shape for shape, _, ref in self.found if tuple(shape) in shapes and not ref.expired()]
+
+
+FORMS = [
+    pytest.param(_grouped, marks=pytest.mark.skipif(not hasattr(functional, "grouped_mm"), reason="old")),
+    _one_by_one,
+]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_copy_of_a_weight_outlives_the_forward_pass(form: Any, biases: bool, device: str) -> None:
+    x, probs, weights = draw(ROWS[2], "swiglu", biases, torch.bfloat16, device)
+    own = {tensor.untyped_storage().data_ptr() for tensors in weights for tensor in tensors}
+    matrices = [tensor.shape for tensor in weights[0] if tensor.dim() == 2]
+    copies = {shape for n, k in matrices for shape in ((n, k), (k, n), (4, n, k), (4, k, n))}
+    saved: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), CreatedStorages() as created:
+        output = form(x, probs, ROWS[2], experts_of(weights), ACTIVATIONS["swiglu"])
+    kept = [t for t in saved if tuple(t.shape) in copies and t.untyped_storage().data_ptr() not in own]
+    assert not kept
+    of_weights = [t for t in saved if t.untyped_storage().data_ptr() in own and t.dim() == 2]
+    assert of_weights, "backward has to have the experts' own tensors"
+    del saved[:], of_weights
+    if form is _grouped:
+        assert any(len(shape) == 3 for shape, _, _ in created.found), "nothing was stacked"
+        assert not created.alive_of({shape for shape in copies if len(shape) == 3})
+    assert output.requires_grad
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_weights_may_be_away_between_forward_and_backward(form: Any, device: str) -> None:
+    """As ``ReplicaWeights`` releases them: same tensors, their storages emptied and filled again."""
+    rows = ROWS[0]
+    x, probs, weights = draw(rows, "swiglu", True, torch.bfloat16, device)
+    wanted = gradients(
+        form(x, probs, rows, experts_of(weights), ACTIVATIONS["swiglu"]).sum(),
+        leaves_of(x, probs, weights),
+        torch.ones((), device=device),
+    )
+    layout = ExpertLayout.of(weights[0])
+    chunks = [layout.pack([tensor.detach() for tensor in tensors]) for tensors in weights]
+    contents = [chunk.clone() for chunk in chunks]
+    views = [[part.detach().requires_grad_() for part in layout.unpack(chunk)] for chunk in chunks]
+    output = form(x, probs, rows, experts_of(views), ACTIVATIONS["swiglu"])
+    for chunk in chunks:
+        chunk.untyped_storage().resize_(0)
+    for chunk, content in zip(chunks, contents, strict=True):
+        chunk.untyped_storage().resize_(layout.num_bytes)
+        chunk.data.copy_(content)
+    got = gradients(output.sum(), leaves_of(x, probs, views), torch.ones((), device=device))
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.skipif(not hasattr(functional, "grouped_mm"), reason="torch has no grouped_mm")
+@pytest.mark.parametrize("frozen", ["rows", "experts"])
+def test_what_needs_no_gradient_gets_none(frozen: str) -> None:
+    x, probs, weights = draw(ROWS[2], "gelu", False, torch.float32)
+    for leaf in [x] if frozen == "rows" else leaves_of(x, probs, weights)[2:]:
+        leaf.requires_grad_(False)
+    leaves = [leaf for leaf in leaves_of(x, probs, weights) if leaf.requires_grad]
+    found = [
+        gradients(
+            form(x, probs, ROWS[2], experts_of(weights), ACTIVATIONS["gelu"]), leaves, torch.ones_like(x)
+        )
+        for form in (_grouped, _one_by_one)
+    ]
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("probs_on_input", [False, True])
