@@ -17,11 +17,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_fssdp.megatron_adapter.memory_report import report_memory
-from megatron_fssdp.megatron_adapter.resharding import ExpertResharding
+from megatron_fssdp.megatron_adapter.resharding import ExpertResharding, ReshardReport
 from megatron_fssdp.megatron_adapter.slot_quantities import slot_quantities
 from megatron_fssdp.megatron_adapter.strategy_session import StrategySession
 from megatron_fssdp.planning.topology import Topology
-from megatron_fssdp.runtime.layer_executor import LayerExecutor, LayerLoad
+from megatron_fssdp.runtime.layer_executor import LayerLoad
 from megatron_fssdp.runtime.layer_profiling import profile_layers
 from megatron_fssdp.runtime.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.strategies.strategy import LayerContext
@@ -38,6 +38,9 @@ class IterationDriver:
         optimizer: Megatron's optimizer.
         args: Megatron's arguments.
 
+    Attributes:
+        reshard: What was re-sharded before the running iteration; ``None`` if nothing was.
+
     Raises:
         ConfigurationError: Re-sharding is on, and the slots cannot be exchanged.
     """
@@ -47,6 +50,7 @@ class IterationDriver:
         self._model = model
         self._optimizer = optimizer
         self._args = args
+        self.reshard: ReshardReport | None = None
         self._iterations_to_measure = 0
         layers = session.runtime.layers
         if not layers or layers[0].context.num_devices == 1:
@@ -69,6 +73,12 @@ class IterationDriver:
     def _expert_parallel(self) -> dist.ProcessGroup:
         return self._session.runtime.layers[0].groups.expert_parallel
 
+    @property
+    def _device(self) -> torch.device:
+        # A layer may own nothing here; a session has Parameters.
+        layers = self._session.runtime.layers
+        return next(ps[0].device for layer in layers for ps in layer.parameters.values())
+
     def begin(self, iteration: int, num_micro_batches: int) -> None:
         """Before an iteration's first forward pass.
 
@@ -81,8 +91,8 @@ class IterationDriver:
             self._iterations_to_measure -= 1
         elif session.runtime.layers and session.runtime.layers[0].stopwatch is not None:
             self._profile(num_micro_batches)
-        if session.reshards and session.strategy.reshards_at(iteration):
-            self._reshard()
+        resharding = session.reshards and session.strategy.reshards_at(iteration)
+        self.reshard = self._reshard() if resharding else None
         session.runtime.begin_iteration(num_micro_batches)
 
     def end(self) -> list[LayerLoad]:
@@ -102,19 +112,19 @@ class IterationDriver:
             token_bytes=self._args.hidden_size * layers[0].layout_of_all().dtype.itemsize,
             num_micro_batches=num_micro_batches,
             rematerialize=self._session.rematerializes,
-            device=_device(layers[0]),
+            device=self._device,
         )
         if _speaks_for_stage():
             logger.warning(_described_profile(layers[0].context, self._session.strategy))
         report_memory(self._session, self._args, num_micro_batches)
 
-    def _reshard(self) -> None:
+    def _reshard(self) -> ReshardReport | None:
         slots = self._session.slots
         executors = slots.executors
         if not executors or executors[0].context.num_devices == 1:
-            return
+            return None
         copies = parallel_state.get_expert_data_parallel_group()
-        device = _device(executors[0])
+        device = self._device
         # Groups that keep copies of the same owners decide by all their loads, and by the
         # nodes of the first of them.
         load_LE = torch.from_numpy(np.stack([layer.history.total_E() for layer in executors])).to(device)
@@ -126,11 +136,12 @@ class IterationDriver:
         old = slots.owners
         new = self._session.strategy.reshard(contexts, load_LE.cpu().numpy(), old)
         if not old.moves_to(new):
-            return
-        ExpertResharding(
+            return None
+        report = ExpertResharding(
             slots.parameters, self._expert_parallel, copies, self._model, self._optimizer
         ).execute(old, new)
         slots.adopt(new)
+        return report
 
 
 def _described_profile(context: LayerContext, strategy: Any) -> str:
@@ -159,10 +170,6 @@ def _free_bytes() -> int:
         free, _ = torch.cuda.mem_get_info()
         return max(0, free + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated())
     return int(psutil.virtual_memory().available) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-def _device(layer: LayerExecutor) -> torch.device:
-    return next((ps[0].device for ps in layer.parameters.values()), torch.device("cpu"))
 
 
 def _speaks_for_stage() -> bool:

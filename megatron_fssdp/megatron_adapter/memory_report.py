@@ -42,8 +42,9 @@ def account_memory(session: StrategySession, args: Any, num_micro_batches: int) 
     first = layers[0]
     layout, context = first.layout_of_all(), first.context
     per_layer = context.num_experts // context.num_devices
-    gradient = next(iter(first.parameters.values()))[0] if first.parameters else None
-    main_grad = getattr(gradient, "main_grad", None)
+    # A layer may own nothing here; a session has Parameters.
+    parameter = next(ps[0] for layer in layers for ps in layer.parameters.values())
+    main_grad = getattr(parameter, "main_grad", None)
     # Without replicas of its own making a strategy has no such limit.
     replicas = min(session.strategy.slots(context), context.num_experts - per_layer)
     return expert_memory(

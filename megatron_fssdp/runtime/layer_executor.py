@@ -48,7 +48,7 @@ class IterationClock:
             loop says so and promises to call ``MoERuntime.finish_gradients`` before it reads
             any gradient. Weights are then gathered once an iteration and gradients reduced in
             the background. ``None``: every pass gathers, and reduces before it ends.
-        latest: The last layer whose forward pass has ended, for the order of re-materialization.
+        latest: The last layer of the running forward pass whose replicas are re-materialized.
     """
 
     driven: bool = False
@@ -149,8 +149,8 @@ class LayerExecutor:
         clock: Who ends iterations.
         layout: Shapes of one expert's tensors; by default those of this rank's parameters.
             A rank that owns no expert of the layer has to be told.
-        measure: Whether to work out the device loads that reports show; they cost a
-            little host time per micro-batch.
+        measure: Whether to work out the device loads, bytes and times that reports show; they
+            cost a little host time per micro-batch.
         check_plans: Compare the plans of all ranks before using them.
     """
 
@@ -167,6 +167,8 @@ class LayerExecutor:
     stopwatch: LayerStopwatch | None = field(init=False, default=None)
     _iteration: _Iteration | None = field(init=False, default=None)
     _ahead: ReplicaWeights | None = field(init=False, default=None)
+    _is_launched: bool = field(init=False, default=False)
+    _plain_owner_E: np.ndarray = field(init=False)
     _gradients: ReplicaGradients = field(init=False, default_factory=ReplicaGradients)
     _journal: list[StartedTransfer] = field(init=False, default_factory=list)
 
@@ -174,6 +176,7 @@ class LayerExecutor:
         shape = (self.context.num_devices, self.context.num_experts)
         self.history = LoadHistory(self.strategy.window, *shape)
         self.load = LayerLoad.empty(self.context.layer, *shape)
+        self._plain_owner_E = self.context.owner_E
         self.own(self.context.owner_E, self.parameters, self.layout)
 
     def own(
@@ -232,6 +235,7 @@ class LayerExecutor:
         iteration = self._running()
         if iteration.plan.gather_ahead and self.groups.transfers is not None:
             self._ahead = self._start_weights(iteration, hidden.device)
+            self._is_launched = True
         if first:
             self.clock.latest = None
         if torch.is_grad_enabled() and hidden.requires_grad:
@@ -251,6 +255,7 @@ class LayerExecutor:
         counts_DE = counts_XDE.sum(axis=0)
         iteration = self._running()
         weights, self._ahead = self._ahead or self._start_weights(iteration, routing_map.device), None
+        is_launched, self._is_launched = self._is_launched, False
         if not iteration.is_final:
             iteration.is_final = True
             self._calibrate(iteration, counts_DE, weights, routing_map.device)
@@ -279,9 +284,8 @@ class LayerExecutor:
             rematerialize=plan.rematerialize,
             on_backward=backward,
         )
-        if torch.is_grad_enabled() and not in_backward():
-            if plan.rematerialize:
-                materialization.before = self.clock.latest
+        if plan.rematerialize and is_launched and torch.is_grad_enabled() and not in_backward():
+            materialization.before = self.clock.latest
             self.clock.latest = materialization
         return MicroBatch(exchange, materialization)
 
@@ -315,6 +319,7 @@ class LayerExecutor:
         self.load = LayerLoad.empty(self.context.layer, *load.counts_DE.shape)
         self._iteration = None
         self._ahead = None
+        self._is_launched = False
         return load
 
     def _running(self) -> _Iteration:
@@ -390,7 +395,8 @@ class LayerExecutor:
             dtype=layout.dtype,
             device=device,
             chunk_bytes=CHUNK_BYTES,
-            journal=self._journal,
+            # On CUDA the host waits for a transfer's times, so they are taken only for reports.
+            journal=self._journal if self.measure else None,
         )
 
     def _check_agreement(self, plan: LayerPlan) -> None:
@@ -418,7 +424,7 @@ class LayerExecutor:
                 load.device_D += device_tokens_D(of_peer_DE, placement, topology)
                 load.cross_node_tokens += cross_node_tokens(of_peer_DE, placement, topology)
             load.owner_D += np.bincount(
-                self.context.owner_E, weights=counts_DE.sum(axis=0), minlength=topology.num_devices
+                self._plain_owner_E, weights=counts_DE.sum(axis=0), minlength=topology.num_devices
             ).astype(np.int64)
         if not self.clock.driven:
             self.end_iteration()

@@ -129,8 +129,9 @@ class Materialization:
         if self.rematerialize:
             self.weights.release()
         self.on_backward(self, of_replicas)
-        if self.before is not None:
-            self.before.regather()
+        before, self.before = self.before, None
+        if before is not None:
+            before.regather()
 
 
 def call_in_backward(call: Callable[[], None], hidden: torch.Tensor) -> torch.Tensor:

@@ -79,7 +79,7 @@ def compare(rank: int, world_size: int, case: LayerCase) -> Found:
         int(e): [torch.nn.Parameter(t.detach().clone()) for t in shard(weights[e], case.activation, peer)]
         for e in np.flatnonzero(owner_E == groups.device)
     }
-    runtime = MoERuntime(DrawnPlacements(case.placement, case.seed), measure=True, check_plans=True)
+    runtime = MoERuntime(DrawnPlacements(case), measure=True, check_plans=True)
     executor = runtime.add_layer(LayerContext(1, owner_E, topology), groups, parameters)
     rng = np.random.default_rng(case.seed)
     found = Found(0.0, [], [], [], [])

@@ -159,7 +159,7 @@ def test_frozen_parameters_get_no_gradient_and_others_do() -> None:
 
 def evaluate(rank: int, world_size: int) -> None:
     for driven in (True, False):
-        layer = Layer(RANDOM, DrawnPlacements("everywhere", 3))
+        layer = Layer(RANDOM, DrawnPlacements(replace(RANDOM, placement="everywhere")))
         if driven:
             train(layer, 2)
         else:
@@ -178,7 +178,8 @@ def evaluate(rank: int, world_size: int) -> None:
         output.sum().backward()
         load = layer.runtime.end_iteration()[0]
         assert load.counts_DE.sum() == batch.routing_map.sum()
-        assert load.spag_bytes == load.sprs_bytes == load.num_replicas * EXPERT_BYTES
+        if rank == 0:
+            assert load.spag_bytes == load.sprs_bytes == load.num_replicas * EXPERT_BYTES
         assert len(layer.executor.history) == num_seen + 1
 
 
@@ -197,10 +198,10 @@ def recompute_counts_once(rank: int, world_size: int) -> None:
         load = layer.runtime.end_iteration()[0]
         wanted_E = sum(batch.routing_map.sum(0) for batch in batches)
         assert np.array_equal(load.counts_DE.sum(0), wanted_E.numpy())
-        assert load.sprs_bytes == 2 * load.num_replicas * EXPERT_BYTES
-        assert load.spag_bytes == 4 * load.num_replicas * EXPERT_BYTES  # it really gathers again
         assert len(layer.executor.history) == 1
         if rank == 0:
+            assert load.sprs_bytes == 2 * load.num_replicas * EXPERT_BYTES
+            assert load.spag_bytes == 4 * load.num_replicas * EXPERT_BYTES  # it really gathers again
             assert load.device_D.sum() == load.counts_DE.sum()
 
 
@@ -383,7 +384,7 @@ def test_parameters_that_do_not_fit_are_refused() -> None:
 
 
 def two_layers(rank: int, world_size: int) -> None:
-    runtime = MoERuntime(DrawnPlacements("random", 5), measure=True)
+    runtime = MoERuntime(DrawnPlacements(RANDOM), measure=True)
     layers = [Layer(replace(RANDOM, name=name), runtime=runtime) for name in ("first", "second")]
     runtime.begin_iteration()
     batches = [layer.draw() for layer in layers]
