@@ -95,7 +95,7 @@ def megatron_arguments(
         *_data_arguments(config, data),
         *_parallelism_arguments(config.parallelism, bool(config.model.num_experts)),
         *_training_arguments(config.training),
-        *_checkpoint_arguments(config.training, out_dir, resume),
+        *_checkpoint_arguments(config, out_dir, resume),
         *_device_arguments(config, installation),
         *strategy_arguments(config, out_dir),
         *config.megatron_args,
@@ -235,12 +235,16 @@ def _training_arguments(training: TrainingSettings) -> list[str]:
     return arguments
 
 
-def _checkpoint_arguments(training: TrainingSettings, out_dir: Path, resume: bool) -> list[str]:
+def _checkpoint_arguments(config: RunConfig, out_dir: Path, resume: bool) -> list[str]:
+    training = config.training
     own = training.checkpoint_dir or out_dir / "checkpoints"
     arguments: list[str] = []
     if training.save_checkpoints:
         arguments += _pairs(save=own, save_interval=training.save_interval or training.iterations)
         arguments += ["--ckpt-format", "torch_dist"]
+        if config.parallelism.distributed_optimizer:
+            # Megatron's default stores optimizer state by its place, which re-sharding changes.
+            arguments.append("--dist-ckpt-optim-fully-reshardable")
     load = own if resume else training.load_dir
     if load is not None:
         # The schedule is what this run asks for: with more iterations it differs from the checkpoint's.

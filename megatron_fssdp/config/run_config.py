@@ -106,10 +106,10 @@ class RunConfig(BaseModel):
                 f"parallelism.expert {cut.expert} does not divide model.num_experts {model.num_experts}; "
                 "every expert parallel rank owns equally many experts"
             )
-        if name != "none" and cut.expert_tensor > 1:
+        if cut.expert_tensor > 1 and model.linear_bias:
             raise ValueError(
-                f"parallelism.expert_tensor {cut.expert_tensor} is not possible with strategy '{name}': "
-                "it places whole experts; set it to 1 or the strategy to none"
+                f"parallelism.expert_tensor {cut.expert_tensor} and model.linear_bias exclude each other: "
+                "Megatron has no biases in cut experts; set linear_bias to false or expert_tensor to 1"
             )
         if cut.tensor > 1 and not cut.sequence:
             raise ValueError(

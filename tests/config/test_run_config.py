@@ -62,7 +62,10 @@ def test_every_field_is_documented():
             ["parallelism.tensor=4", "parallelism.sequence=true", "model.num_query_groups=2"],
             "does not divide model.num_query_groups 2",
         ),
-        (["parallelism.expert=2", "parallelism.expert_tensor=2"], "places whole experts"),
+        (
+            ["parallelism.expert=2", "parallelism.expert_tensor=2", "model.linear_bias=true"],
+            "parallelism.expert_tensor 2 and model.linear_bias exclude each other",
+        ),
         (["parallelism.pipeline=4", "parallelism.expert=1", "model.num_layers=6"], "equal pipeline chunks"),
         (["parallelism.context=2", "training.device=cpu"], "Transformer Engine's attention"),
         (["parallelism.overlap_param_gather=true"], "needs distributed_optimizer"),
@@ -101,17 +104,30 @@ def test_arguments_of_the_tiny_run_on_cpu():
     assert value_of(words, "--moe-strategy") == "fssdp"
     assert "--load" not in words
     settings = {words[i + 1] for i, word in enumerate(words) if word == "--moe-strategy-set"}
-    assert settings == {"record_dir=runs/x", "nodes=2"}
+    assert settings == {"record_dir=runs/x", "nodes=2", "slots=2", "overlap_degree=8"}
+
+
+def test_experts_may_be_cut_under_every_strategy():
+    for name in ("none", "ep", "fssdp"):
+        config = tiny("parallelism.expert=2", "parallelism.expert_tensor=2", f"strategy={{name: {name}}}")
+        assert value_of(arguments(config), "--expert-tensor-parallel-size") == "2"
+
+
+def test_a_distributed_optimizer_saves_what_may_be_loaded_elsewhere():
+    """Re-sharding is on by default and refuses Megatron's default format."""
+    word = "--dist-ckpt-optim-fully-reshardable"
+    assert word in arguments(tiny("parallelism.distributed_optimizer=true"))
+    assert word not in arguments(tiny())
 
 
 def test_strategy_settings_travel_as_yaml_values():
-    words = arguments(tiny("strategy.settings.slots=2", "strategy.settings.check_plans=true"))
-    assert "slots=2" in words
+    words = arguments(tiny("strategy.settings.slots=3", "strategy.settings.check_plans=true"))
+    assert "slots=3" in words
     assert "check_plans=true" in words
 
 
 def test_none_is_not_told_about_nodes():
-    words = arguments(tiny("strategy.name=none"))
+    words = arguments(tiny("strategy={name: none}"))
     assert not any(word.startswith("nodes=") for word in words)
 
 
