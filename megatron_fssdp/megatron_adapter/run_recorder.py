@@ -2,6 +2,7 @@
 
 import atexit
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,18 @@ from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.training.global_vars import get_args
 
+from megatron_fssdp.megatron_adapter.resharding import ReshardReport
 from megatron_fssdp.reporting.run_records import IterationMetrics, LayerMetrics, LoadsWriter, MetricsWriter
 from megatron_fssdp.runtime.layer_executor import LayerLoad
+
+
+@dataclass(frozen=True, eq=False)
+class _StageRecord:
+    """What a rank has to tell of one iteration, for its pipeline stage."""
+
+    loss: float | None
+    loads: list[LayerLoad]
+    reshard: ReshardReport
 
 
 class RunRecorder:
@@ -21,6 +32,8 @@ class RunRecorder:
     Loads are gathered over the expert-data-parallel ranks (whose source devices are put
     side by side, so D counts all ranks of a pipeline stage) and then over the pipeline. The
     peers of expert tensor parallelism count as one device; their loads are one load already.
+    Seconds of transfers and of re-shards are those of one rank, which speaks for its stage:
+    device 0 of the first expert-parallel group.
 
     Args:
         record_dir: Folder of the run.
@@ -33,31 +46,41 @@ class RunRecorder:
         # Megatron leaves its training loop through sys.exit as well.
         atexit.register(self.close)
 
-    def record(self, step_result: Any, loads: list[LayerLoad], iteration_s: float) -> None:
+    def record(
+        self,
+        step_result: Any,
+        loads: list[LayerLoad],
+        iteration_s: float,
+        reshard: ReshardReport | None = None,
+    ) -> None:
         """Record one iteration; collective.
 
         Args:
             step_result: What Megatron's ``train_step`` returned.
             loads: The layers' loads of this rank.
             iteration_s: Wall-clock seconds of the step on this rank.
+            reshard: What was re-sharded before the step, if anything was.
         """
         losses, grad_norm = step_result[0], step_result[5]
         loss = float(next(iter(losses.values()))) if losses else None
-        stages = _gather_stages((loss, loads))
+        stages = _gather_stages(_StageRecord(loss, loads, reshard or ReshardReport(0, 0, 0.0)))
         if self._metrics is None:
             return
         args = get_args()
         iteration = args.curr_iteration + 1
-        all_loads = sorted((load for _, found in stages for load in found), key=lambda load: load.layer)
+        all_loads = sorted((load for stage in stages for load in stage.loads), key=lambda load: load.layer)
         tokens = get_current_global_batch_size() * args.seq_length
         self._metrics.append(
             IterationMetrics(
                 iteration=iteration,
-                lm_loss=next((loss for loss, _ in reversed(stages) if loss is not None), math.nan),
+                lm_loss=next((stage.loss for stage in reversed(stages) if stage.loss is not None), math.nan),
                 grad_norm=None if grad_norm is None else float(grad_norm),
                 iteration_s=iteration_s,
                 tokens_per_s=tokens / iteration_s,
                 layers=tuple(_layer_metrics(load) for load in all_loads),
+                resharded_experts=sum(stage.reshard.experts_moved for stage in stages),
+                reshard_bytes=sum(stage.reshard.bytes_moved for stage in stages),
+                reshard_s=max(stage.reshard.seconds for stage in stages),
             )
         )
         if all_loads:
@@ -73,15 +96,23 @@ class RunRecorder:
             self._loads.close()
 
 
-def _gather_stages(own: tuple[float | None, list[LayerLoad]]) -> list[tuple[float | None, list[LayerLoad]]]:
-    """(loss, loads) of each pipeline stage, on global rank 0; empty elsewhere."""
+def _gather_stages(own: _StageRecord) -> list[_StageRecord]:
+    """Each pipeline stage's record, on global rank 0; empty elsewhere."""
     # Every rank of an expert-parallel group knows the whole group's loads.
     if parallel_state.get_expert_model_parallel_rank() != 0:
         return []
-    replicas = _gather(own, parallel_state.get_expert_data_parallel_group())
-    if not replicas:
+    copies: list[_StageRecord] = _gather(own, parallel_state.get_expert_data_parallel_group())
+    if not copies:
         return []
-    stage = (replicas[0][0], [_side_by_side(loads) for loads in zip(*(r[1] for r in replicas), strict=True)])
+    num_peers = parallel_state.get_expert_tensor_parallel_world_size()
+    first = copies[0]
+    # Every copy moves the same experts, and every peer its part of them.
+    moved_bytes = num_peers * sum(copy.reshard.bytes_moved for copy in copies)
+    stage = _StageRecord(
+        first.loss,
+        [_side_by_side(loads) for loads in zip(*(copy.loads for copy in copies), strict=True)],
+        ReshardReport(first.reshard.experts_moved, moved_bytes, first.reshard.seconds),
+    )
     return _gather(stage, parallel_state.get_pipeline_model_parallel_group())
 
 
@@ -107,6 +138,10 @@ def _side_by_side(loads: tuple[LayerLoad, ...]) -> LayerLoad:
         spag_bytes=num_peers * sum(load.spag_bytes for load in loads),
         sprs_bytes=num_peers * sum(load.sprs_bytes for load in loads),
         cross_node_tokens=sum(load.cross_node_tokens for load in loads),
+        spag_s=loads[0].spag_s,
+        spag_exposed_s=loads[0].spag_exposed_s,
+        sprs_s=loads[0].sprs_s,
+        sprs_exposed_s=loads[0].sprs_exposed_s,
     )
 
 
@@ -119,6 +154,10 @@ def _layer_metrics(load: LayerLoad) -> LayerMetrics:
         spag_bytes=load.spag_bytes,
         sprs_bytes=load.sprs_bytes,
         cross_node_tokens=load.cross_node_tokens,
+        spag_s=load.spag_s,
+        spag_exposed_s=load.spag_exposed_s,
+        sprs_s=load.sprs_s,
+        sprs_exposed_s=load.sprs_exposed_s,
     )
 
 

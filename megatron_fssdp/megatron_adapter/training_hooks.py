@@ -59,7 +59,8 @@ def wrap_training(training: Any, choice: Callable[[], StrategyChoice | None]) ->
         if recorder:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # the step's kernels belong to its time
-            recorder[0].record(result, loads, time.perf_counter() - started_s)
+            reshard = driver.reshard if driver is not None else None
+            recorder[0].record(result, loads, time.perf_counter() - started_s, reshard)
         return result
 
     training.setup_model_and_optimizer = setup_model_and_optimizer

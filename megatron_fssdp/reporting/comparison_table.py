@@ -21,8 +21,8 @@ def comparison_table(first: RecordedRun, second: RecordedRun) -> Table:
     for name in distinct_names(first, second):
         table.add_column(name, justify="right")
     columns = [_figures(run) for run in (first, second)]
-    for label in columns[0]:
-        table.add_row(label, *(column[label] for column in columns))
+    for label in dict.fromkeys(label for column in columns for label in column):
+        table.add_row(label, *(column.get(label, "–") for column in columns))
     table.add_row("loss: largest difference", "", _loss_difference(first, second))
     return table
 
@@ -37,6 +37,27 @@ def _figures(run: RecordedRun) -> dict[str, str]:
         "bytes moved: weights (spAG)": format_bytes(run.total("spag_bytes")),
         "bytes moved: gradients (spRS)": format_bytes(run.total("sprs_bytes")),
         "tokens sent to another node": f"{run.total('cross_node_tokens'):,}" if run.layers else "–",
+        **_transfer_figures(run),
+        **_reshard_figures(run),
+    }
+
+
+def _transfer_figures(run: RecordedRun) -> dict[str, str]:
+    shares = {
+        "hidden under compute: weights (spAG)": run.hidden_share("spag"),
+        "hidden under compute: gradients (spRS)": run.hidden_share("sprs"),
+    }
+    return {label: f"{share:.0%}" for label, share in shares.items() if share is not None}
+
+
+def _reshard_figures(run: RecordedRun) -> dict[str, str]:
+    if not run.reshards:
+        return {}
+    return {
+        "re-shards": str(len(run.reshards)),
+        "re-shards: experts moved": f"{sum(record.resharded_experts for record in run.reshards):,}",
+        "re-shards: bytes moved": format_bytes(sum(record.reshard_bytes for record in run.reshards)),
+        "re-shards: seconds": f"{sum(record.reshard_s for record in run.reshards):.2f}",
     }
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import yaml
@@ -54,9 +55,19 @@ class RecordedRun:
         """Tokens a second in the middling iteration: the first ones warm up."""
         return float(np.median([record.tokens_per_s for record in self.metrics]))
 
-    def total(self, field: str) -> int:
+    def total(self, field: str) -> float:
         """Sum of a layer metric over layers and iterations."""
         return sum(getattr(layer, field) for record in self.metrics for layer in record.layers)
+
+    def hidden_share(self, transfer: Literal["spag", "sprs"]) -> float | None:
+        """Part of a transfer's seconds in which the recording ranks computed; ``None`` without transfers."""
+        busy_s = self.total(f"{transfer}_s")
+        return 1 - self.total(f"{transfer}_exposed_s") / busy_s if busy_s else None
+
+    @property
+    def reshards(self) -> list[IterationMetrics]:
+        """The iterations before which experts moved."""
+        return [record for record in self.metrics if record.resharded_experts]
 
 
 def read_run(path: Path) -> RecordedRun:

@@ -42,6 +42,11 @@ class LayerMetrics:
         spag_bytes: Bytes moved by SparseAllGather, over all devices.
         sprs_bytes: Bytes moved by SparseReduceScatter, over all devices.
         cross_node_tokens: Dispatched tokens whose expert sat on another node.
+        spag_s: Seconds in which SparseAllGather ran on the recording rank: device 0 of the first
+            expert-parallel group of the layer's pipeline stage, not the slowest one.
+        spag_exposed_s: Of these, the ones for which that rank's compute stood still.
+        sprs_s: The same for SparseReduceScatter.
+        sprs_exposed_s: The same for SparseReduceScatter.
     """
 
     layer: int
@@ -51,6 +56,10 @@ class LayerMetrics:
     spag_bytes: int
     sprs_bytes: int
     cross_node_tokens: int
+    spag_s: float = 0.0
+    spag_exposed_s: float = 0.0
+    sprs_s: float = 0.0
+    sprs_exposed_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +73,11 @@ class IterationMetrics:
         iteration_s: Wall-clock seconds.
         tokens_per_s: Tokens of the global batch a second.
         layers: The MoE layers, in order.
+        resharded_experts: Experts whose owner or slot changed before the iteration, over all
+            pipeline stages; 0 where nothing was re-sharded.
+        reshard_bytes: Bytes that this moved between devices, over all devices.
+        reshard_s: Seconds that it took, on the recording rank of the slowest stage; part of
+            ``iteration_s``.
     """
 
     iteration: int
@@ -72,6 +86,9 @@ class IterationMetrics:
     iteration_s: float
     tokens_per_s: float
     layers: tuple[LayerMetrics, ...] = ()
+    resharded_experts: int = 0
+    reshard_bytes: int = 0
+    reshard_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -218,7 +235,8 @@ def parse_metrics_line(line: str) -> IterationMetrics:
         line: One JSON object.
 
     Returns:
-        The iteration; keys this version does not know are left out.
+        The iteration; keys this version does not know are left out, and those that earlier
+        versions did not write are 0.
 
     Raises:
         ValueError: Not an iteration record.
@@ -307,7 +325,11 @@ def _cut_half_written_line(path: Path) -> None:
 
 
 def _fields_of(cls: type[Any], record: dict[str, Any]) -> dict[str, Any]:
-    return {field.name: record[field.name] for field in dataclasses.fields(cls)}
+    return {
+        field.name: record[field.name]
+        for field in dataclasses.fields(cls)
+        if field.name in record or field.default is dataclasses.MISSING
+    }
 
 
 def _without_nan(value: Any) -> Any:

@@ -46,6 +46,43 @@ def test_all_devices_and_layers_are_recorded(
     whole_expert_bytes = 4 * (2 * 32 * 64 + biases)
     assert moved == [number * whole_expert_bytes for number in replicas]
     assert moved == [layer.sprs_bytes for entry in metrics[1:] for layer in entry.layers]
+    for layer in (layer for entry in metrics for layer in entry.layers):
+        assert (layer.spag_s > 0) == (layer.spag_bytes > 0)
+        assert (layer.sprs_s > 0) == (layer.sprs_bytes > 0)
+        assert 0 <= layer.spag_exposed_s <= layer.spag_s
+        assert 0 <= layer.sprs_exposed_s <= layer.sprs_s
+    assert all(entry.resharded_experts == entry.reshard_bytes == entry.reshard_s == 0 for entry in metrics)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_copies"),
+    [
+        ("", 2),
+        ("--pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size 16", 1),
+    ],
+    ids=["two expert-data-parallel groups", "two pipeline stages"],
+)
+def test_reshards_are_recorded_where_they_happen(
+    layout: str, num_copies: int, text_data: Path, tmp_path: Path
+) -> None:
+    run = train(
+        4,
+        f"--expert-model-parallel-size 2 {layout} --train-iters 5 --moe-strategy fssdp --moe-strategy-set "
+        f"record_dir={tmp_path} --moe-strategy-set reshard_interval=3 --moe-strategy-set overlap_degree=1 "
+        "--moe-strategy-set slots=1",
+        text_data,
+    )
+    metrics = read_metrics(tmp_path)
+    assert relative_difference(tuple(entry.lm_loss for entry in metrics), run.losses) == 0
+    assert [entry.resharded_experts > 0 for entry in metrics] == [False, False, False, True, False]
+    assert [entry.reshard_bytes > 0 for entry in metrics] == [False, False, False, True, False]
+    moved = metrics[3]
+    assert 0 < moved.reshard_s < moved.iteration_s
+    slot_bytes = 3 * 4 * (2 * 32 * 64 + 64 + 32)  # the weights and Adam's two moments
+    leaving, rest = divmod(moved.reshard_bytes, num_copies * slot_bytes)
+    assert rest == 0
+    assert 0 < leaving <= moved.resharded_experts
+    assert moved.resharded_experts <= 8 * len(moved.layers)
 
 
 def test_none_records_losses_without_layers(text_data: Path, tmp_path: Path) -> None:

@@ -41,6 +41,38 @@ def test_figures_of_two_runs(tmp_path):
     assert "0.0e+00 relative" in text
 
 
+def test_hidden_transfers_and_reshards_have_rows_where_a_run_has_them(tmp_path):
+    ep = read_run(write_run(tmp_path / "a", "ep", 2.0))
+    busy = [
+        LayerMetrics(2, 2.0, 1.1, 1, 10, 5, 0, spag_s=1.0, spag_exposed_s=0.25),
+        LayerMetrics(4, 2.0, 1.1, 1, 10, 5, 0, spag_s=3.0, spag_exposed_s=0.5),
+    ]
+    with MetricsWriter(tmp_path / "b") as writer:
+        for iteration in (1, 2, 3):
+            moved = (4, 2_500_000, 0.5) if iteration != 2 else (0, 0, 0.0)
+            writer.append(IterationMetrics(iteration, 7.0, None, 0.5, 100.0, tuple(busy), *moved))
+    moving = read_run(tmp_path / "b")
+    assert moving.hidden_share("spag") == 1 - 0.75 / 4
+    assert moving.hidden_share("sprs") is None
+    assert [record.iteration for record in moving.reshards] == [1, 3]
+
+    def rows(*runs):
+        console = Console(width=100, record=True)
+        console.print(comparison_table(*runs))
+        lines = [[cell.strip() for cell in line.split("│")] for line in console.export_text().splitlines()]
+        return {cells[1]: cells[2:4] for cells in lines if len(cells) > 3}
+
+    both = rows(ep, moving)
+    assert both["hidden under compute: weights (spAG)"] == ["–", "81%"]
+    assert both["re-shards"] == ["–", "2"]
+    assert both["re-shards: experts moved"] == ["–", "8"]
+    assert both["re-shards: bytes moved"] == ["–", "5.0 MB"]
+    assert both["re-shards: seconds"] == ["–", "1.00"]
+    assert rows(moving, ep)["re-shards"] == ["2", "–"]
+    assert not [label for label in both if "spRS" in label and "hidden" in label]
+    assert not [label for label in rows(ep, ep) if "hidden" in label or "re-shards" in label]
+
+
 def test_names_tell_runs_apart(tmp_path):
     first = read_run(write_run(tmp_path / "a", "ep", 2.0))
     second = read_run(write_run(tmp_path / "b", "ep", 2.0))

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 
@@ -26,9 +27,21 @@ def record(iteration: int, loss: float = 3.5) -> IterationMetrics:
         spag_bytes=4,
         sprs_bytes=5,
         cross_node_tokens=6,
+        spag_s=0.5,
+        spag_exposed_s=0.25,
+        sprs_s=0.75,
+        sprs_exposed_s=0.125,
     )
     return IterationMetrics(
-        iteration=iteration, lm_loss=loss, grad_norm=0.5, iteration_s=0.1, tokens_per_s=1e3, layers=(layer,)
+        iteration=iteration,
+        lm_loss=loss,
+        grad_norm=0.5,
+        iteration_s=0.1,
+        tokens_per_s=1e3,
+        layers=(layer,),
+        resharded_experts=7,
+        reshard_bytes=8,
+        reshard_s=0.0625,
     )
 
 
@@ -71,6 +84,23 @@ def test_keys_of_a_later_version_are_ignored():
         parse_metrics_line(text)
     full = {"iteration": 1, "lm_loss": 1.0, "grad_norm": None, "iteration_s": 1.0, "tokens_per_s": 2.0}
     assert parse_metrics_line(json.dumps({**full, "layers": [], "new": 1})).tokens_per_s == 2.0
+
+
+def test_keys_that_earlier_versions_did_not_write_are_zero():
+    later = ("resharded_experts", "reshard_bytes", "reshard_s")
+    of_layer = ("spag_s", "spag_exposed_s", "sprs_s", "sprs_exposed_s")
+    old = dataclasses.asdict(record(1))
+    for key in later:
+        del old[key]
+    for key in of_layer:
+        del old["layers"][0][key]
+    read = parse_metrics_line(json.dumps(old))
+    assert [getattr(read, key) for key in later] == [0, 0, 0]
+    assert [getattr(read.layers[0], key) for key in of_layer] == [0, 0, 0, 0]
+    assert read.layers[0].spag_bytes == 4
+    del old["layers"][0]["spag_bytes"]
+    with pytest.raises(ValueError, match="not an iteration record"):
+        parse_metrics_line(json.dumps(old))
 
 
 @pytest.mark.parametrize("line", ["{", "3", '{"iteration": 1}', '{"iteration": 1, "layers": [3]}'])
