@@ -15,6 +15,9 @@ MEGATRON_PRELOAD = (
     "megatron.core.models.gpt.gpt_model",
     "megatron.training",
     "megatron.training.training",
+    "megatron.core.datasets.gpt_dataset",
+    "megatron.core.tokenizers.text",
+    "megatron_fssdp.megatron_adapter.training_hooks",
 )
 
 

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import io
+import logging
 import shlex
 import sys
 from collections.abc import Callable
@@ -40,12 +41,25 @@ class TrainingRun:
         grad_norms: Of each iteration.
         exit_code: 0, or what the launcher exited with.
         errors: Standard error.
+        messages: What our own loggers said at level WARNING and above.
     """
 
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
     exit_code: int
     errors: str
+    messages: tuple[str, ...] = ()
+
+
+class _Messages(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
 
 
 def train_on_all_ranks(
@@ -109,6 +123,7 @@ def _train_on_rank(
 ) -> TrainingRun:
     import runpy
 
+    import torch
     from megatron.training import training
 
     from megatron_fssdp.megatron_adapter.launcher import launch
@@ -125,6 +140,10 @@ def _train_on_rank(
         return result
 
     training.train_step = recording_step
+    # Megatron compiles small functions as it is imported, whatever --disable-jit-fuser says.
+    torch.compiler.set_stance("force_eager")
+    messages = _Messages()
+    logging.getLogger("megatron_fssdp").addHandler(messages)
     if before is not None:
         before()
     errors = io.StringIO()
@@ -139,4 +158,6 @@ def _train_on_rank(
     except SystemExit as exit_request:
         exit_code = exit_request.code if isinstance(exit_request.code, int) else 1
     atexit._run_exitfuncs()  # a forked rank leaves without them; a real one runs them
-    return TrainingRun(tuple(losses), tuple(grad_norms), exit_code or 0, errors.getvalue())
+    return TrainingRun(
+        tuple(losses), tuple(grad_norms), exit_code or 0, errors.getvalue(), tuple(messages.texts)
+    )
