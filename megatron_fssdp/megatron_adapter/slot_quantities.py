@@ -237,7 +237,7 @@ def _part(state: ParameterState, name: str, offset: int) -> tuple[int, Tensor]:
 def _not_alike(one: Layout, other: Layout) -> str:
     return (
         f"re-sharding: got experts' slots with parameters {one} and {other}, wanted the same number of slots "
-        "on all devices and the same shapes and dtypes in all slots; choose a strategy that does not re-shard"
+        "on all devices and the same shapes and dtypes in all slots; set reshard_interval=0"
     )
 
 
@@ -252,5 +252,5 @@ def _trained_differently(position: int, profiles: frozenset[Profile]) -> str:
     return (
         f"re-sharding: parameter {position} of the experts does not train the same way in all slots, got "
         f"{'; '.join(differing)}; wanted the same for all experts of a pipeline stage. Drop the overrides "
-        "for single layers, or choose a strategy that does not re-shard"
+        "for single layers, or set reshard_interval=0"
     )

@@ -128,7 +128,7 @@ def _state_of(
         raise ConfigurationError(
             f"re-sharding: got an expert's parameter of {parameter.dtype}, "
             f"{'' if parameter.is_contiguous() else 'not '}contiguous; wanted contiguous ones of "
-            "float32, bfloat16 or float16; choose a strategy that does not re-shard"
+            "float32, bfloat16 or float16; set reshard_interval=0"
         )
     flat = parameter.data.view(-1)
     if not parameter.requires_grad:
@@ -137,7 +137,7 @@ def _state_of(
         raise ConfigurationError(
             f"re-sharding: got an expert's parameter that is in none of the optimizers {optimizers}, wanted "
             "it in an FP32Optimizer, a Float16OptimizerWithFloat16Params or a DistributedOptimizer; use "
-            "Megatron's --optimizer adam or sgd, or a strategy that does not re-shard"
+            "Megatron's --optimizer adam or sgd, or set reshard_interval=0"
         )
     entry = entries[parameter]
     if entry is None:
@@ -145,7 +145,7 @@ def _state_of(
     if getattr(entry.optimizer.config, "optimizer_cpu_offload", False):
         raise ConfigurationError(
             "re-sharding: got --optimizer-cpu-offload, wanted optimizer states beside their parameters: "
-            "drop the flag, or choose a strategy that does not re-shard"
+            "drop the flag, or set reshard_interval=0"
         )
     tensors, numbers = _sort_state(entry)
     part = flat[entry.start : entry.stop]
@@ -157,7 +157,7 @@ def _state_of(
             raise ConfigurationError(
                 f"re-sharding: got {name} of {tensor.numel()} elements of {tensor.dtype} on {tensor.device}, "
                 f"wanted {part.numel()} of torch.float32 on {part.device}; keep the optimizer's states in "
-                "fp32 on the parameters' device, or choose a strategy that does not re-shard"
+                "fp32 on the parameters' device, or set reshard_interval=0"
             )
     settings = {key: value for key, value in entry.group.items() if key not in ("params", "param_names")}
     profile = {
@@ -185,7 +185,7 @@ def _sort_state(entry: _Entry) -> tuple[dict[str, Tensor], dict[str, Any]]:
             raise ConfigurationError(
                 f"re-sharding: got an optimizer with {name} of shape {tuple(value.shape)} for a parameter of "
                 f"shape {tuple(entry.key.shape)}, wanted the same shape or a single number; use Megatron's "
-                "--optimizer adam or sgd, or a strategy that does not re-shard"
+                "--optimizer adam or sgd, or set reshard_interval=0"
             )
     return tensors, numbers
 
