@@ -14,9 +14,6 @@ from megatron_fssdp.reporting.run_records import read_metrics
 
 from .training_run import TrainingRun, relative_difference, train_on_all_ranks
 
-NUM_ITERATIONS = 6
-RESHARD_INTERVAL = 2
-
 Record = Callable[[str, object], None]
 
 DISTRIBUTED = "--use-distributed-optimizer"
@@ -24,8 +21,10 @@ OVERLAPS = f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
 INTERLEAVED = f"{PP2} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
+MTP = "--mtp-num-layers 1 --position-embedding-type rope"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 RECOMPUTE_MOE = "--recompute-granularity selective --recompute-modules moe"
+TOP1 = "--moe-router-topk 1 --moe-router-pre-softmax"
 AUX_LOSS = "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
 EXPERT_BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid"
 SHARED = "--moe-shared-expert-intermediate-size 32"
@@ -45,6 +44,8 @@ class Layout:
         settings: The strategy's keys, relative to it.
         moves: Whether experts must move to other owners.
         replicates: Whether experts must be replicated.
+        num_iterations: Length of the training.
+        reshard_interval: Iterations between two decisions about owners.
     """
 
     num_ranks: int
@@ -53,6 +54,8 @@ class Layout:
     settings: str
     moves: bool = True
     replicates: bool = True
+    num_iterations: int = 6
+    reshard_interval: int = 2
 
     @property
     def is_bf16(self) -> bool:
@@ -89,7 +92,7 @@ MORE = {
     "top1_16_experts_4_micro_batches": Layout(
         2,
         2,
-        f"--moe-router-topk 1 --moe-router-pre-softmax --swiglu --num-experts 16 --global-batch-size 16 {NO_BIAS}",
+        f"{TOP1} --swiglu --num-experts 16 --global-batch-size 16 {NO_BIAS}",
         "slots=3 overlap_degree=4 rematerialize=true",
     ),
     "copies_top4_hecate": Layout(
@@ -119,7 +122,7 @@ MORE = {
     "ep8_top1_dropping_hecate": Layout(
         8,
         8,
-        f"--moe-router-topk 1 --moe-router-pre-softmax {DROPPING} --global-batch-size 16 {AUX_LOSS}",
+        f"{TOP1} {DROPPING} --global-batch-size 16 {AUX_LOSS}",
         "slots=1 overlap_degree=3 nodes=4 planner=hecate",
     ),
     "ep4_of_8_overlaps_recomputed": Layout(
@@ -203,12 +206,12 @@ MORE = {
         4, 2, f"{PP2} --moe-layer-freq ([0]+[1]) {OVERLAPS}", "slots=2 overlap_degree=2 nodes=2"
     ),
     "multi_token_prediction_overlaps": Layout(
-        2, 2, f"--mtp-num-layers 1 {OVERLAPS} --global-batch-size 16", "slots=2 overlap_degree=2"
+        2, 2, f"{MTP} {OVERLAPS} --global-batch-size 16", "slots=2 overlap_degree=2"
     ),
     "pipeline_multi_token_prediction_rematerialized": Layout(
         4,
         2,
-        f"{PP2} --mtp-num-layers 1 --swiglu {NO_BIAS} {RECOMPUTE}",
+        f"{PP2} {MTP} --swiglu {NO_BIAS} {RECOMPUTE}",
         "slots=2 overlap_degree=2 rematerialize=true",
     ),
     "recomputed_aux_loss_shared_expert": Layout(
@@ -261,6 +264,48 @@ MORE = {
         f"--optimizer sgd {NO_BIAS} --moe-z-loss-coeff 1e-3",
         "slots=2 overlap_degree=2 rematerialize=true",
     ),
+    "one_expert_a_device_30_iterations": Layout(
+        4,
+        4,
+        f"--num-experts 4 --swiglu {OVERLAPS} {NO_BIAS}",
+        "slots=1 overlap_degree=1 check_plans=true",
+        num_iterations=30,
+        reshard_interval=3,
+    ),
+    "half_of_layers_recomputed_dropout": Layout(
+        2,
+        2,
+        "--num-layers 4 --recompute-granularity full --recompute-method block --recompute-num-layers 2 "
+        "--attention-dropout 0.1 --hidden-dropout 0.1 --moe-input-jitter-eps 0.01 --global-batch-size 16",
+        "slots=2 overlap_degree=2 rematerialize=true",
+    ),
+    "allgather_dispatcher_weight_hashes": Layout(
+        4,
+        2,
+        "--moe-token-dispatcher-type allgather --check-weight-hash-across-dp-replicas-interval 1",
+        "slots=2 overlap_degree=2",
+    ),
+    "two_optimizer_instances": Layout(
+        4,
+        2,
+        f"{OVERLAPS} --num-distributed-optimizer-instances 2",
+        "slots=2 overlap_degree=2",
+        moves=False,
+        reshard_interval=0,
+    ),
+    "interleaved_not_aligned": Layout(
+        4,
+        2,
+        f"{INTERLEAVED} {OVERLAPS} --no-align-grad-reduce --no-align-param-gather --global-batch-size 16",
+        "slots=2 overlap_degree=2",
+    ),
+    "averaged_in_collective_shared_expert_recomputed": Layout(
+        4,
+        2,
+        f"{OVERLAPS} --ddp-average-in-collective {SHARED} {NO_BIAS} --recompute-granularity selective "
+        "--recompute-modules shared_experts layernorm",
+        "slots=2 overlap_degree=2",
+    ),
 }
 
 
@@ -281,9 +326,9 @@ def test_losses_equal_stock_megatron_in_more_layouts(
 
 def _compare(layout: Layout, data: Path, folder: Path, record: Record) -> None:
     (stock, _), (ep, _) = _train(layout, "none", data), _train(layout, "ep", data)
-    keys = f"{layout.settings} reshard_interval={RESHARD_INTERVAL} record_dir={folder}".split()
+    keys = f"{layout.settings} reshard_interval={layout.reshard_interval} record_dir={folder}".split()
     fssdp, messages = _train(layout, " ".join(["fssdp", *(f"--moe-strategy-set {k}" for k in keys)]), data)
-    assert len(stock.losses) == NUM_ITERATIONS
+    assert len(stock.losses) == layout.num_iterations
     assert stock.losses[-1] < stock.losses[0]
     differences = [
         (relative_difference(run.losses, to.losses), _norm_difference(run, to))
@@ -303,7 +348,7 @@ def _compare(layout: Layout, data: Path, folder: Path, record: Record) -> None:
     is_half = layout.is_bf16 or "--fp16" in layout.arguments
     assert differences[1][0] <= (2e-3 if is_half else 1e-5)
     assert differences[1][1] <= (2e-2 if is_half else 1e-4)
-    assert [entry.iteration for entry in metrics] == list(range(1, NUM_ITERATIONS + 1))
+    assert [entry.iteration for entry in metrics] == list(range(1, layout.num_iterations + 1))
     assert replicas[0] == 0, "planned without a history"
     assert any(replicas) == layout.replicates
     assert moved or not layout.moves
@@ -312,7 +357,7 @@ def _compare(layout: Layout, data: Path, folder: Path, record: Record) -> None:
 def _train(layout: Layout, strategy: str, data: Path) -> tuple[TrainingRun, list[str]]:
     """The last rank's view, and the messages of all ranks."""
     arguments = (
-        f"--expert-model-parallel-size {layout.ep} {layout.arguments} --train-iters {NUM_ITERATIONS} "
+        f"--expert-model-parallel-size {layout.ep} {layout.arguments} --train-iters {layout.num_iterations} "
         f"--moe-strategy {strategy}"
     )
     runs = train_on_all_ranks(layout.num_ranks, arguments, data)
