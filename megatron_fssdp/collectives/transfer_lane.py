@@ -60,15 +60,23 @@ class FinishedTransfer:
 
 
 class HostTimer:
-    """Times of a transfer on a :class:`ThreadLane`; one that did nothing took no time."""
+    """Times of a transfer on a :class:`ThreadLane`; one that did nothing took no time.
+
+    Attributes:
+        begin_s: When its lane began with it, on ``time.perf_counter``'s clock.
+        end_s: When it was over.
+        waits_s: Begin and end of each wait for it.
+    """
 
     def __init__(self) -> None:
-        self.busy_s = 0.0
-        self.blocked_s = 0.0
+        self.begin_s = 0.0
+        self.end_s = 0.0
+        self.waits_s: list[tuple[float, float]] = []
 
     def timing(self) -> TransferTiming:
         """Times of the lane's thread and of the threads that waited."""
-        return TransferTiming(self.busy_s, min(self.busy_s, self.blocked_s))
+        busy_s = self.end_s - self.begin_s
+        return TransferTiming(busy_s, min(busy_s, sum(end_s - begin_s for begin_s, end_s in self.waits_s)))
 
 
 class ThreadTransfer:
@@ -82,7 +90,7 @@ class ThreadTransfer:
         """Block until the transfer is over; raises what it raised."""
         started_s = time.perf_counter()
         results = self._future.result()
-        self.timer.blocked_s += time.perf_counter() - started_s
+        self.timer.waits_s.append((started_s, time.perf_counter()))
         return results
 
 
@@ -141,10 +149,10 @@ class ThreadLane:
         torch.set_grad_enabled(False)  # of this thread only
         while True:
             run, future, timer = self._jobs.get()
-            started_s = time.perf_counter()
+            begin_s = time.perf_counter()
             try:
                 results = run()
-                timer.busy_s = time.perf_counter() - started_s
+                timer.begin_s, timer.end_s = begin_s, time.perf_counter()
                 future.set_result(results)
                 del results
             except BaseException as error:

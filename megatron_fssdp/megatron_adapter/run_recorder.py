@@ -32,8 +32,7 @@ class RunRecorder:
     Loads are gathered over the expert-data-parallel ranks (whose source devices are put
     side by side, so D counts all ranks of a pipeline stage) and then over the pipeline. The
     peers of expert tensor parallelism count as one device; their loads are one load already.
-    Seconds of transfers and of re-shards are those of one rank, which speaks for its stage:
-    device 0 of the first expert-parallel group.
+    Seconds of transfers and of re-shards are those of device 0 of every expert-parallel group.
 
     Args:
         record_dir: Folder of the run.
@@ -111,7 +110,7 @@ def _gather_stages(own: _StageRecord) -> list[_StageRecord]:
     stage = _StageRecord(
         first.loss,
         [_side_by_side(loads) for loads in zip(*(copy.loads for copy in copies), strict=True)],
-        ReshardReport(first.reshard.experts_moved, moved_bytes, first.reshard.seconds),
+        ReshardReport(first.reshard.experts_moved, moved_bytes, max(copy.reshard.seconds for copy in copies)),
     )
     return _gather(stage, parallel_state.get_pipeline_model_parallel_group())
 
@@ -138,11 +137,15 @@ def _side_by_side(loads: tuple[LayerLoad, ...]) -> LayerLoad:
         spag_bytes=num_peers * sum(load.spag_bytes for load in loads),
         sprs_bytes=num_peers * sum(load.sprs_bytes for load in loads),
         cross_node_tokens=sum(load.cross_node_tokens for load in loads),
-        spag_s=loads[0].spag_s,
-        spag_exposed_s=loads[0].spag_exposed_s,
-        sprs_s=loads[0].sprs_s,
-        sprs_exposed_s=loads[0].sprs_exposed_s,
+        spag_s=_mean([load.spag_s for load in loads]),
+        spag_exposed_s=_mean([load.spag_exposed_s for load in loads]),
+        sprs_s=_mean([load.sprs_s for load in loads]),
+        sprs_exposed_s=_mean([load.sprs_exposed_s for load in loads]),
     )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _layer_metrics(load: LayerLoad) -> LayerMetrics:

@@ -42,9 +42,9 @@ class LayerMetrics:
         spag_bytes: Bytes moved by SparseAllGather, over all devices.
         sprs_bytes: Bytes moved by SparseReduceScatter, over all devices.
         cross_node_tokens: Dispatched tokens whose expert sat on another node.
-        spag_s: Seconds in which SparseAllGather ran on the recording rank: device 0 of the first
-            expert-parallel group of the layer's pipeline stage, not the slowest one.
-        spag_exposed_s: Of these, the ones for which that rank's compute stood still.
+        spag_s: Seconds in which SparseAllGather ran on device 0 of its expert-parallel group, not on the
+            slowest device; the mean of several groups.
+        spag_exposed_s: Of these, the ones for which that device's compute stood still.
         sprs_s: The same for SparseReduceScatter.
         sprs_exposed_s: The same for SparseReduceScatter.
     """
@@ -76,8 +76,8 @@ class IterationMetrics:
         resharded_experts: Experts whose owner or slot changed before the iteration, over all
             pipeline stages; 0 where nothing was re-sharded.
         reshard_bytes: Bytes that this moved between devices, over all devices.
-        reshard_s: Seconds that it took, on the recording rank of the slowest stage; part of
-            ``iteration_s``.
+        reshard_s: Seconds that it took, on device 0 of the slowest expert-parallel group; part
+            of ``iteration_s``.
     """
 
     iteration: int
