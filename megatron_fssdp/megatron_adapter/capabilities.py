@@ -6,6 +6,8 @@ works, a release without them is refused before anything runs.
 
 import importlib
 import importlib.metadata
+import inspect
+from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
 
@@ -28,6 +30,16 @@ _SEAMS = (
         "_ParamAndGradBucketGroup.finish_grad_sync",
         "orders the expert gradients' reduction",
     ),
+    (
+        "megatron.core.distributed",
+        "DistributedDataParallel._make_forward_pre_hook",
+        "has experts' parameters gathered before they are used",
+    ),
+    (
+        "megatron.core.transformer.transformer_block",
+        "TransformerBlock.sharded_state_dict",
+        "names experts in checkpoints by their owners",
+    ),
 )
 
 _TRAINING_SEAMS = (
@@ -36,6 +48,47 @@ _TRAINING_SEAMS = (
     ("megatron.training.arguments", "validate_args", "checks its arguments"),
     ("megatron.training.training", "setup_model_and_optimizer", "checks the built model"),
     ("megatron.training.training", "train_step", "marks iterations"),
+    (
+        "megatron.core.transformer.transformer_layer",
+        "TransformerLayer.mlp",
+        "starts to gather experts under the attention",
+    ),
+    (
+        "megatron.core.distributed.param_and_grad_buffer",
+        "_ParamAndGradBucketGroup.finish_param_sync",
+        "completes parameters before experts move",
+    ),
+    (
+        "megatron.core.distributed",
+        "DistributedDataParallel.expert_parallel_bucket_groups",
+        "completes parameters before experts move",
+    ),
+    (
+        "megatron.core.distributed",
+        "DistributedDataParallel.remove_forward_pre_hook_handles",
+        "completes parameters before experts move",
+    ),
+    (
+        "megatron.core.distributed",
+        "DistributedDataParallel.overlap_param_gather_with_optimizer_step",
+        "completes parameters before experts move",
+    ),
+    (
+        "megatron.core.optimizer.distrib_optimizer",
+        "DistributedOptimizer._get_model_param_range_map",
+        "moves optimizer states between devices",
+    ),
+    ("megatron.training.checkpointing", "generate_state_dict", "saves the owner map"),
+    (
+        "megatron.training.checkpointing",
+        "dist_checkpointing.load_content_metadata",
+        "takes the owner map up again",
+    ),
+    (
+        "megatron.training.checkpointing",
+        "dist_checkpointing.save",
+        "keeps a half written checkpoint from being loaded",
+    ),
 )
 
 
@@ -60,15 +113,23 @@ def check_training() -> None:
 def _check(seams: tuple[tuple[str, str, str], ...]) -> None:
     for module_name, path, purpose in seams:
         try:
-            found = importlib.import_module(module_name)
+            found: Any = importlib.import_module(module_name)
             for name in path.split("."):
-                found = getattr(found, name)
+                found = None if _assigns(found, name) else getattr(found, name)
         except (ImportError, AttributeError) as error:
             raise ConfigurationError(
                 f"Megatron: got {_version()} without {module_name}.{path} ({error}), with which the plugin "
                 f"{purpose}; wanted a release in the tested range, {TESTED_RANGE}: "
                 f"pip install '{TESTED_RANGE.replace(' ', '')}'"
             ) from None
+
+
+def _assigns(owner: object, name: str) -> bool:
+    """Whether some method of a class names an attribute that only its instances have."""
+    if not isinstance(owner, type) or hasattr(owner, name):
+        return False
+    methods = (inspect.unwrap(method) for base in owner.__mro__ for method in vars(base).values())
+    return any(name in method.__code__.co_names for method in methods if inspect.isfunction(method))
 
 
 def _version() -> str:
