@@ -89,8 +89,8 @@ class FssdpSettings(PlacementSettings):
     overlap: bool = Field(
         default=True,
         description=(
-            "Gather replicas beside the compute before the layer and reduce their gradients beside the "
-            "backward pass of the layers below; off: both in turn with the layer (for comparisons)."
+            "Gather replicas beside the compute before the layer, such as attention, and reduce their "
+            "gradients beside its backward pass; off: both in turn with the layer (for comparisons)."
         ),
     )
     rematerialize: bool = Field(
