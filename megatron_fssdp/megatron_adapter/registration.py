@@ -124,5 +124,7 @@ def _follow_in_checkpoints(session: StrategySession) -> None:
     """Let the owner map travel in a checkpoint's common state, and no half written one be loaded."""
     from megatron.training import checkpointing
 
-    owner_hint.wrap_checkpointing(checkpointing, session.stage_owners, session.slots.adopt)
+    # Without re-sharding owners stay Megatron's: any checkpoint format may then be saved.
+    if session.reshards:
+        owner_hint.wrap_checkpointing(checkpointing, session.stage_owners, session.slots.adopt)
     overwritten_checkpoint.wrap_save(checkpointing.dist_checkpointing)
