@@ -2,7 +2,13 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.planning import cost_model
-from megatron_fssdp.planning.cost_model import ClusterCost, LinkCost, LinkTraffic
+from megatron_fssdp.planning.cost_model import (
+    LEAST_BETA_S_PER_BYTE,
+    ClusterCost,
+    LinkCost,
+    LinkTraffic,
+    fit_link_cost,
+)
 from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.transfer_plan import plain_transfer, two_level_transfer
@@ -14,6 +20,35 @@ def test_link_time_is_alpha_beta():
     link = LinkCost(alpha_s=2.0, beta_s_per_byte=0.5)
     assert link.time_s(8) == 6.0
     assert link.time_s(0) == 0.0
+
+
+SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)
+
+
+def test_fit_finds_the_line_that_times_lie_on():
+    wanted = LinkCost(alpha_s=2e-5, beta_s_per_byte=3e-10)
+    fitted = fit_link_cost(SIZES, [wanted.time_s(size) for size in SIZES])
+    assert fitted.alpha_s == pytest.approx(wanted.alpha_s)
+    assert fitted.beta_s_per_byte == pytest.approx(wanted.beta_s_per_byte)
+
+
+def test_fit_weighs_errors_by_the_time_that_a_message_takes():
+    """10 % more for the largest message must not hide what a small one costs."""
+    wanted = LinkCost(alpha_s=2e-5, beta_s_per_byte=3e-10)
+    seconds = [wanted.time_s(size) for size in SIZES]
+    seconds[-1] *= 1.1
+    fitted = fit_link_cost(SIZES, seconds)
+    assert fitted.time_s(SIZES[0]) == pytest.approx(seconds[0], rel=0.05)
+    assert fitted.time_s(SIZES[-1]) == pytest.approx(seconds[-1], rel=0.1)
+
+
+def test_fit_to_noise_is_a_cost_still():
+    faster_when_larger = fit_link_cost((1000, 2000, 3000), (3e-5, 2e-5, 1e-5))
+    assert faster_when_larger.beta_s_per_byte == LEAST_BETA_S_PER_BYTE
+    assert faster_when_larger.alpha_s > 0
+    below_the_origin = fit_link_cost((1000, 2000, 3000), (1e-6, 3e-6, 5e-6))
+    assert below_the_origin.alpha_s == 0.0
+    assert below_the_origin.beta_s_per_byte > 0
 
 
 def test_all_to_all_waits_for_the_busiest_link():

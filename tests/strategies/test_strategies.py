@@ -9,7 +9,11 @@ from hypothesis import strategies as st
 
 from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
 from megatron_fssdp.config.strategy_settings import EpSettings, FssdpSettings, PlacementSettings
+from megatron_fssdp.planning.cost_model import ClusterCost, LinkCost
+from megatron_fssdp.planning.heterogeneous_sharding import heterogeneous_sharding
+from megatron_fssdp.planning.layer_profile import LayerProfile
 from megatron_fssdp.planning.load_history import LoadHistory
+from megatron_fssdp.planning.owner_map import OwnerMap
 from megatron_fssdp.planning.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.replica_routing import expected_device_load_D
 from megatron_fssdp.planning.sparse_materialization import sparse_materialization
@@ -158,6 +162,140 @@ def test_the_hecate_planner_is_algorithm_1(
         slots=-(-context.num_experts // context.num_devices) if slots is None else slots,
     )
     assert placement == wanted
+
+
+def measured(
+    non_moe_s: float = 1e-3, memory_capacity: int = 3, expert_flops_per_s: float = 1e9
+) -> LayerProfile:
+    """Links of 1 MB/s and experts of 100 bytes: 10 experts travel in a millisecond."""
+    link = LinkCost(1e-9, 1e-6)
+    return LayerProfile(
+        non_moe_s,
+        ClusterCost(link, link, expert_flops_per_s),
+        expert_bytes=100,
+        token_bytes=1,
+        flops_per_token=1e6,
+        memory_capacity=memory_capacity,
+    )
+
+
+CONTEXT = LayerContext(1, even_owners(8, 4), Topology.single_node(4))
+
+
+@pytest.mark.parametrize(
+    ("given", "profile", "degree", "slots"),
+    [
+        ({}, None, 8, 2),  # before the profile: all experts, as many slots as a device owns
+        ({}, measured(non_moe_s=5e-4), 5, 3),
+        ({}, measured(non_moe_s=1.0, memory_capacity=0), 8, 0),
+        ({"slots": 1}, measured(non_moe_s=5e-4), 5, 1),
+        ({"overlap_degree": 4}, measured(non_moe_s=5e-4), 4, 3),
+        ({"slots": 1, "overlap_degree": 12}, measured(), 8, 1),
+        ({"slots": 0, "overlap_degree": 0}, None, 0, 0),
+    ],
+)
+def test_limits_are_given_or_measured(
+    given: dict[str, int], profile: LayerProfile | None, degree: int, slots: int
+) -> None:
+    strategy = build_strategy("fssdp", FssdpSettings(**given))
+    context = dataclasses.replace(CONTEXT, profile=profile)
+    assert (strategy.overlap_degree(context), strategy.slots(context)) == (degree, slots)
+    history = LoadHistory(5, 4, 8)
+    history.append(np.arange(32).reshape(4, 8) ** 2)
+    placement = strategy.before_gate(context, history).placement
+    assert placement.replicas_per_device_D.max() <= slots
+    assert (placement.present_ED.sum(axis=1) > 1).sum() <= degree
+
+
+@pytest.mark.parametrize(
+    ("given", "iterations"),
+    [
+        ({}, 3),
+        ({"profile_iterations": 7}, 7),
+        ({"slots": 1}, 3),
+        ({"overlap_degree": 1}, 3),
+        ({"slots": 1, "overlap_degree": 1}, 0),
+        ({"slots": 1, "overlap_degree": 1, "calibrate": True}, 3),
+    ],
+)
+def test_iterations_are_measured_only_where_something_is_not_given(
+    given: dict[str, int], iterations: int
+) -> None:
+    assert build_strategy("fssdp", FssdpSettings(**given)).profile_iterations == iterations
+
+
+def test_reshards_come_at_multiples_of_their_interval() -> None:
+    def times(interval: int) -> list[int]:
+        strategy = build_strategy("fssdp", FssdpSettings(reshard_interval=interval))
+        return [iteration for iteration in range(10) if strategy.reshards_at(iteration)]
+
+    assert times(3) == [3, 6, 9]
+    assert times(1) == list(range(1, 10))
+    assert times(0) == []
+    assert not any(build_strategy("ep", EpSettings()).reshards_at(iteration) for iteration in range(10))
+
+
+def test_reshards_follow_the_loads_and_spare_what_is_replicated() -> None:
+    """The hottest experts have replicas anyway; the owners of the others are evened out."""
+    owners = OwnerMap.even(2, 8, 4)
+    load_LE = np.array([[50.0, 40, 1, 1, 1, 1, 1, 1]] * 2)
+    contexts = [CONTEXT, CONTEXT]
+    strategy = build_strategy("fssdp", FssdpSettings(overlap_degree=0))
+    assert strategy.reshard(contexts, np.zeros((2, 8)), owners) is owners
+    moved = strategy.reshard(contexts, load_LE, owners)
+    assert owners.moves_to(moved)
+
+    def worst(owner_map: OwnerMap) -> float:
+        return max(
+            np.bincount(owner_map.device_LE[layer], weights=load_LE[layer], minlength=4).max()
+            for layer in range(2)
+        )
+
+    assert worst(owners) == 90
+    assert worst(moved) <= 52
+    replicated = build_strategy("fssdp", FssdpSettings(overlap_degree=2))
+    wanted = heterogeneous_sharding(owners, load_LE, CONTEXT.topology, overlap_degree=2)
+    assert replicated.reshard(contexts, load_LE, owners).digest() == wanted.digest()
+    # Measured limits count like given ones; the layer that can replicate least decides.
+    of_layers = [
+        dataclasses.replace(CONTEXT, profile=measured(non_moe_s=seconds)) for seconds in (8e-4, 2e-4)
+    ]
+    by_profile = build_strategy("fssdp", FssdpSettings())
+    assert by_profile.reshard(of_layers, load_LE, owners).digest() == wanted.digest()
+
+
+@pytest.mark.parametrize("settings", [{"calibrate": False}, {"calibrate": True}])
+def test_counts_change_a_plan_only_with_calibration_and_a_profile(settings: dict[str, bool]) -> None:
+    """Experts a thousand times slower than their links: replicas pay."""
+    strategy = build_strategy("fssdp", FssdpSettings(slots=2, overlap_degree=8, **settings))
+    plan = strategy.before_gate(CONTEXT, LoadHistory(5, 4, 8))
+    counts_DE = hot_counts_DE(hot=5)
+    assert strategy.after_gate(CONTEXT, counts_DE, plan, 1) is plan, "without a profile"
+    context = dataclasses.replace(CONTEXT, profile=measured())
+    after = strategy.after_gate(context, counts_DE, plan, 1)
+    if not settings["calibrate"]:
+        assert after is plan
+        return
+    assert len(after.placement.holders(5)) > 1
+    assert (after.placement.present_ED | plan.placement.present_ED == after.placement.present_ED).all()
+    assert after.placement.replicas_per_device_D.max() <= 2
+    assert (after.gather_ahead, after.rematerialize) == (plan.gather_ahead, plan.rematerialize)
+    # Fast experts gain nothing that pays for the gather.
+    fast = dataclasses.replace(CONTEXT, profile=measured(expert_flops_per_s=1e18))
+    assert strategy.after_gate(fast, counts_DE, plan, 1) is plan
+
+
+@given(layers(), st.booleans(), st.integers(0, 2**32 - 1))
+@settings(max_examples=30, deadline=None)
+def test_calibrated_plans_keep_their_limits(context: LayerContext, slow: bool, seed: int) -> None:
+    context = dataclasses.replace(context, profile=measured(expert_flops_per_s=1e9 if slow else 1e14))
+    strategy = build_strategy("fssdp", FssdpSettings(slots=2, overlap_degree=2, calibrate=True))
+    plan = strategy.before_gate(context, history_of(context, 5, [seed]))
+    after = strategy.after_gate(context, random_counts_DE(context, seed // 2 + 1), plan, 2)
+    assert after.placement.replicas_per_device_D.max() <= 2
+    added_ED = after.placement.present_ED & ~plan.placement.present_ED
+    assert added_ED.any(axis=1).sum() <= 2
+    assert not (plan.placement.present_ED & ~after.placement.present_ED).any()
 
 
 def test_fssdp_forgets_what_lies_before_its_window() -> None:

@@ -1,0 +1,94 @@
+"""All ranks end with one profile: the slowest compute and links, the least time to hide under."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.planning.cost_model import LinkCost
+from megatron_fssdp.planning.layer_profile import LayerProfile
+from megatron_fssdp.planning.materialization_limits import memory_capacity
+from megatron_fssdp.planning.placement import even_owners
+from megatron_fssdp.runtime import layer_profiling
+from megatron_fssdp.runtime.layer_stopwatch import LayerStopwatch, _Span
+from megatron_fssdp.runtime.moe_runtime import MoERuntime
+from megatron_fssdp.testing import run_ranks
+
+from .rank_layer import FFN_DIM, MODEL_DIM, DrawnPlacements, LayerCase, build_layer
+from .reference_layer import draw_weights
+
+CASE = LayerCase("profiled", dtype=torch.float32)
+EXPERT_ELEMENTS = 2 * FFN_DIM * MODEL_DIM + FFN_DIM * MODEL_DIM  # gated fc1 and fc2
+BEFORE_S = ((0.5, 0.25), (0.75, 0.125))  # of each rank, its layers
+EXPERTS_S = (1.5, 0.5)
+ROWS = (300, 400)
+LINKS = ((1e-3, 4e-9, 2e-3, 8e-9), (3e-3, 2e-9, 1e-3, 9e-9))
+FREE_BYTES = (70_000, 50_000)
+
+
+def watch(before_s: float, experts_s: float, num_rows: int) -> LayerStopwatch:
+    return LayerStopwatch(num_rows, [_Span(False, 0.0, before_s)], [_Span(False, 1.0, 1.0 + experts_s)])
+
+
+def profile(
+    rank: int, world_size: int, num_rows: tuple[int, ...], rematerialize: bool
+) -> list[tuple[LayerProfile | None, bool]]:
+    intra_alpha, intra_beta, inter_alpha, inter_beta = LINKS[rank]
+    layer_profiling.measure_links = lambda *_: (
+        LinkCost(intra_alpha, intra_beta),
+        LinkCost(inter_alpha, inter_beta),
+    )
+    runtime = MoERuntime(DrawnPlacements(CASE))
+    owner_E = even_owners(CASE.num_experts, world_size)
+    weights = draw_weights(1, CASE.num_experts, MODEL_DIM, FFN_DIM, CASE.activation, CASE.biases)
+    layers = [build_layer(CASE, owner_E, weights, runtime)[0] for _ in BEFORE_S[rank]]
+    for layer, before_s in zip(layers, BEFORE_S[rank], strict=True):
+        layer.stopwatch = watch(before_s, EXPERTS_S[rank] / len(layers), num_rows[rank] // len(layers))
+    layer_profiling.profile_layers(
+        layers,
+        [dist.group.WORLD],
+        free_bytes=FREE_BYTES[rank],
+        token_bytes=4 * MODEL_DIM,
+        num_micro_batches=2,
+        rematerialize=rematerialize,
+        device=torch.device("cpu"),
+    )
+    assert all(np.array_equal(layer.context.owner_E, owner_E) for layer in layers)
+    return [(layer.context.profile, layer.stopwatch is None) for layer in layers]
+
+
+@pytest.mark.parametrize("rematerialize", [False, True])
+def test_all_ranks_and_layers_get_the_same_profile(rematerialize: bool) -> None:
+    found = [entry for rank in run_ranks(profile, 2, ROWS, rematerialize) for entry in rank]
+    assert len(found) == 4
+    assert all(is_over for _, is_over in found)
+    one = found[0][0]
+    assert one is not None
+    assert all(other == one for other, _ in found)
+    assert one.non_moe_s == 0.125
+    flops_per_token = 2.0 * EXPERT_ELEMENTS
+    assert one.flops_per_token == flops_per_token
+    # Rank 0 takes 5 ms a row, rank 1 1.25 ms.
+    assert one.cluster.expert_flops_per_s == pytest.approx(flops_per_token * 300 / 1.5)
+    assert one.cluster.intra == LinkCost(3e-3, 4e-9)
+    assert one.cluster.inter == LinkCost(2e-3, 9e-9)
+    assert one.expert_bytes == 4 * EXPERT_ELEMENTS
+    assert one.token_bytes == 4 * MODEL_DIM
+    assert one.memory_capacity == memory_capacity(
+        min(FREE_BYTES),
+        expert_bytes=4 * EXPERT_ELEMENTS,
+        gradient_bytes_per_expert=4 * EXPERT_ELEMENTS,
+        num_layers=2,
+        num_experts=8,
+        rematerialize=rematerialize,
+        num_micro_batches=2,
+    )
+
+
+def test_ranks_without_rows_leave_the_throughput_to_the_others() -> None:
+    (first, _), *_ = run_ranks(profile, 2, (0, 400), False)[0]
+    assert first is not None
+    assert first.cluster.expert_flops_per_s == pytest.approx(2.0 * EXPERT_ELEMENTS * 400 / 0.5)
+    (first, _), *_ = run_ranks(profile, 2, (0, 0), False)[0]
+    assert first is not None
+    assert first.cluster.expert_flops_per_s == 1e15
