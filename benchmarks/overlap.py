@@ -218,12 +218,10 @@ def watch_iterations(runtime_class: type[Any], report: RankReport, rank: int, tr
         is_overlapped = TURNS[len(begins_s) % len(TURNS)]
         for layer, own in zip(runtime.layers, groups, strict=True):
             layer.groups = own if is_overlapped else dataclasses.replace(own, transfers=None)
-        report.spans.clear()  # but for the last two iterations
-        report.spans.extend(kept)
+        if len(begins_s) <= WARM_UP_ITERATIONS:
+            report.spans.clear()
         begins_s.append(time.perf_counter())
         begin_iteration(runtime, num_micro_batches)
-
-    kept: list[TraceSpan] = []
 
     def end(runtime: Any) -> Any:
         transfers = [(layer.context.layer, started) for layer in runtime.layers for started in layer._journal]
@@ -248,7 +246,6 @@ def watch_iterations(runtime_class: type[Any], report: RankReport, rank: int, tr
                         add(TraceSpan(rank, TRANSFERS, name, timer.begin_s, timer.end_s))
                     for wait_begin_s, wait_end_s in timer.waits_s:
                         add(TraceSpan(rank, WAITS, f"wait for {name}", wait_begin_s, wait_end_s))
-                kept.extend(report.spans[len(kept) :])
         return loads
 
     runtime_class.begin_iteration, runtime_class.end_iteration = begin, end

@@ -56,7 +56,7 @@ def account_memory(session: StrategySession, args: Any, num_micro_batches: int) 
         dtype_bytes=layout.dtype.itemsize,
         gradient_bytes=layout.dtype.itemsize if main_grad is None else main_grad.element_size(),
         optimizer=ExpertOptimizer(
-            num_state_tensors=int(args.sgd_momentum != 0) if args.optimizer == "sgd" else 2,
+            num_state_tensors=_num_state_tensors(args),
             has_master_weights=args.fp16 or args.bf16,
             is_distributed=bool(args.use_distributed_optimizer),
         ),
@@ -65,3 +65,10 @@ def account_memory(session: StrategySession, args: Any, num_micro_batches: int) 
         num_micro_batches=num_micro_batches,
         chunk_bytes=CHUNK_BYTES,
     )
+
+
+def _num_state_tensors(args: Any) -> int:
+    """States of a parameter's size: momentum where there is any, both moments of Adam."""
+    if args.optimizer == "sgd":
+        return int(args.sgd_momentum != 0)
+    return {"lion": 1}.get(args.optimizer, 2)
