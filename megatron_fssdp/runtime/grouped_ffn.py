@@ -63,7 +63,7 @@ def _one_by_one(
         hidden = activation(functional.linear(x_e, weights.fc1), weights.fc1_bias, probs_e)
         output = functional.linear(hidden, weights.fc2)
         if weights.fc2_bias is not None:
-            output = output + (weights.fc2_bias * probs_e.unsqueeze(-1)).to(output.dtype)
+            output = _add_bias(output, weights.fc2_bias, probs_e)
         outputs.append(output)
     return torch.cat(outputs)
 
@@ -92,10 +92,15 @@ def _grouped(
     hidden = activation(hidden, per_row(fc1_bias) if fc1_bias else None, probs)
     output = _GroupedLinear.apply(hidden, ends_G, *(w.fc2 for w in filled))
     if fc2_bias:
-        output = output + (per_row(fc2_bias) * probs.unsqueeze(-1)).to(output.dtype)
+        output = _add_bias(output, per_row(fc2_bias), probs)
     if idle:
         output = _ZeroGradients.apply(output, *(tensor for weights in idle for tensor in weights.tensors()))
     return output
+
+
+def _add_bias(output: torch.Tensor, bias: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    # Rounded once, as in Megatron, where probabilities have more digits than the rows.
+    return (output + bias * probs.unsqueeze(-1)).to(output.dtype)
 
 
 def _grouped_matmul_pays(x: torch.Tensor, experts: Sequence[ExpertWeights]) -> bool:
