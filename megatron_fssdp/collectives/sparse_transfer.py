@@ -69,6 +69,7 @@ class SparseTransfer:
             to this much memory per child, several times over where it looks ahead.
         stream: CUDA stream to run on; None takes a new one. Unused on CPU.
         journal: Receives every transfer that is started.
+        what: Names what is moved, in errors.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class SparseTransfer:
         chunk_bytes: int | None = None,
         stream: torch.cuda.Stream | None = None,
         journal: list[StartedTransfer] | None = None,
+        what: str = "experts",
     ) -> None:
         if plan.num_devices != dist.get_world_size(group):
             raise ValueError(
@@ -101,6 +103,7 @@ class SparseTransfer:
         self.device = torch.device(device)
         self.chunk_bytes = chunk_bytes
         self._journal = journal
+        self._what = what
         incoming, outgoing = plan.edges_of(self.rank)
         received = {edge.expert for edge in incoming}
         forwarded = {edge.expert for edge in outgoing}
@@ -243,6 +246,15 @@ class SparseTransfer:
         """Post the steps in order; never wait for more than the next message to pass on needs."""
         if wavefront.idle:
             return
+        try:
+            self._drive_steps(wavefront, cargo, direction)
+        except Exception as error:
+            error.add_note(
+                f"in {'SparseAllGather' if direction == _GATHER else 'SparseReduceScatter'} of {self._what}"
+            )
+            raise
+
+    def _drive_steps(self, wavefront: Wavefront, cargo: Cargo, direction: int) -> None:
         lookahead = 0 if self.device.type == "cuda" else _GLOO_LOOKAHEAD
         open_sends: deque[list[dist.Work]] = deque()
         for t in range(-lookahead, wavefront.num_steps + 1):

@@ -48,11 +48,13 @@ class IterationClock:
             loop says so and promises to call ``MoERuntime.finish_gradients`` before it reads
             any gradient. Weights are then gathered once an iteration and gradients reduced in
             the background. ``None``: every pass gathers, and reduces before it ends.
+        iteration: The running one as the loop's log counts it, for messages; ``None`` where nobody says.
         latest: The last layer of the running forward pass whose replicas are re-materialized.
     """
 
     driven: bool = False
     num_micro_batches: int | None = None
+    iteration: int | None = None
     latest: Materialization | None = None
 
 
@@ -305,6 +307,17 @@ class LayerExecutor:
         Raises:
             RuntimeError: Gradients are still on their way; the optimizer has not seen them.
         """
+        load = self.drop_iteration()
+        if load.counts_DE.any():
+            self.history.append(load.counts_DE)
+        return load
+
+    def drop_iteration(self) -> LayerLoad:
+        """Close the iteration as if it had not been: it leaves no history.
+
+        Raises:
+            RuntimeError: As for :meth:`end_iteration`.
+        """
         if self._gradients.num_unsent or self._gradients.in_flight:
             raise RuntimeError(
                 f"layer {self.context.layer}: the iteration ended with replicas' gradients not yet at their "
@@ -314,8 +327,6 @@ class LayerExecutor:
         for started in self._journal:
             load.add(started)
         self._journal.clear()
-        if load.counts_DE.any():
-            self.history.append(load.counts_DE)
         self.load = LayerLoad.empty(self.context.layer, *load.counts_DE.shape)
         self._iteration = None
         self._ahead = None
@@ -397,16 +408,18 @@ class LayerExecutor:
             chunk_bytes=CHUNK_BYTES,
             # On CUDA the host waits for a transfer's times, so they are taken only for reports.
             journal=self._journal if self.measure else None,
+            what=f"layer {self.context.layer}",
         )
 
     def _check_agreement(self, plan: LayerPlan) -> None:
         if not self.check_plans:
             return
+        what = f"the placement of layer {self.context.layer}"
+        if self.clock.iteration is not None:
+            what += f" in iteration {self.clock.iteration}"
         for group in (self.groups.expert_parallel, self.groups.expert_tensor_parallel):
             if group is not None:
-                check_agreement(
-                    plan.placement.digest(), group, f"the placement of layer {self.context.layer}"
-                )
+                check_agreement(plan.placement.digest(), group, what)
 
     def _gather_counts(self, routing_map: torch.Tensor) -> np.ndarray:
         """int64 ``[X, D, E]`` on the host; X expert-tensor-parallel peers."""

@@ -65,17 +65,28 @@ class MoERuntime:
         self.layers.append(executor)
         return executor
 
-    def begin_iteration(self, num_micro_batches: int | None = None) -> None:
+    def begin_iteration(self, num_micro_batches: int | None = None, iteration: int | None = None) -> None:
         """Mark the start of an iteration: plans are made anew from the loads so far.
 
         Args:
             num_micro_batches: Backward passes to come, where the loop knows and calls
                 :meth:`finish_gradients` before it reads any gradient; see :class:`IterationClock`.
+            iteration: Its number, for messages.
         """
         self.clock.driven = True
         for layer in self.layers:
             layer.end_iteration()
         self.clock.num_micro_batches = num_micro_batches
+        self.clock.iteration = iteration
+        self.clock.latest = None
+
+    def repeat_iteration(self) -> None:
+        """Mark that the running iteration starts over, with the same parameters and the same data.
+
+        Its plans are made anew from the same loads, its weights gathered anew.
+        """
+        for layer in self.layers:
+            layer.drop_iteration()
         self.clock.latest = None
 
     def finish_gradients(self) -> None:
@@ -86,5 +97,6 @@ class MoERuntime:
     def end_iteration(self) -> list[LayerLoad]:
         """Mark the end of an iteration; what each layer did in it, in order of registration."""
         self.clock.num_micro_batches = None
+        self.clock.iteration = None
         self.clock.latest = None
         return [layer.end_iteration() for layer in self.layers]

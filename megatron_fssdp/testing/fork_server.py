@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, wait
 
 from megatron_fssdp.testing.rank_job import RankJob, run_rank
 
-_GRACE_S = 0.1  # lets the other ranks of a failed job report their own exception
+_DUMP_S = 0.1  # for the ranks of a job that timed out, to show where they hang
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
@@ -76,7 +76,7 @@ def _run(job: RankJob, connection: Connection) -> JobReport:
                 exit_codes[rank] = _reap(pids, children, descriptor)
             timed_out = not ready and bool(children)
             if timed_out or any(exit_codes.values()):
-                unfinished = _end(pids, children, exit_codes, timed_out)
+                unfinished = _end(job, pids, children, exit_codes, timed_out)
     finally:
         for descriptor, rank in list(children.items()):
             os.kill(pids[rank], signal.SIGKILL)
@@ -85,13 +85,13 @@ def _run(job: RankJob, connection: Connection) -> JobReport:
 
 
 def _end(
-    pids: list[int], children: dict[int, int], exit_codes: dict[int, int], timed_out: bool
+    job: RankJob, pids: list[int], children: dict[int, int], exit_codes: dict[int, int], timed_out: bool
 ) -> tuple[int, ...]:
     """End the ranks that still run; return those that did not end by themselves in the grace time."""
     if timed_out:
         for rank in children.values():
             os.kill(pids[rank], signal.SIGUSR1)
-    grace_end_s = time.monotonic() + _GRACE_S
+    grace_end_s = time.monotonic() + (_DUMP_S if timed_out else job.grace_s)
     running = dict(children)
     while running and (left_s := grace_end_s - time.monotonic()) > 0:
         for descriptor in wait(list(running), left_s):

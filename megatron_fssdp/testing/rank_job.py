@@ -32,6 +32,7 @@ class RankJob:
         cwd: Working directory of the ranks.
         sys_path: Import path of the ranks.
         run_dir: Folder for logs, results and failures; exists, belongs to this job alone.
+        grace_s: Seconds that the other ranks have to end by themselves when one has failed.
         context: Context manager to enter around the function, as a reference; None for none.
         context_options: Keyword arguments of ``context``.
     """
@@ -45,6 +46,7 @@ class RankJob:
     cwd: str
     sys_path: list[str]
     run_dir: str
+    grace_s: float
     context: FunctionReference | None = None
     context_options: dict[str, Any] = field(default_factory=dict)
 

@@ -20,6 +20,7 @@ from megatron_fssdp.testing.rank_job import RankFailure, RankJob
 # torch.testing and the optimizers import the last one on their first use, which costs every rank of
 # every call near a second otherwise.
 DEFAULT_PRELOAD = ("numpy", "torch", "torch.distributed", "torch._dynamo")
+_GRACE_S = 0.1
 _MARGIN_S = 30.0  # the server keeps the time; the caller only guards against a dead server
 _LOG_TAIL_CHARS = 6000
 
@@ -48,6 +49,7 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     preload: Sequence[str] = DEFAULT_PRELOAD,
     backend: str = "gloo",
+    grace_s: float = _GRACE_S,
     context: Callable[..., Any] | None = None,
     context_options: Mapping[str, Any] | None = None,
 ) -> list[Any]:
@@ -67,6 +69,8 @@ def run_ranks(
         preload: What the server does before the first fork, in order: "module" is
             imported, "module:function" is imported and the function called.
         backend: Backend of the default process group.
+        grace_s: When a rank has failed, the time that the others have to end by themselves, with an
+            exception of their own, before they are ended.
         context: A module-level context manager factory, entered around ``fn`` on each rank.
         context_options: Keyword arguments for ``context``.
 
@@ -93,6 +97,7 @@ def run_ranks(
             cwd=os.getcwd(),
             sys_path=_import_path(),
             run_dir=run_dir,
+            grace_s=grace_s,
             context=context_reference,
             context_options=dict(context_options or {}),
         )
@@ -146,7 +151,7 @@ class _ForkServerProcess:
         with self._lock:
             try:
                 self._connection.send(job)
-                if not self._connection.poll(job.timeout_s + _MARGIN_S):
+                if not self._connection.poll(job.timeout_s + job.grace_s + _MARGIN_S):
                     raise RuntimeError("the fork server does not answer")
                 report = self._connection.recv()
             except (EOFError, OSError) as error:

@@ -53,6 +53,13 @@ def die_on(rank, world_size, culprit, how):
     dist.barrier()
 
 
+def die_or_raise_later(rank, world_size):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    raise KeyError("lost my keys")
+
+
 def return_a_lambda(rank, world_size):
     return lambda: rank
 
@@ -123,6 +130,15 @@ def test_a_rank_that_dies_without_a_word_is_named(how, wanted):
     with pytest.raises(RankError, match=wanted):
         run_ranks(die_on, 2, 1, how)
     assert len(run_ranks(do_nothing, 2)) == 2
+
+
+def test_the_other_ranks_may_be_given_time_to_end_by_themselves():
+    with pytest.raises(RankError, match="rank 1 was ended by signal 9") as caught:
+        run_ranks(die_or_raise_later, 2)
+    assert caught.value.ranks == (1,)
+    with pytest.raises(RankError, match="rank 0 raised") as caught:
+        run_ranks(die_or_raise_later, 2, grace_s=30)
+    assert caught.value.ranks == (1, 0)
 
 
 def test_a_result_that_cannot_be_pickled_is_an_error():
