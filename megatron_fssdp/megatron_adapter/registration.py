@@ -49,7 +49,7 @@ def register() -> None:
         )
     cpu_runtime.install()  # before anything else touches Megatron; does nothing on a GPU run
     check_training()
-    optimizer_repairs.install()  # resuming torch's Adam; does nothing under Transformer Engine or Apex
+    optimizer_repairs.install()
     _registered = True
 
     from megatron.training import arguments, training

@@ -38,6 +38,11 @@ DISTRIBUTED_OPTIMIZERS = {
         2,
         "--expert-model-parallel-size 2 --dist-ckpt-optim-fully-reshardable --bf16 --moe-strategy ep",
     ),
+    "padded_buckets_fully_reshardable": (
+        2,
+        "--expert-model-parallel-size 2 --dist-ckpt-optim-fully-reshardable --moe-strategy none "
+        "--overlap-grad-reduce --ddp-bucket-size 5000",
+    ),
 }
 
 
