@@ -25,7 +25,6 @@ import platform
 import shlex
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -217,6 +216,7 @@ def watch_iterations(runtime_class: type[Any], report: RankReport, rank: int, tr
             groups.extend(layer.groups for layer in runtime.layers)
         is_overlapped = TURNS[len(begins_s) % len(TURNS)]
         for layer, own in zip(runtime.layers, groups, strict=True):
+            layer.measure = True  # on every rank; by default the first device reports
             layer.groups = own if is_overlapped else dataclasses.replace(own, transfers=None)
         if len(begins_s) <= WARM_UP_ITERATIONS:
             report.spans.clear()
@@ -259,31 +259,41 @@ def hook_layers(training: Any, report: RankReport, rank: int) -> None:
         from megatron.core.transformer.transformer_layer import TransformerLayer
 
         built = setup(*args, **kwargs)
+        latest_s = [0.0]
         for chunk in built[0]:
             for module in chunk.modules():
                 if isinstance(module, TransformerLayer):
-                    forward = span_hooks(report, rank, f"forward of layer {module.layer_number}")
-                    module.register_forward_pre_hook(forward[0])
-                    module.register_forward_hook(forward[1])
-                    backward = span_hooks(report, rank, f"backward of layer {module.layer_number}")
-                    module.register_full_backward_pre_hook(backward[0])
-                    module.register_full_backward_hook(backward[1])
+                    hook_layer(module, report, rank, latest_s)
         return built
 
     training.setup_model_and_optimizer = setup_and_hook
 
 
-def span_hooks(report: RankReport, rank: int, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-    """A hook for the begin and one for the end of something that does not nest."""
+def hook_layer(layer: Any, report: RankReport, rank: int, latest_s: list[float]) -> None:
+    """Hook a layer, and the gradients of its output and of its input."""
     begins_s: list[float] = []
 
     def begin(*_: Any) -> None:
         begins_s.append(time.perf_counter())
 
-    def end(*_: Any) -> None:
-        report.spans.append(TraceSpan(rank, COMPUTE, name, begins_s.pop(), time.perf_counter()))
+    def end(name: str) -> None:
+        # A gradient is the end of one layer's backward pass and the begin of the next one's.
+        begin_s, latest_s[0] = max(begins_s.pop(), latest_s[0]), time.perf_counter()
+        report.spans.append(
+            TraceSpan(rank, COMPUTE, f"{name} of layer {layer.layer_number}", begin_s, latest_s[0])
+        )
 
-    return begin, end
+    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden.register_hook(lambda gradient: end("backward"))
+        begin()
+
+    def after(module: Any, args: tuple[Any, ...], output: Any) -> None:
+        end("forward")
+        (output[0] if isinstance(output, tuple) else output).register_hook(begin)
+
+    layer.register_forward_pre_hook(before, with_kwargs=True)
+    layer.register_forward_hook(after)
 
 
 def summary(setting: Setting, runs: list[tuple[Setting, float, list[list[Iteration]]]]) -> dict[str, Any]:

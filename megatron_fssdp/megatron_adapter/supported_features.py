@@ -23,6 +23,17 @@ _REFUSALS: tuple[tuple[str, Callable[[Value], bool], str], ...] = (
         "add --disable-bias-linear, or --expert-tensor-parallel-size 1",
     ),
     (
+        "biases of experts under sequence parallelism",
+        # Megatron 0.19 sums the output biases' gradients over the tensor-parallel ranks, where with
+        # whole experts they belong to different ones: what is learnt depends on who owns what.
+        lambda value: (
+            bool(value("sequence_parallel"))
+            and (value("tensor_model_parallel_size") or 1) > 1
+            and bool(value("add_bias_linear"))
+        ),
+        "add --disable-bias-linear",
+    ),
+    (
         "the flex token dispatcher",
         lambda value: value("moe_token_dispatcher_type") == "flex",
         "the strategy brings its own dispatcher: use --moe-token-dispatcher-type alltoall",

@@ -50,6 +50,11 @@ def forbid_the_plugins_layer() -> None:
             "--moe-strategy ep --tensor-model-parallel-size 2 --sequence-parallel",
             "--disable-bias-linear",
         ),
+        (
+            "--moe-strategy ep --tensor-model-parallel-size 2 --sequence-parallel "
+            "--expert-tensor-parallel-size 1",
+            "biases of experts under sequence parallelism",
+        ),
         ("--moe-strategy ep --moe-shared-expert-overlap", "--moe-shared-expert-overlap"),
         ("--context-parallel-size 2", "Transformer Engine"),
     ],

@@ -145,7 +145,7 @@ MORE = {
     "tp2_expert_tp1_distributed_expert_bias": Layout(
         4,
         4,
-        f"{TP2} --expert-tensor-parallel-size 1 {DISTRIBUTED} {EXPERT_BIAS} --moe-router-topk 4",
+        f"{TP2} --expert-tensor-parallel-size 1 {DISTRIBUTED} {EXPERT_BIAS} --moe-router-topk 4 {NO_BIAS}",
         "slots=2 overlap_degree=3 nodes=2",
     ),
     "tp2_expert_tp1_copies_overlaps_aux_loss": Layout(
@@ -257,10 +257,10 @@ MORE = {
     "fp16_loss_scaling": Layout(
         2, 2, f"--fp16 --initial-loss-scale 1024 {DISTRIBUTED}", "slots=2 overlap_degree=2"
     ),
-    "groups_of_experts_latent_sgd": Layout(
+    "groups_of_experts_sgd": Layout(
         2,
         2,
-        f"{EXPERT_BIAS} --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-latent-size 16 "
+        f"{EXPERT_BIAS} --moe-router-num-groups 4 --moe-router-group-topk 2 "
         f"--optimizer sgd {NO_BIAS} --moe-z-loss-coeff 1e-3",
         "slots=2 overlap_degree=2 rematerialize=true",
     ),
@@ -285,25 +285,10 @@ MORE = {
         "--moe-token-dispatcher-type allgather --check-weight-hash-across-dp-replicas-interval 1",
         "slots=2 overlap_degree=2",
     ),
-    "two_optimizer_instances": Layout(
-        4,
-        2,
-        f"{OVERLAPS} --num-distributed-optimizer-instances 2",
-        "slots=2 overlap_degree=2",
-        moves=False,
-        reshard_interval=0,
-    ),
     "interleaved_not_aligned": Layout(
         4,
         2,
         f"{INTERLEAVED} {OVERLAPS} --no-align-grad-reduce --no-align-param-gather --global-batch-size 16",
-        "slots=2 overlap_degree=2",
-    ),
-    "averaged_in_collective_shared_expert_recomputed": Layout(
-        4,
-        2,
-        f"{OVERLAPS} --ddp-average-in-collective {SHARED} {NO_BIAS} --recompute-granularity selective "
-        "--recompute-modules shared_experts layernorm",
         "slots=2 overlap_degree=2",
     ),
 }

@@ -44,12 +44,12 @@ def slot_tensors(experts: Any, index: int, optimizer: Any) -> list[torch.Tensor]
 
 
 def optimizer_tensors(optimizer: Any, parameter: torch.nn.Parameter) -> list[torch.Tensor]:
-    """Master weight and Adam's averages; nothing before the first step."""
+    """Master weight and Adam's averages; no averages before the first step."""
     for member in getattr(optimizer, "chained_optimizers", [optimizer]):
         if hasattr(member, "model_param_gbuf_map"):
             if parameter in member.model_param_gbuf_map:
                 state = member._get_main_param_and_optimizer_states(parameter)
-                return [state[name] for name in ("param", "exp_avg", "exp_avg_sq")]
+                return [state[name] for name in ("param", "exp_avg", "exp_avg_sq") if name in state]
             continue
         main = getattr(parameter, "main_param", parameter)
         if main in member.optimizer.state:
