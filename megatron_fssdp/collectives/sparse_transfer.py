@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.collectives.transfer_cargo import Cargo, GatherCargo, ReductionCargo, check_cargo
 from megatron_fssdp.collectives.transfer_lane import (
     FinishedTransfer,
@@ -246,13 +247,9 @@ class SparseTransfer:
         """Post the steps in order; never wait for more than the next message to pass on needs."""
         if wavefront.idle:
             return
-        try:
+        kind = "SparseAllGather" if direction == _GATHER else "SparseReduceScatter"
+        with naming_failures(f"{kind} of {self._what}"):
             self._drive_steps(wavefront, cargo, direction)
-        except Exception as error:
-            error.add_note(
-                f"in {'SparseAllGather' if direction == _GATHER else 'SparseReduceScatter'} of {self._what}"
-            )
-            raise
 
     def _drive_steps(self, wavefront: Wavefront, cargo: Cargo, direction: int) -> None:
         lookahead = 0 if self.device.type == "cuda" else _GLOO_LOOKAHEAD

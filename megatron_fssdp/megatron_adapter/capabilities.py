@@ -47,7 +47,9 @@ _TRAINING_SEAMS = (
     ("megatron.training.arguments", "parse_args", "adds its arguments"),
     ("megatron.training.arguments", "validate_args", "checks its arguments"),
     ("megatron.training.training", "setup_model_and_optimizer", "checks the built model"),
+    ("megatron.training.training", "train", "says where a run stopped"),
     ("megatron.training.training", "train_step", "marks iterations"),
+    ("megatron.training.training", "get_forward_backward_func", "notices that an iteration is repeated"),
     (
         "megatron.core.transformer.transformer_layer",
         "TransformerLayer.mlp",

@@ -15,10 +15,13 @@ import psutil
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 
+from megatron_fssdp.megatron_adapter.finite_watch import FiniteWatch
 from megatron_fssdp.megatron_adapter.memory_report import report_memory
 from megatron_fssdp.megatron_adapter.resharding import ExpertResharding, ReshardReport
 from megatron_fssdp.megatron_adapter.slot_quantities import slot_quantities
+from megatron_fssdp.megatron_adapter.stopped_training import report_non_finite
 from megatron_fssdp.megatron_adapter.strategy_session import StrategySession
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.runtime.layer_executor import LayerLoad
@@ -52,6 +55,9 @@ class IterationDriver:
         self._args = args
         self.reshard: ReshardReport | None = None
         self._iterations_to_measure = 0
+        self._passes_begun = 0
+        # Where Megatron does not stop at such numbers, fp16 with its loss scaling, they are nothing unusual.
+        self._watch = FiniteWatch(model) if args.check_for_nan_in_loss_and_grad else None
         layers = session.runtime.layers
         if not layers or layers[0].context.num_devices == 1:
             return
@@ -87,17 +93,39 @@ class IterationDriver:
             num_micro_batches: Of the iteration to come.
         """
         session = self._session
+        if self._watch is not None:
+            self._watch.clear()
         if self._iterations_to_measure:
             self._iterations_to_measure -= 1
         elif session.runtime.layers and session.runtime.layers[0].stopwatch is not None:
             self._profile(num_micro_batches)
         resharding = session.reshards and session.strategy.reshards_at(iteration)
         self.reshard = self._reshard() if resharding else None
-        session.runtime.begin_iteration(num_micro_batches)
+        session.runtime.begin_iteration(num_micro_batches, iteration + 1)
+        self._passes_begun = 0
+
+    def begin_passes(self) -> None:
+        """Before the forward and backward passes of an iteration, which Megatron may run again."""
+        self._passes_begun += 1
+        if self._passes_begun > 1:
+            self._session.runtime.repeat_iteration()
 
     def end(self) -> list[LayerLoad]:
         """After the optimizer's step; what each layer did."""
         return self._session.runtime.end_iteration()
+
+    def report_non_finite(self) -> None:
+        """Log where the numbers came up for which Megatron ends the run, if it does so for that."""
+        if self._watch is None:
+            return
+        finding = self._watch.finding()
+        if finding is None and get_rerun_state_machine().rerun_requested:
+            finding = (
+                "Megatron refused a loss or gradient of this rank, and all its MoE layers made finite hidden "
+                "states and gradients: look at the other layers, the last ones first, and the loss"
+            )
+        if finding is not None:
+            report_non_finite(self._args, finding)
 
     def _profile(self, num_micro_batches: int) -> None:
         layers = self._session.runtime.layers

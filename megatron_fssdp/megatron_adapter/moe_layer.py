@@ -12,6 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
+from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.megatron_adapter import gradient_sync
 from megatron_fssdp.megatron_adapter.expert_checkpoint import follow_owners
 from megatron_fssdp.megatron_adapter.expert_parameters import expert_activation, expert_parameters
@@ -81,6 +82,11 @@ class StrategyMoELayer(MoELayer):
     def _global_number(self) -> int:
         # Layers of multi-token prediction are numbered from 1 again; count them after the decoder's.
         return (self.layer_number or 0) + (self.config.num_layers if self.is_mtp_layer else 0)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As Megatron's; an error says in which layer it happened."""
+        with naming_failures(f"the forward pass of MoE layer {self.executor.context.layer}"):
+            return super().forward(*args, **kwargs)
 
     def launch(self, hidden_states: torch.Tensor, *, first: bool) -> torch.Tensor:
         """Start to gather this layer's replicas; where its transformer layer begins.

@@ -15,6 +15,8 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME
 
+from megatron_fssdp.collectives.failure_place import naming_failures
+
 _MARKS = (".metadata", CONFIG_FNAME)  # without the first, a load that saw the second fails
 
 
@@ -33,6 +35,7 @@ def wrap_save(dist_checkpointing: Any) -> None:
         if dist.get_rank() == 0:
             for name in _MARKS:
                 (Path(str(checkpoint_dir)) / name).unlink(missing_ok=True)
-        return save(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        with naming_failures(f"saving {checkpoint_dir}"):
+            return save(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
     dist_checkpointing.save = save_with_new_marks

@@ -6,6 +6,7 @@ parser, its checks, the class that Megatron's specs build, the built model's che
 the mark of iterations.
 """
 
+from datetime import timedelta
 from functools import partial, wraps
 from typing import Any
 
@@ -100,7 +101,7 @@ def _choose(args: Any) -> None:
     name, settings = resolve_arguments(args)
     session = None
     if isinstance(settings, PlacementSettings):
-        session = StrategySession(name, settings)
+        session = StrategySession(name, settings, timedelta(minutes=args.distributed_timeout_minutes))
         session.check_model(args)
         if session.reshards:
             check_checkpoint_arguments(args)

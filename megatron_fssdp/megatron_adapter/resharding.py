@@ -17,6 +17,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.nn import Parameter
 
 from megatron_fssdp.collectives import check_agreement, exchange_slots
+from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.collectives.slot_exchange import DEFAULT_BUFFER_BYTES
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.expert_parameters import Parameters, expert_parameters
@@ -104,7 +105,8 @@ class ExpertResharding:
             expert_data_parallel=self.expert_data_parallel,
         )
         finish_parameter_gathers(self.model_chunks)
-        exchange_slots(self.expert_parallel, moves, quantities, buffer_bytes=self.buffer_bytes)
+        with naming_failures("a re-shard"):
+            exchange_slots(self.expert_parallel, moves, quantities, buffer_bytes=self.buffer_bytes)
         slot_bytes = sum(quantity.num_elements * quantity.dtype.itemsize for quantity in quantities)
         leaving = sum(move.source_device != move.device for move in moves)
         report = ReshardReport(len(moves), leaving * slot_bytes, self._now_s() - started_s)

@@ -1,9 +1,11 @@
 """One chosen strategy and the runtime that the layers of a model share."""
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_fssdp.collectives.plan_agreement import check_agreement
 from megatron_fssdp.config.errors import ConfigurationError
@@ -23,11 +25,15 @@ class StrategySession:
     Args:
         strategy_name: A placement strategy; ``none`` has no session.
         settings: The strategy's validated settings.
+        timeout: Of the process groups that are made; torch's default if ``None``.
     """
 
-    def __init__(self, strategy_name: str, settings: PlacementSettings) -> None:
+    def __init__(
+        self, strategy_name: str, settings: PlacementSettings, timeout: timedelta | None = None
+    ) -> None:
         self.strategy_name = strategy_name
         self.settings = settings
+        self.timeout = timeout
         self.strategy = build_strategy(strategy_name, settings)
         self.runtime = MoERuntime(
             self.strategy,
@@ -67,9 +73,13 @@ class StrategySession:
         if expert_parallel.group_name not in self._groups:
             transfers: Any = None
             if getattr(self.settings, "overlap", False) and expert_parallel.size() > 1:
-                # Transfers run beside the dispatch, so they need a group of their own.
-                transfers = dist.new_group(
-                    dist.get_process_group_ranks(expert_parallel), use_local_synchronization=True
+                # Transfers run beside the dispatch, so they need a group of their own. Megatron keeps
+                # a list of its groups, whose time-outs it may change after the first iteration.
+                transfers = parallel_state.create_group(
+                    dist.get_process_group_ranks(expert_parallel),
+                    timeout=self.timeout,
+                    use_local_synchronization=True,
+                    group_desc="FSSDP_TRANSFER_GROUP",
                 )
             topology = detect_topology(expert_parallel, self.settings.nodes)
             peers = expert_tensor_parallel if expert_tensor_parallel.size() > 1 else None

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from functools import wraps
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_fssdp.megatron_adapter.iteration_driver import IterationDriver
 from megatron_fssdp.megatron_adapter.launch_hooks import install_launch_hooks
 from megatron_fssdp.megatron_adapter.moe_layer import StrategyMoELayer
 from megatron_fssdp.megatron_adapter.run_recorder import RunRecorder
+from megatron_fssdp.megatron_adapter.stopped_training import reporting_stop
 from megatron_fssdp.megatron_adapter.strategy_session import StrategyChoice
 
 logger = logging.getLogger(__name__)
@@ -54,17 +56,50 @@ def wrap_training(training: Any, choice: Callable[[], StrategyChoice | None]) ->
         driver = drivers[-1] if drivers else None
         if driver is not None:
             driver.begin(get_args().curr_iteration, get_num_microbatches())
-        result = step(*args, **kwargs)
+        try:
+            result = step(*args, **kwargs)
+        except Exception:
+            if driver is not None:
+                with suppress(RuntimeError):  # of a device that does not work any more
+                    driver.report_non_finite()
+            raise
+        refused = result[3]  # a loss or a gradient, and Megatron ends the run
+        if refused and driver is not None:
+            driver.report_non_finite()
         loads = driver.end() if driver is not None else []
-        if recorder:
+        if recorder and not refused:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # the step's kernels belong to its time
             reshard = driver.reshard if driver is not None else None
             recorder[0].record(result, loads, time.perf_counter() - started_s, reshard)
         return result
 
+    # Megatron's rerun state machine repeats an iteration's passes inside train_step.
+    get_schedule = training.get_forward_backward_func
+
+    @wraps(get_schedule)
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+        schedule = get_schedule(*args, **kwargs)
+
+        @wraps(schedule)
+        def forward_backward(*args: Any, **kwargs: Any) -> Any:
+            if drivers and not kwargs.get("forward_only", False):
+                drivers[-1].begin_passes()
+            return schedule(*args, **kwargs)
+
+        return forward_backward
+
+    train = training.train
+
+    @wraps(train)
+    def train_reporting_stop(*args: Any, **kwargs: Any) -> Any:
+        with reporting_stop(get_args()) if drivers else nullcontext():
+            return train(*args, **kwargs)
+
     training.setup_model_and_optimizer = setup_model_and_optimizer
     training.train_step = train_step
+    training.get_forward_backward_func = get_forward_backward_func
+    training.train = train_reporting_stop
 
 
 def report_installation(model: list[torch.nn.Module], choice: StrategyChoice) -> None:

@@ -72,6 +72,7 @@ def train_on_all_ranks(
     launcher: bool = True,
     env: dict[str, str] | None = None,
     timeout_s: float = 240,
+    grace_s: float = 0.1,
 ) -> list[TrainingRun]:
     """Train the tiny model with more arguments, of which later ones win.
 
@@ -84,6 +85,7 @@ def train_on_all_ranks(
         launcher: Through ``python -m megatron_fssdp``'s launcher, or the bare script.
         env: More environment variables.
         timeout_s: Time limit.
+        grace_s: Time for the other ranks to end by themselves when one has failed.
     """
     argv = [
         str(script),
@@ -99,6 +101,7 @@ def train_on_all_ranks(
         before,
         launcher,
         timeout_s=timeout_s,
+        grace_s=grace_s,
         env=environment,
         preload=MEGATRON_PRELOAD,
     )
@@ -136,7 +139,8 @@ def _train_on_rank(
         result = step(*args, **kwargs)
         if result[0]:
             losses.append(float(next(iter(result[0].values()))))
-        grad_norms.append(float(result[5]))
+        if result[5] is not None:  # there is none in an iteration that Megatron refuses
+            grad_norms.append(float(result[5]))
         return result
 
     training.train_step = recording_step
@@ -155,6 +159,9 @@ def _train_on_rank(
             else:
                 sys.argv = argv
                 runpy.run_path(argv[0], run_name="__main__")
+    except Exception as error:
+        error.add_note(f"standard error:\n{errors.getvalue()[-4000:]}")
+        raise
     except SystemExit as exit_request:
         exit_code = exit_request.code if isinstance(exit_request.code, int) else 1
     atexit._run_exitfuncs()  # a forked rank leaves without them; a real one runs them
