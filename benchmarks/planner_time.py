@@ -9,6 +9,7 @@ import argparse
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import get_args
 
 import numpy as np
 
@@ -22,11 +23,13 @@ from megatron_fssdp.planning.replica_routing import (
     expected_device_load_D,
 )
 from megatron_fssdp.planning.sparse_materialization import sparse_materialization
+from megatron_fssdp.planning.token_dispatch import DispatchPolicy, plan_dispatch
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.transfer_plan import two_level_transfer
 
 DEVICES_PER_NODE = 8
 TOKENS_PER_DEVICE = 8192  # (token, k) pairs a device and layer, e.g. 4096 tokens with top-2
+DRIFT_SIGMA = 0.3  # the same of its change since the placement was planned
 LOAD_SIGMA = 1.0  # standard deviation of the logarithm of an expert's popularity
 # (experts, devices, slots): 2 slots, and E/D where that is more.
 SIZES = [(16, 8, 2), (64, 32, 2), (256, 64, 2), (256, 64, 4), (512, 1024, 2)]
@@ -80,6 +83,38 @@ def max_over_mean(load_DE: np.ndarray, placement: ExpertPlacement, topology: Top
     return float(load_D.max() / load_D.mean())
 
 
+def drifted(counts: list[np.ndarray]) -> list[np.ndarray]:
+    """Counts of a later iteration: popularities times log-normal noise, as many tokens."""
+    later = []
+    for seed, counts_DE in enumerate(counts):
+        rng = np.random.default_rng(1000 + seed)
+        popularity_E = counts_DE.sum(axis=0) * rng.lognormal(sigma=DRIFT_SIGMA, size=counts_DE.shape[1])
+        shape = counts_DE.shape[0]
+        later.append(rng.multinomial(TOKENS_PER_DEVICE, popularity_E / popularity_E.sum(), size=shape))
+    return later
+
+
+def measure_policies(
+    size: str, plans: list[ExpertPlacement], counts: list[np.ndarray], topology: Topology, min_total_s: float
+) -> None:
+    """Prints time and balance of each dispatch policy, under placements planned for other loads."""
+    for policy in get_args(DispatchPolicy):
+
+        def exchange(i: int, policy: DispatchPolicy = policy) -> None:
+            dispatch = plan_dispatch(policy, counts[i], plans[i], topology)
+            dispatch.from_source(1)
+            dispatch.to_device(1)
+
+        loads = [
+            plan_dispatch(policy, counts_DE, plan, topology).device_tokens_D()
+            for counts_DE, plan in zip(counts, plans, strict=True)
+        ]
+        ratios = [load_D.max() / load_D.mean() for load_D in loads]
+        note = f"max/mean tokens after drift {np.mean(ratios):.3f}"
+        calls = [partial(exchange, i) for i in range(len(plans))]
+        report(f"{policy} dispatch row + column", size, timed_s(calls, min_total_s), note)
+
+
 def measure(num_experts: int, num_devices: int, slots: int, num_cases: int, min_total_s: float) -> None:
     """Prints the rows of one size."""
     size = f"E={num_experts} D={num_devices} slots={slots}"
@@ -124,6 +159,7 @@ def measure(num_experts: int, num_devices: int, slots: int, num_cases: int, min_
     row("dispatch row + column, owners only", lambda i: dispatch(i, plain))
     row("dispatch row + column, new placement", dispatch_cold)
     row("device_tokens_D", lambda i: device_tokens_D(counts[i], plans[i], topology))
+    measure_policies(size, plans, drifted(counts), topology, min_total_s)
     row("two_level_transfer", lambda i: two_level_transfer(plans[i], topology))
 
 

@@ -78,6 +78,14 @@ class FssdpSettings(PlacementSettings):
             "ends above plain expert parallelism, which Alg. 1 can."
         ),
     )
+    dispatch_policy: Literal["even", "balanced"] = Field(
+        default="even",
+        description=(
+            "How an expert's tokens are split among the devices that hold it. 'even' is the paper's: equal "
+            "parts for the nearest holders. 'balanced' is ours: the nearest holders as well, and by the "
+            "exact counts most for those that have least; costs the host time in every micro-batch."
+        ),
+    )
     profile_iterations: int = Field(
         default=3,
         ge=1,

@@ -11,6 +11,7 @@ from megatron_fssdp.planning import cost_model
 from megatron_fssdp.planning.cost_model import ClusterCost
 from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.sparse_materialization import sparse_materialization
+from megatron_fssdp.planning.token_dispatch import DispatchPolicy, plan_dispatch
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.transfer_plan import additional_transfer, two_level_transfer
 
@@ -46,6 +47,7 @@ def calibrated_placement(
     token_bytes: float,
     flops_per_token: float,
     num_micro_batches: int = 1,
+    dispatch_policy: DispatchPolicy = "even",
     gradient_bytes: int | None = None,
     reduce_hidden_under_s: float = 0.0,
 ) -> ExpertPlacement | None:
@@ -79,6 +81,7 @@ def calibrated_placement(
         token_bytes: One token's hidden state.
         flops_per_token: Forward of one expert for one token.
         num_micro_batches: How many micro-batches run under the placement before it is planned again.
+        dispatch_policy: How the tokens are split among holders.
         gradient_bytes: One expert's gradient on its way home; None for ``expert_bytes``.
         reduce_hidden_under_s: Seconds of compute under which SparseReduceScatter hides.
 
@@ -102,6 +105,7 @@ def calibrated_placement(
             cluster=cluster,
             token_bytes=token_bytes,
             flops_per_token=flops_per_token,
+            dispatch_policy=dispatch_policy,
         )
 
     def seconds_of_reduction(placement: ExpertPlacement) -> float:
@@ -148,6 +152,7 @@ def dispatched_layer_s(
     cluster: ClusterCost,
     token_bytes: float,
     flops_per_token: float,
+    dispatch_policy: DispatchPolicy = "even",
 ) -> float:
     """Seconds of a layer's all-to-alls and experts when these counts are dispatched under a placement.
 
@@ -158,8 +163,11 @@ def dispatched_layer_s(
         cluster: Link and compute costs.
         token_bytes: One token's hidden state.
         flops_per_token: Forward of one expert for one token.
+        dispatch_policy: How the tokens are split among holders.
     """
-    tokens_DD = cost_model.dispatch_tokens_DD(counts_DE, placement, topology)
+    tokens_DD = cost_model.dispatch_tokens_DD(
+        plan_dispatch(dispatch_policy, counts_DE, placement, topology), topology.num_devices
+    )
     return cost_model.layer_s(
         all_to_all_s=cost_model.all_to_all_s(tokens_DD, token_bytes, topology, cluster),
         expert_forward_s=cost_model.expert_forward_s(tokens_DD.sum(axis=0), flops_per_token, cluster),

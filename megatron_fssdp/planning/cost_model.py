@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_fssdp.planning.placement import ExpertPlacement
-from megatron_fssdp.planning.replica_routing import dispatch_from_source
+from megatron_fssdp.planning.token_dispatch import TokenDispatch
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.transfer_plan import TransferPlan
 
@@ -113,14 +112,9 @@ class LinkTraffic:
         )
 
 
-def dispatch_tokens_DD(counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> np.ndarray:
+def dispatch_tokens_DD(dispatch: TokenDispatch, num_devices: int) -> np.ndarray:
     """(token, k) pairs that each device sends to each, int64 [D, D]; the diagonal stays."""
-    return np.stack(
-        [
-            dispatch_from_source(counts_DE, placement, topology, source).sum(axis=0)
-            for source in range(topology.num_devices)
-        ]
-    )
+    return np.stack([dispatch.from_source(source).sum(axis=0) for source in range(num_devices)])
 
 
 def link_time_s(traffic: LinkTraffic, bytes_per_unit: float, cluster: ClusterCost) -> float:

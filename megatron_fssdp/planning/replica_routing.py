@@ -11,6 +11,8 @@ Shape letters: T tokens, M model dim, F ffn dim, E experts, D devices, N nodes, 
 P (expert, holder) pairs.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from megatron_fssdp.planning.holder_groups import HolderGroups, holder_groups
@@ -18,7 +20,7 @@ from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.topology import Topology
 
 MOST_CELLS_AT_ONCE = 1 << 12
-"""Sources times experts up to which :func:`device_tokens_D` handles all cells at once."""
+"""Sources times experts up to which :func:`even_pair_tokens` handles all cells at once."""
 
 
 def dispatch_from_source(
@@ -65,27 +67,55 @@ def dispatch_to_device(
     return dispatch_DE
 
 
-def device_tokens_D(counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> np.ndarray:
-    """Tokens every device computes under even dispatch, exactly: int64 [D]."""
+@dataclass(frozen=True, eq=False)
+class PairTokens:
+    """Tokens of every (expert, holder) pair under even dispatch, by how far they come; int64 [P].
+
+    Attributes:
+        own_P: The holder's own tokens.
+        near_P: Those of other devices of its node.
+        far_P: Those of other nodes.
+    """
+
+    own_P: np.ndarray
+    near_P: np.ndarray
+    far_P: np.ndarray
+
+
+def even_pair_tokens(counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> PairTokens:
+    """What every holder computes of every expert under even dispatch, exactly.
+
+    The pairs are ordered by expert, then device.
+    """
     groups = _groups(counts_DE, placement, topology)
     expert_P, device_P = groups.expert_P, groups.device_P
-    tokens_P = counts_DE[device_P, expert_P].astype(np.int64)
+    own_P = counts_DE[device_P, expert_P].astype(np.int64)
     moving_DE = np.array(counts_DE, dtype=np.int64)
     moving_DE[device_P, expert_P] = 0
-    if topology.num_nodes > 1:
-        tokens_P += _take_near_tokens_P(moving_DE, groups, topology)
-    # What is left is split over all holders of its expert.
-    if moving_DE.size <= MOST_CELLS_AT_ONCE:
-        source_R, expert_R = np.nonzero(moving_DE)
-        size_R, first_R = groups.num_holders_E[expert_R], groups.first_E[expert_R]
-        tokens_P += _split_cells(
-            moving_DE[source_R, expert_R], source_R + expert_R, size_R, first_R, expert_P.size
-        )
-    else:
-        _add_split_by_size(tokens_P, moving_DE, groups)
+    none_P = np.zeros_like(own_P)
+    if topology.num_nodes == 1:
+        return PairTokens(own_P, _over_all_holders_P(moving_DE, groups), none_P)
+    near_P = _take_near_tokens_P(moving_DE, groups, topology)
+    return PairTokens(own_P, near_P, _over_all_holders_P(moving_DE, groups))
+
+
+def device_tokens_D(counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> np.ndarray:
+    """Tokens every device computes under even dispatch, exactly: int64 [D]."""
+    pairs = even_pair_tokens(counts_DE, placement, topology)
     tokens_D = np.zeros(placement.num_devices, dtype=np.int64)
-    np.add.at(tokens_D, device_P, tokens_P)
+    np.add.at(tokens_D, holder_groups(placement, topology).device_P, pairs.own_P + pairs.near_P + pairs.far_P)
     return tokens_D
+
+
+def _over_all_holders_P(moving_DE: np.ndarray, groups: HolderGroups) -> np.ndarray:
+    """Splits all tokens over all holders of their experts: int64 [P]."""
+    if moving_DE.size > MOST_CELLS_AT_ONCE:
+        return _split_by_size(moving_DE, groups)
+    source_R, expert_R = np.nonzero(moving_DE)
+    size_R, first_R = groups.num_holders_E[expert_R], groups.first_E[expert_R]
+    return _split_cells(
+        moving_DE[source_R, expert_R], source_R + expert_R, size_R, first_R, groups.expert_P.size
+    )
 
 
 def _take_near_tokens_P(moving_DE: np.ndarray, groups: HolderGroups, topology: Topology) -> np.ndarray:
@@ -135,7 +165,7 @@ def _split_cells(
     return np.cumsum(steps)[:num_pairs]
 
 
-def _add_split_by_size(tokens_P: np.ndarray, moving_DE: np.ndarray, groups: HolderGroups) -> None:
+def _split_by_size(moving_DE: np.ndarray, groups: HolderGroups) -> np.ndarray:
     """Splits each expert's tokens over all its holders, the experts with equally many at a time.
 
     The numbers of :func:`_split_cells` without its arrays of one entry a cell and step, which take
@@ -146,7 +176,8 @@ def _add_split_by_size(tokens_P: np.ndarray, moving_DE: np.ndarray, groups: Hold
     num_devices = moving_DE.shape[0]
     moving_E = moving_DE.sum(axis=0)
     single_E = groups.num_holders_E == 1
-    tokens_P[groups.first_E[single_E]] += moving_E[single_E]
+    tokens_P = np.zeros(groups.expert_P.size, dtype=np.int64)
+    tokens_P[groups.first_E[single_E]] = moving_E[single_E]
     source_D = np.arange(num_devices)
     for size in np.unique(groups.num_holders_E[~single_E & (moving_E > 0)]).tolist():
         expert_K = np.flatnonzero((groups.num_holders_E == size) & (moving_E > 0))
@@ -164,7 +195,8 @@ def _add_split_by_size(tokens_P: np.ndarray, moving_DE: np.ndarray, groups: Hold
         dealt_KC = np.cumsum(steps_KC, axis=1)
         share_K = (moving_E[expert_K] - dealt_KC.sum(axis=1)) // size
         position_KC = (np.arange(size) + expert_K[:, None]) % size
-        tokens_P[groups.first_E[expert_K, None] + position_KC] += share_K[:, None] + dealt_KC
+        tokens_P[groups.first_E[expert_K, None] + position_KC] = share_K[:, None] + dealt_KC
+    return tokens_P
 
 
 def cross_node_tokens(counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> int:

@@ -14,7 +14,7 @@ from megatron_fssdp.collectives.plan_agreement import check_agreement
 from megatron_fssdp.collectives.sparse_transfer import SparseTransfer, StartedTransfer
 from megatron_fssdp.collectives.uneven_all_to_all import gather_counts
 from megatron_fssdp.planning.load_history import LoadHistory
-from megatron_fssdp.planning.replica_routing import cross_node_tokens, device_tokens_D
+from megatron_fssdp.planning.token_dispatch import TokenDispatch, plan_dispatch
 from megatron_fssdp.planning.transfer_plan import TransferPlan, additional_transfer
 from megatron_fssdp.runtime.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.expert_layout import ExpertLayout
@@ -262,19 +262,18 @@ class LayerExecutor:
             iteration.is_final = True
             self._calibrate(iteration, counts_DE, weights, routing_map.device)
         plan = iteration.plan
+        dispatch_of_peer = [
+            plan_dispatch(plan.dispatch_policy, of_peer_DE, plan.placement, self.groups.topology)
+            for of_peer_DE in counts_XDE
+        ]
         exchange = plan_exchange(
-            routing_map,
-            counts_XDE,
-            plan.placement,
-            self.groups.topology,
-            self.groups.device,
-            self.groups.peer,
+            routing_map, dispatch_of_peer, plan.placement, self.groups.device, self.groups.peer
         )
         self.load.num_replicas = plan.placement.num_replicas
 
         def backward(done: Materialization, gradients: GradientsOfExperts) -> None:
             self._send_home(done, gradients)
-            self._count(counts_XDE, plan)
+            self._count(counts_DE, dispatch_of_peer)
 
         materialization = Materialization(
             plan.placement,
@@ -428,16 +427,15 @@ class LayerExecutor:
         counts = counts.unsqueeze(0) if peers is None else gather_counts(counts.view(-1), peers)
         return counts.cpu().numpy().reshape(-1, self.context.num_devices, self.context.num_experts)
 
-    def _count(self, counts_XDE: np.ndarray, plan: LayerPlan) -> None:
-        load, counts_DE = self.load, counts_XDE.sum(axis=0)
+    def _count(self, counts_DE: np.ndarray, dispatch_of_peer: Sequence[TokenDispatch]) -> None:
+        load = self.load
         load.counts_DE += counts_DE
         if self.measure:
-            placement, topology = plan.placement, self.groups.topology
-            for of_peer_DE in counts_XDE:
-                load.device_D += device_tokens_D(of_peer_DE, placement, topology)
-                load.cross_node_tokens += cross_node_tokens(of_peer_DE, placement, topology)
+            for dispatch in dispatch_of_peer:
+                load.device_D += dispatch.device_tokens_D()
+                load.cross_node_tokens += dispatch.cross_node_tokens()
             load.owner_D += np.bincount(
-                self._plain_owner_E, weights=counts_DE.sum(axis=0), minlength=topology.num_devices
+                self._plain_owner_E, weights=counts_DE.sum(axis=0), minlength=self.context.num_devices
             ).astype(np.int64)
         if not self.clock.driven:
             self.end_iteration()

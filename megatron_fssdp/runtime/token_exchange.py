@@ -11,6 +11,7 @@ rows, M model dim, E experts, D devices, G experts present on this device, X exp
 parallel peers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,8 +21,7 @@ import torch.distributed as dist
 from megatron_fssdp.collectives.uneven_all_gather import uneven_all_gather, uneven_reduce_scatter
 from megatron_fssdp.collectives.uneven_all_to_all import uneven_all_to_all
 from megatron_fssdp.planning.placement import ExpertPlacement
-from megatron_fssdp.planning.replica_routing import dispatch_from_source, dispatch_to_device
-from megatron_fssdp.planning.topology import Topology
+from megatron_fssdp.planning.token_dispatch import TokenDispatch
 from megatron_fssdp.runtime.chunk_permutation import chunk_permutation, select, transposed_order
 
 
@@ -55,41 +55,34 @@ class DispatchRecord:
 
 def plan_exchange(
     routing_map: torch.Tensor,
-    counts_XDE: np.ndarray,
+    dispatch_of_peer: Sequence[TokenDispatch],
     placement: ExpertPlacement,
-    topology: Topology,
     device: int,
     peer: int = 0,
 ) -> DispatchRecord:
-    """Work out one micro-batch's exchange from the counts that every rank knows.
+    """Work out one micro-batch's exchange from what every rank knows.
 
     Args:
         routing_map: bool ``[T, E]``, this rank's assignments.
-        counts_XDE: int64 ``[X, D, E]``, everyone's assignments, on the host.
+        dispatch_of_peer: Who computes which assignments, for every expert-tensor-parallel peer.
         placement: Where the experts are.
-        topology: Nodes of the devices.
         device: This rank's device number.
         peer: This rank's number among its expert-tensor-parallel peers.
     """
-    num_tokens, num_experts = routing_map.shape
-    send_ED = dispatch_from_source(counts_XDE[peer], placement, topology, device)
+    send_ED = dispatch_of_peer[peer].from_source(device)
     present = np.array(placement.experts_on(device), dtype=np.int64)
-    receive_XDG = np.stack(
-        [dispatch_to_device(counts_DE, placement, topology, device)[:, present] for counts_DE in counts_XDE]
-    )
+    receive_XDG = np.stack([dispatch.to_device(device)[:, present] for dispatch in dispatch_of_peer])
     receive_SG = np.concatenate(list(receive_XDG))  # S sources: by peer, then device
 
     num_assignments = int(send_ED.sum())
     flat = true_positions(routing_map.t().reshape(-1), num_assignments)
-    to_send_order = chunk_permutation(
-        send_ED.reshape(-1), transposed_order(num_experts, topology.num_devices), flat.device
-    )
+    to_send_order = chunk_permutation(send_ED.reshape(-1), transposed_order(*send_ED.shape), flat.device)
     assignment = select(flat, to_send_order)
     receive_GS = receive_SG.T
     return DispatchRecord(
         assignment_A=assignment,
-        token_A=assignment % num_tokens,
-        num_tokens=num_tokens,
+        token_A=assignment % len(routing_map),
+        num_tokens=len(routing_map),
         send_D=tuple(send_ED.sum(axis=0).tolist()),
         receive_D=tuple(receive_XDG[peer].sum(axis=1).tolist()),
         rows_X=tuple(receive_XDG.sum(axis=(1, 2)).tolist()),

@@ -85,6 +85,7 @@ class FullyShardedSparseDataParallelism:
             token_bytes=profile.token_bytes,
             flops_per_token=profile.flops_per_token,
             num_micro_batches=num_micro_batches,
+            dispatch_policy=self.settings.dispatch_policy,
         )
         return plan if placement is None else self._plan_of(placement, context)
 
@@ -109,4 +110,5 @@ class FullyShardedSparseDataParallelism:
             two_level_transfer(placement, context.topology),
             gather_ahead=self.settings.overlap,
             rematerialize=self.settings.rematerialize,
+            dispatch_policy=self.settings.dispatch_policy,
         )

@@ -13,6 +13,7 @@ from megatron_fssdp.planning.layer_profile import LayerProfile
 from megatron_fssdp.planning.load_history import LoadHistory
 from megatron_fssdp.planning.owner_map import OwnerMap
 from megatron_fssdp.planning.placement import ExpertPlacement
+from megatron_fssdp.planning.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.transfer_plan import TransferPlan
 
@@ -56,12 +57,14 @@ class LayerPlan:
         rematerialize: Release the replicas between the forward and the backward pass, and
             gather weights and reduce gradients with every micro-batch (Hecate §4.2). Without
             it both happen once an iteration.
+        dispatch_policy: How each micro-batch's tokens are split among the holders of their experts.
     """
 
     placement: ExpertPlacement
     transfer: TransferPlan
     gather_ahead: bool = True
     rematerialize: bool = False
+    dispatch_policy: DispatchPolicy = "even"
 
     def __post_init__(self) -> None:
         self.transfer.check_serves(self.placement)

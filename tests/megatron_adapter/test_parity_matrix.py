@@ -66,7 +66,10 @@ class Layout:
 # The cheapest five that have least in common.
 DEFAULT = {
     "biases_on_declared_nodes": Layout(
-        4, 4, "--global-batch-size 32", "slots=2 overlap_degree=2 nodes=2 check_plans=true"
+        4,
+        4,
+        "--global-batch-size 32",
+        "slots=2 overlap_degree=2 nodes=2 check_plans=true dispatch_policy=balanced",
     ),
     "copies_overlaps_bf16": Layout(
         4, 2, f"{OVERLAPS} --bf16 --global-batch-size 32 --ddp-num-buckets 4", "slots=2 overlap_degree=3"
@@ -78,7 +81,7 @@ DEFAULT = {
         4,
         2,
         f"{TP2} {OVERLAPS} --swiglu {NO_BIAS} {RECOMPUTE}",
-        "slots=2 overlap_degree=3 nodes=2 check_plans=true",
+        "slots=2 overlap_degree=3 nodes=2 check_plans=true dispatch_policy=balanced",
     ),
     "recomputed_moe_expert_bias_calibrated": Layout(
         2,
@@ -99,7 +102,7 @@ MORE = {
         4,
         2,
         f"--moe-router-topk 4 {DISTRIBUTED} --global-batch-size 32",
-        "slots=2 overlap_degree=4 planner=hecate check_plans=true",
+        "slots=2 overlap_degree=4 planner=hecate check_plans=true dispatch_policy=balanced",
     ),
     "copies_overlaps_eval": Layout(
         4,
@@ -117,7 +120,7 @@ MORE = {
         8,
         8,
         f"--num-experts 16 --bf16 {DISTRIBUTED} --global-batch-size 32 --swiglu {NO_BIAS}",
-        "slots=2 overlap_degree=4 nodes=2 check_plans=true",
+        "slots=2 overlap_degree=4 nodes=2 check_plans=true dispatch_policy=balanced",
     ),
     "ep8_top1_dropping_hecate": Layout(
         8,
@@ -129,7 +132,7 @@ MORE = {
         8,
         4,
         f"{OVERLAPS} {RECOMPUTE} --global-batch-size 64",
-        "slots=2 overlap_degree=3 nodes=2 rematerialize=true",
+        "slots=2 overlap_degree=3 nodes=2 rematerialize=true dispatch_policy=balanced",
     ),
     "ep1_overlaps": Layout(
         2, 1, f"{OVERLAPS} {NO_BIAS} --global-batch-size 16", "slots=2", moves=False, replicates=False

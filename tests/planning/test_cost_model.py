@@ -10,6 +10,7 @@ from megatron_fssdp.planning.cost_model import (
     fit_link_cost,
 )
 from megatron_fssdp.planning.placement import ExpertPlacement
+from megatron_fssdp.planning.token_dispatch import plan_dispatch
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.transfer_plan import plain_transfer, two_level_transfer
 
@@ -66,7 +67,9 @@ def test_all_to_all_waits_for_the_busiest_link():
 
 def test_dispatch_tokens_are_those_of_the_placement():
     placement = ExpertPlacement(np.array([0]), np.array([[True, True, False]]))
-    tokens_DD = cost_model.dispatch_tokens_DD(np.array([[3], [4], [6]]), placement, Topology.single_node(3))
+    tokens_DD = cost_model.dispatch_tokens_DD(
+        plan_dispatch("even", np.array([[3], [4], [6]]), placement, Topology.single_node(3)), 3
+    )
     assert tokens_DD.tolist() == [[3, 0, 0], [0, 4, 0], [3, 3, 0]]
 
 

@@ -4,8 +4,9 @@ Shape letters: T tokens of this rank, M model dim, F ffn dim, E experts, D devic
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import get_args
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
 from megatron_fssdp.planning.load_history import LoadHistory
 from megatron_fssdp.planning.placement import ExpertPlacement, even_owners
+from megatron_fssdp.planning.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.transfer_plan import plain_transfer, two_level_transfer
 from megatron_fssdp.runtime import token_exchange
@@ -124,7 +126,7 @@ class CaseResult:
 
 
 class DrawnPlacements:
-    """A strategy for tests: a new random placement of one kind with every plan."""
+    """A strategy for tests: a new random placement of one kind, and a policy, with every plan."""
 
     window = 100  # the history is not looked at; tests count its iterations
 
@@ -151,6 +153,7 @@ class DrawnPlacements:
             placement,
             plain_transfer(placement) if plain else two_level_transfer(placement, context.topology),
             rematerialize=self.rematerialize,
+            dispatch_policy=self.rng.choice(get_args(DispatchPolicy)),
         )
 
     def after_gate(
@@ -162,7 +165,7 @@ class DrawnPlacements:
         more_ED = self.rng.random(plan.placement.present_ED.shape) < 0.3
         placement = ExpertPlacement(context.owner_E, plan.placement.present_ED | more_ED)
         transfer = two_level_transfer(placement, context.topology)
-        return LayerPlan(placement, transfer, rematerialize=plan.rematerialize)
+        return replace(plan, placement=placement, transfer=transfer)
 
 
 def strategy_of(case: LayerCase) -> Strategy:

@@ -1,11 +1,14 @@
 """Exchanges of all devices side by side in one process: no token is lost, doubled or misled."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_fssdp.planning.token_dispatch import DispatchPolicy, plan_dispatch
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.runtime import token_exchange
 from megatron_fssdp.runtime.token_exchange import plan_exchange, true_positions
@@ -19,17 +22,23 @@ def test_true_positions(mask: list[bool]) -> None:
     assert got.tolist() == [i for i, value in enumerate(mask) if value]
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 4, 6]), st.integers(1, 9))
-@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([1, 2, 4, 6]),
+    st.integers(1, 9),
+    st.sampled_from(get_args(DispatchPolicy)),
+)
+@settings(max_examples=120, deadline=None)
 def test_every_assignment_is_computed_once_where_its_expert_is(
-    seed: int, num_devices: int, num_experts: int
+    seed: int, num_devices: int, num_experts: int, policy: DispatchPolicy
 ) -> None:
     rng = np.random.default_rng(seed)
     placement = random_placement(rng, num_experts, num_devices)
     topology = Topology.uniform(num_devices, int(rng.choice([n for n in (1, 2) if num_devices % n == 0])))
     maps = [torch.from_numpy(rng.random((rng.integers(0, 9), num_experts)) < 0.4) for _ in range(num_devices)]
     counts_DE = np.stack([routing_map.sum(0).numpy() for routing_map in maps])
-    records = [plan_exchange(maps[d], counts_DE[None], placement, topology, d) for d in range(num_devices)]
+    dispatch = plan_dispatch(policy, counts_DE, placement, topology)
+    records = [plan_exchange(maps[d], [dispatch], placement, d) for d in range(num_devices)]
 
     # A row's hidden state is its origin (device, token), its probability names the expert.
     sent = []
@@ -65,11 +74,12 @@ def test_an_exchange_is_planned_without_the_host_waiting_for_the_device() -> Non
     placement = random_placement(rng, 8, 4)
     routing_map = torch.from_numpy(rng.random((64, 8)) < 0.3)
     counts_DE = np.repeat(routing_map.sum(0).numpy()[None], 4, axis=0)
+    dispatch = plan_dispatch("balanced", counts_DE, placement, Topology.single_node(4))
     on_device = routing_map.cuda()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        record = plan_exchange(on_device, counts_DE[None], placement, Topology.single_node(4), 1)
+        record = plan_exchange(on_device, [dispatch], placement, 1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    reference = plan_exchange(routing_map, counts_DE[None], placement, Topology.single_node(4), 1)
+    reference = plan_exchange(routing_map, [dispatch], placement, 1)
     assert torch.equal(record.assignment_A.cpu(), reference.assignment_A)
