@@ -1,0 +1,1 @@
+"""What-if: strategies' decisions on described clusters, and the loads to ask with."""

@@ -1,0 +1,310 @@
+"""Routing of experiments: how many tokens each device sends to each expert, iteration by iteration.
+
+The testbed forces it on real ranks and the simulator plans and counts with it, so that a measured
+and a simulated figure speak of the same loads. Experts lie as Megatron places them: device ``d`` owns
+the ``E/D`` experts from ``d·E/D`` on.
+
+Shape letters: I iterations, D devices, E experts.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Counts = NDArray[np.int64]
+
+HOT_SET_SHARE = 0.5
+"""Share of all assignments that W1's hot experts have together."""
+HOT_EXPERT_SHARE = 0.4
+"""Share of all assignments that W3's one hot expert has."""
+ROTATION_ITERATIONS = 3
+"""After how many iterations W6's hot device changes."""
+BURST_PERIOD, BURST_ITERATIONS = 5, 2
+"""W7: of so many iterations the last so many are a burst."""
+LOG_NORMAL_SIGMAS = {"weak": 0.5, "medium": 1.0, "strong": 1.5}
+"""Standard deviations of the logarithm of experts' popularity."""
+
+
+@dataclass(frozen=True)
+class WorkloadShape:
+    """Sizes that a workload is made for.
+
+    Attributes:
+        num_devices: D.
+        num_experts: E, a multiple of D.
+        tokens_per_device: Tokens of each source; where sources are ragged, their mean.
+        top_k: Different experts of each token.
+        num_iterations: I.
+    """
+
+    num_devices: int
+    num_experts: int
+    tokens_per_device: int
+    top_k: int = 2
+    num_iterations: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.num_devices, self.tokens_per_device, self.top_k, self.num_iterations) < 1:
+            raise ValueError(f"got {self}; wanted every size at least 1")
+        if self.num_experts < self.num_devices or self.num_experts % self.num_devices:
+            raise ValueError(
+                f"got {self.num_experts} experts on {self.num_devices} devices; wanted a multiple of these"
+            )
+        if self.num_experts < self.top_k:
+            raise ValueError(
+                f"got top_k {self.top_k} of {self.num_experts} experts; wanted at most all of them"
+            )
+
+    @property
+    def experts_per_device(self) -> int:
+        """E/D."""
+        return self.num_experts // self.num_devices
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A named routing.
+
+    Attributes:
+        name: Short name, as in ``W1``.
+        description: What is uneven in it.
+        popularity_IE: Share of all assignments of every expert, for a shape and a seed.
+        tokens_D: Tokens of every source, for a shape; equal where ``None``.
+    """
+
+    name: str
+    description: str
+    popularity_IE: Callable[[WorkloadShape, int], NDArray[np.float64]]
+    tokens_D: Callable[[WorkloadShape], Counts] | None = None
+
+    def counts(self, shape: WorkloadShape, seed: int = 0) -> Counts:
+        """Assignments (token, k) of every source to every expert: int64 ``[I, D, E]``.
+
+        No source sends an expert more than its tokens, so that each token can have ``top_k``
+        different experts.
+        """
+        tokens_D = (
+            np.full(shape.num_devices, shape.tokens_per_device)
+            if self.tokens_D is None
+            else self.tokens_D(shape)
+        )
+        return counts_of_shares(
+            np.repeat(self.popularity_IE(shape, seed)[:, None, :], shape.num_devices, axis=1),
+            tokens_D,
+            shape.top_k,
+        )
+
+
+def counts_of_shares(share_IDE: NDArray[np.float64], tokens_D: Counts, top_k: int) -> Counts:
+    """Whole assignments in given shares.
+
+    Shares above 1/top_k of a source are cut there, and the rest goes to its other experts in
+    proportion; if those have none, evenly. Remainders go to the largest fractions, ties in turn where
+    the source before left off, so that no expert collects them from all sources.
+
+    Args:
+        share_IDE: Share of each source's assignments that goes to each expert, any positive scale.
+        tokens_D: Tokens of every source.
+        top_k: Different experts of each token.
+
+    Returns:
+        int64 ``[I, D, E]``; source ``d``'s sum to ``tokens_D[d] · top_k``, none above ``tokens_D[d]``.
+    """
+    share_IDE = np.asarray(share_IDE, dtype=np.float64)
+    num_experts = share_IDE.shape[2]
+    if np.any(share_IDE < 0) or np.any(share_IDE.sum(axis=2) <= 0):
+        raise ValueError(
+            "got a source with negative shares or none at all; wanted shares >= 0 with a sum > 0"
+        )
+    capped_IDE = _capped(share_IDE / share_IDE.sum(axis=2, keepdims=True), 1 / top_k)
+    wanted_IDE = capped_IDE * (tokens_D * top_k)[None, :, None]
+    counts_IDE = np.minimum(np.floor(wanted_IDE + 1e-9).astype(np.int64), tokens_D[None, :, None])
+    left_ID = tokens_D[None, :] * top_k - counts_IDE.sum(axis=2)
+    start_ID = np.cumsum(left_ID, axis=1) - left_ID
+    for i, d in np.argwhere(left_ID > 0):
+        fraction_E = wanted_IDE[i, d] - counts_IDE[i, d]
+        rank_E = (np.arange(num_experts) - start_ID[i, d]) % num_experts
+        order = np.lexsort((rank_E, -np.round(fraction_E, 9)))
+        room = order[counts_IDE[i, d, order] < tokens_D[d]]
+        counts_IDE[i, d, room[: left_ID[i, d]]] += 1
+    return counts_IDE
+
+
+def _capped(share_IDE: NDArray[np.float64], cap: float) -> NDArray[np.float64]:
+    share_IDE = share_IDE.copy()
+    for _ in range(share_IDE.shape[2]):
+        excess = np.maximum(share_IDE - cap, 0).sum(axis=2, keepdims=True)
+        if not np.any(excess > 1e-12):
+            break
+        share_IDE = np.minimum(share_IDE, cap)
+        below = share_IDE < cap
+        base = np.where(below, share_IDE, 0.0)
+        total = base.sum(axis=2, keepdims=True)
+        even = below / np.maximum(below.sum(axis=2, keepdims=True), 1)
+        share_IDE += excess * np.where(total > 0, base / np.where(total > 0, total, 1.0), even)
+    return share_IDE
+
+
+def expert_max_over_mean(counts_DE: Counts) -> float:
+    """Most assigned expert's assignments over the mean; 1 where there are none."""
+    return _max_over_mean(counts_DE.sum(axis=0))
+
+
+def device_max_over_mean(counts_DE: Counts) -> float:
+    """Most loaded device's assignments over the mean, every expert computed by its owner."""
+    num_devices, num_experts = counts_DE.shape
+    return _max_over_mean(counts_DE.sum(axis=0).reshape(num_devices, num_experts // num_devices).sum(axis=1))
+
+
+def _max_over_mean(load: Counts) -> float:
+    return float(load.max() / load.mean()) if load.any() else 1.0
+
+
+def replay(recorded_IDE: NDArray[np.integer], shape: WorkloadShape, first_iteration: int = 0) -> Counts:
+    """Recorded loads of one layer, at the size of an experiment.
+
+    Every source keeps its shares and gets the shape's tokens. Where the record has fewer sources than
+    the shape has devices, neighbours share one: device ``d`` of D sends as source ``d·R//D`` of R did;
+    where it has more, device ``d`` sends what sources ``d·R/D`` up to the next device's did together.
+
+    Args:
+        recorded_IDE: Counts by iteration, source and expert.
+        shape: Sizes to replay at.
+        first_iteration: Where in the record to start.
+
+    Returns:
+        int64 ``[I, D, E]``.
+    """
+    num_recorded, num_sources, num_experts = recorded_IDE.shape
+    devices, wanted = shape.num_devices, first_iteration + shape.num_iterations
+    if num_experts != shape.num_experts:
+        raise ValueError(
+            f"the record has {num_experts} experts, wanted {shape.num_experts}; record such a model"
+        )
+    if max(devices, num_sources) % min(devices, num_sources):
+        raise ValueError(
+            f"cannot map {num_sources} recorded sources to {devices} devices; one must divide the other"
+        )
+    if first_iteration < 0 or wanted > num_recorded:
+        raise ValueError(
+            f"got {num_recorded} recorded iterations, wanted {first_iteration} to {wanted - 1}; replay fewer"
+        )
+    chosen_IDE = np.asarray(recorded_IDE[first_iteration:wanted], dtype=np.float64)
+    if num_sources >= devices:
+        chosen_IDE = chosen_IDE.reshape(len(chosen_IDE), devices, -1, num_experts).sum(axis=2)
+    else:
+        chosen_IDE = np.repeat(chosen_IDE, devices // num_sources, axis=1)
+    return counts_of_shares(chosen_IDE, np.full(devices, shape.tokens_per_device), shape.top_k)
+
+
+def _hot(shape: WorkloadShape, hot: list[int], share: float) -> NDArray[np.float64]:
+    """One iteration's popularity: ``share`` evenly on the hot experts, the rest evenly on the others."""
+    cold = shape.num_experts - len(hot)
+    popularity_E = np.full(shape.num_experts, (1 - share) / cold if cold else 0.0)
+    popularity_E[hot] = share / len(hot)
+    return popularity_E
+
+
+def _always(popularity_E: NDArray[np.float64], shape: WorkloadShape) -> NDArray[np.float64]:
+    return np.tile(popularity_E, (shape.num_iterations, 1))
+
+
+def _experts_of(shape: WorkloadShape, device: int) -> list[int]:
+    return list(range(device * shape.experts_per_device, (device + 1) * shape.experts_per_device))
+
+
+def _balanced(shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
+    return _always(np.ones(shape.num_experts), shape)
+
+
+def _hot_device(shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
+    return _always(_hot(shape, _experts_of(shape, 0), HOT_SET_SHARE), shape)
+
+
+def _hot_spread(shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
+    stride = max(1, shape.num_devices // shape.experts_per_device)
+    # One expert of each of E/D devices, as far apart as they can be.
+    hot = [
+        (i * stride % shape.num_devices) * shape.experts_per_device + i * stride // shape.num_devices
+        for i in range(shape.experts_per_device)
+    ]
+    return _always(_hot(shape, hot, HOT_SET_SHARE), shape)
+
+
+def _hot_expert(shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
+    return _always(_hot(shape, [0], HOT_EXPERT_SHARE), shape)
+
+
+def _idle(shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
+    popularity_E = np.ones(shape.num_experts)
+    popularity_E[_experts_of(shape, shape.num_devices - 1)] = 0
+    # The first expert of every second other device, if that leaves the device one.
+    if shape.experts_per_device > 1:
+        popularity_E[0 : shape.num_experts - shape.experts_per_device : 2 * shape.experts_per_device] = 0
+    return _always(popularity_E, shape)
+
+
+def _rotating(shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
+    return np.stack(
+        [
+            _hot(shape, _experts_of(shape, i // ROTATION_ITERATIONS % shape.num_devices), HOT_SET_SHARE)
+            for i in range(shape.num_iterations)
+        ]
+    )
+
+
+def _bursts(shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
+    rng = np.random.default_rng(seed)
+    hot_of_burst = rng.integers(shape.num_experts, size=-(-shape.num_iterations // BURST_PERIOD))
+    even_E = np.full(shape.num_experts, 1 / shape.num_experts)
+    return np.stack(
+        [
+            _hot(shape, [int(hot_of_burst[i // BURST_PERIOD])], HOT_EXPERT_SHARE)
+            if i % BURST_PERIOD >= BURST_PERIOD - BURST_ITERATIONS
+            else even_E
+            for i in range(shape.num_iterations)
+        ]
+    )
+
+
+def _log_normal(sigma: float) -> Callable[[WorkloadShape, int], NDArray[np.float64]]:
+    def popularity_IE(shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
+        # One draw of standard normals for all strengths: the same experts are popular in all three.
+        return _always(np.exp(sigma * np.random.default_rng(seed).normal(size=shape.num_experts)), shape)
+
+    return popularity_IE
+
+
+def _ragged_tokens(shape: WorkloadShape) -> Counts:
+    """In proportion to 1, 2, … D, with the mean that the shape says."""
+    devices = shape.num_devices
+    ends = np.cumsum(np.arange(1, devices + 1)) * (shape.tokens_per_device * devices)
+    return np.diff(ends // (devices * (devices + 1) // 2), prepend=0)
+
+
+WORKLOADS: dict[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        Workload("W0", "balanced", _balanced),
+        Workload("W1", "half of all assignments on the experts of device 0", _hot_device),
+        Workload("W2", "W1's hot experts, one each on as many devices", _hot_spread),
+        Workload("W3", "two fifths of all assignments on expert 0", _hot_expert),
+        Workload(
+            "W4", "balanced experts, sources with 1, 2, … D parts of the tokens", _balanced, _ragged_tokens
+        ),
+        Workload("W5", "the last device idle, and one expert of every second other one", _idle),
+        Workload("W6", "W1 with a hot device that changes every 3 iterations", _rotating),
+        Workload("W7", "balanced, but for 2 of 5 iterations W3 on a drawn expert", _bursts),
+        *(
+            Workload(
+                f"lognormal-{strength}",
+                f"experts' popularity log-normal with sigma {sigma}",
+                _log_normal(sigma),
+            )
+            for strength, sigma in LOG_NORMAL_SIGMAS.items()
+        ),
+    )
+}
+"""Every generated workload by name; the other one is :func:`replay`."""

@@ -1,0 +1,151 @@
+"""Every workload against what its line in the table says."""
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.simulation.workloads import (
+    LOG_NORMAL_SIGMAS,
+    WORKLOADS,
+    WorkloadShape,
+    counts_of_shares,
+    device_max_over_mean,
+    expert_max_over_mean,
+    replay,
+)
+
+SHAPES = [
+    WorkloadShape(8, 16, 1024, 2, 10),
+    WorkloadShape(4, 8, 128, 2, 10),
+    WorkloadShape(4, 4, 37, 1, 10),
+    WorkloadShape(2, 8, 50, 3, 10),
+]
+RECORD_SHAPE = SHAPES[0]
+
+
+def heats(name: str, shape: WorkloadShape = RECORD_SHAPE) -> list[tuple[float, float]]:
+    """Expert and device max/mean of every iteration."""
+    counts_IDE = WORKLOADS[name].counts(shape)
+    return [(expert_max_over_mean(one), device_max_over_mean(one)) for one in counts_IDE]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_every_token_can_have_its_experts(name: str, shape: WorkloadShape) -> None:
+    counts_IDE = WORKLOADS[name].counts(shape)
+    assert counts_IDE.shape == (shape.num_iterations, shape.num_devices, shape.num_experts)
+    assert counts_IDE.dtype == np.int64
+    assert counts_IDE.min() >= 0
+    sent_ID = counts_IDE.sum(axis=2)
+    assert np.all(sent_ID.sum(axis=1) == shape.num_devices * shape.tokens_per_device * shape.top_k)
+    assert not np.any(sent_ID % shape.top_k)
+    assert np.all(counts_IDE.max(axis=2) <= sent_ID // shape.top_k)
+    if name != "W4":
+        assert np.all(sent_ID == shape.tokens_per_device * shape.top_k)
+    np.testing.assert_array_equal(counts_IDE, WORKLOADS[name].counts(shape))
+
+
+def test_balanced_is_even() -> None:
+    assert heats("W0") == [(1.0, 1.0)] * 10
+    # Also where the tokens of one source cannot be dealt evenly.
+    counts_DE = WORKLOADS["W0"].counts(WorkloadShape(8, 16, 1021))[0]
+    assert np.ptp(counts_DE.sum(axis=0)) <= 2
+
+
+def test_the_hot_set_is_one_device_or_spread() -> None:
+    # Half of all on 1 of 8 devices; on two devices the other half's cold experts come on top.
+    assert heats("W1") == [(4.0, 4.0)] * 10
+    for expert_heat, device_heat in heats("W2"):
+        assert expert_heat == 4.0
+        assert device_heat == pytest.approx((0.25 + 0.5 / 14) * 8, rel=1e-2)
+    one, spread = (WORKLOADS[name].counts(RECORD_SHAPE)[0].sum(axis=0) for name in ("W1", "W2"))
+    np.testing.assert_allclose(np.sort(one), np.sort(spread), atol=8)
+    assert np.flatnonzero(one > one.mean()).tolist() == [0, 1]
+    assert len({expert // 2 for expert in np.flatnonzero(spread > spread.mean())}) == 2
+
+
+def test_one_expert_has_two_fifths() -> None:
+    counts_DE = WORKLOADS["W3"].counts(RECORD_SHAPE)[0]
+    assert counts_DE[:, 0].sum() / counts_DE.sum() == pytest.approx(0.4, abs=1e-3)
+    for expert_heat, device_heat in heats("W3"):
+        assert expert_heat == pytest.approx(0.4 * 16, rel=1e-2)
+        assert device_heat == pytest.approx((0.4 + 0.6 / 15) * 8, rel=1e-2)
+
+
+def test_sources_are_ragged_and_experts_are_not() -> None:
+    counts_DE = WORKLOADS["W4"].counts(RECORD_SHAPE)[0]
+    tokens_D = counts_DE.sum(axis=1) / 2
+    np.testing.assert_allclose(tokens_D, np.arange(1, 9) * 1024 / 4.5, atol=1)
+    assert expert_max_over_mean(counts_DE) < 1.01
+
+
+def test_a_device_and_experts_of_others_are_idle() -> None:
+    load_E = WORKLOADS["W5"].counts(RECORD_SHAPE)[0].sum(axis=0)
+    assert np.flatnonzero(load_E == 0).tolist() == [0, 4, 8, 12, 14, 15]
+    assert np.ptp(load_E[load_E > 0]) <= 8
+    for expert_heat, device_heat in heats("W5"):
+        assert expert_heat == pytest.approx(1.6, rel=1e-2)
+        assert device_heat == pytest.approx(1.6, rel=1e-2)
+
+
+def test_the_hotspot_moves_every_three_iterations() -> None:
+    counts_IDE = WORKLOADS["W6"].counts(WorkloadShape(8, 16, 1024, 2, 30))
+    hottest_I = counts_IDE.sum(axis=1).reshape(30, 8, 2).sum(axis=2).argmax(axis=1)
+    assert hottest_I.tolist() == [i // 3 % 8 for i in range(30)]
+    assert {device_max_over_mean(counts_DE) for counts_DE in counts_IDE} == {4.0}
+
+
+def test_bursts_are_two_of_five_iterations_on_drawn_experts() -> None:
+    shape = WorkloadShape(8, 16, 1024, 2, 50)
+    counts_IDE = WORKLOADS["W7"].counts(shape)
+    hot_I = np.array([expert_max_over_mean(counts_DE) for counts_DE in counts_IDE])
+    is_burst_I = np.arange(50) % 5 >= 3
+    assert np.all(hot_I[~is_burst_I] == 1.0)
+    np.testing.assert_allclose(hot_I[is_burst_I], 6.4, rtol=1e-2)
+    hottest_I = counts_IDE.sum(axis=1).argmax(axis=1)[is_burst_I].reshape(-1, 2)
+    assert np.all(hottest_I[:, 0] == hottest_I[:, 1])
+    assert len(set(hottest_I[:, 0].tolist())) > 1
+    assert not np.array_equal(counts_IDE, WORKLOADS["W7"].counts(shape, seed=1))
+
+
+def test_log_normal_strengths_have_their_standard_deviation() -> None:
+    shape = WorkloadShape(8, 1024, 1 << 20)
+    previous_E = None
+    for strength, sigma in LOG_NORMAL_SIGMAS.items():
+        load_E = WORKLOADS[f"lognormal-{strength}"].counts(shape)[0].sum(axis=0)
+        assert np.log(load_E).std() == pytest.approx(sigma, rel=0.1)
+        if previous_E is not None:
+            np.testing.assert_array_equal(np.argsort(load_E)[-20:], np.argsort(previous_E)[-20:])
+        previous_E = load_E
+
+
+def test_shares_above_what_tokens_can_send_are_cut() -> None:
+    counts = counts_of_shares(np.array([[[0.9, 0.06, 0.04, 0.0]]]), np.array([100]), 2)
+    assert counts.tolist() == [[[100, 60, 40, 0]]]
+    counts = counts_of_shares(np.array([[[1.0, 0.0, 0.0]]]), np.array([10]), 2)
+    assert counts.tolist() == [[[10, 5, 5]]]
+
+
+@pytest.mark.parametrize(("num_sources", "wanted"), [(4, [[6, 2], [1, 7]]), (1, [[4, 4], [3, 5]])])
+def test_replay_keeps_the_shares_of_mapped_sources(num_sources: int, wanted: list[list[int]]) -> None:
+    of_four_DE = np.array([[4, 0], [2, 2], [1, 3], [0, 4]])
+    recorded_IDE = np.stack([np.zeros((4, 2), int) + 1, of_four_DE])
+    recorded_IDE = recorded_IDE.reshape(2, num_sources, -1, 2).sum(axis=2)
+    counts_IDE = replay(recorded_IDE, WorkloadShape(2, 2, 8, 1, 1), first_iteration=1)
+    assert counts_IDE[0].tolist() == wanted
+
+
+def test_replay_says_what_does_not_fit() -> None:
+    recorded_IDE = np.ones((3, 4, 8), int)
+    with pytest.raises(ValueError, match="the record has 8 experts, wanted 16"):
+        replay(recorded_IDE, RECORD_SHAPE)
+    with pytest.raises(ValueError, match="cannot map 4 recorded sources to 3"):
+        replay(np.ones((3, 4, 9), int), WorkloadShape(3, 9, 10))
+    with pytest.raises(ValueError, match="3 recorded iterations, wanted 2 to 3"):
+        replay(recorded_IDE, WorkloadShape(4, 8, 10, 2, 2), first_iteration=2)
+
+
+def test_sizes_are_checked() -> None:
+    with pytest.raises(ValueError, match="10 experts on 4 devices"):
+        WorkloadShape(4, 10, 1)
+    with pytest.raises(ValueError, match="top_k 5"):
+        WorkloadShape(4, 4, 1, top_k=5)
