@@ -51,7 +51,8 @@ class ClusterDescription(BaseModel):
         default_factory=dict,
         description=(
             "Measured for single collectives; bandwidths per device, of the bytes that the busiest device "
-            "sends. Used in place of the links where given."
+            "sends over links of that class (inter_node: to other nodes, all devices of a node at once; for "
+            "point_to_point one device alone). Used in place of the links where given."
         ),
     )
     sources: dict[str, str] = Field(
