@@ -1,0 +1,206 @@
+"""One iteration in seconds: three lanes, and what waits for what.
+
+* ``compute``: a device's own kernels; of experts those of the slowest device.
+* ``all-to-all``: router counts, dispatch and combine. The model computes nothing meanwhile.
+* ``transfer``: spAG, spRS, re-gathering and re-sharding, one after the other.
+
+Forward of a layer: compute before the gate, counts, dispatch, experts, combine. spAG starts with the
+compute before the gate, or behind it if the plan says so, and must be done before the dispatch, where the
+runtime waits for it. Backward is the reverse with twice the compute; spRS starts behind dispatch's backward
+and must be done when the same layer's compute before the gate is. Re-materialized replicas are
+gathered again behind the spRS of the layer above, and must be there before the experts' backward.
+
+An all-to-all and a transfer that run at the same time, both longest on the same kind of link, get half
+of it each until one of them is done, so that no time of the link is lost.
+
+All times are arrays over iterations: I.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_fssdp.planning.cost_model import BACKWARD_PER_FORWARD
+from megatron_fssdp.simulation.link_seconds import LinkTimes
+
+COMPUTE, ALL_TO_ALL, TRANSFER = "compute", "all-to-all", "transfer"
+LANES = (COMPUTE, ALL_TO_ALL, TRANSFER)
+
+PARTS = (
+    "other compute",
+    "experts",
+    "all-to-all",
+    "waiting for spAG",
+    "waiting for spRS",
+    "re-sharding",
+    "gradient sync",
+)
+"""What the seconds of an iteration are spent on; they add up."""
+
+OnSpan = Callable[[str, str, np.ndarray, np.ndarray], None]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSeconds:
+    """What one layer's pieces take in a micro-batch, [I] each, forward.
+
+    Attributes:
+        before_layer_s: Compute between the MoE layer before and this transformer layer.
+        before_gate_s: Compute under which spAG hides.
+        counts_s: Gathering the router counts.
+        dispatch: All-to-all of rows and probabilities.
+        combine: All-to-all of results.
+        experts_s: The slowest device's experts.
+        gather: spAG.
+        addition_s: What calibration brings after the gate.
+        reduce_s: spRS.
+        regather: spAG of all the plan's replicas, before backward.
+        is_ahead: Whether transfers run beside compute.
+        is_rematerialized: Whether replicas are gathered for every pass.
+    """
+
+    before_layer_s: float
+    before_gate_s: float
+    counts_s: float
+    dispatch: LinkTimes
+    combine: LinkTimes
+    experts_s: np.ndarray
+    gather: LinkTimes
+    addition_s: np.ndarray
+    reduce_s: np.ndarray
+    regather: LinkTimes
+    is_ahead: np.ndarray
+    is_rematerialized: np.ndarray
+
+
+@dataclass(eq=False)
+class IterationTimeline:
+    """Clocks of the lanes while an iteration is laid out.
+
+    Attributes:
+        now_s: End of everything that the next piece of compute or all-to-all waits for.
+        lane_s: When the transfer lane is free.
+        parts_s: Seconds so far by what they went on; a dict over :data:`PARTS`.
+        on_span: Told of everything that runs: lane, name, begin, end.
+    """
+
+    num_iterations: int
+    on_span: OnSpan | None = None
+    now_s: np.ndarray = field(init=False)
+    lane_s: np.ndarray = field(init=False)
+    parts_s: dict[str, np.ndarray] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.now_s, self.lane_s = np.zeros((2, self.num_iterations))
+        self.parts_s = {part: np.zeros(self.num_iterations) for part in PARTS}
+        self._is_regathering = np.zeros(self.num_iterations, bool)
+        self._regather_is_far = np.zeros(self.num_iterations, bool)
+
+    def forward(self, name: str, layer: LayerSeconds, is_first: bool) -> None:
+        """One layer's forward pass.
+
+        Args:
+            name: Of the layer.
+            layer: Its seconds.
+            is_first: Whether it is an iteration's first micro-batch; only then weights are gathered,
+                unless they are re-materialized.
+        """
+        self._run("other compute", f"before {name}", layer.before_layer_s)
+        again_s = np.where(layer.is_rematerialized, layer.regather.seconds, 0.0)
+        gather_s = layer.gather.seconds if is_first else again_s
+        start_s = self.now_s
+        arrival_s = self._transfer(f"spAG {name}", start_s, np.where(layer.is_ahead, gather_s, 0.0))
+        self._run("other compute", f"attention, gate {name}", layer.before_gate_s)
+        self._run("all-to-all", f"counts {name}", layer.counts_s, ALL_TO_ALL)
+        late_s = np.where(layer.is_ahead, 0.0, gather_s) + is_first * layer.addition_s
+        arrival_s = np.maximum(arrival_s, self._transfer(f"spAG {name}", self.now_s, late_s))
+        self._wait("waiting for spAG", arrival_s)
+        self._run("all-to-all", f"dispatch {name}", layer.dispatch.seconds, ALL_TO_ALL)
+        self._run("experts", f"experts {name}", layer.experts_s)
+        self._run("all-to-all", f"combine {name}", layer.combine.seconds, ALL_TO_ALL)
+
+    def backward(self, name: str, layer: LayerSeconds, below: LayerSeconds | None, is_last: bool) -> None:
+        """One layer's backward pass.
+
+        Args:
+            name: Of the layer.
+            layer: Its seconds.
+            below: The MoE layer before it, whose backward comes next.
+            is_last: Whether it is an iteration's last micro-batch; only then gradients go home,
+                unless replicas are re-materialized.
+        """
+        starts = layer.is_rematerialized & ~self._is_regathering
+        self._transfer(f"spAG again {name}", self.now_s, np.where(starts, layer.regather.seconds, 0.0))
+        self._regather_is_far = np.where(starts, layer.regather.is_far, self._regather_is_far)
+        self._contended_all_to_all(f"combine' {name}", layer)
+        self._wait("waiting for spAG", np.where(layer.is_rematerialized, self.lane_s, 0.0))
+        self._run("experts", f"experts' {name}", BACKWARD_PER_FORWARD * layer.experts_s)
+        self._run("all-to-all", f"dispatch' {name}", layer.dispatch.seconds, ALL_TO_ALL)
+        reduce_s = np.where(layer.is_rematerialized | is_last, layer.reduce_s, 0.0)
+        home_s = self._transfer(f"spRS {name}", self.now_s, reduce_s)
+        self._wait("waiting for spRS", np.where(layer.is_ahead, 0.0, home_s))
+        self._is_regathering = np.zeros(self.num_iterations, bool)
+        if below is not None:
+            self._is_regathering = below.is_rematerialized & below.is_ahead & layer.is_ahead
+            again_s = np.where(self._is_regathering, below.regather.seconds, 0.0)
+            self._transfer(f"spAG again, below {name}", self.now_s, again_s)
+            self._regather_is_far = below.regather.is_far
+        self._run("other compute", f"attention, gate' {name}", BACKWARD_PER_FORWARD * layer.before_gate_s)
+        self._wait("waiting for spRS", home_s)
+        self._run("other compute", f"before' {name}", BACKWARD_PER_FORWARD * layer.before_layer_s)
+
+    def compute(self, name: str, seconds: float) -> None:
+        """Compute that belongs to no MoE layer."""
+        self._run("other compute", name, seconds)
+
+    def reshard(self, seconds: np.ndarray) -> None:
+        """Owners' exchange before an iteration; everything waits."""
+        end_s = self._transfer("re-sharding", self.now_s, seconds)
+        self._wait("re-sharding", end_s)
+
+    def sync_gradients(self, seconds: float) -> None:
+        """Reduction of the dense gradients behind the last backward pass."""
+        self._run("gradient sync", "gradient sync", seconds, ALL_TO_ALL)
+
+    def skip(self, parts_s: dict[str, np.ndarray], times: int) -> None:
+        """Let ``times`` passes go by that take as long as one has."""
+        for part, seconds in parts_s.items():
+            self.parts_s[part] = self.parts_s[part] + times * seconds
+            self.now_s = self.now_s + times * seconds
+        self.lane_s = np.maximum(self.lane_s, self.now_s)
+
+    def _run(self, part: str, name: str, seconds: float | np.ndarray, lane: str = COMPUTE) -> None:
+        begin_s, self.now_s = self.now_s, self.now_s + seconds
+        self.parts_s[part] = self.parts_s[part] + seconds
+        self._tell(lane, name, begin_s, self.now_s)
+
+    def _wait(self, part: str, until_s: np.ndarray) -> None:
+        waited_s = np.maximum(until_s - self.now_s, 0.0)
+        self.parts_s[part] = self.parts_s[part] + waited_s
+        self.now_s = self.now_s + waited_s
+
+    def _transfer(self, name: str, ready_s: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+        """Runs something on the transfer lane; when it is done, or 0 where there is nothing."""
+        runs = seconds > 0
+        begin_s = np.maximum(ready_s, self.lane_s)
+        end_s = begin_s + seconds
+        self.lane_s = np.where(runs, end_s, self.lane_s)
+        self._tell(TRANSFER, name, np.where(runs, begin_s, ready_s), np.where(runs, end_s, ready_s))
+        return np.where(runs, end_s, 0.0)
+
+    def _contended_all_to_all(self, name: str, layer: LayerSeconds) -> None:
+        """Combine's backward, with a re-gathering that may still run beside it."""
+        seconds = layer.combine.seconds
+        left_s = np.maximum(self.lane_s - self.now_s, 0.0)
+        contends = (left_s > 0) & layer.is_rematerialized & (self._regather_is_far == layer.combine.is_far)
+        shorter_s = np.where(contends, np.minimum(seconds, left_s), 0.0)
+        before_s = self.lane_s
+        # Both go at half their speed until the shorter one is done; the other then lost as much.
+        self.lane_s = np.where(contends, self.lane_s + shorter_s, self.lane_s)
+        self._tell(TRANSFER, "shared link", before_s, self.lane_s)
+        self._run("all-to-all", name, seconds + shorter_s, ALL_TO_ALL)
+
+    def _tell(self, lane: str, name: str, begin_s: np.ndarray, end_s: np.ndarray) -> None:
+        if self.on_span is not None:
+            self.on_span(lane, name, begin_s, end_s)

@@ -1,0 +1,121 @@
+"""What strategies decided and what it puts on devices and links, iteration by iteration.
+
+Shape letters: I iterations, L MoE layers, D devices.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_fssdp.planning.topology import Topology
+from megatron_fssdp.simulation.layer_traffic import (
+    BusiestLinks,
+    DispatchTraffic,
+    TransferTraffic,
+)
+from megatron_fssdp.strategies.strategy import LayerPlan
+
+_LINKS = ("near", "far_of_device", "far_of_node")
+
+
+class LinkColumns:
+    """Busiest links of every iteration and layer, [I, L] each."""
+
+    def __init__(self, num_iterations: int, num_layers: int) -> None:
+        self._values = {name: np.zeros((num_iterations, num_layers)) for name in _LINKS}
+
+    def put(self, iteration: int, layer: int, busiest: BusiestLinks) -> None:
+        """Write one entry."""
+        for name in _LINKS:
+            self._values[name][iteration, layer] = getattr(busiest, name)
+
+    def busiest(self) -> BusiestLinks:
+        """All entries; the fields are arrays."""
+        return BusiestLinks(**self._values)  # type: ignore[arg-type]
+
+
+class TransferColumns:
+    """Transfers of every iteration and layer, [I, L] each."""
+
+    def __init__(self, num_iterations: int, num_layers: int) -> None:
+        shape = (num_iterations, num_layers)
+        self.links = LinkColumns(*shape)
+        self.near_hops_IL = np.zeros(shape, np.int64)
+        self.far_hops_IL = np.zeros(shape, np.int64)
+        self.num_experts_IL = np.zeros(shape, np.int64)
+        self.num_between_nodes_IL = np.zeros(shape, np.int64)
+
+    def put(self, iteration: int, layer: int, traffic: TransferTraffic) -> None:
+        """Write one entry."""
+        self.links.put(iteration, layer, traffic.busiest)
+        self.near_hops_IL[iteration, layer], self.far_hops_IL[iteration, layer] = traffic.fill_hops
+        self.num_experts_IL[iteration, layer] = traffic.num_experts
+        self.num_between_nodes_IL[iteration, layer] = traffic.num_between_nodes
+
+
+@dataclass(eq=False)
+class LayerLedger:
+    """What every layer does in every iteration.
+
+    Attributes:
+        topology: Nodes of the devices.
+        tokens_ILD: (token, k) pairs that each device computes, int32.
+        dispatch: Pairs on the busiest links in one direction of the dispatch.
+        cross_node_IL: Pairs sent to another node.
+        gather: Experts that spAG brings, and spRS takes home unless there is an addition.
+        reduce: Experts that spRS takes home.
+        addition: Experts that calibration brings after the gate.
+        ahead_IL: Whether spAG starts before the layer's compute.
+        rematerialize_IL: Whether replicas are released between the passes.
+        replicas_IL: Replicas on all devices together.
+        most_replicas_IL: On the device that has most.
+        most_owned_IL: Experts of the layer on the device that owns most.
+        reshard_I: What re-sharding moves before each iteration: experts on the busiest links.
+        reshard_experts_I: Experts whose device changes.
+    """
+
+    num_iterations: int
+    num_layers: int
+    topology: Topology
+    tokens_ILD: np.ndarray = field(init=False)
+    dispatch: LinkColumns = field(init=False)
+    gather: TransferColumns = field(init=False)
+    reduce: TransferColumns = field(init=False)
+    addition: TransferColumns = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = (self.num_iterations, self.num_layers)
+        self.tokens_ILD = np.zeros((*shape, self.topology.num_devices), np.int32)
+        self.dispatch = LinkColumns(*shape)
+        self.gather, self.reduce, self.addition = (TransferColumns(*shape) for _ in range(3))
+        self.cross_node_IL, self.replicas_IL, self.most_replicas_IL, self.most_owned_IL = np.zeros(
+            (4, *shape), np.int64
+        )
+        self.ahead_IL, self.rematerialize_IL = np.zeros((2, *shape), bool)
+        self.reshard = LinkColumns(self.num_iterations, 1)
+        self.reshard_experts_I = np.zeros(self.num_iterations, np.int64)
+
+    def put(
+        self,
+        iteration: int,
+        layer: int,
+        plan: LayerPlan,
+        dispatch: DispatchTraffic,
+        gather: TransferTraffic,
+        reduce: TransferTraffic,
+        addition: TransferTraffic,
+    ) -> None:
+        """Write what one layer does in one iteration."""
+        self.tokens_ILD[iteration, layer] = dispatch.tokens_D
+        self.dispatch.put(iteration, layer, dispatch.busiest)
+        self.cross_node_IL[iteration, layer] = dispatch.cross_node
+        placement = plan.placement
+        self.most_owned_IL[iteration, layer] = placement.owned_per_device_D.max()
+        if placement.num_replicas:
+            self.gather.put(iteration, layer, gather)
+            self.reduce.put(iteration, layer, reduce)
+            self.addition.put(iteration, layer, addition)
+            self.replicas_IL[iteration, layer] = placement.num_replicas
+            self.most_replicas_IL[iteration, layer] = placement.replicas_per_device_D.max()
+        self.ahead_IL[iteration, layer] = plan.gather_ahead
+        self.rematerialize_IL[iteration, layer] = plan.rematerialize

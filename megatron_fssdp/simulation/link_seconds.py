@@ -1,0 +1,151 @@
+"""Seconds that a cluster's links take for the busiest of them; arrays in, arrays out."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_fssdp.config.cluster_description import ClusterDescription
+from megatron_fssdp.planning.cluster_cost import collective_link, link_cost
+from megatron_fssdp.planning.cost_model import LinkCost
+from megatron_fssdp.planning.topology import Topology
+from megatron_fssdp.simulation.layer_traffic import BusiestLinks
+
+CHUNK_BYTES = 1 << 20
+"""Size of the messages in which the runtime forwards an expert from device to device."""
+
+COUNT_BYTES = 8
+"""One entry of the router counts that all devices gather."""
+
+FREE = LinkCost(0.0, 0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class LinkTimes:
+    """Seconds on the links inside nodes and between them, beside each other.
+
+    Attributes:
+        near_s: On the busiest device's link.
+        far_s: On the busiest NIC.
+    """
+
+    near_s: np.ndarray
+    far_s: np.ndarray
+
+    @property
+    def seconds(self) -> np.ndarray:
+        """Until both are done."""
+        return np.maximum(self.near_s, self.far_s)
+
+    @property
+    def is_far(self) -> np.ndarray:
+        """Whether the NICs are what takes longest."""
+        return np.asarray(self.far_s >= self.near_s)
+
+
+@dataclass(frozen=True)
+class LinkSet:
+    """Costs by kind of link of one collective.
+
+    Attributes:
+        near: A device's link inside its node.
+        far_of_node: A node's NICs together, shared by its devices.
+        far_of_device: What one device alone gets of them; costs nothing where that is not known.
+    """
+
+    near: LinkCost
+    far_of_node: LinkCost
+    far_of_device: LinkCost = FREE
+
+    def times(self, busiest: BusiestLinks, bytes_per_unit: float | np.ndarray, starts: int = 1) -> LinkTimes:
+        """Start-up and bytes of the busiest links (FasterMoE, Eq. 2; Parm, Eq. 12).
+
+        Args:
+            busiest: Units; its fields may be arrays.
+            bytes_per_unit: Bytes of each.
+            starts: Collectives among which the bytes are divided.
+        """
+        near = np.asarray(busiest.near, float) * bytes_per_unit
+        of_device = np.asarray(busiest.far_of_device, float) * bytes_per_unit
+        of_node = np.asarray(busiest.far_of_node, float) * bytes_per_unit
+        far_s = np.maximum(
+            of_node * self.far_of_node.beta_s_per_byte, of_device * self.far_of_device.beta_s_per_byte
+        )
+        return LinkTimes(
+            np.where(near > 0, starts * self.near.alpha_s + near * self.near.beta_s_per_byte, 0.0),
+            np.where(of_node > 0, starts * self.far_of_node.alpha_s + far_s, 0.0),
+        )
+
+
+@dataclass(frozen=True)
+class ClusterLinks:
+    """Links of a cluster as each kind of transfer uses them.
+
+    Attributes:
+        all_to_all: Dispatch and combine.
+        transfer: spAG, spRS and re-sharding, which go device to device.
+        all_gather: Router counts.
+    """
+
+    all_to_all: LinkSet
+    transfer: LinkSet
+    all_gather: LinkSet
+
+    def gather_counts_s(self, topology: Topology, num_experts: int) -> float:
+        """Seconds in which every device gets the counts of all others."""
+        if topology.num_devices == 1:
+            return 0.0
+        largest = max(len(devices) for devices in topology.devices_by_node)
+        others = topology.num_devices - min(len(devices) for devices in topology.devices_by_node)
+        busiest = BusiestLinks(float(largest - 1), float(others), float(others))
+        return float(self.all_gather.times(busiest, COUNT_BYTES * num_experts).seconds)
+
+    def fill_s(self, near_hops: np.ndarray, far_hops: np.ndarray, expert_bytes: int) -> np.ndarray:
+        """Seconds until the first chunk of an expert has passed so many hops."""
+        chunk = min(expert_bytes, CHUNK_BYTES)
+        return near_hops * self.transfer.near.time_s(chunk) + far_hops * self.transfer.far_of_node.time_s(
+            chunk
+        )
+
+
+def cluster_links(cluster: ClusterDescription) -> ClusterLinks:
+    """The links of a description, with what was measured of single collectives in their place.
+
+    A fitted all-to-all or all-gather gives what each device gets while all of its node's devices use
+    the NIC, so a node gets that many times as much. A fitted point-to-point transfer bounds one device;
+    the node's bound is the description's ``inter_node``.
+    """
+    near, far = link_cost(cluster.intra_node), link_cost(cluster.inter_node)
+
+    def shared(name: str) -> LinkSet:
+        intra = collective_link(cluster, name, "intra_node")  # type: ignore[arg-type]
+        inter = collective_link(cluster, name, "inter_node")  # type: ignore[arg-type]
+        return LinkSet(
+            near if intra is None else link_cost(intra),
+            far if inter is None else link_cost(inter, cluster.devices_per_node),
+        )
+
+    intra = collective_link(cluster, "point_to_point", "intra_node")
+    inter = collective_link(cluster, "point_to_point", "inter_node")
+    alone = FREE if inter is None else link_cost(inter)
+    transfer = LinkSet(
+        near if intra is None else link_cost(intra),
+        far if inter is None else LinkCost(inter.alpha_s, far.beta_s_per_byte),
+        alone,
+    )
+    return ClusterLinks(shared("all_to_all"), transfer, shared("all_gather"))
+
+
+def topology_of(cluster: ClusterDescription, num_devices: int) -> Topology:
+    """Nodes of an expert-parallel group whose devices follow each other on the cluster's nodes.
+
+    Raises:
+        ValueError: The group does not fit the nodes.
+    """
+    per_node = cluster.devices_per_node
+    if num_devices > cluster.num_devices or (num_devices > per_node and num_devices % per_node):
+        raise ValueError(
+            f"cluster {cluster.name}: {num_devices} devices of an expert-parallel group do not fit "
+            f"{cluster.num_nodes} nodes of {per_node}; wanted at most {cluster.num_devices}, whole nodes where "
+            "there are several; change parallelism.expert or num_nodes (--cluster-set num_nodes=…)"
+        )
+    return Topology(tuple(device // per_node for device in range(num_devices)))

@@ -1,0 +1,226 @@
+"""What a training job asks of each device, in FLOPs, bytes and elements.
+
+Shape letters: T tokens of a micro-batch, M model dim, F ffn dim, E experts, L MoE layers.
+"""
+
+from dataclasses import dataclass, replace
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.model_settings import ModelSettings
+from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.planning.memory_accounting import FP32_BYTES, ExpertOptimizer
+
+GATED_ACTIVATIONS = ("swiglu", "quick_geglu")
+"""Activations with two input matrices, whose product is taken."""
+
+ACTIVATIONS_PER_HIDDEN = 15 / 2
+"""Elements kept for backward of each element of a layer's hidden states, without the MLP and the
+attention matrix: 11 bytes of attention and 4 of norms in 16 bit (Korthikanti et al. 2022, §4.1)."""
+
+
+@dataclass(frozen=True)
+class MoeJob:
+    """One device's work.
+
+    Attributes:
+        num_devices: Devices of an expert-parallel group, D.
+        num_experts: Routed experts of a layer, E.
+        top_k: Experts of a token.
+        tokens_per_micro_batch: Tokens of a device in a micro-batch.
+        num_micro_batches: Micro-batches of an iteration.
+        token_bytes: One token's hidden state.
+        expert_elements: Elements of one expert's parameters.
+        expert_flops_per_token: Forward of one expert for one token.
+        dtype_bytes: Bytes of an element of the parameters.
+        gradient_bytes: Bytes of an element of ``main_grad``.
+        before_layer_flops_L: Forward of a micro-batch between an MoE layer's transformer layer and the
+            one before it: dense layers, embeddings.
+        before_gate_flops_L: Forward of a micro-batch in the MoE layer's own transformer layer up to the
+            dispatch: attention, gate, shared experts. spAG hides under it.
+        after_layers_flops: Forward of a micro-batch behind the last MoE layer: dense layers, logits.
+        dense_elements: Parameters that every device has, experts aside.
+        optimizer: What is kept of every parameter.
+        expert_data_parallel_size: Groups with copies of the same owners.
+        data_parallel_size: Ranks with copies of the dense parameters.
+        reduces_dense_at_end: Whether dense gradients are reduced behind the last backward pass.
+        activation_bytes: Kept for a micro-batch's backward pass, experts aside; an estimate.
+        activation_bytes_per_pair: Kept by the experts for each (token, k) pair; an estimate.
+    """
+
+    num_devices: int
+    num_experts: int
+    top_k: int
+    tokens_per_micro_batch: float
+    num_micro_batches: int
+    token_bytes: int
+    expert_elements: int
+    expert_flops_per_token: float
+    dtype_bytes: int
+    gradient_bytes: int
+    before_layer_flops_L: tuple[float, ...]
+    before_gate_flops_L: tuple[float, ...]
+    after_layers_flops: float = 0.0
+    dense_elements: int = 0
+    optimizer: ExpertOptimizer = ExpertOptimizer()
+    expert_data_parallel_size: int = 1
+    data_parallel_size: int = 1
+    reduces_dense_at_end: bool = False
+    activation_bytes: float = 0.0
+    activation_bytes_per_pair: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.before_layer_flops_L) != len(self.before_gate_flops_L):
+            raise ValueError(
+                f"got FLOPs before {len(self.before_layer_flops_L)} layers and before "
+                f"{len(self.before_gate_flops_L)} gates, wanted one of each for every MoE layer"
+            )
+        if self.num_experts % self.num_devices:
+            raise ValueError(
+                f"num_experts is {self.num_experts}: wanted a multiple of the {self.num_devices} devices"
+            )
+        if self.num_micro_batches < 1 or self.tokens_per_micro_batch <= 0 or not self.before_gate_flops_L:
+            raise ValueError(
+                f"got {self.num_micro_batches} micro-batches of {self.tokens_per_micro_batch} tokens in "
+                f"{len(self.before_gate_flops_L)} MoE layers, wanted at least one of each"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """MoE layers, L."""
+        return len(self.before_gate_flops_L)
+
+    @property
+    def expert_bytes(self) -> int:
+        """One expert's parameters."""
+        return self.expert_elements * self.dtype_bytes
+
+    @property
+    def pairs_per_device(self) -> float:
+        """(token, k) pairs that a device routes in an iteration."""
+        return self.tokens_per_micro_batch * self.num_micro_batches * self.top_k
+
+    def with_tokens(self, factor: float) -> "MoeJob":
+        """The job with ``factor`` times as many tokens on every device, of samples as long as before."""
+        return replace(
+            self,
+            tokens_per_micro_batch=self.tokens_per_micro_batch * factor,
+            before_layer_flops_L=tuple(flops * factor for flops in self.before_layer_flops_L),
+            before_gate_flops_L=tuple(flops * factor for flops in self.before_gate_flops_L),
+            after_layers_flops=self.after_layers_flops * factor,
+            activation_bytes=self.activation_bytes * factor,
+        )
+
+
+def job_of_run(run: RunConfig) -> MoeJob:
+    """The job of a training run's YAML.
+
+    FLOPs are those of matrix products, two a multiply-add; attention is counted in full although
+    half of it is masked, as Megatron's own throughput figure does.
+
+    Raises:
+        ConfigurationError: The model has no experts, or is cut in a way the simulator does not count.
+    """
+    model, cut, training = run.model, run.parallelism, run.training
+    if model.num_experts is None:
+        raise ConfigurationError("simulate: the model has no experts; set model.num_experts")
+    for name in ("tensor", "pipeline", "context", "expert_tensor"):
+        size = getattr(cut, name)
+        if size > 1:
+            raise ConfigurationError(
+                f"simulate: parallelism.{name} is {size}, wanted 1: only data and expert parallelism are "
+                "simulated; describe the share of one stage or shard as a model of its own"
+            )
+    if training.recompute == "full":
+        raise ConfigurationError(
+            "simulate: training.recompute is full, wanted none or selective: recomputed layers are not simulated"
+        )
+    tokens = model.seq_length * training.micro_batch_size
+    dtype_bytes = FP32_BYTES if training.precision == "fp32" else 2
+    expert_ffn = model.moe_ffn_hidden_size or _ffn(model)
+    matrices = _matrices(model)
+    before_layer, before_gate, after_layers = _flops_by_layer(model, run.data.vocab_size, tokens)
+    biases = (matrices - 1) * expert_ffn + model.hidden_size if model.linear_bias else 0
+    hidden_bytes = tokens * model.hidden_size * dtype_bytes
+    return MoeJob(
+        num_devices=cut.expert,
+        num_experts=model.num_experts,
+        top_k=model.moe_top_k,
+        tokens_per_micro_batch=tokens,
+        num_micro_batches=training.global_batch_size // (training.micro_batch_size * cut.data),
+        token_bytes=model.hidden_size * dtype_bytes,
+        expert_elements=matrices * model.hidden_size * expert_ffn + biases,
+        expert_flops_per_token=2.0 * matrices * model.hidden_size * expert_ffn,
+        dtype_bytes=dtype_bytes,
+        # Megatron's main_grad is fp32 in bf16 training too.
+        gradient_bytes=2 if training.precision == "fp16" else FP32_BYTES,
+        before_layer_flops_L=before_layer,
+        before_gate_flops_L=before_gate,
+        after_layers_flops=after_layers,
+        dense_elements=_dense_elements(model, run.data.vocab_size),
+        optimizer=ExpertOptimizer(
+            num_state_tensors=2 if training.optimizer == "adam" else 1,
+            has_master_weights=training.precision != "fp32",
+            is_distributed=cut.distributed_optimizer,
+        ),
+        expert_data_parallel_size=cut.world_size // cut.expert,
+        data_parallel_size=cut.data,
+        reduces_dense_at_end=cut.data > 1 and not cut.overlap_grad_reduce,
+        activation_bytes=model.num_layers * ACTIVATIONS_PER_HIDDEN * hidden_bytes,
+        activation_bytes_per_pair=dtype_bytes * (2 * model.hidden_size + (matrices - 1) * 2 * expert_ffn),
+    )
+
+
+def _ffn(model: ModelSettings) -> int:
+    return model.ffn_hidden_size or 4 * model.hidden_size
+
+
+def _matrices(model: ModelSettings) -> int:
+    """Matrices of an MLP of M x F elements each."""
+    return 3 if model.activation in GATED_ACTIVATIONS else 2
+
+
+def _is_moe_layer(model: ModelSettings) -> list[bool]:
+    if isinstance(model.moe_layer_freq, int):
+        return [layer % model.moe_layer_freq == 0 for layer in range(model.num_layers)]
+    return [bool(is_moe) for is_moe in model.moe_layer_freq]
+
+
+def _attention_elements(model: ModelSettings) -> int:
+    """Elements of the projections of queries, keys, values and results."""
+    head = model.hidden_size // model.num_attention_heads
+    key_value = head * (model.num_query_groups or model.num_attention_heads)
+    return model.hidden_size * (2 * model.hidden_size + 2 * key_value)
+
+
+def _flops_by_layer(
+    model: ModelSettings, vocab_size: int, tokens: int
+) -> tuple[tuple[float, ...], tuple[float, ...], float]:
+    """FLOPs before each MoE layer's transformer layer, in it up to the dispatch, and behind the last."""
+    hidden = model.hidden_size
+    attention = 2.0 * _attention_elements(model) + 4.0 * model.seq_length * hidden
+    dense_mlp = 2.0 * _matrices(model) * hidden * _ffn(model)
+    shared = 2.0 * _matrices(model) * hidden * (model.moe_shared_expert_size or 0)
+    gate = 2.0 * hidden * (model.num_experts or 0)
+    before_layer, before_gate, running = [], [], 0.0
+    for is_moe in _is_moe_layer(model):
+        if is_moe:
+            before_layer.append(tokens * running)
+            before_gate.append(tokens * (attention + shared + gate))
+            running = 0.0
+        else:
+            running += attention + dense_mlp
+    return tuple(before_layer), tuple(before_gate), tokens * (running + 2.0 * hidden * vocab_size)
+
+
+def _dense_elements(model: ModelSettings, vocab_size: int) -> int:
+    """Parameters that are no routed expert's, without biases and norms."""
+    hidden, matrices = model.hidden_size, _matrices(model)
+    elements = vocab_size * hidden * (1 if model.tie_embeddings else 2)
+    for is_moe in _is_moe_layer(model):
+        elements += _attention_elements(model)
+        if is_moe:
+            elements += hidden * (model.num_experts or 0)
+            elements += matrices * hidden * (model.moe_shared_expert_size or 0)
+        else:
+            elements += matrices * hidden * _ffn(model)
+    return elements

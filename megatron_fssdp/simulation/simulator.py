@@ -1,0 +1,308 @@
+"""What-if: a strategy's decisions on a described cluster, in seconds and bytes.
+
+Shape letters: I iterations, L MoE layers, D devices, E experts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_fssdp.config.cluster_description import ClusterDescription
+from megatron_fssdp.config.strategy_settings import EpSettings, PlacementSettings, StrategySettings
+from megatron_fssdp.planning.cluster_cost import cluster_cost
+from megatron_fssdp.planning.layer_profile import LayerProfile
+from megatron_fssdp.planning.materialization_limits import memory_capacity
+from megatron_fssdp.planning.memory_accounting import FP32_BYTES, sums_gradients
+from megatron_fssdp.simulation.device_memory import DeviceMemory, device_memory
+from megatron_fssdp.simulation.iteration_timeline import PARTS, IterationTimeline, LayerSeconds, OnSpan
+from megatron_fssdp.simulation.layer_ledger import LayerLedger, TransferColumns
+from megatron_fssdp.simulation.link_seconds import ClusterLinks, LinkTimes, cluster_links, topology_of
+from megatron_fssdp.simulation.moe_job import MoeJob
+from megatron_fssdp.simulation.replay import OnPlan, replay_strategy
+from megatron_fssdp.strategies.registry import build_strategy
+from megatron_fssdp.strategies.strategy import LayerContext, Strategy
+
+PROB_BYTES = 4
+"""One routing probability, which goes along with each row in an all-to-all of its own."""
+
+
+@dataclass(frozen=True, eq=False)
+class StrategyOutcome:
+    """What a strategy came to.
+
+    Attributes:
+        name: The strategy's.
+        parts_s: Seconds of each iteration by what they went on, a dict over ``PARTS`` of [I].
+        ledger: What it decided, and the traffic.
+        memory: Of the device that needs most.
+        layers: To lay out the spans of one iteration.
+    """
+
+    name: str
+    parts_s: dict[str, np.ndarray]
+    ledger: LayerLedger
+    memory: DeviceMemory
+    layers: "LayerTimes"
+
+    @property
+    def iteration_s(self) -> np.ndarray:
+        """Seconds of each iteration, [I]."""
+        return np.asarray(sum(self.parts_s.values()))
+
+    @property
+    def mean_s(self) -> float:
+        """Seconds of an iteration, on average."""
+        return float(self.iteration_s.mean())
+
+    @property
+    def load_max_over_mean_IL(self) -> np.ndarray:
+        """Busiest device's pairs over the mean, [I, L]."""
+        mean_IL = self.ledger.tokens_ILD.mean(axis=2)
+        return self.ledger.tokens_ILD.max(axis=2) / np.maximum(mean_IL, 1e-12)
+
+
+def simulate(
+    name: str,
+    settings: StrategySettings,
+    counts_ILDE: np.ndarray,
+    cluster: ClusterDescription,
+    job: MoeJob,
+    *,
+    past_ILDE: np.ndarray | None = None,
+    layer_numbers: Sequence[int] | None = None,
+    on_plan: OnPlan | None = None,
+) -> StrategyOutcome:
+    """Run a strategy on loads.
+
+    Args:
+        name: A strategy's name; ``none`` is simulated as ``ep``, which dispatches alike.
+        settings: Its settings.
+        counts_ILDE: (token, k) pairs of an iteration by layer, source and expert.
+        cluster: Where it runs.
+        job: What runs.
+        past_ILDE: Iterations before the first one, for the load history only.
+        layer_numbers: Megatron's numbers of the layers.
+        on_plan: Called with iteration, layer index and the final plan.
+
+    Raises:
+        ValueError: The loads are not those of the job, or the job does not fit the cluster.
+    """
+    wanted = (job.num_layers, job.num_devices, job.num_experts)
+    if counts_ILDE.ndim != 4 or counts_ILDE.shape[1:] != wanted or not len(counts_ILDE):
+        raise ValueError(
+            f"counts_ILDE has shape {counts_ILDE.shape}, wanted (iterations, layers, devices, experts) with "
+            f"{wanted} after the iterations, as the job has them"
+        )
+    topology = topology_of(cluster, job.num_devices)
+    strategy = _strategy(name, settings)
+    profile = layer_profile(job, cluster, rematerialize=getattr(settings, "rematerialize", False))
+    ledger = replay_strategy(
+        strategy,
+        counts_ILDE,
+        topology,
+        profile,
+        num_micro_batches=job.num_micro_batches,
+        past_ILDE=past_ILDE,
+        layer_numbers=layer_numbers,
+        on_plan=on_plan,
+    )
+    layers = LayerTimes(ledger, cluster, job)
+    context = LayerContext(1, np.arange(job.num_experts) // (job.num_experts // job.num_devices), topology)
+    memory = device_memory(
+        job,
+        cluster,
+        slots=strategy.slots(replace(context, profile=profile)),
+        ledger=ledger,
+        rematerialize=bool(ledger.rematerialize_IL.any()),
+    )
+    return StrategyOutcome(name, layers.parts_s(), ledger, memory, layers)
+
+
+def balanced_counts(counts_ILDE: np.ndarray) -> np.ndarray:
+    """One iteration in which every source sends each expert the same: [1, L, D, E].
+
+    Each source has as many pairs as it has on average; remainders go round among the experts, so
+    that none gets them from all sources.
+    """
+    num_experts = counts_ILDE.shape[3]
+    pairs_LD = np.rint(counts_ILDE.sum(axis=3).mean(axis=0)).astype(np.int64)
+    start_LD = np.cumsum(pairs_LD, axis=1) - pairs_LD
+    position_LDE = (np.arange(num_experts) - start_LD[..., None]) % num_experts
+    counts_LDE = pairs_LD[..., None] // num_experts + (position_LDE < (pairs_LD % num_experts)[..., None])
+    return counts_LDE[None]
+
+
+def ceiling_s(counts_ILDE: np.ndarray, cluster: ClusterDescription, job: MoeJob) -> float:
+    """Seconds of an iteration of the same job with balanced routing under plain expert parallelism."""
+    return simulate("ep", EpSettings(), balanced_counts(counts_ILDE), cluster, job).mean_s
+
+
+def layer_profile(job: MoeJob, cluster: ClusterDescription, *, rematerialize: bool) -> LayerProfile:
+    """What a run on the cluster would measure in its first iterations."""
+    capacity = job.num_experts
+    if cluster.memory_bytes is not None:
+        without = device_memory(job, cluster, slots=0, ledger=None, rematerialize=rematerialize)
+        capacity = memory_capacity(
+            max(0, int(cluster.memory_bytes - without.total_bytes)),
+            expert_bytes=job.expert_bytes,
+            gradient_bytes_per_expert=job.expert_elements * FP32_BYTES,
+            num_layers=job.num_layers,
+            num_experts=job.num_experts,
+            rematerialize=rematerialize,
+            num_micro_batches=job.num_micro_batches,
+        )
+    return LayerProfile(
+        non_moe_s=min(job.before_gate_flops_L) / cluster.non_expert_flops_per_s,
+        cluster=cluster_cost(cluster),
+        expert_bytes=job.expert_bytes,
+        token_bytes=job.token_bytes,
+        flops_per_token=job.expert_flops_per_token,
+        memory_capacity=capacity,
+    )
+
+
+class LayerTimes:
+    """Seconds of every layer's pieces, and the iterations they make up.
+
+    Args:
+        ledger: What every layer does.
+        cluster: Where.
+        job: Of which job.
+    """
+
+    def __init__(self, ledger: LayerLedger, cluster: ClusterDescription, job: MoeJob) -> None:
+        self._ledger, self._cluster, self._job = ledger, cluster, job
+        links = cluster_links(cluster)
+        self._counts_s = links.gather_counts_s(ledger.topology, job.num_experts)
+        parts = 1 / job.num_micro_batches
+        busiest = ledger.dispatch.busiest()
+        dispatch = links.all_to_all.times(busiest, (job.token_bytes + PROB_BYTES) * parts, starts=2)
+        combine = links.all_to_all.times(busiest, job.token_bytes * parts)
+        tokens_IL = ledger.tokens_ILD.max(axis=2)
+        experts_s = tokens_IL * (parts * job.expert_flops_per_token / cluster.expert_flops_per_s)
+        sums_IL = np.where(
+            ledger.rematerialize_IL,
+            False,
+            sums_gradients(rematerialize=False, num_micro_batches=job.num_micro_batches),
+        )
+        reduced_bytes = np.where(sums_IL, job.expert_elements * FP32_BYTES, job.expert_bytes)
+        gather = transfer_times(links, ledger.gather, job.expert_bytes)
+        regather = transfer_times(links, ledger.reduce, job.expert_bytes)
+        addition_s = transfer_times(links, ledger.addition, job.expert_bytes).seconds
+        reduce_s = transfer_times(links, ledger.reduce, reduced_bytes).seconds
+        self._layers = [
+            LayerSeconds(
+                before_layer_s=job.before_layer_flops_L[layer] / cluster.non_expert_flops_per_s,
+                before_gate_s=job.before_gate_flops_L[layer] / cluster.non_expert_flops_per_s,
+                counts_s=self._counts_s,
+                dispatch=_of_layer(dispatch, layer),
+                combine=_of_layer(combine, layer),
+                experts_s=experts_s[:, layer],
+                gather=_of_layer(gather, layer),
+                addition_s=addition_s[:, layer],
+                reduce_s=reduce_s[:, layer],
+                regather=_of_layer(regather, layer),
+                is_ahead=ledger.ahead_IL[:, layer],
+                is_rematerialized=ledger.rematerialize_IL[:, layer],
+            )
+            for layer in range(job.num_layers)
+        ]
+        self._reshard_s = self._reshard_seconds(links)
+        self._links = links
+
+    def parts_s(self) -> dict[str, np.ndarray]:
+        """Seconds of all iterations by what they went on."""
+        return self._lay_out(None).parts_s
+
+    def spans(self, iteration: int) -> list[tuple[str, str, float, float]]:
+        """(lane, name, begin, end) of everything in one iteration that takes time, in seconds."""
+        found: list[tuple[str, str, float, float]] = []
+
+        def keep(lane: str, name: str, begin_s: np.ndarray, end_s: np.ndarray) -> None:
+            begin, end = (float(np.broadcast_to(times, self._shape)[iteration]) for times in (begin_s, end_s))
+            if end > begin:
+                found.append((lane, name, begin, end))
+
+        self._lay_out(keep)
+        return found
+
+    def expert_shares_D(self, iteration: int, layer: int) -> np.ndarray:
+        """Each device's expert compute over that of the slowest, [D]."""
+        tokens_D = self._ledger.tokens_ILD[iteration, layer]
+        return np.asarray(tokens_D / max(int(tokens_D.max()), 1))
+
+    @property
+    def _shape(self) -> tuple[int]:
+        return (self._ledger.num_iterations,)
+
+    def _lay_out(self, on_span: OnSpan | None) -> IterationTimeline:
+        timeline = IterationTimeline(self._ledger.num_iterations, on_span)
+        timeline.reshard(self._reshard_s)
+        num, done = self._job.num_micro_batches, 0
+        while done < num:
+            before = dict(timeline.parts_s)
+            self._pass(timeline, is_first=done == 0, is_last=done == num - 1)
+            done += 1
+            if on_span is None and done == 2 and num > 3:
+                # Those between the first and the last are alike.
+                timeline.skip({part: timeline.parts_s[part] - before[part] for part in PARTS}, num - 3)
+                done = num - 1
+        timeline.sync_gradients(self._gradient_sync_s())
+        return timeline
+
+    def _pass(self, timeline: IterationTimeline, *, is_first: bool, is_last: bool) -> None:
+        layers = self._layers
+        behind_s = self._job.after_layers_flops / self._cluster.non_expert_flops_per_s
+        for layer, seconds in enumerate(layers):
+            timeline.forward(f"layer {layer + 1}", seconds, is_first)
+        timeline.compute("behind the layers", behind_s)
+        timeline.compute("behind the layers'", 2 * behind_s)
+        for layer in range(len(layers) - 1, -1, -1):
+            below = layers[layer - 1] if layer else None
+            timeline.backward(f"layer {layer + 1}", layers[layer], below, is_last)
+
+    def _reshard_seconds(self, links: ClusterLinks) -> np.ndarray:
+        """Parameters, masters and optimizer states over the links, everything waiting."""
+        job = self._job
+        copies = job.expert_data_parallel_size if job.optimizer.is_distributed else 1
+        expert_bytes = job.expert_elements * (job.dtype_bytes + job.optimizer.bytes_per_element / copies)
+        return links.transfer.times(self._ledger.reshard.busiest(), expert_bytes).seconds[:, 0]
+
+    def _gradient_sync_s(self) -> float:
+        """Ring all-reduce of the dense gradients over all data-parallel ranks, if nothing hides it."""
+        job, cluster = self._job, self._cluster
+        if not job.reduces_dense_at_end:
+            return 0.0
+        ranks = job.data_parallel_size
+        # A ring crosses each NIC once, whatever the devices of the node.
+        link = cluster.intra_node if ranks <= cluster.devices_per_node else cluster.inter_node
+        num_bytes = 2 * (ranks - 1) / ranks * job.dense_elements * job.gradient_bytes
+        return link.alpha_s + num_bytes / min(
+            link.bandwidth_bytes_per_s, cluster.intra_node.bandwidth_bytes_per_s
+        )
+
+
+def transfer_times(
+    links: ClusterLinks, columns: TransferColumns, expert_bytes: int | np.ndarray
+) -> LinkTimes:
+    """Seconds of spAG or spRS: the busiest link, and the hops before it, chunk by chunk."""
+    times = links.transfer.times(columns.links.busiest(), expert_bytes)
+    smallest = int(np.min(expert_bytes))
+    fill_s = links.fill_s(columns.near_hops_IL, columns.far_hops_IL, smallest)
+    return LinkTimes(
+        np.where(times.near_s > 0, times.near_s + fill_s, 0.0),
+        np.where(times.far_s > 0, times.far_s + fill_s, 0.0),
+    )
+
+
+def _of_layer(times: LinkTimes, layer: int) -> LinkTimes:
+    return LinkTimes(times.near_s[:, layer], times.far_s[:, layer])
+
+
+def _strategy(name: str, settings: StrategySettings) -> Strategy:
+    if name == "none":
+        return build_strategy("ep", EpSettings())
+    if not isinstance(settings, PlacementSettings):
+        raise ValueError(f"strategy {name}: got {type(settings).__name__}, wanted a strategy's own settings")
+    return build_strategy(name, settings)
