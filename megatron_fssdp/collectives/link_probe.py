@@ -3,12 +3,12 @@
 Shape letters: D devices, N nodes.
 """
 
-import time
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
+from megatron_fssdp.collectives.device_timing import elapsed_s
 from megatron_fssdp.planning.cost_model import LEAST_BETA_S_PER_BYTE, LinkCost, fit_link_cost
 from megatron_fssdp.planning.topology import Topology
 
@@ -58,12 +58,24 @@ def _measure(group: dist.ProcessGroup, rings: Sequence[Sequence[int]], device: t
 
 
 def _exchange_s(group: dist.ProcessGroup, ring: Sequence[int], num_bytes: int, device: torch.device) -> float:
-    position = ring.index(group.rank())
-    ahead, behind = ring[(position + 1) % len(ring)], ring[position - 1]
     outgoing = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     incoming = torch.empty_like(outgoing)
-    _synchronize(device)
-    started_s = time.perf_counter()
+    return elapsed_s(lambda: pass_on(group, ring, outgoing, incoming), device)
+
+
+def pass_on(
+    group: dist.ProcessGroup, ring: Sequence[int], outgoing: torch.Tensor, incoming: torch.Tensor
+) -> None:
+    """Send to the next one of a ring, receive from the one before; all of the ring call it.
+
+    Args:
+        group: The ranks.
+        ring: Some of them, this one too, by their rank in the group.
+        outgoing: What to send.
+        incoming: Filled; as large as what the one before sends.
+    """
+    position = ring.index(group.rank())
+    ahead, behind = ring[(position + 1) % len(ring)], ring[position - 1]
     works = dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend, outgoing, group=group, group_peer=ahead),
@@ -72,10 +84,3 @@ def _exchange_s(group: dist.ProcessGroup, ring: Sequence[int], num_bytes: int, d
     )
     for work in works:
         work.wait()
-    _synchronize(device)
-    return time.perf_counter() - started_s
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -46,7 +46,7 @@ class LinkCost:
         return self.alpha_s + self.beta_s_per_byte * num_bytes if num_bytes > 0 else 0.0
 
 
-def fit_link_cost(num_bytes: Sequence[int], seconds: Sequence[float]) -> LinkCost:
+def fit_link_cost(num_bytes: Sequence[float], seconds: Sequence[float]) -> LinkCost:
     """``alpha + beta * bytes`` by least squares of relative errors (Parm §V, Eq. 12).
 
     Args:
@@ -56,7 +56,37 @@ def fit_link_cost(num_bytes: Sequence[int], seconds: Sequence[float]) -> LinkCos
     sizes, times = np.asarray(num_bytes, float), np.asarray(seconds, float)
     columns = np.stack([np.ones_like(sizes), sizes], axis=1) / times[:, None]
     (alpha_s, beta_s_per_byte), *_ = np.linalg.lstsq(columns, np.ones_like(times), rcond=None)
-    return LinkCost(max(0.0, float(alpha_s)), max(LEAST_BETA_S_PER_BYTE, float(beta_s_per_byte)))
+    # Of the two costs that may not be negative, one at its limit leaves the best other one alone.
+    if alpha_s < 0:
+        alpha_s, beta_s_per_byte = 0.0, columns[:, 1].sum() / (columns[:, 1] ** 2).sum()
+    elif beta_s_per_byte < LEAST_BETA_S_PER_BYTE:
+        alpha_s, beta_s_per_byte = columns[:, 0].sum() / (columns[:, 0] ** 2).sum(), LEAST_BETA_S_PER_BYTE
+    return LinkCost(float(alpha_s), max(LEAST_BETA_S_PER_BYTE, float(beta_s_per_byte)))
+
+
+@dataclass(frozen=True)
+class LinkFit:
+    """A fitted cost and how well it says what was measured.
+
+    Attributes:
+        cost: The cost.
+        r_squared: Share of the measured seconds' variance that it explains; 1 where they all are the same.
+        worst_relative_error: Of all sizes, the largest ``|fitted - measured| / measured``.
+    """
+
+    cost: LinkCost
+    r_squared: float
+    worst_relative_error: float
+
+    @classmethod
+    def of(cls, num_bytes: Sequence[float], seconds: Sequence[float]) -> "LinkFit":
+        """Fit as :func:`fit_link_cost` does, and look back."""
+        cost = fit_link_cost(num_bytes, seconds)
+        times = np.asarray(seconds, float)
+        errors = np.array([cost.time_s(size) for size in num_bytes]) - times
+        variance = ((times - times.mean()) ** 2).sum()
+        r_squared = 1 - (errors**2).sum() / variance if variance > 0 else 1.0
+        return cls(cost, float(r_squared), float(np.abs(errors / times).max()))
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,14 @@
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_fssdp.planning import cost_model
 from megatron_fssdp.planning.cost_model import (
     LEAST_BETA_S_PER_BYTE,
     ClusterCost,
     LinkCost,
+    LinkFit,
     LinkTraffic,
     fit_link_cost,
 )
@@ -50,6 +53,47 @@ def test_fit_to_noise_is_a_cost_still():
     below_the_origin = fit_link_cost((1000, 2000, 3000), (1e-6, 3e-6, 5e-6))
     assert below_the_origin.alpha_s == 0.0
     assert below_the_origin.beta_s_per_byte > 0
+
+
+@given(
+    alpha_s=st.floats(1e-7, 1e-2),
+    beta_s_per_byte=st.floats(1e-12, 1e-7),
+    noise=st.lists(st.floats(-0.05, 0.05), min_size=len(SIZES), max_size=len(SIZES)),
+)
+def test_fit_recovers_a_planted_line_and_says_how_well(alpha_s, beta_s_per_byte, noise):
+    planted = LinkCost(alpha_s, beta_s_per_byte)
+    exact = LinkFit.of(SIZES, [planted.time_s(size) for size in SIZES])
+    share = alpha_s / planted.time_s(SIZES[0])  # what can be seen of alpha at all
+    assert exact.cost.alpha_s == pytest.approx(alpha_s, rel=1e-6 / share)
+    seen = beta_s_per_byte * SIZES[-1] / planted.time_s(SIZES[-1])
+    assert exact.cost.beta_s_per_byte == pytest.approx(beta_s_per_byte, rel=1e-6 / seen)
+    assert exact.worst_relative_error < 1e-6
+    seconds = [planted.time_s(size) * (1 + error) for size, error in zip(SIZES, noise, strict=True)]
+    noisy = LinkFit.of(SIZES, seconds)
+    # Least squares cannot do worse in the sum than the planted line itself.
+    squares = sum((noisy.cost.time_s(n) / s - 1) ** 2 for n, s in zip(SIZES, seconds, strict=True))
+    assert squares <= sum((error / (1 + error)) ** 2 for error in noise) + 1e-9
+    assert noisy.worst_relative_error <= squares**0.5 + 1e-9
+    assert noisy.r_squared <= 1
+
+
+def test_a_cost_at_its_limit_leaves_the_best_other_one():
+    below_the_origin = LinkFit.of((1000, 2000, 3000), (1e-6, 3e-6, 5e-6))
+    for factor in (0.99, 1.01):
+        other = below_the_origin.cost.beta_s_per_byte * factor
+        squares = [
+            sum((beta * n / s - 1) ** 2 for n, s in ((1000, 1e-6), (2000, 3e-6), (3000, 5e-6)))
+            for beta in (below_the_origin.cost.beta_s_per_byte, other)
+        ]
+        assert squares[0] < squares[1]
+
+
+def test_r_squared_is_that_of_the_seconds():
+    fit = LinkFit.of((1, 2, 3), (1.0, 3.0, 2.0))
+    fitted = [fit.cost.time_s(size) for size in (1, 2, 3)]
+    residual = sum((a - b) ** 2 for a, b in zip(fitted, (1.0, 3.0, 2.0), strict=True))
+    assert fit.r_squared == pytest.approx(1 - residual / 2)
+    assert LinkFit.of((1, 2), (1.0, 1.0)).r_squared == pytest.approx(1)
 
 
 def test_all_to_all_waits_for_the_busiest_link():
