@@ -108,6 +108,9 @@ def _end(
 def _reap(pids: list[int], children: dict[int, int], descriptor: int) -> int:
     rank = children.pop(descriptor)
     os.close(descriptor)
+    # What the rank has started and not ended, such as writers of a checkpoint, while its number is its own.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pids[rank], signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pids[rank], 0)[1])
 
 
@@ -118,6 +121,7 @@ def _fork_rank(job: RankJob, rank: int, listener: socket.socket, connection: Con
     exit_code = 1
     try:
         _die_with_parent()
+        os.setpgid(0, 0)
         connection.close()
         exit_code = run_rank(job, rank, listener)
     finally:

@@ -1,8 +1,10 @@
 import os
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,6 +60,13 @@ def die_or_raise_later(rank, world_size):
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.5)
     raise KeyError("lost my keys")
+
+
+def start_and_die(rank, world_size, folder):
+    child = subprocess.Popen(["sleep", "600"])
+    (folder / str(rank)).write_text(str(child.pid))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def return_a_lambda(rank, world_size):
@@ -208,3 +217,21 @@ def test_starting_is_cheap():
 def test_many_starts_do_not_flake():
     for i in range(50):
         assert len(run_ranks(add_up, 4, i)) == 4
+
+
+def test_what_a_rank_started_ends_with_it(tmp_path):
+    with pytest.raises(RankError):
+        run_ranks(start_and_die, 2, tmp_path)
+    for rank in range(2):
+        pid = int((tmp_path / str(rank)).read_text())
+        deadline_s = time.monotonic() + 5
+        while _runs(pid) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert not _runs(pid)
+
+
+def _runs(pid):
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
