@@ -1,0 +1,287 @@
+"""Strategies against each other on nodes with shaped links; see docs/testbed.md.
+
+For example::
+
+    python -m benchmarks.testbed --nodes 4 --ranks-per-node 2 --rate 400mbit --out DIR
+    python -m benchmarks.testbed --transfers 1,4,16 --out DIR
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+LOADS = Path(__file__).parent / "gpt_moe_tiny_16_experts_loads.npz"
+FSSDP_DEFAULTS = {"slots": 2, "overlap_degree": 16, "reshard_interval": 0}
+CONTROL = "none again"
+
+
+def main() -> int:
+    """Parse, enter private namespaces, run."""
+    options = _parser().parse_args()
+    from benchmarks.testbed import processes
+
+    if options.loopback or processes.is_inside():
+        return run(options)
+    refusal = processes.namespaces_refusal()
+    if refusal is not None:
+        print(f"[testbed] this machine refuses the namespaces: {refusal}", file=sys.stderr)
+        print("[testbed] give --loopback to run without shaped links", file=sys.stderr)
+        return 2
+    try:
+        return processes.run_inside(sys.argv[1:])
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.testbed",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--nodes", type=int, default=4)
+    add("--ranks-per-node", type=int, default=2)
+    add("--rate", default="400mbit", help="of every node's link, in each direction")
+    add("--workloads", default="W0,W1,W3", help="W0 to W7, lognormal-weak/-medium/-strong, replay")
+    add("--strategies", default="none,ep,fssdp", help="NAME or NAME:key=value;key=value")
+    add("--repetitions", type=int, default=10)
+    add("--warm-up", type=int, default=3, help="unmeasured iterations of every pair, which fill the history")
+    add("--out", type=Path, required=True, help="folder of the results")
+    add("--loads", type=Path, default=LOADS, help="loads.npz that `replay` reads")
+    add("--replay-from", type=int, default=400, help="first iteration of the record to replay")
+    add("--layers", type=int, default=4)
+    add("--experts", type=int, default=16)
+    add("--top-k", type=int, default=2)
+    add("--hidden", type=int, default=256)
+    add("--ffn", type=int, default=1024)
+    add("--tokens", type=int, default=1024, help="of each rank")
+    add("--gflops", type=float, default=200, help="of each rank on experts, in 10^9 operations a second")
+    add("--attention-ms", type=float, help="forward, of a layer; default: a third of a balanced layer")
+    add("--seed", type=int, default=0)
+    add("--trace", action="store_true", help="also write trace.json of the last repetition, for Perfetto")
+    add("--no-control", action="store_true", help="do not run `none` a second time under another name")
+    add("--loopback", action="store_true", help="no namespaces, links as fast as the machine")
+    add("--transfers", metavar="MIB,MIB", help="instead: SparseAllGather of one expert of these sizes")
+    return parser
+
+
+def run(options: argparse.Namespace) -> int:
+    """Build the nodes, measure, write the results."""
+    from benchmarks.testbed import processes
+    from benchmarks.testbed.links import Nodes, parse_rate, payload_bytes_per_s
+    from megatron_fssdp.config.errors import ConfigurationError
+
+    try:
+        nodes = Nodes(options.nodes, parse_rate(options.rate))
+        if not options.loopback:
+            processes.end_with_the_command()
+            nodes.build()
+            print(f"[testbed] {nodes.num_nodes} nodes built, {options.rate} each", flush=True)
+        _prepare_imports()
+        options.out.mkdir(parents=True, exist_ok=True)
+        payload = payload_bytes_per_s(nodes.rate_bits_per_s)
+        if options.transfers:
+            _run_transfers(options, nodes, payload)
+        else:
+            _run_stacks(options, nodes, payload)
+    except (ValueError, ConfigurationError, RuntimeError) as error:
+        print(f"[testbed] {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _prepare_imports() -> None:
+    """What ranks share by being forked; nothing computes here."""
+    os.environ["MEGATRON_FSSDP_DEVICE"] = "cpu"
+    import torch.distributed  # noqa: F401
+
+    from megatron_fssdp.megatron_adapter import cpu_runtime
+
+    cpu_runtime.install()
+    import megatron.core.transformer.moe.token_dispatcher  # noqa: F401
+
+
+def _run_transfers(options: argparse.Namespace, nodes: Any, payload: float) -> None:
+    from benchmarks.testbed.processes import run_on_nodes
+    from benchmarks.testbed.report import host_facts
+    from benchmarks.testbed.transfer_bench import measure_transfers, transfer_table
+
+    facts = host_facts()
+    sizes = [int(size) for size in options.transfers.split(",")]
+    rows = run_on_nodes(
+        measure_transfers,
+        nodes,
+        options.ranks_per_node,
+        options.nodes,
+        sizes,
+        options.repetitions,
+        payload,
+        options.seed,
+        namespaces=not options.loopback,
+    )[0]
+    _write(options, "transfers", {"host": facts, "rows": rows}, transfer_table(rows))
+
+
+def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None:
+    from benchmarks.testbed import correctness, measurement, report
+    from benchmarks.testbed.layer_stack import (
+        Pace,
+        StackSize,
+        nominal_cluster,
+        third_of_balanced_iteration_s,
+    )
+    from benchmarks.testbed.processes import run_on_nodes
+    from megatron_fssdp.planning.layer_profile import LayerProfile
+    from megatron_fssdp.planning.topology import Topology
+    from megatron_fssdp.reporting.chrome_trace import write_chrome_trace
+
+    facts = report.host_facts()
+    world_size = options.nodes * options.ranks_per_node
+    sizes = (options.layers, options.experts, options.top_k)
+    size = StackSize(*sizes, options.hidden, options.ffn, options.tokens)
+    topology = Topology.uniform(world_size, options.nodes)
+    cluster = nominal_cluster(payload, options.gflops * 1e9)
+    attention_s = (
+        third_of_balanced_iteration_s(size, topology, cluster)
+        if options.attention_ms is None
+        else options.attention_ms / 1e3
+    )
+    pace = Pace(options.gflops * 1e9, attention_s)
+    profile = LayerProfile(attention_s, cluster, size.expert_bytes, size.token_bytes, size.flops_per_token, 2)
+    variants = [_variant(text) for text in options.strategies.split(",")]
+    if not options.no_control and any(variant.name == "none" for variant in variants):
+        variants.append(measurement.Variant(CONTROL, "none"))
+    iterations = options.warm_up + options.repetitions
+    # The balanced workload is what the ceiling is taken from.
+    names = list(dict.fromkeys(["W0", *options.workloads.split(",")]))
+    counts = {name: _counts(options, name, size, world_size, iterations) for name in names}
+    heats = {name: report.heat(counts_LIDE) for name, counts_LIDE in counts.items()}
+    for name, of in heats.items():
+        print(
+            f"[testbed] {name}: expert max/mean {of['expert_max_over_mean']:.2f}, "
+            f"device max/mean {of['device_max_over_mean']:.2f}"
+        )
+    print(f"[testbed] attention {1e3 * attention_s:.1f} ms forward, twice that backward", flush=True)
+    where = {"namespaces": not options.loopback}
+
+    small = StackSize(2, options.experts, options.top_k, 16, 32, 64)
+    small_counts = {name: _counts(options, name, small, world_size, iterations) for name in names}
+    differences = run_on_nodes(
+        correctness.compare,
+        nodes,
+        options.ranks_per_node,
+        small,
+        options.nodes,
+        variants,
+        small_counts,
+        profile,
+        options.seed,
+        **where,
+    )[0]
+    worst = max(differences.values())
+    print(f"[testbed] real compute: worst relative difference from plain EP {worst:.1e}", flush=True)
+    if worst > correctness.TOLERANCE:
+        raise RuntimeError(
+            f"results differ from plain expert parallelism: {differences}, wanted at most 1e-5"
+        )
+
+    plan = measurement.Plan(
+        size,
+        pace,
+        profile,
+        options.nodes,
+        tuple(variants),
+        counts,
+        options.repetitions,
+        options.warm_up,
+        options.seed,
+        namespaces=not options.loopback,
+        traced=options.trace,
+    )
+    reports = run_on_nodes(measurement.measure, nodes, options.ranks_per_node, plan, **where)
+    samples = reports[0].samples
+    found = report.summaries(samples)
+    control = report.control_difference(found, CONTROL)
+    record = {
+        "host": facts,
+        "options": {key: str(value) for key, value in vars(options).items()},
+        "size": asdict(size),
+        "pace": asdict(pace),
+        "link_payload_bytes_per_s": payload,
+        "worst_difference_from_ep": differences,
+        "heat": heats,
+        "control_difference": control,
+        "summaries": found,
+        "samples": [asdict(sample) for sample in samples],
+    }
+    _write(options, "testbed", record, report.table(found, heats))
+    for name, difference in control.items():
+        print(f"[testbed] {name}: `none` a second time took {100 * difference:+.1f} %")
+    if options.trace:
+        write_chrome_trace(options.out / "trace.json", [span for one in reports for span in one.spans])
+
+
+def _variant(text: str) -> Any:
+    from benchmarks.testbed.measurement import Variant
+    from megatron_fssdp.config.strategy_selection import resolve_strategy
+    from megatron_fssdp.config.strategy_settings import PlacementSettings
+
+    name, _, given = text.partition(":")
+    overrides = [one for one in given.split(";") if one]
+    if name == "fssdp":
+        overrides = [f"{key}={value}" for key, value in FSSDP_DEFAULTS.items()] + overrides
+    _, settings = resolve_strategy(name, overrides=overrides)
+    return Variant(text, name, settings if isinstance(settings, PlacementSettings) else None)
+
+
+def _counts(options: argparse.Namespace, name: str, size: Any, world_size: int, iterations: int) -> Any:
+    """int64 ``[L, I, D, E]``; the same in all layers, but for a replay."""
+    import numpy as np
+
+    from megatron_fssdp.config.errors import ConfigurationError
+    from megatron_fssdp.reporting.run_records import read_loads
+    from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape, replay
+
+    shape = WorkloadShape(world_size, size.num_experts, size.tokens_per_rank, size.top_k, iterations)
+    if name == "replay":
+        recorded = _recorded(options.loads, read_loads)
+        layers = [number % recorded.shape[1] for number in range(size.num_layers)]
+        return np.stack([replay(recorded[:, layer], shape, options.replay_from) for layer in layers])
+    if name not in WORKLOADS:
+        raise ConfigurationError(f"workload: got {name!r}, wanted one of {', '.join(WORKLOADS)}, replay")
+    return np.broadcast_to(
+        WORKLOADS[name].counts(shape, options.seed),
+        (size.num_layers, iterations, world_size, size.num_experts),
+    )
+
+
+def _recorded(path: Path, read_loads: Any) -> Any:
+    """Counts of a ``loads.npz`` under any name."""
+    import shutil
+    import tempfile
+
+    if path.is_dir():
+        return read_loads(path).counts_ILDE
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(path, Path(folder) / "loads.npz")
+        return read_loads(folder).counts_ILDE
+
+
+def _write(options: argparse.Namespace, name: str, record: dict[str, Any], table: str) -> None:
+    record = {"finished": time.strftime("%Y-%m-%d %H:%M:%S"), **record}
+    (options.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (options.out / f"{name}.md").write_text(table + "\n", encoding="utf-8")
+    print(table)
+    print(f"[testbed] wrote {options.out / name}.json and .md", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,436 @@
+"""A stack of MoE layers under Megatron's own dispatcher and under our runtime, with forced routing.
+
+Shape legend: T tokens of this rank, M model dim, F ffn dim, E experts, D devices, L layers.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from benchmarks.testbed.pacing import Timeline, paced, paced_experts
+from megatron_fssdp.planning.cost_model import ClusterCost, LinkCost, all_to_all_s, dispatch_tokens_DD
+from megatron_fssdp.planning.layer_profile import LayerProfile
+from megatron_fssdp.planning.placement import ExpertPlacement, even_owners
+from megatron_fssdp.planning.token_dispatch import EvenDispatch, plan_dispatch
+from megatron_fssdp.planning.topology import Topology
+from megatron_fssdp.runtime import token_exchange
+from megatron_fssdp.runtime.expert_activation import ExpertActivation
+from megatron_fssdp.runtime.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.expert_layout import ExpertWeights
+from megatron_fssdp.runtime.grouped_ffn import grouped_ffn
+from megatron_fssdp.runtime.layer_executor import LayerLoad
+from megatron_fssdp.runtime.moe_runtime import MoERuntime
+from megatron_fssdp.strategies.strategy import LayerContext, Strategy
+
+ELEMENT_BYTES = 4  # fp32
+_ACTIVATION = ExpertActivation(functional.gelu)
+
+
+@dataclass(frozen=True)
+class StackSize:
+    """Sizes of the model part that is run.
+
+    Attributes:
+        num_layers: MoE layers, each behind an attention.
+        num_experts: Of each layer.
+        top_k: Experts of each token.
+        hidden_size: M.
+        ffn_size: F.
+        tokens_per_rank: T, a mean where sources are ragged.
+    """
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    ffn_size: int
+    tokens_per_rank: int
+
+    @property
+    def expert_bytes(self) -> int:
+        """Parameters of one expert: two matrices."""
+        return 2 * self.hidden_size * self.ffn_size * ELEMENT_BYTES
+
+    @property
+    def token_bytes(self) -> int:
+        """One token's hidden state."""
+        return self.hidden_size * ELEMENT_BYTES
+
+    @property
+    def flops_per_token(self) -> int:
+        """Of one expert's forward pass: two products of ``2·M·F`` each."""
+        return 4 * self.hidden_size * self.ffn_size
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long compute takes.
+
+    Attributes:
+        expert_flops_per_s: Of one rank.
+        attention_s: Forward pass of the compute between two MoE layers, for ``tokens_per_rank`` tokens.
+    """
+
+    expert_flops_per_s: float
+    attention_s: float
+
+
+def balanced_moe_s(size: StackSize, topology: Topology, cluster: ClusterCost) -> float:
+    """Modelled seconds of one MoE layer, forward and backward, under balanced routing and plain EP."""
+    devices = topology.num_devices
+    counts_DE = np.full((devices, size.num_experts), size.tokens_per_rank * size.top_k // size.num_experts)
+    owners = ExpertPlacement.owners_only(even_owners(size.num_experts, devices), devices)
+    dispatch = EvenDispatch(counts_DE, owners, topology)
+    exchange_s = all_to_all_s(dispatch_tokens_DD(dispatch, devices), size.token_bytes, topology, cluster)
+    rows = size.tokens_per_rank * size.top_k
+    return 4 * exchange_s + 3 * rows * size.flops_per_token / cluster.expert_flops_per_s
+
+
+def third_of_balanced_iteration_s(size: StackSize, topology: Topology, cluster: ClusterCost) -> float:
+    """Forward seconds of attention that make it, with its backward pass, a third of a balanced layer."""
+    return balanced_moe_s(size, topology, cluster) / 2 / 3
+
+
+@dataclass(frozen=True)
+class LayerInput:
+    """One layer's forced routing on this rank.
+
+    Attributes:
+        routing_map: bool ``[T, E]``.
+        probs: ``[T, E]``, zero outside the map.
+    """
+
+    routing_map: torch.Tensor
+    probs: torch.Tensor
+
+    @classmethod
+    def draw(cls, counts_E: np.ndarray, num_tokens: int, rng: np.random.Generator) -> "LayerInput":
+        """Different experts for every token, such that ``counts_E`` assignments go to each expert.
+
+        Raises:
+            ValueError: There are no such experts.
+        """
+        if num_tokens == 0 or counts_E.sum() % num_tokens or counts_E.max() > num_tokens:
+            raise ValueError(
+                f"got counts {counts_E.tolist()} for {num_tokens} tokens; wanted a multiple of the "
+                "tokens, none above them"
+            )
+        # Dealt in turn, no token meets an expert twice: an expert's turns are fewer than the tokens.
+        expert_A = np.repeat(np.arange(len(counts_E)), counts_E)
+        token_A = rng.permutation(num_tokens)[np.arange(len(expert_A)) % num_tokens]
+        routing_TE = np.zeros((num_tokens, len(counts_E)), dtype=bool)
+        routing_TE[token_A, expert_A] = True
+        weight_TE = routing_TE * rng.uniform(0.5, 1.5, routing_TE.shape)
+        probs_TE = weight_TE / weight_TE.sum(axis=1, keepdims=True)
+        return cls(torch.from_numpy(routing_TE), torch.from_numpy(probs_TE.astype(np.float32)))
+
+
+@dataclass(frozen=True)
+class IterationInput:
+    """What this rank computes in an iteration.
+
+    Attributes:
+        hidden: ``[T, M]``.
+        layers: One routing a layer.
+        gradient: Of the output, ``[T, M]``.
+    """
+
+    hidden: torch.Tensor
+    layers: tuple[LayerInput, ...]
+    gradient: torch.Tensor
+
+    @classmethod
+    def draw(cls, counts_LE: np.ndarray, size: StackSize, seed: Sequence[int]) -> "IterationInput":
+        """Tokens of this rank's own, routed as the counts say."""
+        rng = np.random.default_rng(seed)
+        num_tokens = int(counts_LE[0].sum()) // size.top_k
+        hidden, gradient = (
+            torch.from_numpy(rng.standard_normal((num_tokens, size.hidden_size), np.float32))
+            for _ in range(2)
+        )
+        return cls(
+            hidden, tuple(LayerInput.draw(counts_E, num_tokens, rng) for counts_E in counts_LE), gradient
+        )
+
+
+@dataclass
+class IterationResult:
+    """What an iteration left on this rank.
+
+    Attributes:
+        output: ``[T, M]``.
+        hidden_gradient: Of the input.
+        seconds: From the start of the forward pass to the last gradient at its owner.
+        loads: Of every layer, with transfers' bytes and times; none under Megatron's dispatcher.
+        pairs_LDD: Assignments that each device sent to each, forward.
+        spag_inter_node_bytes: Of SparseAllGather's bytes, those between nodes, all layers.
+        replica_bytes: Replicas' parameters on this rank at the end of the forward pass.
+        transfers: Name, begin and end of what ran on this rank's lane.
+    """
+
+    output: torch.Tensor
+    hidden_gradient: torch.Tensor
+    seconds: float
+    loads: list[LayerLoad]
+    pairs_LDD: np.ndarray
+    spag_inter_node_bytes: int = 0
+    replica_bytes: int = 0
+    transfers: list[tuple[str, float, float]] = field(default_factory=list)
+
+
+Parameters = dict[int, list[torch.nn.Parameter]]
+
+
+def make_parameters(size: StackSize, owned: Sequence[int]) -> list[Parameters]:
+    """Owned experts of every layer, the same values wherever an expert is owned."""
+    hidden, ffn = size.hidden_size, size.ffn_size
+    layers: list[Parameters] = []
+    for layer in range(size.num_layers):
+        parameters: Parameters = {}
+        for expert in owned:
+            generator = torch.Generator().manual_seed(1000 * layer + expert)
+            fc1 = torch.randn(ffn, hidden, generator=generator) / hidden**0.5
+            fc2 = torch.randn(hidden, ffn, generator=generator) / ffn**0.5
+            parameters[expert] = [torch.nn.Parameter(fc1), torch.nn.Parameter(fc2)]
+        layers.append(parameters)
+    return layers
+
+
+class LayerStack:
+    """Attention and MoE in turns, with residuals; subclasses say how tokens meet experts.
+
+    Args:
+        size: Of the model.
+        groups: Ranks and nodes.
+        parameters: Owned experts of every layer.
+        pace: Of compute; ``None`` computes in earnest.
+        timeline: Where paced compute is noted.
+    """
+
+    def __init__(
+        self,
+        size: StackSize,
+        groups: ExpertGroups,
+        parameters: Sequence[Parameters],
+        pace: Pace | None,
+        timeline: Timeline,
+    ) -> None:
+        self.size, self.groups, self.parameters = size, groups, parameters
+        self.pace, self.timeline = pace, timeline
+
+    def run(self, inputs: IterationInput, counts_LDE: np.ndarray) -> IterationResult:
+        """One iteration: forward, backward, gradients at their owners.
+
+        Args:
+            inputs: This rank's part.
+            counts_LDE: Everyone's counts, for reports only.
+        """
+        for of_layer in self.parameters:
+            for parameter in (tensor for tensors in of_layer.values() for tensor in tensors):
+                parameter.grad = None
+        probs = [layer.probs.clone().requires_grad_() for layer in inputs.layers]
+        leaf = inputs.hidden.clone().requires_grad_()
+        dist.barrier()
+        begin_s = time.perf_counter()
+        self._begin()
+        hidden = leaf
+        for number, layer in enumerate(inputs.layers):
+            start = self._launch(number, hidden)
+            attended = self._attention(number, start)
+            hidden = start + self._moe(number, attended, layer.routing_map, probs[number])
+        forward_end_s = time.perf_counter()
+        replica_bytes = self._replica_bytes()
+        hidden.backward(inputs.gradient)
+        self._finish()
+        end_s = time.perf_counter()
+        self.timeline.spans += [
+            ("forward pass", begin_s, forward_end_s),
+            ("backward pass", forward_end_s, end_s),
+        ]
+        assert leaf.grad is not None
+        result = IterationResult(
+            hidden.detach(), leaf.grad, end_s - begin_s, [], np.empty(0), replica_bytes=replica_bytes
+        )
+        self._report(result, counts_LDE)
+        return result
+
+    def _attention(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
+        if self.pace is None:
+            return torch.tanh(hidden)
+        seconds = self.pace.attention_s * len(hidden) / self.size.tokens_per_rank
+        return paced(hidden, seconds, self.timeline, f"attention {number + 1}")
+
+    def _experts(
+        self,
+        number: int,
+        rows: torch.Tensor,
+        probs: torch.Tensor,
+        rows_per_expert: Sequence[int],
+        experts: Sequence[ExpertWeights],
+    ) -> torch.Tensor:
+        if self.pace is None:
+            return grouped_ffn(rows, probs, rows_per_expert, experts, _ACTIVATION)
+        tensors = [tensor for expert in experts for tensor in expert.tensors()]
+        seconds = len(rows) * self.size.flops_per_token / self.pace.expert_flops_per_s
+        return paced_experts(rows, probs, tensors, seconds, self.timeline, f"experts {number + 1}")
+
+    def _begin(self) -> None:
+        """Mark the start of an iteration."""
+
+    def _launch(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Called where a layer begins."""
+        return hidden
+
+    def _moe(
+        self, number: int, hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _replica_bytes(self) -> int:
+        return 0
+
+    def _finish(self) -> None:
+        """Called after the backward pass, within the iteration."""
+
+    def _report(self, result: IterationResult, counts_LDE: np.ndarray) -> None:
+        raise NotImplementedError
+
+
+class MegatronStack(LayerStack):
+    """Megatron's ``MoEAlltoAllTokenDispatcher``, experts in autograd: what ``none`` means."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Not at the top: whoever imports this module decides about Megatron's CPU runtime first.
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        size, devices = self.size, self.groups.num_devices
+        config = TransformerConfig(
+            num_layers=size.num_layers,
+            hidden_size=size.hidden_size,
+            num_attention_heads=1,
+            num_moe_experts=size.num_experts,
+            moe_router_topk=size.top_k,
+            moe_ffn_hidden_size=size.ffn_size,
+            expert_model_parallel_size=devices,
+            moe_token_dispatcher_type="alltoall",
+            use_cpu_initialization=True,
+            gradient_accumulation_fusion=False,
+            add_bias_linear=False,
+        )
+        collection = ProcessGroupCollection()
+        collection.ep = collection.tp_ep = self.groups.expert_parallel
+        collection.expt_tp, _ = dist.new_subgroups_by_enumeration([[rank] for rank in range(devices)])
+        owned = list(self.parameters[0])
+        self._dispatchers = [
+            MoEAlltoAllTokenDispatcher(len(owned), owned, config, collection) for _ in range(size.num_layers)
+        ]
+
+    def _moe(
+        self, number: int, hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> torch.Tensor:
+        dispatcher = self._dispatchers[number]
+        rows, row_probs = dispatcher.dispatch_preprocess(hidden.unsqueeze(1), routing_map, probs)
+        rows, row_probs = dispatcher.token_dispatch(rows, row_probs)
+        rows, rows_per_expert, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
+        experts = [ExpertWeights.from_tensors(tensors) for tensors in self.parameters[number].values()]
+        rows = self._experts(number, rows, row_probs, rows_per_expert.tolist(), experts)
+        rows = dispatcher.token_combine(dispatcher.combine_preprocess(rows))
+        output: torch.Tensor = dispatcher.combine_postprocess(rows)
+        return output.view_as(hidden)
+
+    def _report(self, result: IterationResult, counts_LDE: np.ndarray) -> None:
+        devices = self.groups.num_devices
+        owners = ExpertPlacement.owners_only(even_owners(self.size.num_experts, devices), devices)
+        result.pairs_LDD = np.stack(
+            [
+                dispatch_tokens_DD(EvenDispatch(counts_DE, owners, self.groups.topology), devices)
+                for counts_DE in counts_LDE
+            ]
+        )
+
+
+class RuntimeStack(LayerStack):
+    """Our runtime under a placement strategy, driven as the Megatron adapter drives it."""
+
+    def __init__(
+        self,
+        size: StackSize,
+        groups: ExpertGroups,
+        parameters: Sequence[Parameters],
+        pace: Pace | None,
+        timeline: Timeline,
+        *,
+        strategy: Strategy,
+        profile: LayerProfile,
+    ) -> None:
+        super().__init__(size, groups, parameters, pace, timeline)
+        owner_E = even_owners(size.num_experts, groups.num_devices)
+        self.runtime = MoERuntime(strategy)
+        for number, of_layer in enumerate(parameters):
+            context = LayerContext(number + 1, owner_E, groups.topology, profile)
+            self.runtime.add_layer(context, groups, of_layer)
+        for executor in self.runtime.layers:
+            executor.measure = True  # on every rank; the runtime itself lets only the first one
+
+    def _begin(self) -> None:
+        self.runtime.begin_iteration(num_micro_batches=1)
+
+    def _launch(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
+        return self.runtime.layers[number].launch(hidden, first=number == 0)
+
+    def _moe(
+        self, number: int, hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> torch.Tensor:
+        executor, group = self.runtime.layers[number], self.groups.expert_parallel
+        micro_batch = executor.begin_micro_batch(routing_map)
+        record, materialization = micro_batch.exchange, micro_batch.materialization
+        hidden, experts = materialization.apply(hidden)
+        rows, row_probs = token_exchange.permute(hidden, probs, record)
+        rows, row_probs = token_exchange.dispatch(rows, row_probs, record, group)
+        rows, row_probs = token_exchange.sort_by_expert(rows, row_probs, record)
+        rows = self._experts(number, rows, row_probs, record.rows_per_expert, experts)
+        rows = materialization.end_use(rows)
+        rows = token_exchange.combine(token_exchange.sort_by_source(rows, record), record, group)
+        return materialization.release(token_exchange.unpermute(rows, record))
+
+    def _replica_bytes(self) -> int:
+        held = (layer._iteration.weights for layer in self.runtime.layers if layer._iteration is not None)
+        return sum(weights.resident_bytes for weights in held if weights is not None)
+
+    def _finish(self) -> None:
+        self.runtime.finish_gradients()
+
+    def _report(self, result: IterationResult, counts_LDE: np.ndarray) -> None:
+        topology, devices = self.groups.topology, self.groups.num_devices
+        pairs = []
+        for number, (layer, counts_DE) in enumerate(zip(self.runtime.layers, counts_LDE, strict=True)):
+            plan = layer.prepare()
+            dispatch = plan_dispatch(plan.dispatch_policy, counts_DE, plan.placement, topology)
+            pairs.append(dispatch_tokens_DD(dispatch, devices))
+            result.spag_inter_node_bytes += plan.transfer.inter_node_bytes(self.size.expert_bytes, topology)
+            for started in layer._journal:
+                name = f"{'spAG' if started.is_gather else 'spRS'} {number + 1}"
+                timer: Any = started.timer
+                if timer.end_s:
+                    result.transfers.append((name, timer.begin_s, timer.end_s))
+                result.transfers += [(f"wait for {name}", *one) for one in timer.waits_s]
+        result.pairs_LDD = np.stack(pairs)
+        result.loads = self.runtime.end_iteration()
+
+
+def nominal_cluster(payload_bytes_per_s: float, expert_flops_per_s: float) -> ClusterCost:
+    """Links without start-up and with the payload's share of the rate; free ones inside a node."""
+    return ClusterCost(
+        LinkCost(0.0, 1 / payload_bytes_per_s / 100),
+        LinkCost(0.0, 1 / payload_bytes_per_s),
+        expert_flops_per_s,
+    )

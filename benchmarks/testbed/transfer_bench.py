@@ -1,0 +1,100 @@
+"""SparseAllGather of one expert over the links: two-level and plain form against the NIC's bound.
+
+The bound is the time in which one node's link carries the expert once: nobody outside the owner's node
+can have it earlier.
+"""
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.testbed.measurement import make_groups
+from benchmarks.testbed.report import quartiles
+from megatron_fssdp.collectives.sparse_transfer import SparseTransfer
+from megatron_fssdp.planning.placement import ExpertPlacement
+from megatron_fssdp.planning.transfer_plan import plain_transfer, two_level_transfer
+from megatron_fssdp.runtime.layer_executor import CHUNK_BYTES
+
+
+def reaches(num_nodes: int) -> dict[str, list[int]]:
+    """Which nodes get the expert of node 0, all their devices."""
+    return {
+        "all nodes": list(range(num_nodes)),
+        "half of the nodes": list(range(max(1, num_nodes // 2))),
+        "one other node": [0, 1] if num_nodes > 1 else [0],
+    }
+
+
+def measure_transfers(
+    num_nodes: int, sizes_mib: list[int], repetitions: int, payload_bytes_per_s: float, seed: int
+) -> list[dict[str, Any]]:
+    """Runs on every rank: seconds of the slowest, forms and targets in an order drawn for each repetition."""
+    torch.set_num_threads(1)
+    groups = make_groups(num_nodes)
+    group, topology = groups.expert_parallel, groups.topology
+    rank, devices = dist.get_rank(), groups.num_devices
+    cells: dict[tuple[str, int, str], tuple[SparseTransfer, float]] = {}
+    for size_mib in sizes_mib:
+        num_elements = size_mib * 2**20 // 4
+        for reach, nodes in reaches(num_nodes).items():
+            present_ED = np.isin(topology.node_of_device_D, nodes)[None, :]
+            placement = ExpertPlacement(np.zeros(1, np.int64), present_ED)
+            bound_s = size_mib * 2**20 / payload_bytes_per_s if len(nodes) > 1 else 0.0
+            for form, plan, chunk in (
+                ("two-level", two_level_transfer(placement, topology), CHUNK_BYTES),
+                ("plain", plain_transfer(placement), None),
+            ):
+                transfer = SparseTransfer(
+                    group, plan, num_elements=num_elements, dtype=torch.float32, chunk_bytes=chunk
+                )
+                cells[reach, size_mib, form] = transfer, bound_s
+    seconds: dict[tuple[str, int, str], list[float]] = {name: [] for name in cells}
+    order = np.random.default_rng(seed)
+    names = list(cells)
+    for repetition in range(repetitions + 1):  # the first one connects
+        for choice in order.permutation(len(names)):
+            name = names[choice]
+            transfer, _ = cells[name]
+            owned = {e: torch.ones(transfer.num_elements) for e in transfer.shared_experts}
+            received = {e: torch.zeros(transfer.num_elements) for e in transfer.received_experts}
+            dist.barrier()
+            begin_s = time.perf_counter()
+            transfer.all_gather(owned if rank < devices else {}, out=received)
+            taken = torch.tensor([time.perf_counter() - begin_s], dtype=torch.float64)
+            dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+            if repetition:
+                seconds[name].append(float(taken))
+    return [
+        {
+            "reach": name[0],
+            "mib": name[1],
+            "form": name[2],
+            "seconds": quartiles(seconds[name]),
+            "bound_s": bound_s,
+            "over_bound": quartiles(seconds[name])[1] / bound_s if bound_s else None,
+        }
+        for name, (_, bound_s) in cells.items()
+    ]
+
+
+def transfer_table(rows: list[dict[str, Any]]) -> str:
+    """A Markdown table, one line for each reach and size."""
+    lines = [
+        "| to | MiB | NIC bound s | two-level s | over bound | plain s | over bound |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    forms = {(row["reach"], row["mib"], row["form"]): row for row in rows}
+    for reach, mib in dict.fromkeys((row["reach"], row["mib"]) for row in rows):
+        cells = []
+        for form in ("two-level", "plain"):
+            row = forms[reach, mib, form]
+            low, median, high = row["seconds"]
+            over = row["over_bound"]
+            cells.append(f"{median:.3f} [{low:.3f}, {high:.3f}] | {'–' if over is None else f'{over:.2f}'}")
+        lines.append(
+            f"| {reach} | {mib} | {forms[reach, mib, 'plain']['bound_s']:.3f} | {' | '.join(cells)} |"
+        )
+    return "\n".join(lines)
