@@ -1,5 +1,6 @@
 """The command ``megatron-fssdp``. Heavy imports happen inside the commands."""
 
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -84,6 +85,40 @@ def train_command(
     raise typer.Exit(training.train(request, resume, Console()))
 
 
+@app.command("profile")
+def profile_command(
+    out: Annotated[Path, typer.Option(help="YAML to write.", metavar="CLUSTER.yaml")],
+    nproc: Annotated[int | None, typer.Option(help="Ranks to start here; not under torchrun.")] = None,
+    nodes: Annotated[
+        int | None, typer.Option(help="Equal nodes, in rank order. Default: torchrun's machines.")
+    ] = None,
+    backend: Annotated[str | None, typer.Option(help="gloo or nccl. Default: nccl with CUDA.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Run whose layers are computed.", metavar="RUN.yaml")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="The cluster's name. Default: that of the file.")] = None,
+    least_bytes: Annotated[int, typer.Option(help="Smallest message.")] = 1 << 10,
+    most_bytes: Annotated[int, typer.Option(help="Largest message.")] = 1 << 24,
+    repetitions: Annotated[int, typer.Option(help="Measured ones; their median counts.")] = 7,
+) -> None:
+    """Measure links and compute of the ranks that torchrun started, or of new ones on this machine."""
+    from megatron_fssdp.cli.profile_command import ProfileRequest, profile
+    from megatron_fssdp.config.loading import load_yaml, validate
+    from megatron_fssdp.config.run_config import RunConfig
+    from megatron_fssdp.megatron_adapter.cluster_profiler import ProfileSettings
+
+    settings = ProfileSettings(
+        name=name or out.stem,
+        num_nodes=nodes,
+        backend=backend,
+        model=validate(RunConfig, load_yaml(model), str(model)) if model is not None else None,
+        least_bytes=least_bytes,
+        most_bytes=most_bytes,
+        num_repetitions=repetitions,
+    )
+    raise typer.Exit(profile(ProfileRequest(out, settings, nproc)))
+
+
 @data_app.command("build")
 def data_build_command(
     out: Annotated[Path, typer.Option(help="Folder of the built data.")],
@@ -132,6 +167,56 @@ def compare_command(
         draw_device_loads(first, second, png)
 
 
+@app.command("simulate")
+def simulate_command(
+    loads: Annotated[
+        str, typer.Option(help="Folder of a recorded run, its loads.npz, or a workload's name.")
+    ],
+    cluster: Annotated[str, typer.Option(help="YAML of a cluster, or a name from configs/clusters.")],
+    model: Annotated[Path, typer.Option(help="YAML of the run.", metavar="RUN.yaml")],
+    out: Annotated[Path, typer.Option(help="Folder of the results.")],
+    strategies: Annotated[str, typer.Option(help="Names, with commas between them.")] = "ep,fssdp",
+    iterations: Annotated[
+        int | None,
+        typer.Option(min=1, help="Iterations to generate (20), or most to take of a record (all)."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any setting of the run; repeatable."),
+    ] = None,
+    cluster_set: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A figure of the cluster; repeatable.")
+    ] = None,
+    moe_strategy_set: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="A setting of all strategies that know it; repeatable."),
+    ] = None,
+    break_even: Annotated[bool, typer.Option(help="Search where strategies stop paying.")] = True,
+    plots: Annotated[bool, typer.Option(help="Draw pictures.")] = True,
+    seed: Annotated[int, typer.Option(help="Seed of generated loads.")] = 0,
+) -> None:
+    """Predict which strategy is fastest on a cluster, from recorded or generated loads."""
+    from rich.console import Console
+
+    from megatron_fssdp.cli.simulate_command import SimulateRequest, run_simulation
+
+    request = SimulateRequest(
+        loads=loads,
+        cluster=cluster,
+        model=model,
+        strategies=tuple(name.strip() for name in strategies.split(",") if name.strip()),
+        out=out,
+        iterations=iterations,
+        overrides=settings or (),
+        cluster_overrides=cluster_set or (),
+        strategy_overrides=moe_strategy_set or (),
+        with_break_even=break_even,
+        with_plots=plots,
+        seed=seed,
+    )
+    run_simulation(request, Console())
+
+
 @app.command("schema")
 def schema_command() -> None:
     """Print the JSON Schema of a run's YAML."""
@@ -151,7 +236,8 @@ def main() -> None:
     try:
         app()
     except ConfigurationError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # under torchrun, one of the ranks speaks
+            print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
 
 

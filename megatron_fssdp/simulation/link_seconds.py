@@ -145,7 +145,7 @@ def topology_of(cluster: ClusterDescription, num_devices: int) -> Topology:
     if num_devices > cluster.num_devices or (num_devices > per_node and num_devices % per_node):
         raise ValueError(
             f"cluster {cluster.name}: {num_devices} devices of an expert-parallel group do not fit "
-            f"{cluster.num_nodes} nodes of {per_node}; wanted at most {cluster.num_devices}, whole nodes where "
-            "there are several; change parallelism.expert or num_nodes (--cluster-set num_nodes=…)"
+            f"{cluster.num_nodes} nodes of {per_node}; wanted at most {cluster.num_devices}, whole nodes "
+            "where there are several; change parallelism.expert or num_nodes (--cluster-set num_nodes=…)"
         )
     return Topology(tuple(device // per_node for device in range(num_devices)))

@@ -3,7 +3,7 @@
 Shape letters: T tokens of a micro-batch, M model dim, F ffn dim, E experts, L MoE layers.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.model_settings import ModelSettings
@@ -61,7 +61,7 @@ class MoeJob:
     before_gate_flops_L: tuple[float, ...]
     after_layers_flops: float = 0.0
     dense_elements: int = 0
-    optimizer: ExpertOptimizer = ExpertOptimizer()
+    optimizer: ExpertOptimizer = field(default_factory=ExpertOptimizer)
     expert_data_parallel_size: int = 1
     data_parallel_size: int = 1
     reduces_dense_at_end: bool = False
@@ -132,7 +132,8 @@ def job_of_run(run: RunConfig) -> MoeJob:
             )
     if training.recompute == "full":
         raise ConfigurationError(
-            "simulate: training.recompute is full, wanted none or selective: recomputed layers are not simulated"
+            "simulate: training.recompute is full, wanted none or selective: recomputed layers are not "
+            "simulated"
         )
     tokens = model.seq_length * training.micro_batch_size
     dtype_bytes = FP32_BYTES if training.precision == "fp32" else 2

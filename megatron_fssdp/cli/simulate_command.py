@@ -1,0 +1,181 @@
+"""Answers which strategy would win on a cluster, from loads that were recorded or generated."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_fssdp.config.cluster_description import ClusterDescription
+from megatron_fssdp.config.cluster_files import cluster_yaml, load_cluster
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.loading import apply_overrides, load_yaml, validate
+from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.config.strategy_selection import strategy_settings
+from megatron_fssdp.config.strategy_settings import EpSettings, StrategySettings
+from megatron_fssdp.reporting.job_records import loads_for_job
+from megatron_fssdp.reporting.run_records import RecordedLoads
+from megatron_fssdp.reporting.simulation_plots import draw_simulation
+from megatron_fssdp.reporting.simulation_report import (
+    RankedStrategy,
+    SimulationReport,
+    ranking_table,
+    write_report,
+)
+from megatron_fssdp.reporting.simulation_trace import write_simulation_trace
+from megatron_fssdp.simulation.break_even import break_even_bandwidth, break_even_tokens
+from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run
+from megatron_fssdp.simulation.simulator import StrategyOutcome, ceiling_s, simulate
+
+TRACE_FILE = "trace_{}.json"
+SAMPLE_ITERATIONS = 6
+"""Iterations on which break-even is searched; each value tried plans them anew."""
+
+HISTORY_ITERATIONS = 16
+"""Iterations before those that strategies may look back on."""
+
+
+@dataclass(frozen=True)
+class SimulateRequest:
+    """What the command line asked for.
+
+    Attributes:
+        loads: Folder of a run, its ``loads.npz``, or the name of a workload.
+        cluster: YAML file or name of a cluster.
+        model: YAML of a training run.
+        strategies: Names.
+        out: Folder of the results.
+        iterations: Of a generated workload; most that are taken of a record.
+        overrides: ``key=value`` over the run's YAML.
+        cluster_overrides: ``key=value`` over the cluster.
+        strategy_overrides: ``key=value`` for the strategies that know the key.
+        with_break_even: Whether to search where strategies stop paying.
+        with_plots: Whether to draw pictures.
+        seed: Of generated loads.
+    """
+
+    loads: str
+    cluster: str
+    model: Path
+    strategies: tuple[str, ...]
+    out: Path
+    iterations: int | None = None
+    overrides: Sequence[str] = ()
+    cluster_overrides: Sequence[str] = ()
+    strategy_overrides: Sequence[str] = ()
+    with_break_even: bool = True
+    with_plots: bool = True
+    seed: int = 0
+
+
+def run_simulation(request: SimulateRequest, console: Console) -> SimulationReport:
+    """Simulate, show the ranking and write the files.
+
+    Raises:
+        ConfigurationError: Something asked for does not exist or does not fit together.
+    """
+    run = validate(
+        RunConfig, apply_overrides(load_yaml(request.model), request.overrides), str(request.model)
+    )
+    job, cluster = job_of_run(run), _cluster(request)
+    settings = {name: _settings(name, run, request.strategy_overrides) for name in request.strategies}
+    try:
+        request.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"--out {request.out}: cannot be created ({error.strerror})") from None
+    record, note = loads_for_job(request.loads, job, request.iterations, request.seed)
+    try:
+        report = _simulated(request, record, note, cluster, job, settings)
+    except ValueError as error:
+        raise ConfigurationError(f"simulate: {error}") from None
+    console.print(ranking_table(report))
+    for line in report.notes:
+        console.print(line, highlight=False, soft_wrap=True)
+    write_report(report, request.out)
+    (request.out / "cluster.yaml").write_text(cluster_yaml(cluster), encoding="utf-8")
+    for row in report.rows:
+        # One from the middle of the run, when history and profile are there.
+        write_simulation_trace(
+            request.out / TRACE_FILE.format(row.label), row.outcome, len(record.iterations) // 2
+        )
+    if request.with_plots:
+        draw_simulation(report, request.out)
+    console.print(f"{request.out}: tables, pictures, and traces for https://ui.perfetto.dev", highlight=False)
+    return report
+
+
+def _simulated(
+    request: SimulateRequest,
+    record: RecordedLoads,
+    note: str,
+    cluster: ClusterDescription,
+    job: MoeJob,
+    settings: dict[str, StrategySettings],
+) -> SimulationReport:
+    outcomes = {
+        name: simulate(name, chosen, record.counts_ILDE, cluster, job, layer_numbers=record.layers.tolist())
+        for name, chosen in settings.items()
+    }
+    plain = outcomes.get("ep") or simulate("ep", EpSettings(), record.counts_ILDE, cluster, job)
+    rows = tuple(
+        _row(request, name, outcome, settings[name], record, cluster, job)
+        for name, outcome in outcomes.items()
+    )
+    notes = [note] if note else []
+    notes.append(
+        "ceiling: the same job with balanced routing under ep; replicas that save traffic can beat it. "
+        "pays: more than 1 % faster than ep, from so many tokens a rank on, up to so fast a network of a "
+        "node (searched from 1/64 to 64 times, on the last iterations). "
+        "Not simulated: optimizer step, data loading, host time."
+    )
+    notes += [
+        f"{row.label}: needs {row.outcome.memory.total_bytes / 2**30:.1f} GiB of the device's "
+        f"{row.outcome.memory.capacity_bytes / 2**30:.1f} GiB and runs out of memory"
+        for row in rows
+        if row.outcome.memory.runs_out and row.outcome.memory.capacity_bytes is not None
+    ]
+    title = f"{request.loads} on {cluster.name}: {len(record.iterations)} iterations, {request.model.name}"
+    return SimulationReport(
+        title,
+        rows,
+        plain.mean_s,
+        ceiling_s(record.counts_ILDE, cluster, job),
+        record.iterations,
+        tuple(notes),
+    )
+
+
+def _row(
+    request: SimulateRequest,
+    name: str,
+    outcome: StrategyOutcome,
+    settings: StrategySettings,
+    record: RecordedLoads,
+    cluster: ClusterDescription,
+    job: MoeJob,
+) -> RankedStrategy:
+    if not request.with_break_even or name in ("none", "ep"):
+        return RankedStrategy(name, outcome)
+    counts_ILDE = record.counts_ILDE
+    first = max(0, len(counts_ILDE) - SAMPLE_ITERATIONS)
+    sample, past = counts_ILDE[first:], counts_ILDE[max(0, first - HISTORY_ITERATIONS) : first]
+    arguments = (name, settings, sample, cluster, job, past if len(past) else None)
+    spans_nodes = outcome.ledger.topology.num_nodes > 1
+    bandwidth = break_even_bandwidth(*arguments) if spans_nodes else None
+    return RankedStrategy(name, outcome, break_even_tokens(*arguments), bandwidth)
+
+
+def _cluster(request: SimulateRequest) -> ClusterDescription:
+    cluster = load_cluster(request.cluster)
+    if not request.cluster_overrides:
+        return cluster
+    data = apply_overrides(cluster.model_dump(mode="json", exclude_none=True), request.cluster_overrides)
+    return validate(ClusterDescription, data, "--cluster-set")
+
+
+def _settings(name: str, run: RunConfig, overrides: Sequence[str]) -> StrategySettings:
+    """The YAML's settings if it names the strategy, and the overrides that the strategy knows."""
+    data = dict(run.strategy.settings) if run.strategy.name == name else {}
+    known = set(type(strategy_settings(name, {}, "--strategies")).model_fields)
+    chosen = [override for override in overrides if override.partition("=")[0].strip() in known]
+    return strategy_settings(name, apply_overrides(data, chosen), f"--strategies {name}")

@@ -1,0 +1,103 @@
+"""Pictures of a simulation: seconds over time, what they go on, and device loads."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.reporting.simulation_report import RankedStrategy, SimulationReport
+from megatron_fssdp.simulation.iteration_timeline import PARTS
+
+# Okabe-Ito: told apart by colour-blind readers and in grey.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_DPI = 150
+
+
+def draw_simulation(report: SimulationReport, folder: Path) -> list[Path]:
+    """Draw all pictures, each as PNG and SVG.
+
+    Args:
+        report: The simulation.
+        folder: Where to put them.
+
+    Returns:
+        The files.
+
+    Raises:
+        ConfigurationError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigurationError(
+            "pictures need matplotlib; install it with `pip install megatron-fssdp[plots]` or give --no-plots"
+        ) from None
+    files = []
+    for name, draw in (("iterations", _iterations), ("breakdown", _breakdown), ("device_load", _loads)):
+        figure = Figure(figsize=(9, 4.6), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        draw(axes, report)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        for suffix in ("png", "svg"):
+            files.append(folder / f"{name}.{suffix}")
+            figure.savefig(files[-1], dpi=_DPI)
+    return files
+
+
+def _coloured(report: SimulationReport) -> list[tuple[RankedStrategy, str]]:
+    return [(row, _COLOURS[i % len(_COLOURS)]) for i, row in enumerate(report.rows)]
+
+
+def _iterations(axes: Any, report: SimulationReport) -> None:
+    for row, colour in _coloured(report):
+        axes.plot(
+            report.iterations,
+            row.outcome.iteration_s,
+            color=colour,
+            linewidth=1.2,
+            label=f"{row.label} ({row.outcome.mean_s:.4g} s on average)",
+            marker="o" if len(report.iterations) == 1 else None,
+        )
+    axes.axhline(report.ceiling_s, color="0.35", linewidth=0.9, linestyle="--", label="balanced routing")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("iteration")
+    axes.set_ylabel("seconds, simulated")
+    axes.set_title("Seconds of each iteration", loc="left")
+    axes.legend(frameon=False, fontsize=9)
+    axes.margins(x=0.01)
+
+
+def _breakdown(axes: Any, report: SimulationReport) -> None:
+    labels = [row.label for row in report.rows]
+    left = np.zeros(len(labels))
+    for part, colour in zip(PARTS, _COLOURS, strict=True):
+        widths = np.array([float(row.outcome.parts_s[part].mean()) for row in report.rows])
+        if widths.any():
+            axes.barh(labels, widths, left=left, color=colour, label=part)
+        left += widths
+    axes.axvline(report.ceiling_s, color="0.35", linewidth=0.9, linestyle="--", label="balanced routing")
+    axes.invert_yaxis()
+    axes.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4))
+    axes.set_xlabel("seconds of an iteration, simulated")
+    axes.set_title("What an iteration's seconds go on", loc="left")
+    axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4)
+
+
+def _loads(axes: Any, report: SimulationReport) -> None:
+    for row, colour in _coloured(report):
+        tokens_ILD = row.outcome.ledger.tokens_ILD
+        mean_IL = np.maximum(tokens_ILD.mean(axis=2, keepdims=True), 1e-12)
+        ranked_D = -np.sort(-(tokens_ILD / mean_IL), axis=2).mean(axis=(0, 1))
+        axes.plot(
+            np.arange(1, len(ranked_D) + 1), ranked_D, color=colour, marker="o", markersize=3, label=row.label
+        )
+    axes.axhline(1.0, color="0.35", linewidth=0.9, linestyle="--", label="even load")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("devices of a layer, the busiest first")
+    axes.set_ylabel("load / mean")
+    axes.set_title("Device loads, mean of all iterations and layers", loc="left")
+    axes.legend(frameon=False, fontsize=9)

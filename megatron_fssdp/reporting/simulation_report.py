@@ -1,0 +1,187 @@
+"""What a simulation leaves: a ranking, and its numbers as JSON and CSV.
+
+Shape letters: I iterations, L MoE layers, D devices.
+"""
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from megatron_fssdp.reporting.comparison_table import format_bytes
+from megatron_fssdp.simulation.break_even import BreakEven
+from megatron_fssdp.simulation.iteration_timeline import PARTS
+from megatron_fssdp.simulation.simulator import StrategyOutcome
+
+RANKING_FILE = "ranking.json"
+ITERATIONS_FILE = "iterations.csv"
+
+
+@dataclass(frozen=True, eq=False)
+class RankedStrategy:
+    """One row of the ranking.
+
+    Attributes:
+        label: The strategy's name, and its settings where the name is not enough.
+        outcome: What it came to.
+        tokens: Tokens of a rank in an iteration at which it stops paying; ``None`` if not asked for.
+        bandwidth: Bytes a second of a node at which it stops paying; ``None`` if not asked for.
+    """
+
+    label: str
+    outcome: StrategyOutcome
+    tokens: BreakEven | None = None
+    bandwidth: BreakEven | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class SimulationReport:
+    """Everything that is shown and written.
+
+    Attributes:
+        title: Loads, cluster and model in a line.
+        rows: The strategies, in any order.
+        plain_s: Seconds of an iteration under plain expert parallelism.
+        ceiling_s: Seconds of an iteration with balanced routing under plain expert parallelism.
+        iterations: Numbers of the iterations.
+        notes: What was scaled or left out.
+    """
+
+    title: str
+    rows: tuple[RankedStrategy, ...]
+    plain_s: float
+    ceiling_s: float
+    iterations: np.ndarray
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ranked(self) -> list[RankedStrategy]:
+        """Those that fit into memory first, then by seconds."""
+        return sorted(self.rows, key=lambda row: (row.outcome.memory.runs_out, row.outcome.mean_s))
+
+
+def ranking_table(report: SimulationReport) -> Table:
+    """The ranking for a terminal."""
+    table = Table(title=report.title, title_justify="left", title_style="bold")
+    table.add_column("strategy", no_wrap=True)
+    table.add_column("seconds", justify="right", no_wrap=True)
+    for header in ("× ep", "% of ceiling", "load max/mean", "peak memory", "pays from", "pays up to"):
+        table.add_column(header, justify="right")
+    for row in report.ranked:
+        outcome = row.outcome
+        memory = format_bytes(outcome.memory.total_bytes)
+        table.add_row(
+            row.label,
+            f"{outcome.mean_s:.4g}",
+            f"{report.plain_s / outcome.mean_s:.2f}",
+            f"{100 * report.ceiling_s / outcome.mean_s:.0f}",
+            f"{outcome.load_max_over_mean_IL.mean():.2f}",
+            f"{memory} runs out" if outcome.memory.runs_out else memory,
+            _in_words(row.tokens, "{:,.0f} tokens"),
+            _in_words(row.bandwidth, "{:.3g} Gb/s", 8e-9),
+        )
+    return table
+
+
+def _in_words(found: BreakEven | None, form: str, unit: float = 1.0) -> str:
+    if found is None:
+        return "–"
+    if found.value is None:
+        return "always" if found.pays_now else "never"
+    return form.format(found.value * unit)
+
+
+def ranking_data(report: SimulationReport) -> dict[str, Any]:
+    """The ranking as plain values."""
+    return {
+        "title": report.title,
+        "notes": list(report.notes),
+        "ep_s": report.plain_s,
+        "force_balanced_ceiling_s": report.ceiling_s,
+        "strategies": [
+            {
+                "strategy": row.label,
+                "iteration_s": row.outcome.mean_s,
+                "speedup_over_ep": report.plain_s / row.outcome.mean_s,
+                "percent_of_ceiling": 100 * report.ceiling_s / row.outcome.mean_s,
+                "load_max_over_mean": float(row.outcome.load_max_over_mean_IL.mean()),
+                "parts_s": {part: float(seconds.mean()) for part, seconds in row.outcome.parts_s.items()},
+                "memory": _memory_data(row.outcome),
+                "break_even_tokens_per_rank": _break_even_data(row.tokens),
+                "break_even_bandwidth_bytes_per_s": _break_even_data(row.bandwidth),
+            }
+            for row in report.ranked
+        ],
+    }
+
+
+def _memory_data(outcome: StrategyOutcome) -> dict[str, Any]:
+    memory = outcome.memory
+    return {
+        "peak_bytes": memory.total_bytes,
+        "expert_bytes": memory.experts.total_bytes,
+        "replica_bytes": memory.experts.above_expert_parallelism_bytes,
+        "dense_bytes": memory.dense_bytes,
+        "activation_bytes_estimated": memory.activation_bytes,
+        "capacity_bytes": memory.capacity_bytes,
+        "runs_out": memory.runs_out,
+    }
+
+
+def _break_even_data(found: BreakEven | None) -> dict[str, Any] | None:
+    return None if found is None else {"pays_now": found.pays_now, "at": found.value, "factor": found.factor}
+
+
+def write_report(report: SimulationReport, folder: Path) -> None:
+    """Write ``ranking.json`` and ``iterations.csv``."""
+    text = json.dumps(ranking_data(report), indent=2) + "\n"
+    (folder / RANKING_FILE).write_text(text, encoding="utf-8")
+    with (folder / ITERATIONS_FILE).open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(_header())
+        for row in report.ranked:
+            writer.writerows(_lines(row, report.iterations))
+
+
+def _header() -> list[str]:
+    parts = [f"{part.replace(' ', '_').replace('-', '_')}_s" for part in PARTS]
+    return [
+        "strategy",
+        "iteration",
+        "iteration_s",
+        *parts,
+        "load_max_over_mean",
+        "replicas",
+        "moved_experts",
+        "between_nodes_experts",
+        "cross_node_pairs",
+        "resharded_experts",
+    ]
+
+
+def _lines(row: RankedStrategy, iterations: Sequence[int] | np.ndarray) -> list[list[Any]]:
+    outcome, ledger = row.outcome, row.outcome.ledger
+    moved_I = (ledger.gather.num_experts_IL + ledger.addition.num_experts_IL).sum(axis=1)
+    between_I = (ledger.gather.num_between_nodes_IL + ledger.addition.num_between_nodes_IL).sum(axis=1)
+    load_I = outcome.load_max_over_mean_IL.mean(axis=1)
+    seconds_I = outcome.iteration_s
+    return [
+        [
+            row.label,
+            int(number),
+            f"{seconds_I[i]:.9g}",
+            *(f"{outcome.parts_s[part][i]:.9g}" for part in PARTS),
+            f"{load_I[i]:.6g}",
+            int(ledger.replicas_IL[i].sum()),
+            int(moved_I[i]),
+            int(between_I[i]),
+            int(ledger.cross_node_IL[i].sum()),
+            int(ledger.reshard_experts_I[i]),
+        ]
+        for i, number in enumerate(iterations)
+    ]
