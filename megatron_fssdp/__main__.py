@@ -1,8 +1,16 @@
-"""``python -m megatron_fssdp SCRIPT.py ARGS…``: see ``megatron_adapter.launcher``."""
+"""``python -m megatron_fssdp SCRIPT.py ARGS…``: see ``megatron_adapter.launcher``.
+
+``python -m megatron_fssdp profile ARGS…`` is the command of that name, as a rank that torchrun starts.
+"""
 
 import sys
 
-from megatron_fssdp.megatron_adapter.launcher import launch
-
 if __name__ == "__main__":
-    launch(sys.argv[1:])
+    if sys.argv[1:2] == ["profile"]:
+        from megatron_fssdp.cli.app import main
+
+        main()
+    else:
+        from megatron_fssdp.megatron_adapter.launcher import launch
+
+        launch(sys.argv[1:])

@@ -8,10 +8,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from megatron_fssdp.cli.rank_command import RankCommand
 
@@ -36,24 +37,47 @@ def run_ranks(command: RankCommand, log: Path, on_poll: Callable[[], None]) -> i
         KeyboardInterrupt: Ctrl-C or SIGTERM, after all ranks have ended.
     """
     with tempfile.TemporaryDirectory(prefix="megatron-fssdp-") as scratch, log.open("ab") as output:
-        process = subprocess.Popen(
-            command.local(Path(scratch)),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **command.environment()},
-            start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the ranks in order
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
-        )
-        try:
-            with _terminated_like_interrupted():
-                while process.poll() is None:
-                    on_poll()
-                    time.sleep(_POLL_S)
-        finally:
-            end_group(process)
-        on_poll()
-        return process.returncode
+        return run_to_the_end(command.local(Path(scratch)), command.environment(), output, on_poll)
+
+
+def run_to_the_end(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    output: IO[bytes] | None,
+    on_poll: Callable[[], None],
+) -> int:
+    """Run a command that starts ranks; however this ends, none of them is left.
+
+    Args:
+        command: The command line.
+        environment: Variables beyond those that are set.
+        output: File for all output; ``None`` for this process's own.
+        on_poll: Called several times a second meanwhile, and once after the end.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C or SIGTERM, after all ranks have ended.
+    """
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT if output is not None else None,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+        start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the ranks in order
+        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+    )
+    try:
+        with _terminated_like_interrupted():
+            while process.poll() is None:
+                on_poll()
+                time.sleep(_POLL_S)
+    finally:
+        end_group(process)
+    on_poll()
+    return process.returncode
 
 
 def end_group(process: "subprocess.Popen[bytes]") -> None:

@@ -1,0 +1,113 @@
+"""``megatron-fssdp profile``: from a cluster to the YAML that describes it."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_fssdp.config.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from megatron_fssdp.megatron_adapter.cluster_profiler import ProfileSettings
+
+_EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """What the command line asks for.
+
+    Attributes:
+        out: The YAML to write.
+        settings: What is measured.
+        nproc: Ranks to start on this machine; ``None`` under torchrun.
+    """
+
+    out: Path
+    settings: "ProfileSettings"
+    nproc: int | None
+
+    def check(self) -> None:
+        """Raise for what can be seen to be wrong before ranks talk to each other.
+
+        Raises:
+            ConfigurationError: With the reason.
+        """
+        under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+        if under_torchrun and self.nproc is not None:
+            raise ConfigurationError(f"--nproc {self.nproc}: torchrun has started the ranks; leave it out")
+        if not under_torchrun and self.nproc is None:
+            raise ConfigurationError(
+                "no ranks to measure: give --nproc N, or start with "
+                "torchrun --nproc-per-node N -m megatron_fssdp profile --out FILE.yaml"
+            )
+        self.settings.check_ranks(int(os.environ["WORLD_SIZE"]) if self.nproc is None else self.nproc)
+        if self.is_writer:
+            _check_writable(self.out)
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this process is the one that writes, or starts the one that does."""
+        return int(os.environ.get("RANK", 0)) == 0
+
+
+def profile(request: ProfileRequest) -> int:
+    """Measure as one rank of torchrun's, or start ranks that do.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigurationError: Bad input; nothing was measured.
+    """
+    request.check()
+    return _start_ranks(request.nproc) if request.nproc is not None else _measure(request)
+
+
+def _measure(request: ProfileRequest) -> int:
+    from rich.console import Console
+
+    from megatron_fssdp.config.cluster_files import cluster_yaml
+    from megatron_fssdp.megatron_adapter.cluster_profiler import profile_cluster
+    from megatron_fssdp.reporting.cluster_table import cluster_table
+
+    cluster = profile_cluster(request.settings, lambda line: print(line, flush=True))
+    if request.is_writer:
+        text = cluster_yaml(cluster, "Written by megatron-fssdp profile. Seconds, bytes, flops.")
+        try:
+            request.out.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(f"--out {request.out}: cannot be written ({error.strerror})") from None
+        Console().print(cluster_table(cluster))
+        print(f"wrote {request.out}", flush=True)
+    return 0
+
+
+def _start_ranks(nproc: int) -> int:
+    from megatron_fssdp.cli.rank_processes import run_to_the_end
+
+    words = sys.argv[1:]
+    for position, word in enumerate(words):
+        if word == "--nproc":
+            del words[position : position + 2]
+            break
+        if word.startswith("--nproc="):
+            del words[position]
+            break
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    environment = {"OMP_NUM_THREADS": "1"} if "OMP_NUM_THREADS" not in os.environ else {}
+    try:
+        return run_to_the_end([*command, "-m", "megatron_fssdp", *words], environment, None, lambda: None)
+    except KeyboardInterrupt:
+        print("interrupted; all ranks have ended", file=sys.stderr)
+        return _EXIT_INTERRUPTED
+
+
+def _check_writable(path: Path) -> None:
+    if path.is_dir():
+        raise ConfigurationError(f"--out {path}: is a folder; give the file to write")
+    if not path.parent.is_dir():
+        raise ConfigurationError(f"--out {path}: the folder {path.parent} does not exist; make it first")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigurationError(f"--out {path}: cannot be written; choose another file")
