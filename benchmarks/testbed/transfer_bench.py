@@ -14,17 +14,20 @@ import torch.distributed as dist
 from benchmarks.testbed.measurement import make_groups
 from benchmarks.testbed.report import quartiles
 from megatron_fssdp.collectives.sparse_transfer import SparseTransfer
+from megatron_fssdp.planning.message_size import message_bytes
 from megatron_fssdp.planning.placement import ExpertPlacement
+from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.transfer_plan import plain_transfer, two_level_transfer
-from megatron_fssdp.runtime.layer_executor import CHUNK_BYTES
 
 
-def reaches(num_nodes: int) -> dict[str, list[int]]:
-    """Which nodes get the expert of node 0, all their devices."""
+def reaches(topology: Topology) -> dict[str, list[int]]:
+    """Which devices get the expert of device 0."""
+    nodes, devices = topology.num_nodes, topology.devices_by_node
+    half = [device for node in range(max(1, nodes // 2)) for device in devices[node]]
     return {
-        "all nodes": list(range(num_nodes)),
-        "half of the nodes": list(range(max(1, num_nodes // 2))),
-        "one other node": [0, 1] if num_nodes > 1 else [0],
+        "all nodes": list(range(topology.num_devices)),
+        "half of the nodes": half,
+        "one other node": [0, *(devices[1] if nodes > 1 else ())],
     }
 
 
@@ -35,16 +38,17 @@ def measure_transfers(
     torch.set_num_threads(1)
     groups = make_groups(num_nodes)
     group, topology = groups.expert_parallel, groups.topology
-    rank, devices = dist.get_rank(), groups.num_devices
+    devices = groups.num_devices
     cells: dict[tuple[str, int, str], tuple[SparseTransfer, float]] = {}
     for size_mib in sizes_mib:
         num_elements = size_mib * 2**20 // 4
-        for reach, nodes in reaches(num_nodes).items():
-            present_ED = np.isin(topology.node_of_device_D, nodes)[None, :]
+        chunk_bytes = message_bytes(size_mib * 2**20, on_cuda=False)
+        for reach, holders in reaches(topology).items():
+            present_ED = np.isin(np.arange(devices), holders)[None, :]
             placement = ExpertPlacement(np.zeros(1, np.int64), present_ED)
-            bound_s = size_mib * 2**20 / payload_bytes_per_s if len(nodes) > 1 else 0.0
+            bound_s = size_mib * 2**20 / payload_bytes_per_s if topology.node_of_device[holders[-1]] else 0.0
             for form, plan, chunk in (
-                ("two-level", two_level_transfer(placement, topology), CHUNK_BYTES),
+                ("two-level", two_level_transfer(placement, topology), chunk_bytes),
                 ("plain", plain_transfer(placement), None),
             ):
                 transfer = SparseTransfer(
@@ -62,7 +66,7 @@ def measure_transfers(
             received = {e: torch.zeros(transfer.num_elements) for e in transfer.received_experts}
             dist.barrier()
             begin_s = time.perf_counter()
-            transfer.all_gather(owned if rank < devices else {}, out=received)
+            transfer.all_gather(owned, out=received)
             taken = torch.tensor([time.perf_counter() - begin_s], dtype=torch.float64)
             dist.all_reduce(taken, op=dist.ReduceOp.MAX)
             if repetition:

@@ -14,6 +14,7 @@ from megatron_fssdp.collectives.plan_agreement import check_agreement
 from megatron_fssdp.collectives.sparse_transfer import SparseTransfer, StartedTransfer
 from megatron_fssdp.collectives.uneven_all_to_all import gather_counts
 from megatron_fssdp.planning.load_history import LoadHistory
+from megatron_fssdp.planning.message_size import CUDA_MESSAGE_BYTES, message_bytes
 from megatron_fssdp.planning.token_dispatch import TokenDispatch, plan_dispatch
 from megatron_fssdp.planning.transfer_plan import TransferPlan, additional_transfer
 from megatron_fssdp.runtime.expert_groups import ExpertGroups
@@ -30,9 +31,8 @@ from megatron_fssdp.runtime.replica_weights import ReplicaWeights
 from megatron_fssdp.runtime.token_exchange import DispatchRecord, plan_exchange
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 
-# Small enough that node leaders forward the first chunk early, large enough that a
-# message's fixed cost does not count.
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = CUDA_MESSAGE_BYTES
+"""Most bytes of a transfer's message, which memory is accounted with."""
 
 
 @dataclass
@@ -404,7 +404,7 @@ class LayerExecutor:
             num_elements=layout.numel,
             dtype=layout.dtype,
             device=device,
-            chunk_bytes=CHUNK_BYTES,
+            chunk_bytes=message_bytes(layout.num_bytes, on_cuda=device.type == "cuda"),
             # On CUDA the host waits for a transfer's times, so they are taken only for reports.
             journal=self._journal if self.measure else None,
             what=f"layer {self.context.layer}",
