@@ -7,7 +7,6 @@ import numpy as np
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.planning.memory_accounting import ExpertMemory, expert_memory, optimizer_state_bytes
 from megatron_fssdp.simulation.layer_ledger import LayerLedger
-from megatron_fssdp.simulation.link_seconds import CHUNK_BYTES
 from megatron_fssdp.simulation.moe_job import MoeJob
 
 
@@ -69,7 +68,7 @@ def device_memory(
         expert_data_parallel_size=job.expert_data_parallel_size,
         rematerialize=rematerialize,
         num_micro_batches=job.num_micro_batches,
-        chunk_bytes=CHUNK_BYTES,
+        chunk_bytes=job.message_bytes,
     )
     dense_bytes = job.dense_elements * (job.dtype_bytes + job.gradient_bytes) + optimizer_state_bytes(
         job.dense_elements, job.optimizer, expert_data_parallel_size=job.data_parallel_size

@@ -10,9 +10,6 @@ from megatron_fssdp.planning.cost_model import LinkCost
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.simulation.layer_traffic import BusiestLinks
 
-CHUNK_BYTES = 1 << 20
-"""Size of the messages in which the runtime forwards an expert from device to device."""
-
 COUNT_BYTES = 8
 """One entry of the router counts that all devices gather."""
 
@@ -99,12 +96,10 @@ class ClusterLinks:
         busiest = BusiestLinks(float(largest - 1), float(others), float(others))
         return float(self.all_gather.times(busiest, COUNT_BYTES * num_experts).seconds)
 
-    def fill_s(self, near_hops: np.ndarray, far_hops: np.ndarray, expert_bytes: int) -> np.ndarray:
-        """Seconds until the first chunk of an expert has passed so many hops."""
-        chunk = min(expert_bytes, CHUNK_BYTES)
-        return near_hops * self.transfer.near.time_s(chunk) + far_hops * self.transfer.far_of_node.time_s(
-            chunk
-        )
+    def fill_s(self, near_hops: np.ndarray, far_hops: np.ndarray, message_bytes: int) -> np.ndarray:
+        """Seconds until the first message of an expert has passed so many hops."""
+        near_s = self.transfer.near.time_s(message_bytes)
+        return near_hops * near_s + far_hops * self.transfer.far_of_node.time_s(message_bytes)
 
 
 def cluster_links(cluster: ClusterDescription) -> ClusterLinks:

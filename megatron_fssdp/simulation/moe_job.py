@@ -9,6 +9,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.model_settings import ModelSettings
 from megatron_fssdp.config.run_config import RunConfig
 from megatron_fssdp.planning.memory_accounting import FP32_BYTES, ExpertOptimizer
+from megatron_fssdp.planning.message_size import message_bytes
 
 GATED_ACTIVATIONS = ("swiglu", "quick_geglu")
 """Activations with two input matrices, whose product is taken."""
@@ -45,6 +46,7 @@ class MoeJob:
         reduces_dense_at_end: Whether dense gradients are reduced behind the last backward pass.
         activation_bytes: Kept for a micro-batch's backward pass, experts aside; an estimate.
         activation_bytes_per_pair: Kept by the experts for each (token, k) pair; an estimate.
+        on_cuda: Whether devices are GPUs, to which transfers send larger messages.
     """
 
     num_devices: int
@@ -67,6 +69,7 @@ class MoeJob:
     reduces_dense_at_end: bool = False
     activation_bytes: float = 0.0
     activation_bytes_per_pair: float = 0.0
+    on_cuda: bool = True
 
     def __post_init__(self) -> None:
         if len(self.before_layer_flops_L) != len(self.before_gate_flops_L):
@@ -93,6 +96,11 @@ class MoeJob:
     def expert_bytes(self) -> int:
         """One expert's parameters."""
         return self.expert_elements * self.dtype_bytes
+
+    @property
+    def message_bytes(self) -> int:
+        """Most bytes in which the runtime sends a part of an expert from device to device."""
+        return message_bytes(self.expert_bytes, on_cuda=self.on_cuda)
 
     @property
     def pairs_per_device(self) -> float:
@@ -168,6 +176,7 @@ def job_of_run(run: RunConfig) -> MoeJob:
         reduces_dense_at_end=cut.data > 1 and not cut.overlap_grad_reduce,
         activation_bytes=model.num_layers * ACTIVATIONS_PER_HIDDEN * hidden_bytes,
         activation_bytes_per_pair=dtype_bytes * (2 * model.hidden_size + (matrices - 1) * 2 * expert_ffn),
+        on_cuda=training.device != "cpu",
     )
 
 

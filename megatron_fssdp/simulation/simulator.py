@@ -187,10 +187,10 @@ class LayerTimes:
             sums_gradients(rematerialize=False, num_micro_batches=job.num_micro_batches),
         )
         reduced_bytes = np.where(sums_IL, job.expert_elements * FP32_BYTES, job.expert_bytes)
-        gather = transfer_times(links, ledger.gather, job.expert_bytes)
-        regather = transfer_times(links, ledger.reduce, job.expert_bytes)
-        addition_s = transfer_times(links, ledger.addition, job.expert_bytes).seconds
-        reduce_s = transfer_times(links, ledger.reduce, reduced_bytes).seconds
+        gather = transfer_times(links, ledger.gather, job.expert_bytes, job.message_bytes)
+        regather = transfer_times(links, ledger.reduce, job.expert_bytes, job.message_bytes)
+        addition_s = transfer_times(links, ledger.addition, job.expert_bytes, job.message_bytes).seconds
+        reduce_s = transfer_times(links, ledger.reduce, reduced_bytes, job.message_bytes).seconds
         self._layers = [
             LayerSeconds(
                 before_layer_s=job.before_layer_flops_L[layer] / cluster.non_expert_flops_per_s,
@@ -284,12 +284,12 @@ class LayerTimes:
 
 
 def transfer_times(
-    links: ClusterLinks, columns: TransferColumns, expert_bytes: int | np.ndarray
+    links: ClusterLinks, columns: TransferColumns, expert_bytes: int | np.ndarray, message_bytes: int
 ) -> LinkTimes:
-    """Seconds of spAG or spRS: the busiest link, and the hops before it, chunk by chunk."""
+    """Seconds of spAG or spRS: the busiest link, and the hops before it, message by message."""
     times = links.transfer.times(columns.links.busiest(), expert_bytes)
-    smallest = int(np.min(expert_bytes))
-    fill_s = links.fill_s(columns.near_hops_IL, columns.far_hops_IL, smallest)
+    message = min(message_bytes, int(np.min(expert_bytes)))
+    fill_s = links.fill_s(columns.near_hops_IL, columns.far_hops_IL, message)
     return LinkTimes(
         np.where(times.near_s > 0, times.near_s + fill_s, 0.0),
         np.where(times.far_s > 0, times.far_s + fill_s, 0.0),

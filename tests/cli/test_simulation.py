@@ -1,0 +1,91 @@
+"""``megatron-fssdp simulate`` from files to files, at toy size."""
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from megatron_fssdp.cli.app import app
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.reporting.run_records import LoadsWriter
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "configs" / "gpt_moe_tiny.yaml"
+BIG = ("--set", "training.micro_batch_size=64", "--set", "training.global_batch_size=256")
+
+
+def simulate(out: Path, loads: str, *more: str) -> str:
+    arguments = ["simulate", "--loads", loads, "--cluster", str(ROOT / "configs/clusters/hpwnv.yaml")]
+    arguments += ["--cluster-set", "devices_per_node=2", "--model", str(TINY), "--out", str(out), *more]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_a_workload_from_end_to_end(tmp_path: Path) -> None:
+    output = simulate(tmp_path, "W3", "--iterations", "8", *BIG)
+    assert "fssdp" in output
+    ranking = json.loads((tmp_path / "ranking.json").read_text())
+    rows = {row["strategy"]: row for row in ranking["strategies"]}
+    assert set(rows) == {"ep", "fssdp"}
+    assert rows["ep"]["speedup_over_ep"] == 1.0
+    assert rows["fssdp"]["speedup_over_ep"] > 1.1
+    assert rows["fssdp"]["load_max_over_mean"] < rows["ep"]["load_max_over_mean"]
+    assert rows["fssdp"]["memory"]["peak_bytes"] > rows["ep"]["memory"]["expert_bytes"]
+    assert 0 < rows["ep"]["percent_of_ceiling"] <= 100
+    tokens = rows["fssdp"]["break_even_tokens_per_rank"]
+    assert tokens["pays_now"]
+    assert tokens["at"] is None or tokens["at"] < 64 * 128
+    assert sum(rows["ep"]["parts_s"].values()) == pytest.approx(rows["ep"]["iteration_s"])
+    with (tmp_path / "iterations.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == 16
+    assert {line["replicas"] for line in lines if line["strategy"] == "ep"} == {"0"}
+    seconds = [float(line["iteration_s"]) for line in lines if line["strategy"] == "fssdp"]
+    assert np.mean(seconds) == pytest.approx(rows["fssdp"]["iteration_s"])
+    for picture in ("iterations", "breakdown", "device_load"):
+        assert (tmp_path / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+        assert "<svg" in (tmp_path / f"{picture}.svg").read_text()
+    trace = json.loads((tmp_path / "trace_fssdp.json").read_text())
+    names = [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {"spAG layer 1", "spRS layer 4", "dispatch layer 2", "experts' layer 3"} <= set(names)
+    # Four devices, each with its own experts' time.
+    durations = [
+        event["dur"]
+        for event in trace["traceEvents"]
+        if event["ph"] == "X" and event["name"] == "experts layer 1"
+    ]
+    assert len(durations) == 4
+    assert len(set(durations)) > 1
+
+
+def test_a_recorded_run(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    with LoadsWriter(tmp_path / "run", [1, 2, 3, 4]) as writer:
+        for iteration in range(1, 6):
+            writer.append(iteration, rng.multinomial(100, np.arange(1, 9) / 36, size=(4, 4)))
+    arguments = ("--iterations", "4", "--no-plots", "--no-break-even", "--moe-strategy-set", "slots=3")
+    output = simulate(tmp_path / "out", str(tmp_path / "run"), *arguments)
+    assert "tokens scaled by 10.24" in output
+    with (tmp_path / "out" / "iterations.csv").open(newline="") as file:
+        assert [line["iteration"] for line in csv.DictReader(file)] == ["1", "2", "3", "4"] * 2
+    assert not list((tmp_path / "out").glob("*.png"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (("--loads", "W33"), "did you mean 'W3'"),
+        (("--cluster", "hecate"), "unknown cluster"),
+        (("--strategies", "ep,fsdp"), "did you mean 'fssdp'"),
+        (("--set", "parallelism.expert=1", "--set", "model.num_experts=null"), "num_experts"),
+        (("--cluster-set", "num_nodes=1"), "whole nodes"),
+        (("--model", "nowhere.yaml"), "nowhere.yaml"),
+    ],
+)
+def test_messages(tmp_path: Path, changes: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        simulate(tmp_path / "out", "W0", "--no-plots", "--no-break-even", *changes)

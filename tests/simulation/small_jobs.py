@@ -1,0 +1,54 @@
+"""Jobs and clusters small enough to work out by hand."""
+
+import numpy as np
+
+from megatron_fssdp.config.cluster_description import ClusterDescription
+from megatron_fssdp.config.strategy_selection import strategy_settings
+from megatron_fssdp.config.strategy_settings import StrategySettings
+from megatron_fssdp.simulation.moe_job import MoeJob
+
+
+def settings_of(name: str, **keys: object) -> StrategySettings:
+    return strategy_settings(name, dict(keys), "test")
+
+
+def cluster_of(
+    *, nodes: int = 1, per_node: int = 2, near_alpha_s: float = 0.0, far_alpha_s: float = 0.0, **more: object
+) -> ClusterDescription:
+    """Links of 1,000 bytes/s inside a node and 100 between nodes, 10 expert FLOP/s, 5 others."""
+    return ClusterDescription.model_validate(
+        {
+            "name": "by hand",
+            "num_nodes": nodes,
+            "devices_per_node": per_node,
+            "intra_node": {"alpha_s": near_alpha_s, "bandwidth_bytes_per_s": 1000},
+            "inter_node": {"alpha_s": far_alpha_s, "bandwidth_bytes_per_s": 100},
+            "expert_flops_per_s": 10,
+            "non_expert_flops_per_s": 5,
+            **more,
+        }
+    )
+
+
+def job_of(*, devices: int = 2, experts: int = 2, layers: int = 1, **more: object) -> MoeJob:
+    """Tokens of 6 bytes (10 with the probability), experts of 50 elements in 2 bytes, 3 FLOPs a token."""
+    keys = {
+        "num_devices": devices,
+        "num_experts": experts,
+        "top_k": 1,
+        "tokens_per_micro_batch": 8,
+        "num_micro_batches": 1,
+        "token_bytes": 6,
+        "expert_elements": 50,
+        "expert_flops_per_token": 3.0,
+        "dtype_bytes": 2,
+        "gradient_bytes": 4,
+        "before_layer_flops_L": (0.0,) * layers,
+        "before_gate_flops_L": (20.0,) * layers,
+    }
+    return MoeJob(**(keys | more))  # type: ignore[arg-type]
+
+
+def loads(*counts_DE: list[list[int]], layers: int = 1) -> np.ndarray:
+    """[I, L, D, E]: each iteration's counts for all layers."""
+    return np.repeat(np.array(counts_DE, np.int32)[:, None], layers, axis=1)

@@ -1,0 +1,97 @@
+"""Jobs and loads from a run's YAML and from records."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.loading import apply_overrides, load_yaml, validate
+from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.simulation.job_loads import fitted_loads, generated_loads
+from megatron_fssdp.simulation.moe_job import job_of_run
+from tests.simulation.small_jobs import job_of
+
+TINY = Path(__file__).parents[2] / "configs" / "gpt_moe_tiny.yaml"
+
+
+def run_of(*overrides: str) -> RunConfig:
+    return validate(RunConfig, apply_overrides(load_yaml(TINY), overrides), str(TINY))
+
+
+def test_job_of_the_tiny_config() -> None:
+    job = job_of_run(run_of())
+    tokens = 4 * 128
+    assert (job.num_devices, job.num_experts, job.top_k, job.num_micro_batches) == (4, 8, 2, 1)
+    assert (job.tokens_per_micro_batch, job.token_bytes, job.expert_elements) == (
+        tokens,
+        64 * 4,
+        2 * 64 * 128,
+    )
+    assert job.expert_flops_per_token == 2 * job.expert_elements
+    # Projections 4 h², scores and values 4 s h, gate 2 h E: a token.
+    assert job.before_gate_flops_L == (tokens * (8 * 64 * 64 + 4 * 128 * 64 + 2 * 64 * 8),) * 4
+    assert job.after_layers_flops == tokens * 2 * 64 * 2048
+    assert job.dense_elements == 2048 * 64 + 4 * (4 * 64 * 64 + 64 * 8)
+    assert job.pairs_per_device == 2 * tokens
+
+
+def test_dense_layers_are_before_the_next_one() -> None:
+    job = job_of_run(
+        run_of("model.moe_layer_freq=[0, 1, 0, 1]", "model.activation=swiglu", "training.precision=bf16")
+    )
+    assert len(job.before_layer_flops_L) == 2
+    attention = 8 * 64 * 64 + 4 * 128 * 64
+    assert job.before_layer_flops_L == (512 * (attention + 6 * 64 * 128),) * 2
+    assert job.expert_elements == 3 * 64 * 128
+    assert (job.dtype_bytes, job.gradient_bytes, job.optimizer.has_master_weights) == (2, 4, True)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.recompute=full", "recompute"),
+        ("parallelism.pipeline=2", "parallelism.pipeline is 2"),
+    ],
+)
+def test_what_is_not_simulated_is_refused(override: str, message: str) -> None:
+    more: tuple[str, ...] = ("parallelism.expert=2",) if "pipeline" in override else ()
+    with pytest.raises(ConfigurationError, match=message):
+        job_of_run(run_of(override, *more))
+
+
+def test_generated_loads_have_the_jobs_size() -> None:
+    job = job_of(devices=4, experts=8, layers=3, num_micro_batches=2)
+    counts = generated_loads("lognormal-strong", job, 5)
+    assert counts.shape == (5, 3, 4, 8)
+    assert (counts.sum(axis=3) == 16).all()
+    assert not np.array_equal(counts[:, 0], counts[:, 1])
+
+
+@pytest.mark.parametrize("sources", [1, 2, 4, 8])
+def test_records_fit_other_numbers_of_devices(sources: int) -> None:
+    counts = np.random.default_rng(0).integers(10, 60, (3, 1, sources, 4))
+    job = job_of(devices=4, experts=4, tokens_per_micro_batch=100)
+    fitted, factor = fitted_loads(counts, job)
+    assert fitted.shape == (3, 1, 4, 4)
+    assert fitted.sum(axis=3).mean() == pytest.approx(100, rel=0.01)
+    shares, wanted = (values.sum(axis=2) / values.sum(axis=(2, 3))[..., None] for values in (fitted, counts))
+    assert shares == pytest.approx(wanted, abs=0.01)
+    assert factor == pytest.approx(100 * min(sources, 4) / (counts.sum() / 3))
+
+
+def test_a_record_as_large_as_the_job_stays_as_it_is() -> None:
+    counts = np.full((1, 1, 2, 2), 4)
+    fitted, factor = fitted_loads(counts, job_of())
+    assert factor == 1.0
+    assert np.array_equal(fitted, counts)
+
+
+@pytest.mark.parametrize(
+    "change", [{"layers": 2}, {"experts": 4}, {"devices": 2, "sources": 3}, {"empty": True}]
+)
+def test_records_that_do_not_fit_are_refused(change: dict[str, Any]) -> None:
+    counts = np.full((1, 1, change.pop("sources", 2), 2), 0 if change.pop("empty", False) else 4)
+    with pytest.raises(ConfigurationError, match="--loads"):
+        fitted_loads(counts, job_of(**change))

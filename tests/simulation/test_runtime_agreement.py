@@ -1,0 +1,90 @@
+"""The simulator's plans and device loads are those of the runtime on the same counts."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.config.strategy_selection import strategy_settings
+from megatron_fssdp.planning.cost_model import ClusterCost, LinkCost
+from megatron_fssdp.planning.layer_profile import LayerProfile
+from megatron_fssdp.planning.placement import even_owners
+from megatron_fssdp.planning.topology import Topology
+from megatron_fssdp.runtime.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.moe_runtime import MoERuntime
+from megatron_fssdp.simulation.replay import replay_strategy
+from megatron_fssdp.strategies.registry import build_strategy
+from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
+from megatron_fssdp.testing import run_ranks
+from tests.runtime.rank_layer import ACTIVATIONS, moe_forward
+
+NUM_EXPERTS, NUM_TOKENS, NUM_ITERATIONS, WORLD = 8, 64, 6, 4
+LINK = LinkCost(0.0, 1e-9)
+PROFILE = LayerProfile(1e-6, ClusterCost(LINK, LINK, 1e6), 300, 100, 50.0, 3)
+CASES = [
+    ("ep", {}),
+    ("fssdp", {"slots": 2, "overlap_degree": 4}),
+    ("fssdp", {"planner": "hecate", "window": 2}),
+    ("fssdp", {"slots": 2, "overlap_degree": 3, "calibrate": True, "profile_iterations": 2}),
+    ("fssdp", {"slots": 2, "overlap_degree": 4, "dispatch_policy": "balanced"}),
+]
+
+
+def run_layers(rank: int, world_size: int) -> list[list[tuple[bytes, np.ndarray, np.ndarray]]]:
+    """Digest, counts and device loads of every iteration of each case."""
+    found = []
+    for name, keys in CASES:
+        strategy = build_strategy(name, strategy_settings(name, keys, "test"))
+        runtime = MoERuntime(strategy, measure=True)
+        topology = Topology.uniform(world_size, 2)
+        owner_E = even_owners(NUM_EXPERTS, world_size)
+        parameters = {
+            int(e): [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
+            for e in np.flatnonzero(owner_E == rank)
+        }
+        executor = runtime.add_layer(
+            LayerContext(1, owner_E, topology), ExpertGroups(dist.group.WORLD, topology), parameters
+        )
+        rng = np.random.default_rng(rank)
+        iterations = []
+        for iteration in range(NUM_ITERATIONS):
+            if iteration == strategy.profile_iterations and iteration:
+                executor.context = replace(executor.context, profile=PROFILE)
+            runtime.begin_iteration()
+            # The popular experts change in the middle of the run.
+            score_TE = rng.gumbel(size=(NUM_TOKENS, NUM_EXPERTS))
+            score_TE[:, (0, 1) if iteration < 4 else (5, 6)] += 2
+            routing_TE = np.zeros(score_TE.shape, bool)
+            np.put_along_axis(routing_TE, np.argsort(-score_TE, axis=1)[:, :2], True, axis=1)
+            hidden, probs = torch.ones(NUM_TOKENS, 2), torch.ones(NUM_TOKENS, NUM_EXPERTS)
+            routing_map = torch.from_numpy(routing_TE)
+            output = moe_forward(executor, hidden, probs, routing_map, ACTIVATIONS["relu"])
+            digest = executor.prepare().placement.digest()
+            output.sum().backward()
+            load = runtime.end_iteration()[0]
+            iterations.append((digest, load.counts_DE, load.device_D))
+        found.append(iterations)
+    return found
+
+
+def test_same_plans_and_loads_as_the_runtime() -> None:
+    results = run_ranks(run_layers, WORLD)[0]
+    replicas = 0
+    for (name, keys), iterations in zip(CASES, results, strict=True):
+        plans: list[LayerPlan] = []
+        strategy = build_strategy(name, strategy_settings(name, keys, "test"))
+        counts_ILDE = np.stack([counts_DE for _, counts_DE, _ in iterations])[:, None]
+        ledger = replay_strategy(
+            strategy,
+            counts_ILDE,
+            Topology.uniform(WORLD, 2),
+            PROFILE,
+            on_plan=lambda iteration, layer, plan, plans=plans: plans.append(plan),
+        )
+        assert [plan.placement.digest() for plan in plans] == [digest for digest, _, _ in iterations], keys
+        assert ledger.tokens_ILD[:, 0].tolist() == [device_D.tolist() for _, _, device_D in iterations], keys
+        replicas += int(ledger.replicas_IL.sum())
+        if keys.get("calibrate"):
+            assert ledger.addition.num_experts_IL.any()
+    assert replicas

@@ -1,0 +1,173 @@
+"""What has to hold for any loads: directions of effects, lanes, sums, memory."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_fssdp.config.cluster_description import ClusterDescription
+from megatron_fssdp.planning.placement import ExpertPlacement
+from megatron_fssdp.planning.token_dispatch import plan_dispatch
+from megatron_fssdp.planning.topology import Topology
+from megatron_fssdp.planning.transfer_plan import two_level_transfer
+from megatron_fssdp.simulation.iteration_timeline import LANES
+from megatron_fssdp.simulation.layer_traffic import dispatch_traffic, pairs_traffic, transfer_traffic
+from megatron_fssdp.simulation.simulator import StrategyOutcome, layer_profile, simulate
+from tests.simulation.small_jobs import cluster_of, job_of, loads, settings_of
+
+SLOW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SEEDS = st.integers(0, 2**32 - 1)
+KEYS = {"slots": 2, "overlap_degree": 3, "reshard_interval": 2, "window": 2}
+
+
+def drawn_loads(
+    seed: int, iterations: int = 4, layers: int = 2, devices: int = 4, experts: int = 8
+) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    shares_LE = rng.dirichlet(np.full(experts, 0.4), size=layers)
+    return np.stack(
+        [[rng.multinomial(16, shares_E, size=devices) for shares_E in shares_LE] for _ in range(iterations)]
+    ).astype(np.int32)
+
+
+def outcome_of(
+    name: str, counts: np.ndarray, cluster: ClusterDescription | None = None, **keys: object
+) -> StrategyOutcome:
+    job = job_of(devices=4, experts=8, layers=counts.shape[1], num_micro_batches=keys.pop("micro_batches", 1))
+    chosen = settings_of(name, **(KEYS | keys if name == "fssdp" else {}))
+    return simulate(name, chosen, counts, cluster or cluster_of(nodes=2), job)
+
+
+@SLOW
+@given(SEEDS, st.sampled_from(["ep", "fssdp"]), st.floats(1.5, 100))
+def test_faster_parts_never_take_longer(seed: int, name: str, factor: float) -> None:
+    counts = drawn_loads(seed)
+    cluster = cluster_of(nodes=2)
+    slow = outcome_of(name, counts, cluster).iteration_s
+    for key in ("expert_flops_per_s", "non_expert_flops_per_s"):
+        faster = cluster.model_copy(update={key: getattr(cluster, key) * factor})
+        assert (outcome_of(name, counts, faster).iteration_s <= slow + 1e-12).all()
+    for key in ("intra_node", "inter_node"):
+        link = getattr(cluster, key)
+        rate = link.bandwidth_bytes_per_s * factor
+        faster = cluster.model_copy(update={key: link.model_copy(update={"bandwidth_bytes_per_s": rate})})
+        assert (outcome_of(name, counts, faster).iteration_s <= slow + 1e-12).all()
+
+
+@SLOW
+@given(SEEDS)
+def test_more_tokens_never_take_less(seed: int) -> None:
+    counts = drawn_loads(seed)
+    more = counts.copy()
+    more[:, :, seed % 4, seed % 8] += 5
+    assert (outcome_of("ep", more).iteration_s >= outcome_of("ep", counts).iteration_s - 1e-12).all()
+
+
+@SLOW
+@given(SEEDS)
+def test_overlap_never_costs(seed: int) -> None:
+    counts = drawn_loads(seed)
+    apart = outcome_of("fssdp", counts, overlap=False).iteration_s
+    assert (outcome_of("fssdp", counts).iteration_s <= apart + 1e-12).all()
+
+
+@SLOW
+@given(SEEDS, st.integers(1, 5), st.booleans(), st.booleans())
+def test_lanes_do_one_thing_at_a_time_and_parts_add_up(
+    seed: int, micro_batches: int, rematerialize: bool, overlap: bool
+) -> None:
+    keys = {"rematerialize": rematerialize, "overlap": overlap, "micro_batches": micro_batches}
+    outcome = outcome_of("fssdp", drawn_loads(seed), **keys)
+    for iteration in range(4):
+        spans = outcome.layers.spans(iteration)
+        for lane in LANES:
+            times = sorted((begin, end) for of, _, begin, end in spans if of == lane)
+            assert all(later[0] >= sooner[1] - 1e-9 for sooner, later in pairwise(times))
+        # Compute and all-to-alls exclude each other too, and nothing runs after the end.
+        shown = sorted((begin, end) for of, _, begin, end in spans if of != "transfer")
+        assert all(later[0] >= sooner[1] - 1e-9 for sooner, later in pairwise(shown))
+        assert max(end for *_, end in spans) == pytest.approx(outcome.iteration_s[iteration])
+        # What neither computes nor exchanges waits.
+        busy_s = sum(end - begin for begin, end in shown)
+        waited_s = sum(
+            float(outcome.parts_s[part][iteration]) for part in outcome.parts_s if "waiting" in part
+        )
+        resharded_s = float(outcome.parts_s["re-sharding"][iteration])
+        assert busy_s + waited_s + resharded_s == pytest.approx(outcome.iteration_s[iteration])
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEEDS, st.sampled_from([(4, 1), (4, 2), (6, 3), (8, 4)]), st.sampled_from(["even", "balanced"]))
+def test_traffic_is_that_of_the_dispatch(seed: int, shape: tuple[int, int], policy: str) -> None:
+    """Against the whole [D, E, D] tensor, which the simulator never builds."""
+    devices, nodes = shape
+    rng = np.random.default_rng(seed)
+    topology = Topology.uniform(devices, nodes)
+    counts_DE = rng.integers(0, 20, (devices, 2 * devices))
+    owner_E = rng.permutation(np.arange(2 * devices) % devices)
+    present_ED = rng.random((2 * devices, devices)) < rng.choice([0.0, 0.3])
+    present_ED[np.arange(2 * devices), owner_E] = True
+    placement = ExpertPlacement(owner_E, present_ED)
+    dispatch = plan_dispatch(policy, counts_DE, placement, topology)  # type: ignore[arg-type]
+    tokens_DD = np.stack([dispatch.from_source(source).sum(axis=0) for source in range(devices)])
+    found = dispatch_traffic(policy, counts_DE, placement, topology)  # type: ignore[arg-type]
+    assert found.tokens_D.tolist() == tokens_DD.sum(axis=0).tolist()
+    assert found.busiest == pairs_traffic(tokens_DD, topology)
+    assert found.cross_node == dispatch.cross_node_tokens()
+    plan = two_level_transfer(placement, topology)
+    experts_DD = np.zeros((devices, devices), int)
+    for edge in plan.edges:
+        experts_DD[edge.source, edge.destination] += 1
+    moved = transfer_traffic(plan, topology)
+    assert moved.busiest == pairs_traffic(experts_DD, topology)
+    assert moved.num_experts == plan.num_transfers
+    assert moved.num_between_nodes == plan.inter_node_bytes(1, topology)
+    assert sum(moved.fill_hops) <= max(plan.max_depth, 0)
+
+
+def test_memory_is_what_accounting_says_and_runs_out() -> None:
+    counts = drawn_loads(3)
+    outcome = outcome_of("fssdp", counts, cluster_of(nodes=2, memory_bytes=10**6), reshard_interval=0)
+    memory = outcome.memory
+    # 2 layers of 2 experts, 50 elements: 2 bytes, main_grad 4, Adam 8.
+    assert memory.experts.expert_parallelism_bytes == 4 * 50 * (2 + 4 + 8)
+    # At most 2 replicas a device in each of 2 layers; gradients of one layer's.
+    assert memory.experts.replica_parameters_bytes == 2 * 2 * 50 * 2
+    assert memory.experts.replica_gradients_bytes == 2 * 50 * 2
+    assert not memory.runs_out
+    plain = outcome_of("ep", counts).memory
+    assert plain.experts.above_expert_parallelism_bytes == 0
+    between = (plain.total_bytes + memory.total_bytes) // 2
+    cluster = cluster_of(nodes=2, memory_bytes=between)
+    assert outcome_of("fssdp", counts, cluster, reshard_interval=0).memory.runs_out
+    assert not outcome_of("ep", counts, cluster).memory.runs_out
+    again = outcome_of("fssdp", counts, rematerialize=True, reshard_interval=0).memory
+    assert again.experts.replica_parameters_bytes == 2 * 50 * 2
+
+
+def test_profile_bounds_replicas_by_memory_and_overlap() -> None:
+    job = job_of(devices=4, experts=8, before_gate_flops_L=(50.0,))
+    cluster = cluster_of(nodes=2)
+    profile = layer_profile(job, cluster, rematerialize=False)
+    assert profile.memory_capacity == 8
+    # 10 s at 100 bytes/s are 10 experts of 100 bytes.
+    assert profile.overlap_degree(Topology.uniform(4, 2)) == 10
+    own = 2 * 50 * (2 + 4 + 8)
+    tight = cluster.model_copy(update={"memory_bytes": own + 500})
+    # Four fifths of 500 bytes, for replicas of 100 bytes and their gradients.
+    assert layer_profile(job, tight, rematerialize=False).memory_capacity == 2
+
+
+def test_a_thousand_devices() -> None:
+    rng = np.random.default_rng(0)
+    counts = rng.multinomial(64, rng.dirichlet(np.ones(1024)), size=(1, 1, 1024)).astype(np.int32)
+    job = job_of(devices=1024, experts=1024)
+    cluster = cluster_of(nodes=128, per_node=8)
+    plain = simulate("ep", settings_of("ep"), loads(*[[[0] * 1024] * 1024]) + counts, cluster, job)
+    twice = np.concatenate([counts, counts])
+    placed = simulate("fssdp", settings_of("fssdp", slots=1, overlap_degree=16), twice, cluster, job)
+    assert placed.ledger.tokens_ILD.shape == (2, 1, 1024)
+    assert placed.iteration_s[0] == plain.mean_s
+    assert placed.load_max_over_mean_IL[1] < placed.load_max_over_mean_IL[0]

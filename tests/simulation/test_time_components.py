@@ -1,0 +1,207 @@
+"""Every component of the time, against a sum done by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.planning.memory_accounting import ExpertOptimizer
+from megatron_fssdp.simulation.simulator import StrategyOutcome, balanced_counts, ceiling_s, simulate
+from tests.simulation.small_jobs import cluster_of, job_of, loads, settings_of
+
+HOT = [[6, 2], [6, 2]]  # two sources, expert 0 gets 12 of 16
+REPLICATE = {"slots": 1, "overlap_degree": 1, "reshard_interval": 0}
+
+
+def seconds(outcome: StrategyOutcome, iteration: int = 0) -> dict[str, float]:
+    return {part: float(times[iteration]) for part, times in outcome.parts_s.items() if times[iteration]}
+
+
+def test_plain_expert_parallelism_in_one_node() -> None:
+    outcome = simulate("ep", settings_of("ep"), loads(HOT), cluster_of(), job_of())
+    # Device 1 sends 6 rows to device 0; device 0 sends 2. Counts of 2 experts, 8 bytes each, from one other.
+    dispatch, combine, counts = 6 * 10 / 1000, 6 * 6 / 1000, 2 * 8 / 1000
+    assert seconds(outcome) == pytest.approx(
+        {
+            "other compute": 3 * 20 / 5,
+            "experts": 3 * 12 * 3 / 10,
+            "all-to-all": 2 * (dispatch + combine) + counts,
+        }
+    )
+    assert outcome.ledger.tokens_ILD.tolist() == [[[12, 4]]]
+    assert outcome.iteration_s[0] == pytest.approx(sum(seconds(outcome).values()))
+
+
+def test_starts_of_collectives() -> None:
+    plain = simulate("ep", settings_of("ep"), loads(HOT), cluster_of(), job_of())
+    late = simulate("ep", settings_of("ep"), loads(HOT), cluster_of(near_alpha_s=0.5), job_of())
+    # Counts; rows and probabilities on their way; results. The last two also backward.
+    assert late.mean_s - plain.mean_s == pytest.approx((1 + 2 * 2 + 2 * 1) * 0.5)
+
+
+def test_nodes_share_their_nic() -> None:
+    """4 devices, 2 nodes; all tokens of node 1 go to expert 0 in node 0: 16 rows over one NIC."""
+    counts = [[4, 0, 4, 0], [4, 0, 4, 0], [8, 0, 0, 0], [8, 0, 0, 0]]
+    job = job_of(devices=4, experts=4)
+    outcome = simulate("ep", settings_of("ep"), loads(counts), cluster_of(nodes=2), job)
+    counts_s = 2 * 4 * 8 / 100
+    assert seconds(outcome)["all-to-all"] == pytest.approx(2 * 16 * (10 + 6) / 100 + counts_s)
+    assert outcome.ledger.cross_node_IL.tolist() == [[24]]
+
+
+def test_fitted_all_to_all_counts_for_all_devices_of_a_node() -> None:
+    counts = [[4, 0, 4, 0], [4, 0, 4, 0], [8, 0, 0, 0], [8, 0, 0, 0]]
+    fitted = {"all_to_all": {"inter_node": {"alpha_s": 0.25, "bandwidth_bytes_per_s": 20}}}
+    cluster = cluster_of(nodes=2, collectives=fitted)
+    outcome = simulate("ep", settings_of("ep"), loads(counts), cluster, job_of(devices=4, experts=4))
+    # 20 bytes/s for each of two devices.
+    wanted = 2 * 16 * (10 + 6) / 40 + 2 * (2 + 1) * 0.25 + 2 * 4 * 8 / 100
+    assert seconds(outcome)["all-to-all"] == pytest.approx(wanted)
+
+
+def test_replica_takes_load_and_its_transfer_hides() -> None:
+    outcome = simulate("fssdp", settings_of("fssdp", **REPLICATE), loads(HOT, HOT), cluster_of(), job_of())
+    # From the second iteration on expert 0 is on both devices: 6 + 2 of device 1, 2 sent by device 0.
+    assert outcome.ledger.replicas_IL.tolist() == [[0], [1]]
+    assert outcome.ledger.tokens_ILD[1].tolist() == [[6, 10]]
+    assert seconds(outcome, 1) == pytest.approx(
+        {
+            "other compute": 12,
+            "experts": 3 * 10 * 3 / 10,
+            "all-to-all": 2 * 2 * (10 + 6) / 1000 + 2 * 8 / 1000,
+        }
+    )
+
+
+def test_exposed_transfers_are_waited_for() -> None:
+    """Attention of 0.02 s forward, 0.04 s backward; an expert of 100 bytes takes 0.1 s."""
+    job = job_of(before_gate_flops_L=(0.1,))
+    outcome = simulate("fssdp", settings_of("fssdp", **REPLICATE), loads(HOT, HOT), cluster_of(), job)
+    counts_s = 2 * 8 / 1000
+    assert seconds(outcome, 1)["waiting for spAG"] == pytest.approx(0.1 - 0.02 - counts_s)
+    assert seconds(outcome, 1)["waiting for spRS"] == pytest.approx(0.1 - 0.04)
+    apart = simulate(
+        "fssdp", settings_of("fssdp", **REPLICATE, overlap=False), loads(HOT, HOT), cluster_of(), job
+    )
+    assert seconds(apart, 1)["waiting for spAG"] == pytest.approx(0.1)
+    assert seconds(apart, 1)["waiting for spRS"] == pytest.approx(0.1)
+
+
+def test_micro_batches_gather_once_and_reduce_sums_in_fp32() -> None:
+    job = job_of(before_gate_flops_L=(0.0,), num_micro_batches=4)
+    cluster = cluster_of()
+    outcome = simulate("fssdp", settings_of("fssdp", **REPLICATE), loads(HOT, HOT), cluster, job)
+    counts_s = 2 * 8 / 1000
+    assert seconds(outcome, 1)["waiting for spAG"] == pytest.approx(0.1 - counts_s)
+    assert seconds(outcome, 1)["waiting for spRS"] == pytest.approx(0.2)
+    # The rows are divided among the micro-batches, the counts are gathered in each.
+    assert seconds(outcome, 1)["all-to-all"] == pytest.approx(2 * 2 * (10 + 6) / 1000 + 4 * counts_s)
+    assert seconds(outcome, 1)["experts"] == pytest.approx(9.0)
+
+
+def test_rematerialization_gathers_again_for_every_micro_batch() -> None:
+    job = job_of(before_gate_flops_L=(0.0,), num_micro_batches=4)
+    keys = REPLICATE | {"rematerialize": True}
+    outcome = simulate("fssdp", settings_of("fssdp", **keys), loads(HOT, HOT), cluster_of(), job)
+    counts_s, combine_s = 2 * 8 / 1000, 2 * 6 / 4 / 1000
+    assert seconds(outcome, 1)["waiting for spRS"] == pytest.approx(4 * 0.1)
+    # Behind combine's backward, which shares the link meanwhile and takes twice as long.
+    again_s = 0.1 + combine_s - 2 * combine_s
+    assert seconds(outcome, 1)["waiting for spAG"] == pytest.approx(4 * (0.1 - counts_s) + 4 * again_s)
+    plain_all_to_all = 2 * 2 * (10 + 6) / 1000 + 4 * counts_s
+    assert seconds(outcome, 1)["all-to-all"] == pytest.approx(plain_all_to_all + 4 * combine_s)
+
+
+def test_rematerialized_weights_of_the_layer_below_come_behind_spRS() -> None:
+    job = job_of(layers=2, before_gate_flops_L=(10.0, 10.0))
+    keys = REPLICATE | {"rematerialize": True}
+    counts = loads(HOT, HOT, layers=2)
+    outcome = simulate("fssdp", settings_of("fssdp", **keys), counts, cluster_of(), job)
+    spans = {name: (begin, end) for lane, name, begin, end in outcome.layers.spans(1) if lane == "transfer"}
+    begin, end = spans["spAG again, below layer 2"]
+    assert begin == pytest.approx(spans["spRS layer 2"][1])
+    assert end - begin == pytest.approx(0.1)
+    # It hides under four seconds of attention; only the top layer's is waited for.
+    assert seconds(outcome, 1)["waiting for spAG"] == pytest.approx(0.1 - 2 * 6 / 1000)
+
+
+def test_transfer_fills_its_path_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three nodes of one device: owner, then two hops; the second starts a chunk later."""
+    monkeypatch.setattr("megatron_fssdp.simulation.moe_job.message_bytes", lambda num_bytes, on_cuda: 20)
+    counts = [[0, 2, 0], [4, 2, 0], [4, 0, 0]]
+    keys = {"slots": 1, "overlap_degree": 1, "planner": "hecate", "reshard_interval": 0}
+    job = job_of(devices=3, experts=3, before_gate_flops_L=(0.0,))
+    cluster = cluster_of(nodes=3, per_node=1, far_alpha_s=0.125)
+    outcome = simulate("fssdp", settings_of("fssdp", **keys), loads(counts, counts), cluster, job)
+    assert outcome.ledger.replicas_IL[1].tolist() == [2]
+    hop_s = 0.125 + 20 / 100
+    assert seconds(outcome, 1)["waiting for spRS"] == pytest.approx(0.125 + 100 / 100 + hop_s)
+
+
+def test_resharding_moves_weights_masters_and_states() -> None:
+    optimizer = ExpertOptimizer(num_state_tensors=2, has_master_weights=True)
+    job = job_of(experts=4, optimizer=optimizer)
+    counts = loads(*[[[6, 6, 0, 0], [6, 6, 0, 0]]] * 3)
+    keys = {"slots": 0, "overlap_degree": 0, "reshard_interval": 2}
+    outcome = simulate("fssdp", settings_of("fssdp", **keys), counts, cluster_of(), job)
+    assert outcome.ledger.reshard_experts_I.tolist() == [0, 0, 2]
+    # One expert in each direction: 50 elements of 2 + 4 + 8 bytes.
+    assert seconds(outcome, 2)["re-sharding"] == pytest.approx(50 * 14 / 1000)
+    assert outcome.ledger.tokens_ILD[2].tolist() == [[12, 12]]
+    shared = replace(job, optimizer=replace(optimizer, is_distributed=True), expert_data_parallel_size=4)
+    parted = simulate("fssdp", settings_of("fssdp", **keys), counts, cluster_of(), shared)
+    assert seconds(parted, 2)["re-sharding"] == pytest.approx(50 * (2 + 12 / 4) / 1000)
+
+
+def test_calibration_waits_for_what_it_adds() -> None:
+    """Loads turn round after an iteration: the replica comes after the gate, and is waited for."""
+    cold = [[2, 6], [2, 6]]
+    keys = {
+        "slots": 2,
+        "overlap_degree": 1,
+        "calibrate": True,
+        "profile_iterations": 1,
+        "planner": "hecate",
+        "reshard_interval": 0,
+    }
+    outcome = simulate("fssdp", settings_of("fssdp", **keys), loads(HOT, cold), cluster_of(), job_of())
+    assert outcome.ledger.addition.num_experts_IL.tolist() == [[0], [1]]
+    assert seconds(outcome, 1)["waiting for spAG"] == pytest.approx(0.1)
+
+
+def test_compute_outside_the_layers_and_gradient_sync() -> None:
+    job = job_of(
+        before_layer_flops_L=(5.0,),
+        after_layers_flops=10.0,
+        dense_elements=100,
+        data_parallel_size=2,
+        reduces_dense_at_end=True,
+    )
+    outcome = simulate("ep", settings_of("ep"), loads(HOT), cluster_of(), job)
+    assert seconds(outcome)["other compute"] == pytest.approx(3 * (20 + 5 + 10) / 5)
+    # Half of twice 400 bytes to the other rank.
+    assert seconds(outcome)["gradient sync"] == pytest.approx(2 * 0.5 * 400 / 1000)
+
+
+def test_none_is_simulated_as_plain_expert_parallelism() -> None:
+    arguments = (loads(HOT), cluster_of(), job_of())
+    none = simulate("none", settings_of("none"), *arguments)
+    assert none.mean_s == simulate("ep", settings_of("ep"), *arguments).mean_s
+
+
+def test_ceiling_has_balanced_routing() -> None:
+    balanced = balanced_counts(loads(HOT, [[8, 0], [0, 8]]))
+    assert balanced.tolist() == [[[[4, 4], [4, 4]]]]
+    assert ceiling_s(loads(HOT), cluster_of(), job_of()) == pytest.approx(
+        12 + 3 * 8 * 3 / 10 + 2 * 4 * 16 / 1000 + 16 / 1000
+    )
+    ragged = balanced_counts(np.array([[[[3, 0, 0, 0], [1, 0, 0, 1]]]]))
+    assert ragged.sum(axis=3).tolist() == [[[3, 2]]]
+    assert ragged.sum(axis=2).max() - ragged.sum(axis=2).min() <= 1
+
+
+def test_loads_of_another_job_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"shape \(1, 1, 2, 2\).*\(3, 2, 2\)"):
+        simulate("ep", settings_of("ep"), loads(HOT), cluster_of(), job_of(layers=3))
+    with pytest.raises(ValueError, match="whole nodes"):
+        simulate("ep", settings_of("ep"), loads(HOT), cluster_of(per_node=1), job_of())
