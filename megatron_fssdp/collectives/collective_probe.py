@@ -8,6 +8,7 @@ Shape letters: D devices.
 
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,14 @@ from megatron_fssdp.collectives.device_timing import elapsed_s
 from megatron_fssdp.collectives.link_probe import pass_on
 from megatron_fssdp.planning.cost_model import LinkFit
 
-COLLECTIVES = ("point_to_point", "all_to_all", "all_gather", "reduce_scatter", "all_reduce", "broadcast")
+COLLECTIVES: Final = (
+    "point_to_point",
+    "all_to_all",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "broadcast",
+)
 
 _WORD_BYTES = 4
 

@@ -5,13 +5,15 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
+from typing import get_args
 
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.collectives.collective_probe import COLLECTIVES, measure_collective
+from megatron_fssdp.collectives.collective_probe import measure_collective
 from megatron_fssdp.config.cluster_description import (
     ClusterDescription,
+    CollectiveName,
     FittedLink,
     LinkClass,
     LinkDescription,
@@ -27,6 +29,7 @@ from megatron_fssdp.runtime.compute_probe import (
     expert_flops_per_s,
 )
 
+_NAMES: tuple[CollectiveName, ...] = get_args(CollectiveName)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _GATED = ("swiglu", "quick_geglu")
 _CPU_SHAPE = LayerShape(512, 2048, 2, 512, False, 8, 256, 1, torch.float32)
@@ -163,7 +166,7 @@ class _Measurement:
         self._settings, self._num_nodes, self._device = settings, num_nodes, device
         self._local_world_size, self._progress = local_world_size, progress
         self._per_node = dist.get_world_size() // num_nodes
-        num_links = (self._per_node > 1) * len(COLLECTIVES) + (num_nodes > 1) * (len(COLLECTIVES) + 1)
+        num_links = (self._per_node > 1) * len(_NAMES) + (num_nodes > 1) * (len(_NAMES) + 1)
         self._num_steps, self._step = num_links + 2, 0
 
     def __call__(self) -> ClusterDescription:
@@ -176,16 +179,16 @@ class _Measurement:
         # Ranks of one node, and ranks that have the same place in their nodes.
         inside = [ranks[node * per_node : (node + 1) * per_node] for node in range(self._num_nodes)]
         between = [ranks[place::per_node] for place in range(per_node)]
-        fits: dict[str, dict[LinkClass, LinkFit]] = {name: {} for name in COLLECTIVES}
+        fits: dict[CollectiveName, dict[LinkClass, LinkFit]] = {name: {} for name in _NAMES}
         whole_nic: LinkFit | None = None
         if per_node > 1:
             group = self._own_group(inside)
-            for name in COLLECTIVES:
+            for name in _NAMES:
                 fits[name]["intra_node"] = self._links(f"{name} intra_node", name, group)
         if self._num_nodes > 1:
             group = self._own_group(between)
             whole_nic = self._links("point_to_point inter_node, all devices", "point_to_point", group)
-            for name in COLLECTIVES:
+            for name in _NAMES:
                 alone = name == "point_to_point" and dist.get_rank() % per_node
                 fits[name]["inter_node"] = self._links(f"{name} inter_node", name, None if alone else group)
         expert, attention = self._compute()
@@ -193,13 +196,17 @@ class _Measurement:
 
     def _own_group(self, partition: Sequence[Sequence[int]]) -> dist.ProcessGroup:
         groups = [dist.new_group(list(part)) for part in partition]  # every rank takes part in making each
-        return next(group for group, part in zip(groups, partition, strict=True) if dist.get_rank() in part)
+        own = groups[[dist.get_rank() in part for part in partition].index(True)]
+        assert isinstance(own, dist.ProcessGroup)
+        return own
 
     def _links(self, label: str, name: str, group: dist.ProcessGroup | None) -> LinkFit:
+        everyone = dist.group.WORLD
+        assert everyone is not None
         fit = measure_collective(
             name,
             group,
-            dist.group.WORLD,
+            everyone,
             self._device,
             message_bytes=self._settings.message_bytes(),
             num_repetitions=self._settings.num_repetitions,
@@ -231,7 +238,7 @@ class _Measurement:
 
     def _described(
         self,
-        fits: dict[str, dict[LinkClass, LinkFit]],
+        fits: dict[CollectiveName, dict[LinkClass, LinkFit]],
         whole_nic: LinkFit | None,
         expert: float,
         attention: float,

@@ -1,0 +1,327 @@
+"""One MoE layer on one device: ours against Megatron's own, on equal work in one run.
+
+With one device there is nothing to replicate: what is timed is our dispatch and grouped FFN under the
+strategy ``ep``. Forms take turns in random order, have the same router, tokens and gradients; ratios are
+turn by turn. On a CPU it runs at toy size, which shows that it runs and nothing else.
+
+    python benchmarks/gpu_layer.py [--size NAME] [--repetitions N] [--out FILE.json]
+
+Host overhead is the host's time in our planning and in the preparation of the dispatch, with an idle
+device before it. Host synchronizations are those that torch's sync debug mode warns of, CUDA only.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+OURS, SEQUENTIAL, TE_GROUPED = "ours", "SequentialMLP", "TEGroupedMLP"
+_WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """Sizes of the layer; bf16 on CUDA, fp32 on the CPU."""
+
+    num_tokens: int
+    hidden_size: int
+    ffn_size: int
+    num_experts: int
+    top_k: int
+
+
+SIZES = {
+    "toy": LayerSize(64, 32, 64, 4, 2),
+    "fine": LayerSize(8192, 2048, 1408, 64, 6),
+    "coarse": LayerSize(4096, 4096, 14336, 8, 2),
+}
+
+
+def main() -> None:
+    """Measure and print; with ``--out``, also write JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", choices=SIZES, help="default: coarse and fine on CUDA, toy on the CPU")
+    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--cpu", action="store_true", help="also where there is a CUDA device")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.repetitions < 2:
+        parser.error(f"--repetitions {options.repetitions}: wanted 2 or more, for a spread")
+    on_gpu = start(options.cpu)
+    names = [options.size] if options.size else (["coarse", "fine"] if on_gpu else ["toy"])
+    records = [measure(SIZES[name], on_gpu, options.repetitions) for name in names]
+    for name, record in zip(names, records, strict=True):
+        print("\n".join(lines(name, record)))
+    if options.out is not None:
+        facts = {"date": str(date.today()), "device": device_name(on_gpu)}
+        options.out.write_text(
+            json.dumps({**facts, "sizes": dict(zip(names, records, strict=True))}, indent=1)
+        )
+        print(f"wrote {options.out}")
+
+
+def start(on_cpu: bool) -> bool:
+    """A process group of one, after Megatron's CPU runtime where that is needed; says whether on CUDA."""
+    import torch
+    import torch.distributed as dist
+
+    on_gpu = torch.cuda.is_available() and not on_cpu
+    if not on_gpu:
+        os.environ["MEGATRON_FSSDP_DEVICE"] = "cpu"
+        from megatron_fssdp.megatron_adapter import cpu_runtime
+
+        cpu_runtime.install()
+    else:
+        torch.cuda.set_device(0)
+    if not dist.is_initialized():
+        store = dist.HashStore()
+        dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=0, world_size=1)
+    return on_gpu
+
+
+def device_name(on_gpu: bool) -> str:
+    """What was measured on."""
+    import torch
+
+    name = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} CPU"
+    return f"{name}, torch {torch.__version__}"
+
+
+def measure(size: LayerSize, on_gpu: bool, repetitions: int) -> dict[str, Any]:
+    """Everything of one size, as plain data."""
+    import torch
+
+    from megatron_fssdp.testing.parallel_state import megatron_parallel_state
+
+    device = torch.device("cuda" if on_gpu else "cpu")
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    with megatron_parallel_state():
+        layers = build_layers(size, device, dtype)
+        generator = torch.Generator().manual_seed(3)
+        hidden, upstream = (
+            torch.randn(size.num_tokens, 1, size.hidden_size, generator=generator).to(device, dtype)
+            for _ in range(2)
+        )
+        results = {name: both_passes(layer, hidden, upstream) for name, layer in layers.items()}
+        difference = relative_difference(results[OURS], results[SEQUENTIAL])
+        if difference > (5e-2 if on_gpu else 1e-4):
+            raise RuntimeError(f"outputs differ by {difference:.1e}: the forms do not do equal work")
+        calls = {name: (lambda x=layer: both_passes(x, hidden, upstream)) for name, layer in layers.items()}
+        seconds = take_turns(calls, device, repetitions)
+        return {
+            "size": asdict(size),
+            "relative_difference": difference,
+            "seconds": {name: quartiles(times) for name, times in seconds.items()},
+            "megatron_over_ours": {
+                name: quartiles([a / b for a, b in zip(times, seconds[OURS], strict=True)])
+                for name, times in seconds.items()
+                if name != OURS
+            },
+            "ffn": ffn_against_ceiling(size, device, dtype, repetitions),
+            "host_overhead_s": host_overhead(layers[OURS], calls[OURS], device, repetitions),
+            "host_synchronizations": {
+                name: count_synchronizations(call) if on_gpu else None for name, call in calls.items()
+            },
+        }
+
+
+def build_layers(size: LayerSize, device: Any, dtype: Any) -> dict[str, Any]:
+    """The forms by name, with the same router, and where they have the same shape, the same experts."""
+    import torch
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    import megatron_fssdp
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=size.hidden_size,
+        num_attention_heads=1,
+        ffn_hidden_size=size.ffn_size,
+        moe_ffn_hidden_size=size.ffn_size,
+        num_moe_experts=size.num_experts,
+        moe_router_topk=size.top_k,
+        moe_token_dispatcher_type="alltoall",
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        use_cpu_initialization=device.type == "cpu",
+        gradient_accumulation_fusion=False,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+    )
+    specs = {
+        SEQUENTIAL: get_moe_module_spec(use_te=False, num_experts=size.num_experts),
+        OURS: megatron_fssdp.get_moe_module_spec(
+            use_te=False, num_experts=size.num_experts, strategy="ep", settings={}
+        ),
+    }
+    if HAVE_TE and device.type == "cuda":
+        specs[TE_GROUPED] = get_moe_module_spec(
+            use_te=True, num_experts=size.num_experts, moe_grouped_gemm=True
+        )
+    layers = {}
+    for name, spec in specs.items():
+        layer = spec(config=config, pg_collection=None).to(device)
+        layer.set_layer_number(1)
+        layers[name] = layer
+    stock = {key: value for key, value in layers[SEQUENTIAL].state_dict().items() if value is not None}
+    layers[OURS].load_state_dict(stock, strict=False)
+    if TE_GROUPED in layers:
+        layers[TE_GROUPED].router.load_state_dict(layers[SEQUENTIAL].router.state_dict())
+    return layers
+
+
+def both_passes(layer: Any, hidden: Any, upstream: Any) -> Any:
+    """Forward and backward with fresh gradients; the output."""
+    layer.zero_grad(set_to_none=True)
+    leaf = hidden.detach().requires_grad_()
+    output = layer(leaf)[0]
+    output.backward(upstream)
+    return output.detach()
+
+
+def relative_difference(got: Any, wanted: Any) -> float:
+    """Largest difference over the largest value."""
+    return float((got - wanted).abs().max() / wanted.abs().max())
+
+
+def take_turns(calls: dict[str, Callable[[], Any]], device: Any, repetitions: int) -> dict[str, list[float]]:
+    """Seconds of each call in each round, in an order drawn anew for each."""
+    from megatron_fssdp.collectives.device_timing import elapsed_s
+
+    order, seconds = random.Random(0), {name: [] for name in calls}
+    for number in range(_WARM_UP + repetitions):
+        for name in order.sample(list(calls), len(calls)):
+            taken_s = elapsed_s(calls[name], device)
+            if number >= _WARM_UP:
+                seconds[name].append(taken_s)
+    return seconds
+
+
+def ffn_against_ceiling(size: LayerSize, device: Any, dtype: Any, repetitions: int) -> dict[str, Any]:
+    """FLOP/s of our grouped FFN, both passes, and of one matrix product of the same sizes."""
+    import torch
+
+    from megatron_fssdp.collectives.device_timing import elapsed_s
+    from megatron_fssdp.runtime.compute_probe import LayerShape, expert_flops_per_s
+
+    rows = size.num_tokens * size.top_k
+    shape = LayerShape(
+        size.hidden_size, size.ffn_size, size.num_experts, rows, True, 1, size.num_tokens, 1, dtype
+    )
+    a, b = (
+        torch.randn(*dims, device=device).to(dtype)
+        for dims in ((rows, size.hidden_size), (size.hidden_size, 2 * size.ffn_size))
+    )
+    flops = 2.0 * rows * size.hidden_size * 2 * size.ffn_size
+    ffn, ceiling = [], []
+    for number in range(_WARM_UP + repetitions):
+        ffn_flops_per_s = expert_flops_per_s(shape, device, 1)
+        matmul_s = elapsed_s(lambda: a @ b, device)
+        if number >= _WARM_UP:
+            ffn.append(ffn_flops_per_s)
+            ceiling.append(flops / matmul_s)
+    return {
+        "flops_per_s": quartiles(ffn),
+        "matmul_flops_per_s": quartiles(ceiling),
+        "share": quartiles([one / most for one, most in zip(ffn, ceiling, strict=True)]),
+    }
+
+
+def host_overhead(layer: Any, call: Callable[[], Any], device: Any, repetitions: int) -> list[float]:
+    """Host seconds of planning and of preparing the dispatch, in one iteration of a layer."""
+    from megatron_fssdp.collectives.device_timing import synchronize
+
+    executor, spent_s, totals = layer.executor, [0.0], []
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            synchronize(device)
+            started_s = time.perf_counter()
+            result = function(*args, **kwargs)
+            spent_s[0] += time.perf_counter() - started_s
+            return result
+
+        return run
+
+    # Planning is a part of the second one too, where nothing planned before: each is timed once.
+    prepare, begin = executor.prepare, executor.begin_micro_batch
+    try:
+        executor.begin_micro_batch = timed(begin)
+        for number in range(_WARM_UP + repetitions):
+            spent_s[0] = 0.0
+            timed(prepare)()
+            call()
+            if number >= _WARM_UP:
+                totals.append(spent_s[0])
+    finally:
+        executor.begin_micro_batch = begin
+    return quartiles(totals)
+
+
+def count_synchronizations(call: Callable[[], Any]) -> int:
+    """Waits of the host for the device in both passes."""
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+        return sum("synchroniz" in str(one.message) for one in caught)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """25th, 50th and 75th percentile."""
+    return statistics.quantiles(values, n=4, method="inclusive")
+
+
+def lines(name: str, record: dict[str, Any]) -> list[str]:
+    """What to print of one size."""
+
+    def shown(values: list[float], scale: float = 1.0, digits: int = 2) -> str:
+        low, median, high = (f"{value * scale:.{digits}f}" for value in values)
+        return f"{median} ({low}-{high})"
+
+    ffn = record["ffn"]
+    found = [f"{name}: {record['size']}; medians (quartiles)"]
+    found += [f"  {form}: {shown(times, 1e3)} ms" for form, times in record["seconds"].items()]
+    found += [
+        f"  {form} / ours: {shown(ratios)}, above 1 ours is faster"
+        for form, ratios in record["megatron_over_ours"].items()
+    ]
+    found.append(
+        f"  grouped FFN {shown(ffn['flops_per_s'], 1e-12)} TFLOP/s, matmul "
+        f"{shown(ffn['matmul_flops_per_s'], 1e-12)} TFLOP/s, share {shown(ffn['share'])}"
+    )
+    found.append(
+        f"  host, planning and preparing the dispatch: {shown(record['host_overhead_s'], 1e6, 0)} us a layer"
+    )
+    syncs = record["host_synchronizations"].items()
+    found.append(
+        "  host synchronizations, both passes: "
+        + ", ".join(f"{form} {'not counted' if count is None else count}" for form, count in syncs)
+    )
+    return found
+
+
+if __name__ == "__main__":
+    main()
