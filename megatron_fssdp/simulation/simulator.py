@@ -11,6 +11,7 @@ import numpy as np
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.strategy_settings import EpSettings, PlacementSettings, StrategySettings
 from megatron_fssdp.planning.cluster_cost import cluster_cost
+from megatron_fssdp.planning.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.planning.layer_profile import LayerProfile
 from megatron_fssdp.planning.materialization_limits import memory_capacity
 from megatron_fssdp.planning.memory_accounting import FP32_BYTES, sums_gradients
@@ -226,6 +227,16 @@ class LayerTimes:
 
         self._lay_out(keep)
         return found
+
+    def moe_s(self) -> np.ndarray:
+        """Seconds of each MoE layer's all-to-alls and experts in a micro-batch, both passes: [I, L]."""
+        columns = [
+            2 * (layer.dispatch.seconds + layer.combine.seconds)
+            + (1 + BACKWARD_PER_FORWARD) * layer.experts_s
+            + layer.counts_s
+            for layer in self._layers
+        ]
+        return np.stack(columns, axis=1)
 
     def expert_shares_D(self, iteration: int, layer: int) -> np.ndarray:
         """Each device's expert compute over that of the slowest, [D]."""
