@@ -3,12 +3,14 @@
 Run as ``python benchmarks/reproduce_papers.py``. What differs from the paper, and why the ratios are no
 measurements of anything:
 
-* The paper's loads are not published. They are drawn from log-normal popularities that drift from iteration to
-  iteration. Their spread is fitted to the one number that the paper gives for skew (§1): loads so imbalanced that
-  they slow EP down by up to 5.18 times on the V100 cluster. That is the worst case, so a milder one is shown too.
+* The paper's loads are not published. They are drawn from log-normal popularities that drift from iteration
+  to iteration. Their spread is fitted to the one number that the paper gives for skew (§1): loads so
+  imbalanced that they slow EP down by up to 5.18 times on the V100 cluster. That is the worst case, so a
+  milder one is shown too.
 * The paper does not state batch sizes; 4 sequences a device are taken, and 16 of BERT's shorter ones.
 * Clusters are ``configs/clusters/hecate-*.yaml``, with the assumptions named there.
-* "Hecate" is ``fssdp`` with the paper's planner (Alg. 1) and limits as measured (§4.2); "ours" the default planner.
+* "Hecate" is ``fssdp`` with the paper's planner (Alg. 1) and limits as measured (§4.2); "ours" has the
+  default planner.
 
 Nothing is tuned to the figures; where they are missed, the table says so.
 """
