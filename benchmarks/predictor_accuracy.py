@@ -72,7 +72,8 @@ def main() -> int:
     options = parser.parse_args()
     try:
         measured = load_cluster(options.cluster) if options.cluster is not None else None
-        comparisons = [one for path in options.results for one in compare(read(path), measured)]
+        records = [read(path) for path in options.results]
+        comparisons = [one for record in records for one in compare(record, measured)]
         if len(comparisons) < 2:
             raise ConfigurationError(
                 f"{len(comparisons)} comparison: wanted two or more; give results with more workloads"
@@ -81,7 +82,8 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
-    figures = summary(comparisons)
+    controls = [abs(of) for record in records for of in record.get("control_difference", {}).values()]
+    figures = {**summary(comparisons), "worst_control_difference": max(controls, default=None)}
     table = report(comparisons, figures)
     print(table)
     record = {
@@ -134,7 +136,7 @@ def compare(record: dict[str, Any], measured: ClusterDescription | None) -> list
         return drawn_counts(options, workload, size, world_size)
 
     found = []
-    for (workload, variant), seconds in cells.items():
+    for (workload, variant), seconds in sorted(cells.items()):
         iterations = sorted(seconds)
         simulated_s = simulated_iterations_s(variant, counts_ILDE(workload), cluster, job)[iterations]
         quarters = np.quantile([seconds[number] for number in iterations], [0.25, 0.5, 0.75])
@@ -264,6 +266,8 @@ def report(comparisons: Sequence[Comparison], figures: dict[str, Any]) -> str:
         for one in comparisons
     ]
     rows.append("")
+    if (noise := figures.get("worst_control_difference")) is not None:
+        rows.append(f"- noise: `none` measured a second time differed by up to {noise:.1%}")
     for key, names in {"all": {"": figures}, **figures["by"]}.items():
         for name, of in names.items():
             r_squared = "–" if of["r_squared"] is None else f"{of['r_squared']:.4f}"

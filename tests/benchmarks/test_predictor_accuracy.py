@@ -101,13 +101,16 @@ def test_the_command_writes_table_and_pictures(
         for name in ("none", "fssdp")
         for number in (1, 2, 3)
     ]
-    (tmp_path / "testbed.json").write_text(json.dumps(record(tmp_path, samples)))
+    noisy = {**record(tmp_path, samples), "control_difference": {"W0": 0.01, "W1": -0.25}}
+    (tmp_path / "testbed.json").write_text(json.dumps(noisy))
     out = tmp_path / "report"
     monkeypatch.setattr(sys, "argv", ["predictor_accuracy", str(tmp_path), "--out", str(out)])
     assert accuracy.main() == 0
     assert {path.suffix for path in out.iterdir()} == {".json", ".md", ".png", ".svg"}
     assert json.loads((out / "predictor_accuracy.json").read_text())["summary"]["num_comparisons"] == 4
-    assert "| 100mbit | W1 | fssdp | 50.0 |" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "| 100mbit | W1 | fssdp | 50.0 |" in printed
+    assert "differed by up to 25.0%" in printed
 
 
 @pytest.mark.parametrize(("text", "wanted"), [("{}", "has no link_payload"), ("no", "cannot be read")])
