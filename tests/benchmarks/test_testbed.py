@@ -1,0 +1,166 @@
+"""The testbed at toy size: routing, statistics, a run over loopback, and what an interrupted run leaves."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.testbed import processes  # noqa: E402
+from benchmarks.testbed.layer_stack import LayerInput  # noqa: E402
+from benchmarks.testbed.links import Nodes, parse_rate, payload_bytes_per_s  # noqa: E402
+from benchmarks.testbed.measurement import Sample  # noqa: E402
+from benchmarks.testbed.report import control_difference, quartiles, summaries  # noqa: E402
+from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape  # noqa: E402
+
+SIZES = {"nodes": 2, "ranks-per-node": 1, "hidden": 16, "ffn": 32, "tokens": 32, "experts": 8, "layers": 2}
+TOY = [f"--{key}={value}" for key, value in SIZES.items()] + ["--workloads=W3", "--warm-up=2"]
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_drawn_tokens_have_the_workloads_counts(name: str) -> None:
+    counts_DE = WORKLOADS[name].counts(WorkloadShape(4, 8, 32, 2, 4))[3]
+    maps = []
+    for device, counts_E in enumerate(counts_DE):
+        drawn = LayerInput.draw(counts_E, int(counts_E.sum()) // 2, np.random.default_rng(device))
+        assert drawn.routing_map.sum(dim=0).tolist() == counts_E.tolist()
+        assert set(drawn.routing_map.sum(dim=1).tolist()) == {2}
+        np.testing.assert_allclose(drawn.probs.sum(dim=1), 1, rtol=1e-6)
+        assert not drawn.probs[~drawn.routing_map].any()
+        maps.append(drawn.routing_map)
+    if name == "W0":
+        assert not maps[0].equal(maps[1])  # ranks draw different tokens
+
+
+def sample(workload: str, variant: str, repetition: int, seconds: float) -> Sample:
+    pair = (0, 0)
+    return Sample(workload, variant, repetition, 0, seconds, (2.0, 0.0), (0.5, 0.0), pair, pair, 0, 0)
+
+
+def test_speed_ups_are_of_pairs_and_the_ceiling_is_the_best_balanced_median() -> None:
+    seconds = {
+        ("W0", "none"): [1.0, 1.0, 1.0],
+        ("W0", "fssdp"): [0.8, 0.9, 0.7],
+        ("W1", "none"): [2.0, 4.0, 3.0],
+        ("W1", "none again"): [2.0, 4.5, 3.3],
+        ("W1", "fssdp"): [1.0, 1.0, 1.0],
+    }
+    found = summaries(
+        [sample(*name, number, one) for name, of in seconds.items() for number, one in enumerate(of)]
+    )
+    by_cell = {(one["workload"], one["variant"]): one for one in found}
+    skewed = by_cell["W1", "fssdp"]
+    assert skewed["speed_up"] == [2.5, 3.0, 3.5]
+    assert skewed["percent_of_ceiling"] == pytest.approx(80.0)
+    assert skewed["spag_hidden_share"] == 0.75
+    assert skewed["sprs_hidden_share"] is None
+    assert control_difference(found, "none again") == {"W1": pytest.approx(0.1)}
+    assert quartiles([5.0]) == [5.0] * 3
+
+
+def test_rates() -> None:
+    assert parse_rate("400mbit") == 400_000_000
+    assert payload_bytes_per_s(400_000_000) == pytest.approx(47.8e6, rel=1e-3)
+    with pytest.raises(ValueError, match="400mbit"):
+        parse_rate("400")
+    assert len({Nodes.address(node) for node in range(600)}) == 600
+
+
+def run_testbed(*arguments: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "benchmarks.testbed", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_two_ranks_over_loopback(tmp_path: Path) -> None:
+    process = run_testbed("--loopback", "--trace", "--repetitions=2", *TOY, "--out", str(tmp_path))
+    output, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, output
+    record = json.loads((tmp_path / "testbed.json").read_text())
+    names = {(one["workload"], one["variant"]) for one in record["summaries"]}
+    assert names == {(w, v) for w in ("W0", "W3") for v in ("none", "ep", "fssdp", "none again")}
+    assert len(record["samples"]) == 2 * len(names)
+    assert max(record["worst_difference_from_ep"].values()) <= 1e-5
+    by_cell = {(one["workload"], one["variant"]): one for one in record["summaries"]}
+    skewed = by_cell["W3", "fssdp"]
+    assert skewed["replica_bytes"] >= 2 * 2 * 16 * 32 * 4  # at least an expert of each of the two layers
+    assert skewed["transfer_bytes_between_nodes"] > 0
+    assert skewed["dispatch_bytes_between_nodes"] < by_cell["W3", "ep"]["dispatch_bytes_between_nodes"]
+    assert (
+        by_cell["W3", "ep"]["dispatch_bytes_between_nodes"]
+        == (by_cell["W3", "none"]["dispatch_bytes_between_nodes"])
+    )
+    assert "| W3 |" in (tmp_path / "testbed.md").read_text()
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def namespaces_in_use() -> set[str]:
+    """Network namespaces that some process lives in."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                found.add(os.readlink(entry / "ns" / "net"))
+    return found
+
+
+def descendants(pid: int) -> set[int]:
+    """Processes below one, as they are now."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {pid}
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended may wait for its parent to notice."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_run_leaves_nothing(by: signal.Signals, tmp_path: Path) -> None:
+    refusal = processes.namespaces_refusal()
+    if refusal is not None:
+        pytest.skip(f"no namespaces here: {refusal}")
+    interfaces = sorted(os.listdir("/sys/class/net"))
+    process = run_testbed("--repetitions=1000", *TOY, "--out", str(tmp_path))
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "warm-up" in line:
+            break
+    below = descendants(process.pid)
+    own = {os.readlink(f"/proc/{pid}/ns/net") for pid in below} - {os.readlink("/proc/self/ns/net")}
+    assert len(below) >= 4  # unshare, the first process inside, two ranks
+    assert len(own) >= 3  # the switch and two nodes
+    process.send_signal(by)
+    process.wait(timeout=30)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and (own & namespaces_in_use() or any(map(is_alive, below))):
+        time.sleep(0.1)
+    assert not [pid for pid in below if is_alive(pid)]
+    assert not own & namespaces_in_use()
+    assert sorted(os.listdir("/sys/class/net")) == interfaces
+    assert not list(Path("/run/netns").glob("node*"))
+    process.stdout.close()
