@@ -188,6 +188,7 @@ def described_job(size: dict[str, Any], pace: dict[str, Any], num_devices: int) 
         gradient_bytes=FP32_BYTES,
         before_layer_flops_L=(0.0,) * size["num_layers"],
         before_gate_flops_L=(pace["attention_s"] * pace["expert_flops_per_s"],) * size["num_layers"],
+        on_cuda=False,
     )
 
 
