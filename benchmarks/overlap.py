@@ -211,7 +211,7 @@ def watch_iterations(runtime_class: type[Any], report: RankReport, rank: int, tr
     groups: list[Any] = []
     begins_s: list[float] = []
 
-    def begin(runtime: Any, num_micro_batches: int | None = None) -> None:
+    def begin(runtime: Any, *args: Any) -> None:
         if not groups:
             groups.extend(layer.groups for layer in runtime.layers)
         is_overlapped = TURNS[len(begins_s) % len(TURNS)]
@@ -221,7 +221,7 @@ def watch_iterations(runtime_class: type[Any], report: RankReport, rank: int, tr
         if len(begins_s) <= WARM_UP_ITERATIONS:
             report.spans.clear()
         begins_s.append(time.perf_counter())
-        begin_iteration(runtime, num_micro_batches)
+        begin_iteration(runtime, *args)
 
     def end(runtime: Any) -> Any:
         transfers = [(layer.context.layer, started) for layer in runtime.layers for started in layer._journal]
