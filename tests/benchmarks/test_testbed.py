@@ -139,7 +139,14 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "by",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
 def test_an_interrupted_run_leaves_nothing(by: signal.Signals, tmp_path: Path) -> None:
     refusal = processes.namespaces_refusal()
     if refusal is not None:

@@ -9,7 +9,9 @@ from .training_run import relative_difference, train
 LAYOUT = "--expert-model-parallel-size 2 --ckpt-format torch_dist --no-load-rng --no-save-rng"
 
 
-@pytest.mark.parametrize(("writer", "reader"), [("fssdp", "none"), ("none", "fssdp")])
+@pytest.mark.parametrize(
+    ("writer", "reader"), [("fssdp", "none"), pytest.param("none", "fssdp", marks=pytest.mark.slow)]
+)
 def test_training_goes_on_under_another_strategy(
     writer: str, reader: str, text_data: Path, tmp_path: Path
 ) -> None:
@@ -46,7 +48,13 @@ DISTRIBUTED_OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", DISTRIBUTED_OPTIMIZERS)
+SLOW = ("edp1", "edp2_bf16", "edp2_of_4_fully_reshardable", "edp1_bf16_fully_reshardable")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in DISTRIBUTED_OPTIMIZERS],
+)
 def test_distributed_optimizer_resumes_exactly(name: str, text_data: Path, tmp_path: Path) -> None:
     world_size, layout = DISTRIBUTED_OPTIMIZERS[name]
     layout = (

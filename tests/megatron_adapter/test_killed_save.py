@@ -33,6 +33,7 @@ def test_the_former_checkpoint_stays_the_latest(text_data: Path, tmp_path: Path)
     assert differing_keys(stored_tensors(whole, 4), stored_tensors(killed, 4)) == []
 
 
+@pytest.mark.slow
 def test_a_complete_checkpoint_that_is_written_over_is_none(text_data: Path, tmp_path: Path) -> None:
     train(2, f"{LAYOUT} --save {tmp_path}", text_data)
     again = f"{LAYOUT} --load {tmp_path} --ckpt-step 2 --save {tmp_path}"

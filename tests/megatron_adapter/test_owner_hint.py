@@ -102,6 +102,7 @@ def _gather(rank: int, world_size: int) -> Any:
     return *hints, lines
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_saved_owners(text_data: Path, tmp_path: Path) -> None:
     layout = f"{LAYOUT} --expert-model-parallel-size 2"
     first = train(2, f"{layout} --save {tmp_path} --exit-interval 2", text_data, before=save_with_hint)

@@ -79,6 +79,7 @@ def test_training_goes_on_alike_with_and_without_the_distributed_optimizer(text_
     assert relative_difference(overlapped.grad_norms, plain.grad_norms) <= 1e-5
 
 
+@pytest.mark.slow
 def test_contents_move_after_a_resume(text_data: Path, tmp_path: Path) -> None:
     """Adam's step is one number for all experts then too, or the slots would be refused."""
     layout = (

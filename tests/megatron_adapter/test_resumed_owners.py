@@ -38,7 +38,7 @@ LAYOUTS = {
         f"--expert-model-parallel-size 2 --expert-tensor-parallel-size 2 --swiglu {DISTRIBUTED}",
     ),
 }
-SLOW = ("interleaved_pipeline", "expert_tensor_parallel_swiglu")
+SLOW = ("distributed_in_parts", "interleaved_pipeline", "expert_tensor_parallel_swiglu")
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,7 @@ def test_another_layout_starts_from_its_own_split(text_data: Path, tmp_path: Pat
         assert relative_difference(resumed.run.losses, whole.run.losses[5:]) <= 1e-5, name
 
 
+@pytest.mark.slow
 def test_megatron_without_the_plugin_goes_on(text_data: Path, tmp_path: Path) -> None:
     whole = _whole("plain", text_data, tmp_path)
     stock = {

@@ -25,7 +25,7 @@ REPLICAS = f"{FSSDP} --moe-strategy-set slots=2 --moe-strategy-set overlap_degre
 OWNERS_ONLY = f"{FSSDP} --moe-strategy-set slots=0 --moe-strategy-set overlap_degree=0"
 DISTRIBUTED = "--use-distributed-optimizer"
 SILENT = 1e-6  # relative; what ours and stock Megatron's losses differ by is below
-HANGS_S = 25  # several times what the training takes
+HANGS_S = 15  # several times what the training takes
 
 
 def gather_layers_on_one_device() -> None:
@@ -161,6 +161,7 @@ def test_all_ranks_refuse(text_data: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_state_by_bucket_position_would_go_to_wrong_experts(text_data: Path, tmp_path: Path) -> None:
     arguments = f"{LAYOUT} {DISTRIBUTED} --ckpt-format torch_dist"
     stock = train(2, arguments, text_data)

@@ -41,7 +41,12 @@ WRITERS = {
 }
 
 
-@pytest.mark.parametrize("name", WRITERS)
+SLOW = ("ep4", "ep2_of_4_pp2_swiglu", "ep2_of_4")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in WRITERS]
+)
 def test_an_uneven_map_writes_the_stock_checkpoint(name: str, text_data: Path, tmp_path: Path) -> None:
     world_size, layout = WRITERS[name]
     _write(world_size, layout, text_data, tmp_path)
@@ -50,6 +55,7 @@ def test_an_uneven_map_writes_the_stock_checkpoint(name: str, text_data: Path, t
     assert differing_keys(stock, uneven) == []
 
 
+@pytest.mark.slow
 def test_stock_loads_it_at_any_expert_parallel_size(text_data: Path, tmp_path: Path) -> None:
     _write(4, "--expert-model-parallel-size 4 --disable-bias-linear", text_data, tmp_path)
     # Without expert parallelism, Megatron has other parameter groups and finds no optimizer state.
@@ -69,6 +75,7 @@ def test_stock_loads_it_at_any_expert_parallel_size(text_data: Path, tmp_path: P
         assert runs[1].grad_norms == runs[0].grad_norms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer", ["", "--bf16 --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"]
 )
