@@ -1,4 +1,12 @@
+import signal
+
 import pytest
+
+
+def pytest_configure() -> None:
+    # A shell starts what runs in its background with the interrupt ignored, and children inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

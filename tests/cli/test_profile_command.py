@@ -31,6 +31,7 @@ def test_ranks_are_started_and_the_cluster_is_written(tmp_path: Path) -> None:
     assert "all_to_all" in done.stdout
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_same_command(tmp_path: Path) -> None:
     out = tmp_path / "pair.yaml"
     words = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megatron_fssdp", "profile")

@@ -9,9 +9,8 @@ from .training_run import relative_difference, train
 LAYOUT = "--expert-model-parallel-size 2 --ckpt-format torch_dist --no-load-rng --no-save-rng"
 
 
-@pytest.mark.parametrize(
-    ("writer", "reader"), [("fssdp", "none"), pytest.param("none", "fssdp", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("writer", "reader"), [("fssdp", "none"), ("none", "fssdp")])
 def test_training_goes_on_under_another_strategy(
     writer: str, reader: str, text_data: Path, tmp_path: Path
 ) -> None:

@@ -78,7 +78,7 @@ CASES = [
     pytest.param(
         die_in_all_gather, IN_TURN, "SparseAllGather of layer ", id="in spAG alone", marks=pytest.mark.slow
     ),
-    pytest.param(die_in_reshard, "", "a re-shard", id="in a re-shard"),
+    pytest.param(die_in_reshard, "", "a re-shard", id="in a re-shard", marks=pytest.mark.slow),
     pytest.param(
         die_in_forward, "", "the forward pass of MoE layer 1", id="in forward", marks=pytest.mark.slow
     ),

@@ -64,14 +64,8 @@ class Layout:
         return "--bf16" in self.arguments
 
 
-# The cheapest five that have least in common.
+# Cheap ones that have least in common.
 DEFAULT = {
-    "biases_on_declared_nodes": Layout(
-        4,
-        4,
-        "--global-batch-size 32",
-        "slots=2 overlap_degree=2 nodes=2 check_plans=true dispatch_policy=balanced",
-    ),
     "copies_overlaps_bf16": Layout(
         4, 2, f"{OVERLAPS} --bf16 --global-batch-size 32 --ddp-num-buckets 4", "slots=2 overlap_degree=3"
     ),
@@ -93,6 +87,12 @@ DEFAULT = {
 }
 
 MORE = {
+    "biases_on_declared_nodes": Layout(
+        4,
+        4,
+        "--global-batch-size 32",
+        "slots=2 overlap_degree=2 nodes=2 check_plans=true dispatch_policy=balanced",
+    ),
     "top1_16_experts_4_micro_batches": Layout(
         2,
         2,

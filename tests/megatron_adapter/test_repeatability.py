@@ -19,9 +19,13 @@ RUNS = {
         "--moe-strategy-set rematerialize=true --moe-strategy-set dispatch_policy=balanced",
     ),
 }
+SLOW = ("several_micro_batches",)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in RUNS],
+)
 def test_losses_are_bitwise_the_same_again(name: str, text_data: Path) -> None:
     world_size, arguments = RUNS[name]
     arguments = f"{arguments} --train-iters 6 {FSSDP}"

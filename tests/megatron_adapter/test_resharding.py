@@ -27,13 +27,13 @@ OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-ga
 LAYOUTS = {
     "fp32": (2, "--expert-model-parallel-size 2"),
     "bf16_distributed_in_parts_overlaps": (4, f"--expert-model-parallel-size 2 --bf16 {OVERLAPS}"),
+}
+MORE_LAYOUTS = {
     "fp32_distributed_interleaved_pipeline_overlaps": (
         4,
         "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 4 "
         f"--num-layers-per-virtual-pipeline-stage 1 {OVERLAPS}",
     ),
-}
-MORE_LAYOUTS = {
     "bf16": (4, "--expert-model-parallel-size 4 --bf16"),
     "bf16_distributed": (2, "--expert-model-parallel-size 2 --bf16 --use-distributed-optimizer"),
     "fp32_distributed_in_parts_overlaps": (4, f"--expert-model-parallel-size 2 {OVERLAPS}"),
@@ -67,6 +67,7 @@ def _there_and_back(world_size: int, layout: str, data: Path) -> None:
     assert moved.grad_norms == undisturbed.grad_norms
 
 
+@pytest.mark.slow
 def test_training_goes_on_alike_with_and_without_the_distributed_optimizer(text_data: Path) -> None:
     """The mixed-up model is the same one, wherever the optimizer keeps its states."""
     arguments = "--expert-model-parallel-size 2 --train-iters 6"
