@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 LOADS = Path(__file__).parent / "gpt_moe_tiny_16_experts_loads.npz"
-FSSDP_DEFAULTS = {"slots": 2, "overlap_degree": 16, "reshard_interval": 0}
+FSSDP_DEFAULTS = {"slots": 2, "reshard_interval": 0}
 CONTROL = "none again"
 
 

@@ -391,15 +391,20 @@ class RuntimeStack(LayerStack):
         self, number: int, hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> torch.Tensor:
         executor, group = self.runtime.layers[number], self.groups.expert_parallel
-        micro_batch = executor.begin_micro_batch(routing_map)
+        span = self.timeline.span
+        with span(f"counts and plan {number + 1}"):
+            micro_batch = executor.begin_micro_batch(routing_map)
         record, materialization = micro_batch.exchange, micro_batch.materialization
         hidden, experts = materialization.apply(hidden)
         rows, row_probs = token_exchange.permute(hidden, probs, record)
-        rows, row_probs = token_exchange.dispatch(rows, row_probs, record, group)
+        with span(f"dispatch {number + 1}"):
+            rows, row_probs = token_exchange.dispatch(rows, row_probs, record, group)
         rows, row_probs = token_exchange.sort_by_expert(rows, row_probs, record)
         rows = self._experts(number, rows, row_probs, record.rows_per_expert, experts)
         rows = materialization.end_use(rows)
-        rows = token_exchange.combine(token_exchange.sort_by_source(rows, record), record, group)
+        rows = token_exchange.sort_by_source(rows, record)
+        with span(f"combine {number + 1}"):
+            rows = token_exchange.combine(rows, record, group)
         return materialization.release(token_exchange.unpermute(rows, record))
 
     def _replica_bytes(self) -> int:

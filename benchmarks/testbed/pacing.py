@@ -8,7 +8,8 @@ Shape legend: T tokens, M model dim.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,13 @@ class Timeline:
     """What one rank did, for traces: name, begin and end on ``time.perf_counter``'s clock."""
 
     spans: list[tuple[str, float, float]] = field(default_factory=list)
+
+    @contextmanager
+    def span(self, what: str) -> Iterator[None]:
+        """Note what runs inside."""
+        begin_s = time.perf_counter()
+        yield
+        self.spans.append((what, begin_s, time.perf_counter()))
 
     def sleep(self, what: str, seconds: float) -> None:
         """Sleep, and note it."""

@@ -42,7 +42,7 @@ def measure_transfers(
     cells: dict[tuple[str, int, str], tuple[SparseTransfer, float]] = {}
     for size_mib in sizes_mib:
         num_elements = size_mib * 2**20 // 4
-        chunk_bytes = message_bytes(size_mib * 2**20, on_cuda=False)
+        chunk_bytes = message_bytes(on_cuda=False)
         for reach, holders in reaches(topology).items():
             present_ED = np.isin(np.arange(devices), holders)[None, :]
             placement = ExpertPlacement(np.zeros(1, np.int64), present_ED)

@@ -9,6 +9,7 @@ would have to be made anew with every plan. The product's form is a two-level pl
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -51,6 +52,15 @@ class StartedTransfer:
     is_gather: bool
     num_bytes: int
     timer: TransferTimer
+
+
+class _Posting(NamedTuple):
+    """A message to be posted; the peer is a rank in the group."""
+
+    is_receive: bool
+    tensor: Tensor
+    peer: int
+    tag: int
 
 
 class SparseTransfer:
@@ -257,17 +267,15 @@ class SparseTransfer:
         for t in range(-lookahead, wavefront.num_steps + 1):
             receives = wavefront.step(t + lookahead).receives
             buffers = [cargo.receive_buffer(message) for message in receives]
-            operations = [
-                self._operation(dist.irecv, buffer, message.peer, 2 * message.expert + direction)
+            postings = [
+                _Posting(True, buffer, message.peer, 2 * message.expert + direction)
                 for message, buffer in zip(receives, buffers, strict=True)
             ]
-            operations += [
-                self._operation(
-                    dist.isend, cargo.outgoing(message), message.peer, 2 * message.expert + direction
-                )
+            postings += [
+                _Posting(False, cargo.outgoing(message), message.peer, 2 * message.expert + direction)
                 for message in wavefront.step(t).sends
             ]
-            works = _post(operations)
+            works = _post(postings, self.group, self.device)
             for message, buffer, work in zip(receives, buffers, works[: len(receives)], strict=True):
                 cargo.expect(message, buffer, work)
             open_sends.append(works[len(receives) :])
@@ -277,11 +285,6 @@ class SparseTransfer:
                 cargo.settle(message.expert, message.chunk)
         for works in open_sends:
             _wait(works)
-
-    def _operation(
-        self, kind: Callable[..., dist.Work | None], tensor: Tensor, peer: int, tag: int
-    ) -> dist.P2POp:
-        return dist.P2POp(kind, tensor, group=self.group, tag=tag, group_peer=peer)
 
     def _chunk_elements(self, dtype: torch.dtype) -> int:
         if self.chunk_bytes is None:
@@ -295,12 +298,36 @@ class SparseTransfer:
         return torch.empty(self.num_elements, dtype=dtype, device=self.device)
 
 
-def _post(operations: list[dist.P2POp]) -> list[dist.Work]:
-    """Post operations together; one work an operation, even where the backend has one for all."""
-    if not operations:
+def _post(messages: list[_Posting], group: dist.ProcessGroup, device: torch.device) -> list[dist.Work]:
+    """Post messages together; one work a message, even where the backend has one for all."""
+    if not messages:
         return []
-    works = dist.batch_isend_irecv(operations)
-    return works if len(works) == len(operations) else works[:1] * len(operations)
+    if device.type != "cuda":
+        # Gloo knows no batches, and one by one costs the host less.
+        return [_post_one(message, group) for message in messages]
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(
+                dist.irecv if message.is_receive else dist.isend,
+                message.tensor,
+                group=group,
+                tag=message.tag,
+                group_peer=message.peer,
+            )
+            for message in messages
+        ]
+    )
+    return works if len(works) == len(messages) else works[:1] * len(messages)
+
+
+def _post_one(message: _Posting, group: dist.ProcessGroup) -> dist.Work:
+    _, tensor, peer, tag = message
+    if message.is_receive:
+        work = dist.irecv(tensor, group=group, tag=tag, group_src=peer)
+    else:
+        work = dist.isend(tensor, group=group, tag=tag, group_dst=peer)
+    assert work is not None  # it is only outside the group
+    return work
 
 
 def _wait(works: list[dist.Work]) -> None:

@@ -14,35 +14,39 @@ class UnevenAllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
+        ctx: Any, output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup, *rows: Tensor
+    ) -> tuple[Tensor, ...]:
         """Exchange the rows."""
         ctx.output_splits, ctx.input_splits, ctx.group = output_splits, input_splits, group
-        return _exchange(x, output_splits, input_splits, group)
+        return _exchange(rows, output_splits, input_splits, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Send the rows' gradients back."""
-        return _exchange(grad, ctx.input_splits, ctx.output_splits, ctx.group), None, None, None
+        return None, None, None, *_exchange(gradients, ctx.input_splits, ctx.output_splits, ctx.group)
 
 
 def uneven_all_to_all(
-    x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: dist.ProcessGroup
-) -> Tensor:
-    """Send ``input_splits[d]`` rows of ``x`` to rank ``d`` and receive ``output_splits[d]`` from it.
+    rows: Sequence[Tensor],
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
+    group: dist.ProcessGroup,
+) -> tuple[Tensor, ...]:
+    """Send ``input_splits[d]`` rows of each tensor to rank ``d`` and receive ``output_splits[d]`` from it.
 
-    Every rank of the group has to call it, also with no rows, and in backward too: ``x``
-    must require a gradient on all ranks or on none.
+    Every rank of the group has to call it, also with no rows, and in backward too: ``rows``
+    must require gradients on all ranks or on none.
 
     Args:
-        x: Rows in the order of their destinations, ``[sum(input_splits), ...]``.
+        rows: Tensors that go together, their rows in the order of destinations,
+            ``[sum(input_splits), ...]`` each.
         output_splits: Rows to receive, one number a rank.
         input_splits: Rows to send, one number a rank.
         group: The ranks.
 
     Returns:
-        Rows in the order of their sources, ``[sum(output_splits), ...]``.
+        The same number of tensors, their rows in the order of sources, ``[sum(output_splits), ...]``.
     """
     world_size = dist.get_world_size(group)
     output_list = [int(split) for split in output_splits]
@@ -52,18 +56,20 @@ def uneven_all_to_all(
             f"got {len(output_list)} output splits and {len(input_list)} input splits, wanted {world_size} "
             "of each: one a rank of the group"
         )
-    if min(*output_list, *input_list) < 0 or sum(input_list) != x.shape[0]:
+    num_rows = [x.shape[0] for x in rows]
+    if min(*output_list, *input_list) < 0 or any(sum(input_list) != number for number in num_rows):
         raise ValueError(
-            f"input splits {input_list} and output splits {output_list} do not fit {x.shape[0]} rows; wanted "
-            "numbers >= 0 and input splits that sum to the rows"
+            f"input splits {input_list} and output splits {output_list} do not fit tensors of {num_rows} "
+            "rows; wanted numbers >= 0 and input splits that sum to the rows"
         )
     if world_size == 1:
         if output_list != input_list:
             raise ValueError(
                 f"a single rank sends {input_list[0]} rows and expects {output_list[0]}: wanted the same"
             )
-        return x
-    return UnevenAllToAll.apply(x, output_list, input_list, group)
+        return tuple(rows)
+    received: tuple[Tensor, ...] = UnevenAllToAll.apply(output_list, input_list, group, *rows)
+    return received
 
 
 def gather_counts(counts_E: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -86,8 +92,15 @@ def gather_counts(counts_E: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _exchange(
-    x: Tensor, output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup
-) -> Tensor:
-    out = x.new_empty(sum(output_splits), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), output_splits, input_splits, group=group)
-    return out
+    rows: Sequence[Tensor], output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
+    received = tuple(x.new_empty(sum(output_splits), *x.shape[1:]) for x in rows)
+    # Side by side: one after the other, the smallest would cost its start-up again.
+    works = [
+        dist.all_to_all_single(out, x.contiguous(), output_splits, input_splits, group=group, async_op=True)
+        for out, x in zip(received, rows, strict=True)
+    ]
+    for work in works:
+        assert work is not None  # it is only outside the group
+        work.wait()
+    return received

@@ -130,7 +130,7 @@ def calibrated_placement(
     additions = _additions(planned, wanted, counts.sum(axis=0), slots)
     planned_reduce_s = seconds_of_reduction(planned) if additions else 0.0
     best, best_gain_s = None, 0.0
-    for num_experts in _doubling(len(additions)):
+    for num_experts in doubling(len(additions)):
         pairs = [pair for of_expert in additions[:num_experts] for pair in of_expert]
         candidate = planned.with_replicas(pairs, slots=slots)
         gather = additional_transfer(planned, candidate, topology)
@@ -191,7 +191,7 @@ def _additions(
     return additions
 
 
-def _doubling(most: int) -> list[int]:
+def doubling(most: int) -> list[int]:
     """1, 2, 4, ... below ``most``, then ``most``; nothing for 0."""
     return [*(1 << i for i in range(max(most - 1, 0).bit_length())), most] if most else []
 

@@ -152,12 +152,17 @@ def link_time_s(traffic: LinkTraffic, bytes_per_unit: float, cluster: ClusterCos
 
     FasterMoE, Eq. 2, with both directions of every link and a start-up term (Parm, Eq. 12).
     """
-    busiest_device = max(int(traffic.device_out_D.max()), int(traffic.device_in_D.max()))
-    busiest_node = max(int(traffic.node_out_N.max()), int(traffic.node_in_N.max()))
-    return max(
-        cluster.intra.time_s(busiest_device * bytes_per_unit),
-        cluster.inter.time_s(busiest_node * bytes_per_unit),
+    return busiest_link_s(
+        max(int(traffic.device_out_D.max()), int(traffic.device_in_D.max())),
+        max(int(traffic.node_out_N.max()), int(traffic.node_in_N.max())),
+        bytes_per_unit,
+        cluster,
     )
+
+
+def busiest_link_s(near: float, far: float, bytes_per_unit: float, cluster: ClusterCost) -> float:
+    """Seconds for so many units on the busiest link inside a node and on the busiest NIC, side by side."""
+    return max(cluster.intra.time_s(near * bytes_per_unit), cluster.inter.time_s(far * bytes_per_unit))
 
 
 def all_to_all_s(

@@ -17,6 +17,8 @@ class LayerProfile:
         token_bytes: One token's hidden state.
         flops_per_token: Of one expert's forward pass, for one token.
         memory_capacity: Extra experts that a device can hold for one layer (Hecate §4.2, m).
+        gradient_bytes: One expert's gradient on its way home; ``None`` for ``expert_bytes``.
+        num_micro_batches: Micro-batches of an iteration.
     """
 
     non_moe_s: float
@@ -25,6 +27,8 @@ class LayerProfile:
     token_bytes: int
     flops_per_token: float
     memory_capacity: int
+    gradient_bytes: int | None = None
+    num_micro_batches: int = 1
 
     def overlap_degree(self, topology: Topology) -> int:
         """Experts whose transfer the compute before the layer hides (Hecate §4.2, t).

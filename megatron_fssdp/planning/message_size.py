@@ -2,21 +2,16 @@
 
 CUDA_MESSAGE_BYTES = 1 << 20
 """Large enough that a message's fixed cost does not count; also the most on any device."""
-HOST_MESSAGES_PER_EXPERT = 8
-LEAST_HOST_MESSAGE_BYTES, MOST_HOST_MESSAGE_BYTES = 1 << 17, 1 << 18
+HOST_MESSAGE_BYTES = 1 << 17
+"""Between CPUs: small, so that node leaders forward the first one early, but not so small that
+the host's work for each message is what takes the time. Of 32, 64, 128 and 256 KiB this was the best
+for experts of 2 to 16 MiB on links of 400 Mbit/s (docs/log.md)."""
 
 
-def message_bytes(expert_bytes: int, *, on_cuda: bool) -> int:
-    """Bytes of a transfer's messages, small enough that node leaders forward the first one early.
-
-    Between CPUs, links are slow against a message's fixed cost: in one message an expert takes a link's
-    time once for each hop of its chain, in eight it takes little more than once.
+def message_bytes(*, on_cuda: bool) -> int:
+    """Bytes of a transfer's messages.
 
     Args:
-        expert_bytes: Of one expert.
         on_cuda: Whether the tensors lie on CUDA devices.
     """
-    if on_cuda:
-        return CUDA_MESSAGE_BYTES
-    share = expert_bytes // HOST_MESSAGES_PER_EXPERT
-    return max(LEAST_HOST_MESSAGE_BYTES, min(share, MOST_HOST_MESSAGE_BYTES))
+    return CUDA_MESSAGE_BYTES if on_cuda else HOST_MESSAGE_BYTES

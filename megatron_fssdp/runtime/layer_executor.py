@@ -404,7 +404,7 @@ class LayerExecutor:
             num_elements=layout.numel,
             dtype=layout.dtype,
             device=device,
-            chunk_bytes=message_bytes(layout.num_bytes, on_cuda=device.type == "cuda"),
+            chunk_bytes=message_bytes(on_cuda=device.type == "cuda"),
             # On CUDA the host waits for a transfer's times, so they are taken only for reports.
             journal=self._journal if self.measure else None,
             what=f"layer {self.context.layer}",

@@ -10,9 +10,8 @@ from megatron_fssdp.collectives.link_probe import measure_links
 from megatron_fssdp.planning.cost_model import ClusterCost
 from megatron_fssdp.planning.layer_profile import LayerProfile
 from megatron_fssdp.planning.materialization_limits import memory_capacity
+from megatron_fssdp.planning.memory_accounting import FP32_BYTES, sums_gradients
 from megatron_fssdp.runtime.layer_executor import LayerExecutor
-
-_FP32_BYTES = 4
 
 
 def profile_layers(
@@ -64,6 +63,7 @@ def profile_layers(
     for group in groups:
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
     non_moe, flop_s, intra_alpha, intra_beta, inter_alpha, inter_beta, free = numbers.tolist()
+    sums = sums_gradients(rematerialize=rematerialize, num_micro_batches=num_micro_batches)
     profile = LayerProfile(
         non_moe_s=-non_moe,
         cluster=ClusterCost(
@@ -77,12 +77,14 @@ def profile_layers(
         memory_capacity=memory_capacity(
             int(-free),
             expert_bytes=layout.num_bytes,
-            gradient_bytes_per_expert=layout.numel * _FP32_BYTES,
+            gradient_bytes_per_expert=layout.numel * FP32_BYTES,
             num_layers=len(layers),
             num_experts=first.context.num_experts,
             rematerialize=rematerialize,
             num_micro_batches=num_micro_batches,
         ),
+        gradient_bytes=layout.numel * FP32_BYTES if sums else layout.num_bytes,
+        num_micro_batches=num_micro_batches,
     )
     for layer in layers:
         layer.context = replace(layer.context, profile=profile)

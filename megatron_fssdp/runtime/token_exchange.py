@@ -131,8 +131,8 @@ def dispatch(
     rows: torch.Tensor, probs: torch.Tensor, record: DispatchRecord, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """All-to-all of rows and probabilities: ``[R, M]`` and ``[R]``, by source, then expert."""
-    received = uneven_all_to_all(rows, record.receive_D, record.send_D, group)
-    return received, uneven_all_to_all(probs, record.receive_D, record.send_D, group)
+    rows, probs = uneven_all_to_all((rows, probs), record.receive_D, record.send_D, group)
+    return rows, probs
 
 
 def gather_peers(
@@ -181,7 +181,7 @@ def sort_by_source(rows: torch.Tensor, record: DispatchRecord) -> torch.Tensor:
 
 def combine(rows: torch.Tensor, record: DispatchRecord, group: dist.ProcessGroup) -> torch.Tensor:
     """All-to-all of the results back to the tokens' ranks: ``[A, M]``."""
-    return uneven_all_to_all(rows, record.send_D, record.receive_D, group)
+    return uneven_all_to_all((rows,), record.send_D, record.receive_D, group)[0]
 
 
 def unpermute(rows: torch.Tensor, record: DispatchRecord) -> torch.Tensor:

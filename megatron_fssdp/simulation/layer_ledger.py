@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_fssdp.planning.topology import Topology
-from megatron_fssdp.simulation.layer_traffic import (
+from megatron_fssdp.planning.layer_traffic import (
     BusiestLinks,
     DispatchTraffic,
     TransferTraffic,
 )
+from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.strategies.strategy import LayerPlan
 
 _LINKS = ("near", "far_of_device", "far_of_node")

@@ -100,7 +100,7 @@ class MoeJob:
     @property
     def message_bytes(self) -> int:
         """Most bytes in which the runtime sends a part of an expert from device to device."""
-        return message_bytes(self.expert_bytes, on_cuda=self.on_cuda)
+        return message_bytes(on_cuda=self.on_cuda)
 
     @property
     def pairs_per_device(self) -> float:

@@ -142,6 +142,7 @@ def ceiling_s(counts_ILDE: np.ndarray, cluster: ClusterDescription, job: MoeJob)
 def layer_profile(job: MoeJob, cluster: ClusterDescription, *, rematerialize: bool) -> LayerProfile:
     """What a run on the cluster would measure in its first iterations."""
     capacity = job.num_experts
+    sums = sums_gradients(rematerialize=rematerialize, num_micro_batches=job.num_micro_batches)
     if cluster.memory_bytes is not None:
         without = device_memory(job, cluster, slots=0, ledger=None, rematerialize=rematerialize)
         capacity = memory_capacity(
@@ -160,6 +161,8 @@ def layer_profile(job: MoeJob, cluster: ClusterDescription, *, rematerialize: bo
         token_bytes=job.token_bytes,
         flops_per_token=job.expert_flops_per_token,
         memory_capacity=capacity,
+        gradient_bytes=job.expert_elements * FP32_BYTES if sums else job.expert_bytes,
+        num_micro_batches=job.num_micro_batches,
     )
 
 

@@ -15,6 +15,7 @@ from megatron_fssdp.planning.load_history import LoadHistory
 from megatron_fssdp.planning.materialization_planner import plan_materialization
 from megatron_fssdp.planning.owner_map import OwnerMap
 from megatron_fssdp.planning.placement import ExpertPlacement
+from megatron_fssdp.planning.priced_materialization import priced_materialization
 from megatron_fssdp.planning.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
@@ -55,15 +56,30 @@ class FullyShardedSparseDataParallelism:
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """Replicate by the predicted loads: Hecate's Alg. 1, or our search within its limits.
 
-        Without any history yet, every expert stays with its owner.
+        Where costs are measured and no limit to the number of experts is set, our search looks for
+        the fewest seconds instead of the most even load. Without any history yet, every expert stays
+        with its owner.
         """
-        placement = self._planner(
-            context.owner_E,
-            history.mean_DE(),
-            context.topology,
-            overlap_degree=self.overlap_degree(context),
-            slots=self.slots(context),
-        )
+        settings, profile = self.settings, context.profile
+        slots = self.slots(context)
+        if profile is not None and settings.overlap_degree is None and settings.planner == "balanced":
+            placement = priced_materialization(
+                context.owner_E,
+                history.mean_DE(),
+                context.topology,
+                slots=slots,
+                profile=profile,
+                dispatch_policy=settings.dispatch_policy,
+                rematerialize=settings.rematerialize,
+            )
+        else:
+            placement = self._planner(
+                context.owner_E,
+                history.mean_DE(),
+                context.topology,
+                overlap_degree=self.overlap_degree(context),
+                slots=slots,
+            )
         return self._plan_of(placement, context)
 
     def after_gate(

@@ -123,9 +123,9 @@ def count_messages(rank, world_size, chunk_bytes, num_elements):
     records = []
     original = sparse_transfer._post
 
-    def counting(operations):
-        sends.extend((op.group_peer, op.tensor.nbytes) for op in operations if op.op is dist.isend)
-        return original(operations)
+    def counting(messages, *where):
+        sends.extend((one.peer, one.tensor.nbytes) for one in messages if not one.is_receive)
+        return original(messages, *where)
 
     sparse_transfer._post = counting
     for case in range(6):

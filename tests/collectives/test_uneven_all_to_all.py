@@ -25,14 +25,17 @@ def exchange(rank, world_size, group_ranks):
         ).reshape(-1, 2)
         x = rows.sum(1, keepdim=True).repeat(1, width).to(dtype)
         x.requires_grad_(dtype.is_floating_point)
-        y = uneven_all_to_all(x, counts[:, me].tolist(), counts[me].tolist(), group)
+        beside = x.detach()[:, 0].to(torch.float32).requires_grad_(x.requires_grad)
+        y, z = uneven_all_to_all((x, beside), counts[:, me].tolist(), counts[me].tolist(), group)
         wanted = torch.tensor([10 * s + me + i for s in range(size) for i in range(counts[s, me])])
         assert y.shape == (int(counts[:, me].sum()), width)
         assert torch.equal(y.detach()[:, 0].to(torch.int64), wanted.to(torch.int64))
+        assert torch.equal(z.detach(), y.detach()[:, 0].to(torch.float32))
         if dtype.is_floating_point:
-            (y * (me + 1)).sum().backward()
+            ((y * (me + 1)).sum() + (z * (me + 2)).sum()).backward()
             wanted_grad = [d + 1 for d in range(size) for _ in range(counts[me, d])]
             assert x.grad[:, 0].tolist() == wanted_grad
+            assert beside.grad.tolist() == [of_x + 1 for of_x in wanted_grad]
         gathered = gather_counts(counts[me], group)
         assert torch.equal(gathered, counts)
     return True
@@ -48,11 +51,11 @@ def misuse(rank, world_size):
     group = dist.group.WORLD
     x = torch.ones(3, 2)
     with pytest.raises(ValueError, match="wanted 2 of each"):
-        uneven_all_to_all(x, [3], [3], group)
-    with pytest.raises(ValueError, match="do not fit 3 rows"):
-        uneven_all_to_all(x, [1, 1], [1, 1], group)
+        uneven_all_to_all((x,), [3], [3], group)
+    with pytest.raises(ValueError, match=r"do not fit tensors of \[3\] rows"):
+        uneven_all_to_all((x,), [1, 1], [1, 1], group)
     with pytest.raises(ValueError, match="do not fit"):
-        uneven_all_to_all(x, [1, 1], [4, -1], group)
+        uneven_all_to_all((x,), [1, 1], [4, -1], group)
     return True
 
 

@@ -127,7 +127,7 @@ def test_rematerialized_weights_of_the_layer_below_come_behind_spRS() -> None:
 
 def test_transfer_fills_its_path_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three nodes of one device: owner, then two hops; the second starts a chunk later."""
-    monkeypatch.setattr("megatron_fssdp.simulation.moe_job.message_bytes", lambda num_bytes, on_cuda: 20)
+    monkeypatch.setattr("megatron_fssdp.simulation.moe_job.message_bytes", lambda on_cuda: 20)
     counts = [[0, 2, 0], [4, 2, 0], [4, 0, 0]]
     keys = {"slots": 1, "overlap_degree": 1, "planner": "hecate", "reshard_interval": 0}
     job = job_of(devices=3, experts=3, before_gate_flops_L=(0.0,))
