@@ -398,7 +398,9 @@ class RuntimeStack(LayerStack):
         hidden, experts = materialization.apply(hidden)
         rows, row_probs = token_exchange.permute(hidden, probs, record)
         with span(f"dispatch {number + 1}"):
-            rows, row_probs = token_exchange.dispatch(rows, row_probs, record, group)
+            rows, row_probs = token_exchange.dispatch(
+                rows, row_probs, record, group, meanwhile=executor.plan_following
+            )
         rows, row_probs = token_exchange.sort_by_expert(rows, row_probs, record)
         rows = self._experts(number, rows, row_probs, record.rows_per_expert, experts)
         rows = materialization.end_use(rows)

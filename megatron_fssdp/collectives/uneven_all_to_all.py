@@ -1,6 +1,6 @@
 """Rows to every rank and rows from every rank, in numbers that differ; and who has how many."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,17 +14,25 @@ class UnevenAllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup, *rows: Tensor
+        ctx: Any,
+        output_splits: list[int],
+        input_splits: list[int],
+        group: dist.ProcessGroup,
+        meanwhile: Callable[[], object] | None,
+        *rows: Tensor,
     ) -> tuple[Tensor, ...]:
         """Exchange the rows."""
         ctx.output_splits, ctx.input_splits, ctx.group = output_splits, input_splits, group
-        return _exchange(rows, output_splits, input_splits, group)
+        return _exchange(rows, output_splits, input_splits, group, meanwhile)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Send the rows' gradients back."""
-        return None, None, None, *_exchange(gradients, ctx.input_splits, ctx.output_splits, ctx.group)
+        wanted = ctx.needs_input_grad[4:]
+        sent = [gradient for gradient, is_wanted in zip(gradients, wanted, strict=True) if is_wanted]
+        received = iter(_exchange(sent, ctx.input_splits, ctx.output_splits, ctx.group))
+        return None, None, None, None, *(next(received) if is_wanted else None for is_wanted in wanted)
 
 
 def uneven_all_to_all(
@@ -32,11 +40,13 @@ def uneven_all_to_all(
     output_splits: Sequence[int],
     input_splits: Sequence[int],
     group: dist.ProcessGroup,
+    *,
+    meanwhile: Callable[[], object] | None = None,
 ) -> tuple[Tensor, ...]:
     """Send ``input_splits[d]`` rows of each tensor to rank ``d`` and receive ``output_splits[d]`` from it.
 
-    Every rank of the group has to call it, also with no rows, and in backward too: ``rows``
-    must require gradients on all ranks or on none.
+    Every rank of the group has to call it, also with no rows, and in backward too: each of ``rows``
+    must require a gradient on all ranks or on none.
 
     Args:
         rows: Tensors that go together, their rows in the order of destinations,
@@ -44,6 +54,7 @@ def uneven_all_to_all(
         output_splits: Rows to receive, one number a rank.
         input_splits: Rows to send, one number a rank.
         group: The ranks.
+        meanwhile: Work of the host to do while the rows travel; not in the backward pass.
 
     Returns:
         The same number of tensors, their rows in the order of sources, ``[sum(output_splits), ...]``.
@@ -67,8 +78,10 @@ def uneven_all_to_all(
             raise ValueError(
                 f"a single rank sends {input_list[0]} rows and expects {output_list[0]}: wanted the same"
             )
+        if meanwhile is not None:
+            meanwhile()
         return tuple(rows)
-    received: tuple[Tensor, ...] = UnevenAllToAll.apply(output_list, input_list, group, *rows)
+    received: tuple[Tensor, ...] = UnevenAllToAll.apply(output_list, input_list, group, meanwhile, *rows)
     return received
 
 
@@ -92,7 +105,11 @@ def gather_counts(counts_E: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _exchange(
-    rows: Sequence[Tensor], output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup
+    rows: Sequence[Tensor],
+    output_splits: list[int],
+    input_splits: list[int],
+    group: dist.ProcessGroup,
+    meanwhile: Callable[[], object] | None = None,
 ) -> tuple[Tensor, ...]:
     received = tuple(x.new_empty(sum(output_splits), *x.shape[1:]) for x in rows)
     # Side by side: one after the other, the smallest would cost its start-up again.
@@ -100,6 +117,8 @@ def _exchange(
         dist.all_to_all_single(out, x.contiguous(), output_splits, input_splits, group=group, async_op=True)
         for out, x in zip(received, rows, strict=True)
     ]
+    if meanwhile is not None:
+        meanwhile()
     for work in works:
         assert work is not None  # it is only outside the group
         work.wait()

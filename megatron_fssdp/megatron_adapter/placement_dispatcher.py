@@ -70,7 +70,9 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Phase 2: all-to-all to the experts' devices."""
-        return token_exchange.dispatch(hidden_states, probs, self.record, self.ep_group)
+        return token_exchange.dispatch(
+            hidden_states, probs, self.record, self.ep_group, meanwhile=self.executor.plan_following
+        )
 
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor

@@ -154,6 +154,7 @@ class LayerExecutor:
         measure: Whether to work out the device loads, bytes and times that reports show; they
             cost a little host time per micro-batch.
         check_plans: Compare the plans of all ranks before using them.
+        following: The layer that runs after this one, if it is on this rank.
     """
 
     context: LayerContext
@@ -164,6 +165,7 @@ class LayerExecutor:
     layout: ExpertLayout | None = None
     measure: bool = False
     check_plans: bool = False
+    following: "LayerExecutor | None" = None
     history: LoadHistory = field(init=False)
     load: LayerLoad = field(init=False)
     stopwatch: LayerStopwatch | None = field(init=False, default=None)
@@ -221,6 +223,11 @@ class LayerExecutor:
         so that every micro-batch and a recomputed forward use the same placement.
         """
         return self._running().plan
+
+    def plan_following(self) -> None:
+        """Plan the layer after this one; for a moment in which the host would only wait."""
+        if self.following is not None:
+            self.following.prepare()
 
     def launch(self, hidden: torch.Tensor, *, first: bool = False) -> torch.Tensor:
         """Start SparseAllGather ahead of the compute that comes before the layer.

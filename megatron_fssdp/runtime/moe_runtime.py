@@ -62,6 +62,8 @@ class MoERuntime:
             measure=self.measure and groups.device == 0,
             check_plans=self.check_plans,
         )
+        if self.layers:
+            self.layers[-1].following = executor
         self.layers.append(executor)
         return executor
 

@@ -11,7 +11,7 @@ rows, M model dim, E experts, D devices, G experts present on this device, X exp
 parallel peers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -128,10 +128,25 @@ def permute(
 
 
 def dispatch(
-    rows: torch.Tensor, probs: torch.Tensor, record: DispatchRecord, group: dist.ProcessGroup
+    rows: torch.Tensor,
+    probs: torch.Tensor,
+    record: DispatchRecord,
+    group: dist.ProcessGroup,
+    *,
+    meanwhile: Callable[[], object] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All-to-all of rows and probabilities: ``[R, M]`` and ``[R]``, by source, then expert."""
-    rows, probs = uneven_all_to_all((rows, probs), record.receive_D, record.send_D, group)
+    """All-to-all of rows and probabilities: ``[R, M]`` and ``[R]``, by source, then expert.
+
+    Args:
+        rows: ``[A, M]`` in the order of sending.
+        probs: ``[A]``.
+        record: The micro-batch's exchange.
+        group: The expert-parallel ranks.
+        meanwhile: Work of the host to do while the rows travel.
+    """
+    rows, probs = uneven_all_to_all(
+        (rows, probs), record.receive_D, record.send_D, group, meanwhile=meanwhile
+    )
     return rows, probs
 
 

@@ -198,7 +198,9 @@ def moe_forward(
         exchanges.append(record)
     hidden, experts = micro_batch.materialization.apply(hidden)
     rows, row_probs = token_exchange.permute(hidden, probs, record)
-    rows, row_probs = token_exchange.dispatch(rows, row_probs, record, group)
+    rows, row_probs = token_exchange.dispatch(
+        rows, row_probs, record, group, meanwhile=executor.plan_following
+    )
     rows, row_probs = token_exchange.sort_by_expert(rows, row_probs, record)
     rows = grouped_ffn(
         rows, row_probs, record.rows_per_expert, experts, activation, probs_on_input=probs_on_input
