@@ -159,16 +159,24 @@ def described_cluster(
     """What the testbed builds, with start-up times and links inside a node as measured."""
     payload = record["link_payload_bytes_per_s"]
     pace = record["pace"]["expert_flops_per_s"]
-    inside = FREE if measured is None else measured.intra_node
-    alpha_s = 0.0 if measured is None else measured.inter_node.alpha_s
+    inter = LinkDescription(
+        alpha_s=0.0 if measured is None else measured.inter_node.alpha_s, bandwidth_bytes_per_s=payload
+    )
+    compute = {"expert_flops_per_s": pace, "non_expert_flops_per_s": pace}
+    if measured is not None:
+        if (measured.num_nodes, measured.devices_per_node) != (num_nodes, per_node):
+            raise ConfigurationError(
+                f"cluster {measured.name} has {measured.num_nodes} nodes of {measured.devices_per_node}, the "
+                f"testbed had {num_nodes} of {per_node}; give the cluster.yaml of the same nodes and rate"
+            )
+        return measured.model_copy(update={"inter_node": inter, **compute})
     return ClusterDescription(
         name="testbed",
         num_nodes=num_nodes,
         devices_per_node=per_node,
-        intra_node=inside,
-        inter_node=LinkDescription(alpha_s=alpha_s, bandwidth_bytes_per_s=payload),
-        expert_flops_per_s=pace,
-        non_expert_flops_per_s=pace,
+        intra_node=FREE,
+        inter_node=inter,
+        **compute,
     )
 
 

@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--trace", action="store_true", help="also write trace.json of the last repetition, for Perfetto")
     add("--no-control", action="store_true", help="do not run `none` a second time under another name")
     add("--loopback", action="store_true", help="no namespaces, links as fast as the machine")
+    add("--profile", action="store_true", help="instead: measure the nodes' links, write cluster.yaml")
     add("--transfers", metavar="MIB,MIB", help="instead: SparseAllGather of one expert of these sizes")
     return parser
 
@@ -88,6 +89,8 @@ def run(options: argparse.Namespace) -> int:
         payload = payload_bytes_per_s(nodes.rate_bits_per_s)
         if options.transfers:
             _run_transfers(options, nodes, payload)
+        elif options.profile:
+            _run_profile(options, nodes)
         else:
             _run_stacks(options, nodes, payload)
     except (ValueError, ConfigurationError, RuntimeError) as error:
@@ -128,6 +131,28 @@ def _run_transfers(options: argparse.Namespace, nodes: Any, payload: float) -> N
         namespaces=not options.loopback,
     )[0]
     _write(options, "transfers", {"host": facts, "rows": rows}, transfer_table(rows))
+
+
+def _run_profile(options: argparse.Namespace, nodes: Any) -> None:
+    """What ``megatron-fssdp profile`` does, between these nodes; compute is what experts are paced to."""
+    from benchmarks.testbed.processes import run_on_nodes
+    from benchmarks.testbed.transfer_bench import profile_nodes
+    from megatron_fssdp.config.cluster_files import cluster_yaml
+
+    name = f"testbed, {options.rate}"
+    cluster = run_on_nodes(
+        profile_nodes,
+        nodes,
+        options.ranks_per_node,
+        name,
+        options.nodes,
+        options.repetitions,
+        options.gflops * 1e9,
+        namespaces=not options.loopback,
+    )[0]
+    path = options.out / "cluster.yaml"
+    path.write_text(cluster_yaml(cluster), encoding="utf-8")
+    print(f"[testbed] wrote {path}", flush=True)
 
 
 def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None:

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from benchmarks.testbed.measurement import make_groups
 from benchmarks.testbed.report import quartiles
 from megatron_fssdp.collectives.sparse_transfer import SparseTransfer
+from megatron_fssdp.config.cluster_description import ClusterDescription
+from megatron_fssdp.megatron_adapter.cluster_profiler import ProfileSettings, measure_cluster
 from megatron_fssdp.planning.message_size import message_bytes
 from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.topology import Topology
@@ -82,6 +84,25 @@ def measure_transfers(
         }
         for name, (_, bound_s) in cells.items()
     ]
+
+
+def profile_nodes(name: str, num_nodes: int, repetitions: int, flops_per_s: float) -> ClusterDescription:
+    """Runs on every rank: what the links between the nodes and inside them cost.
+
+    Args:
+        name: Of the description.
+        num_nodes: Nodes of the ranks.
+        repetitions: Measured ones for each size.
+        flops_per_s: What compute is paced to.
+    """
+    torch.set_num_threads(1)
+    settings = ProfileSettings(name, num_nodes, "gloo", most_bytes=1 << 24, num_repetitions=repetitions)
+    cluster = measure_cluster(
+        settings, num_nodes, torch.device("cpu"), dist.get_world_size(), lambda line: print(line, flush=True)
+    )
+    compute = {"expert_flops_per_s": flops_per_s, "non_expert_flops_per_s": flops_per_s}
+    sources = cluster.sources | dict.fromkeys(compute, "the testbed's pace")
+    return cluster.model_copy(update={**compute, "sources": sources})
 
 
 def transfer_table(rows: list[dict[str, Any]]) -> str:

@@ -26,11 +26,13 @@ class BusiestLinks:
         near: Between a device and others of its node.
         far_of_device: Between a device and other nodes.
         far_of_node: Between a node and other nodes.
+        far_of_mean_node: The same of a node on average: what all NICs are busy with at once.
     """
 
     near: float = 0.0
     far_of_device: float = 0.0
     far_of_node: float = 0.0
+    far_of_mean_node: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +118,7 @@ def _summed(
         near=float(max(near_out_D.max(), near_in_D.max())),
         far_of_device=float(max(far_out_D.max(), far_in_D.max())),
         far_of_node=float(of_node),
+        far_of_mean_node=float(far_out_D.sum()) / topology.num_nodes,
     )
     tokens_D = np.rint(own_D + near_in_D + far_in_D).astype(np.int64)
     return DispatchTraffic(tokens_D, busiest, int(far_out_D.sum()))
@@ -177,6 +180,7 @@ def transfer_traffic(plan: TransferPlan, topology: Topology) -> TransferTraffic:
         float(max(max(near_out), max(near_in))),
         float(max(max(far_out), max(far_in))),
         float(max(max(node_out), max(node_in))),
+        num_between / topology.num_nodes,
     )
     return TransferTraffic(busiest, (deepest[1], deepest[0]), len(plan.edges), num_between)
 
@@ -192,4 +196,5 @@ def pairs_traffic(traffic_DD: np.ndarray, topology: Topology) -> BusiestLinks:
         float(max(near_DD.sum(axis=1).max(), near_DD.sum(axis=0).max())),
         float(max(far_out_D.max(), far_in_D.max())),
         float(max(np.bincount(node_D, weights=far_out_D).max(), np.bincount(node_D, weights=far_in_D).max())),
+        float(far_out_D.sum()) / topology.num_nodes,
     )

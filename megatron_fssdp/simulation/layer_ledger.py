@@ -3,7 +3,7 @@
 Shape letters: I iterations, L MoE layers, D devices.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from megatron_fssdp.planning.layer_traffic import (
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.strategies.strategy import LayerPlan
 
-_LINKS = ("near", "far_of_device", "far_of_node")
+_LINKS = tuple(field.name for field in fields(BusiestLinks))
 
 
 class LinkColumns:

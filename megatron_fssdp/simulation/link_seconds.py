@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_fssdp.config.cluster_description import ClusterDescription
+from megatron_fssdp.config.cluster_description import ClusterDescription, CollectiveName
 from megatron_fssdp.planning.cluster_cost import collective_link, link_cost
 from megatron_fssdp.planning.cost_model import LinkCost
 from megatron_fssdp.planning.layer_traffic import BusiestLinks
@@ -47,14 +47,19 @@ class LinkSet:
         near: A device's link inside its node.
         far_of_node: A node's NICs together, shared by its devices.
         far_of_device: What one device alone gets of them; costs nothing where that is not known.
+        far_of_all: What a node gets while all nodes send and receive as much; not known: nothing.
     """
 
     near: LinkCost
     far_of_node: LinkCost
     far_of_device: LinkCost = FREE
+    far_of_all: LinkCost = FREE
 
     def times(self, busiest: BusiestLinks, bytes_per_unit: float | np.ndarray, starts: int = 1) -> LinkTimes:
         """Start-up and bytes of the busiest links (FasterMoE, Eq. 2; Parm, Eq. 12).
+
+        Between nodes the largest of three bounds counts: the busiest NIC's bytes, the busiest device's, and
+        an average NIC's at the bandwidth that is left while all of them are busy.
 
         Args:
             busiest: Units; its fields may be arrays.
@@ -64,9 +69,11 @@ class LinkSet:
         near = np.asarray(busiest.near, float) * bytes_per_unit
         of_device = np.asarray(busiest.far_of_device, float) * bytes_per_unit
         of_node = np.asarray(busiest.far_of_node, float) * bytes_per_unit
+        of_mean = np.asarray(busiest.far_of_mean_node, float) * bytes_per_unit
         far_s = np.maximum(
             of_node * self.far_of_node.beta_s_per_byte, of_device * self.far_of_device.beta_s_per_byte
         )
+        far_s = np.maximum(far_s, of_mean * self.far_of_all.beta_s_per_byte)
         return LinkTimes(
             np.where(near > 0, starts * self.near.alpha_s + near * self.near.beta_s_per_byte, 0.0),
             np.where(of_node > 0, starts * self.far_of_node.alpha_s + far_s, 0.0),
@@ -93,7 +100,7 @@ class ClusterLinks:
             return 0.0
         largest = max(len(devices) for devices in topology.devices_by_node)
         others = topology.num_devices - min(len(devices) for devices in topology.devices_by_node)
-        busiest = BusiestLinks(float(largest - 1), float(others), float(others))
+        busiest = BusiestLinks(float(largest - 1), float(others), float(others), float(others))
         return float(self.all_gather.times(busiest, COUNT_BYTES * num_experts).seconds)
 
     def fill_s(self, near_hops: np.ndarray, far_hops: np.ndarray, message_bytes: int) -> np.ndarray:
@@ -105,19 +112,21 @@ class ClusterLinks:
 def cluster_links(cluster: ClusterDescription) -> ClusterLinks:
     """The links of a description, with what was measured of single collectives in their place.
 
-    A fitted all-to-all or all-gather gives what each device gets while all of its node's devices use
-    the NIC, so a node gets that many times as much. A fitted point-to-point transfer bounds one device;
-    the node's bound is the description's ``inter_node``.
+    A fitted all-to-all or all-gather gives what each device gets while all nodes' devices use
+    their NICs, so a node gets that many times as much. An uneven all-to-all leaves most NICs idle: its
+    busiest one has the description's ``inter_node`` to itself. A fitted point-to-point transfer bounds one
+    device; the node's bound is ``inter_node`` as well.
     """
     near, far = link_cost(cluster.intra_node), link_cost(cluster.inter_node)
 
-    def shared(name: str) -> LinkSet:
-        intra = collective_link(cluster, name, "intra_node")  # type: ignore[arg-type]
-        inter = collective_link(cluster, name, "inter_node")  # type: ignore[arg-type]
-        return LinkSet(
-            near if intra is None else link_cost(intra),
-            far if inter is None else link_cost(inter, cluster.devices_per_node),
-        )
+    def shared(name: CollectiveName) -> LinkSet:
+        intra = collective_link(cluster, name, "intra_node")
+        inter = collective_link(cluster, name, "inter_node")
+        near_of = near if intra is None else link_cost(intra)
+        if inter is None:
+            return LinkSet(near_of, far)
+        of_all = link_cost(inter, cluster.devices_per_node)
+        return LinkSet(near_of, LinkCost(inter.alpha_s, far.beta_s_per_byte), FREE, of_all)
 
     intra = collective_link(cluster, "point_to_point", "intra_node")
     inter = collective_link(cluster, "point_to_point", "inter_node")
