@@ -65,9 +65,10 @@ class FssdpSettings(PlacementSettings):
         default=None,
         ge=0,
         description=(
-            "Most experts of a layer that may be replicated (Hecate Alg. 1, t). Default: as many as "
-            "travel within the compute before the layer, measured in the first profile_iterations; "
-            "until then all of them."
+            "Most experts of a layer that may be replicated (Hecate Alg. 1, t). Default: with planner "
+            "'balanced' as many as save more seconds than they cost, by what the first profile_iterations "
+            "measure; with 'hecate' as many as travel within the compute before the layer; until that is "
+            "measured, all of them."
         ),
     )
     planner: Literal["balanced", "hecate"] = Field(

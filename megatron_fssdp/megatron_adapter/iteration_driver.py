@@ -178,12 +178,15 @@ def _described_profile(context: LayerContext, strategy: Any) -> str:
     cluster = profile.cluster
     settings = strategy.settings
     degree, slots = strategy.overlap_degree(context), strategy.slots(context)
+    how = "given" if settings.overlap_degree is not None else "measured"
+    if settings.overlap_degree is None and settings.planner == "balanced":
+        how += "; experts are replicated by seconds"
     return (
         f"[fssdp] measured in {strategy.profile_iterations} iterations: compute before a layer "
         f"{profile.non_moe_s * 1e3:.3f} ms, links inside a node {_described(cluster.intra)}, between nodes "
         f"{_described(cluster.inter)}, experts {cluster.expert_flops_per_s / 1e9:.2f} GFLOP/s a device, "
         f"{profile.expert_bytes} bytes an expert; overlap degree t = {degree} "
-        f"({'given' if settings.overlap_degree is not None else 'measured'}), slots m = {slots} "
+        f"({how}), slots m = {slots} "
         f"({'given' if settings.slots is not None else 'measured'})"
     )
 

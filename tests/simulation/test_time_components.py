@@ -49,13 +49,21 @@ def test_nodes_share_their_nic() -> None:
     assert outcome.ledger.cross_node_IL.tolist() == [[24]]
 
 
-def test_fitted_all_to_all_counts_for_all_devices_of_a_node() -> None:
+@pytest.mark.parametrize(
+    ("fitted_bytes_per_s", "rows_s"),
+    [
+        # An average node has 24 / 2 rows; 20 bytes/s for each of its two devices while all nodes exchange.
+        (20, 12 * (10 + 6) / 40),
+        # The busiest node's NIC has 16 rows and does not get faster than it is.
+        (1000, 16 * (10 + 6) / 100),
+    ],
+)
+def test_fitted_all_to_all_bounds_the_average_node(fitted_bytes_per_s: float, rows_s: float) -> None:
     counts = [[4, 0, 4, 0], [4, 0, 4, 0], [8, 0, 0, 0], [8, 0, 0, 0]]
-    fitted = {"all_to_all": {"inter_node": {"alpha_s": 0.25, "bandwidth_bytes_per_s": 20}}}
+    fitted = {"all_to_all": {"inter_node": {"alpha_s": 0.25, "bandwidth_bytes_per_s": fitted_bytes_per_s}}}
     cluster = cluster_of(nodes=2, collectives=fitted)
     outcome = simulate("ep", settings_of("ep"), loads(counts), cluster, job_of(devices=4, experts=4))
-    # 20 bytes/s for each of two devices.
-    wanted = 2 * 16 * (10 + 6) / 40 + 2 * (2 + 1) * 0.25 + 2 * 4 * 8 / 100
+    wanted = 2 * rows_s + 2 * (2 + 1) * 0.25 + 2 * 4 * 8 / 100
     assert seconds(outcome)["all-to-all"] == pytest.approx(wanted)
 
 
