@@ -226,7 +226,8 @@ class LayerExecutor:
 
     def plan_following(self) -> None:
         """Plan the layer after this one; for a moment in which the host would only wait."""
-        if self.following is not None:
+        # Comparing plans is a collective that may raise: not while others are under way.
+        if self.following is not None and not self.following.check_plans:
             self.following.prepare()
 
     def launch(self, hidden: torch.Tensor, *, first: bool = False) -> torch.Tensor:

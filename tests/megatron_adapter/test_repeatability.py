@@ -1,6 +1,7 @@
 """The same seed and layout give the same bits, in whatever order transfers come in."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,9 +47,9 @@ def let_messages_be_late() -> None:
     post = sparse_transfer._post
     draw = random.Random(int(os.environ["RANK"]))
 
-    def post_late(operations: object) -> object:
+    def post_late(*arguments: Any) -> Any:
         if draw.random() < 0.3:
             time.sleep(draw.random() * 0.01)
-        return post(operations)
+        return post(*arguments)
 
     sparse_transfer._post = post_late
