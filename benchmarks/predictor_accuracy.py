@@ -1,6 +1,6 @@
 """Simulated against measured testbed seconds, over workloads, strategies and link rates.
 
-    python -m benchmarks.predictor_accuracy RESULTS… --out DIR [--cluster CLUSTER.yaml]
+    python -m benchmarks.predictor_accuracy RESULTS… --out DIR [--cluster CLUSTER.yaml…]
 
 RESULTS are ``testbed.json`` files of ``python -m benchmarks.testbed`` (or their folders), one a link rate.
 The same loads, drawn again from the options that each file keeps, go through the simulator on the cluster
@@ -68,12 +68,18 @@ def main() -> int:
     )
     parser.add_argument("results", type=Path, nargs="+", metavar="RESULTS")
     parser.add_argument("--out", type=Path, required=True, help="folder of the report")
-    parser.add_argument("--cluster", type=Path, help="measured start-up times and links inside a node")
+    parser.add_argument(
+        "--cluster", type=Path, nargs="+", help="measured by `testbed --profile`; one, or one for each result"
+    )
     options = parser.parse_args()
     try:
-        measured = load_cluster(options.cluster) if options.cluster is not None else None
         records = [read(path) for path in options.results]
-        comparisons = [one for record in records for one in compare(record, measured)]
+        clusters = clusters_of(options.cluster, len(records))
+        comparisons = [
+            one
+            for record, measured in zip(records, clusters, strict=True)
+            for one in compare(record, measured)
+        ]
         if len(comparisons) < 2:
             raise ConfigurationError(
                 f"{len(comparisons)} comparison: wanted two or more; give results with more workloads"
@@ -90,7 +96,7 @@ def main() -> int:
         "summary": figures,
         "comparisons": [{**asdict(one), "error": one.error} for one in comparisons],
         "results": [str(path) for path in options.results],
-        "cluster": measured.model_dump(mode="json") if measured is not None else None,
+        "clusters": [None if one is None else one.model_dump(mode="json") for one in clusters],
     }
     path = options.out / "predictor_accuracy"
     path.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -99,6 +105,22 @@ def main() -> int:
         draw(comparisons, figures, path.with_suffix(suffix))
     print(f"wrote {path}.json, .md, .png and .svg")
     return 0
+
+
+def clusters_of(paths: Sequence[Path] | None, num_results: int) -> list[ClusterDescription | None]:
+    """What was measured of each result's nodes.
+
+    Raises:
+        ConfigurationError: There are neither one nor as many as results.
+    """
+    if paths is None:
+        return [None] * num_results
+    if len(paths) not in (1, num_results):
+        raise ConfigurationError(
+            f"--cluster: got {len(paths)} files for {num_results} results; wanted one for all or one for each"
+        )
+    clusters: list[ClusterDescription | None] = [load_cluster(path) for path in paths]
+    return clusters * num_results if len(clusters) == 1 else clusters
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -170,7 +170,7 @@ class IterationResult:
         loads: Of every layer, with transfers' bytes and times; none under Megatron's dispatcher.
         pairs_LDD: Assignments that each device sent to each, forward.
         spag_inter_node_bytes: Of SparseAllGather's bytes, those between nodes, all layers.
-        replica_bytes: Replicas' parameters on this rank at the end of the forward pass.
+        replica_bytes: Most that replicas take on this rank: all layers' parameters, a layer's gradients.
         transfers: Name, begin and end of what ran on this rank's lane.
     """
 
@@ -411,7 +411,9 @@ class RuntimeStack(LayerStack):
 
     def _replica_bytes(self) -> int:
         held = (layer._iteration.weights for layer in self.runtime.layers if layer._iteration is not None)
-        return sum(weights.resident_bytes for weights in held if weights is not None)
+        of_layers = [weights.resident_bytes for weights in held if weights is not None]
+        # Parameters stay for the iteration, gradients are there for one layer at a time.
+        return sum(of_layers) + max(of_layers, default=0)
 
     def _finish(self) -> None:
         self.runtime.finish_gradients()

@@ -61,7 +61,7 @@ class Sample:
         dispatch_bytes: Hidden states of the four all-to-alls between nodes and inside them, from the plans.
         transfer_bytes: Of spAG and spRS together, between nodes and inside them, from the plans.
         node_bytes: Most that one node's interface sent or received, with headers; 0 without namespaces.
-        replica_bytes: Most replicas' parameters on one rank at the end of the forward pass.
+        replica_bytes: Most that replicas take on one rank: all layers' parameters, a layer's gradients.
     """
 
     workload: str

@@ -94,7 +94,7 @@ def table(found: Sequence[Mapping[str, Any]], heats: Mapping[str, Mapping[str, f
     """A Markdown table, medians with quartiles in brackets."""
     lines = [
         "| workload | expert / device max/mean | variant | seconds | speed-up | % of ceiling "
-        "| hidden spAG / spRS | MiB between / inside nodes | replicas MiB |",
+        "| hidden spAG / spRS | MiB between / inside nodes | most for replicas MiB |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for one in found:
