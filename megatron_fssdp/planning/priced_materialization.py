@@ -23,6 +23,10 @@ LEAST_SAVING = 0.01
 """Part of plain expert parallelism's seconds that more replicas must save: less is within what the
 model does not know."""
 
+LEAST_CONSIDERED, CONSIDERED_OVER_HIDDEN = 16, 2
+"""At most so many experts are considered, or so many times those whose transfers hide: more would cost the
+host more than they save a device."""
+
 
 @dataclass(frozen=True)
 class LayerPrice:
@@ -92,7 +96,7 @@ def priced_materialization(
 ) -> ExpertPlacement:
     """The cheapest of several placements by :class:`LayerPrice`.
 
-    The search plans without a limit on the experts (:func:`plan_materialization`). Of its result none, the
+    The search plans for many experts (:func:`plan_materialization`). Of its result none, the
     replicas of the most loaded 1, 2, 4, … experts, and all are compared; the best number is then
     planned anew, because a search that may replicate only so many places them otherwise.
 
@@ -108,7 +112,8 @@ def priced_materialization(
     Returns:
         A placement whose modelled seconds are at most the owners-only one's.
     """
-    everything = plan_materialization(owner_E, load_DE, topology, overlap_degree=len(owner_E), slots=slots)
+    considered = max(LEAST_CONSIDERED, CONSIDERED_OVER_HIDDEN * profile.overlap_degree(topology))
+    everything = plan_materialization(owner_E, load_DE, topology, overlap_degree=considered, slots=slots)
     if not everything.num_replicas:
         return everything
     load_E = np.asarray(load_DE).sum(axis=0)
@@ -123,10 +128,12 @@ def priced_materialization(
         saves = price.seconds(everything) < (1 - LEAST_SAVING) * plain_s
         return everything if saves else owners_only
     best, best_s, best_number = owners_only, plain_s, 0
+    dearer_in_turn = 0
     for number in doubling(len(replicated)):
         candidate = _of_experts(everything, replicated[:number])
         seconds = price.seconds(candidate)
-        if best_number and seconds >= best_s:
+        dearer_in_turn = dearer_in_turn + 1 if best_number and seconds >= best_s else 0
+        if dearer_in_turn == 2:
             break  # more experts expose more
         if seconds < best_s - LEAST_SAVING * plain_s:
             best, best_s, best_number = candidate, seconds, number
