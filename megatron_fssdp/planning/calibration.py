@@ -11,7 +11,7 @@ from megatron_fssdp.planning import cost_model
 from megatron_fssdp.planning.cost_model import ClusterCost
 from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.sparse_materialization import sparse_materialization
-from megatron_fssdp.planning.token_dispatch import DispatchPolicy, plan_dispatch
+from megatron_fssdp.planning.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.transfer_plan import additional_transfer, two_level_transfer
 
@@ -98,7 +98,7 @@ def calibrated_placement(
         )
 
     def seconds_of_layer(placement: ExpertPlacement) -> float:
-        return num_micro_batches * dispatched_layer_s(
+        return num_micro_batches * cost_model.dispatched_layer_s(
             counts,
             placement,
             topology,
@@ -142,38 +142,6 @@ def calibrated_placement(
         if gain_s > best_gain_s:
             best, best_gain_s = candidate, gain_s
     return best
-
-
-def dispatched_layer_s(
-    counts_DE: np.ndarray,
-    placement: ExpertPlacement,
-    topology: Topology,
-    *,
-    cluster: ClusterCost,
-    token_bytes: float,
-    flops_per_token: float,
-    dispatch_policy: DispatchPolicy = "even",
-) -> float:
-    """Seconds of a layer's all-to-alls and experts when these counts are dispatched under a placement.
-
-    Args:
-        counts_DE: (token, k) pairs by source and expert, int64 ``[D, E]``.
-        placement: Where the experts are.
-        topology: Nodes of the devices.
-        cluster: Link and compute costs.
-        token_bytes: One token's hidden state.
-        flops_per_token: Forward of one expert for one token.
-        dispatch_policy: How the tokens are split among holders.
-    """
-    tokens_DD = cost_model.dispatch_tokens_DD(
-        plan_dispatch(dispatch_policy, counts_DE, placement, topology), topology.num_devices
-    )
-    return cost_model.layer_s(
-        all_to_all_s=cost_model.all_to_all_s(tokens_DD, token_bytes, topology, cluster),
-        expert_forward_s=cost_model.expert_forward_s(tokens_DD.sum(axis=0), flops_per_token, cluster),
-        exposed_gather_s=0.0,
-        exposed_reduce_s=0.0,
-    )
 
 
 def _additions(

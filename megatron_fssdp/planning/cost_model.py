@@ -8,7 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_fssdp.planning.token_dispatch import TokenDispatch
+from megatron_fssdp.planning.layer_traffic import (
+    BusiestLinks,
+    dispatch_traffic,
+    pairs_traffic,
+    transfer_traffic,
+)
+from megatron_fssdp.planning.placement import ExpertPlacement
+from megatron_fssdp.planning.token_dispatch import DispatchPolicy, TokenDispatch
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.transfer_plan import TransferPlan
 
@@ -110,59 +117,20 @@ class ClusterCost:
             )
 
 
-@dataclass(frozen=True, eq=False)
-class LinkTraffic:
-    """Units sent and received, by device inside its node and by node across its NIC.
-
-    Attributes:
-        device_out_D: Sent to other devices of the same node, [D].
-        device_in_D: Received from other devices of the same node, [D].
-        node_out_N: Sent to other nodes, [N].
-        node_in_N: Received from other nodes, [N].
-    """
-
-    device_out_D: np.ndarray
-    device_in_D: np.ndarray
-    node_out_N: np.ndarray
-    node_in_N: np.ndarray
-
-    @classmethod
-    def from_pairs(cls, traffic_DD: np.ndarray, topology: Topology) -> "LinkTraffic":
-        """Traffic of every link from what each device sends to each other, [D, D]."""
-        node_D = topology.node_of_device_D
-        same_node_DD = node_D[:, None] == node_D[None, :]
-        near_DD = np.where(same_node_DD, traffic_DD, 0)
-        np.fill_diagonal(near_DD, 0)
-        far_DD = np.where(same_node_DD, 0, traffic_DD)
-        return cls(
-            near_DD.sum(axis=1),
-            near_DD.sum(axis=0),
-            np.bincount(node_D, weights=far_DD.sum(axis=1), minlength=topology.num_nodes),
-            np.bincount(node_D, weights=far_DD.sum(axis=0), minlength=topology.num_nodes),
-        )
-
-
 def dispatch_tokens_DD(dispatch: TokenDispatch, num_devices: int) -> np.ndarray:
     """(token, k) pairs that each device sends to each, int64 [D, D]; the diagonal stays."""
     return np.stack([dispatch.from_source(source).sum(axis=0) for source in range(num_devices)])
 
 
-def link_time_s(traffic: LinkTraffic, bytes_per_unit: float, cluster: ClusterCost) -> float:
+def link_time_s(busiest: BusiestLinks, bytes_per_unit: float, cluster: ClusterCost) -> float:
     """Seconds until the slowest link is done: ``max over links of traffic / bandwidth``.
 
     FasterMoE, Eq. 2, with both directions of every link and a start-up term (Parm, Eq. 12).
     """
-    return busiest_link_s(
-        max(int(traffic.device_out_D.max()), int(traffic.device_in_D.max())),
-        max(int(traffic.node_out_N.max()), int(traffic.node_in_N.max())),
-        bytes_per_unit,
-        cluster,
+    return max(
+        cluster.intra.time_s(busiest.near * bytes_per_unit),
+        cluster.inter.time_s(busiest.far_of_node * bytes_per_unit),
     )
-
-
-def busiest_link_s(near: float, far: float, bytes_per_unit: float, cluster: ClusterCost) -> float:
-    """Seconds for so many units on the busiest link inside a node and on the busiest NIC, side by side."""
-    return max(cluster.intra.time_s(near * bytes_per_unit), cluster.inter.time_s(far * bytes_per_unit))
 
 
 def all_to_all_s(
@@ -176,7 +144,7 @@ def all_to_all_s(
         topology: Nodes of the devices.
         cluster: Link costs.
     """
-    return link_time_s(LinkTraffic.from_pairs(tokens_DD, topology), token_bytes, cluster)
+    return link_time_s(pairs_traffic(tokens_DD, topology), token_bytes, cluster)
 
 
 def expert_forward_s(tokens_D: np.ndarray, flops_per_token: float, cluster: ClusterCost) -> float:
@@ -196,13 +164,9 @@ def transfer_s(plan: TransferPlan, expert_bytes: int, topology: Topology, cluste
     each other, so each adds the start-up of the slower link it may use. SparseReduceScatter
     is the transpose: the same links in the other direction, the same seconds.
     """
-    experts_DD = np.zeros((plan.num_devices, plan.num_devices), dtype=np.int64)
-    crosses = False
-    for edge in plan.edges:
-        experts_DD[edge.source, edge.destination] += 1
-        crosses |= topology.node_of_device[edge.source] != topology.node_of_device[edge.destination]
-    slowest_s = link_time_s(LinkTraffic.from_pairs(experts_DD, topology), expert_bytes, cluster)
-    hop_s = max(cluster.intra.alpha_s, cluster.inter.alpha_s if crosses else 0.0)
+    traffic = transfer_traffic(plan, topology)
+    slowest_s = link_time_s(traffic.busiest, expert_bytes, cluster)
+    hop_s = max(cluster.intra.alpha_s, cluster.inter.alpha_s if traffic.num_between_nodes else 0.0)
     return slowest_s + max(plan.max_depth, 0) * hop_s
 
 
@@ -239,3 +203,33 @@ def layer_s(
     """
     compute_s = (1 + BACKWARD_PER_FORWARD) * expert_forward_s
     return NUM_ALL_TO_ALLS * all_to_all_s + compute_s + exposed_gather_s + exposed_reduce_s
+
+
+def dispatched_layer_s(
+    counts_DE: np.ndarray,
+    placement: ExpertPlacement,
+    topology: Topology,
+    *,
+    cluster: ClusterCost,
+    token_bytes: float,
+    flops_per_token: float,
+    dispatch_policy: DispatchPolicy = "even",
+) -> float:
+    """Seconds of a layer's all-to-alls and experts when these counts are dispatched under a placement.
+
+    Args:
+        counts_DE: (token, k) pairs by source and expert, int64 ``[D, E]``.
+        placement: Where the experts are.
+        topology: Nodes of the devices.
+        cluster: Link and compute costs.
+        token_bytes: One token's hidden state.
+        flops_per_token: Forward of one expert for one token.
+        dispatch_policy: How the tokens are split among holders.
+    """
+    traffic = dispatch_traffic(dispatch_policy, counts_DE, placement, topology)
+    return layer_s(
+        all_to_all_s=link_time_s(traffic.busiest, token_bytes, cluster),
+        expert_forward_s=expert_forward_s(traffic.tokens_D, flops_per_token, cluster),
+        exposed_gather_s=0.0,
+        exposed_reduce_s=0.0,
+    )

@@ -12,7 +12,6 @@ import numpy as np
 from megatron_fssdp.planning import cost_model
 from megatron_fssdp.planning.calibration import doubling
 from megatron_fssdp.planning.layer_profile import LayerProfile
-from megatron_fssdp.planning.layer_traffic import dispatch_traffic
 from megatron_fssdp.planning.materialization_planner import plan_materialization
 from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.token_dispatch import DispatchPolicy
@@ -48,17 +47,16 @@ class LayerPrice:
 
     def seconds(self, placement: ExpertPlacement) -> float:
         """All-to-alls, experts, and what attention does not hide of spAG and spRS."""
-        profile, cluster = self.profile, self.profile.cluster
-        traffic = dispatch_traffic(self.dispatch_policy, self.counts_DE, placement, self.topology)
-        gather_s, reduce_s = self.exposed_s(placement)
-        return cost_model.layer_s(
-            all_to_all_s=cost_model.busiest_link_s(
-                traffic.busiest.near, traffic.busiest.far_of_node, profile.token_bytes, cluster
-            ),
-            expert_forward_s=cost_model.expert_forward_s(traffic.tokens_D, profile.flops_per_token, cluster),
-            exposed_gather_s=gather_s,
-            exposed_reduce_s=reduce_s,
+        layer_s = cost_model.dispatched_layer_s(
+            self.counts_DE,
+            placement,
+            self.topology,
+            cluster=self.profile.cluster,
+            token_bytes=self.profile.token_bytes,
+            flops_per_token=self.profile.flops_per_token,
+            dispatch_policy=self.dispatch_policy,
         )
+        return layer_s + sum(self.exposed_s(placement))
 
     def exposed_s(self, placement: ExpertPlacement) -> tuple[float, float]:
         """Seconds of spAG and of spRS that compute does not hide.

@@ -1,6 +1,7 @@
 """FSSDP: replicate the experts that the last iterations used most (Hecate §4)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -68,7 +69,8 @@ class FullyShardedSparseDataParallelism:
                 history.mean_DE(),
                 context.topology,
                 slots=slots,
-                profile=profile,
+                # In turn with the layer, transfers hide under nothing.
+                profile=profile if settings.overlap else replace(profile, non_moe_s=0.0),
                 dispatch_policy=settings.dispatch_policy,
                 rematerialize=settings.rematerialize,
             )
@@ -102,6 +104,7 @@ class FullyShardedSparseDataParallelism:
             flops_per_token=profile.flops_per_token,
             num_micro_batches=num_micro_batches,
             dispatch_policy=self.settings.dispatch_policy,
+            gradient_bytes=profile.gradient_bytes,
         )
         return plan if placement is None else self._plan_of(placement, context)
 

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from megatron_fssdp.planning import cost_model
 from megatron_fssdp.planning.calibration import (
     calibrated_placement,
-    dispatched_layer_s,
     sparse_materialization_by_source,
 )
 from megatron_fssdp.planning.cost_model import ClusterCost, LinkCost
@@ -42,9 +41,9 @@ def test_a_layer_by_hand():
     planned = ExpertPlacement.owners_only(np.array([0, 1]), 2)
     counts_DE, topology = [[10, 0], [10, 0]], Topology.single_node(2)
     costs = {"cluster": SLOW, "token_bytes": 1.0, "flops_per_token": 1.0}
-    assert dispatched_layer_s(np.array(counts_DE), planned, topology, **costs) == 100.0
+    assert cost_model.dispatched_layer_s(np.array(counts_DE), planned, topology, **costs) == 100.0
     everywhere = planned.with_replicas([(0, 1)])
-    assert dispatched_layer_s(np.array(counts_DE), everywhere, topology, **costs) == 30.0
+    assert cost_model.dispatched_layer_s(np.array(counts_DE), everywhere, topology, **costs) == 30.0
     # It travels there and its gradient back.
     assert calibrate(planned, counts_DE, topology, expert_bytes=34) == everywhere
     assert calibrate(planned, counts_DE, topology, expert_bytes=35) is None

@@ -9,9 +9,9 @@ from megatron_fssdp.planning.cost_model import (
     ClusterCost,
     LinkCost,
     LinkFit,
-    LinkTraffic,
     fit_link_cost,
 )
+from megatron_fssdp.planning.layer_traffic import BusiestLinks, pairs_traffic
 from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.token_dispatch import plan_dispatch
 from megatron_fssdp.planning.topology import Topology
@@ -99,11 +99,9 @@ def test_r_squared_is_that_of_the_seconds():
 def test_all_to_all_waits_for_the_busiest_link():
     topology = Topology.uniform(4, 2)
     tokens_DD = np.array([[9, 5, 1, 0], [0, 9, 0, 2], [0, 0, 9, 0], [0, 0, 0, 9]])
-    traffic = LinkTraffic.from_pairs(tokens_DD, topology)
-    assert traffic.device_out_D.tolist() == [5, 0, 0, 0]
-    assert traffic.device_in_D.tolist() == [0, 5, 0, 0]
-    assert traffic.node_out_N.tolist() == [3, 0]
-    assert traffic.node_in_N.tolist() == [0, 3]
+    assert pairs_traffic(tokens_DD, topology) == BusiestLinks(
+        near=5, far_of_device=2, far_of_node=3, far_of_mean_node=1.5
+    )
     # NIC: 3 tokens * 2 bytes * 10 s/byte; device: 5 * 2 * 1.
     assert cost_model.all_to_all_s(tokens_DD, 2, topology, FAST) == 60.0
     assert cost_model.all_to_all_s(tokens_DD, 2, Topology.single_node(4), FAST) == 12.0  # device 0 sends 6

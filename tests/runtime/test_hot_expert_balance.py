@@ -3,17 +3,13 @@
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
-from megatron_fssdp.planning.placement import even_owners
 from megatron_fssdp.planning.topology import Topology
-from megatron_fssdp.runtime.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.moe_runtime import MoERuntime
 from megatron_fssdp.strategies.registry import build_strategy
-from megatron_fssdp.strategies.strategy import LayerContext
 from megatron_fssdp.testing import run_ranks
 
+from .one_layer import one_layer
 from .rank_layer import ACTIVATIONS, moe_forward
 
 NUM_EXPERTS, NUM_TOKENS, WINDOW = 8, 2048, 2
@@ -34,16 +30,8 @@ def run_hot(rank: int, world_size: int, cases: list[tuple[str, dict, int, int]])
     found = []
     for name, settings, num_nodes, hot in cases:
         strategy = build_strategy(name, SETTINGS_BY_STRATEGY[name].model_validate(settings))
-        runtime = MoERuntime(strategy, measure=True)
         topology = Topology.uniform(world_size, num_nodes)
-        owner_E = even_owners(NUM_EXPERTS, world_size)
-        parameters = {
-            int(e): [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
-            for e in np.flatnonzero(owner_E == rank)
-        }
-        executor = runtime.add_layer(
-            LayerContext(1, owner_E, topology), ExpertGroups(dist.group.WORLD, topology), parameters
-        )
+        runtime, executor = one_layer(strategy, NUM_EXPERTS, topology, rank)
         rng = np.random.default_rng(100 * hot + rank)
         for _ in range(WINDOW + 1):
             runtime.begin_iteration()

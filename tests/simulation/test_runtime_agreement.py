@@ -4,19 +4,16 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from megatron_fssdp.config.strategy_selection import strategy_settings
 from megatron_fssdp.planning.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.layer_profile import LayerProfile
-from megatron_fssdp.planning.placement import even_owners
 from megatron_fssdp.planning.topology import Topology
-from megatron_fssdp.runtime.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.moe_runtime import MoERuntime
 from megatron_fssdp.simulation.replay import replay_strategy
 from megatron_fssdp.strategies.registry import build_strategy
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
+from megatron_fssdp.strategies.strategy import LayerPlan
 from megatron_fssdp.testing import run_ranks
+from tests.runtime.one_layer import one_layer
 from tests.runtime.rank_layer import ACTIVATIONS, moe_forward
 
 NUM_EXPERTS, NUM_TOKENS, NUM_ITERATIONS, WORLD = 8, 64, 6, 4
@@ -28,6 +25,7 @@ CASES = [
     ("fssdp", {"planner": "hecate", "window": 2}),
     ("fssdp", {"slots": 2, "overlap_degree": 3, "calibrate": True, "profile_iterations": 2}),
     ("fssdp", {"slots": 2, "overlap_degree": 4, "dispatch_policy": "balanced"}),
+    ("fssdp", {"slots": 2, "profile_iterations": 2}),  # by price
 ]
 
 
@@ -36,16 +34,8 @@ def run_layers(rank: int, world_size: int) -> list[list[tuple[bytes, np.ndarray,
     found = []
     for name, keys in CASES:
         strategy = build_strategy(name, strategy_settings(name, keys, "test"))
-        runtime = MoERuntime(strategy, measure=True)
         topology = Topology.uniform(world_size, 2)
-        owner_E = even_owners(NUM_EXPERTS, world_size)
-        parameters = {
-            int(e): [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
-            for e in np.flatnonzero(owner_E == rank)
-        }
-        executor = runtime.add_layer(
-            LayerContext(1, owner_E, topology), ExpertGroups(dist.group.WORLD, topology), parameters
-        )
+        runtime, executor = one_layer(strategy, NUM_EXPERTS, topology, rank)
         rng = np.random.default_rng(rank)
         iterations = []
         for iteration in range(NUM_ITERATIONS):

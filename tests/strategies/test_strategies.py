@@ -207,6 +207,18 @@ def test_limits_are_given_or_measured(
     assert (placement.present_ED.sum(axis=1) > 1).sum() <= degree
 
 
+@pytest.mark.parametrize(("overlap", "replicates"), [(True, True), (False, False)])
+def test_transfers_in_turn_have_their_price(overlap: bool, replicates: bool) -> None:
+    """Experts that take far longer to travel than they save: only where all of it hides."""
+    profile = dataclasses.replace(measured(non_moe_s=1e3), expert_bytes=10**8)
+    history = LoadHistory(5, 4, 8)
+    history.append(np.arange(32).reshape(4, 8) ** 2)
+    settings = FssdpSettings(slots=1, overlap=overlap)
+    context = dataclasses.replace(CONTEXT, profile=profile)
+    placement = build_strategy("fssdp", settings).before_gate(context, history).placement
+    assert bool(placement.num_replicas) is replicates
+
+
 @pytest.mark.parametrize(
     ("given", "iterations"),
     [

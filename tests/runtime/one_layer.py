@@ -1,0 +1,26 @@
+"""A runtime with one small layer, whose experts nobody computes."""
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.planning.placement import even_owners
+from megatron_fssdp.planning.topology import Topology
+from megatron_fssdp.runtime.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.layer_executor import LayerExecutor
+from megatron_fssdp.runtime.moe_runtime import MoERuntime
+from megatron_fssdp.strategies.strategy import LayerContext, Strategy
+
+
+def one_layer(
+    strategy: Strategy, num_experts: int, topology: Topology, rank: int
+) -> tuple[MoERuntime, LayerExecutor]:
+    """The runtime of all ranks' world, which measures, and its layer."""
+    runtime = MoERuntime(strategy, measure=True)
+    owner_E = even_owners(num_experts, topology.num_devices)
+    parameters = {
+        int(e): [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
+        for e in np.flatnonzero(owner_E == rank)
+    }
+    groups = ExpertGroups(dist.group.WORLD, topology)
+    return runtime, runtime.add_layer(LayerContext(1, owner_E, topology), groups, parameters)
