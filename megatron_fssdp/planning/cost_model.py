@@ -8,12 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_fssdp.planning.layer_traffic import (
-    BusiestLinks,
-    dispatch_traffic,
-    pairs_traffic,
-    transfer_traffic,
-)
+from megatron_fssdp.planning.layer_traffic import dispatch_traffic, pairs_traffic, transfer_traffic
 from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.token_dispatch import DispatchPolicy, TokenDispatch
 from megatron_fssdp.planning.topology import Topology
@@ -48,9 +43,9 @@ class LinkCost:
                     f"{name} is {value}: wanted a finite number of 0 or more; fit it to measured times again"
                 )
 
-    def time_s(self, num_bytes: float) -> float:
-        """Seconds for ``num_bytes``; nothing to send costs nothing."""
-        return self.alpha_s + self.beta_s_per_byte * num_bytes if num_bytes > 0 else 0.0
+    def time_s[Amount: (float, np.ndarray)](self, num_bytes: Amount) -> Amount:
+        """Seconds for ``num_bytes``, or for each of an array; nothing to send costs nothing."""
+        return (num_bytes > 0) * (self.alpha_s + self.beta_s_per_byte * num_bytes)
 
 
 def fit_link_cost(num_bytes: Sequence[float], seconds: Sequence[float]) -> LinkCost:
@@ -122,15 +117,22 @@ def dispatch_tokens_DD(dispatch: TokenDispatch, num_devices: int) -> np.ndarray:
     return np.stack([dispatch.from_source(source).sum(axis=0) for source in range(num_devices)])
 
 
-def link_time_s(busiest: BusiestLinks, bytes_per_unit: float, cluster: ClusterCost) -> float:
+def link_time_s[Amount: (float, np.ndarray)](
+    near: Amount, far_of_node: Amount, bytes_per_unit: float, cluster: ClusterCost
+) -> Amount:
     """Seconds until the slowest link is done: ``max over links of traffic / bandwidth``.
 
     FasterMoE, Eq. 2, with both directions of every link and a start-up term (Parm, Eq. 12).
+
+    Args:
+        near: Units on the busiest device's link inside its node, or an array of such cases.
+        far_of_node: Units on the busiest node's NIC, likewise.
+        bytes_per_unit: Bytes of a unit.
+        cluster: Link costs.
     """
-    return max(
-        cluster.intra.time_s(busiest.near * bytes_per_unit),
-        cluster.inter.time_s(busiest.far_of_node * bytes_per_unit),
-    )
+    near_s = cluster.intra.time_s(near * bytes_per_unit)
+    far_s = cluster.inter.time_s(far_of_node * bytes_per_unit)
+    return np.maximum(near_s, far_s)
 
 
 def all_to_all_s(
@@ -144,7 +146,8 @@ def all_to_all_s(
         topology: Nodes of the devices.
         cluster: Link costs.
     """
-    return link_time_s(pairs_traffic(tokens_DD, topology), token_bytes, cluster)
+    busiest = pairs_traffic(tokens_DD, topology)
+    return link_time_s(busiest.near, busiest.far_of_node, token_bytes, cluster)
 
 
 def expert_forward_s(tokens_D: np.ndarray, flops_per_token: float, cluster: ClusterCost) -> float:
@@ -164,10 +167,25 @@ def transfer_s(plan: TransferPlan, expert_bytes: int, topology: Topology, cluste
     each other, so each adds the start-up of the slower link it may use. SparseReduceScatter
     is the transpose: the same links in the other direction, the same seconds.
     """
-    traffic = transfer_traffic(plan, topology)
-    slowest_s = link_time_s(traffic.busiest, expert_bytes, cluster)
-    hop_s = max(cluster.intra.alpha_s, cluster.inter.alpha_s if traffic.num_between_nodes else 0.0)
-    return slowest_s + max(plan.max_depth, 0) * hop_s
+    busiest = transfer_traffic(plan, topology).busiest
+    return pipelined_s(busiest.near, busiest.far_of_node, float(plan.max_depth), expert_bytes, cluster)
+
+
+def pipelined_s[Amount: (float, np.ndarray)](
+    near: Amount, far_of_node: Amount, max_depth: Amount, expert_bytes: int, cluster: ClusterCost
+) -> Amount:
+    """Seconds of a transfer, or of an array of them, from its busiest links and its deepest edge.
+
+    Args:
+        near: Experts on the busiest device's link inside its node.
+        far_of_node: Experts on the busiest node's NIC.
+        max_depth: Depth of the deepest edge; 0 and less add nothing.
+        expert_bytes: Bytes of an expert.
+        cluster: Link costs.
+    """
+    between_s = max(0.0, cluster.inter.alpha_s - cluster.intra.alpha_s)
+    hop_s = cluster.intra.alpha_s + (far_of_node > 0) * between_s
+    return link_time_s(near, far_of_node, expert_bytes, cluster) + (max_depth > 0) * max_depth * hop_s
 
 
 def overlap_degree(non_moe_s: float, bandwidth_bytes_per_s: float, expert_bytes: int) -> int:
@@ -188,14 +206,14 @@ def overlap_degree(non_moe_s: float, bandwidth_bytes_per_s: float, expert_bytes:
     return int(non_moe_s * bandwidth_bytes_per_s / expert_bytes)
 
 
-def exposed_s(busy_s: float, hidden_under_s: float) -> float:
+def exposed_s[Amount: (float, np.ndarray)](busy_s: Amount, hidden_under_s: float) -> Amount:
     """Seconds of a transfer that the compute beside it does not hide (Pro-Prophet, Eq. 8)."""
-    return max(0.0, busy_s - hidden_under_s)
+    return np.maximum(0.0, busy_s - hidden_under_s)
 
 
-def layer_s(
-    *, all_to_all_s: float, expert_forward_s: float, exposed_gather_s: float, exposed_reduce_s: float
-) -> float:
+def layer_s[Amount: (float, np.ndarray)](
+    *, all_to_all_s: Amount, expert_forward_s: Amount, exposed_gather_s: Amount, exposed_reduce_s: Amount
+) -> Amount:
     """Seconds of one MoE layer, forward and backward.
 
     Four all-to-alls, three times the forward compute, and what of spAG and spRS is not
@@ -228,7 +246,7 @@ def dispatched_layer_s(
     """
     traffic = dispatch_traffic(dispatch_policy, counts_DE, placement, topology)
     return layer_s(
-        all_to_all_s=link_time_s(traffic.busiest, token_bytes, cluster),
+        all_to_all_s=link_time_s(traffic.busiest.near, traffic.busiest.far_of_node, token_bytes, cluster),
         expert_forward_s=expert_forward_s(traffic.tokens_D, flops_per_token, cluster),
         exposed_gather_s=0.0,
         exposed_reduce_s=0.0,

@@ -35,7 +35,13 @@ MAX_RESTART_SLOTS = 256
 
 
 def plan_materialization(
-    owner_E: np.ndarray, load_DE: np.ndarray, topology: Topology, *, overlap_degree: int, slots: int
+    owner_E: np.ndarray,
+    load_DE: np.ndarray,
+    topology: Topology,
+    *,
+    overlap_degree: int,
+    slots: int,
+    restarts: bool = True,
 ) -> ExpertPlacement:
     """Plans one layer: the starts of :func:`_starts`, each improved by the local search.
 
@@ -45,6 +51,7 @@ def plan_materialization(
         topology: Nodes of the devices.
         overlap_degree: Most experts that may be replicated, t.
         slots: Most replicas a device may hold, m.
+        restarts: False: only :func:`seed_replicas` and one search, for a quick look.
 
     Returns:
         A placement whose modelled maximum device load is at most the owners-only one's.
@@ -64,7 +71,7 @@ def plan_materialization(
         return owners_only
     best: EvenDispatchModel | None = None
     best_max = np.inf
-    for ratio, start in _starts(layer):
+    for ratio, start in _starts(layer) if restarts else [(0.0, partial(_seeded, layer, OWNER_RATIO))]:
         if best_max <= min(owners_max, max(ratio * layer.mean, CHEAP_RESTART_RATIO * lower_bound)):
             break
         model = start()

@@ -69,7 +69,7 @@ def dispatch_to_device(
 
 @dataclass(frozen=True, eq=False)
 class PairTokens:
-    """Tokens of every (expert, holder) pair under even dispatch, by how far they come; int64 [P].
+    """Tokens of every (expert, holder) pair under even dispatch, by how far they come; [P].
 
     Attributes:
         own_P: The holder's own tokens.
@@ -213,13 +213,22 @@ def cross_node_tokens(counts_DE: np.ndarray, placement: ExpertPlacement, topolog
 def expected_device_load_D(load_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> np.ndarray:
     """Load of every device under even dispatch, without rounding: float64 [D].
 
-    A holder of an expert computes its own tokens, an even share of the tokens of its
-    node's devices without the expert, and an even share of the tokens of nodes without it.
-
     Args:
         load_DE: Load by source and expert, [D, E]; need not be whole numbers.
         placement: Where the experts are.
         topology: Nodes of the devices.
+    """
+    shares = expected_pair_loads(load_DE, placement, topology)
+    device_P = holder_groups(placement, topology).device_P
+    share_P = shares.own_P + shares.near_P + shares.far_P
+    return np.bincount(device_P, weights=share_P, minlength=placement.num_devices)
+
+
+def expected_pair_loads(load_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> PairTokens:
+    """:func:`even_pair_tokens` without rounding, float64 [P].
+
+    A holder of an expert computes its own tokens, an even share of the tokens of its
+    node's devices without the expert, and an even share of the tokens of nodes without it.
     """
     groups = _groups(load_DE, placement, topology)
     load = np.ascontiguousarray(load_DE, dtype=np.float64)
@@ -230,8 +239,7 @@ def expected_device_load_D(load_DE: np.ndarray, placement: ExpertPlacement, topo
     own_EN = np.bincount(group_P, weights=own_P, minlength=num_experts * num_nodes)
     far_E = np.where(groups.holders_EN == 0, load_EN, 0.0).sum(axis=1)
     near_P = (load_EN.reshape(-1)[group_P] - own_EN[group_P]) / groups.holders_EN.reshape(-1)[group_P]
-    share_P = own_P + near_P + (far_E / groups.num_holders_E)[expert_P]
-    return np.bincount(device_P, weights=share_P, minlength=placement.num_devices)
+    return PairTokens(own_P, near_P, (far_E / groups.num_holders_E)[expert_P])
 
 
 def _groups(values_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> HolderGroups:

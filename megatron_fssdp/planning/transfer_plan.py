@@ -5,6 +5,7 @@ Shape letters: E experts, D devices, N nodes.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,8 +14,7 @@ from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.transfer_growth import TransferGrowth
 
 
-@dataclass(frozen=True, slots=True)
-class TransferEdge:
+class TransferEdge(NamedTuple):
     """One expert's parameters going from one device to another.
 
     Attributes:

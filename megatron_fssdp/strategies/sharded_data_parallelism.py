@@ -71,7 +71,6 @@ class FullyShardedSparseDataParallelism:
                 slots=slots,
                 # In turn with the layer, transfers hide under nothing.
                 profile=profile if settings.overlap else replace(profile, non_moe_s=0.0),
-                dispatch_policy=settings.dispatch_policy,
                 rematerialize=settings.rematerialize,
             )
         else:
