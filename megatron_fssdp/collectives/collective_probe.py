@@ -15,10 +15,12 @@ import torch.distributed as dist
 
 from megatron_fssdp.collectives.device_timing import elapsed_s
 from megatron_fssdp.collectives.link_probe import pass_on
+from megatron_fssdp.collectives.uneven_all_to_all import exchange_rows
 from megatron_fssdp.planning.cost_model import LinkFit
 
 COLLECTIVES: Final = (
     "point_to_point",
+    "row_exchange",
     "all_to_all",
     "all_gather",
     "reduce_scatter",
@@ -104,6 +106,9 @@ def _prepare(
     part = words(num_bytes / (size - 1))
     whole = part.repeat(size)
     sent_bytes = part.nbytes * (size - 1)
+    if name == "row_exchange":
+        splits = [part.numel()] * size
+        return lambda: exchange_rows((whole,), splits, splits, group), sent_bytes
     if name == "all_to_all":
         received = torch.empty_like(whole)
         return lambda: dist.all_to_all_single(received, whole, group=group), sent_bytes

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fssdp.collectives.failure_place import naming_failures
+from megatron_fssdp.collectives.messages import receive, send
 from megatron_fssdp.collectives.transfer_cargo import Cargo, GatherCargo, ReductionCargo, check_cargo
 from megatron_fssdp.collectives.transfer_lane import (
     FinishedTransfer,
@@ -304,7 +305,10 @@ def _post(messages: list[_Posting], group: dist.ProcessGroup, device: torch.devi
         return []
     if device.type != "cuda":
         # Gloo knows no batches, and one by one costs the host less.
-        return [_post_one(message, group) for message in messages]
+        return [
+            (receive if message.is_receive else send)(message.tensor, message.peer, group, message.tag)
+            for message in messages
+        ]
     works = dist.batch_isend_irecv(
         [
             dist.P2POp(
@@ -318,16 +322,6 @@ def _post(messages: list[_Posting], group: dist.ProcessGroup, device: torch.devi
         ]
     )
     return works if len(works) == len(messages) else works[:1] * len(messages)
-
-
-def _post_one(message: _Posting, group: dist.ProcessGroup) -> dist.Work:
-    _, tensor, peer, tag = message
-    if message.is_receive:
-        work = dist.irecv(tensor, group=group, tag=tag, group_src=peer)
-    else:
-        work = dist.isend(tensor, group=group, tag=tag, group_dst=peer)
-    assert work is not None  # it is only outside the group
-    return work
 
 
 def _wait(works: list[dist.Work]) -> None:

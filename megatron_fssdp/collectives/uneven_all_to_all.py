@@ -8,6 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_fssdp.collectives.messages import exchange
+
+_COUNTS_TAG = 1 << 16  # unlike the number of any of the tensors that are exchanged together
+
 
 class UnevenAllToAll(torch.autograd.Function):
     """All-to-all of rows with a split per rank; its backward is itself with the splits swapped."""
@@ -23,7 +27,7 @@ class UnevenAllToAll(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """Exchange the rows."""
         ctx.output_splits, ctx.input_splits, ctx.group = output_splits, input_splits, group
-        return _exchange(rows, output_splits, input_splits, group, meanwhile)
+        return exchange_rows(rows, output_splits, input_splits, group, meanwhile)
 
     @staticmethod
     @once_differentiable
@@ -31,7 +35,7 @@ class UnevenAllToAll(torch.autograd.Function):
         """Send the rows' gradients back."""
         wanted = ctx.needs_input_grad[4:]
         sent = [gradient for gradient, is_wanted in zip(gradients, wanted, strict=True) if is_wanted]
-        received = iter(_exchange(sent, ctx.input_splits, ctx.output_splits, ctx.group))
+        received = iter(exchange_rows(sent, ctx.input_splits, ctx.output_splits, ctx.group))
         return None, None, None, None, *(next(received) if is_wanted else None for is_wanted in wanted)
 
 
@@ -95,31 +99,59 @@ def gather_counts(counts_E: Tensor, group: dist.ProcessGroup) -> Tensor:
     Returns:
         ``[D, E]``; row ``d`` came from rank ``d``.
     """
-    world_size = dist.get_world_size(group)
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if world_size == 1:
         return counts_E.unsqueeze(0)
-    # Gloo takes the output only as a concatenation along the first dimension.
-    counts = counts_E.new_empty(world_size * counts_E.numel())
-    dist.all_gather_into_tensor(counts, counts_E.contiguous(), group=group)
-    return counts.view(world_size, -1)
+    counts_E = counts_E.contiguous()
+    counts_DE = counts_E.new_empty(world_size, counts_E.numel())
+    if counts_E.device.type == "cpu":
+        counts_DE[rank] = counts_E
+        others = [peer for peer in range(world_size) if peer != rank]
+        incoming = {peer: counts_DE[peer] for peer in others}
+        for work in exchange(dict.fromkeys(others, counts_E), incoming, group, _COUNTS_TAG):
+            work.wait()
+    else:
+        dist.all_gather_into_tensor(counts_DE, counts_E, group=group)
+    return counts_DE
 
 
-def _exchange(
+def exchange_rows(
     rows: Sequence[Tensor],
     output_splits: list[int],
     input_splits: list[int],
     group: dist.ProcessGroup,
     meanwhile: Callable[[], object] | None = None,
 ) -> tuple[Tensor, ...]:
+    """:func:`uneven_all_to_all` without gradients and without checks, for two ranks or more."""
+    sent = [x.contiguous() for x in rows]
     received = tuple(x.new_empty(sum(output_splits), *x.shape[1:]) for x in rows)
     # Side by side: one after the other, the smallest would cost its start-up again.
-    works = [
-        dist.all_to_all_single(out, x.contiguous(), output_splits, input_splits, group=group, async_op=True)
-        for out, x in zip(received, rows, strict=True)
-    ]
+    works: list[dist.Work] = []
+    for tag, (out, x) in enumerate(zip(received, sent, strict=True)):
+        works += _start_exchange(out, x, output_splits, input_splits, group, tag)
     if meanwhile is not None:
         meanwhile()
     for work in works:
-        assert work is not None  # it is only outside the group
         work.wait()
     return received
+
+
+def _start_exchange(
+    out: Tensor,
+    x: Tensor,
+    output_splits: list[int],
+    input_splits: list[int],
+    group: dist.ProcessGroup,
+    tag: int,
+) -> list[dist.Work]:
+    if x.device.type != "cpu":
+        work = dist.all_to_all_single(out, x, output_splits, input_splits, group=group, async_op=True)
+        assert work is not None  # it is only outside the group
+        return [work]
+    outgoing = dict(enumerate(x.split(input_splits)))
+    incoming = dict(enumerate(out.split(output_splits)))
+    rank = dist.get_rank(group)
+    own, place = outgoing.pop(rank), incoming.pop(rank)
+    works = exchange(outgoing, incoming, group, tag)
+    place.copy_(own)
+    return works

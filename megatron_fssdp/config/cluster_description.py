@@ -9,7 +9,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 CollectiveName = Literal[
-    "point_to_point", "all_to_all", "all_gather", "reduce_scatter", "all_reduce", "broadcast"
+    "point_to_point", "row_exchange", "all_to_all", "all_gather", "reduce_scatter", "all_reduce", "broadcast"
 ]
 LinkClass = Literal["intra_node", "inter_node"]
 
@@ -52,7 +52,8 @@ class ClusterDescription(BaseModel):
         description=(
             "Measured for single collectives; bandwidths per device, of the bytes that the busiest device "
             "sends over links of that class (inter_node: to other nodes, all devices of a node at once; for "
-            "point_to_point one device alone). Used in place of the links where given."
+            "point_to_point one device alone). row_exchange is this package's all-to-all. Used in place of "
+            "the links where given."
         ),
     )
     sources: dict[str, str] = Field(

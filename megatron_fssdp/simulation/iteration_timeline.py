@@ -60,8 +60,8 @@ class LayerSeconds:
         is_rematerialized: Whether replicas are gathered for every pass.
     """
 
-    before_layer_s: float
-    before_gate_s: float
+    before_layer_s: np.ndarray
+    before_gate_s: np.ndarray
     counts_s: float
     dispatch: LinkTimes
     combine: LinkTimes

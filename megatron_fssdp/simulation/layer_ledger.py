@@ -61,6 +61,7 @@ class LayerLedger:
         topology: Nodes of the devices.
         tokens_ILD: (token, k) pairs that each device computes, int32.
         dispatch: Pairs on the busiest links in one direction of the dispatch.
+        most_routed_IL: Pairs that the source with most tokens routes.
         cross_node_IL: Pairs sent to another node.
         gather: Experts that spAG brings, and spRS takes home unless there is an addition.
         reduce: Experts that spRS takes home.
@@ -88,9 +89,8 @@ class LayerLedger:
         self.tokens_ILD = np.zeros((*shape, self.topology.num_devices), np.int32)
         self.dispatch = LinkColumns(*shape)
         self.gather, self.reduce, self.addition = (TransferColumns(*shape) for _ in range(3))
-        self.cross_node_IL, self.replicas_IL, self.most_replicas_IL, self.most_owned_IL = np.zeros(
-            (4, *shape), np.int64
-        )
+        self.most_routed_IL, self.cross_node_IL, self.replicas_IL = np.zeros((3, *shape), np.int64)
+        self.most_replicas_IL, self.most_owned_IL = np.zeros((2, *shape), np.int64)
         self.ahead_IL, self.rematerialize_IL = np.zeros((2, *shape), bool)
         self.reshard = LinkColumns(self.num_iterations, 1)
         self.reshard_experts_I = np.zeros(self.num_iterations, np.int64)
@@ -100,6 +100,7 @@ class LayerLedger:
         iteration: int,
         layer: int,
         plan: LayerPlan,
+        counts_DE: np.ndarray,
         dispatch: DispatchTraffic,
         gather: TransferTraffic,
         reduce: TransferTraffic,
@@ -107,6 +108,7 @@ class LayerLedger:
     ) -> None:
         """Write what one layer does in one iteration."""
         self.tokens_ILD[iteration, layer] = dispatch.tokens_D
+        self.most_routed_IL[iteration, layer] = counts_DE.sum(axis=1).max()
         self.dispatch.put(iteration, layer, dispatch.busiest)
         self.cross_node_IL[iteration, layer] = dispatch.cross_node
         placement = plan.placement

@@ -87,12 +87,12 @@ class ClusterLinks:
     Attributes:
         all_to_all: Dispatch and combine.
         transfer: spAG, spRS and re-sharding, which go device to device.
-        all_gather: Router counts.
+        counts: Router counts, to every device from every device.
     """
 
     all_to_all: LinkSet
     transfer: LinkSet
-    all_gather: LinkSet
+    counts: LinkSet
 
     def gather_counts_s(self, topology: Topology, num_experts: int) -> float:
         """Seconds in which every device gets the counts of all others."""
@@ -101,7 +101,7 @@ class ClusterLinks:
         largest = max(len(devices) for devices in topology.devices_by_node)
         others = topology.num_devices - min(len(devices) for devices in topology.devices_by_node)
         busiest = BusiestLinks(float(largest - 1), float(others), float(others), float(others))
-        return float(self.all_gather.times(busiest, COUNT_BYTES * num_experts).seconds)
+        return float(self.counts.times(busiest, COUNT_BYTES * num_experts).seconds)
 
     def fill_s(self, near_hops: np.ndarray, far_hops: np.ndarray, message_bytes: int) -> np.ndarray:
         """Seconds until the first message of an expert has passed so many hops."""
@@ -109,15 +109,30 @@ class ClusterLinks:
         return near_hops * near_s + far_hops * self.transfer.far_of_node.time_s(message_bytes)
 
 
-def cluster_links(cluster: ClusterDescription) -> ClusterLinks:
+def cluster_links(
+    cluster: ClusterDescription, *, is_megatrons: bool = False, on_cuda: bool = True
+) -> ClusterLinks:
     """The links of a description, with what was measured of single collectives in their place.
+
+    Megatron's dispatcher calls torch's collectives. So does this package on CUDA devices; between
+    CPUs it exchanges messages, rows and counts alike.
 
     A fitted all-to-all or all-gather gives what each device gets while all nodes' devices use
     their NICs, so a node gets that many times as much. An uneven all-to-all leaves most NICs idle: its
     busiest one has the description's ``inter_node`` to itself. A fitted point-to-point transfer bounds one
     device; the node's bound is ``inter_node`` as well.
+
+    Args:
+        cluster: The description.
+        is_megatrons: Whether Megatron's own dispatcher moves the tokens.
+        on_cuda: Whether they lie on CUDA devices.
     """
     near, far = link_cost(cluster.intra_node), link_cost(cluster.inter_node)
+
+    all_to_all: CollectiveName = "all_to_all"
+    if not is_megatrons and "row_exchange" in cluster.collectives:
+        all_to_all = "row_exchange"
+    counts: CollectiveName = "all_gather" if is_megatrons or on_cuda else all_to_all
 
     def shared(name: CollectiveName) -> LinkSet:
         intra = collective_link(cluster, name, "intra_node")
@@ -136,7 +151,7 @@ def cluster_links(cluster: ClusterDescription) -> ClusterLinks:
         far if inter is None else LinkCost(inter.alpha_s, far.beta_s_per_byte),
         alone,
     )
-    return ClusterLinks(shared("all_to_all"), transfer, shared("all_gather"))
+    return ClusterLinks(shared(all_to_all), transfer, shared(counts))
 
 
 def topology_of(cluster: ClusterDescription, num_devices: int) -> Topology:

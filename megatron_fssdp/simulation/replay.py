@@ -109,7 +109,7 @@ def _record(
         added = additional_transfer(planned.placement, plan.placement, topology)
         addition = transfer_traffic(added, topology)
     dispatch = dispatch_traffic(plan.dispatch_policy, counts_DE, plan.placement, topology)
-    ledger.put(iteration, layer, plan, dispatch, gather, reduce, addition)
+    ledger.put(iteration, layer, plan, counts_DE, dispatch, gather, reduce, addition)
 
 
 def _reshard(

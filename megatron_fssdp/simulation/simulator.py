@@ -77,7 +77,7 @@ def simulate(
     """Run a strategy on loads.
 
     Args:
-        name: A strategy's name; ``none`` is simulated as ``ep``, which dispatches alike.
+        name: A strategy's name; ``none`` is ``ep`` with the collectives that Megatron's dispatcher calls.
         settings: Its settings.
         counts_ILDE: (token, k) pairs of an iteration by layer, source and expert.
         cluster: Where it runs.
@@ -108,7 +108,8 @@ def simulate(
         layer_numbers=layer_numbers,
         on_plan=on_plan,
     )
-    layers = LayerTimes(ledger, cluster, job)
+    links = cluster_links(cluster, is_megatrons=name == "none", on_cuda=job.on_cuda)
+    layers = LayerTimes(ledger, cluster, links, job)
     context = LayerContext(1, np.arange(job.num_experts) // (job.num_experts // job.num_devices), topology)
     memory = device_memory(
         job,
@@ -172,12 +173,14 @@ class LayerTimes:
     Args:
         ledger: What every layer does.
         cluster: Where.
+        links: Of the cluster.
         job: Of which job.
     """
 
-    def __init__(self, ledger: LayerLedger, cluster: ClusterDescription, job: MoeJob) -> None:
+    def __init__(
+        self, ledger: LayerLedger, cluster: ClusterDescription, links: ClusterLinks, job: MoeJob
+    ) -> None:
         self._ledger, self._cluster, self._job = ledger, cluster, job
-        links = cluster_links(cluster)
         self._counts_s = links.gather_counts_s(ledger.topology, job.num_experts)
         parts = 1 / job.num_micro_batches
         busiest = ledger.dispatch.busiest()
@@ -195,10 +198,13 @@ class LayerTimes:
         regather = transfer_times(links, ledger.reduce, job.expert_bytes, job.message_bytes)
         addition_s = transfer_times(links, ledger.addition, job.expert_bytes, job.message_bytes).seconds
         reduce_s = transfer_times(links, ledger.reduce, reduced_bytes, job.message_bytes).seconds
+        # The compute of the source with most tokens; dropped ones are computed there as well.
+        slowest_IL = np.maximum(ledger.most_routed_IL / job.pairs_per_device, 1.0)
+        s_per_flop_IL = slowest_IL / cluster.non_expert_flops_per_s
         self._layers = [
             LayerSeconds(
-                before_layer_s=job.before_layer_flops_L[layer] / cluster.non_expert_flops_per_s,
-                before_gate_s=job.before_gate_flops_L[layer] / cluster.non_expert_flops_per_s,
+                before_layer_s=job.before_layer_flops_L[layer] * s_per_flop_IL[:, layer],
+                before_gate_s=job.before_gate_flops_L[layer] * s_per_flop_IL[:, layer],
                 counts_s=self._counts_s,
                 dispatch=_of_layer(dispatch, layer),
                 combine=_of_layer(combine, layer),

@@ -1,0 +1,40 @@
+"""Messages from rank to rank of a group, and exchanges made of them."""
+
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+def send(tensor: Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> dist.Work:
+    """Start to send; ``peer`` is a rank in the group."""
+    work = dist.isend(tensor, group=group, tag=tag, group_dst=peer)
+    assert work is not None  # it is only outside the group
+    return work
+
+
+def receive(tensor: Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> dist.Work:
+    """Start to receive; ``peer`` is a rank in the group."""
+    work = dist.irecv(tensor, group=group, tag=tag, group_src=peer)
+    assert work is not None  # it is only outside the group
+    return work
+
+
+def exchange(
+    outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], group: dist.ProcessGroup, tag: int
+) -> list[dist.Work]:
+    """Start messages to and from other ranks, all at once; for CPU tensors.
+
+    In gloo's own collectives ranks wait for each other in turn. Side by side, the messages keep all links
+    busy (docs/log.md). Each rank begins with the next one, so that none is everybody's first.
+
+    Args:
+        outgoing: Contiguous tensor for every rank of the group that gets one; empty ones do not go.
+        incoming: Contiguous tensor for what comes from every rank that sends one.
+        group: The ranks.
+        tag: Keeps exchanges apart that run at the same time.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    works = [receive(tensor, peer, group, tag) for peer, tensor in incoming.items() if tensor.numel()]
+    order = sorted(outgoing, key=lambda peer: (peer - rank) % world_size)
+    return works + [send(outgoing[peer], peer, group, tag) for peer in order if outgoing[peer].numel()]
