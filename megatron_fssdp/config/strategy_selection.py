@@ -8,8 +8,12 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides, load_yaml, unknown_name, validate
 from megatron_fssdp.config.strategy_settings import (
     EpSettings,
+    FastermoeSettings,
     FssdpSettings,
     NoneSettings,
+    ProphetSettings,
+    QuotaSettings,
+    SmartmoeSettings,
     StrategySettings,
 )
 
@@ -17,6 +21,10 @@ SETTINGS_BY_STRATEGY: dict[str, type[StrategySettings]] = {
     "none": NoneSettings,
     "ep": EpSettings,
     "fssdp": FssdpSettings,
+    "fastermoe": FastermoeSettings,
+    "prophet": ProphetSettings,
+    "smartmoe": SmartmoeSettings,
+    "quota": QuotaSettings,
 }
 
 

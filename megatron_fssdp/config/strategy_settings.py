@@ -46,7 +46,102 @@ class EpSettings(PlacementSettings):
     """``ep``: plain expert parallelism on our runtime; every expert stays with its owner."""
 
 
-class FssdpSettings(PlacementSettings):
+class MeasuringSettings(PlacementSettings):
+    """Keys of the strategies that decide by measured costs."""
+
+    profile_iterations: int = Field(
+        default=3,
+        ge=1,
+        description=(
+            "Iterations in which compute, links and memory are measured, for what is decided by them; until "
+            "then nothing is."
+        ),
+    )
+
+
+class FastermoeSettings(MeasuringSettings):
+    """``fastermoe``: the hottest experts on all devices (FasterMoE's dynamic shadowing)."""
+
+    slots: int | None = Field(
+        default=None,
+        ge=0,
+        description=(
+            "Most experts of a layer that are shadowed. Default: what the free memory holds; the paper has "
+            "no bound."
+        ),
+    )
+    overlap: bool = Field(
+        default=True,
+        description="Bring shadowed experts beside the dispatch of the tokens; off: before it.",
+    )
+
+
+class QuotaSettings(MeasuringSettings):
+    """``quota``: exact quotas by each micro-batch's counts (ours, after ECHO and UltraEP)."""
+
+    slots: int | None = Field(
+        default=None,
+        ge=0,
+        description=(
+            "Other experts of a layer that a device may take over. Default: what the free memory holds."
+        ),
+    )
+    overlap: bool = Field(
+        default=True,
+        description="Bring experts beside the dispatch of the tokens; off: before it.",
+    )
+
+
+class ProphetSettings(MeasuringSettings):
+    """``prophet``: hot experts on a subset of the devices, planned ahead (Pro-Prophet)."""
+
+    left_out: int | None = Field(
+        default=None,
+        ge=0,
+        description=(
+            "Devices that a selected expert is not sent to, those with the fewest tokens for it (Pro-Prophet "
+            "§IV-B, n). Default: of 0, 1, 2, 4, … devices the number with the fewest modelled seconds."
+        ),
+    )
+    balance: float = Field(
+        default=0.5,
+        ge=0,
+        description="How far apart device loads may be, in experts' mean loads (Pro-Prophet Eq. 7, alpha).",
+    )
+    plan_interval: int = Field(
+        default=1,
+        ge=1,
+        description="Iterations for which a plan is kept, because loads change slowly (Pro-Prophet §IV-C).",
+    )
+    slots: int | None = Field(
+        default=None,
+        ge=0,
+        description=(
+            "Most replicas that a device may hold of a layer. Default: what the free memory holds; the paper "
+            "has no bound."
+        ),
+    )
+    overlap: bool = Field(
+        default=True,
+        description=(
+            "The scheduler: experts travel beside the compute before the layer and gradients beside its "
+            "backward pass, and the planner counts with it (Pro-Prophet Eq. 8); off: in turn (Eq. 6)."
+        ),
+    )
+
+
+class SmartmoeSettings(MeasuringSettings):
+    """``smartmoe``: owners exchanged among devices, nothing replicated (the baseline SmartMoE)."""
+
+    reshard_interval: int = Field(
+        default=25, ge=1, description="Iterations between two exchanges, and for which one has to pay off."
+    )
+    window: int = Field(
+        default=25, ge=1, description="Iterations whose mean load decides where the experts go."
+    )
+
+
+class FssdpSettings(MeasuringSettings):
     """``fssdp``: fully sharded sparse data parallelism (Hecate)."""
 
     window: int = Field(
@@ -85,14 +180,6 @@ class FssdpSettings(PlacementSettings):
             "How an expert's tokens are split among the devices that hold it. 'even' is the paper's: equal "
             "parts for the nearest holders. 'balanced' is ours: the nearest holders as well, and by the "
             "exact counts most for those that have least; costs the host time in every micro-batch."
-        ),
-    )
-    profile_iterations: int = Field(
-        default=3,
-        ge=1,
-        description=(
-            "Iterations in which compute and memory are measured, for slots and overlap_degree where they "
-            "are not given, and for calibrate."
         ),
     )
     overlap: bool = Field(

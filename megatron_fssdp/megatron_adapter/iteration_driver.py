@@ -155,14 +155,15 @@ class IterationDriver:
         device = self._device
         # Groups that keep copies of the same owners decide by all their loads, and by the
         # nodes of the first of them.
-        load_LE = torch.from_numpy(np.stack([layer.history.total_E() for layer in executors])).to(device)
-        dist.all_reduce(load_LE, group=copies)
+        total_LE = torch.from_numpy(np.stack([layer.history.total_E() for layer in executors])).to(device)
+        dist.all_reduce(total_LE, group=copies)
+        load_LE = total_LE.cpu().numpy() / (max(len(executors[0].history), 1) * copies.size())
         nodes = torch.tensor(executors[0].context.topology.node_of_device, device=device)
         dist.broadcast(nodes, src=dist.get_global_rank(copies, 0), group=copies)
         topology = Topology(tuple(nodes.tolist()))
         contexts = [replace(executor.context, topology=topology) for executor in executors]
         old = slots.owners
-        new = self._session.strategy.reshard(contexts, load_LE.cpu().numpy(), old)
+        new = self._session.strategy.reshard(contexts, load_LE, old)
         if not old.moves_to(new):
             return None
         report = ExpertResharding(
@@ -176,18 +177,11 @@ def _described_profile(context: LayerContext, strategy: Any) -> str:
     profile = context.profile
     assert profile is not None
     cluster = profile.cluster
-    settings = strategy.settings
-    degree, slots = strategy.overlap_degree(context), strategy.slots(context)
-    how = "given" if settings.overlap_degree is not None else "measured"
-    if settings.overlap_degree is None and settings.planner == "balanced":
-        how += "; experts are replicated by seconds"
     return (
         f"[fssdp] measured in {strategy.profile_iterations} iterations: compute before a layer "
         f"{profile.non_moe_s * 1e3:.3f} ms, links inside a node {_described(cluster.intra)}, between nodes "
         f"{_described(cluster.inter)}, experts {cluster.expert_flops_per_s / 1e9:.2f} GFLOP/s a device, "
-        f"{profile.expert_bytes} bytes an expert; overlap degree t = {degree} "
-        f"({how}), slots m = {slots} "
-        f"({'given' if settings.slots is not None else 'measured'})"
+        f"{profile.expert_bytes} bytes an expert; {strategy.limits(context)}"
     )
 
 

@@ -120,8 +120,8 @@ class StrategyMoELayer(MoELayer):
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         """The present experts, owned and replicated, on the dispatched rows."""
-        experts = self.token_dispatcher.take_experts()
         rows, rows_per_expert, row_probs = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
+        experts = self.token_dispatcher.take_experts()
         with self.executor.computing(rows.shape[0], rows.device):
             output = grouped_ffn(
                 rows,

@@ -62,7 +62,8 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
         self._probs_dtype = probs.dtype  # in which Megatron sums the parts of an expert's results
         micro_batch = self.executor.begin_micro_batch(routing_map)
         self._materialization = micro_batch.materialization
-        hidden_states, self._experts = self._materialization.apply(hidden_states)
+        if not self._materialization.beside_dispatch:
+            hidden_states, self._experts = self._materialization.apply(hidden_states)
         self._record = micro_batch.exchange
         return token_exchange.permute(hidden_states.reshape(-1, self._hidden_shape[-1]), probs, self._record)
 
@@ -70,9 +71,12 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Phase 2: all-to-all to the experts' devices."""
-        return token_exchange.dispatch(
+        rows, probs = token_exchange.dispatch(
             hidden_states, probs, self.record, self.ep_group, meanwhile=self.executor.plan_following
         )
+        if self._materialization is not None and self._materialization.beside_dispatch:
+            rows, self._experts = self._materialization.apply(rows)
+        return rows, probs
 
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor

@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron_fssdp.planning import cost_model
 from megatron_fssdp.planning.cost_model import ClusterCost
+from megatron_fssdp.planning.layer_demand import checked_counts
 from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.sparse_materialization import sparse_materialization
 from megatron_fssdp.planning.token_dispatch import DispatchPolicy
@@ -88,7 +89,7 @@ def calibrated_placement(
     Returns:
         A superset of ``planned`` with the highest gain; None if none gains.
     """
-    counts = _checked_counts(counts_DE, planned)
+    counts = checked_counts(counts_DE, planned.num_devices, planned.num_experts)
     if num_micro_batches < 1:
         raise ValueError(f"num_micro_batches is {num_micro_batches}: wanted 1 or more")
     if int(planned.replicas_per_device_D.max()) > slots:
@@ -162,18 +163,3 @@ def _additions(
 def doubling(most: int) -> list[int]:
     """1, 2, 4, ... below ``most``, then ``most``; nothing for 0."""
     return [*(1 << i for i in range(max(most - 1, 0).bit_length())), most] if most else []
-
-
-def _checked_counts(counts_DE: np.ndarray, planned: ExpertPlacement) -> np.ndarray:
-    counts = np.asarray(counts_DE)
-    if counts.shape != (planned.num_devices, planned.num_experts) or counts.dtype.kind not in "iu":
-        raise ValueError(
-            f"counts_DE has shape {counts.shape} and dtype {counts.dtype}: wanted integers "
-            f"({planned.num_devices}, {planned.num_experts}), by source device and expert"
-        )
-    if counts.min() < 0:
-        source, expert = (int(i) for i in np.argwhere(counts < 0)[0])
-        raise ValueError(
-            f"counts_DE[{source}, {expert}] is {counts[source, expert]}: wanted 0 or more tokens"
-        )
-    return counts.astype(np.int64)

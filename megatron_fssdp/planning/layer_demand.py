@@ -86,3 +86,23 @@ def checked_load(load_DE: np.ndarray, num_devices: int, num_experts: int) -> np.
             f"load_DE[{source}, {expert}] is {load[source, expert]}: wanted a finite load of 0 or more"
         )
     return load
+
+
+def checked_counts(counts_DE: np.ndarray, num_devices: int, num_experts: int) -> np.ndarray:
+    """The counts as int64 [D, E].
+
+    Raises:
+        ValueError: Wrong shape, no integers, or a negative count.
+    """
+    counts = np.asarray(counts_DE)
+    if counts.shape != (num_devices, num_experts) or counts.dtype.kind not in "iu":
+        raise ValueError(
+            f"counts_DE has shape {counts.shape} and dtype {counts.dtype}: wanted integers "
+            f"({num_devices}, {num_experts}), by source device and expert"
+        )
+    if counts.min() < 0:
+        source, expert = (int(i) for i in np.argwhere(counts < 0)[0])
+        raise ValueError(
+            f"counts_DE[{source}, {expert}] is {counts[source, expert]}: wanted 0 or more tokens"
+        )
+    return counts.astype(np.int64)

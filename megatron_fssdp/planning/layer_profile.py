@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_fssdp.planning.cost_model import ClusterCost, overlap_degree
+from megatron_fssdp.planning.cost_model import ClusterCost, LinkCost, overlap_degree
 from megatron_fssdp.planning.topology import Topology
 
 
@@ -19,6 +19,8 @@ class LayerProfile:
         memory_capacity: Extra experts that a device can hold for one layer (Hecate §4.2, m).
         gradient_bytes: One expert's gradient on its way home; ``None`` for ``expert_bytes``.
         num_micro_batches: Micro-batches of an iteration.
+        owned_bytes: Parameters, masters and optimizer states of one expert on a device that owns it;
+            ``None`` if that is not known.
     """
 
     non_moe_s: float
@@ -29,15 +31,22 @@ class LayerProfile:
     memory_capacity: int
     gradient_bytes: int | None = None
     num_micro_batches: int = 1
+    owned_bytes: int | None = None
+
+    @property
+    def reduced_bytes(self) -> int:
+        """One expert's gradient on its way home."""
+        return self.expert_bytes if self.gradient_bytes is None else self.gradient_bytes
+
+    def slowest_link(self, topology: Topology) -> LinkCost:
+        """Between nodes where there are several and that is the slower one, else inside a node."""
+        intra, inter = self.cluster.intra, self.cluster.inter
+        between = topology.num_nodes > 1 and inter.beta_s_per_byte > intra.beta_s_per_byte
+        return inter if between else intra
 
     def overlap_degree(self, topology: Topology) -> int:
-        """Experts whose transfer the compute before the layer hides (Hecate §4.2, t).
-
-        The bandwidth is the one between nodes where there are several and it is the lower one.
-        """
-        link = self.cluster.intra
-        if topology.num_nodes > 1 and self.cluster.inter.beta_s_per_byte > link.beta_s_per_byte:
-            link = self.cluster.inter
+        """Experts whose transfer the compute before the layer hides (Hecate §4.2, t)."""
+        link = self.slowest_link(topology)
         if link.beta_s_per_byte == 0:
             return 0
         return overlap_degree(self.non_moe_s, 1 / link.beta_s_per_byte, self.expert_bytes)

@@ -5,7 +5,7 @@ Counted without the [D, E, D] tensor, from who leaves a device, a node, or neith
 Shape letters: E experts, D devices, N nodes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -49,6 +49,11 @@ class DispatchTraffic:
     busiest: BusiestLinks
     cross_node: int
 
+    def times(self, number: int) -> "DispatchTraffic":
+        """So many dispatches like this one."""
+        links = {field.name: number * getattr(self.busiest, field.name) for field in fields(BusiestLinks)}
+        return DispatchTraffic(number * self.tokens_D, BusiestLinks(**links), number * self.cross_node)
+
 
 def dispatch_traffic(
     policy: DispatchPolicy, counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology
@@ -63,27 +68,30 @@ def dispatch_traffic(
     """
     if not placement.num_replicas:
         return _of_owners(counts_DE, placement.owner_E, topology)
-    node_D = topology.node_of_device_D
-    num_devices = topology.num_devices
+    dispatch = plan_dispatch(policy, counts_DE, placement, topology)
+    if isinstance(dispatch, QuotaDispatch):
+        return quota_traffic(dispatch)
     groups = holder_groups(placement, topology)
-    if policy == "even":
-        pairs = even_pair_tokens(counts_DE, placement, topology)
-        own_D, near_in_D, far_in_D = (
-            np.bincount(groups.device_P, weights=tokens_P, minlength=num_devices)
-            for tokens_P in (pairs.own_P, pairs.near_P, pairs.far_P)
-        )
-    else:
-        dispatch = plan_dispatch(policy, counts_DE, placement, topology)
-        assert isinstance(dispatch, QuotaDispatch)
-        own_D, near_in_D, far_in_D = (
-            tokens_DE.sum(axis=1).astype(float)
-            for tokens_DE in (dispatch.own_DE, dispatch.near_DE, dispatch.far_DE)
-        )
+    pairs = even_pair_tokens(counts_DE, placement, topology)
+    own_D, near_in_D, far_in_D = (
+        np.bincount(groups.device_P, weights=tokens_P, minlength=topology.num_devices)
+        for tokens_P in (pairs.own_P, pairs.near_P, pairs.far_P)
+    )
     # A source's tokens of an expert stay in its node, all of them, where a holder is.
-    near_DE = (groups.holders_EN > 0).T[node_D]
+    near_DE = (groups.holders_EN > 0).T[topology.node_of_device_D]
     far_out_D = np.where(near_DE, 0, counts_DE).sum(axis=1)
     near_out_D = counts_DE.sum(axis=1) - far_out_D - own_D
     return _summed(own_D, near_out_D, near_in_D, far_out_D, far_in_D, topology)
+
+
+def quota_traffic(dispatch: QuotaDispatch) -> DispatchTraffic:
+    """What a dispatch by quotas sends, by device and node."""
+    own_D, near_in_D, far_in_D, near_out_D = (
+        tokens_DE.sum(axis=1).astype(float)
+        for tokens_DE in (dispatch.own_DE, dispatch.near_DE, dispatch.far_DE, dispatch.sent_near_DE)
+    )
+    far_out_D = dispatch.counts_DE.sum(axis=1) - own_D - near_out_D
+    return _summed(own_D, near_out_D, near_in_D, far_out_D, far_in_D, dispatch.topology)
 
 
 def _of_owners(counts_DE: np.ndarray, owner_E: np.ndarray, topology: Topology) -> DispatchTraffic:

@@ -26,6 +26,7 @@ class LoadHistory:
         self.window = window
         self.num_devices = num_devices
         self.num_experts = num_experts
+        self.num_seen = 0
         self._latest: deque[np.ndarray] = deque()
         # A running sum of integers is exact, so the mean does not depend on how it was reached.
         self._sum_DE = np.zeros((num_devices, num_experts), dtype=np.int64)
@@ -46,6 +47,7 @@ class LoadHistory:
                 f"counts_DE[{source}, {expert}] is {int(counts[source, expert])}: wanted 0 or more tokens"
             )
         kept = frozen_array(counts, np.int64)
+        self.num_seen += 1
         self._latest.append(kept)
         self._sum_DE += kept
         if len(self._latest) > self.window:
@@ -71,6 +73,12 @@ class LoadHistory:
         """Load of every expert over the whole window, int64 [E]."""
         total: np.ndarray = self._sum_DE.sum(axis=0)
         return total
+
+    def counts_DE(self, age: int) -> np.ndarray:
+        """The counts of ``age`` iterations before the latest, int64 [D, E], read-only."""
+        if not 0 <= age < len(self._latest):
+            raise ValueError(f"age is {age}: wanted 0 up to {len(self._latest) - 1}, the iterations kept")
+        return self._latest[-1 - age]
 
     def latest_DE(self) -> np.ndarray:
         """The latest iteration's counts, int64 [D, E], read-only."""

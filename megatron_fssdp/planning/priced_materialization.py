@@ -83,7 +83,7 @@ class LayerPrice:
             cost_model.pipelined_s(
                 moved.near_K, moved.far_of_node_K, moved.max_depth_K, num_bytes, profile.cluster
             )
-            for num_bytes in (profile.expert_bytes, profile.gradient_bytes or profile.expert_bytes)
+            for num_bytes in (profile.expert_bytes, profile.reduced_bytes)
         )
         forward_s, backward_s = profile.non_moe_s, cost_model.BACKWARD_PER_FORWARD * profile.non_moe_s
         if not self.rematerialize:

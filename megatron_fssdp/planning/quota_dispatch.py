@@ -77,16 +77,19 @@ class QuotaDispatch:
     def _near(self) -> "_Matching":
         # Along the line the nodes follow each other, with as many tokens as quotas in each.
         by_node_D = np.argsort(self.topology.node_of_device_D, kind="stable")
-        return _Matching(self._sent_near_DE, self.near_DE, by_node_D)
+        return _Matching(self.sent_near_DE, self.near_DE, by_node_D)
 
     @cached_property
     def _far(self) -> "_Matching":
-        sent_DE = self.counts_DE - self.own_DE - self._sent_near_DE
+        sent_DE = self.counts_DE - self.own_DE - self.sent_near_DE
         return _Matching(sent_DE, self.far_DE, np.arange(self.topology.num_devices))
 
     @cached_property
-    def _sent_near_DE(self) -> np.ndarray:
-        """Of what leaves the devices of a node, the first stays in it, as much as there are quotas."""
+    def sent_near_DE(self) -> np.ndarray:
+        """What each device sends to others of its node.
+
+        Of what leaves the devices of a node, the first stays in it, as much as there are quotas.
+        """
         leaving_DE, node_D = self.counts_DE - self.own_DE, self.topology.node_of_device_D
         near_NE = self.topology.sum_over_nodes(self.near_DE)
         sums_NE = self.topology.sum_over_nodes(leaving_DE)

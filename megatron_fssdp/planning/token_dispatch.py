@@ -10,10 +10,11 @@ import numpy as np
 
 from megatron_fssdp.planning import replica_routing
 from megatron_fssdp.planning.balanced_dispatch import balanced_dispatch
+from megatron_fssdp.planning.owner_dispatch import owner_dispatch
 from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.topology import Topology
 
-DispatchPolicy = Literal["even", "balanced"]
+DispatchPolicy = Literal["even", "balanced", "owner"]
 
 
 class TokenDispatch(Protocol):
@@ -67,11 +68,14 @@ def plan_dispatch(
     """Dispatch the exact counts.
 
     Args:
-        policy: ``even`` as in Hecate §4.4, or ``balanced`` (:func:`balanced_dispatch`).
+        policy: ``even`` as in Hecate §4.4, ``balanced`` (:func:`balanced_dispatch`), or ``owner``
+            (:func:`owner_dispatch`).
         counts_DE: (token, k) pairs by source and expert, integers [D, E].
         placement: Where the experts are.
         topology: Nodes of the devices.
     """
     if policy == "even" or not placement.num_replicas:
         return EvenDispatch(counts_DE, placement, topology)
+    if policy == "owner":
+        return owner_dispatch(counts_DE, placement, topology)
     return balanced_dispatch(counts_DE, placement, topology)

@@ -15,7 +15,7 @@ from megatron_fssdp.collectives.sparse_transfer import SparseTransfer, StartedTr
 from megatron_fssdp.collectives.uneven_all_to_all import gather_counts
 from megatron_fssdp.planning.load_history import LoadHistory
 from megatron_fssdp.planning.message_size import CUDA_MESSAGE_BYTES, message_bytes
-from megatron_fssdp.planning.token_dispatch import TokenDispatch, plan_dispatch
+from megatron_fssdp.planning.token_dispatch import TokenDispatch
 from megatron_fssdp.planning.transfer_plan import TransferPlan, additional_transfer
 from megatron_fssdp.runtime.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.expert_layout import ExpertLayout
@@ -181,6 +181,7 @@ class LayerExecutor:
         self.history = LoadHistory(self.strategy.window, *shape)
         self.load = LayerLoad.empty(self.context.layer, *shape)
         self._plain_owner_E = self.context.owner_E
+        self.strategy.check(self.context)
         self.own(self.context.owner_E, self.parameters, self.layout)
 
     def own(
@@ -243,7 +244,8 @@ class LayerExecutor:
         if self.stopwatch is not None:
             self.stopwatch.layer_begins(hidden.device)
         iteration = self._running()
-        if iteration.plan.gather_ahead and self.groups.transfers is not None:
+        plan = iteration.plan
+        if plan.gather_ahead and not plan.each_micro_batch and self.groups.transfers is not None:
             self._ahead = self._start_weights(iteration, hidden.device)
             self._is_launched = True
         if first:
@@ -264,23 +266,22 @@ class LayerExecutor:
         # The peers of expert tensor parallelism compute together: their loads are one load.
         counts_DE = counts_XDE.sum(axis=0)
         iteration = self._running()
+        if iteration.plan.each_micro_batch:
+            iteration = self._planned_by(counts_DE, iteration.plan)
         weights, self._ahead = self._ahead or self._start_weights(iteration, routing_map.device), None
         is_launched, self._is_launched = self._is_launched, False
         if not iteration.is_final:
             iteration.is_final = True
             self._calibrate(iteration, counts_DE, weights, routing_map.device)
         plan = iteration.plan
-        dispatch_of_peer = [
-            plan_dispatch(plan.dispatch_policy, of_peer_DE, plan.placement, self.groups.topology)
-            for of_peer_DE in counts_XDE
-        ]
+        dispatch_of_peer = plan.dispatch(counts_XDE, self.groups.topology)
         exchange = plan_exchange(
             routing_map, dispatch_of_peer, plan.placement, self.groups.device, self.groups.peer
         )
         self.load.num_replicas = plan.placement.num_replicas
 
         def backward(done: Materialization, gradients: GradientsOfExperts) -> None:
-            self._send_home(done, gradients)
+            self._send_home(plan, done, gradients)
             self._count(counts_DE, dispatch_of_peer)
 
         materialization = Materialization(
@@ -291,6 +292,8 @@ class LayerExecutor:
             weights,
             self._transfer(iteration, routing_map.device),
             rematerialize=plan.rematerialize,
+            # Without a group of their own, transfers must not run beside the dispatch.
+            beside_dispatch=plan.each_micro_batch and self.groups.transfers is not None,
             on_backward=backward,
         )
         if plan.rematerialize and is_launched and torch.is_grad_enabled() and not in_backward():
@@ -356,6 +359,12 @@ class LayerExecutor:
             iteration.weights = weights
         return weights
 
+    def _planned_by(self, counts_DE: np.ndarray, planned: LayerPlan) -> _Iteration:
+        """One micro-batch's own plan; a recomputed forward has the same counts and finds it again."""
+        plan = self.strategy.after_gate(self.context, counts_DE, planned, 1)
+        self._check_agreement(plan)
+        return _Iteration(plan, is_final=True)
+
     def _calibrate(
         self, iteration: _Iteration, counts_DE: np.ndarray, weights: ReplicaWeights, device: torch.device
     ) -> None:
@@ -371,12 +380,13 @@ class LayerExecutor:
         iteration.plan = plan
         iteration.transfer = None
 
-    def _send_home(self, done: Materialization, gradients: GradientsOfExperts) -> None:
+    def _send_home(self, plan: LayerPlan, done: Materialization, gradients: GradientsOfExperts) -> None:
         if done.alone:
             return
         num_micro_batches = self.clock.num_micro_batches
+        outlives_pass = not (plan.rematerialize or plan.each_micro_batch)
         # Sums over micro-batches where weights stay for an iteration; else nothing outlives its layer.
-        if num_micro_batches is not None and num_micro_batches > 1 and not done.rematerialize:
+        if num_micro_batches is not None and num_micro_batches > 1 and outlives_pass:
             self._gradients.accumulate(done.layout, gradients)
             if self._gradients.num_unsent >= num_micro_batches:
                 self._gradients.send_sums(done.transfer, done.layout, done.parameters)

@@ -45,6 +45,8 @@ class Materialization:
         transfer: SparseAllGather of all replicas of the placement.
         rematerialize: Give the replicas back after the forward pass and gather them again
             before the backward pass (Hecate's re-materialization).
+        beside_dispatch: The replicas come while the tokens are dispatched: :meth:`apply` is for the rows that
+            have arrived.
         on_backward: Called with the replicas' gradients at the end of a backward pass, once a
             training micro-batch: not in an evaluation or a forward pass that is recomputed.
     """
@@ -59,6 +61,7 @@ class Materialization:
         transfer: SparseTransfer,
         *,
         rematerialize: bool,
+        beside_dispatch: bool = False,
         on_backward: Callable[["Materialization", GradientsOfExperts], None],
     ) -> None:
         self.present = placement.experts_on(device)
@@ -67,6 +70,7 @@ class Materialization:
         self.weights = weights
         self.transfer = transfer
         self.rematerialize = rematerialize
+        self.beside_dispatch = beside_dispatch
         self.on_backward = on_backward
         self.alone = placement.num_devices == 1
         self.before: Materialization | None = None
@@ -76,7 +80,7 @@ class Materialization:
         """Thread the hidden states through the end of SparseAllGather.
 
         Args:
-            hidden: What the dispatcher is going to send, any shape.
+            hidden: What the dispatcher is going to send, or with ``beside_dispatch`` has received, any shape.
 
         Returns:
             The hidden states, and the weights of the present experts, ascending.

@@ -58,6 +58,7 @@ class LayerSeconds:
         regather: spAG of all the plan's replicas, before backward.
         is_ahead: Whether transfers run beside compute.
         is_rematerialized: Whether replicas are gathered for every pass.
+        is_each_pass: Whether they are planned, gathered and reduced for every micro-batch alone.
     """
 
     before_layer_s: np.ndarray
@@ -72,6 +73,7 @@ class LayerSeconds:
     regather: LinkTimes
     is_ahead: np.ndarray
     is_rematerialized: np.ndarray
+    is_each_pass: np.ndarray
 
 
 @dataclass(eq=False)
@@ -113,7 +115,8 @@ class IterationTimeline:
         arrival_s = self._transfer(f"spAG {name}", start_s, np.where(layer.is_ahead, gather_s, 0.0))
         self._run("other compute", f"attention, gate {name}", layer.before_gate_s)
         self._run("all-to-all", f"counts {name}", layer.counts_s, ALL_TO_ALL)
-        late_s = np.where(layer.is_ahead, 0.0, gather_s) + is_first * layer.addition_s
+        late_s = np.where(layer.is_ahead, 0.0, gather_s)
+        late_s = late_s + (is_first | layer.is_each_pass) * layer.addition_s
         arrival_s = np.maximum(arrival_s, self._transfer(f"spAG {name}", self.now_s, late_s))
         self._wait("waiting for spAG", arrival_s)
         self._run("all-to-all", f"dispatch {name}", layer.dispatch.seconds, ALL_TO_ALL)
@@ -137,7 +140,8 @@ class IterationTimeline:
         self._wait("waiting for spAG", np.where(layer.is_rematerialized, self.lane_s, 0.0))
         self._run("experts", f"experts' {name}", BACKWARD_PER_FORWARD * layer.experts_s)
         self._run("all-to-all", f"dispatch' {name}", layer.dispatch.seconds, ALL_TO_ALL)
-        reduce_s = np.where(layer.is_rematerialized | is_last, layer.reduce_s, 0.0)
+        sends_home = layer.is_rematerialized | layer.is_each_pass | is_last
+        reduce_s = np.where(sends_home, layer.reduce_s, 0.0)
         home_s = self._transfer(f"spRS {name}", self.now_s, reduce_s)
         self._wait("waiting for spRS", np.where(layer.is_ahead, 0.0, home_s))
         self._is_regathering = np.zeros(self.num_iterations, bool)

@@ -68,6 +68,7 @@ class LayerLedger:
         addition: Experts that calibration brings after the gate.
         ahead_IL: Whether spAG starts before the layer's compute.
         rematerialize_IL: Whether replicas are released between the passes.
+        each_pass_IL: Whether replicas are planned and brought for every micro-batch alone.
         replicas_IL: Replicas on all devices together.
         most_replicas_IL: On the device that has most.
         most_owned_IL: Experts of the layer on the device that owns most.
@@ -91,7 +92,7 @@ class LayerLedger:
         self.gather, self.reduce, self.addition = (TransferColumns(*shape) for _ in range(3))
         self.most_routed_IL, self.cross_node_IL, self.replicas_IL = np.zeros((3, *shape), np.int64)
         self.most_replicas_IL, self.most_owned_IL = np.zeros((2, *shape), np.int64)
-        self.ahead_IL, self.rematerialize_IL = np.zeros((2, *shape), bool)
+        self.ahead_IL, self.rematerialize_IL, self.each_pass_IL = np.zeros((3, *shape), bool)
         self.reshard = LinkColumns(self.num_iterations, 1)
         self.reshard_experts_I = np.zeros(self.num_iterations, np.int64)
 
@@ -121,3 +122,4 @@ class LayerLedger:
             self.most_replicas_IL[iteration, layer] = placement.replicas_per_device_D.max()
         self.ahead_IL[iteration, layer] = plan.gather_ahead
         self.rematerialize_IL[iteration, layer] = plan.rematerialize
+        self.each_pass_IL[iteration, layer] = plan.each_micro_batch

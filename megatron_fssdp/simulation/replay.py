@@ -11,12 +11,15 @@ import numpy as np
 from megatron_fssdp.planning.layer_profile import LayerProfile
 from megatron_fssdp.planning.layer_traffic import (
     NO_TRANSFER,
+    DispatchTraffic,
     dispatch_traffic,
     pairs_traffic,
+    quota_traffic,
     transfer_traffic,
 )
 from megatron_fssdp.planning.load_history import LoadHistory
 from megatron_fssdp.planning.owner_map import OwnerMap
+from megatron_fssdp.planning.quota_planner import quota_dispatch
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.transfer_plan import additional_transfer
 from megatron_fssdp.simulation.layer_ledger import LayerLedger
@@ -80,7 +83,8 @@ def replay_strategy(
             planned = strategy.before_gate(context, histories[layer])
             first_DE = counts_DE if num_micro_batches == 1 else counts_DE // num_micro_batches
             plan = strategy.after_gate(context, first_DE, planned, num_micro_batches)
-            _record(ledger, iteration, layer, planned, plan, counts_DE)
+            traffic = _dispatched(plan, counts_DE, first_DE, num_micro_batches, topology)
+            _record(ledger, iteration, layer, planned, plan, counts_DE, traffic)
             if on_plan is not None:
                 on_plan(iteration, layer, plan)
         _remember(histories, counts_ILDE[iteration])
@@ -100,16 +104,29 @@ def _record(
     planned: LayerPlan,
     plan: LayerPlan,
     counts_DE: np.ndarray,
+    dispatch: DispatchTraffic,
 ) -> None:
     topology = ledger.topology
     gather = reduce = transfer_traffic(planned.transfer, topology)
     addition = NO_TRANSFER
     if plan is not planned:
         reduce = transfer_traffic(plan.transfer, topology)
-        added = additional_transfer(planned.placement, plan.placement, topology)
+        added = (
+            plan.transfer
+            if plan.each_micro_batch
+            else additional_transfer(planned.placement, plan.placement, topology)
+        )
         addition = transfer_traffic(added, topology)
-    dispatch = dispatch_traffic(plan.dispatch_policy, counts_DE, plan.placement, topology)
     ledger.put(iteration, layer, plan, counts_DE, dispatch, gather, reduce, addition)
+
+
+def _dispatched(
+    plan: LayerPlan, counts_DE: np.ndarray, first_DE: np.ndarray, num_micro_batches: int, topology: Topology
+) -> DispatchTraffic:
+    """An iteration's traffic; quotas are those of one micro-batch, and the others are like it."""
+    if plan.tokens_ED is None:
+        return dispatch_traffic(plan.dispatch_policy, counts_DE, plan.placement, topology)
+    return quota_traffic(quota_dispatch(plan.tokens_ED, first_DE, topology)).times(num_micro_batches)
 
 
 def _reshard(
@@ -120,7 +137,7 @@ def _reshard(
     ledger: LayerLedger,
     iteration: int,
 ) -> OwnerMap:
-    load_LE = np.stack([history.total_E() for history in histories])
+    load_LE = np.stack([history.mean_E() for history in histories])
     new = strategy.reshard(contexts, load_LE, owners)
     moves = owners.device_LE != new.device_LE
     if moves.any():

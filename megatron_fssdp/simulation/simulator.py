@@ -189,7 +189,7 @@ class LayerTimes:
         tokens_IL = ledger.tokens_ILD.max(axis=2)
         experts_s = tokens_IL * (parts * job.expert_flops_per_token / cluster.expert_flops_per_s)
         sums_IL = np.where(
-            ledger.rematerialize_IL,
+            ledger.rematerialize_IL | ledger.each_pass_IL,
             False,
             sums_gradients(rematerialize=False, num_micro_batches=job.num_micro_batches),
         )
@@ -215,6 +215,7 @@ class LayerTimes:
                 regather=_of_layer(regather, layer),
                 is_ahead=ledger.ahead_IL[:, layer],
                 is_rematerialized=ledger.rematerialize_IL[:, layer],
+                is_each_pass=ledger.each_pass_IL[:, layer],
             )
             for layer in range(job.num_layers)
         ]

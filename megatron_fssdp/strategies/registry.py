@@ -4,7 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_fssdp.config.strategy_settings import PlacementSettings
+from megatron_fssdp.strategies.dynamic_shadowing import DynamicShadowing
+from megatron_fssdp.strategies.exact_quotas import ExactQuotas
+from megatron_fssdp.strategies.expert_exchange import ExpertExchange
 from megatron_fssdp.strategies.expert_parallelism import ExpertParallelism
+from megatron_fssdp.strategies.pro_prophet import ProProphet
 from megatron_fssdp.strategies.sharded_data_parallelism import FullyShardedSparseDataParallelism
 from megatron_fssdp.strategies.strategy import Strategy
 
@@ -12,6 +16,10 @@ from megatron_fssdp.strategies.strategy import Strategy
 _STRATEGIES: dict[str, Callable[[Any], Strategy]] = {
     "ep": ExpertParallelism,
     "fssdp": FullyShardedSparseDataParallelism,
+    "fastermoe": DynamicShadowing,
+    "prophet": ProProphet,
+    "smartmoe": ExpertExchange,
+    "quota": ExactQuotas,
 }
 
 

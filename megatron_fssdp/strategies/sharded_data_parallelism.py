@@ -18,6 +18,7 @@ from megatron_fssdp.planning.owner_map import OwnerMap
 from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.priced_materialization import priced_materialization
 from megatron_fssdp.planning.transfer_plan import two_level_transfer
+from megatron_fssdp.strategies.replica_limits import described_slots, slots_of
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 
@@ -116,11 +117,19 @@ class FullyShardedSparseDataParallelism:
 
     def slots(self, context: LayerContext) -> int:
         """Extra expert slots a device has for one layer (Hecate, Alg. 1, m)."""
-        if self.settings.slots is not None:
-            return self.settings.slots
-        if context.profile is not None:
-            return context.profile.memory_capacity
-        return -(-context.num_experts // context.num_devices)
+        return slots_of(self.settings.slots, context)
+
+    def check(self, context: LayerContext) -> None:
+        """Nothing to refuse."""
+
+    def limits(self, context: LayerContext) -> str:
+        """Overlap degree and slots."""
+        settings = self.settings
+        how = "given" if settings.overlap_degree is not None else "measured"
+        if settings.overlap_degree is None and settings.planner == "balanced":
+            how += "; experts are replicated by seconds"
+        degree = self.overlap_degree(context)
+        return f"overlap degree t = {degree} ({how}), {described_slots(settings.slots, context)}"
 
     def _plan_of(self, placement: ExpertPlacement, context: LayerContext) -> LayerPlan:
         return LayerPlan(

@@ -13,7 +13,8 @@ from megatron_fssdp.planning.layer_profile import LayerProfile
 from megatron_fssdp.planning.load_history import LoadHistory
 from megatron_fssdp.planning.owner_map import OwnerMap
 from megatron_fssdp.planning.placement import ExpertPlacement
-from megatron_fssdp.planning.token_dispatch import DispatchPolicy
+from megatron_fssdp.planning.quota_planner import quota_dispatch, split_among_peers
+from megatron_fssdp.planning.token_dispatch import DispatchPolicy, TokenDispatch, plan_dispatch
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.transfer_plan import TransferPlan
 
@@ -58,6 +59,11 @@ class LayerPlan:
             gather weights and reduce gradients with every micro-batch (Hecate §4.2). Without
             it both happen once an iteration.
         dispatch_policy: How each micro-batch's tokens are split among the holders of their experts.
+        each_micro_batch: Ask :meth:`Strategy.after_gate` anew with every micro-batch's counts, and gather
+            and reduce what it says for that micro-batch alone, beside the dispatch. The plan itself then
+            has no replicas.
+        tokens_ED: How many of this micro-batch's pairs of each expert each device computes, in place
+            of the policy; int64 ``[E, D]``.
     """
 
     placement: ExpertPlacement
@@ -65,9 +71,42 @@ class LayerPlan:
     gather_ahead: bool = True
     rematerialize: bool = False
     dispatch_policy: DispatchPolicy = "even"
+    each_micro_batch: bool = False
+    tokens_ED: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         self.transfer.check_serves(self.placement)
+
+    @classmethod
+    def owners_only(cls, context: LayerContext, *, each_micro_batch: bool = False) -> "LayerPlan":
+        """Every expert on its owner and nowhere else."""
+        placement = ExpertPlacement.owners_only(context.owner_E, context.num_devices)
+        transfer = TransferPlan(context.num_devices, ())
+        return cls(placement, transfer, each_micro_batch=each_micro_batch)
+
+    def dispatch(
+        self, counts_XDE: Sequence[np.ndarray] | np.ndarray, topology: Topology
+    ) -> list[TokenDispatch]:
+        """Where one micro-batch's tokens go.
+
+        Args:
+            counts_XDE: (token, k) pairs by expert-tensor-parallel peer, source and expert, int64.
+            topology: Nodes of the devices.
+
+        Returns:
+            One dispatch a peer.
+        """
+        if self.tokens_ED is None:
+            return [
+                plan_dispatch(self.dispatch_policy, counts_DE, self.placement, topology)
+                for counts_DE in counts_XDE
+            ]
+        load_XE = np.stack([counts_DE.sum(axis=0) for counts_DE in counts_XDE])
+        quotas_XED = split_among_peers(self.tokens_ED, load_XE)
+        return [
+            quota_dispatch(tokens_ED, counts_DE, topology)
+            for tokens_ED, counts_DE in zip(quotas_XED, counts_XDE, strict=True)
+        ]
 
 
 class Strategy(Protocol):
@@ -83,6 +122,18 @@ class Strategy(Protocol):
         """Iterations to measure before contexts get a profile; 0 if none is needed."""
         ...
 
+    def check(self, context: LayerContext) -> None:
+        """Refuse a layer that the strategy cannot serve.
+
+        Raises:
+            ValueError: With what does not fit and the next step.
+        """
+        ...
+
+    def limits(self, context: LayerContext) -> str:
+        """What follows from a layer's profile, for the log."""
+        ...
+
     def slots(self, context: LayerContext) -> int:
         """Most replicas that a device may hold of a layer."""
         ...
@@ -96,7 +147,8 @@ class Strategy(Protocol):
 
         Args:
             contexts: The layers, in the order of the map.
-            load_LE: Recent load of every expert, over all ranks that keep copies of the same owners.
+            load_LE: Mean load of every expert in an iteration of the history, over all ranks that keep
+                copies of the same owners.
             owners: The present ones.
         """
         ...
@@ -108,7 +160,7 @@ class Strategy(Protocol):
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
     ) -> LayerPlan:
-        """Correct the plan by the exact counts of an iteration's first micro-batch.
+        """Correct the plan by the exact counts of an iteration's first micro-batch, or of each one.
 
         Args:
             context: The layer.

@@ -16,6 +16,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
+from megatron_fssdp.planning.cost_model import ClusterCost, LinkCost
+from megatron_fssdp.planning.layer_profile import LayerProfile
 from megatron_fssdp.planning.load_history import LoadHistory
 from megatron_fssdp.planning.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.token_dispatch import DispatchPolicy
@@ -66,7 +68,8 @@ class LayerCase:
         schedule: Order of forwards and backwards of an iteration's micro-batches.
         recompute: None, "reentrant" or "non_reentrant".
         transfers: "in_turn" (each pass gathers, and reduces before it ends), "once" (once an
-            iteration, in the background) or "rematerialized" (each pass, in the background).
+            iteration, in the background), "rematerialized" (each pass, in the background) or "each" (each
+            pass by a plan of its own, with quotas, beside the dispatch) or "each_in_turn".
         calibrated: Whether the placement grows when the counts are known.
         inputs: Which of "hidden" and "probs" require a gradient.
     """
@@ -125,6 +128,19 @@ class CaseResult:
         self.errors[what] = max(self.errors.get(what, 0.0), error if error == error else float("inf"))
 
 
+# The strategies that are told what they would have measured; fssdp takes its limits from the settings.
+MEASURING = ("fastermoe", "prophet", "quota")
+# Experts are cheap to move, so that every strategy that weighs costs moves some.
+PROFILE = LayerProfile(
+    non_moe_s=1.0,
+    cluster=ClusterCost(LinkCost(0.0, 1e-3), LinkCost(0.0, 2e-3), expert_flops_per_s=1e3),
+    expert_bytes=1,
+    token_bytes=8,
+    flops_per_token=1e3,
+    memory_capacity=8,
+)
+
+
 class DrawnPlacements:
     """A strategy for tests: a new random placement of one kind, and a policy, with every plan."""
 
@@ -134,32 +150,58 @@ class DrawnPlacements:
         self.kind = case.placement
         self.rng = np.random.default_rng(case.seed)
         self.rematerialize = case.transfers == "rematerialized"
+        self.each_micro_batch = case.transfers.startswith("each")
         self.calibrated = case.calibrated
+
+    def check(self, context: LayerContext) -> None:
+        """Every layer will do."""
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """The next placement; all ranks draw the same ones."""
+        if self.each_micro_batch:
+            return LayerPlan.owners_only(context, each_micro_batch=True)
+        return self._drawn(context, self.rng)
+
+    def _drawn(self, context: LayerContext, rng: np.random.Generator) -> LayerPlan:
         shape = (context.num_experts, context.num_devices)
-        share = {"owners": 0.0, "everywhere": 1.0}.get(self.kind, self.rng.choice([0.3, 0.6]))
-        present_ED = self.rng.random(shape) < share
+        share = {"owners": 0.0, "everywhere": 1.0}.get(self.kind, rng.choice([0.3, 0.6]))
+        present_ED = rng.random(shape) < share
         poorest = int(np.bincount(context.owner_E, minlength=context.num_devices).argmin())
         if self.kind == "nowhere_else":
             present_ED[:, poorest] = False
         elif self.kind == "replicas_only":
-            present_ED[self.rng.integers(context.num_experts), poorest] = True
+            present_ED[rng.integers(context.num_experts), poorest] = True
         present_ED[np.arange(context.num_experts), context.owner_E] = True
         placement = ExpertPlacement(context.owner_E, present_ED)
-        plain = self.rng.random() < 0.3
+        plain = rng.random() < 0.3
         return LayerPlan(
             placement,
             plain_transfer(placement) if plain else two_level_transfer(placement, context.topology),
             rematerialize=self.rematerialize,
-            dispatch_policy=self.rng.choice(get_args(DispatchPolicy)),
+            dispatch_policy=rng.choice(get_args(DispatchPolicy)),
         )
+
+    def _drawn_by(self, context: LayerContext, counts_DE: np.ndarray) -> LayerPlan:
+        """A plan that depends on the counts alone, and often exact quotas for them."""
+        rng = np.random.default_rng(counts_DE.reshape(-1))
+        plan = self._drawn(context, rng)
+        tokens_ED = None
+        if rng.random() < 0.7:
+            present_ED, load_E = plan.placement.present_ED, counts_DE.sum(axis=0)
+            tokens_ED = np.stack(
+                [
+                    rng.multinomial(load, here_D / here_D.sum())
+                    for load, here_D in zip(load_E, present_ED, strict=True)
+                ]
+            )
+        return replace(plan, each_micro_batch=True, tokens_ED=tokens_ED)
 
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
     ) -> LayerPlan:
-        """The plan as it is, or some more replicas; the draw is the same on all ranks."""
+        """The plan as it is, some more replicas, or a new plan; the draw is the same on all ranks."""
+        if self.each_micro_batch:
+            return self._drawn_by(context, counts_DE)
         if not self.calibrated:
             return plan
         more_ED = self.rng.random(plan.placement.present_ED.shape) < 0.3
@@ -196,18 +238,22 @@ def moe_forward(
     record = micro_batch.exchange
     if exchanges is not None:
         exchanges.append(record)
-    hidden, experts = micro_batch.materialization.apply(hidden)
+    materialization = micro_batch.materialization
+    if not materialization.beside_dispatch:
+        hidden, experts = materialization.apply(hidden)
     rows, row_probs = token_exchange.permute(hidden, probs, record)
     rows, row_probs = token_exchange.dispatch(
         rows, row_probs, record, group, meanwhile=executor.plan_following
     )
+    if materialization.beside_dispatch:
+        rows, experts = materialization.apply(rows)
     rows, row_probs = token_exchange.sort_by_expert(rows, row_probs, record)
     rows = grouped_ffn(
         rows, row_probs, record.rows_per_expert, experts, activation, probs_on_input=probs_on_input
     )
-    rows = micro_batch.materialization.end_use(rows)
+    rows = materialization.end_use(rows)
     rows = token_exchange.combine(token_exchange.sort_by_source(rows, record), record, group)
-    return micro_batch.materialization.release(token_exchange.unpermute(rows, record))
+    return materialization.release(token_exchange.unpermute(rows, record))
 
 
 @dataclass
@@ -262,8 +308,10 @@ def build_layer(
     }
     topology = Topology.uniform(world_size, case.num_nodes)
     executor = runtime.add_layer(
-        LayerContext(1, owner_E, topology),
-        ExpertGroups(dist.group.WORLD, topology, _transfer_group() if case.transfers != "in_turn" else None),
+        LayerContext(1, owner_E, topology, PROFILE if case.placement in MEASURING else None),
+        ExpertGroups(
+            dist.group.WORLD, topology, _transfer_group() if not case.transfers.endswith("in_turn") else None
+        ),
         parameters,
         layout=ExpertLayout.of([tensor.to(case.dtype) for tensor in weights[0]]),
     )
@@ -299,12 +347,12 @@ def _run_case(rank: int, world_size: int, case: LayerCase) -> CaseResult:
     for _ in range(case.num_iterations):
         batches = [draw_inputs(case, owner_E, world_size, rng) for _ in range(case.schedule.count("F"))]
         if case.driven:
-            runtime.begin_iteration(None if case.transfers == "in_turn" else len(batches))
+            runtime.begin_iteration(None if case.transfers.endswith("in_turn") else len(batches))
         plan = executor.prepare()
-        result.num_replicas.append(plan.placement.num_replicas)
         result.num_present.append(len(plan.placement.experts_on(rank)))
         result.digests.append(plan.placement.digest())
         own = _run_iteration(executor, case, batches, rank, result)
+        result.num_replicas.append(max(plan.placement.num_replicas, executor.load.num_replicas))
         runtime.finish_gradients()
         _compare_iteration(case, batches, weights, parameters, own, rank, result)
         if case.driven:

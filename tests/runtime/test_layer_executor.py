@@ -264,6 +264,9 @@ class RankDependent:
 
     window = 1
 
+    def check(self, context: LayerContext) -> None:
+        pass
+
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         present_ED = np.zeros((context.num_experts, context.num_devices), dtype=bool)
         present_ED[0] = dist.get_rank() == 2

@@ -28,39 +28,55 @@ from .reference_layer import draw_weights
 NOBODY = (0, 0, 2, 2, 2, 3, 3, 0)  # rank 1 owns nothing
 
 MODES = ("once", "rematerialized")
-CASES = [
-    case
-    for mode in MODES
-    for case in [
-        LayerCase(f"{mode}-plain", transfers=mode, num_iterations=3),
-        LayerCase(f"{mode}-micro-batches", transfers=mode, schedule="FBFBFB", biases=True, num_nodes=2),
-        LayerCase(f"{mode}-pipeline", transfers=mode, schedule="FFFBFBBFBB", num_nodes=2),
-        LayerCase(f"{mode}-everywhere", transfers=mode, placement="everywhere", schedule="FFBB"),
-        LayerCase(f"{mode}-owners", transfers=mode, placement="owners", schedule="FFBB"),
-        LayerCase(f"{mode}-fssdp", transfers=mode, placement="fssdp", num_iterations=4, schedule="FFBB"),
-        LayerCase(f"{mode}-reentrant", transfers=mode, recompute="reentrant", schedule="FFBB"),
-        LayerCase(f"{mode}-non-reentrant", transfers=mode, recompute="non_reentrant", schedule="FFBB"),
-        LayerCase(f"{mode}-calibrated", transfers=mode, calibrated=True, schedule="FBFB", num_nodes=2),
-        LayerCase(
-            f"{mode}-calibrated-recomputed",
-            transfers=mode,
-            calibrated=True,
-            recompute="reentrant",
-            schedule="FFBB",
-        ),
-        LayerCase(f"{mode}-owns-nothing", transfers=mode, owners=NOBODY, schedule="FFBB"),
-        LayerCase(f"{mode}-replicas-only", transfers=mode, owners=NOBODY, placement="replicas_only"),
-        LayerCase(f"{mode}-holds-nothing", transfers=mode, owners=NOBODY, placement="nowhere_else"),
-        LayerCase(f"{mode}-dropped", transfers=mode, routing="dropped", schedule="FFBB"),
-        LayerCase(f"{mode}-no-tokens", transfers=mode, tokens=(0, 0, 0, 0), schedule="FBFB"),
-        LayerCase(f"{mode}-without-input-gradients", transfers=mode, inputs=(), schedule="FFBB"),
-        LayerCase(f"{mode}-fp32", transfers=mode, dtype=torch.float32, schedule="FFBB"),
-        LayerCase(f"{mode}-bf16", transfers=mode, dtype=torch.bfloat16, schedule="FFBB"),
+CASES = (
+    [
+        case
+        for mode in (*MODES, "each")
+        for case in [
+            LayerCase(f"{mode}-plain", transfers=mode, num_iterations=3),
+            LayerCase(f"{mode}-micro-batches", transfers=mode, schedule="FBFBFB", biases=True, num_nodes=2),
+            LayerCase(f"{mode}-pipeline", transfers=mode, schedule="FFFBFBBFBB", num_nodes=2),
+            LayerCase(f"{mode}-everywhere", transfers=mode, placement="everywhere", schedule="FFBB"),
+            LayerCase(f"{mode}-owners", transfers=mode, placement="owners", schedule="FFBB"),
+            LayerCase(f"{mode}-fssdp", transfers=mode, placement="fssdp", num_iterations=4, schedule="FFBB"),
+            LayerCase(f"{mode}-reentrant", transfers=mode, recompute="reentrant", schedule="FFBB"),
+            LayerCase(f"{mode}-non-reentrant", transfers=mode, recompute="non_reentrant", schedule="FFBB"),
+            LayerCase(f"{mode}-calibrated", transfers=mode, calibrated=True, schedule="FBFB", num_nodes=2),
+            LayerCase(
+                f"{mode}-calibrated-recomputed",
+                transfers=mode,
+                calibrated=True,
+                recompute="reentrant",
+                schedule="FFBB",
+            ),
+            LayerCase(f"{mode}-owns-nothing", transfers=mode, owners=NOBODY, schedule="FFBB"),
+            LayerCase(f"{mode}-replicas-only", transfers=mode, owners=NOBODY, placement="replicas_only"),
+            LayerCase(f"{mode}-holds-nothing", transfers=mode, owners=NOBODY, placement="nowhere_else"),
+            LayerCase(f"{mode}-dropped", transfers=mode, routing="dropped", schedule="FFBB"),
+            LayerCase(f"{mode}-no-tokens", transfers=mode, tokens=(0, 0, 0, 0), schedule="FBFB"),
+            LayerCase(f"{mode}-without-input-gradients", transfers=mode, inputs=(), schedule="FFBB"),
+            LayerCase(f"{mode}-fp32", transfers=mode, dtype=torch.float32, schedule="FFBB"),
+            LayerCase(f"{mode}-bf16", transfers=mode, dtype=torch.bfloat16, schedule="FFBB"),
+        ]
     ]
-] + [
-    LayerCase("calibrated-in-turn", calibrated=True, schedule="FBFB"),
-    LayerCase("calibrated-undriven", calibrated=True, driven=False),
-]
+    + [
+        LayerCase(
+            f"{name}-{mode}-{recompute}", placement=name, transfers=mode, recompute=recompute, schedule="FFBB"
+        )
+        for name in ("fastermoe", "prophet", "quota")
+        for mode, recompute in (
+            ("once", None),
+            ("in_turn", None),
+            ("once", "reentrant"),
+            ("once", "non_reentrant"),
+        )
+    ]
+    + [
+        LayerCase("each-in-turn", transfers="each_in_turn", schedule="FBFB"),
+        LayerCase("calibrated-in-turn", calibrated=True, schedule="FBFB"),
+        LayerCase("calibrated-undriven", calibrated=True, driven=False),
+    ]
+)
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
 

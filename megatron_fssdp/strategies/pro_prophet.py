@@ -1,0 +1,106 @@
+"""Pro-Prophet: hot experts on a subset of the devices, planned from an earlier iteration (§IV, §V)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_fssdp.config.strategy_settings import ProphetSettings
+from megatron_fssdp.planning.calibration import doubling
+from megatron_fssdp.planning.layer_profile import LayerProfile
+from megatron_fssdp.planning.load_history import LoadHistory
+from megatron_fssdp.planning.prophet_planner import PlannedLayer, ProphetModel, plan_layer
+from megatron_fssdp.planning.topology import Topology
+from megatron_fssdp.planning.transfer_plan import two_level_transfer
+from megatron_fssdp.strategies.fixed_owners import FixedOwners
+from megatron_fssdp.strategies.replica_limits import described_slots, slots_of
+from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """A plan, the context it was made for, and after how many iterations."""
+
+    plan: LayerPlan
+    context: LayerContext
+    num_seen: int
+
+
+class ProProphet(FixedOwners):
+    """``prophet``: replicas where most of an expert's tokens come from; others go to its owner."""
+
+    def __init__(self, settings: ProphetSettings) -> None:
+        self.settings = settings
+        self._kept: dict[int, _Kept] = {}
+
+    @property
+    def window(self) -> int:
+        """As long as a plan is kept, so that it can be made again."""
+        return self.settings.plan_interval
+
+    @property
+    def profile_iterations(self) -> int:
+        """Iterations to measure: the performance model needs them."""
+        return self.settings.profile_iterations
+
+    def slots(self, context: LayerContext) -> int:
+        """Most replicas that a device may hold of a layer."""
+        return slots_of(self.settings.slots, context)
+
+    def limits(self, context: LayerContext) -> str:
+        """How many replicas a device may hold."""
+        return described_slots(self.settings.slots, context)
+
+    def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
+        """The plan of the last planning point (§IV-C, locality); the owners alone until costs are known."""
+        if context.profile is None or history.is_empty:
+            return LayerPlan.owners_only(context)
+        age = (history.num_seen - 1) % self.settings.plan_interval
+        made_at = history.num_seen - age
+        kept = self._kept.get(context.layer)
+        if kept is None or kept.context is not context or kept.num_seen != made_at:
+            counts_DE = history.counts_DE(age)
+            kept = _Kept(self._planned(context, context.profile, counts_DE), context, made_at)
+            self._kept[context.layer] = kept
+        return kept.plan
+
+    def after_gate(
+        self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
+    ) -> LayerPlan:
+        """The plan as it is."""
+        return plan
+
+    def _planned(self, context: LayerContext, profile: LayerProfile, counts_DE: np.ndarray) -> LayerPlan:
+        most = context.num_devices - 1
+        numbers = [0, *doubling(most)] if self.settings.left_out is None else [self.settings.left_out]
+        found: list[PlannedLayer] = [
+            plan_layer(
+                context.owner_E,
+                counts_DE,
+                _model(profile, context.topology, min(number, most), overlaps=self.settings.overlap),
+                balance=self.settings.balance,
+                slots=self.slots(context),
+            )
+            for number in numbers
+        ]
+        placement = min(found, key=lambda one: one.seconds).placement
+        return LayerPlan(
+            placement,
+            two_level_transfer(placement, context.topology),
+            gather_ahead=self.settings.overlap,
+            dispatch_policy="owner",
+        )
+
+
+def _model(profile: LayerProfile, topology: Topology, num_left_out: int, *, overlaps: bool) -> ProphetModel:
+    cluster = profile.cluster
+    return ProphetModel(
+        num_devices=topology.num_devices,
+        num_left_out=num_left_out,
+        input_bytes=profile.token_bytes,
+        expert_bytes=profile.expert_bytes,
+        gradient_bytes=profile.reduced_bytes,
+        bytes_per_s=1 / profile.slowest_link(topology).beta_s_per_byte,
+        inputs_per_s=cluster.expert_flops_per_s / profile.flops_per_token,
+        non_expert_s=profile.non_moe_s,
+        overlaps=overlaps,
+    )
