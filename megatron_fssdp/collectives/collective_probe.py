@@ -39,6 +39,7 @@ def measure_collective(
     *,
     message_bytes: Sequence[int],
     num_repetitions: int,
+    num_near: int = 0,
 ) -> LinkFit:
     """Cost of one collective; called by all ranks of ``everyone``, whose groups are busy at the same time.
 
@@ -51,12 +52,14 @@ def measure_collective(
         device: Where the messages lie.
         message_bytes: Bytes that the busiest device sends.
         num_repetitions: Measured ones for each size.
+        num_near: Of an exchange of all with all, how many others of a device's group are in its
+            node; what it sends to them is not counted.
 
     Returns:
         Alpha and beta by those bytes, the same on all ranks.
     """
     calls: list[tuple[Callable[[], object], int]] = [
-        _prepare(name, num_bytes, group, device) if group is not None else (lambda: None, 0)
+        _prepare(name, num_bytes, group, device, num_near) if group is not None else (lambda: None, 0)
         for num_bytes in message_bytes
     ]
     measured = [
@@ -80,7 +83,7 @@ def _median_s(
 
 
 def _prepare(
-    name: str, num_bytes: int, group: dist.ProcessGroup, device: torch.device
+    name: str, num_bytes: int, group: dist.ProcessGroup, device: torch.device, num_near: int = 0
 ) -> tuple[Callable[[], object], int]:
     """What to call, and the bytes that the busiest device then sends: ``num_bytes`` in whole words.
 
@@ -103,9 +106,10 @@ def _prepare(
         message = words(num_bytes * size / (2 * (size - 1)))
         sent_bytes = round(message.nbytes * 2 * (size - 1) / size)
         return lambda: dist.all_reduce(message, group=group), sent_bytes
-    part = words(num_bytes / (size - 1))
+    num_counted = size - 1 - num_near
+    part = words(num_bytes / num_counted)
     whole = part.repeat(size)
-    sent_bytes = part.nbytes * (size - 1)
+    sent_bytes = part.nbytes * num_counted
     if name == "row_exchange":
         splits = [part.numel()] * size
         return lambda: exchange_rows((whole,), splits, splits, group), sent_bytes

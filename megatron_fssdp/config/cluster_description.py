@@ -52,7 +52,8 @@ class ClusterDescription(BaseModel):
         description=(
             "Measured for single collectives; bandwidths per device, of the bytes that the busiest device "
             "sends over links of that class (inter_node: to other nodes, all devices of a node at once; for "
-            "point_to_point one device alone). row_exchange is this package's all-to-all. Used in place of "
+            "point_to_point one device alone; for all_to_all and row_exchange with the messages inside the "
+            "nodes beside). row_exchange is this package's all-to-all. Used in place of "
             "the links where given."
         ),
     )

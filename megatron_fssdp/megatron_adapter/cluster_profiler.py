@@ -30,6 +30,7 @@ from megatron_fssdp.runtime.compute_probe import (
 )
 
 _NAMES: tuple[CollectiveName, ...] = get_args(CollectiveName)
+_EXCHANGES: tuple[CollectiveName, ...] = ("row_exchange", "all_to_all")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _GATED = ("swiglu", "quick_geglu")
 _CPU_SHAPE = LayerShape(512, 2048, 2, 512, False, 8, 256, 1, torch.float32)
@@ -189,8 +190,14 @@ class _Measurement:
             group = self._own_group(between)
             whole_nic = self._links("point_to_point inter_node, all devices", "point_to_point", group)
             for name in _NAMES:
+                label = f"{name} inter_node"
+                if name in _EXCHANGES:
+                    # As in a dispatch, with the messages inside the nodes beside.
+                    everyone = dist.group.WORLD
+                    fits[name]["inter_node"] = self._links(label, name, everyone, num_near=per_node - 1)
+                    continue
                 alone = name == "point_to_point" and dist.get_rank() % per_node
-                fits[name]["inter_node"] = self._links(f"{name} inter_node", name, None if alone else group)
+                fits[name]["inter_node"] = self._links(label, name, None if alone else group)
         expert, attention = self._compute()
         return self._described(fits, whole_nic, expert, attention)
 
@@ -200,7 +207,7 @@ class _Measurement:
         assert isinstance(own, dist.ProcessGroup)
         return own
 
-    def _links(self, label: str, name: str, group: dist.ProcessGroup | None) -> LinkFit:
+    def _links(self, label: str, name: str, group: dist.ProcessGroup | None, *, num_near: int = 0) -> LinkFit:
         everyone = dist.group.WORLD
         assert everyone is not None
         fit = measure_collective(
@@ -210,6 +217,7 @@ class _Measurement:
             self._device,
             message_bytes=self._settings.message_bytes(),
             num_repetitions=self._settings.num_repetitions,
+            num_near=num_near,
         )
         self._say(
             f"{label}: {fit.cost.alpha_s * 1e6:.1f} us + {1e-9 / fit.cost.beta_s_per_byte:.3f} GB/s, "

@@ -42,7 +42,7 @@ def measure_given_times(rank: int, world_size: int) -> LinkFit:
     sent: list[int] = []
     original = collective_probe._prepare
 
-    def prepare(name, num_bytes, group, device):
+    def prepare(name, num_bytes, group, device, num_near):
         call, sent_bytes = original(name, num_bytes, group, device)
 
         def noted():
@@ -93,6 +93,17 @@ def sent_bytes(rank: int, world_size: int, num_bytes: int) -> dict[str, int]:
 def test_sizes_are_what_the_busiest_device_sends(world_size: int) -> None:
     for of_rank in run_ranks(sent_bytes, world_size, 12_000):
         assert of_rank == dict.fromkeys(COLLECTIVES, 12_000)
+
+
+def test_what_goes_to_the_own_node_is_not_counted() -> None:
+    """Of 4 ranks, one is near: a part of 6 kB goes to each of three others, two of them count."""
+    assert run_ranks(part_of_exchange, 4) == [12_000] * 4
+
+
+def part_of_exchange(rank: int, world_size: int) -> int:
+    call, sent = collective_probe._prepare("row_exchange", 12_000, dist.group.WORLD, CPU, 1)
+    call()
+    return sent
 
 
 def results(rank: int, world_size: int) -> None:

@@ -34,7 +34,7 @@ def test_ranks_agree_and_rank_0_tells_every_step(tmp_path: Path) -> None:
     assert [line.partition("]")[0] for line in lines[1:]] == [f"[{step:2}/17" for step in range(1, 18)]
     assert (cluster.num_nodes, cluster.devices_per_node) == (2, 2)
     assert all(set(classes) == {"intra_node", "inter_node"} for classes in cluster.collectives.values())
-    assert len(cluster.collectives) == 6
+    assert len(cluster.collectives) == 7
     assert 1e6 < cluster.expert_flops_per_s < 1e14
     assert 1e6 < cluster.non_expert_flops_per_s < 1e14
     assert (
@@ -53,9 +53,9 @@ def measure_planted(rank: int, world_size: int, num_nodes: int) -> tuple[Cluster
     def planted(name, group, everyone, device, **how):
         members = None if group is None else torch.distributed.get_process_group_ranks(group)
         asked.append((name, members))
-        inside = members is not None and members[-1] // (world_size // num_nodes) == members[0] // (
-            world_size // num_nodes
-        )
+        per_node = world_size // num_nodes
+        inside = members is not None and members[-1] // per_node == members[0] // per_node
+        assert how["num_near"] == (per_node - 1 if members is not None and len(members) == 4 else 0)
         cost = LinkCost(1e-5, 1e-9) if inside else LinkCost(1e-4, 1e-7)
         return LinkFit(cost, 0.99, 0.02)
 
@@ -72,7 +72,7 @@ def test_a_node_s_nics_are_measured_with_all_its_devices() -> None:
         assert asked[0] == ("point_to_point", [2 * node, 2 * node + 1])
         assert asked[7] == ("point_to_point", [place, place + 2])  # all at once
         assert asked[8] == ("point_to_point", [0, 2] if place == 0 else None)  # one device alone
-        assert asked[9] == ("row_exchange", [place, place + 2])
+        assert asked[9] == ("row_exchange", [0, 1, 2, 3])
     cluster = results[0][0]
     assert cluster.intra_node.bandwidth_bytes_per_s == pytest.approx(1e9)
     assert cluster.inter_node.bandwidth_bytes_per_s == pytest.approx(2e7), "both devices' shares"
