@@ -6,6 +6,7 @@ Shape legend: T tokens of this rank, M model dim, F ffn dim, E experts, D device
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,14 @@ from benchmarks.testbed.pacing import Timeline, paced, paced_experts
 from megatron_fssdp.planning.cost_model import ClusterCost, LinkCost, all_to_all_s, dispatch_tokens_DD
 from megatron_fssdp.planning.layer_profile import LayerProfile
 from megatron_fssdp.planning.placement import ExpertPlacement, even_owners
-from megatron_fssdp.planning.token_dispatch import EvenDispatch, plan_dispatch
+from megatron_fssdp.planning.token_dispatch import EvenDispatch
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.runtime import token_exchange
 from megatron_fssdp.runtime.expert_activation import ExpertActivation
 from megatron_fssdp.runtime.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.expert_layout import ExpertWeights
 from megatron_fssdp.runtime.grouped_ffn import grouped_ffn
-from megatron_fssdp.runtime.layer_executor import LayerLoad
+from megatron_fssdp.runtime.layer_executor import LayerLoad, MicroBatch
 from megatron_fssdp.runtime.moe_runtime import MoERuntime
 from megatron_fssdp.strategies.strategy import LayerContext, Strategy
 
@@ -375,6 +376,7 @@ class RuntimeStack(LayerStack):
         super().__init__(size, groups, parameters, pace, timeline)
         owner_E = even_owners(size.num_experts, groups.num_devices)
         self.runtime = MoERuntime(strategy)
+        self._running: dict[int, MicroBatch] = {}
         for number, of_layer in enumerate(parameters):
             context = LayerContext(number + 1, owner_E, groups.topology, profile)
             self.runtime.add_layer(context, groups, of_layer)
@@ -393,14 +395,24 @@ class RuntimeStack(LayerStack):
         executor, group = self.runtime.layers[number], self.groups.expert_parallel
         span = self.timeline.span
         with span(f"counts and plan {number + 1}"):
-            micro_batch = executor.begin_micro_batch(routing_map)
+            micro_batch = self._running[number] = executor.begin_micro_batch(routing_map)
         record, materialization = micro_batch.exchange, micro_batch.materialization
-        hidden, experts = materialization.apply(hidden)
+        pipeline = executor.pipeline(micro_batch, partial(self._experts, number))
+        if pipeline is not None:
+            hidden, experts = materialization.apply(hidden, wait=False)
+            rows, row_probs = token_exchange.permute(hidden, probs, record)
+            with span(f"dispatch, experts and combine {number + 1}"):
+                rows = pipeline.run(rows, row_probs, experts)
+            return materialization.release(token_exchange.unpermute(rows, record))
+        if not materialization.beside_dispatch:
+            hidden, experts = materialization.apply(hidden)
         rows, row_probs = token_exchange.permute(hidden, probs, record)
         with span(f"dispatch {number + 1}"):
             rows, row_probs = token_exchange.dispatch(
                 rows, row_probs, record, group, meanwhile=executor.plan_following
             )
+        if materialization.beside_dispatch:
+            rows, experts = materialization.apply(rows)
         rows, row_probs = token_exchange.sort_by_expert(rows, row_probs, record)
         rows = self._experts(number, rows, row_probs, record.rows_per_expert, experts)
         rows = materialization.end_use(rows)
@@ -410,8 +422,7 @@ class RuntimeStack(LayerStack):
         return materialization.release(token_exchange.unpermute(rows, record))
 
     def _replica_bytes(self) -> int:
-        held = (layer._iteration.weights for layer in self.runtime.layers if layer._iteration is not None)
-        of_layers = [weights.resident_bytes for weights in held if weights is not None]
+        of_layers = [one.materialization.weights.resident_bytes for one in self._running.values()]
         # Parameters stay for the iteration, gradients are there for one layer at a time.
         return sum(of_layers) + max(of_layers, default=0)
 
@@ -422,8 +433,8 @@ class RuntimeStack(LayerStack):
         topology, devices = self.groups.topology, self.groups.num_devices
         pairs = []
         for number, (layer, counts_DE) in enumerate(zip(self.runtime.layers, counts_LDE, strict=True)):
-            plan = layer.prepare()
-            dispatch = plan_dispatch(plan.dispatch_policy, counts_DE, plan.placement, topology)
+            plan = self._running[number].plan
+            (dispatch,) = plan.dispatch([counts_DE], topology)
             pairs.append(dispatch_tokens_DD(dispatch, devices))
             result.spag_inter_node_bytes += plan.transfer.inter_node_bytes(self.size.expert_bytes, topology)
             for started in layer._journal:

@@ -36,6 +36,21 @@ class PlacementSettings(StrategySettings):
             "Default: detected from LOCAL_WORLD_SIZE, or from host names."
         ),
     )
+    schedule: Literal["plain", "pipelined"] = Field(
+        default="plain",
+        description=(
+            "'pipelined' is FasterMoE's smart schedule (§4.2) for any placement: tokens are exchanged with "
+            "one group of ranks after another, and experts compute on one group's while the next ones travel."
+        ),
+    )
+    group_size: int | None = Field(
+        default=None,
+        ge=1,
+        description=(
+            "Ranks of a group of the pipelined schedule; divides the expert-parallel ranks. Default: the "
+            "ranks of a node, in one node a single rank."
+        ),
+    )
     check_plans: bool = Field(
         default=False,
         description="Debug: compare a hash of every plan across the ranks and stop at the first difference.",

@@ -4,6 +4,7 @@ Router, shared experts, latent projections, recompute and checkpoint keys are in
 only what depends on where experts are is replaced.
 """
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron_fssdp.megatron_adapter.expert_parameters import expert_activation,
 from megatron_fssdp.megatron_adapter.placement_dispatcher import PlacementTokenDispatcher
 from megatron_fssdp.megatron_adapter.strategy_session import StrategySession
 from megatron_fssdp.planning.placement import even_owners
+from megatron_fssdp.runtime.expert_layout import ExpertWeights
 from megatron_fssdp.runtime.grouped_ffn import grouped_ffn
 from megatron_fssdp.strategies.strategy import LayerContext
 
@@ -120,15 +122,26 @@ class StrategyMoELayer(MoELayer):
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         """The present experts, owned and replicated, on the dispatched rows."""
-        rows, rows_per_expert, row_probs = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
-        experts = self.token_dispatcher.take_experts()
+        dispatcher = self.token_dispatcher
+        if dispatcher.is_pipelined:
+            return dispatcher.run_pipeline(hidden_states, probs, self._compute), None
+        rows, rows_per_expert, row_probs = dispatcher.dispatch_postprocess(hidden_states, probs)
         with self.executor.computing(rows.shape[0], rows.device):
-            output = grouped_ffn(
-                rows,
-                row_probs,
-                rows_per_expert.tolist(),
-                experts,
-                self._activation,
-                probs_on_input=self.config.moe_apply_probs_on_input,
-            )
-        return self.token_dispatcher.combine_preprocess(output), None
+            output = self._compute(rows, row_probs, rows_per_expert.tolist(), dispatcher.take_experts())
+        return dispatcher.combine_preprocess(output), None
+
+    def _compute(
+        self,
+        rows: torch.Tensor,
+        probs: torch.Tensor,
+        rows_per_expert: Sequence[int],
+        experts: Sequence[ExpertWeights],
+    ) -> torch.Tensor:
+        return grouped_ffn(
+            rows,
+            probs,
+            rows_per_expert,
+            experts,
+            self._activation,
+            probs_on_input=self.config.moe_apply_probs_on_input,
+        )

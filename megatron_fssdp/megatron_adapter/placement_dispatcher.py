@@ -10,8 +10,9 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from megatron_fssdp.runtime import token_exchange
 from megatron_fssdp.runtime.expert_layout import ExpertWeights
-from megatron_fssdp.runtime.layer_executor import LayerExecutor
+from megatron_fssdp.runtime.layer_executor import LayerExecutor, MicroBatch
 from megatron_fssdp.runtime.materialization import Materialization
+from megatron_fssdp.runtime.pipelined_experts import ExpertCompute
 from megatron_fssdp.runtime.token_exchange import DispatchRecord
 
 
@@ -28,10 +29,16 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
         self.executor = executor
         self._record: DispatchRecord | None = None
         self._materialization: Materialization | None = None
+        self._micro_batch: MicroBatch | None = None
         self._experts: list[ExpertWeights] = []
         self._hidden_shape = torch.Size()
         self._probs_dtype = torch.float32
         self._peers = executor.groups.expert_tensor_parallel
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether dispatch, experts and combine run in steps."""
+        return self.executor.groups.ring is not None
 
     @property
     def record(self) -> DispatchRecord:
@@ -60,9 +67,11 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
         """
         self._hidden_shape = hidden_states.shape
         self._probs_dtype = probs.dtype  # in which Megatron sums the parts of an expert's results
-        micro_batch = self.executor.begin_micro_batch(routing_map)
+        self._micro_batch = micro_batch = self.executor.begin_micro_batch(routing_map)
         self._materialization = micro_batch.materialization
-        if not self._materialization.beside_dispatch:
+        if self.is_pipelined:
+            hidden_states, self._experts = self._materialization.apply(hidden_states, wait=False)
+        elif not self._materialization.beside_dispatch:
             hidden_states, self._experts = self._materialization.apply(hidden_states)
         self._record = micro_batch.exchange
         return token_exchange.permute(hidden_states.reshape(-1, self._hidden_shape[-1]), probs, self._record)
@@ -70,13 +79,30 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
     def token_dispatch(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Phase 2: all-to-all to the experts' devices."""
+        """Phase 2: all-to-all to the experts' devices; in :meth:`run_pipeline` if that is in steps."""
+        if self.is_pipelined:
+            return hidden_states, probs
         rows, probs = token_exchange.dispatch(
             hidden_states, probs, self.record, self.ep_group, meanwhile=self.executor.plan_following
         )
         if self._materialization is not None and self._materialization.beside_dispatch:
             rows, self._experts = self._materialization.apply(rows)
         return rows, probs
+
+    def run_pipeline(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor, compute: ExpertCompute
+    ) -> torch.Tensor:
+        """Phases 2 to 5 in steps: results of the rows that this rank sends.
+
+        Args:
+            hidden_states: ``[A, M]`` in the order of sending.
+            probs: ``[A]``.
+            compute: The experts.
+        """
+        assert self._micro_batch is not None
+        pipeline = self.executor.pipeline(self._micro_batch, compute)
+        assert pipeline is not None
+        return pipeline.run(hidden_states, probs, self.take_experts())
 
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
@@ -97,6 +123,8 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Phase 5: all-to-all back to the tokens' ranks."""
+        if self.is_pipelined:
+            return hidden_states
         return token_exchange.combine(hidden_states, self.record, self.ep_group)
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -104,5 +132,5 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
         output = token_exchange.unpermute(hidden_states, self.record)
         if self._materialization is not None:
             output = self._materialization.release(output)
-        self._record = self._materialization = None
+        self._record = self._materialization = self._micro_batch = None
         return output.view(self._hidden_shape)

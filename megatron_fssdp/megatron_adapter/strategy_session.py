@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_fssdp.collectives.grouped_exchange import GroupRing
 from megatron_fssdp.collectives.plan_agreement import check_agreement
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy_settings import PlacementSettings, StrategySettings
@@ -14,6 +15,7 @@ from megatron_fssdp.megatron_adapter.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.node_detection import detect_topology
 from megatron_fssdp.megatron_adapter.stage_owners import StageOwners
 from megatron_fssdp.megatron_adapter.supported_features import check_supported
+from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.runtime.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.moe_runtime import MoERuntime
 from megatron_fssdp.strategies.registry import build_strategy
@@ -87,9 +89,25 @@ class StrategySession:
                 # Plans follow from it, and peers must have the same plans.
                 check_agreement(repr(topology).encode(), peers, "the experts' node layout")
             self._groups[expert_parallel.group_name] = ExpertGroups(
-                expert_parallel, topology, transfers, peers
+                expert_parallel, topology, transfers, peers, self._ring(expert_parallel, topology, peers)
             )
         return self._groups[expert_parallel.group_name]
+
+    def _ring(
+        self, expert_parallel: dist.ProcessGroup, topology: Topology, peers: dist.ProcessGroup | None
+    ) -> GroupRing | None:
+        """The groups of the pipelined schedule."""
+        if self.settings.schedule == "plain" or topology.num_devices == 1:
+            return None
+        if peers is not None:
+            raise ConfigurationError(
+                f"schedule: got pipelined with expert tensor parallelism over {peers.size()} ranks, wanted "
+                "whole experts; use schedule=plain or --expert-tensor-parallel-size 1"
+            )
+        try:
+            return GroupRing.of(expert_parallel.rank(), topology, self.settings.group_size)
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from None
 
     def check_model(self, config: Any) -> None:
         """Refuse a model that the strategy cannot serve, or settings that do not fit it.

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from megatron_fssdp.collectives.grouped_exchange import GroupRing
 from megatron_fssdp.planning.topology import Topology
 
 
@@ -20,12 +21,15 @@ class ExpertGroups:
         expert_tensor_parallel: The ranks that share each of this rank's experts, every one with a
             part of its FFN dimension. These peers have different tokens and expert-parallel groups,
             and the same topology and plans. ``None`` where experts are whole.
+        ring: The expert-parallel ranks in groups, which rows are exchanged with in turn while the experts
+            compute; ``None`` exchanges with all at once.
     """
 
     expert_parallel: dist.ProcessGroup
     topology: Topology
     transfers: dist.ProcessGroup | None = None
     expert_tensor_parallel: dist.ProcessGroup | None = None
+    ring: GroupRing | None = None
 
     def __post_init__(self) -> None:
         if self.expert_parallel.size() != self.topology.num_devices:

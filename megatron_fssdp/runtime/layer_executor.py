@@ -18,7 +18,7 @@ from megatron_fssdp.planning.message_size import CUDA_MESSAGE_BYTES, message_byt
 from megatron_fssdp.planning.token_dispatch import TokenDispatch
 from megatron_fssdp.planning.transfer_plan import TransferPlan, additional_transfer
 from megatron_fssdp.runtime.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.expert_layout import ExpertLayout
+from megatron_fssdp.runtime.expert_layout import ExpertLayout, ExpertWeights
 from megatron_fssdp.runtime.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.materialization import (
     GradientsOfExperts,
@@ -26,6 +26,7 @@ from megatron_fssdp.runtime.materialization import (
     call_in_backward,
     in_backward,
 )
+from megatron_fssdp.runtime.pipelined_experts import ExpertCompute, ExpertPipeline
 from megatron_fssdp.runtime.replica_gradients import ReplicaGradients
 from megatron_fssdp.runtime.replica_weights import ReplicaWeights
 from megatron_fssdp.runtime.token_exchange import DispatchRecord, plan_exchange
@@ -115,10 +116,11 @@ class LayerLoad:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """One forward pass through the layer: its exchange and its weights."""
+    """One forward pass through the layer: its exchange and its weights, and the plan that they follow."""
 
     exchange: DispatchRecord
     materialization: Materialization
+    plan: LayerPlan
 
 
 @dataclass(eq=False)
@@ -299,7 +301,40 @@ class LayerExecutor:
         if plan.rematerialize and is_launched and torch.is_grad_enabled() and not in_backward():
             materialization.before = self.clock.latest
             self.clock.latest = materialization
-        return MicroBatch(exchange, materialization)
+        return MicroBatch(exchange, materialization, plan)
+
+    def pipeline(self, micro_batch: MicroBatch, compute: ExpertCompute) -> ExpertPipeline | None:
+        """Dispatch, experts and combine of a micro-batch in steps, if the groups say so.
+
+        Args:
+            micro_batch: What :meth:`begin_micro_batch` said; its weights need not have been waited for.
+            compute: The experts.
+        """
+        if self.groups.ring is None:
+            return None
+        weights = micro_batch.materialization.weights
+
+        def before_forward() -> None:
+            self.plan_following()
+            weights.wait()
+
+        def timed(
+            rows: torch.Tensor,
+            probs: torch.Tensor,
+            rows_per_expert: Sequence[int],
+            experts: Sequence[ExpertWeights],
+        ) -> torch.Tensor:
+            with self.computing(rows.shape[0], rows.device):
+                return compute(rows, probs, rows_per_expert, experts)
+
+        return ExpertPipeline(
+            micro_batch.exchange,
+            self.groups.ring,
+            self.groups.expert_parallel,
+            timed,
+            before_forward,
+            weights.wait,
+        )
 
     def computing(self, num_rows: int, device: torch.device) -> AbstractContextManager[None]:
         """To be entered around the experts' forward pass; times it while the layer is measured."""

@@ -76,11 +76,12 @@ class Materialization:
         self.before: Materialization | None = None
         """The layer before this one in the same pass, whose replicas the backward pass needs next."""
 
-    def apply(self, hidden: torch.Tensor) -> tuple[torch.Tensor, list[ExpertWeights]]:
+    def apply(self, hidden: torch.Tensor, *, wait: bool = True) -> tuple[torch.Tensor, list[ExpertWeights]]:
         """Thread the hidden states through the end of SparseAllGather.
 
         Args:
             hidden: What the dispatcher is going to send, or with ``beside_dispatch`` has received, any shape.
+            wait: For the replicas; else their weights are complete after ``weights.wait()``.
 
         Returns:
             The hidden states, and the weights of the present experts, ascending.
@@ -88,7 +89,7 @@ class Materialization:
         # The anchor gives the node an input that requires a gradient even where the
         # hidden states do not (frozen layers below, a layer used alone).
         anchor = torch.empty(0, device=hidden.device, requires_grad=True)
-        hidden, *tensors = _Materialize.apply(self, anchor, hidden)
+        hidden, *tensors = _Materialize.apply(self, wait, anchor, hidden)
         if self.alone:
             tensors = [parameter for expert in self.present for parameter in self.parameters[expert]]
         count = len(self.layout.shapes)
@@ -159,18 +160,20 @@ class _CallInBackward(torch.autograd.Function):
 class _Materialize(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, materialization: Materialization, anchor: torch.Tensor, hidden: torch.Tensor
+        ctx: Any, materialization: Materialization, wait: bool, anchor: torch.Tensor, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.materialization = materialization
         ctx.save_for_backward(anchor)
-        tensors = [] if materialization.alone else materialization.weights.tensors(materialization.present)
+        tensors: list[torch.Tensor] = []
+        if not materialization.alone:
+            tensors = materialization.weights.tensors(materialization.present, wait=wait)
         return (hidden.view_as(hidden), *tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         ctx.materialization.finish_backward(gradients[1:])
         (anchor,) = ctx.saved_tensors
-        return None, torch.zeros_like(anchor), gradients[0]
+        return None, None, torch.zeros_like(anchor), gradients[0]
 
 
 class _Release(torch.autograd.Function):

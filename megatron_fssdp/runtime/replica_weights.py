@@ -73,9 +73,15 @@ class ReplicaWeights:
             self._pending = None
         self.state = WeightState.MATERIALIZED
 
-    def tensors(self, present: Sequence[int]) -> list[torch.Tensor]:
-        """Detached tensors of the present experts, owned ones in place; waits for the replicas."""
-        self.wait()
+    def tensors(self, present: Sequence[int], *, wait: bool = True) -> list[torch.Tensor]:
+        """Detached tensors of the present experts, owned ones in place.
+
+        Args:
+            present: The experts.
+            wait: For the replicas; else they are complete after :meth:`wait`.
+        """
+        if wait:
+            self.wait()
         tensors: list[torch.Tensor] = []
         for expert in present:
             if expert in self.parameters:

@@ -38,6 +38,7 @@ class DispatchRecord:
         receive_D: Rows received from each device.
         rows_X: Rows received by each expert-tensor-parallel peer; one number where experts are whole.
         rows_per_expert: Rows of each present expert and of all peers, ascending by expert.
+        received_SG: The same by source, of all peers one after another: int64 on the host.
         by_expert: Brings received rows (by peer, source, then expert) into order by expert.
         by_source: The inverse.
     """
@@ -49,6 +50,7 @@ class DispatchRecord:
     receive_D: tuple[int, ...]
     rows_X: tuple[int, ...]
     rows_per_expert: tuple[int, ...]
+    received_SG: np.ndarray
     by_expert: torch.Tensor | None
     by_source: torch.Tensor | None
 
@@ -87,6 +89,7 @@ def plan_exchange(
         receive_D=tuple(receive_XDG[peer].sum(axis=1).tolist()),
         rows_X=tuple(receive_XDG.sum(axis=(1, 2)).tolist()),
         rows_per_expert=tuple(receive_SG.sum(axis=0).tolist()),
+        received_SG=receive_SG,
         by_expert=chunk_permutation(receive_SG.reshape(-1), transposed_order(*receive_SG.shape), flat.device),
         by_source=chunk_permutation(receive_GS.reshape(-1), transposed_order(*receive_GS.shape), flat.device),
     )

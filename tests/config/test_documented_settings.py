@@ -1,18 +1,37 @@
-"""The page on FSSDP lists every setting with the default that the code has."""
+"""Every strategy's page lists every setting with the default that the code has."""
 
 import json
 import re
 from pathlib import Path
 
-from megatron_fssdp.config.strategy_settings import FssdpSettings
+import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "fssdp.md"
+from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
+
+DOCS = Path(__file__).parents[2] / "docs"
 ROW = re.compile(r"^\| `(?P<key>\w+)` \| `(?P<default>[^`]*)`[^|]*\| (?P<meaning>[^|]+) \|$", re.MULTILINE)
+# Page, and the heading of the strategy's part where a page has several.
+PAGES = {
+    "fssdp": ("fssdp.md", None),
+    "fastermoe": ("fastermoe.md", None),
+    "prophet": ("prophet.md", None),
+    "smartmoe": ("baselines.md", "## SmartMoE"),
+    "quota": ("baselines.md", "## Quotas"),
+}
 
 
-def test_every_setting_is_documented_with_its_default() -> None:
-    documented = {row["key"]: row["default"] for row in ROW.finditer(PAGE.read_text(encoding="utf-8"))}
-    defaults = FssdpSettings().model_dump(mode="json")
+def test_every_strategy_has_a_page() -> None:
+    assert set(PAGES) == set(SETTINGS_BY_STRATEGY) - {"none", "ep"}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_setting_is_documented_with_its_default(name: str) -> None:
+    page, heading = PAGES[name]
+    text = (DOCS / page).read_text(encoding="utf-8")
+    if heading is not None:
+        text = text[text.index(heading) :].partition("\n## ")[0]
+    documented = {row["key"]: row["default"] for row in ROW.finditer(text)}
+    defaults = SETTINGS_BY_STRATEGY[name]().model_dump(mode="json")
     assert documented == {
         key: value if isinstance(value, str) else json.dumps(value) for key, value in defaults.items()
     }

@@ -5,7 +5,7 @@ Shape letters: T tokens of this rank, M model dim, F ffn dim, E experts, D devic
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import get_args
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from megatron_fssdp.collectives.grouped_exchange import GroupRing
 from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
 from megatron_fssdp.planning.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.layer_profile import LayerProfile
@@ -71,6 +72,7 @@ class LayerCase:
             iteration, in the background), "rematerialized" (each pass, in the background) or "each" (each
             pass by a plan of its own, with quotas, beside the dispatch) or "each_in_turn".
         calibrated: Whether the placement grows when the counts are known.
+        group_size: Ranks of a group of the pipelined schedule; None exchanges with all at once.
         inputs: Which of "hidden" and "probs" require a gradient.
     """
 
@@ -91,6 +93,7 @@ class LayerCase:
     recompute: str | None = None
     transfers: str = "in_turn"
     calibrated: bool = False
+    group_size: int | None = None
     inputs: tuple[str, ...] = ("hidden", "probs")
     driven: bool = True
     dtype: torch.dtype = torch.float64
@@ -239,6 +242,14 @@ def moe_forward(
     if exchanges is not None:
         exchanges.append(record)
     materialization = micro_batch.materialization
+    pipeline = executor.pipeline(
+        micro_batch, partial(grouped_ffn, activation=activation, probs_on_input=probs_on_input)
+    )
+    if pipeline is not None:
+        hidden, experts = materialization.apply(hidden, wait=False)
+        rows, row_probs = token_exchange.permute(hidden, probs, record)
+        rows = pipeline.run(rows, row_probs, experts)
+        return materialization.release(token_exchange.unpermute(rows, record))
     if not materialization.beside_dispatch:
         hidden, experts = materialization.apply(hidden)
     rows, row_probs = token_exchange.permute(hidden, probs, record)
@@ -310,7 +321,10 @@ def build_layer(
     executor = runtime.add_layer(
         LayerContext(1, owner_E, topology, PROFILE if case.placement in MEASURING else None),
         ExpertGroups(
-            dist.group.WORLD, topology, _transfer_group() if not case.transfers.endswith("in_turn") else None
+            dist.group.WORLD,
+            topology,
+            None if case.transfers.endswith("in_turn") else _transfer_group(),
+            ring=None if case.group_size is None else GroupRing(rank, world_size, case.group_size),
         ),
         parameters,
         layout=ExpertLayout.of([tensor.to(case.dtype) for tensor in weights[0]]),
