@@ -22,8 +22,8 @@ from benchmarks.testbed.layer_stack import (
 )
 from benchmarks.testbed.links import INTERFACE, sent_and_received_bytes
 from benchmarks.testbed.pacing import Timeline
-from megatron_fssdp.collectives.grouped_exchange import GroupRing
 from megatron_fssdp.config.strategy_settings import PlacementSettings
+from megatron_fssdp.planning.group_ring import GroupRing
 from megatron_fssdp.planning.layer_profile import LayerProfile
 from megatron_fssdp.planning.placement import even_owners
 from megatron_fssdp.planning.topology import Topology

@@ -17,69 +17,12 @@ from torch import Tensor
 from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.collectives.messages import receive, send
 from megatron_fssdp.collectives.transfer_lane import thread_lane
-from megatron_fssdp.planning.topology import Topology
+from megatron_fssdp.planning.group_ring import GroupRing
 
 Compute = Callable[[int, Sequence[Tensor]], Sequence[Tensor]]
 """From a step and its rows, in the order of their senders, to tensors with as many rows."""
 
 _TAG = 1 << 17  # apart from exchanges that are not grouped
-
-
-@dataclass(frozen=True)
-class GroupRing:
-    """Consecutive ranks in groups of equal size, seen from one of them.
-
-    Attributes:
-        rank: The rank.
-        num_ranks: Of all groups.
-        group_size: Ranks of a group; divides ``num_ranks``.
-    """
-
-    rank: int
-    num_ranks: int
-    group_size: int
-
-    def __post_init__(self) -> None:
-        if self.group_size < 1 or self.num_ranks % self.group_size:
-            raise ValueError(
-                f"group_size is {self.group_size}: wanted a divisor of the {self.num_ranks} expert-parallel "
-                "ranks"
-            )
-
-    @classmethod
-    def of(cls, rank: int, topology: Topology, group_size: int | None = None) -> "GroupRing":
-        """Groups of a given size; else closely connected ranks, those of a node, are one (FasterMoE, §4.2).
-
-        Args:
-            rank: The rank.
-            topology: Nodes of the ranks.
-            group_size: Ranks of a group; None: those of a node, or a single one where there is one node
-                or nodes differ in size.
-
-        Raises:
-            ValueError: The size does not divide the ranks.
-        """
-        if group_size is None:
-            sizes = {len(devices) for devices in topology.devices_by_node}
-            group_size = sizes.pop() if len(sizes) == 1 and topology.num_nodes > 1 else 1
-        return cls(rank, topology.num_devices, group_size)
-
-    @property
-    def num_steps(self) -> int:
-        """Groups, n."""
-        return self.num_ranks // self.group_size
-
-    def receivers(self, step: int) -> range:
-        """The ranks that this one sends rows to: group ``own − step``."""
-        return self._group(self.rank // self.group_size - step)
-
-    def senders(self, step: int) -> range:
-        """The ranks whose rows this one computes: group ``own + step``."""
-        return self._group(self.rank // self.group_size + step)
-
-    def _group(self, number: int) -> range:
-        first = number % self.num_steps * self.group_size
-        return range(first, first + self.group_size)
 
 
 def exchange_in_steps(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from megatron_fssdp.collectives.grouped_exchange import GroupRing
+from megatron_fssdp.planning.group_ring import GroupRing
 from megatron_fssdp.planning.topology import Topology
 
 

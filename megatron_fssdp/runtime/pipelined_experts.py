@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_fssdp.collectives.grouped_exchange import GroupRing, exchange_in_steps
+from megatron_fssdp.collectives.grouped_exchange import exchange_in_steps
+from megatron_fssdp.planning.group_ring import GroupRing
 from megatron_fssdp.runtime.chunk_permutation import chunk_permutation, select, transposed_order
 from megatron_fssdp.runtime.expert_layout import ExpertWeights
 from megatron_fssdp.runtime.token_exchange import DispatchRecord

@@ -58,6 +58,7 @@ class LayerSeconds:
         regather: spAG of all the plan's replicas, before backward.
         is_ahead: Whether transfers run beside compute.
         is_rematerialized: Whether replicas are gathered for every pass.
+        num_steps: Steps in which rows are exchanged while experts compute; 1: all at once, in turn.
         is_each_pass: Whether they are planned, gathered and reduced for every micro-batch alone.
     """
 
@@ -74,6 +75,37 @@ class LayerSeconds:
     is_ahead: np.ndarray
     is_rematerialized: np.ndarray
     is_each_pass: np.ndarray
+    num_steps: int = 1
+
+    def pipelined_s(self, first: LinkTimes, second: LinkTimes, experts_s: np.ndarray) -> np.ndarray:
+        """Seconds from the first row sent to the last result (FasterMoE, §4.2, Fig. 8), [I].
+
+        Messages run ``S_0 … S_{n−1}, R_0 … R_{n−1}`` and compute ``C_0 … C_{n−1}``. Step 0 has the links
+        inside a group, the others share what is between groups; compute is split evenly.
+
+        Args:
+            first: The exchange before the experts.
+            second: The exchange behind them.
+            experts_s: The slowest device's experts.
+        """
+        num_steps = self.num_steps
+        sent_s = computed_s = np.zeros_like(experts_s)
+        ends = []
+        for step in range(num_steps):
+            sent_s = sent_s + _step_s(first, step, num_steps)
+            computed_s = np.maximum(computed_s, sent_s) + experts_s / num_steps
+            ends.append(computed_s)
+        returned_s = sent_s
+        for step, computed_s in enumerate(ends):
+            returned_s = np.maximum(returned_s, computed_s) + _step_s(second, step, num_steps)
+        return returned_s
+
+
+def _step_s(exchange: LinkTimes, step: int, num_steps: int) -> np.ndarray:
+    between_s = exchange.far_s if exchange.far_s.any() else exchange.near_s
+    if step:
+        return between_s / (num_steps - 1)
+    return exchange.near_s if exchange.far_s.any() else np.zeros_like(between_s)
 
 
 @dataclass(eq=False)
@@ -118,6 +150,9 @@ class IterationTimeline:
         late_s = np.where(layer.is_ahead, 0.0, gather_s)
         late_s = late_s + (is_first | layer.is_each_pass) * layer.addition_s
         arrival_s = np.maximum(arrival_s, self._transfer(f"spAG {name}", self.now_s, late_s))
+        if layer.num_steps > 1:
+            self._run_in_steps(name, layer, layer.dispatch, layer.combine, layer.experts_s, arrival_s)
+            return
         self._wait("waiting for spAG", arrival_s)
         self._run("all-to-all", f"dispatch {name}", layer.dispatch.seconds, ALL_TO_ALL)
         self._run("experts", f"experts {name}", layer.experts_s)
@@ -136,10 +171,15 @@ class IterationTimeline:
         starts = layer.is_rematerialized & ~self._is_regathering
         self._transfer(f"spAG again {name}", self.now_s, np.where(starts, layer.regather.seconds, 0.0))
         self._regather_is_far = np.where(starts, layer.regather.is_far, self._regather_is_far)
-        self._contended_all_to_all(f"combine' {name}", layer)
-        self._wait("waiting for spAG", np.where(layer.is_rematerialized, self.lane_s, 0.0))
-        self._run("experts", f"experts' {name}", BACKWARD_PER_FORWARD * layer.experts_s)
-        self._run("all-to-all", f"dispatch' {name}", layer.dispatch.seconds, ALL_TO_ALL)
+        needed_s = np.where(layer.is_rematerialized, self.lane_s, 0.0)
+        experts_s = BACKWARD_PER_FORWARD * layer.experts_s
+        if layer.num_steps > 1:
+            self._run_in_steps(f"{name}, backward", layer, layer.combine, layer.dispatch, experts_s, needed_s)
+        else:
+            self._contended_all_to_all(f"combine' {name}", layer)
+            self._wait("waiting for spAG", np.where(layer.is_rematerialized, self.lane_s, 0.0))
+            self._run("experts", f"experts' {name}", experts_s)
+            self._run("all-to-all", f"dispatch' {name}", layer.dispatch.seconds, ALL_TO_ALL)
         sends_home = layer.is_rematerialized | layer.is_each_pass | is_last
         reduce_s = np.where(sends_home, layer.reduce_s, 0.0)
         home_s = self._transfer(f"spRS {name}", self.now_s, reduce_s)
@@ -183,6 +223,26 @@ class IterationTimeline:
         waited_s = np.maximum(until_s - self.now_s, 0.0)
         self.parts_s[part] = self.parts_s[part] + waited_s
         self.now_s = self.now_s + waited_s
+
+    def _run_in_steps(
+        self,
+        name: str,
+        layer: LayerSeconds,
+        first: LinkTimes,
+        second: LinkTimes,
+        experts_s: np.ndarray,
+        needed_s: np.ndarray,
+    ) -> None:
+        """Both exchanges and the experts, whose first step waits for replicas until ``needed_s``."""
+        first_rows_s = self.now_s + _step_s(first, 0, layer.num_steps)
+        late_s = np.maximum(needed_s - first_rows_s, 0.0)
+        self._wait("waiting for spAG", self.now_s + late_s)
+        begin_s, together_s = self.now_s, layer.pipelined_s(first, second, experts_s)
+        self.now_s = begin_s + together_s
+        self.parts_s["experts"] = self.parts_s["experts"] + experts_s
+        self.parts_s["all-to-all"] = self.parts_s["all-to-all"] + together_s - experts_s
+        self._tell(ALL_TO_ALL, f"exchange in steps {name}", begin_s, self.now_s)
+        self._tell(COMPUTE, f"experts {name}", first_rows_s, first_rows_s + experts_s)
 
     def _transfer(self, name: str, ready_s: np.ndarray, seconds: np.ndarray) -> np.ndarray:
         """Runs something on the transfer lane; when it is done, or 0 where there is nothing."""

@@ -12,6 +12,7 @@ from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.strategy_settings import EpSettings, PlacementSettings, StrategySettings
 from megatron_fssdp.planning.cluster_cost import cluster_cost
 from megatron_fssdp.planning.cost_model import BACKWARD_PER_FORWARD
+from megatron_fssdp.planning.group_ring import GroupRing
 from megatron_fssdp.planning.layer_profile import LayerProfile
 from megatron_fssdp.planning.materialization_limits import memory_capacity
 from megatron_fssdp.planning.memory_accounting import FP32_BYTES, sums_gradients
@@ -109,7 +110,10 @@ def simulate(
         on_plan=on_plan,
     )
     links = cluster_links(cluster, is_megatrons=name == "none", on_cuda=job.on_cuda)
-    layers = LayerTimes(ledger, cluster, links, job)
+    num_steps = 1
+    if isinstance(settings, PlacementSettings) and settings.schedule == "pipelined" and job.num_devices > 1:
+        num_steps = GroupRing.of(0, topology, settings.group_size).num_steps
+    layers = LayerTimes(ledger, cluster, links, job, num_steps)
     context = LayerContext(1, np.arange(job.num_experts) // (job.num_experts // job.num_devices), topology)
     memory = device_memory(
         job,
@@ -175,10 +179,16 @@ class LayerTimes:
         cluster: Where.
         links: Of the cluster.
         job: Of which job.
+        num_steps: Steps of the pipelined schedule; 1 without.
     """
 
     def __init__(
-        self, ledger: LayerLedger, cluster: ClusterDescription, links: ClusterLinks, job: MoeJob
+        self,
+        ledger: LayerLedger,
+        cluster: ClusterDescription,
+        links: ClusterLinks,
+        job: MoeJob,
+        num_steps: int = 1,
     ) -> None:
         self._ledger, self._cluster, self._job = ledger, cluster, job
         self._counts_s = links.gather_counts_s(ledger.topology, job.num_experts)
@@ -216,6 +226,7 @@ class LayerTimes:
                 is_ahead=ledger.ahead_IL[:, layer],
                 is_rematerialized=ledger.rematerialize_IL[:, layer],
                 is_each_pass=ledger.each_pass_IL[:, layer],
+                num_steps=num_steps,
             )
             for layer in range(job.num_layers)
         ]
