@@ -1,0 +1,103 @@
+"""Whole trainings under every other strategy, and the pipelined schedule: the losses of plain EP.
+
+What is measured decides for these strategies, so links are told to cost next to nothing: then all of
+them move experts. Layouts are those of the parity matrix.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_fssdp.planning.cost_model import LinkCost
+from megatron_fssdp.reporting.run_records import read_metrics
+
+from .test_parity_matrix import DEFAULT, MORE, Layout
+from .training_run import TrainingRun, relative_difference, train_on_all_ranks
+
+STRATEGIES = {
+    "fastermoe": "slots=2",
+    "prophet": "slots=2 balance=0.1",
+    "quota": "slots=2",
+    "smartmoe": "reshard_interval=2 window=2",
+    "fssdp": "slots=2 overlap_degree=3 reshard_interval=2 schedule=pipelined",
+    "ep": "schedule=pipelined group_size=1",
+}
+WHOLE_EXPERTS = "--expert-tensor-parallel-size 1"
+TWO_NODES = Layout(4, 4, "--swiglu --disable-bias-linear --global-batch-size 16", "nodes=2")
+SLOW = {
+    **DEFAULT,
+    **MORE,
+    "copies_bf16_recomputed_moe": Layout(
+        4, 2, "--bf16 --recompute-granularity selective --recompute-modules moe --global-batch-size 16", ""
+    ),
+}
+
+
+def cheap_links() -> None:
+    """Run on every rank before the launch."""
+    from megatron_fssdp.runtime import layer_profiling
+
+    cost = LinkCost(0.0, 1e-13)
+    layer_profiling.measure_links = lambda *_: (cost, cost)
+
+
+def test_losses_equal_plain_expert_parallelism(text_data: Path, tmp_path: Path) -> None:
+    wanted = _train(TWO_NODES, "ep", "", text_data, tmp_path)
+    assert wanted.losses[-1] < wanted.losses[0]
+    for strategy, settings in STRATEGIES.items():
+        _compare(TWO_NODES, strategy, settings, wanted, text_data, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_losses_equal_plain_expert_parallelism_in_more_layouts(
+    name: str, text_data: Path, tmp_path: Path
+) -> None:
+    layout = SLOW[name]
+    wanted = _train(layout, "ep", "", text_data, tmp_path)
+    for strategy, settings in STRATEGIES.items():
+        experts = 4 if "--num-experts 4" in layout.arguments else 8
+        if strategy == "smartmoe" and experts <= layout.ep:
+            continue  # refused: one expert a device
+        if "schedule" in settings and _has_parts(layout):
+            continue  # refused: expert tensor parallelism
+        _compare(layout, strategy, settings, wanted, text_data, tmp_path)
+
+
+def _has_parts(layout: Layout) -> bool:
+    """Whether experts are divided over ranks."""
+    arguments = layout.arguments
+    is_tensor_parallel = "--tensor-model-parallel-size 2" in arguments
+    return "--expert-tensor-parallel-size 2" in arguments or (
+        is_tensor_parallel and WHOLE_EXPERTS not in arguments
+    )
+
+
+def _compare(
+    layout: Layout, strategy: str, settings: str, wanted: TrainingRun, data: Path, folder: Path
+) -> None:
+    run = _train(layout, strategy, settings, data, folder)
+    is_half = layout.is_bf16 or "--fp16" in layout.arguments
+    assert relative_difference(run.losses, wanted.losses) <= (2e-3 if is_half else 1e-5), strategy
+    if strategy in ("fastermoe", "prophet", "quota") and layout.replicates:
+        metrics = read_metrics(folder / strategy)
+        assert any(layer.num_replicas for entry in metrics for layer in entry.layers), strategy
+    if strategy == "smartmoe" and layout.moves:
+        assert any("re-sharded" in message for message in run.messages)
+
+
+def _train(layout: Layout, strategy: str, settings: str, data: Path, folder: Path) -> TrainingRun:
+    keys = [*settings.split(), *(key for key in layout.settings.split() if key.startswith("nodes="))]
+    if strategy in ("fastermoe", "prophet", "quota", "smartmoe"):
+        keys.append("profile_iterations=1")
+    keys.append(f"record_dir={folder / strategy}")
+    chosen = " ".join([strategy, *(f"--moe-strategy-set {key}" for key in keys)])
+    arguments = (
+        f"--expert-model-parallel-size {layout.ep} {layout.arguments} --train-iters {layout.num_iterations} "
+        f"--moe-strategy {chosen}"
+    )
+    runs = train_on_all_ranks(layout.num_ranks, arguments, data, before=cheap_links)
+    failed = next((run for run in runs if run.exit_code), None)
+    assert failed is None, f"{strategy}: {failed.errors[-3000:]}"
+    messages = tuple(message for run in runs for message in run.messages)
+    return TrainingRun(runs[-1].losses, runs[-1].grad_norms, 0, "", messages)
