@@ -13,8 +13,13 @@ from typing import get_args
 
 import numpy as np
 
+from megatron_fssdp.planning.cost_model import ClusterCost, LinkCost
+from megatron_fssdp.planning.layer_profile import LayerProfile
 from megatron_fssdp.planning.materialization_planner import plan_materialization
 from megatron_fssdp.planning.placement import ExpertPlacement, even_owners
+from megatron_fssdp.planning.priced_materialization import priced_materialization
+from megatron_fssdp.planning.prophet_planner import ProphetModel, plan_layer
+from megatron_fssdp.planning.quota_planner import quota_assignment
 from megatron_fssdp.planning.replica_refinement import refine_replicas
 from megatron_fssdp.planning.replica_routing import (
     device_tokens_D,
@@ -22,6 +27,7 @@ from megatron_fssdp.planning.replica_routing import (
     dispatch_to_device,
     expected_device_load_D,
 )
+from megatron_fssdp.planning.shadow_selection import ShadowingCosts, select_shadows
 from megatron_fssdp.planning.sparse_materialization import sparse_materialization
 from megatron_fssdp.planning.token_dispatch import DispatchPolicy, plan_dispatch
 from megatron_fssdp.planning.topology import Topology
@@ -31,8 +37,18 @@ DEVICES_PER_NODE = 8
 TOKENS_PER_DEVICE = 8192  # (token, k) pairs a device and layer, e.g. 4096 tokens with top-2
 DRIFT_SIGMA = 0.3  # the same of its change since the placement was planned
 LOAD_SIGMA = 1.0  # standard deviation of the logarithm of an expert's popularity
+# Links and devices of today, an expert of 16 MiB: what strategies that weigh seconds are told.
+INTER = LinkCost(1e-5, 1 / 50e9)
+PROFILE = LayerProfile(
+    non_moe_s=1e-3,
+    cluster=ClusterCost(LinkCost(5e-6, 1 / 400e9), INTER, expert_flops_per_s=4e14),
+    expert_bytes=16 << 20,
+    token_bytes=4096.0,
+    flops_per_token=float(16 << 20),
+    memory_capacity=2,
+)
 # (experts, devices, slots): 2 slots, and E/D where that is more.
-SIZES = [(16, 8, 2), (64, 32, 2), (256, 64, 2), (256, 64, 4), (512, 1024, 2)]
+SIZES = [(16, 8, 2), (64, 32, 2), (64, 64, 2), (256, 64, 2), (256, 64, 4), (512, 1024, 2)]
 
 
 def cases(num_experts: int, num_devices: int, num_cases: int) -> list[np.ndarray]:
@@ -161,6 +177,27 @@ def measure(num_experts: int, num_devices: int, slots: int, num_cases: int, min_
     row("device_tokens_D", lambda i: device_tokens_D(counts[i], plans[i], topology))
     measure_policies(size, plans, drifted(counts), topology, min_total_s)
     row("two_level_transfer", lambda i: two_level_transfer(plans[i], topology))
+    # What the other strategies decide, and what else decides by seconds.
+    costs = (PROFILE.token_bytes, PROFILE.expert_bytes, PROFILE.expert_bytes, PROFILE.flops_per_token)
+    shadowing = ShadowingCosts(*costs, PROFILE.cluster.expert_flops_per_s, 1 / INTER.beta_s_per_byte)
+    prophet = ProphetModel(
+        num_devices,
+        0,
+        PROFILE.token_bytes,
+        PROFILE.expert_bytes,
+        PROFILE.expert_bytes,
+        1 / INTER.beta_s_per_byte,
+        PROFILE.cluster.expert_flops_per_s / PROFILE.flops_per_token,
+        PROFILE.non_moe_s,
+        overlaps=True,
+    )
+    row("quota_assignment", lambda i: quota_assignment(owner_E, counts[i], topology, slots=slots))
+    row("select_shadows", lambda i: select_shadows(owner_E, counts[i], shadowing))
+    row("Pro-Prophet's plan_layer", lambda i: plan_layer(owner_E, counts[i], prophet, slots=slots))
+    row(
+        "priced_materialization",
+        lambda i: priced_materialization(owner_E, loads[i], topology, slots=slots, profile=PROFILE),
+    )
 
 
 def main() -> None:
