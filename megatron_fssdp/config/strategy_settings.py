@@ -85,6 +85,13 @@ class FastermoeSettings(MeasuringSettings):
             "no bound."
         ),
     )
+    latency: Literal["complete", "paper"] = Field(
+        default="complete",
+        description=(
+            "What a shadow has to lower: 'paper' is FasterMoE's Eq. 8, which forgets the tokens that still "
+            "travel and so shadows an expert under balanced loads too; 'complete' counts them."
+        ),
+    )
     overlap: bool = Field(
         default=True,
         description="Bring shadowed experts beside the dispatch of the tokens; off: before it.",

@@ -40,10 +40,13 @@ class ShadowingCosts:
         """Forward and backward of the device with the most tokens: ``3 · 4·B·αH² / P`` (Eq. 7, 8)."""
         return (1 + BACKWARD_PER_FORWARD) * num_tokens * self.flops_per_token / self.flops_per_s
 
+    def exchange_s(self, num_tokens: float) -> float:
+        """Four all-to-alls of the most loaded device's tokens: ``4 · B·H / W_net`` (Eq. 7)."""
+        return NUM_ALL_TO_ALLS * num_tokens * self.token_bytes / self.bytes_per_s
+
     def imbalanced_s(self, num_tokens: float) -> float:
-        """Without shadows: compute, and four all-to-alls of the most loaded device's tokens (Eq. 7)."""
-        moved_bytes = NUM_ALL_TO_ALLS * num_tokens * self.token_bytes
-        return self.compute_s(num_tokens) + moved_bytes / self.bytes_per_s
+        """Without shadows: compute and all-to-alls of the most loaded device's tokens (Eq. 7)."""
+        return self.compute_s(num_tokens) + self.exchange_s(num_tokens)
 
     def shadowed_s(self, num_shadowed: int, num_tokens: float) -> float:
         """With shadows: compute, a broadcast of weights and a reduction of gradients each (Eq. 8)."""
@@ -52,7 +55,12 @@ class ShadowingCosts:
 
 
 def select_shadows(
-    owner_E: np.ndarray, counts_DE: np.ndarray, costs: ShadowingCosts, *, most: int | None = None
+    owner_E: np.ndarray,
+    counts_DE: np.ndarray,
+    costs: ShadowingCosts,
+    *,
+    most: int | None = None,
+    remaining_exchange: bool = False,
 ) -> tuple[int, ...]:
     """The experts to bring to all devices (FasterMoE, Alg. 1).
 
@@ -65,6 +73,8 @@ def select_shadows(
         counts_DE: (token, k) pairs by source and expert, integers [D, E].
         costs: What the latencies are made of.
         most: Most experts to take; None: no bound. The paper has none.
+        remaining_exchange: Add to Eq. 8 the all-to-alls of the tokens that still go to an owner, as Eq. 7
+            counts them. Eq. 8 as it is forgets them, so its first shadow seems to save all of the dispatch.
 
     Returns:
         The experts in the order in which they were taken.
@@ -76,12 +86,16 @@ def select_shadows(
     num_devices = counts.shape[0]
     load_E = counts.sum(axis=0)
     tokens_D = np.bincount(owner_E, weights=load_E, minlength=num_devices)
+    exchanged_D = tokens_D.copy()
     least_s = costs.imbalanced_s(float(tokens_D.max()))
     shadowed: list[int] = []
     for expert in np.argsort(-load_E, kind="stable").tolist()[:most]:
         tokens_D[owner_E[expert]] -= load_E[expert]
         tokens_D += counts[:, expert]
+        exchanged_D[owner_E[expert]] -= load_E[expert]
         seconds = costs.shadowed_s(len(shadowed) + 1, float(tokens_D.max()))
+        if remaining_exchange:
+            seconds += costs.exchange_s(float(exchanged_D.max()))
         if not seconds < least_s:
             break
         least_s = seconds

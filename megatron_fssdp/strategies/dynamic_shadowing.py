@@ -52,7 +52,13 @@ class DynamicShadowing(FixedOwners):
             flops_per_s=profile.cluster.expert_flops_per_s,
             bytes_per_s=1 / profile.slowest_link(context.topology).beta_s_per_byte,
         )
-        shadowed = select_shadows(context.owner_E, counts_DE, costs, most=self.slots(context))
+        shadowed = select_shadows(
+            context.owner_E,
+            counts_DE,
+            costs,
+            most=self.slots(context),
+            remaining_exchange=self.settings.latency == "complete",
+        )
         if not shadowed:
             return plan
         present_ED = plan.placement.present_ED.copy()

@@ -42,14 +42,21 @@ def force_hot_expert() -> None:
     TopKRouter.routing = routing
 
 
-@pytest.mark.parametrize(("slots", "bound"), [(2, 1.10), (8, 1.01)])
+@pytest.mark.parametrize(
+    ("settings", "slots", "bound"),
+    [
+        ("slots=2", 2, 1.10),
+        # All experts everywhere: every token stays where it is. By measured seconds fewer may do.
+        ("slots=8 overlap_degree=8", 8, 1.01),
+    ],
+)
 def test_fssdp_flattens_a_forced_hot_expert(
-    slots: int, bound: float, text_data: Path, tmp_path: Path
+    settings: str, slots: int, bound: float, text_data: Path, tmp_path: Path
 ) -> None:
+    given = "".join(f" --moe-strategy-set {one}" for one in settings.split())
     train(
         4,
-        f"{ARGUMENTS} --moe-strategy fssdp --moe-strategy-set slots={slots} "
-        f"--moe-strategy-set record_dir={tmp_path}",
+        f"{ARGUMENTS} --moe-strategy fssdp{given} --moe-strategy-set record_dir={tmp_path}",
         text_data,
         before=force_hot_expert,
     )

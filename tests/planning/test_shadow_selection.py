@@ -56,28 +56,48 @@ def test_closed_forms_of_the_first_shadow(seed: int, expert_bytes: int) -> None:
         assert taken == (first,)  # Eq. 9: tokens weigh more than the model
 
 
-@given(seed=st.integers(0, 10_000), per_device=st.integers(1, 3), expert_bytes=st.integers(1, 2000))
+def test_balanced_loads_are_left_alone_once_all_exchanges_count() -> None:
+    """Nothing gets lighter by one shadow of eight; Eq. 8 believes that all of the dispatch goes away."""
+    counts_DE = np.full((4, 8), 10)
+    costs = ShadowingCosts(1, 20, 20, 1, 3, 1)
+    assert select_shadows(even_owners(8, 4), counts_DE, costs) == (0,)
+    assert select_shadows(even_owners(8, 4), counts_DE, costs, remaining_exchange=True) == ()
+
+
+def test_figure_6_with_all_exchanges() -> None:
+    """13 + 52 s without shadows; 8 + 4 + 4·3 = 24 s with expert 1, then 7 + 8 + 4·2 = 23, then 6 + 12."""
+    assert select_shadows(even_owners(3, 3), FIGURE_6, COSTS, remaining_exchange=True) == (1, 2, 0)
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    per_device=st.integers(1, 3),
+    expert_bytes=st.integers(1, 2000),
+    complete=st.booleans(),
+)
 def test_stops_exactly_where_the_latency_no_longer_falls(
-    seed: int, per_device: int, expert_bytes: int
+    seed: int, per_device: int, expert_bytes: int, complete: bool
 ) -> None:
     rng = np.random.default_rng(seed)
     num_experts = 4 * per_device
     owners = even_owners(num_experts, 4)
     counts_DE = rng.poisson(rng.gamma(0.4, 40, num_experts), (4, num_experts))
     costs = ShadowingCosts(2.0, expert_bytes, expert_bytes, 3.0, 5.0, 7.0)
-    taken = select_shadows(owners, counts_DE, costs)
+    taken = select_shadows(owners, counts_DE, costs, remaining_exchange=complete)
     order = np.argsort(-counts_DE.sum(axis=0), kind="stable").tolist()
     assert list(taken) == order[: len(taken)]
 
     def latency_s(number: int) -> float:
-        tokens_D = np.zeros(4)
+        tokens_D, received_D = np.zeros(4), np.zeros(4)
         for expert in range(num_experts):
             if expert in order[:number]:
                 tokens_D += counts_DE[:, expert]
             else:
                 tokens_D[owners[expert]] += counts_DE[:, expert].sum()
+                received_D[owners[expert]] += counts_DE[:, expert].sum()
         most = tokens_D.max()
-        return costs.shadowed_s(number, most) if number else costs.imbalanced_s(most)
+        exchange_s = costs.exchange_s(received_D.max()) if complete else 0
+        return costs.shadowed_s(number, most) + exchange_s if number else costs.imbalanced_s(most)
 
     seconds = [latency_s(number) for number in range(num_experts + 1)]
     assert all(later < earlier for earlier, later in pairwise(seconds[: len(taken) + 1]))
