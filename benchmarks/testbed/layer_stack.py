@@ -414,8 +414,9 @@ class RuntimeStack(LayerStack):
         if materialization.beside_dispatch:
             rows, experts = materialization.apply(rows)
         rows, row_probs = token_exchange.sort_by_expert(rows, row_probs, record)
-        rows = self._experts(number, rows, row_probs, record.rows_per_expert, experts)
-        rows = materialization.end_use(rows)
+        with executor.computing(rows.shape[0], rows.device):
+            rows = self._experts(number, rows, row_probs, record.rows_per_expert, experts)
+        rows = materialization.end_use(executor.computed(rows))
         rows = token_exchange.sort_by_source(rows, record)
         with span(f"combine {number + 1}"):
             rows = token_exchange.combine(rows, record, group)

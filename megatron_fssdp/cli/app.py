@@ -217,6 +217,38 @@ def simulate_command(
     run_simulation(request, Console())
 
 
+@app.command("roofline")
+def roofline_command(
+    run: Annotated[Path, typer.Argument(help="Folder of a recorded run.", metavar="RUN_DIR")],
+    cluster: Annotated[str, typer.Option(help="YAML of a cluster, or a name from configs/clusters.")],
+    strategies: Annotated[
+        str, typer.Option(help="Names, with commas between them. Default: ep and the run's own.")
+    ] = "",
+    out: Annotated[Path | None, typer.Option(help="Folder of the results. Default: the run's.")] = None,
+    cluster_set: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A figure of the cluster; repeatable.")
+    ] = None,
+    moe_strategy_set: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="A setting of all strategies that know it; repeatable."),
+    ] = None,
+) -> None:
+    """Draw how near a run's MoE layers come to what compute and communication allow (FasterMoE, §3.3)."""
+    from rich.console import Console
+
+    from megatron_fssdp.cli.roofline_command import RooflineRequest, run_roofline
+
+    request = RooflineRequest(
+        run=run,
+        cluster=cluster,
+        strategies=tuple(name.strip() for name in strategies.split(",") if name.strip()),
+        out=out,
+        cluster_overrides=cluster_set or (),
+        strategy_overrides=moe_strategy_set or (),
+    )
+    run_roofline(request, Console())
+
+
 @app.command("schema")
 def schema_command() -> None:
     """Print the JSON Schema of a run's YAML."""

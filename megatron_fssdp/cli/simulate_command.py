@@ -77,8 +77,8 @@ def run_simulation(request: SimulateRequest, console: Console) -> SimulationRepo
     run = validate(
         RunConfig, apply_overrides(load_yaml(request.model), request.overrides), str(request.model)
     )
-    job, cluster = job_of_run(run), _cluster(request)
-    settings = {name: _settings(name, run, request.strategy_overrides) for name in request.strategies}
+    job, cluster = job_of_run(run), described_cluster(request.cluster, request.cluster_overrides)
+    settings = {name: settings_of(name, run, request.strategy_overrides) for name in request.strategies}
     try:
         request.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -165,16 +165,29 @@ def _row(
     return RankedStrategy(name, outcome, break_even_tokens(*arguments), bandwidth)
 
 
-def _cluster(request: SimulateRequest) -> ClusterDescription:
-    cluster = load_cluster(request.cluster)
-    if not request.cluster_overrides:
+def described_cluster(source: str, overrides: Sequence[str] = ()) -> ClusterDescription:
+    """A cluster's description, with some figures changed.
+
+    Args:
+        source: YAML file or name.
+        overrides: ``key=value``.
+
+    Raises:
+        ConfigurationError: There is none, or something in it is wrong.
+    """
+    cluster = load_cluster(source)
+    if not overrides:
         return cluster
-    data = apply_overrides(cluster.model_dump(mode="json", exclude_none=True), request.cluster_overrides)
+    data = apply_overrides(cluster.model_dump(mode="json", exclude_none=True), overrides)
     return validate(ClusterDescription, data, "--cluster-set")
 
 
-def _settings(name: str, run: RunConfig, overrides: Sequence[str]) -> StrategySettings:
-    """The YAML's settings if it names the strategy, and the overrides that the strategy knows."""
+def settings_of(name: str, run: RunConfig, overrides: Sequence[str] = ()) -> StrategySettings:
+    """The YAML's settings if it names the strategy, and the overrides that the strategy knows.
+
+    Raises:
+        ConfigurationError: Unknown strategy, or something in its settings is wrong.
+    """
     data = dict(run.strategy.settings) if run.strategy.name == name else {}
     known = set(type(strategy_settings(name, {}, "--strategies")).model_fields)
     chosen = [override for override in overrides if override.partition("=")[0].strip() in known]

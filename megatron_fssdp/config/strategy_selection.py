@@ -11,6 +11,7 @@ from megatron_fssdp.config.strategy_settings import (
     FastermoeSettings,
     FssdpSettings,
     NoneSettings,
+    PlacementSettings,
     ProphetSettings,
     QuotaSettings,
     SmartmoeSettings,
@@ -69,6 +70,8 @@ def strategy_settings(name: str, data: dict[str, Any], source: str) -> StrategyS
         raise ConfigurationError(unknown_name("MoE strategy", name, SETTINGS_BY_STRATEGY))
     _refuse_keys_of_other_strategies(name, data, source)
     settings = validate(SETTINGS_BY_STRATEGY[name], data, f"{source} (strategy {name})")
+    if isinstance(settings, PlacementSettings):
+        _refuse_half_a_gate(settings, f"{source} (strategy {name})")
     if isinstance(settings, FssdpSettings):
         _refuse_contradictions(settings, f"{source} (strategy {name})")
     return settings
@@ -84,6 +87,19 @@ def _refuse_keys_of_other_strategies(name: str, data: dict[str, Any], source: st
         raise ConfigurationError(
             f"{source}: key '{key}' has no meaning under strategy '{name}'{',' + reason if reason else ''}; "
             f"it belongs to {', '.join(owners)}: choose --moe-strategy {owners[-1]} or drop the key"
+        )
+
+
+def _refuse_half_a_gate(settings: PlacementSettings, source: str) -> None:
+    if settings.router == "topology_aware" and settings.leaving_share is None:
+        raise ConfigurationError(
+            f"{source}: router topology_aware needs leaving_share, a number from 0 to 1: W_net / (M * "
+            "W_local) for nodes of M devices, with the bandwidths that megatron-fssdp profile measures"
+        )
+    if settings.router == "stock" and settings.leaving_share is not None:
+        raise ConfigurationError(
+            f"{source}: leaving_share {settings.leaving_share} has no meaning under router stock: set router "
+            "to topology_aware, which changes the routing, or drop leaving_share"
         )
 
 

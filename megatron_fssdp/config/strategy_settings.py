@@ -51,6 +51,23 @@ class PlacementSettings(StrategySettings):
             "ranks of a node, in one node a single rank."
         ),
     )
+    router: Literal["stock", "topology_aware"] = Field(
+        default="stock",
+        description=(
+            "'topology_aware' is FasterMoE's gate (§4.3), which CHANGES THE ROUTING, and so the losses: only "
+            "leaving_share of a rank's tokens may go to another node, the others choose near experts."
+        ),
+    )
+    leaving_share: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description=(
+            "For router=topology_aware, which needs it: part of a rank's tokens that may leave their node, "
+            "for each of the k choices. The paper's is W_net / (M * W_local): bandwidth of a node's network "
+            "over the M devices' bandwidth inside it."
+        ),
+    )
     check_plans: bool = Field(
         default=False,
         description="Debug: compare a hash of every plan across the ranks and stop at the first difference.",
@@ -150,6 +167,13 @@ class ProphetSettings(MeasuringSettings):
             "backward pass, and the planner counts with it (Pro-Prophet Eq. 8); off: in turn (Eq. 6)."
         ),
     )
+    split: bool = Field(
+        default=True,
+        description=(
+            "Transfers that do not fit under the compute before the layer travel in two parts, one of them "
+            "beside the experts of the layer before (Pro-Prophet §V-B, sub-operators). Needs overlap."
+        ),
+    )
 
 
 class SmartmoeSettings(MeasuringSettings):
@@ -209,6 +233,13 @@ class FssdpSettings(MeasuringSettings):
         description=(
             "Gather replicas beside the compute before the layer, such as attention, and reduce their "
             "gradients beside its backward pass; off: both in turn with the layer (for comparisons)."
+        ),
+    )
+    split: bool = Field(
+        default=False,
+        description=(
+            "Split transfers that do not fit there, as Pro-Prophet does (§V-B): a part travels beside the "
+            "experts of the layer before. Needs overlap, and no rematerialize."
         ),
     )
     rematerialize: bool = Field(

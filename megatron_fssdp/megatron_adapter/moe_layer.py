@@ -19,6 +19,7 @@ from megatron_fssdp.megatron_adapter.expert_checkpoint import follow_owners
 from megatron_fssdp.megatron_adapter.expert_parameters import expert_activation, expert_parameters
 from megatron_fssdp.megatron_adapter.placement_dispatcher import PlacementTokenDispatcher
 from megatron_fssdp.megatron_adapter.strategy_session import StrategySession
+from megatron_fssdp.megatron_adapter.topology_aware_router import install_gate
 from megatron_fssdp.planning.placement import even_owners
 from megatron_fssdp.runtime.expert_layout import ExpertWeights
 from megatron_fssdp.runtime.grouped_ffn import grouped_ffn
@@ -68,6 +69,14 @@ class StrategyMoELayer(MoELayer):
             groups,
             dict(zip(self.local_expert_indices, local, strict=True)),
         )
+        if (leaving_share := session.settings.leaving_share) is not None:
+            install_gate(
+                self.router,
+                lambda: self.executor.context.owner_E,
+                self.ep_group.rank(),
+                groups.topology,
+                leaving_share,
+            )
         self._slots = session.slots
         # Layers of multi-token prediction keep their owners: their checkpoint keys have another form.
         self._index: int | None = None
@@ -128,7 +137,7 @@ class StrategyMoELayer(MoELayer):
         rows, rows_per_expert, row_probs = dispatcher.dispatch_postprocess(hidden_states, probs)
         with self.executor.computing(rows.shape[0], rows.device):
             output = self._compute(rows, row_probs, rows_per_expert.tolist(), dispatcher.take_experts())
-        return dispatcher.combine_preprocess(output), None
+        return dispatcher.combine_preprocess(self.executor.computed(output)), None
 
     def _compute(
         self,

@@ -13,6 +13,7 @@ from megatron.core.num_microbatches_calculator import get_current_global_batch_s
 from megatron.training.global_vars import get_args
 
 from megatron_fssdp.megatron_adapter.resharding import ReshardReport
+from megatron_fssdp.planning.load_statistics import balance_ratio, load_similarity, max_over_mean
 from megatron_fssdp.reporting.run_records import IterationMetrics, LayerMetrics, LoadsWriter, MetricsWriter
 from megatron_fssdp.runtime.layer_executor import LayerLoad
 
@@ -41,6 +42,7 @@ class RunRecorder:
     def __init__(self, record_dir: Path) -> None:
         self._record_dir = record_dir
         self._loads: LoadsWriter | None = None
+        self._last_load_E: dict[int, np.ndarray] = {}
         self._metrics = MetricsWriter(record_dir) if dist.get_rank() == 0 else None
         # Megatron leaves its training loop through sys.exit as well.
         atexit.register(self.close)
@@ -76,12 +78,13 @@ class RunRecorder:
                 grad_norm=None if grad_norm is None else float(grad_norm),
                 iteration_s=iteration_s,
                 tokens_per_s=tokens / iteration_s,
-                layers=tuple(_layer_metrics(load) for load in all_loads),
+                layers=tuple(_layer_metrics(load, self._last_load_E.get(load.layer)) for load in all_loads),
                 resharded_experts=sum(stage.reshard.experts_moved for stage in stages),
                 reshard_bytes=sum(stage.reshard.bytes_moved for stage in stages),
                 reshard_s=max(stage.reshard.seconds for stage in stages),
             )
         )
+        self._last_load_E = {load.layer: load.counts_DE.sum(axis=0) for load in all_loads}
         if all_loads:
             if self._loads is None:
                 self._loads = LoadsWriter(self._record_dir, [load.layer for load in all_loads])
@@ -148,11 +151,11 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def _layer_metrics(load: LayerLoad) -> LayerMetrics:
+def _layer_metrics(load: LayerLoad, before_E: np.ndarray | None) -> LayerMetrics:
     return LayerMetrics(
         layer=load.layer,
-        ep_load_max_over_mean=_max_over_mean(load.owner_D),
-        load_max_over_mean=_max_over_mean(load.device_D),
+        ep_load_max_over_mean=max_over_mean(load.owner_D),
+        load_max_over_mean=max_over_mean(load.device_D),
         num_replicas=load.num_replicas,
         spag_bytes=load.spag_bytes,
         sprs_bytes=load.sprs_bytes,
@@ -161,9 +164,6 @@ def _layer_metrics(load: LayerLoad) -> LayerMetrics:
         spag_exposed_s=load.spag_exposed_s,
         sprs_s=load.sprs_s,
         sprs_exposed_s=load.sprs_exposed_s,
+        load_similarity=None if before_E is None else load_similarity(load.counts_DE.sum(axis=0), before_E),
+        balance_ratio=balance_ratio(load.owner_D, load.device_D),
     )
-
-
-def _max_over_mean(load_D: np.ndarray) -> float:
-    total = load_D.sum()
-    return float(load_D.max() * len(load_D) / total) if total else 1.0

@@ -14,6 +14,7 @@ from megatron_fssdp.megatron_adapter.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.node_detection import detect_topology
 from megatron_fssdp.megatron_adapter.stage_owners import StageOwners
 from megatron_fssdp.megatron_adapter.supported_features import check_supported
+from megatron_fssdp.megatron_adapter.topology_aware_router import check_gate
 from megatron_fssdp.planning.group_ring import GroupRing
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.runtime.expert_groups import ExpertGroups
@@ -119,6 +120,8 @@ class StrategySession:
             ConfigurationError: With what does not fit and the next step.
         """
         check_supported(self.strategy_name, config)
+        if self.settings.router == "topology_aware":
+            check_gate(config)
         num_experts = getattr(config, "num_moe_experts", None) or config.num_experts
         for key in ("slots", "overlap_degree"):
             value = getattr(self.settings, key, None)

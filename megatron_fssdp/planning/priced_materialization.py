@@ -20,9 +20,9 @@ from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.traffic_of_first import dispatch_of_first, transfer_of_first
 from megatron_fssdp.planning.transfer_plan import two_level_transfer
 
-LEAST_SAVING = 0.01
-"""Part of plain expert parallelism's seconds that replicas must save: less is within what the model does
-not know."""
+LEAST_SAVING, LEAST_FURTHER_SAVING = 0.01, 0.001
+"""Parts of plain expert parallelism's seconds that replicas must save together, and more replicas besides:
+less is within what the model does not know."""
 
 LEAST_CONSIDERED, CONSIDERED_OVER_HIDDEN = 16, 2
 """At most so many experts are considered, or so many times those whose transfers hide: more would cost the
@@ -113,7 +113,7 @@ def priced_materialization(
     """The cheapest of several placements by :class:`LayerPrice`.
 
     A quick search plans for many experts. Of its result the replicas of the most loaded 0, 1, 2, …
-    experts are compared; the number that costs the least is then planned anew, because a search that
+    experts are compared; the fewest that cost the least are then planned anew, because a search that
     may replicate only so many places them otherwise.
 
     Args:
@@ -140,7 +140,7 @@ def priced_materialization(
     plain_s, least_s = seconds_K[0], seconds_K.min()
     if not least_s < (1 - LEAST_SAVING) * plain_s:
         return ExpertPlacement.owners_only(owner_E, topology.num_devices)
-    number = 1 + int(seconds_K[1:].argmin())
+    number = 1 + int((seconds_K[1:] <= least_s + LEAST_FURTHER_SAVING * plain_s).argmax())
     # With many devices further starts lower the price by 0.1 %, and take most of the time.
     again = plan_materialization(
         owner_E,

@@ -72,6 +72,12 @@ def _load_figures(run: RecordedRun) -> dict[str, str]:
         replicas = run.total("num_replicas") / run.load_IL.size
         values = (run.load_IL.mean(), run.load_IL[-1].mean(), run.load_IL.max())
         figures |= dict(zip(figures, [f"{value:.3f}" for value in values] + [f"{replicas:.1f}"], strict=True))
+    for label, field in (
+        ("loads like those of the iteration before (median)", "load_similarity"),
+        ("RB: deviation of loads, EP's over its own (median)", "balance_ratio"),
+    ):
+        if (median := run.median(field)) is not None:
+            figures[label] = f"{median:.2f}"
     return figures
 
 

@@ -59,6 +59,12 @@ class RecordedRun:
         """Sum of a layer metric over layers and iterations."""
         return sum(getattr(layer, field) for record in self.metrics for layer in record.layers)
 
+    def median(self, field: str) -> float | None:
+        """Median of a layer metric where it is known; ``None`` where it never is."""
+        known = [getattr(layer, field) for record in self.metrics for layer in record.layers]
+        known = [value for value in known if value is not None]
+        return float(np.median(known)) if known else None
+
     def hidden_share(self, transfer: Literal["spag", "sprs"]) -> float | None:
         """Part of a transfer's seconds in which the recording ranks computed; ``None`` without transfers."""
         busy_s = self.total(f"{transfer}_s")

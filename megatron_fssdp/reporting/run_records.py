@@ -47,6 +47,10 @@ class LayerMetrics:
         spag_exposed_s: Of these, the ones for which that device's compute stood still.
         sprs_s: The same for SparseReduceScatter.
         sprs_exposed_s: The same for SparseReduceScatter.
+        load_similarity: Share of the load that is on the experts on which it was in the iteration recorded
+            before (Pro-Prophet's locality); ``None`` in the first one.
+        balance_ratio: Standard deviation of the device loads under plain expert parallelism over the one
+            under the placement that was used (Pro-Prophet's RB); ``None`` where the latter is 0.
     """
 
     layer: int
@@ -60,6 +64,8 @@ class LayerMetrics:
     spag_exposed_s: float = 0.0
     sprs_s: float = 0.0
     sprs_exposed_s: float = 0.0
+    load_similarity: float | None = None
+    balance_ratio: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -130,7 +130,7 @@ class _Iteration:
     Attributes:
         plan: Frozen after the first micro-batch, so that a recomputed forward meets it again.
         transfer: All of the plan's replicas; bound to the process group at its first use.
-        weights: Replicas kept for the whole iteration, if they are.
+        weights: Replicas kept for the whole iteration, if they are; perhaps only a part of them so far.
         is_final: Whether the exact counts of a micro-batch have been seen.
     """
 
@@ -157,6 +157,7 @@ class LayerExecutor:
             cost a little host time per micro-batch.
         check_plans: Compare the plans of all ranks before using them.
         following: The layer that runs after this one, if it is on this rank.
+        is_first: Whether no layer on this rank runs before it.
     """
 
     context: LayerContext
@@ -168,6 +169,7 @@ class LayerExecutor:
     measure: bool = False
     check_plans: bool = False
     following: "LayerExecutor | None" = None
+    is_first: bool = True
     history: LoadHistory = field(init=False)
     load: LayerLoad = field(init=False)
     stopwatch: LayerStopwatch | None = field(init=False, default=None)
@@ -253,8 +255,13 @@ class LayerExecutor:
         if first:
             self.clock.latest = None
         if torch.is_grad_enabled() and hidden.requires_grad:
-            hidden = call_in_backward(self._gradients.settle, hidden)
+            hidden = call_in_backward(self._settle, hidden)
         return hidden
+
+    def _settle(self) -> None:
+        self._gradients.settle()
+        if self.following is not None:
+            self.following._gradients.settle()
 
     def begin_micro_batch(self, routing_map: torch.Tensor) -> MicroBatch:
         """Exchange the counts and work out where this micro-batch's rows go.
@@ -337,13 +344,40 @@ class LayerExecutor:
         )
 
     def computing(self, num_rows: int, device: torch.device) -> AbstractContextManager[None]:
-        """To be entered around the experts' forward pass; times it while the layer is measured."""
+        """To be entered around the experts' forward pass; times it while the layer is measured.
+
+        A part of the following layer's replicas may travel meanwhile (Pro-Prophet §V-B).
+        """
+        if self.following is not None and not in_backward():
+            self.following.gather_early(device)
         return nullcontext() if self.stopwatch is None else self.stopwatch.experts(num_rows, device)
+
+    def computed(self, rows: torch.Tensor) -> torch.Tensor:
+        """Thread the experts' results through the point where their backward pass begins.
+
+        Meanwhile the rest of the following layer's gradients travels (Pro-Prophet §V-B).
+
+        Args:
+            rows: Results of the present experts.
+        """
+        following = self.following
+        if following is None or not following._splits(following.prepare()):
+            return rows
+        return call_in_backward(following._gradients.send_rest, rows)
+
+    def gather_early(self, device: torch.device) -> None:
+        """Start the part of SparseAllGather that runs beside the experts of the layer before."""
+        iteration = self._running()
+        plan = iteration.plan
+        if iteration.weights is None and self._splits(plan) and (part := self._part(plan.split.gather)):
+            iteration.weights = ReplicaWeights(self.layout_of_all(), self.parameters)
+            iteration.weights.start(self._bind(plan.transfer, device, part))
 
     def finish_gradients(self) -> None:
         """Bring home what is still here or under way; every rank of the group has to."""
         if self._iteration is not None and self._iteration.transfer is not None:
-            self._gradients.send_sums(self._iteration.transfer, self.layout_of_all(), self.parameters)
+            self._gradients.send_sums([self._iteration.transfer], self.layout_of_all(), self.parameters)
+        self._gradients.send_rest()
         self._gradients.settle()
 
     def end_iteration(self) -> LayerLoad:
@@ -387,12 +421,32 @@ class LayerExecutor:
 
     def _start_weights(self, iteration: _Iteration, device: torch.device) -> ReplicaWeights:
         if iteration.weights is not None:
+            if missing := iteration.weights.num_missing:
+                iteration.weights.start(self._bind(iteration.plan.transfer, device, missing))
             return iteration.weights
         weights = ReplicaWeights(self.layout_of_all(), self.parameters)
         weights.start(self._transfer(iteration, device))
         if self.clock.num_micro_batches is not None and not iteration.plan.rematerialize:
             iteration.weights = weights
         return weights
+
+    def _splits(self, plan: LayerPlan) -> bool:
+        """Whether transfers of a plan may be split; the same on all ranks.
+
+        They need a layer before this one, room beside other collectives, and somebody who promises to wait
+        for them.
+        """
+        return (
+            plan.is_split
+            and not self.is_first
+            and self.groups.transfers is not None
+            and self.groups.ring is None
+            and self.clock.num_micro_batches is not None
+        )
+
+    def _part(self, share: float) -> int:
+        """Elements in a share of an expert; one at least is left over."""
+        return min(round(share * self.layout_of_all().numel), self.layout_of_all().numel - 1)
 
     def _planned_by(self, counts_DE: np.ndarray, planned: LayerPlan) -> _Iteration:
         """One micro-batch's own plan; a recomputed forward has the same counts and finds it again."""
@@ -424,11 +478,21 @@ class LayerExecutor:
         if num_micro_batches is not None and num_micro_batches > 1 and outlives_pass:
             self._gradients.accumulate(done.layout, gradients)
             if self._gradients.num_unsent >= num_micro_batches:
-                self._gradients.send_sums(done.transfer, done.layout, done.parameters)
+                self._gradients.send_sums(self._parts_home(plan, done), done.layout, done.parameters)
         else:
-            self._gradients.send(done.transfer, done.layout, done.parameters, gradients)
+            self._gradients.send(self._parts_home(plan, done), done.layout, done.parameters, gradients)
         if num_micro_batches is None or self.groups.transfers is None:
             self._gradients.settle()
+
+    def _parts_home(self, plan: LayerPlan, done: Materialization) -> list[SparseTransfer]:
+        later = self._part(plan.split.reduce) if self._splits(plan) else 0
+        if not later:
+            return [done.transfer]
+        device, transfer = done.transfer.device, plan.transfer
+        return [
+            self._bind(transfer, device, done.layout.numel - later),
+            self._bind(transfer, device, later),
+        ]
 
     def layout_of_all(self) -> ExpertLayout:
         """Shapes of one expert's tensors."""
@@ -449,12 +513,14 @@ class LayerExecutor:
             iteration.transfer = self._bind(iteration.plan.transfer, device)
         return iteration.transfer
 
-    def _bind(self, plan: TransferPlan, device: torch.device) -> SparseTransfer:
+    def _bind(
+        self, plan: TransferPlan, device: torch.device, num_elements: int | None = None
+    ) -> SparseTransfer:
         layout = self.layout_of_all()
         return SparseTransfer(
             self.groups.transfers or self.groups.expert_parallel,
             plan,
-            num_elements=layout.numel,
+            num_elements=layout.numel if num_elements is None else num_elements,
             dtype=layout.dtype,
             device=device,
             chunk_bytes=message_bytes(on_cuda=device.type == "cuda"),

@@ -64,6 +64,7 @@ class MoERuntime:
         )
         if self.layers:
             self.layers[-1].following = executor
+            executor.is_first = False
         self.layers.append(executor)
         return executor
 

@@ -37,40 +37,62 @@ class ReplicaWeights:
         self.parameters = parameters
         self.state = WeightState.OWNED
         self._flat: dict[int, torch.Tensor] = {}
-        self._pending: PendingTransfer | None = None
+        self._sent: dict[int, torch.Tensor] = {}
+        self._num_started = 0
+        self._pending: list[PendingTransfer] = []
 
     @property
     def resident_bytes(self) -> int:
         """Memory that the replicas occupy now."""
         return sum(flat.untyped_storage().nbytes() for flat in self._flat.values())
 
+    @property
+    def num_missing(self) -> int:
+        """Elements of every replica that nobody has started to gather."""
+        return self.layout.numel - self._num_started
+
     def start(self, transfer: SparseTransfer) -> None:
-        """Start SparseAllGather; every rank of the group has to.
+        """Start SparseAllGather, of all elements or of the next part of them; every rank has to.
+
+        Args:
+            transfer: For as many elements of an expert as are to be gathered.
 
         Raises:
             RuntimeError: The replicas are here or on their way already.
         """
-        if self.state is not WeightState.OWNED:
-            raise RuntimeError(f"replicas are {self.state.name}, wanted OWNED before they are gathered")
-        self._pending = self._start(transfer)
+        if transfer.num_elements > self.num_missing:
+            raise RuntimeError(
+                f"replicas are {self.state.name} with {self.num_missing} elements missing, wanted "
+                f"{transfer.num_elements} that nobody has started to gather"
+            )
+        if self.state is WeightState.OWNED:
+            self._make_room(transfer)
+        begin, self._num_started = self._num_started, self._num_started + transfer.num_elements
+        self._pending.append(self._start(transfer, slice(begin, self._num_started)))
         self.state = WeightState.GATHERING
 
     def extend(self, transfer: SparseTransfer) -> None:
         """Gather more replicas beside those that are here; holders may pass theirs on."""
         self.wait()
-        self._start(transfer).wait()
+        self._make_room(transfer)
+        self._start(transfer, slice(None)).wait()
+        self._sent.clear()
 
     def wait(self) -> None:
         """Wait until the replicas are here.
 
         Raises:
-            RuntimeError: Nobody has started to gather them.
+            RuntimeError: Nobody has started to gather them, or only a part of them.
         """
-        if self.state is WeightState.OWNED:
-            raise RuntimeError("replicas are OWNED, wanted GATHERING or MATERIALIZED: start() comes first")
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
+        if self.state is WeightState.OWNED or self.num_missing:
+            raise RuntimeError(
+                f"replicas are {self.state.name} with {self.num_missing} elements missing, wanted GATHERING "
+                "or MATERIALIZED: start() comes first"
+            )
+        for pending in self._pending:
+            pending.wait()
+        self._pending.clear()
+        self._sent.clear()
         self.state = WeightState.MATERIALIZED
 
     def tensors(self, present: Sequence[int], *, wait: bool = True) -> list[torch.Tensor]:
@@ -96,10 +118,12 @@ class ReplicaWeights:
             self.wait()  # the transfer still writes into it
         for flat in self._flat.values():
             flat.untyped_storage().resize_(0)
+        self._num_started = 0
         self.state = WeightState.OWNED
 
-    def _start(self, transfer: SparseTransfer) -> PendingTransfer:
-        owned = {
+    def _make_room(self, transfer: SparseTransfer) -> None:
+        """Copies of the experts that go out, and room for those that come."""
+        self._sent = {
             expert: self.layout.pack([parameter.detach() for parameter in self.parameters[expert]])
             if expert in self.parameters
             else self._flat[expert]
@@ -113,7 +137,10 @@ class ReplicaWeights:
                 self._flat[expert] = torch.empty(
                     self.layout.numel, dtype=self.layout.dtype, device=transfer.device
                 )
+
+    def _start(self, transfer: SparseTransfer, elements: slice) -> PendingTransfer:
         # .data has a version counter of its own: bringing a saved weight back is no change to it.
         return transfer.start_all_gather(
-            owned, out={expert: self._flat[expert].data for expert in transfer.received_experts}
+            {expert: flat[elements] for expert, flat in self._sent.items()},
+            out={expert: self._flat[expert].data[elements] for expert in transfer.received_experts},
         )

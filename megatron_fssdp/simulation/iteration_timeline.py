@@ -10,6 +10,9 @@ runtime waits for it. Backward is the reverse with twice the compute; spRS start
 and must be done when the same layer's compute before the gate is. Re-materialized replicas are
 gathered again behind the spRS of the layer above, and must be there before the experts' backward.
 
+Of split transfers a part of spAG runs beside the experts of the layer before, and a part of spRS beside their
+backward pass.
+
 An all-to-all and a transfer that run at the same time, both longest on the same kind of link, get half
 of it each until one of them is done, so that no time of the link is lost.
 
@@ -60,6 +63,8 @@ class LayerSeconds:
         is_rematerialized: Whether replicas are gathered for every pass.
         num_steps: Steps in which rows are exchanged while experts compute; 1: all at once, in turn.
         is_each_pass: Whether they are planned, gathered and reduced for every micro-batch alone.
+        gather_early: Share of spAG that runs beside the experts of the layer before.
+        reduce_late: Share of spRS that runs beside their backward pass.
     """
 
     before_layer_s: np.ndarray
@@ -75,6 +80,8 @@ class LayerSeconds:
     is_ahead: np.ndarray
     is_rematerialized: np.ndarray
     is_each_pass: np.ndarray
+    gather_early: np.ndarray | float = 0.0
+    reduce_late: np.ndarray | float = 0.0
     num_steps: int = 1
 
     def pipelined_s(self, first: LinkTimes, second: LinkTimes, experts_s: np.ndarray) -> np.ndarray:
@@ -128,10 +135,13 @@ class IterationTimeline:
     def __post_init__(self) -> None:
         self.now_s, self.lane_s = np.zeros((2, self.num_iterations))
         self.parts_s = {part: np.zeros(self.num_iterations) for part in PARTS}
+        self._early_s = np.zeros(self.num_iterations)
         self._is_regathering = np.zeros(self.num_iterations, bool)
         self._regather_is_far = np.zeros(self.num_iterations, bool)
 
-    def forward(self, name: str, layer: LayerSeconds, is_first: bool) -> None:
+    def forward(
+        self, name: str, layer: LayerSeconds, is_first: bool, above: LayerSeconds | None = None
+    ) -> None:
         """One layer's forward pass.
 
         Args:
@@ -139,12 +149,15 @@ class IterationTimeline:
             layer: Its seconds.
             is_first: Whether it is an iteration's first micro-batch; only then weights are gathered,
                 unless they are re-materialized.
+            above: The MoE layer behind it, whose forward comes next.
         """
         self._run("other compute", f"before {name}", layer.before_layer_s)
         again_s = np.where(layer.is_rematerialized, layer.regather.seconds, 0.0)
-        gather_s = layer.gather.seconds if is_first else again_s
+        gather_s = (1 - layer.gather_early) * layer.gather.seconds if is_first else again_s
         start_s = self.now_s
+        early_s, self._early_s = self._early_s, np.zeros(self.num_iterations)
         arrival_s = self._transfer(f"spAG {name}", start_s, np.where(layer.is_ahead, gather_s, 0.0))
+        arrival_s = np.maximum(arrival_s, early_s)
         self._run("other compute", f"attention, gate {name}", layer.before_gate_s)
         self._run("all-to-all", f"counts {name}", layer.counts_s, ALL_TO_ALL)
         late_s = np.where(layer.is_ahead, 0.0, gather_s)
@@ -155,10 +168,20 @@ class IterationTimeline:
             return
         self._wait("waiting for spAG", arrival_s)
         self._run("all-to-all", f"dispatch {name}", layer.dispatch.seconds, ALL_TO_ALL)
+        if above is not None and is_first:
+            early_s = above.gather_early * above.gather.seconds
+            self._early_s = self._transfer(f"spAG, first part, behind {name}", self.now_s, early_s)
         self._run("experts", f"experts {name}", layer.experts_s)
         self._run("all-to-all", f"combine {name}", layer.combine.seconds, ALL_TO_ALL)
 
-    def backward(self, name: str, layer: LayerSeconds, below: LayerSeconds | None, is_last: bool) -> None:
+    def backward(
+        self,
+        name: str,
+        layer: LayerSeconds,
+        below: LayerSeconds | None,
+        is_last: bool,
+        above: LayerSeconds | None = None,
+    ) -> None:
         """One layer's backward pass.
 
         Args:
@@ -167,22 +190,28 @@ class IterationTimeline:
             below: The MoE layer before it, whose backward comes next.
             is_last: Whether it is an iteration's last micro-batch; only then gradients go home,
                 unless replicas are re-materialized.
+            above: The MoE layer behind it, whose backward came before.
         """
         starts = layer.is_rematerialized & ~self._is_regathering
         self._transfer(f"spAG again {name}", self.now_s, np.where(starts, layer.regather.seconds, 0.0))
         self._regather_is_far = np.where(starts, layer.regather.is_far, self._regather_is_far)
         needed_s = np.where(layer.is_rematerialized, self.lane_s, 0.0)
         experts_s = BACKWARD_PER_FORWARD * layer.experts_s
+        rest_s = np.zeros(self.num_iterations)
         if layer.num_steps > 1:
             self._run_in_steps(f"{name}, backward", layer, layer.combine, layer.dispatch, experts_s, needed_s)
         else:
             self._contended_all_to_all(f"combine' {name}", layer)
             self._wait("waiting for spAG", np.where(layer.is_rematerialized, self.lane_s, 0.0))
+            if above is not None and is_last:
+                rest_s = self._transfer(
+                    f"spRS, last part, behind {name}", self.now_s, above.reduce_late * above.reduce_s
+                )
             self._run("experts", f"experts' {name}", experts_s)
             self._run("all-to-all", f"dispatch' {name}", layer.dispatch.seconds, ALL_TO_ALL)
         sends_home = layer.is_rematerialized | layer.is_each_pass | is_last
-        reduce_s = np.where(sends_home, layer.reduce_s, 0.0)
-        home_s = self._transfer(f"spRS {name}", self.now_s, reduce_s)
+        reduce_s = np.where(sends_home, (1 - layer.reduce_late) * layer.reduce_s, 0.0)
+        home_s = np.maximum(rest_s, self._transfer(f"spRS {name}", self.now_s, reduce_s))
         self._wait("waiting for spRS", np.where(layer.is_ahead, 0.0, home_s))
         self._is_regathering = np.zeros(self.num_iterations, bool)
         if below is not None:

@@ -68,6 +68,8 @@ class LayerLedger:
         addition: Experts that calibration brings after the gate.
         ahead_IL: Whether spAG starts before the layer's compute.
         rematerialize_IL: Whether replicas are released between the passes.
+        gather_early_IL: Share of spAG beside the experts of the layer before; 0 in the first layer.
+        reduce_late_IL: Share of spRS beside their backward pass, likewise.
         each_pass_IL: Whether replicas are planned and brought for every micro-batch alone.
         replicas_IL: Replicas on all devices together.
         most_replicas_IL: On the device that has most.
@@ -93,6 +95,7 @@ class LayerLedger:
         self.most_routed_IL, self.cross_node_IL, self.replicas_IL = np.zeros((3, *shape), np.int64)
         self.most_replicas_IL, self.most_owned_IL = np.zeros((2, *shape), np.int64)
         self.ahead_IL, self.rematerialize_IL, self.each_pass_IL = np.zeros((3, *shape), bool)
+        self.gather_early_IL, self.reduce_late_IL = np.zeros((2, *shape))
         self.reshard = LinkColumns(self.num_iterations, 1)
         self.reshard_experts_I = np.zeros(self.num_iterations, np.int64)
 
@@ -123,3 +126,6 @@ class LayerLedger:
         self.ahead_IL[iteration, layer] = plan.gather_ahead
         self.rematerialize_IL[iteration, layer] = plan.rematerialize
         self.each_pass_IL[iteration, layer] = plan.each_micro_batch
+        if layer and plan.is_split:
+            self.gather_early_IL[iteration, layer] = plan.split.gather
+            self.reduce_late_IL[iteration, layer] = plan.split.reduce

@@ -211,6 +211,8 @@ class LayerTimes:
         # The compute of the source with most tokens; dropped ones are computed there as well.
         slowest_IL = np.maximum(ledger.most_routed_IL / job.pairs_per_device, 1.0)
         s_per_flop_IL = slowest_IL / cluster.non_expert_flops_per_s
+        # The pipelined schedule has no room for split transfers.
+        splits = num_steps == 1
         self._layers = [
             LayerSeconds(
                 before_layer_s=job.before_layer_flops_L[layer] * s_per_flop_IL[:, layer],
@@ -226,6 +228,8 @@ class LayerTimes:
                 is_ahead=ledger.ahead_IL[:, layer],
                 is_rematerialized=ledger.rematerialize_IL[:, layer],
                 is_each_pass=ledger.each_pass_IL[:, layer],
+                gather_early=ledger.gather_early_IL[:, layer] * splits,
+                reduce_late=ledger.reduce_late_IL[:, layer] * splits,
                 num_steps=num_steps,
             )
             for layer in range(job.num_layers)
@@ -251,11 +255,13 @@ class LayerTimes:
 
     def moe_s(self) -> np.ndarray:
         """Seconds of each MoE layer's all-to-alls and experts in a micro-batch, both passes: [I, L]."""
+        experts_s = np.stack([layer.experts_s for layer in self._layers], axis=1)
+        return self.exchange_s() + (1 + BACKWARD_PER_FORWARD) * experts_s
+
+    def exchange_s(self) -> np.ndarray:
+        """Seconds of each layer's counts and all-to-alls in a micro-batch, both passes, in turn: [I, L]."""
         columns = [
-            2 * (layer.dispatch.seconds + layer.combine.seconds)
-            + (1 + BACKWARD_PER_FORWARD) * layer.experts_s
-            + layer.counts_s
-            for layer in self._layers
+            2 * (layer.dispatch.seconds + layer.combine.seconds) + layer.counts_s for layer in self._layers
         ]
         return np.stack(columns, axis=1)
 
@@ -287,12 +293,14 @@ class LayerTimes:
         layers = self._layers
         behind_s = self._job.after_layers_flops / self._cluster.non_expert_flops_per_s
         for layer, seconds in enumerate(layers):
-            timeline.forward(f"layer {layer + 1}", seconds, is_first)
+            above = layers[layer + 1] if layer + 1 < len(layers) else None
+            timeline.forward(f"layer {layer + 1}", seconds, is_first, above)
         timeline.compute("behind the layers", behind_s)
         timeline.compute("behind the layers'", 2 * behind_s)
         for layer in range(len(layers) - 1, -1, -1):
             below = layers[layer - 1] if layer else None
-            timeline.backward(f"layer {layer + 1}", layers[layer], below, is_last)
+            above = layers[layer + 1] if layer + 1 < len(layers) else None
+            timeline.backward(f"layer {layer + 1}", layers[layer], below, is_last, above)
 
     def _reshard_seconds(self, links: ClusterLinks) -> np.ndarray:
         """Parameters, masters and optimizer states over the links, everything waiting."""

@@ -11,8 +11,10 @@ from megatron_fssdp.planning.load_history import LoadHistory
 from megatron_fssdp.planning.prophet_planner import PlannedLayer, ProphetModel, plan_layer
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.transfer_plan import two_level_transfer
+from megatron_fssdp.planning.transfer_split import WHOLE
 from megatron_fssdp.strategies.fixed_owners import FixedOwners
 from megatron_fssdp.strategies.replica_limits import described_slots, slots_of
+from megatron_fssdp.strategies.split_transfers import split_of
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 
@@ -83,11 +85,14 @@ class ProProphet(FixedOwners):
             for number in numbers
         ]
         placement = min(found, key=lambda one: one.seconds).placement
+        transfer = two_level_transfer(placement, context.topology)
+        is_split = self.settings.overlap and self.settings.split
         return LayerPlan(
             placement,
-            two_level_transfer(placement, context.topology),
+            transfer,
             gather_ahead=self.settings.overlap,
             dispatch_policy="owner",
+            split=split_of(transfer, float(counts_DE.sum()), context) if is_split else WHOLE,
         )
 
 

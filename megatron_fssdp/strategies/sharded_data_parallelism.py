@@ -19,6 +19,7 @@ from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.priced_materialization import priced_materialization
 from megatron_fssdp.planning.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.replica_limits import described_slots, slots_of
+from megatron_fssdp.strategies.split_transfers import split_of
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 
@@ -38,9 +39,10 @@ class FullyShardedSparseDataParallelism:
 
     @property
     def profile_iterations(self) -> int:
-        """Iterations to measure: t and m where they are not given, costs for calibration."""
+        """Iterations to measure: t and m where they are not given, costs for calibration and splits."""
         settings = self.settings
-        needs_profile = settings.slots is None or settings.overlap_degree is None or settings.calibrate
+        is_limited = settings.slots is not None and settings.overlap_degree is not None
+        needs_profile = not is_limited or settings.calibrate or settings.split
         return settings.profile_iterations if needs_profile else 0
 
     def reshards_at(self, iteration: int) -> bool:
@@ -82,7 +84,10 @@ class FullyShardedSparseDataParallelism:
                 overlap_degree=self.overlap_degree(context),
                 slots=slots,
             )
-        return self._plan_of(placement, context)
+        plan = self._plan_of(placement, context)
+        if not (settings.split and settings.overlap and placement.num_replicas):
+            return plan
+        return replace(plan, split=split_of(plan.transfer, float(history.mean_E().sum()), context))
 
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int

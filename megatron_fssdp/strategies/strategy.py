@@ -17,6 +17,7 @@ from megatron_fssdp.planning.quota_planner import quota_dispatch, split_among_pe
 from megatron_fssdp.planning.token_dispatch import DispatchPolicy, TokenDispatch, plan_dispatch
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.transfer_plan import TransferPlan
+from megatron_fssdp.planning.transfer_split import WHOLE, TransferSplit
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +63,9 @@ class LayerPlan:
         each_micro_batch: Ask :meth:`Strategy.after_gate` anew with every micro-batch's counts, and gather
             and reduce what it says for that micro-batch alone, beside the dispatch. The plan itself then
             has no replicas.
+        split: Which part of the transfers runs beside the experts of the layer before, in place of the
+            compute between the two; where weights stay for an iteration, and not under the pipelined
+            schedule.
         tokens_ED: How many of this micro-batch's pairs of each expert each device computes, in place
             of the policy; int64 ``[E, D]``.
     """
@@ -72,10 +76,17 @@ class LayerPlan:
     rematerialize: bool = False
     dispatch_policy: DispatchPolicy = "even"
     each_micro_batch: bool = False
+    split: TransferSplit = WHOLE
     tokens_ED: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         self.transfer.check_serves(self.placement)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a part of the transfers runs beside the experts of the layer before, if there is one."""
+        stays = self.gather_ahead and not (self.rematerialize or self.each_micro_batch)
+        return stays and self.split != WHOLE
 
     @classmethod
     def owners_only(cls, context: LayerContext, *, each_micro_batch: bool = False) -> "LayerPlan":

@@ -89,3 +89,55 @@ def test_a_recorded_run(tmp_path: Path) -> None:
 def test_messages(tmp_path: Path, changes: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         simulate(tmp_path / "out", "W0", "--no-plots", "--no-break-even", *changes)
+
+
+def recorded_run(folder: Path) -> Path:
+    """A run's folder as training leaves it, with made-up loads."""
+    rng = np.random.default_rng(0)
+    with LoadsWriter(folder, [1, 2, 3, 4]) as writer:
+        for iteration in range(1, 8):
+            writer.append(iteration, rng.multinomial(1024, np.arange(1, 9) ** 2 / 204, size=(4, 4)))
+    (folder / "config.yaml").write_text(TINY.read_text())
+    return folder
+
+
+def roofline(run: Path, *more: str) -> str:
+    arguments = ["roofline", str(run), "--cluster", str(ROOT / "configs/clusters/hpwnv.yaml")]
+    result = CliRunner().invoke(
+        app, [*arguments, "--cluster-set", "devices_per_node=2", *more], catch_exceptions=False
+    )
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_roofline_of_a_recorded_run(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "run")
+    output = roofline(run, "--strategies", "ep,fastermoe,fssdp", "--moe-strategy-set", "schedule=pipelined")
+    assert "R_CC" in output
+    figures = json.loads((run / "roofline.json").read_text())
+    assert list(figures["strategies"]) == ["ep", "fastermoe", "fssdp"]
+    for point in figures["strategies"].values():
+        assert 0 < point["mean_flops_per_s"] <= figures["peak_flops_per_s"] * min(1, point["ratio"]) * 1.0001
+    assert (run / "roofline.png").read_bytes().startswith(b"\x89PNG")
+    assert "semi-ideal" in (run / "roofline.svg").read_text()
+    roofline(run, "--out", str(tmp_path / "elsewhere"))
+    assert list(json.loads((tmp_path / "elsewhere" / "roofline.json").read_text())["strategies"]) == [
+        "ep",
+        "fssdp",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (("--strategies", "fsdp"), "did you mean 'fssdp'"),
+        (("--cluster-set", "num_nodes=1"), "roofline: .*whole nodes"),
+        (("--out", "{run}/config.yaml"), "--out .*config.yaml: cannot be written"),
+    ],
+)
+def test_messages_of_the_roofline(tmp_path: Path, changes: tuple[str, str], message: str) -> None:
+    run = recorded_run(tmp_path / "run")
+    with pytest.raises(ConfigurationError, match=message):
+        roofline(run, *(change.format(run=run) for change in changes))
+    with pytest.raises(ConfigurationError, match=r"nowhere.config\.yaml"):
+        roofline(tmp_path / "nowhere")

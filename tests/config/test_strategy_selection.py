@@ -50,6 +50,13 @@ def test_contradictions_are_refused_with_the_reason(overrides):
         resolve_strategy("fssdp", overrides=overrides)
 
 
+@pytest.mark.parametrize("override", ["router=topology_aware", "leaving_share=0.1"])
+def test_half_a_gate_is_refused(override):
+    with pytest.raises(ConfigurationError, match=r"router .*leaving_share|leaving_share .*router"):
+        resolve_strategy("ep", overrides=[override])
+    resolve_strategy("quota", overrides=["router=topology_aware", "leaving_share=0.1"])
+
+
 def test_missing_settings_file(tmp_path):
     with pytest.raises(ConfigurationError, match="no such file"):
         resolve_strategy("fssdp", tmp_path / "none.yaml")

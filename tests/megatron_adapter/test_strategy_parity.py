@@ -1,7 +1,7 @@
 """Whole trainings under every other strategy, and the pipelined schedule: the losses of plain EP.
 
 What is measured decides for these strategies, so links are told to cost next to nothing: then all of
-them move experts. Layouts are those of the parity matrix.
+them move experts. Transfers are split all the same. Layouts are those of the parity matrix.
 """
 
 from pathlib import Path
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fssdp.planning.cost_model import LinkCost
+from megatron_fssdp.planning.transfer_split import TransferSplit
 from megatron_fssdp.reporting.run_records import read_metrics
 
 from .test_parity_matrix import DEFAULT, MORE, Layout
@@ -36,9 +37,11 @@ SLOW = {
 def cheap_links() -> None:
     """Run on every rank before the launch."""
     from megatron_fssdp.runtime import layer_profiling
+    from megatron_fssdp.strategies import split_transfers
 
     cost = LinkCost(0.0, 1e-13)
     layer_profiling.measure_links = lambda *_: (cost, cost)
+    split_transfers.split_transfers = lambda *_, **__: TransferSplit(0.4, 0.6)
 
 
 def test_losses_equal_plain_expert_parallelism(text_data: Path, tmp_path: Path) -> None:

@@ -259,10 +259,11 @@ def moe_forward(
     if materialization.beside_dispatch:
         rows, experts = materialization.apply(rows)
     rows, row_probs = token_exchange.sort_by_expert(rows, row_probs, record)
-    rows = grouped_ffn(
-        rows, row_probs, record.rows_per_expert, experts, activation, probs_on_input=probs_on_input
-    )
-    rows = materialization.end_use(rows)
+    with executor.computing(rows.shape[0], rows.device):
+        rows = grouped_ffn(
+            rows, row_probs, record.rows_per_expert, experts, activation, probs_on_input=probs_on_input
+        )
+    rows = materialization.end_use(executor.computed(rows))
     rows = token_exchange.combine(token_exchange.sort_by_source(rows, record), record, group)
     return materialization.release(token_exchange.unpermute(rows, record))
 

@@ -228,6 +228,7 @@ def test_transfers_in_turn_have_their_price(overlap: bool, replicates: bool) -> 
         ({"overlap_degree": 1}, 3),
         ({"slots": 1, "overlap_degree": 1}, 0),
         ({"slots": 1, "overlap_degree": 1, "calibrate": True}, 3),
+        ({"slots": 1, "overlap_degree": 1, "split": True}, 3),
     ],
 )
 def test_iterations_are_measured_only_where_something_is_not_given(
@@ -337,3 +338,34 @@ def test_a_plan_refuses_transfers_that_do_not_serve_its_placement() -> None:
         LayerPlan(placement, TransferPlan(3, (TransferEdge(0, 1, 2, 0), *transfer.edges[1:])))
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.placement = placement  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("name", "settings"), [("prophet", {}), ("fssdp", {"slots": 2, "split": True})])
+@pytest.mark.parametrize(("non_moe_s", "is_split"), [(1.0, False), (1e-3, True)])
+def test_transfers_are_split_where_the_compute_before_does_not_hide_them(
+    name: str, settings: dict[str, object], non_moe_s: float, is_split: bool
+) -> None:
+    """An expert of 1 MB takes 10 ms to each of three others, one after another."""
+    link = LinkCost(0.0, 1e-8)
+    profile = LayerProfile(
+        non_moe_s=non_moe_s,
+        cluster=ClusterCost(link, link, expert_flops_per_s=1e6),
+        expert_bytes=1_000_000,
+        token_bytes=1000,
+        flops_per_token=1e4,
+        memory_capacity=2,
+    )
+    context = LayerContext(1, even_owners(8, 4), Topology.single_node(4), profile)
+    history = LoadHistory(5, 4, 8)
+    history.append(hot_counts_DE(3)[:4, :8])
+    model = SETTINGS_BY_STRATEGY[name]
+    plan = build_strategy(name, model.model_validate(settings)).before_gate(context, history)
+    assert plan.placement.num_replicas
+    assert plan.is_split == is_split
+    if is_split:
+        assert 0 < plan.split.gather < 1
+        assert 0 < plan.split.reduce < 1
+    whole = model.model_validate({**settings, "split": False})
+    assert not build_strategy(name, whole).before_gate(context, history).is_split
+    in_turn = model.model_validate({**settings, "overlap": False})
+    assert not build_strategy(name, in_turn).before_gate(context, history).is_split

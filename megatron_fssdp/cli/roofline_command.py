@@ -1,0 +1,80 @@
+"""Draws the DDL-Roofline of a recorded run (FasterMoE, §3.3)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_fssdp.cli.simulate_command import described_cluster, settings_of
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.loading import load_yaml, validate
+from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.reporting.job_records import loads_for_job
+from megatron_fssdp.reporting.roofline_plot import Roofline, draw_roofline, roofline_table, write_roofline
+from megatron_fssdp.simulation.moe_job import job_of_run
+from megatron_fssdp.simulation.roofline import roofline_point
+from megatron_fssdp.simulation.simulator import simulate
+
+NAME = "roofline"
+
+
+@dataclass(frozen=True)
+class RooflineRequest:
+    """What the command line asked for.
+
+    Attributes:
+        run: Folder of a recorded run.
+        cluster: YAML file or name of a cluster.
+        strategies: Names; empty for ``ep`` and the run's own.
+        out: Folder of the results; the run's by default.
+        cluster_overrides: ``key=value`` over the cluster.
+        strategy_overrides: ``key=value`` for the strategies that know the key.
+    """
+
+    run: Path
+    cluster: str
+    strategies: Sequence[str] = ()
+    out: Path | None = None
+    cluster_overrides: Sequence[str] = ()
+    strategy_overrides: Sequence[str] = ()
+
+
+def run_roofline(request: RooflineRequest, console: Console) -> Roofline:
+    """Work the points out, show them and write the files.
+
+    Raises:
+        ConfigurationError: Something asked for does not exist or does not fit together.
+    """
+    config = request.run / "config.yaml"
+    run = validate(RunConfig, load_yaml(config), str(config))
+    cluster, job = described_cluster(request.cluster, request.cluster_overrides), job_of_run(run)
+    own = run.strategy.name if run.strategy.name != "none" else "ep"
+    names = tuple(dict.fromkeys(request.strategies or ("ep", own)))
+    settings = {name: settings_of(name, run, request.strategy_overrides) for name in names}
+    record, _ = loads_for_job(str(request.run), job)
+    try:
+        points = {
+            name: roofline_point(
+                simulate(
+                    name, chosen, record.counts_ILDE, cluster, job, layer_numbers=record.layers.tolist()
+                ),
+                job,
+            )
+            for name, chosen in settings.items()
+        }
+    except ValueError as error:
+        raise ConfigurationError(f"roofline: {error}") from None
+    title = f"MoE layers of {request.run.resolve().name} on {cluster.name}, simulated"
+    roofline = Roofline(title, cluster.expert_flops_per_s, points)
+    console.print(roofline_table(roofline))
+    out = request.out or request.run
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_roofline(roofline, out / f"{NAME}.json")
+        for suffix in ("png", "svg"):
+            draw_roofline(roofline, out / f"{NAME}.{suffix}")
+    except OSError as error:
+        raise ConfigurationError(f"--out {out}: cannot be written ({error.strerror})") from None
+    console.print(f"{out / NAME}.png, .svg and .json", highlight=False, soft_wrap=True)
+    return roofline

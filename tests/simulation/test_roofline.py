@@ -1,0 +1,57 @@
+"""Simulated strategies on the DDL-Roofline (FasterMoE, §3.3)."""
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.planning.ddl_roofline import ideal_flops_per_s, semi_ideal_flops_per_s
+from megatron_fssdp.simulation.roofline import roofline_point
+from megatron_fssdp.simulation.simulator import simulate
+
+from .small_jobs import cluster_of, job_of, loads, settings_of
+
+EVEN, UNEVEN = loads([[4, 4], [4, 4]]), loads([[8, 0], [8, 0]])
+
+
+def test_even_loads_in_turn_are_semi_ideal() -> None:
+    """8 tokens of 3 FLOPs on each device at 10 FLOP/s, thrice; 4 of them over the link, four times."""
+    cluster, job = cluster_of(), job_of()
+    point = roofline_point(simulate("ep", settings_of("ep"), EVEN, cluster, job), job)
+    assert point.compute_s == pytest.approx(3 * 8 * 3 / 10)
+    # Rows with their probability one way, results the other, both passes, and two counts of 8 bytes.
+    assert point.communication_s == pytest.approx((2 * 4 * 10 + 2 * 4 * 6) / 1000, rel=0.2)
+    assert point.mean_flops_per_s == pytest.approx(semi_ideal_flops_per_s(point.ratio, 10.0))
+
+
+def test_uneven_loads_lie_below_the_curve_and_shadows_bring_them_back() -> None:
+    cluster = cluster_of(nodes=2, per_node=1)
+    job = job_of(expert_elements=1)
+    plain = roofline_point(simulate("ep", settings_of("ep"), UNEVEN, cluster, job), job)
+    assert plain.mean_flops_per_s < 0.6 * semi_ideal_flops_per_s(plain.ratio, 10.0)
+    shadowed = roofline_point(
+        # With a past, costs are known from the first iteration on.
+        simulate("fastermoe", settings_of("fastermoe", slots=1), UNEVEN, cluster, job, past_ILDE=UNEVEN),
+        job,
+    )
+    assert shadowed.mean_flops_per_s > 1.5 * plain.mean_flops_per_s
+    assert shadowed.mean_flops_per_s == pytest.approx(semi_ideal_flops_per_s(shadowed.ratio, 10.0), rel=0.05)
+
+
+def test_the_pipelined_schedule_leaps_beyond_the_semi_ideal_curve() -> None:
+    """FasterMoE, Fig. 5, arrow 2; nothing leaps beyond the ideal one."""
+    cluster = cluster_of(nodes=4, per_node=1)
+    job = job_of(devices=4, experts=4, token_bytes=2)
+    counts = loads(np.full((4, 4), 2).tolist())
+    plain, pipelined = (
+        roofline_point(simulate("ep", settings_of("ep", schedule=schedule), counts, cluster, job), job)
+        for schedule in ("plain", "pipelined")
+    )
+    assert pipelined.ratio == pytest.approx(plain.ratio)
+    assert pipelined.mean_flops_per_s > 1.05 * semi_ideal_flops_per_s(pipelined.ratio, 10.0)
+    assert pipelined.mean_flops_per_s <= ideal_flops_per_s(pipelined.ratio, 10.0) * (1 + 1e-9)
+
+
+def test_one_device_has_no_roofline() -> None:
+    job = job_of(devices=1, experts=2)
+    outcome = simulate("ep", settings_of("ep"), loads([[4, 4]]), cluster_of(per_node=1), job)
+    with pytest.raises(ValueError, match="communicate"):
+        roofline_point(outcome, job)

@@ -1,0 +1,66 @@
+"""Split transfers on the timeline (Pro-Prophet, §V-B, Fig. 9c), by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.simulation.iteration_timeline import IterationTimeline, LayerSeconds
+from megatron_fssdp.simulation.link_seconds import LinkTimes
+
+NOTHING = LinkTimes(np.zeros(1), np.zeros(1))
+# 3 s of attention, 2 s of experts, 5 s of transfers either way; rows travel for 1 s.
+LAYER = LayerSeconds(
+    before_layer_s=np.zeros(1),
+    before_gate_s=np.full(1, 3.0),
+    counts_s=0.0,
+    dispatch=LinkTimes(np.ones(1), np.zeros(1)),
+    combine=LinkTimes(np.ones(1), np.zeros(1)),
+    experts_s=np.full(1, 2.0),
+    gather=LinkTimes(np.full(1, 5.0), np.zeros(1)),
+    addition_s=np.zeros(1),
+    reduce_s=np.full(1, 10.0),
+    regather=NOTHING,
+    is_ahead=np.ones(1, bool),
+    is_rematerialized=np.zeros(1, bool),
+    is_each_pass=np.zeros(1, bool),
+)
+SPLIT = replace(LAYER, gather_early=np.full(1, 0.4), reduce_late=np.full(1, 0.4))
+
+
+def run(first: LayerSeconds, second: LayerSeconds) -> IterationTimeline:
+    timeline = IterationTimeline(1)
+    timeline.forward("1", first, True, second)
+    timeline.forward("2", second, True)
+    timeline.backward("2", second, first, True)
+    timeline.backward("1", first, None, True, second)
+    return timeline
+
+
+def test_two_pieces_of_compute_hide_what_one_does_not() -> None:
+    """Whole: each layer waits 5 - 3 s for weights and 10 - 6 s for gradients.
+
+    Split: of the second layer's weights 2 s travel beside the first one's experts, and of its gradients 4 s
+    beside their backward pass, so that nobody waits for it. The first layer waits as before, and its
+    gradients, behind nothing else on the lane, too.
+    """
+    whole, split = run(LAYER, LAYER), run(LAYER, SPLIT)
+    assert whole.parts_s["waiting for spAG"].tolist() == [2 + 2]
+    assert whole.parts_s["waiting for spRS"].tolist() == [4 + 4]
+    assert split.parts_s["waiting for spAG"].tolist() == [2]
+    assert split.parts_s["waiting for spRS"].tolist() == [4]
+    assert (whole.now_s - split.now_s).tolist() == [2 + 4]
+
+
+def test_no_transfer_is_lost() -> None:
+    spans: list[tuple[str, float]] = []
+    for second in (LAYER, SPLIT):
+        timeline = IterationTimeline(
+            1, lambda lane, name, begin_s, end_s: spans.append((name, float((end_s - begin_s)[0])))
+        )
+        timeline.forward("1", LAYER, True, second)
+        timeline.forward("2", second, True)
+        timeline.backward("2", second, LAYER, True)
+        timeline.backward("1", LAYER, None, True, second)
+        assert sum(seconds for name, seconds in spans if name.startswith("sp")) == pytest.approx(2 * 15)
+        spans.clear()
