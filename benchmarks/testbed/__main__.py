@@ -156,6 +156,8 @@ def _run_profile(options: argparse.Namespace, nodes: Any) -> None:
 
 
 def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None:
+    import psutil
+
     from benchmarks.testbed import correctness, measurement, report
     from benchmarks.testbed.layer_stack import (
         Pace,
@@ -231,12 +233,15 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
         namespaces=not options.loopback,
         traced=options.trace,
     )
+    before = psutil.cpu_times()
     reports = run_on_nodes(measurement.measure, nodes, options.ranks_per_node, plan, **where)
+    shares = report.cpu_shares(before, psutil.cpu_times())
     samples = reports[0].samples
     found = report.summaries(samples)
     control = report.control_difference(found, CONTROL)
     record = {
         "host": facts,
+        "cpu_shares": shares,
         "options": {key: str(value) for key, value in vars(options).items()},
         "size": asdict(size),
         "pace": asdict(pace),
@@ -250,6 +255,10 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
     _write(options, "testbed", record, report.table(found, heats))
     for name, difference in control.items():
         print(f"[testbed] {name}: `none` a second time took {100 * difference:+.1f} %")
+    print(
+        f"[testbed] cores while measuring: idle {shares['idle']:.0%}, taken by other machines "
+        f"{shares['steal']:.0%}; transfers slow down where little is left"
+    )
     if options.trace:
         write_chrome_trace(options.out / "trace.json", [span for one in reports for span in one.spans])
 

@@ -131,3 +131,15 @@ def host_facts() -> dict[str, Any]:
         "megatron-core": metadata.version("megatron-core"),
         "load_average_at_start": os.getloadavg()[0],
     }
+
+
+def cpu_shares(before: Any, after: Any) -> dict[str, float]:
+    """What the cores did between two readings of ``psutil.cpu_times()``, as shares of all their time.
+
+    ``steal`` is time that a virtual machine wanted and did not get.
+    """
+    spent = {name: getattr(after, name) - getattr(before, name) for name in ("user", "system", "idle")}
+    for name in ("softirq", "steal"):  # only Linux has them
+        spent[name] = getattr(after, name, 0.0) - getattr(before, name, 0.0)
+    total = sum(spent.values())
+    return {name: seconds / total if total else 0.0 for name, seconds in spent.items()}

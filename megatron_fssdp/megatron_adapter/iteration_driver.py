@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from megatron_fssdp.megatron_adapter.finite_watch import FiniteWatch
-from megatron_fssdp.megatron_adapter.memory_report import report_memory
+from megatron_fssdp.megatron_adapter.memory_report import expert_optimizer, report_memory
 from megatron_fssdp.megatron_adapter.resharding import ExpertResharding, ReshardReport
 from megatron_fssdp.megatron_adapter.slot_quantities import slot_quantities
 from megatron_fssdp.megatron_adapter.stopped_training import report_non_finite
@@ -129,15 +129,20 @@ class IterationDriver:
 
     def _profile(self, num_micro_batches: int) -> None:
         layers = self._session.runtime.layers
+        layout = layers[0].layout_of_all()
+        copies = parallel_state.get_expert_data_parallel_group()
         profile_layers(
             layers,
             [
                 self._expert_parallel,
                 parallel_state.get_expert_tensor_parallel_group(),
-                parallel_state.get_expert_data_parallel_group(),
+                copies,
             ],
             free_bytes=_free_bytes(),
-            token_bytes=self._args.hidden_size * layers[0].layout_of_all().dtype.itemsize,
+            token_bytes=self._args.hidden_size * layout.dtype.itemsize,
+            owned_bytes=expert_optimizer(self._args).owned_bytes(
+                layout.numel, layout.dtype.itemsize, copies.size()
+            ),
             num_micro_batches=num_micro_batches,
             rematerialize=self._session.rematerializes,
             device=self._device,

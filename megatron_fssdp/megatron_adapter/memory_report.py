@@ -55,15 +55,20 @@ def account_memory(session: StrategySession, args: Any, num_micro_batches: int) 
         expert_elements=layout.numel,
         dtype_bytes=layout.dtype.itemsize,
         gradient_bytes=layout.dtype.itemsize if main_grad is None else main_grad.element_size(),
-        optimizer=ExpertOptimizer(
-            num_state_tensors=_num_state_tensors(args),
-            has_master_weights=args.fp16 or args.bf16,
-            is_distributed=bool(args.use_distributed_optimizer),
-        ),
+        optimizer=expert_optimizer(args),
         expert_data_parallel_size=parallel_state.get_expert_data_parallel_world_size(),
         rematerialize=session.rematerializes,
         num_micro_batches=num_micro_batches,
         chunk_bytes=CHUNK_BYTES,
+    )
+
+
+def expert_optimizer(args: Any) -> ExpertOptimizer:
+    """What Megatron's optimizer keeps of every expert."""
+    return ExpertOptimizer(
+        num_state_tensors=_num_state_tensors(args),
+        has_master_weights=args.fp16 or args.bf16,
+        is_distributed=bool(args.use_distributed_optimizer),
     )
 
 

@@ -43,6 +43,17 @@ class ExpertOptimizer:
         """Bytes for each element of a parameter, on all ranks that share it together."""
         return FP32_BYTES * (self.num_state_tensors + self.has_master_weights)
 
+    def owned_bytes(self, num_elements: int, dtype_bytes: int, num_copies: int) -> int:
+        """What moves with an expert when its owner changes: parameters, masters and optimizer states.
+
+        Args:
+            num_elements: Of the expert.
+            dtype_bytes: Of a parameter's element.
+            num_copies: Groups with copies of the same owners; they share what is divided over them.
+        """
+        states = optimizer_state_bytes(num_elements, self, expert_data_parallel_size=num_copies)
+        return num_elements * dtype_bytes + states
+
 
 @dataclass(frozen=True)
 class ExpertMemory:

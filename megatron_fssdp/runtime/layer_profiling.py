@@ -20,6 +20,7 @@ def profile_layers(
     *,
     free_bytes: int,
     token_bytes: int,
+    owned_bytes: int,
     num_micro_batches: int,
     rematerialize: bool,
     device: torch.device,
@@ -35,6 +36,7 @@ def profile_layers(
         groups: Expert-parallel, expert-tensor-parallel and expert-data-parallel ranks.
         free_bytes: Memory free on this rank's device at an iteration's peak.
         token_bytes: One token's hidden state.
+        owned_bytes: What moves with one expert when its owner changes.
         num_micro_batches: Of an iteration.
         rematerialize: Whether replicas of one layer at a time are resident.
         device: Where collectives' tensors lie.
@@ -85,6 +87,7 @@ def profile_layers(
         ),
         gradient_bytes=layout.numel * FP32_BYTES if sums else layout.num_bytes,
         num_micro_batches=num_micro_batches,
+        owned_bytes=owned_bytes,
     )
     for layer in layers:
         layer.context = replace(layer.context, profile=profile)

@@ -84,6 +84,14 @@ class LayerSeconds:
     reduce_late: np.ndarray | float = 0.0
     num_steps: int = 1
 
+    def exchange_and_experts_s(
+        self, first: LinkTimes, second: LinkTimes, experts_s: np.ndarray
+    ) -> np.ndarray:
+        """Seconds from the first row sent to the last result under the layer's schedule, [I]."""
+        if self.num_steps > 1:
+            return self.pipelined_s(first, second, experts_s)
+        return first.seconds + experts_s + second.seconds
+
     def pipelined_s(self, first: LinkTimes, second: LinkTimes, experts_s: np.ndarray) -> np.ndarray:
         """Seconds from the first row sent to the last result (FasterMoE, §4.2, Fig. 8), [I].
 

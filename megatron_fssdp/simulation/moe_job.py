@@ -98,6 +98,13 @@ class MoeJob:
         return self.expert_elements * self.dtype_bytes
 
     @property
+    def owned_bytes(self) -> int:
+        """What moves with one expert when its owner changes."""
+        return self.optimizer.owned_bytes(
+            self.expert_elements, self.dtype_bytes, self.expert_data_parallel_size
+        )
+
+    @property
     def message_bytes(self) -> int:
         """Most bytes in which the runtime sends a part of an expert from device to device."""
         return message_bytes(on_cuda=self.on_cuda)

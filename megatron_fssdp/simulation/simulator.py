@@ -168,6 +168,7 @@ def layer_profile(job: MoeJob, cluster: ClusterDescription, *, rematerialize: bo
         memory_capacity=capacity,
         gradient_bytes=job.expert_elements * FP32_BYTES if sums else job.expert_bytes,
         num_micro_batches=job.num_micro_batches,
+        owned_bytes=job.owned_bytes,
     )
 
 
@@ -255,8 +256,15 @@ class LayerTimes:
 
     def moe_s(self) -> np.ndarray:
         """Seconds of each MoE layer's all-to-alls and experts in a micro-batch, both passes: [I, L]."""
-        experts_s = np.stack([layer.experts_s for layer in self._layers], axis=1)
-        return self.exchange_s() + (1 + BACKWARD_PER_FORWARD) * experts_s
+        columns = [
+            layer.counts_s
+            + layer.exchange_and_experts_s(layer.dispatch, layer.combine, layer.experts_s)
+            + layer.exchange_and_experts_s(
+                layer.combine, layer.dispatch, BACKWARD_PER_FORWARD * layer.experts_s
+            )
+            for layer in self._layers
+        ]
+        return np.stack(columns, axis=1)
 
     def exchange_s(self) -> np.ndarray:
         """Seconds of each layer's counts and all-to-alls in a micro-batch, both passes, in turn: [I, L]."""
@@ -305,9 +313,7 @@ class LayerTimes:
     def _reshard_seconds(self, links: ClusterLinks) -> np.ndarray:
         """Parameters, masters and optimizer states over the links, everything waiting."""
         job = self._job
-        copies = job.expert_data_parallel_size if job.optimizer.is_distributed else 1
-        expert_bytes = job.expert_elements * (job.dtype_bytes + job.optimizer.bytes_per_element / copies)
-        return links.transfer.times(self._ledger.reshard.busiest(), expert_bytes).seconds[:, 0]
+        return links.transfer.times(self._ledger.reshard.busiest(), job.owned_bytes).seconds[:, 0]
 
     def _gradient_sync_s(self) -> float:
         """Ring all-reduce of the dense gradients over all data-parallel ranks, if nothing hides it."""

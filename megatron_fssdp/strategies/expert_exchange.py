@@ -15,7 +15,7 @@ from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 STATE_OVER_PARAMETERS = 7
-"""Bytes that move with an expert over those of its parameters where nobody has counted them: the
+"""Bytes that move with an expert over those of its parameters where nobody says how many: the
 parameters, and the six times as much that Adam keeps in mixed precision (Hecate, §2.3)."""
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from benchmarks.testbed import processes  # noqa: E402
 from benchmarks.testbed.layer_stack import LayerInput  # noqa: E402
 from benchmarks.testbed.links import Nodes, parse_rate, payload_bytes_per_s  # noqa: E402
 from benchmarks.testbed.measurement import Sample  # noqa: E402
-from benchmarks.testbed.report import control_difference, quartiles, summaries  # noqa: E402
+from benchmarks.testbed.report import control_difference, cpu_shares, quartiles, summaries  # noqa: E402
 from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape  # noqa: E402
 
 SIZES = {"nodes": 2, "ranks-per-node": 1, "hidden": 16, "ffn": 32, "tokens": 32, "experts": 8, "layers": 2}
@@ -65,6 +66,13 @@ def test_speed_ups_are_of_pairs_and_the_ceiling_is_the_best_balanced_median() ->
     assert skewed["sprs_hidden_share"] is None
     assert control_difference(found, "none again") == {"W1": pytest.approx(0.1)}
     assert quartiles([5.0]) == [5.0] * 3
+
+
+def test_shares_of_the_cores() -> None:
+    before = SimpleNamespace(user=1.0, system=1.0, idle=1.0, softirq=0.0, steal=0.0)
+    after = SimpleNamespace(user=2.0, system=4.0, idle=3.0, softirq=1.0, steal=3.0)
+    shares = {"user": 0.1, "system": 0.3, "idle": 0.2, "softirq": 0.1, "steal": 0.3}
+    assert cpu_shares(before, after) == pytest.approx(shares)
 
 
 def test_rates() -> None:

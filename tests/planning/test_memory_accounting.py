@@ -63,6 +63,14 @@ def test_optimizers(optimizer, ranks, wanted):
     assert optimizer_state_bytes(10, optimizer, expert_data_parallel_size=ranks) == wanted
 
 
+def test_what_moves_with_an_owner():
+    """100 elements in bf16: 200 bytes, and 12 for each element that two copies may share."""
+    half = ExpertOptimizer(has_master_weights=True)
+    assert half.owned_bytes(100, 2, 2) == 200 + 1200
+    assert ExpertOptimizer(has_master_weights=True, is_distributed=True).owned_bytes(100, 2, 2) == 200 + 600
+    assert ExpertOptimizer(num_state_tensors=0).owned_bytes(100, 4, 1) == 400
+
+
 def test_rematerialization_keeps_one_layer():
     memory = expert_memory(**HALF, rematerialize=True, num_micro_batches=8)
     assert memory.replica_parameters_bytes == 4 * 200

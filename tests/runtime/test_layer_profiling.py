@@ -49,6 +49,7 @@ def profile(
         [dist.group.WORLD],
         free_bytes=FREE_BYTES[rank],
         token_bytes=4 * MODEL_DIM,
+        owned_bytes=1234,
         num_micro_batches=2,
         rematerialize=rematerialize,
         device=torch.device("cpu"),
@@ -74,6 +75,7 @@ def test_all_ranks_and_layers_get_the_same_profile(rematerialize: bool) -> None:
     assert one.cluster.inter == LinkCost(2e-3, 9e-9)
     assert one.expert_bytes == 4 * EXPERT_ELEMENTS
     assert one.token_bytes == 4 * MODEL_DIM
+    assert one.owned_bytes == 1234
     assert one.memory_capacity == memory_capacity(
         min(FREE_BYTES),
         expert_bytes=4 * EXPERT_ELEMENTS,

@@ -1,0 +1,1 @@
+"""Settings and relations of the papers, for ``benchmarks/reproduce_papers.py``."""

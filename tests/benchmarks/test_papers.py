@@ -1,0 +1,55 @@
+"""Settings of the papers' tables: loads under FasterMoE's gate, ZeRO by volume, what is stated."""
+
+import numpy as np
+import pytest
+
+from benchmarks.papers import fastermoe, hecate, pro_prophet
+from benchmarks.papers.setting import Model, Setting, kept_in_nodes
+from megatron_fssdp.planning.topology import Topology
+
+
+@pytest.mark.parametrize("leaving_share", [0.0, 0.2, 1.0])
+def test_the_gate_keeps_what_exceeds_the_allowance(leaving_share: float) -> None:
+    rng = np.random.default_rng(0)
+    counts_ILDE = rng.multinomial(1000, np.arange(1, 9) / 36, size=(3, 2, 4))
+    found = kept_in_nodes(counts_ILDE, Topology.uniform(4, 2), leaving_share)
+    assert np.abs(found.sum(axis=-1) - 1000).max() <= 4  # rounding
+    for device, near in ((0, slice(0, 4)), (3, slice(4, 8))):
+        away = 1000 - found[:, :, device, near].sum(axis=-1)
+        wanted = 1000 - counts_ILDE[:, :, device, near].sum(axis=-1)
+        assert (np.abs(away - np.minimum(wanted, 1000 * leaving_share)) <= 4).all()
+
+
+def test_sources_without_near_tokens_spread_evenly() -> None:
+    counts_ILDE = np.array([[[[0, 0, 6, 2]] * 2]])
+    found = kept_in_nodes(counts_ILDE, Topology.uniform(2, 2), 0.25)
+    assert found[0, 0, 0].tolist() == [3, 3, 2, 0]  # 2 of 8 may leave, 1.5 and 0.5, rounded to even
+    assert found[0, 0, 1].tolist() == [0, 0, 6, 2]
+
+
+def test_zero_by_hand() -> None:
+    """Even compute thrice, and all experts over the network thrice, less what is here."""
+    setting = Setting(Model(256, 128, 2), "johnny", 1.0, 16, 16, 2, 1)
+    job, cluster = setting.job, setting.description
+    compute_s = 3 * (128 * 2) * job.expert_flops_per_token / cluster.expert_flops_per_s
+    volume = 3 * 15 * job.expert_bytes / cluster.inter_node.bandwidth_bytes_per_s
+    assert fastermoe._zero_s(setting) == pytest.approx(2 * (compute_s + volume))
+
+
+def test_every_relation_states_something() -> None:
+    for paper in (hecate, fastermoe, pro_prophet):
+        names = [(relation.where, relation.what) for relation in paper.RELATIONS]
+        assert len(set(names)) == len(names)
+        for relation in paper.RELATIONS:
+            assert 0 < relation.low <= relation.high
+            assert (relation.simulated is None) == bool(relation.why_not)
+
+
+def test_cells_of_a_table() -> None:
+    """Pro-Prophet's Table V, one cell, at a size that takes no time."""
+    small = Setting(Model(512, 64, 1), "lpwnv", 1.0, 8, 8, 1, 1, num_iterations=5)
+    assert small.description.num_nodes == 2
+    plain, prophet = small.iteration_s("ep"), small.iteration_s("prophet")
+    assert 0 < prophet <= plain * 1.001
+    assert small.moe_s("ep") < plain
+    assert len(pro_prophet.RELATIONS) == 4 + 2 * (10 + 8) + 4 + 2 + 1
