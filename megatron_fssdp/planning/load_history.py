@@ -8,6 +8,7 @@ from collections import deque
 import numpy as np
 
 from megatron_fssdp.planning.array_freezing import frozen_array
+from megatron_fssdp.planning.load_statistics import has_jumped
 
 
 class LoadHistory:
@@ -64,6 +65,19 @@ class LoadHistory:
     def mean_DE(self) -> np.ndarray:
         """Mean counts over the window, float64 [D, E]; zeros when nothing was seen."""
         return self._sum_DE / max(len(self._latest), 1)
+
+    def settled_mean_DE(self) -> np.ndarray:
+        """Mean counts since the loads last jumped, within the window; float64 [D, E], zeros if nothing was seen.
+
+        What lies before a jump says nothing of the next iteration (ours, beyond Hecate §4.2).
+        """
+        settled_DE, number = np.zeros_like(self._sum_DE), 0
+        for counts_DE in reversed(self._latest):
+            if number and has_jumped(settled_DE.sum(axis=0), counts_DE.sum(axis=0)):
+                break
+            settled_DE = settled_DE + counts_DE
+            number += 1
+        return settled_DE / max(number, 1)
 
     def mean_E(self) -> np.ndarray:
         """Mean load of every expert over the window, float64 [E]."""

@@ -66,10 +66,12 @@ class FullyShardedSparseDataParallelism:
         """
         settings, profile = self.settings, context.profile
         slots = self.slots(context)
+        # Alg. 1 is the paper's, and so is what it looks at.
+        load_DE = history.settled_mean_DE() if settings.planner == "balanced" else history.mean_DE()
         if profile is not None and settings.overlap_degree is None and settings.planner == "balanced":
             placement = priced_materialization(
                 context.owner_E,
-                history.mean_DE(),
+                load_DE,
                 context.topology,
                 slots=slots,
                 # In turn with the layer, transfers hide under nothing.
@@ -79,7 +81,7 @@ class FullyShardedSparseDataParallelism:
         else:
             placement = self._planner(
                 context.owner_E,
-                history.mean_DE(),
+                load_DE,
                 context.topology,
                 overlap_degree=self.overlap_degree(context),
                 slots=slots,

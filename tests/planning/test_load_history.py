@@ -38,3 +38,24 @@ def test_bad_counts_say_what_was_wanted():
         LoadHistory(0, 1, 1)
     with pytest.raises(ValueError, match="at least one append"):
         history.latest_DE()
+
+
+def test_what_lies_before_a_jump_is_forgotten() -> None:
+    """Two even iterations, then the load goes over to expert 1: the last two count."""
+    history = LoadHistory(5, 2, 4)
+    even, jumped = np.full((2, 4), 100), np.array([[0, 400, 0, 0], [10, 380, 10, 0]])
+    assert not history.settled_mean_DE().any()
+    for counts_DE in (even, even, jumped, jumped + 2):
+        history.append(counts_DE)
+    np.testing.assert_array_equal(history.settled_mean_DE(), jumped + 1)
+    assert history.mean_DE()[0, 0] > 50
+    history.append(jumped)
+    np.testing.assert_allclose(history.settled_mean_DE(), jumped + 2 / 3)
+
+
+def test_without_a_jump_all_of_the_window_counts() -> None:
+    history = LoadHistory(3, 2, 4)
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        history.append(rng.multinomial(100, [0.4, 0.3, 0.2, 0.1], size=2))
+    np.testing.assert_allclose(history.settled_mean_DE(), history.mean_DE())

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fssdp.planning.load_statistics import balance_ratio, load_similarity, max_over_mean
+from megatron_fssdp.planning.load_statistics import balance_ratio, has_jumped, load_similarity, max_over_mean
 
 LOADS = st.lists(st.integers(0, 1000), min_size=2, max_size=8)
 
@@ -31,3 +31,20 @@ def test_similarity_is_a_share_and_knows_no_batch_size(
         assert -1e-9 <= similarity <= 1 + 1e-9
         assert load_similarity(other_E, load_E) == pytest.approx(similarity)
         assert load_similarity(load_E, factor * load_E) == pytest.approx(1)
+
+
+def test_a_jump_is_more_than_drift() -> None:
+    before_E = np.array([400, 200, 200, 200])
+    assert not has_jumped(before_E, before_E)
+    assert not has_jumped(np.array([250, 300, 250, 200]), before_E)  # 15 % elsewhere
+    assert has_jumped(np.array([100, 500, 200, 200]), before_E)  # 30 %
+    assert has_jumped(np.array([0, 0, 0, 5000]), before_E)
+    assert not has_jumped(np.zeros(4), before_E)
+
+
+@given(seed=st.integers(0, 10_000), total=st.integers(4, 3000), num_experts=st.integers(2, 64))
+def test_the_draw_of_tokens_is_no_jump(seed: int, total: int, num_experts: int) -> None:
+    """However few tokens there are: two draws from one distribution."""
+    rng = np.random.default_rng(seed)
+    share_E = rng.dirichlet(np.full(num_experts, 0.5))
+    assert not has_jumped(rng.multinomial(total, share_E), rng.multinomial(5 * total, share_E))
