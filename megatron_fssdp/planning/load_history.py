@@ -67,7 +67,7 @@ class LoadHistory:
         return self._sum_DE / max(len(self._latest), 1)
 
     def settled_mean_DE(self) -> np.ndarray:
-        """Mean counts since the loads last jumped, within the window; float64 [D, E], zeros if nothing was seen.
+        """Mean counts since the loads last jumped, within the window; float64 [D, E], zeros without any.
 
         What lies before a jump says nothing of the next iteration (ours, beyond Hecate §4.2).
         """
