@@ -231,9 +231,14 @@ class LayerExecutor:
 
     def plan_following(self) -> None:
         """Plan the layer after this one; for a moment in which the host would only wait."""
+        if self._next is not None:
+            self._next.prepare()
+
+    @property
+    def _next(self) -> "LayerExecutor | None":
+        """The following layer, if it may be planned now and here."""
         # Comparing plans is a collective that may raise: not while others are under way.
-        if self.following is not None and not self.following.check_plans:
-            self.following.prepare()
+        return None if self.following is None or self.following.check_plans else self.following
 
     def launch(self, hidden: torch.Tensor, *, first: bool = False) -> torch.Tensor:
         """Start SparseAllGather ahead of the compute that comes before the layer.
@@ -348,8 +353,8 @@ class LayerExecutor:
 
         A part of the following layer's replicas may travel meanwhile (Pro-Prophet §V-B).
         """
-        if self.following is not None and not in_backward():
-            self.following.gather_early(device)
+        if self._next is not None and not in_backward():
+            self._next.gather_early(device)
         return nullcontext() if self.stopwatch is None else self.stopwatch.experts(num_rows, device)
 
     def computed(self, rows: torch.Tensor) -> torch.Tensor:
@@ -360,7 +365,7 @@ class LayerExecutor:
         Args:
             rows: Results of the present experts.
         """
-        following = self.following
+        following = self._next
         if following is None or not following._splits(following.prepare()):
             return rows
         return call_in_backward(following._gradients.send_rest, rows)
@@ -441,6 +446,7 @@ class LayerExecutor:
             and not self.is_first
             and self.groups.transfers is not None
             and self.groups.ring is None
+            and not self.check_plans
             and self.clock.num_micro_batches is not None
         )
 

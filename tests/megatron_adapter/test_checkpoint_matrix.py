@@ -45,8 +45,6 @@ Cell = tuple[str, str, int, str, int]
 CELLS: list[Cell] = [
     ("distributed", "moved", 2, "none", 2),
     ("distributed", "moved", 2, "moved", 4),
-    ("distributed", "moved", 2, "even", 1),
-    ("plain", "moved", 2, "moved", 2),
 ]
 MORE_CELLS: list[Cell] = [
     ("distributed", *writer, *reader)

@@ -15,6 +15,7 @@ LAYOUT = (
 )
 
 
+@pytest.mark.slow
 def test_the_former_checkpoint_stays_the_latest(text_data: Path, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     losses = train(2, f"{LAYOUT} --save {whole}", text_data).losses
