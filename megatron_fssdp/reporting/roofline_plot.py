@@ -120,13 +120,13 @@ def _draw(axes: Any, roofline: Roofline) -> None:
             label=name,
         )
     axes.set_xscale("log")
-    axes.set_ylim(bottom=0)
+    axes.set_yscale("log")
     axes.set_xlabel("computation over communication, R_CC (Eq. 3)")
     axes.set_ylabel(f"{unit} of a device, on average (Eq. 4)")
     axes.set_title(roofline.title, loc="left", fontsize=10)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    axes.grid(alpha=0.25)
+    axes.grid(alpha=0.25, which="both", linewidth=0.5)
     axes.legend(frameon=False)
 
 
