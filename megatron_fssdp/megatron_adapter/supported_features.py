@@ -4,15 +4,17 @@ The same table reads command-line arguments and a ``TransformerConfig``: where b
 a setting, both call it by the same name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
 
 Value = Callable[[str], Any]
 
-# what is refused, when, and the next step
-_REFUSALS: tuple[tuple[str, Callable[[Value], bool], str], ...] = (
+Refusal = tuple[str, Callable[[Value], bool], str]
+"""What is refused, when, and the next step."""
+
+_REFUSALS: tuple[Refusal, ...] = (
     (
         "biases of experts under expert tensor parallelism",
         # Megatron refuses them too, with an assertion. Its default is the tensor-parallel size.
@@ -118,6 +120,22 @@ _REFUSALS: tuple[tuple[str, Callable[[Value], bool], str], ...] = (
 )
 
 
+def refuse(who: str, refusals: Iterable[Refusal], settings: Any) -> None:
+    """Raise at the first thing that is refused.
+
+    Args:
+        who: Starts the message.
+        refusals: What is.
+        settings: Megatron's parsed arguments or a ``TransformerConfig``.
+
+    Raises:
+        ConfigurationError: With what is refused and what to do.
+    """
+    for what, is_refused, advice in refusals:
+        if is_refused(lambda name: getattr(settings, name, None)):
+            raise ConfigurationError(f"{who} does not support {what}: {advice}")
+
+
 def check_supported(strategy: str, settings: Any) -> None:
     """Refuse what the strategy's layer would compute wrongly or not at all.
 
@@ -132,9 +150,7 @@ def check_supported(strategy: str, settings: Any) -> None:
     def value(name: str) -> Any:
         return getattr(settings, name, None)
 
-    for what, refused, advice in _REFUSALS:
-        if refused(value):
-            raise ConfigurationError(f"--moe-strategy {strategy} does not support {what}: {advice}")
+    refuse(f"--moe-strategy {strategy}", _REFUSALS, settings)
     num_experts = value("num_moe_experts") or value("num_experts")
     if not num_experts:
         raise ConfigurationError(

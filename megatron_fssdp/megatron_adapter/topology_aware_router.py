@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter.supported_features import Refusal, refuse
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.runtime.topology_aware_gate import choose_experts
 
-# what is refused, when, and the next step; names are the same among arguments and in a config
-_REFUSALS: tuple[tuple[str, Callable[[Callable[[str], Any]], bool], str], ...] = (
+_REFUSALS: tuple[Refusal, ...] = (
     (
         "a fused router",
         lambda value: bool(value("moe_router_fusion")),
@@ -48,11 +48,7 @@ def check_gate(config: Any) -> None:
     Raises:
         ConfigurationError: With what is refused and what to do.
     """
-    for what, refused, advice in _REFUSALS:
-        if refused(lambda name: getattr(config, name, None)):
-            raise ConfigurationError(
-                f"router: topology_aware does not support {what}: {advice}, or use router=stock"
-            )
+    refuse("router: topology_aware (router=stock does)", _REFUSALS, config)
 
 
 class TopologyAwareChoice:

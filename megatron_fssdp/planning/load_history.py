@@ -29,6 +29,8 @@ class LoadHistory:
         self.num_experts = num_experts
         self.num_seen = 0
         self._latest: deque[np.ndarray] = deque()
+        self._load_E: deque[np.ndarray] = deque(maxlen=window)
+        self._num_settled = 0
         # A running sum of integers is exact, so the mean does not depend on how it was reached.
         self._sum_DE = np.zeros((num_devices, num_experts), dtype=np.int64)
 
@@ -49,6 +51,12 @@ class LoadHistory:
             )
         kept = frozen_array(counts, np.int64)
         self.num_seen += 1
+        load_E = kept.sum(axis=0)
+        settled = list(self._load_E)[len(self._load_E) - self._num_settled :]
+        if settled and has_jumped(load_E, np.sum(settled, axis=0)):
+            self._num_settled = 0
+        self._num_settled = min(self._num_settled + 1, self.window)
+        self._load_E.append(load_E)
         self._latest.append(kept)
         self._sum_DE += kept
         if len(self._latest) > self.window:
@@ -71,13 +79,9 @@ class LoadHistory:
 
         What lies before a jump says nothing of the next iteration (ours, beyond Hecate §4.2).
         """
-        settled_DE, number = np.zeros_like(self._sum_DE), 0
-        for counts_DE in reversed(self._latest):
-            if number and has_jumped(settled_DE.sum(axis=0), counts_DE.sum(axis=0)):
-                break
-            settled_DE = settled_DE + counts_DE
-            number += 1
-        return settled_DE / max(number, 1)
+        if self._num_settled == len(self._latest):
+            return self.mean_DE()
+        return np.mean([self._latest[-1 - age] for age in range(self._num_settled)], axis=0)
 
     def mean_E(self) -> np.ndarray:
         """Mean load of every expert over the window, float64 [E]."""

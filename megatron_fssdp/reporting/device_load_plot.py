@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.reporting.figures import COLOURS, DPI, new_figure
 from megatron_fssdp.reporting.recorded_run import RecordedRun, distinct_names
 
-# Okabe-Ito: told apart by colour-blind readers and in grey.
-_COLOURS = ("#D55E00", "#0072B2")
-_DPI = 150
+_COLOURS = COLOURS[1::-1]
 
 
 def draw_device_loads(first: RecordedRun, second: RecordedRun, png: Path) -> None:
@@ -29,16 +28,8 @@ def draw_device_loads(first: RecordedRun, second: RecordedRun, png: Path) -> Non
             raise ConfigurationError(
                 f"--png: {run.path} recorded no loads of MoE layers; run it again with a strategy such as ep"
             )
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigurationError(
-            "--png needs matplotlib; install it with `pip install megatron-fssdp[plots]`"
-        ) from None
 
-    figure = Figure(figsize=(9, 6.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure((9, 6.6))
     grid = figure.add_gridspec(3, 1, height_ratios=(3.2, 1, 1))
     curves = figure.add_subplot(grid[0])
     names = distinct_names(first, second)
@@ -56,7 +47,7 @@ def draw_device_loads(first: RecordedRun, second: RecordedRun, png: Path) -> Non
     figure.colorbar(mesh, ax=figure.axes[1:3], label="max / mean", pad=0.01, aspect=14)
     try:
         png.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(png, dpi=_DPI)
+        figure.savefig(png, dpi=DPI)
     except OSError as error:
         raise ConfigurationError(
             f"--png {png}: cannot be written ({error.strerror}); choose another file"

@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.planning.ddl_roofline import RooflinePoint, ideal_flops_per_s, semi_ideal_flops_per_s
+from megatron_fssdp.reporting.figures import COLOURS, DPI, new_figure
 
-# Okabe-Ito: told apart by colour-blind readers and in grey.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = "osD^vP*X"
 _UNITS = ((1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"), (1.0, "FLOP/s"))
 
@@ -87,17 +85,9 @@ def draw_roofline(roofline: Roofline, path: Path) -> None:
     Raises:
         ConfigurationError: matplotlib is missing.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigurationError(
-            "pictures need matplotlib; install it with `pip install megatron-fssdp[plots]`"
-        ) from None
-    figure = Figure(figsize=(7.5, 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure((7.5, 4.8))
     _draw(figure.add_subplot(), roofline)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=DPI)
 
 
 def _draw(axes: Any, roofline: Roofline) -> None:
@@ -116,7 +106,7 @@ def _draw(axes: Any, roofline: Roofline) -> None:
             linestyle="",
             marker=_MARKERS[i % len(_MARKERS)],
             markersize=8,
-            color=_COLOURS[i % len(_COLOURS)],
+            color=COLOURS[i % len(COLOURS)],
             label=name,
         )
     axes.set_xscale("log")

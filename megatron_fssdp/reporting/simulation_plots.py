@@ -5,13 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.reporting.figures import COLOURS, DPI, new_figure
 from megatron_fssdp.reporting.simulation_report import RankedStrategy, SimulationReport
 from megatron_fssdp.simulation.iteration_timeline import PARTS
-
-# Okabe-Ito: told apart by colour-blind readers and in grey.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_DPI = 150
 
 
 def draw_simulation(report: SimulationReport, folder: Path) -> list[Path]:
@@ -27,29 +23,21 @@ def draw_simulation(report: SimulationReport, folder: Path) -> list[Path]:
     Raises:
         ConfigurationError: matplotlib is missing.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigurationError(
-            "pictures need matplotlib; install it with `pip install megatron-fssdp[plots]` or give --no-plots"
-        ) from None
     files = []
     for name, draw in (("iterations", _iterations), ("breakdown", _breakdown), ("device_load", _loads)):
-        figure = Figure(figsize=(9, 4.6), layout="constrained")
-        FigureCanvasAgg(figure)
+        figure = new_figure((9, 4.6), " or give --no-plots")
         axes = figure.add_subplot()
         draw(axes, report)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
         for suffix in ("png", "svg"):
             files.append(folder / f"{name}.{suffix}")
-            figure.savefig(files[-1], dpi=_DPI)
+            figure.savefig(files[-1], dpi=DPI)
     return files
 
 
 def _coloured(report: SimulationReport) -> list[tuple[RankedStrategy, str]]:
-    return [(row, _COLOURS[i % len(_COLOURS)]) for i, row in enumerate(report.rows)]
+    return [(row, COLOURS[i % len(COLOURS)]) for i, row in enumerate(report.rows)]
 
 
 def _iterations(axes: Any, report: SimulationReport) -> None:
@@ -74,7 +62,7 @@ def _iterations(axes: Any, report: SimulationReport) -> None:
 def _breakdown(axes: Any, report: SimulationReport) -> None:
     labels = [row.label for row in report.rows]
     left = np.zeros(len(labels))
-    for part, colour in zip(PARTS, _COLOURS, strict=True):
+    for part, colour in zip(PARTS, COLOURS, strict=True):
         widths = np.array([float(row.outcome.parts_s[part].mean()) for row in report.rows])
         if widths.any():
             axes.barh(labels, widths, left=left, color=colour, label=part)
@@ -97,6 +85,7 @@ def _loads(axes: Any, report: SimulationReport) -> None:
         )
     axes.axhline(1.0, color="0.35", linewidth=0.9, linestyle="--", label="even load")
     axes.set_ylim(bottom=0)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("devices of a layer, the busiest first")
     axes.set_ylabel("load / mean")
     axes.set_title("Device loads, mean of all iterations and layers", loc="left")

@@ -7,31 +7,14 @@ from megatron_fssdp.planning.load_history import LoadHistory
 from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.shadow_selection import ShadowingCosts, select_shadows
 from megatron_fssdp.planning.transfer_plan import two_level_transfer
-from megatron_fssdp.strategies.fixed_owners import FixedOwners
-from megatron_fssdp.strategies.replica_limits import described_slots, slots_of
+from megatron_fssdp.strategies.fixed_owners import MeasuredReplicas
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 
-class DynamicShadowing(FixedOwners):
+class DynamicShadowing(MeasuredReplicas[FastermoeSettings]):
     """``fastermoe``: shadows are chosen after the gate, by the exact counts."""
 
     window = 1
-
-    def __init__(self, settings: FastermoeSettings) -> None:
-        self.settings = settings
-
-    @property
-    def profile_iterations(self) -> int:
-        """Iterations to measure: the latencies decide."""
-        return self.settings.profile_iterations
-
-    def slots(self, context: LayerContext) -> int:
-        """Most experts that may be shadowed."""
-        return slots_of(self.settings.slots, context)
-
-    def limits(self, context: LayerContext) -> str:
-        """How many may be shadowed."""
-        return described_slots(self.settings.slots, context)
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """Nothing is known yet."""

@@ -10,31 +10,14 @@ from megatron_fssdp.planning.load_history import LoadHistory
 from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.quota_planner import quota_assignment, quota_dispatch
 from megatron_fssdp.planning.transfer_plan import two_level_transfer
-from megatron_fssdp.strategies.fixed_owners import FixedOwners
-from megatron_fssdp.strategies.replica_limits import described_slots, slots_of
+from megatron_fssdp.strategies.fixed_owners import MeasuredReplicas
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 
-class ExactQuotas(FixedOwners):
+class ExactQuotas(MeasuredReplicas[QuotaSettings]):
     """``quota``: the lowest ceiling of all devices' loads, if its critical path is shorter."""
 
     window = 1
-
-    def __init__(self, settings: QuotaSettings) -> None:
-        self.settings = settings
-
-    @property
-    def profile_iterations(self) -> int:
-        """Iterations to measure: costs decide whether to move anything."""
-        return self.settings.profile_iterations
-
-    def slots(self, context: LayerContext) -> int:
-        """Other experts that a device may take over."""
-        return slots_of(self.settings.slots, context)
-
-    def limits(self, context: LayerContext) -> str:
-        """How many experts a device may take over."""
-        return described_slots(self.settings.slots, context)
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """Nothing is known yet."""

@@ -12,8 +12,7 @@ from megatron_fssdp.planning.prophet_planner import PlannedLayer, ProphetModel, 
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.transfer_plan import two_level_transfer
 from megatron_fssdp.planning.transfer_split import WHOLE
-from megatron_fssdp.strategies.fixed_owners import FixedOwners
-from megatron_fssdp.strategies.replica_limits import described_slots, slots_of
+from megatron_fssdp.strategies.fixed_owners import MeasuredReplicas
 from megatron_fssdp.strategies.split_transfers import split_of
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
@@ -27,30 +26,17 @@ class _Kept:
     num_seen: int
 
 
-class ProProphet(FixedOwners):
+class ProProphet(MeasuredReplicas[ProphetSettings]):
     """``prophet``: replicas where most of an expert's tokens come from; others go to its owner."""
 
     def __init__(self, settings: ProphetSettings) -> None:
-        self.settings = settings
+        super().__init__(settings)
         self._kept: dict[int, _Kept] = {}
 
     @property
     def window(self) -> int:
         """As long as a plan is kept, so that it can be made again."""
         return self.settings.plan_interval
-
-    @property
-    def profile_iterations(self) -> int:
-        """Iterations to measure: the performance model needs them."""
-        return self.settings.profile_iterations
-
-    def slots(self, context: LayerContext) -> int:
-        """Most replicas that a device may hold of a layer."""
-        return slots_of(self.settings.slots, context)
-
-    def limits(self, context: LayerContext) -> str:
-        """How many replicas a device may hold."""
-        return described_slots(self.settings.slots, context)
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """The plan of the last planning point (§IV-C, locality); the owners alone until costs are known."""
