@@ -5,7 +5,7 @@ moving slots advance together: elements ``[o, o + c)`` of each are packed, one u
 all-to-all takes them to their new devices, and they are written there before the next
 range is read. Nothing has to be set aside however long the cycles of the permutation are.
 
-Shape letters: N slots that leave a device, equal to those that come; C elements of a piece.
+Shape letters: N slots that leave a device, or those that come; C elements of a piece.
 """
 
 from collections.abc import Sequence
@@ -85,8 +85,9 @@ def exchange_slots(
     quantities: Sequence[SlotQuantity],
     *,
     buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+    are_copies: bool = False,
 ) -> None:
-    """Move the contents of slots to other slots of the group's devices.
+    """Move the contents of slots to other slots of the group's devices, or copy them there.
 
     Every rank of the group calls it with the same moves, with quantities of the same names,
     sizes and dtypes in the same order, and the same ``buffer_bytes``; all then make the same
@@ -94,21 +95,28 @@ def exchange_slots(
 
     Args:
         group: The ranks; device ``d`` of the moves is rank ``d`` of it.
-        moves: A permutation of the slots that they name: each of these is left once and filled once.
+        moves: A permutation of the slots that they name: each of these is left once and filled once; with
+            ``are_copies`` each is filled once or left, as often as one likes, but not both.
         quantities: What a slot holds; each is read and written through its own methods.
         buffer_bytes: Bound on the memory that the exchange takes on any device: one outgoing and one
             incoming buffer, together at most this large, for one quantity at a time. What a
             quantity's own ``read`` or the communication library takes comes on top.
+        are_copies: Slots that are left keep what they hold.
 
     Raises:
-        ValueError: The moves are no permutation of slots of the group, or not even one
-            element of all moving slots fits into the buffers. Raised before any communication.
+        ValueError: The moves are no permutation of slots of the group, or copies overwrite what is
+            copied, or not even one element of all moving slots fits into the buffers. Raised before any
+            communication.
     """
     num_devices, device = dist.get_world_size(group), dist.get_rank(group)
-    _check_permutation(moves, num_devices)
+    (_check_copies if are_copies else _check_permutation)(moves)
+    _check_devices(moves, num_devices)
     if not moves:
         return
-    most_slots = max(sum(move.device == peer for move in moves) for peer in range(num_devices))
+    most_slots = max(
+        max(sum(move.device == peer for move in moves), sum(move.source_device == peer for move in moves))
+        for peer in range(num_devices)
+    )
     pieces = [_piece_elements(quantity, most_slots, buffer_bytes) for quantity in quantities]
     traffic = _Traffic.of(moves, device, num_devices)
     for quantity, piece in zip(quantities, pieces, strict=True):
@@ -118,13 +126,13 @@ def exchange_slots(
 def _exchange_quantity(
     group: dist.ProcessGroup, traffic: _Traffic, quantity: SlotQuantity, piece: int
 ) -> None:
-    num_slots = len(traffic.outgoing_slots)
-    outgoing = torch.empty(num_slots * piece, dtype=quantity.dtype, device=quantity.device)
-    incoming = torch.empty_like(outgoing)
+    num_out, num_in = len(traffic.outgoing_slots), len(traffic.incoming_slots)
+    outgoing = torch.empty(num_out * piece, dtype=quantity.dtype, device=quantity.device)
+    incoming = torch.empty(num_in * piece, dtype=quantity.dtype, device=quantity.device)
     for start in range(0, quantity.num_elements, piece):
         length = min(piece, quantity.num_elements - start)
-        outgoing_NC = outgoing[: num_slots * length].view(num_slots, length)
-        incoming_NC = incoming[: num_slots * length].view(num_slots, length)
+        outgoing_NC = outgoing[: num_out * length].view(num_out, length)
+        incoming_NC = incoming[: num_in * length].view(num_in, length)
         quantity.read(traffic.outgoing_slots, start, outgoing_NC)
         dist.all_to_all_single(
             incoming_NC, outgoing_NC, traffic.incoming_splits, traffic.outgoing_splits, group=group
@@ -143,7 +151,7 @@ def _piece_elements(quantity: SlotQuantity, most_slots: int, buffer_bytes: int) 
     return max(1, min(quantity.num_elements, buffer_bytes // bytes_per_element))
 
 
-def _check_permutation(moves: Sequence[SlotMove], num_devices: int) -> None:
+def _check_permutation(moves: Sequence[SlotMove]) -> None:
     left = sorted((move.source_device, move.source_slot) for move in moves)
     filled = sorted((move.device, move.slot) for move in moves)
     if left != filled or len(set(left)) < len(left):
@@ -151,8 +159,22 @@ def _check_permutation(moves: Sequence[SlotMove], num_devices: int) -> None:
             f"moves: got slots {left} that are left and {filled} that are filled (device, slot), wanted the "
             "same slots, each once; take the moves from OwnerMap.moves_to"
         )
-    if left and not 0 <= left[0][0] <= left[-1][0] < num_devices:
+
+
+def _check_copies(moves: Sequence[SlotMove]) -> None:
+    left = sorted({(move.source_device, move.source_slot) for move in moves})
+    filled = sorted((move.device, move.slot) for move in moves)
+    if len(set(filled)) < len(filled) or set(left) & set(filled):
         raise ValueError(
-            f"moves: got devices {left[0][0]} to {left[-1][0]}, wanted 0 to {num_devices - 1}, the ranks of "
-            "the group"
+            f"copies: got slots {left} that are read and {filled} that are filled (device, slot), wanted "
+            "each filled once and none of them read; take the copies from SpareMap.copies_to"
+        )
+
+
+def _check_devices(moves: Sequence[SlotMove], num_devices: int) -> None:
+    devices = {move.source_device for move in moves} | {move.device for move in moves}
+    if devices and not 0 <= min(devices) <= max(devices) < num_devices:
+        raise ValueError(
+            f"moves: got devices {min(devices)} to {max(devices)}, wanted 0 to {num_devices - 1}, the ranks "
+            "of the group"
         )

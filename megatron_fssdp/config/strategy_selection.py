@@ -9,6 +9,7 @@ from megatron_fssdp.config.loading import apply_overrides, load_yaml, unknown_na
 from megatron_fssdp.config.strategy_settings import (
     EpSettings,
     FastermoeSettings,
+    FlexmoeSettings,
     FssdpSettings,
     NoneSettings,
     PlacementSettings,
@@ -25,6 +26,7 @@ SETTINGS_BY_STRATEGY: dict[str, type[StrategySettings]] = {
     "fastermoe": FastermoeSettings,
     "prophet": ProphetSettings,
     "smartmoe": SmartmoeSettings,
+    "flexmoe": FlexmoeSettings,
     "quota": QuotaSettings,
 }
 

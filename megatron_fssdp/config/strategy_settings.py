@@ -187,6 +187,37 @@ class SmartmoeSettings(MeasuringSettings):
     )
 
 
+class FlexmoeSettings(MeasuringSettings):
+    """``flexmoe``: replicas that stay, with optimizer states of their own (the baseline FlexMoE)."""
+
+    slots: int = Field(
+        default=1,
+        ge=1,
+        description=(
+            "Replicas of a layer that a device has room for. Parameters, gradients and optimizer states are "
+            "allocated for all of them at the start and stay."
+        ),
+    )
+    placement_interval: int = Field(
+        default=25,
+        ge=1,
+        description="Iterations between two looks at the replicas, and for which a change has to pay off.",
+    )
+    window: int = Field(default=25, ge=1, description="Iterations whose mean load decides.")
+    threshold: float = Field(
+        default=1.1,
+        ge=1,
+        description="Maximum over mean device load above which replicas are added or exchanged; ours.",
+    )
+    most_steps: int = Field(
+        default=16, ge=1, description="Most expansions, and most migrations, of a layer at one look."
+    )
+    overlap: bool = Field(
+        default=True,
+        description="Sum gradients beside the rest of the backward pass; off: in turn with it.",
+    )
+
+
 class FssdpSettings(MeasuringSettings):
     """``fssdp``: fully sharded sparse data parallelism (Hecate)."""
 

@@ -21,13 +21,14 @@ from megatron_fssdp.megatron_adapter.finite_watch import FiniteWatch
 from megatron_fssdp.megatron_adapter.memory_report import expert_optimizer, report_memory
 from megatron_fssdp.megatron_adapter.resharding import ExpertResharding, ReshardReport
 from megatron_fssdp.megatron_adapter.slot_quantities import slot_quantities
+from megatron_fssdp.megatron_adapter.spare_experts import SpareExperts
 from megatron_fssdp.megatron_adapter.stopped_training import report_non_finite
 from megatron_fssdp.megatron_adapter.strategy_session import StrategySession
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.runtime.layer_executor import LayerLoad
 from megatron_fssdp.runtime.layer_profiling import profile_layers
 from megatron_fssdp.runtime.layer_stopwatch import LayerStopwatch
-from megatron_fssdp.strategies.strategy import LayerContext
+from megatron_fssdp.strategies.strategy import LayerContext, ResidentStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +57,18 @@ class IterationDriver:
         self.reshard: ReshardReport | None = None
         self._iterations_to_measure = 0
         self._passes_begun = 0
+        self._spares: SpareExperts | None = None
         # Where Megatron does not stop at such numbers, fp16 with its loss scaling, they are nothing unusual.
         self._watch = FiniteWatch(model) if args.check_for_nan_in_loss_and_grad else None
         layers = session.runtime.layers
+        if isinstance(session.strategy, ResidentStrategy) and args.expert_model_parallel_size > 1:
+            self._spares = SpareExperts(
+                session.slots,
+                session.strategy.spares,
+                model,
+                optimizer,
+                parallel_state.get_expert_data_parallel_group(),
+            )
         if not layers or layers[0].context.num_devices == 1:
             return
         if session.reshards:
@@ -100,13 +110,15 @@ class IterationDriver:
         elif session.runtime.layers and session.runtime.layers[0].stopwatch is not None:
             self._profile(num_micro_batches)
         resharding = session.reshards and session.strategy.reshards_at(iteration)
-        self.reshard = self._reshard() if resharding else None
+        self.reshard = self._reshard() if resharding else self._replicate(iteration)
         session.runtime.begin_iteration(num_micro_batches, iteration + 1)
         self._passes_begun = 0
 
     def begin_passes(self) -> None:
         """Before the forward and backward passes of an iteration, which Megatron may run again."""
         self._passes_begun += 1
+        if self._spares is not None:
+            self._spares.zero_gradients()
         if self._passes_begun > 1:
             self._session.runtime.repeat_iteration()
 
@@ -156,26 +168,65 @@ class IterationDriver:
         executors = slots.executors
         if not executors or executors[0].context.num_devices == 1:
             return None
-        copies = parallel_state.get_expert_data_parallel_group()
-        device = self._device
-        # Groups that keep copies of the same owners decide by all their loads, and by the
-        # nodes of the first of them.
-        total_LE = torch.from_numpy(np.stack([layer.history.total_E() for layer in executors])).to(device)
-        dist.all_reduce(total_LE, group=copies)
-        load_LE = total_LE.cpu().numpy() / (max(len(executors[0].history), 1) * copies.size())
-        nodes = torch.tensor(executors[0].context.topology.node_of_device, device=device)
-        dist.broadcast(nodes, src=dist.get_global_rank(copies, 0), group=copies)
-        topology = Topology(tuple(nodes.tolist()))
-        contexts = [replace(executor.context, topology=topology) for executor in executors]
+        load_LE = self._mean_over_copies(np.stack([layer.history.total_DE() for layer in executors])).sum(
+            axis=1
+        )
         old = slots.owners
-        new = self._session.strategy.reshard(contexts, load_LE, old)
+        new = self._session.strategy.reshard(self._contexts_of_copies(), load_LE, old)
         if not old.moves_to(new):
             return None
         report = ExpertResharding(
-            slots.parameters, self._expert_parallel, copies, self._model, self._optimizer
+            slots.parameters,
+            self._expert_parallel,
+            parallel_state.get_expert_data_parallel_group(),
+            self._model,
+            self._optimizer,
         ).execute(old, new)
         slots.adopt(new)
         return report
+
+    def _replicate(self, iteration: int) -> ReshardReport | None:
+        """Let the strategy think over the replicas that stay, if it is time to."""
+        strategy = self._session.strategy
+        if (
+            self._spares is None
+            or not isinstance(strategy, ResidentStrategy)
+            or not strategy.replicates_at(iteration)
+            or not self._session.slots
+        ):
+            return None
+        executors = self._session.slots.executors
+        load_LDE = self._mean_over_copies(np.stack([layer.history.total_DE() for layer in executors]))
+        placements = [
+            strategy.replicate(context, load_DE)
+            for context, load_DE in zip(self._contexts_of_copies(), load_LDE, strict=True)
+        ]
+        report = self._spares.hold(placements)
+        if report is not None and _speaks_for_stage():
+            logger.warning(
+                f"[fssdp] replicas: {sum(one.num_replicas for one in placements)} are kept, "
+                f"{report.experts_moved} of them new: {report.bytes_moved / 1e6:.1f} MB of parameters and "
+                f"optimizer states in {report.seconds:.3f} s"
+            )
+        return report
+
+    def _mean_over_copies(self, total_LDE: np.ndarray) -> np.ndarray:
+        """Loads of an iteration; groups that keep copies of the same experts decide by all their loads."""
+        copies = parallel_state.get_expert_data_parallel_group()
+        total = torch.from_numpy(total_LDE).to(self._device)
+        dist.all_reduce(total, group=copies)
+        num_seen = len(self._session.slots.executors[0].history)
+        mean_LDE: np.ndarray = total.cpu().numpy() / (max(num_seen, 1) * copies.size())
+        return mean_LDE
+
+    def _contexts_of_copies(self) -> list[LayerContext]:
+        """The layers with the nodes of the first of the groups that keep copies of the same experts."""
+        executors = self._session.slots.executors
+        copies = parallel_state.get_expert_data_parallel_group()
+        nodes = torch.tensor(executors[0].context.topology.node_of_device, device=self._device)
+        dist.broadcast(nodes, src=dist.get_global_rank(copies, 0), group=copies)
+        topology = Topology(tuple(nodes.tolist()))
+        return [replace(executor.context, topology=topology) for executor in executors]
 
 
 def _described_profile(context: LayerContext, strategy: Any) -> str:

@@ -9,6 +9,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron_fssdp.megatron_adapter.strategy_session import StrategySession
 from megatron_fssdp.planning.memory_accounting import ExpertMemory, ExpertOptimizer, expert_memory
 from megatron_fssdp.runtime.layer_executor import CHUNK_BYTES
+from megatron_fssdp.strategies.strategy import ResidentStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ def account_memory(session: StrategySession, args: Any, num_micro_batches: int) 
         optimizer=expert_optimizer(args),
         expert_data_parallel_size=parallel_state.get_expert_data_parallel_world_size(),
         rematerialize=session.rematerializes,
+        resident=isinstance(session.strategy, ResidentStrategy),
         num_micro_batches=num_micro_batches,
         chunk_bytes=CHUNK_BYTES,
     )

@@ -97,7 +97,7 @@ class ExpertResharding:
         moves = old.moves_to(new)
         if not moves:
             return ReshardReport(0, 0, 0.0)
-        started_s = self._now_s()
+        started_s = synchronized_s(self.slots[0][0].device)
         quantities = slot_quantities(
             self.slots,
             self.optimizer,
@@ -109,7 +109,9 @@ class ExpertResharding:
             exchange_slots(self.expert_parallel, moves, quantities, buffer_bytes=self.buffer_bytes)
         slot_bytes = sum(quantity.num_elements * quantity.dtype.itemsize for quantity in quantities)
         leaving = sum(move.source_device != move.device for move in moves)
-        report = ReshardReport(len(moves), leaving * slot_bytes, self._now_s() - started_s)
+        report = ReshardReport(
+            len(moves), leaving * slot_bytes, synchronized_s(self.slots[0][0].device) - started_s
+        )
         if self.expert_parallel.rank() == 0 and self.expert_data_parallel.rank() == 0:
             logger.warning(
                 f"[fssdp] re-sharded {report.experts_moved} of {new.device_LE.size} experts of this pipeline "
@@ -127,23 +129,40 @@ class ExpertResharding:
             )
 
     def _agree(self, old: OwnerMap, new: OwnerMap) -> None:
-        """Raise everywhere unless all ranks of both groups have the same maps."""
         digest = old.digest() + new.digest() + self.buffer_bytes.to_bytes(8, "little")
-        what = "the owner map of a re-shard"
-        disagreement = None
-        try:
-            check_agreement(digest, self.expert_parallel, what)
-        except RuntimeError as error:
-            # Ranks of the other group may agree among themselves and wait in the second check.
-            disagreement, digest = error, b"disagreement"
-        check_agreement(digest, self.expert_data_parallel, what)
-        if disagreement is not None:
-            raise disagreement
+        agree_on(digest, "the owner map of a re-shard", self.expert_parallel, self.expert_data_parallel)
 
-    def _now_s(self) -> float:
-        if self.slots[0][0].is_cuda:
-            torch.cuda.synchronize(self.slots[0][0].device)
-        return time.perf_counter()
+
+def agree_on(
+    digest: bytes, what: str, expert_parallel: dist.ProcessGroup, expert_data_parallel: dist.ProcessGroup
+) -> None:
+    """Raise everywhere unless all ranks of both groups have the same digest.
+
+    Args:
+        digest: Of what all have to agree on.
+        what: Names it in the error.
+        expert_parallel: The ranks that share the experts.
+        expert_data_parallel: The ranks that hold the same experts as this one.
+
+    Raises:
+        RuntimeError: They have not.
+    """
+    disagreement = None
+    try:
+        check_agreement(digest, expert_parallel, what)
+    except RuntimeError as error:
+        # Ranks of the other group may agree among themselves and wait in the second check.
+        disagreement, digest = error, b"disagreement"
+    check_agreement(digest, expert_data_parallel, what)
+    if disagreement is not None:
+        raise disagreement
+
+
+def synchronized_s(device: torch.device) -> float:
+    """Now, in seconds, with the device's work done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def finish_parameter_gathers(model_chunks: Sequence[Any]) -> None:

@@ -13,13 +13,14 @@ from megatron_fssdp.config.strategy_settings import PlacementSettings, StrategyS
 from megatron_fssdp.megatron_adapter.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.node_detection import detect_topology
 from megatron_fssdp.megatron_adapter.stage_owners import StageOwners
-from megatron_fssdp.megatron_adapter.supported_features import check_supported
+from megatron_fssdp.megatron_adapter.supported_features import RESIDENT_REFUSALS, check_supported, refuse
 from megatron_fssdp.megatron_adapter.topology_aware_router import check_gate
 from megatron_fssdp.planning.group_ring import GroupRing
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.runtime.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.moe_runtime import MoERuntime
 from megatron_fssdp.strategies.registry import build_strategy
+from megatron_fssdp.strategies.strategy import ResidentStrategy
 
 
 class StrategySession:
@@ -120,6 +121,8 @@ class StrategySession:
             ConfigurationError: With what does not fit and the next step.
         """
         check_supported(self.strategy_name, config)
+        if isinstance(self.strategy, ResidentStrategy):
+            refuse(f"--moe-strategy {self.strategy_name}", RESIDENT_REFUSALS, config)
         if self.settings.router == "topology_aware":
             check_gate(config)
         num_experts = getattr(config, "num_moe_experts", None) or config.num_experts

@@ -120,6 +120,21 @@ _REFUSALS: tuple[Refusal, ...] = (
 )
 
 
+RESIDENT_REFUSALS: tuple[Refusal, ...] = (
+    (
+        "fp16, whose loss scale decides about a step",
+        lambda value: bool(value("fp16")),
+        "its replicas step by themselves: use --bf16 or fp32",
+    ),
+    (
+        "--calculate-per-token-loss",
+        lambda value: bool(value("calculate_per_token_loss")),
+        "gradients of its replicas are scaled before the number of tokens is known: drop the flag",
+    ),
+)
+"""What a strategy with optimizer states of replicas cannot serve beside."""
+
+
 def refuse(who: str, refusals: Iterable[Refusal], settings: Any) -> None:
     """Raise at the first thing that is refused.
 

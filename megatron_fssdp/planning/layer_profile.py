@@ -5,6 +5,10 @@ from dataclasses import dataclass
 from megatron_fssdp.planning.cost_model import ClusterCost, LinkCost, overlap_degree
 from megatron_fssdp.planning.topology import Topology
 
+STATE_OVER_PARAMETERS = 7
+"""Bytes that move with an expert over those of its parameters where nobody says how many: the
+parameters, and the six times as much that Adam keeps in mixed precision (Hecate, §2.3)."""
+
 
 @dataclass(frozen=True)
 class LayerProfile:
@@ -37,6 +41,11 @@ class LayerProfile:
     def reduced_bytes(self) -> int:
         """One expert's gradient on its way home."""
         return self.expert_bytes if self.gradient_bytes is None else self.gradient_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """What goes along with one expert to another device that is to train it."""
+        return self.owned_bytes or STATE_OVER_PARAMETERS * self.expert_bytes
 
     def slowest_link(self, topology: Topology) -> LinkCost:
         """Between nodes where there are several and that is the slower one, else inside a node."""

@@ -34,6 +34,10 @@ class BusiestLinks:
     far_of_node: float = 0.0
     far_of_mean_node: float = 0.0
 
+    def times(self, number: int) -> "BusiestLinks":
+        """So often as much."""
+        return BusiestLinks(**{field.name: number * getattr(self, field.name) for field in fields(self)})
+
 
 @dataclass(frozen=True, eq=False)
 class DispatchTraffic:
@@ -51,8 +55,7 @@ class DispatchTraffic:
 
     def times(self, number: int) -> "DispatchTraffic":
         """So many dispatches like this one."""
-        links = {field.name: number * getattr(self.busiest, field.name) for field in fields(BusiestLinks)}
-        return DispatchTraffic(number * self.tokens_D, BusiestLinks(**links), number * self.cross_node)
+        return DispatchTraffic(number * self.tokens_D, self.busiest.times(number), number * self.cross_node)
 
 
 def dispatch_traffic(
@@ -148,6 +151,13 @@ class TransferTraffic:
     fill_hops: tuple[int, int] = (0, 0)
     num_experts: int = 0
     num_between_nodes: int = 0
+
+    def there_and_back(self) -> "TransferTraffic":
+        """Sums to the owners, and then from there: both directions of the same edges, one after the other."""
+        near, far = self.fill_hops
+        return TransferTraffic(
+            self.busiest.times(2), (2 * near, 2 * far), 2 * self.num_experts, 2 * self.num_between_nodes
+        )
 
 
 NO_TRANSFER = TransferTraffic()

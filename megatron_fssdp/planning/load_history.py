@@ -87,10 +87,9 @@ class LoadHistory:
         """Mean load of every expert over the window, float64 [E]."""
         return self._sum_DE.sum(axis=0) / max(len(self._latest), 1)
 
-    def total_E(self) -> np.ndarray:
-        """Load of every expert over the whole window, int64 [E]."""
-        total: np.ndarray = self._sum_DE.sum(axis=0)
-        return total
+    def total_DE(self) -> np.ndarray:
+        """Counts over the whole window, int64 [D, E]."""
+        return self._sum_DE.copy()
 
     def counts_DE(self, age: int) -> np.ndarray:
         """The counts of ``age`` iterations before the latest, int64 [D, E], read-only."""

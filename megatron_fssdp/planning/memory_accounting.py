@@ -57,7 +57,7 @@ class ExpertOptimizer:
 
 @dataclass(frozen=True)
 class ExpertMemory:
-    """Bytes of one rank's experts; the last four are most that may be there at once.
+    """Bytes of one rank's experts; the last five are most that may be there at once.
 
     Attributes:
         slot_parameters_bytes: Parameters of the owned experts.
@@ -65,7 +65,8 @@ class ExpertMemory:
         optimizer_bytes: Their optimizer state and fp32 master weights.
         replica_parameters_bytes: Parameters of replicas.
         replica_gradients_bytes: Gradients of replicas.
-        packed_experts_bytes: Copies of owned experts, made to be sent.
+        replica_optimizer_bytes: Optimizer state and fp32 master weights of replicas that stay.
+        packed_experts_bytes: Copies of experts or of their gradients, made to be sent.
         reduction_buffers_bytes: Gradients of replicas that have come in from elsewhere, and their sums.
     """
 
@@ -74,6 +75,7 @@ class ExpertMemory:
     optimizer_bytes: int
     replica_parameters_bytes: int
     replica_gradients_bytes: int
+    replica_optimizer_bytes: int
     packed_experts_bytes: int
     reduction_buffers_bytes: int
 
@@ -89,8 +91,13 @@ class ExpertMemory:
 
     @property
     def above_expert_parallelism_bytes(self) -> int:
-        """What replicas cost; nothing of it is optimizer state, of which replicas have none."""
-        return self.replica_parameters_bytes + self.replica_gradients_bytes + self.transfer_buffers_bytes
+        """What replicas cost."""
+        return (
+            self.replica_parameters_bytes
+            + self.replica_gradients_bytes
+            + self.replica_optimizer_bytes
+            + self.transfer_buffers_bytes
+        )
 
     @property
     def total_bytes(self) -> int:
@@ -104,7 +111,9 @@ class ExpertMemory:
             f"gradients {_readable(self.slot_gradients_bytes)}, optimizer {_readable(self.optimizer_bytes)}, "
             f"replicas at most {_readable(self.above_expert_parallelism_bytes)} (parameters "
             f"{_readable(self.replica_parameters_bytes)}, gradients "
-            f"{_readable(self.replica_gradients_bytes)}, transfers {_readable(self.transfer_buffers_bytes)})"
+            f"{_readable(self.replica_gradients_bytes)}, "
+            f"optimizer {_readable(self.replica_optimizer_bytes)}, "
+            f"transfers {_readable(self.transfer_buffers_bytes)})"
         )
 
 
@@ -120,6 +129,7 @@ def expert_memory(
     optimizer: ExpertOptimizer,
     expert_data_parallel_size: int = 1,
     rematerialize: bool = False,
+    resident: bool = False,
     num_micro_batches: int = 1,
     chunk_bytes: int | None = None,
 ) -> ExpertMemory:
@@ -136,6 +146,7 @@ def expert_memory(
         optimizer: What the optimizer keeps.
         expert_data_parallel_size: Ranks that share a distributed optimizer.
         rematerialize: Whether replicas are released after a layer's forward and gathered again.
+        resident: Whether replicas stay, with ``main_grad`` and optimizer state of their own (FlexMoE).
         num_micro_batches: Micro-batches of an iteration.
         chunk_bytes: Size of a message; None for whole experts.
     """
@@ -157,6 +168,7 @@ def expert_memory(
     sums = sums_gradients(rematerialize=rematerialize, num_micro_batches=num_micro_batches)
     # Nothing is sent where nothing is replicated.
     sent_per_layer = owned_per_layer if replicas_per_layer else 0
+    spare_elements = num_layers * replicas_per_layer * expert_elements if resident else 0
     return ExpertMemory(
         slot_parameters_bytes=slots_per_device * expert_bytes,
         slot_gradients_bytes=slots_per_device * expert_elements * gradient_bytes,
@@ -174,13 +186,20 @@ def expert_memory(
             accumulator_bytes=sum_bytes,
             num_layers=num_layers,
             rematerialize=rematerialize,
-            num_micro_batches=num_micro_batches,
+            num_micro_batches=1 if resident else num_micro_batches,
+        )
+        + spare_elements * gradient_bytes,
+        replica_optimizer_bytes=optimizer_state_bytes(
+            spare_elements, optimizer, expert_data_parallel_size=expert_data_parallel_size
         ),
-        packed_experts_bytes=packed_experts_bytes(sent_per_layer, expert_bytes),
+        # Gradients of one layer's holders on their way home, and another one's sums on their way back.
+        packed_experts_bytes=2 * packed_experts_bytes(sent_per_layer + replicas_per_layer, sum_bytes)
+        if resident
+        else packed_experts_bytes(sent_per_layer, expert_bytes),
         reduction_buffers_bytes=reduction_buffers_bytes(
             sent_per_layer,
             replicas_per_layer,
-            gradient_bytes=sum_bytes if sums else expert_bytes,
+            gradient_bytes=sum_bytes if sums or resident else expert_bytes,
             sum_bytes=sum_bytes,
             chunk_bytes=chunk_bytes,
         ),
@@ -244,7 +263,7 @@ def sums_gradients(*, rematerialize: bool, num_micro_batches: int) -> bool:
 
 
 def packed_experts_bytes(sent_per_layer: int, expert_bytes: int) -> int:
-    """A flat copy of each expert of one layer that is sent from its owner."""
+    """A flat copy of each expert of one layer that is sent."""
     return sent_per_layer * expert_bytes
 
 

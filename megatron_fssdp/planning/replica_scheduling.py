@@ -29,18 +29,16 @@ class ReplicaPrice:
         counts_DE: (token, k) pairs of an iteration by source and expert, integers ``[D, E]``.
         topology: Nodes of the devices.
         profile: Measured costs.
-        owned_bytes: Parameters, masters and optimizer states of one expert.
         num_iterations: For which a placement is kept.
     """
 
     counts_DE: np.ndarray
     topology: Topology
     profile: LayerProfile
-    owned_bytes: int
     num_iterations: int
 
     def iteration_s(self, placement: ExpertPlacement) -> float:
-        """All-to-alls and experts, and the all-reduce of gradients among replicas."""
+        """All-to-alls, experts, and what is not hidden of the all-reduce of gradients among replicas."""
         profile, topology = self.profile, self.topology
         layer_s = cost_model.dispatched_layer_s(
             self.counts_DE,
@@ -50,15 +48,16 @@ class ReplicaPrice:
             token_bytes=profile.token_bytes,
             flops_per_token=profile.flops_per_token,
         )
-        # Sums travel to the owner and back to the replicas.
+        # Sums travel to the owner and back to the replicas, beside the backward pass of the compute before.
         plan = two_level_transfer(placement, topology)
-        return layer_s + 2 * cost_model.transfer_s(plan, profile.reduced_bytes, topology, profile.cluster)
+        summed_s = 2 * cost_model.transfer_s(plan, profile.reduced_bytes, topology, profile.cluster)
+        return layer_s + cost_model.exposed_s(summed_s, cost_model.BACKWARD_PER_FORWARD * profile.non_moe_s)
 
     def move_s(self, before: ExpertPlacement, after: ExpertPlacement) -> float:
         """Bringing parameters, masters and optimizer states to the replicas that are new."""
         appearing = ExpertPlacement(before.owner_E, before.present_ED | after.present_ED)
         plan = additional_transfer(before, appearing, self.topology)
-        return cost_model.transfer_s(plan, self.owned_bytes, self.topology, self.profile.cluster)
+        return cost_model.transfer_s(plan, self.profile.moved_bytes, self.topology, self.profile.cluster)
 
     def saving_s(self, before: ExpertPlacement, after: ExpertPlacement) -> float:
         """Seconds won by going over from one to the other, as long as it is kept."""

@@ -12,9 +12,11 @@ import torch
 
 from megatron_fssdp.collectives.plan_agreement import check_agreement
 from megatron_fssdp.collectives.sparse_transfer import SparseTransfer, StartedTransfer
+from megatron_fssdp.collectives.transfer_cargo import accumulation_dtype
 from megatron_fssdp.collectives.uneven_all_to_all import gather_counts
 from megatron_fssdp.planning.load_history import LoadHistory
 from megatron_fssdp.planning.message_size import CUDA_MESSAGE_BYTES, message_bytes
+from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.token_dispatch import TokenDispatch
 from megatron_fssdp.planning.transfer_plan import TransferPlan, additional_transfer
 from megatron_fssdp.runtime.expert_groups import ExpertGroups
@@ -29,6 +31,7 @@ from megatron_fssdp.runtime.materialization import (
 from megatron_fssdp.runtime.pipelined_experts import ExpertCompute, ExpertPipeline
 from megatron_fssdp.runtime.replica_gradients import ReplicaGradients
 from megatron_fssdp.runtime.replica_weights import ReplicaWeights
+from megatron_fssdp.runtime.resident_gradients import ResidentGradients
 from megatron_fssdp.runtime.token_exchange import DispatchRecord, plan_exchange
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 
@@ -132,12 +135,16 @@ class _Iteration:
         transfer: All of the plan's replicas; bound to the process group at its first use.
         weights: Replicas kept for the whole iteration, if they are; perhaps only a part of them so far.
         is_final: Whether the exact counts of a micro-batch have been seen.
+        num_passes: Backward passes through replicas that stay.
+        sums: Of the gradients of those, once there are any to be summed.
     """
 
     plan: LayerPlan
     transfer: SparseTransfer | None = None
     weights: ReplicaWeights | None = None
     is_final: bool = False
+    num_passes: int = 0
+    sums: ResidentGradients | None = None
 
 
 @dataclass(eq=False)
@@ -149,6 +156,7 @@ class LayerExecutor:
         groups: Process group and topology.
         parameters: Parameters of each expert this rank owns, by expert, in the order of
             :class:`ExpertWeights`. The tensors stay Megatron's own.
+        residents: The same of the replicas that stay here from iteration to iteration.
         strategy: Decides.
         clock: Who ends iterations.
         layout: Shapes of one expert's tensors; by default those of this rank's parameters.
@@ -170,6 +178,7 @@ class LayerExecutor:
     check_plans: bool = False
     following: "LayerExecutor | None" = None
     is_first: bool = True
+    residents: Mapping[int, Sequence[torch.nn.Parameter]] = field(default_factory=dict)
     history: LoadHistory = field(init=False)
     load: LayerLoad = field(init=False)
     stopwatch: LayerStopwatch | None = field(init=False, default=None)
@@ -215,6 +224,26 @@ class LayerExecutor:
         self.layout = layout
         self._iteration = None
         self.layout_of_all()
+
+    def keep(self, placement: ExpertPlacement, residents: Mapping[int, Sequence[torch.nn.Parameter]]) -> None:
+        """Take over replicas that stay, between iterations.
+
+        Args:
+            placement: Where experts have Parameters; the owners are the present ones.
+            residents: Parameters of this rank's replicas, with the owners' contents.
+
+        Raises:
+            ValueError: The parameters are not those of this rank's replicas.
+        """
+        here = placement.experts_on(self.groups.device)
+        if sorted({*self.parameters, *residents}) != list(here):
+            raise ValueError(
+                f"layer {self.context.layer}: got parameters of experts {sorted(self.parameters)} and of "
+                f"replicas {sorted(residents)}, wanted those of the experts that are here, {list(here)}"
+            )
+        self.context = replace(self.context, resident=placement)
+        self.residents = residents
+        self._iteration = None
 
     def renumber(self, layer: int) -> None:
         """Take the layer number that the model assigns after building its layers."""
@@ -264,9 +293,14 @@ class LayerExecutor:
         return hidden
 
     def _settle(self) -> None:
+        for layer in (self, self.following):
+            if layer is not None:
+                layer._advance_gradients()
+
+    def _advance_gradients(self) -> None:
         self._gradients.settle()
-        if self.following is not None:
-            self.following._gradients.settle()
+        if self._iteration is not None and self._iteration.sums is not None:
+            self._iteration.sums.advance()
 
     def begin_micro_batch(self, routing_map: torch.Tensor) -> MicroBatch:
         """Exchange the counts and work out where this micro-batch's rows go.
@@ -295,14 +329,17 @@ class LayerExecutor:
         self.load.num_replicas = plan.placement.num_replicas
 
         def backward(done: Materialization, gradients: GradientsOfExperts) -> None:
-            self._send_home(plan, done, gradients)
+            if plan.resident:
+                self._sum_residents(iteration, routing_map.device)
+            else:
+                self._send_home(plan, done, gradients)
             self._count(counts_DE, dispatch_of_peer)
 
         materialization = Materialization(
             plan.placement,
             self.groups.device,
             weights.layout,
-            self.parameters,
+            weights.parameters,
             weights,
             self._transfer(iteration, routing_map.device),
             rematerialize=plan.rematerialize,
@@ -380,7 +417,9 @@ class LayerExecutor:
 
     def finish_gradients(self) -> None:
         """Bring home what is still here or under way; every rank of the group has to."""
-        if self._iteration is not None and self._iteration.transfer is not None:
+        if self._iteration is not None and self._iteration.sums is not None:
+            self._iteration.sums.finish()
+        elif self._iteration is not None and self._iteration.transfer is not None:
             self._gradients.send_sums([self._iteration.transfer], self.layout_of_all(), self.parameters)
         self._gradients.send_rest()
         self._gradients.settle()
@@ -402,7 +441,8 @@ class LayerExecutor:
         Raises:
             RuntimeError: As for :meth:`end_iteration`.
         """
-        if self._gradients.num_unsent or self._gradients.in_flight:
+        sums = None if self._iteration is None else self._iteration.sums
+        if self._gradients.num_unsent or self._gradients.in_flight or not (sums is None or sums.is_finished):
             raise RuntimeError(
                 f"layer {self.context.layer}: the iteration ended with replicas' gradients not yet at their "
                 "owners; call MoERuntime.finish_gradients() before reading gradients"
@@ -428,6 +468,10 @@ class LayerExecutor:
         if iteration.weights is not None:
             if missing := iteration.weights.num_missing:
                 iteration.weights.start(self._bind(iteration.plan.transfer, device, missing))
+            return iteration.weights
+        if iteration.plan.resident:
+            local = {**self.parameters, **self.residents}
+            iteration.weights = ReplicaWeights.present(self.layout_of_all(), local)
             return iteration.weights
         weights = ReplicaWeights(self.layout_of_all(), self.parameters)
         weights.start(self._transfer(iteration, device))
@@ -490,6 +534,21 @@ class LayerExecutor:
         if num_micro_batches is None or self.groups.transfers is None:
             self._gradients.settle()
 
+    def _sum_residents(self, iteration: _Iteration, device: torch.device) -> None:
+        """All-reduce gradients among holders after the iteration's last backward pass."""
+        if self.clock.num_micro_batches is None:
+            raise RuntimeError(
+                f"layer {self.context.layer}: got a backward pass with replicas that stay and nobody who "
+                "says how many passes an iteration has; call MoERuntime.begin_iteration(num_micro_batches)"
+            )
+        if iteration.sums is None:
+            layout = self.layout_of_all()
+            transfer = self._bind(iteration.plan.transfer, device, dtype=accumulation_dtype(layout.dtype))
+            iteration.sums = ResidentGradients(transfer, layout, {**self.parameters, **self.residents})
+        iteration.num_passes += 1
+        if iteration.num_passes == self.clock.num_micro_batches and self.groups.transfers is not None:
+            iteration.sums.reduce()
+
     def _parts_home(self, plan: LayerPlan, done: Materialization) -> list[SparseTransfer]:
         later = self._part(plan.split.reduce) if self._splits(plan) else 0
         if not later:
@@ -520,14 +579,18 @@ class LayerExecutor:
         return iteration.transfer
 
     def _bind(
-        self, plan: TransferPlan, device: torch.device, num_elements: int | None = None
+        self,
+        plan: TransferPlan,
+        device: torch.device,
+        num_elements: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> SparseTransfer:
         layout = self.layout_of_all()
         return SparseTransfer(
             self.groups.transfers or self.groups.expert_parallel,
             plan,
             num_elements=layout.numel if num_elements is None else num_elements,
-            dtype=layout.dtype,
+            dtype=dtype or layout.dtype,
             device=device,
             chunk_bytes=message_bytes(on_cuda=device.type == "cuda"),
             # On CUDA the host waits for a transfer's times, so they are taken only for reports.

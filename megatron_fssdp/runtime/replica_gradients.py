@@ -156,6 +156,12 @@ class ReplicaGradients:
         self._flights.append(flight)
 
 
+def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """``main_grad``, or ``grad`` without Megatron's DDP; ``None`` before there is any."""
+    main_grad = getattr(parameter, "main_grad", None)
+    return parameter.grad if main_grad is None else main_grad
+
+
 def add_to_owner(parameters: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor]) -> None:
     """Add raw gradients to ``main_grad``, or to ``grad`` without Megatron's DDP.
 
@@ -166,10 +172,8 @@ def add_to_owner(parameters: Sequence[torch.nn.Parameter], gradients: Sequence[t
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if not parameter.requires_grad:
             continue
-        main_grad = getattr(parameter, "main_grad", None)
-        if main_grad is not None:
-            main_grad.add_(gradient)
-        elif parameter.grad is not None:
-            parameter.grad.add_(gradient)
+        so_far = gradient_of(parameter)
+        if so_far is not None:
+            so_far.add_(gradient)
         else:
             parameter.grad = gradient.to(parameter.dtype, copy=True)

@@ -29,7 +29,8 @@ class ReplicaWeights:
 
     Args:
         layout: Shapes of one expert's tensors.
-        parameters: Parameters of the experts that this rank owns.
+        parameters: Parameters of the experts that need not be gathered, most often those that this rank
+            owns.
     """
 
     def __init__(self, layout: ExpertLayout, parameters: Mapping[int, Sequence[torch.nn.Parameter]]) -> None:
@@ -40,6 +41,15 @@ class ReplicaWeights:
         self._sent: dict[int, torch.Tensor] = {}
         self._num_started = 0
         self._pending: list[PendingTransfer] = []
+
+    @classmethod
+    def present(
+        cls, layout: ExpertLayout, parameters: Mapping[int, Sequence[torch.nn.Parameter]]
+    ) -> "ReplicaWeights":
+        """Where every expert has Parameters here and none is to be gathered."""
+        weights = cls(layout, parameters)
+        weights.state, weights._num_started = WeightState.MATERIALIZED, layout.numel
+        return weights
 
     @property
     def resident_bytes(self) -> int:

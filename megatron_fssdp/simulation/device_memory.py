@@ -39,7 +39,13 @@ class DeviceMemory:
 
 
 def device_memory(
-    job: MoeJob, cluster: ClusterDescription, *, slots: int, ledger: LayerLedger | None, rematerialize: bool
+    job: MoeJob,
+    cluster: ClusterDescription,
+    *,
+    slots: int,
+    ledger: LayerLedger | None,
+    rematerialize: bool,
+    resident: bool = False,
 ) -> DeviceMemory:
     """Memory of a strategy's busiest device.
 
@@ -49,13 +55,15 @@ def device_memory(
         slots: Most replicas a device may hold of a layer.
         ledger: What was decided; ``None`` for balanced loads without replicas.
         rematerialize: Whether replicas are released between the passes of a layer.
+        resident: Whether there is room for ``slots`` replicas from the start, with optimizer states.
     """
     per_layer = job.num_experts // job.num_devices
     pairs, owned, replicas = job.pairs_per_device * job.num_layers, per_layer, 0
     if ledger is not None:
         pairs = float(ledger.tokens_ILD.sum(axis=1, dtype=np.int64).max())
         owned = int(ledger.most_owned_IL.max())
-        replicas = min(slots, job.num_experts - per_layer, int(ledger.most_replicas_IL.max()))
+        used = slots if resident else int(ledger.most_replicas_IL.max())
+        replicas = min(slots, job.num_experts - per_layer, used)
     experts = expert_memory(
         num_layers=job.num_layers,
         slots_per_device=job.num_layers * per_layer,
@@ -67,6 +75,7 @@ def device_memory(
         optimizer=job.optimizer,
         expert_data_parallel_size=job.expert_data_parallel_size,
         rematerialize=rematerialize,
+        resident=resident,
         num_micro_batches=job.num_micro_batches,
         chunk_bytes=job.message_bytes,
     )

@@ -71,11 +71,13 @@ class LayerLedger:
         gather_early_IL: Share of spAG beside the experts of the layer before; 0 in the first layer.
         reduce_late_IL: Share of spRS beside their backward pass, likewise.
         each_pass_IL: Whether replicas are planned and brought for every micro-batch alone.
+        resident_IL: Whether replicas stay, and gradients are summed among all holders.
         replicas_IL: Replicas on all devices together.
         most_replicas_IL: On the device that has most.
         most_owned_IL: Experts of the layer on the device that owns most.
-        reshard_I: What re-sharding moves before each iteration: experts on the busiest links.
-        reshard_experts_I: Experts whose device changes.
+        reshard: What re-sharding, or replicas that stay, move before each iteration: experts on the busiest
+            links.
+        reshard_experts_I: Experts whose device changes, or that get a replica that stays.
     """
 
     num_iterations: int
@@ -95,6 +97,7 @@ class LayerLedger:
         self.most_routed_IL, self.cross_node_IL, self.replicas_IL = np.zeros((3, *shape), np.int64)
         self.most_replicas_IL, self.most_owned_IL = np.zeros((2, *shape), np.int64)
         self.ahead_IL, self.rematerialize_IL, self.each_pass_IL = np.zeros((3, *shape), bool)
+        self.resident_IL = np.zeros(shape, bool)
         self.gather_early_IL, self.reduce_late_IL = np.zeros((2, *shape))
         self.reshard = LinkColumns(self.num_iterations, 1)
         self.reshard_experts_I = np.zeros(self.num_iterations, np.int64)
@@ -126,6 +129,7 @@ class LayerLedger:
         self.ahead_IL[iteration, layer] = plan.gather_ahead
         self.rematerialize_IL[iteration, layer] = plan.rematerialize
         self.each_pass_IL[iteration, layer] = plan.each_micro_batch
+        self.resident_IL[iteration, layer] = plan.resident
         if layer and plan.is_split:
             self.gather_early_IL[iteration, layer] = plan.split.gather
             self.reduce_late_IL[iteration, layer] = plan.split.reduce

@@ -23,7 +23,7 @@ from megatron_fssdp.planning.quota_planner import quota_dispatch
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.transfer_plan import additional_transfer
 from megatron_fssdp.simulation.layer_ledger import LayerLedger
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
+from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, ResidentStrategy, Strategy
 
 OnPlan = Callable[[int, int, LayerPlan], None]
 
@@ -78,6 +78,8 @@ def replay_strategy(
             contexts = [
                 replace(context, owner_E=owners.device_LE[layer]) for layer, context in enumerate(contexts)
             ]
+        if isinstance(strategy, ResidentStrategy) and strategy.replicates_at(iteration):
+            contexts = _replicate(strategy, contexts, histories, ledger, iteration)
         for layer, context in enumerate(contexts):
             counts_DE = counts_ILDE[iteration, layer].astype(np.int64)
             planned = strategy.before_gate(context, histories[layer])
@@ -108,6 +110,8 @@ def _record(
 ) -> None:
     topology = ledger.topology
     gather = reduce = transfer_traffic(planned.transfer, topology)
+    if plan.resident:
+        gather, reduce = NO_TRANSFER, reduce.there_and_back()
     addition = NO_TRANSFER
     if plan is not planned:
         reduce = transfer_traffic(plan.transfer, topology)
@@ -140,9 +144,39 @@ def _reshard(
     load_LE = np.stack([history.mean_E() for history in histories])
     new = strategy.reshard(contexts, load_LE, owners)
     moves = owners.device_LE != new.device_LE
-    if moves.any():
-        experts_DD = np.zeros((owners.num_devices, owners.num_devices), np.int64)
-        np.add.at(experts_DD, (owners.device_LE[moves], new.device_LE[moves]), 1)
-        ledger.reshard.put(iteration, 0, pairs_traffic(experts_DD, ledger.topology))
-        ledger.reshard_experts_I[iteration] = int(moves.sum())
+    _move(ledger, iteration, owners.device_LE[moves], new.device_LE[moves])
     return new
+
+
+def _replicate(
+    strategy: ResidentStrategy,
+    contexts: Sequence[LayerContext],
+    histories: Sequence[LoadHistory],
+    ledger: LayerLedger,
+    iteration: int,
+) -> list[LayerContext]:
+    """The layers with the replicas that stay from now on."""
+    placements = [
+        strategy.replicate(context, history.mean_DE())
+        for context, history in zip(contexts, histories, strict=True)
+    ]
+    sources, destinations = [], []
+    for context, placement in zip(contexts, placements, strict=True):
+        expert_P, device_P = np.nonzero(placement.present_ED & ~context.placement.present_ED)
+        sources.append(context.owner_E[expert_P])
+        destinations.append(device_P)
+    _move(ledger, iteration, np.concatenate(sources), np.concatenate(destinations))
+    return [
+        replace(context, resident=placement) for context, placement in zip(contexts, placements, strict=True)
+    ]
+
+
+def _move(ledger: LayerLedger, iteration: int, source_P: np.ndarray, device_P: np.ndarray) -> None:
+    """Parameters, masters and optimizer states go from device to device before an iteration."""
+    if not len(source_P):
+        return
+    num_devices = ledger.topology.num_devices
+    experts_DD = np.zeros((num_devices, num_devices), np.int64)
+    np.add.at(experts_DD, (source_P, device_P), 1)
+    ledger.reshard.put(iteration, 0, pairs_traffic(experts_DD, ledger.topology))
+    ledger.reshard_experts_I[iteration] = len(source_P)

@@ -23,7 +23,7 @@ from megatron_fssdp.simulation.link_seconds import ClusterLinks, LinkTimes, clus
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.replay import OnPlan, replay_strategy
 from megatron_fssdp.strategies.registry import build_strategy
-from megatron_fssdp.strategies.strategy import LayerContext, Strategy
+from megatron_fssdp.strategies.strategy import LayerContext, ResidentStrategy, Strategy
 
 PROB_BYTES = 4
 """One routing probability, which goes along with each row in an all-to-all of its own."""
@@ -121,6 +121,7 @@ def simulate(
         slots=strategy.slots(replace(context, profile=profile)),
         ledger=ledger,
         rematerialize=bool(ledger.rematerialize_IL.any()),
+        resident=isinstance(strategy, ResidentStrategy),
     )
     return StrategyOutcome(name, layers.parts_s(), ledger, memory, layers)
 
@@ -204,7 +205,9 @@ class LayerTimes:
             False,
             sums_gradients(rematerialize=False, num_micro_batches=job.num_micro_batches),
         )
-        reduced_bytes = np.where(sums_IL, job.expert_elements * FP32_BYTES, job.expert_bytes)
+        reduced_bytes = np.where(
+            sums_IL | ledger.resident_IL, job.expert_elements * FP32_BYTES, job.expert_bytes
+        )
         gather = transfer_times(links, ledger.gather, job.expert_bytes, job.message_bytes)
         regather = transfer_times(links, ledger.reduce, job.expert_bytes, job.message_bytes)
         addition_s = transfer_times(links, ledger.addition, job.expert_bytes, job.message_bytes).seconds

@@ -14,10 +14,6 @@ from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
-STATE_OVER_PARAMETERS = 7
-"""Bytes that move with an expert over those of its parameters where nobody says how many: the
-parameters, and the six times as much that Adam keeps in mixed precision (Hecate, §2.3)."""
-
 
 class ExpertExchange:
     """``smartmoe``: as many experts a device as before, no replicas (Hecate §2.3, §5.1)."""
@@ -97,5 +93,4 @@ def _exchange_s(old_E: np.ndarray, new_E: np.ndarray, profile: LayerProfile, top
     experts_DD = np.zeros((topology.num_devices, topology.num_devices), np.int64)
     moves = old_E != new_E
     np.add.at(experts_DD, (old_E[moves], new_E[moves]), 1)
-    owned_bytes = profile.owned_bytes or STATE_OVER_PARAMETERS * profile.expert_bytes
-    return cost_model.all_to_all_s(experts_DD, owned_bytes, topology, profile.cluster)
+    return cost_model.all_to_all_s(experts_DD, profile.moved_bytes, topology, profile.cluster)

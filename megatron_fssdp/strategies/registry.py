@@ -8,6 +8,7 @@ from megatron_fssdp.strategies.dynamic_shadowing import DynamicShadowing
 from megatron_fssdp.strategies.exact_quotas import ExactQuotas
 from megatron_fssdp.strategies.expert_exchange import ExpertExchange
 from megatron_fssdp.strategies.expert_parallelism import ExpertParallelism
+from megatron_fssdp.strategies.persistent_replicas import PersistentReplicas
 from megatron_fssdp.strategies.pro_prophet import ProProphet
 from megatron_fssdp.strategies.sharded_data_parallelism import FullyShardedSparseDataParallelism
 from megatron_fssdp.strategies.strategy import Strategy
@@ -19,6 +20,7 @@ _STRATEGIES: dict[str, Callable[[Any], Strategy]] = {
     "fastermoe": DynamicShadowing,
     "prophet": ProProphet,
     "smartmoe": ExpertExchange,
+    "flexmoe": PersistentReplicas,
     "quota": ExactQuotas,
 }
 

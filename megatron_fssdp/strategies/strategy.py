@@ -5,7 +5,7 @@ Shape legend: D devices of the expert-parallel group, E experts of a layer.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -29,12 +29,14 @@ class LayerContext:
         owner_E: Device that keeps each expert's parameters and optimizer state.
         topology: Nodes of the layer's expert-parallel group.
         profile: Measured costs, once they are known.
+        resident: Where experts have Parameters, if not with their owners only.
     """
 
     layer: int
     owner_E: np.ndarray
     topology: Topology
     profile: LayerProfile | None = None
+    resident: ExpertPlacement | None = None
 
     @property
     def num_experts(self) -> int:
@@ -45,6 +47,11 @@ class LayerContext:
     def num_devices(self) -> int:
         """Ranks of the expert-parallel group."""
         return self.topology.num_devices
+
+    @property
+    def placement(self) -> ExpertPlacement:
+        """Where experts have Parameters."""
+        return self.resident or ExpertPlacement.owners_only(self.owner_E, self.num_devices)
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,8 @@ class LayerPlan:
             schedule.
         tokens_ED: How many of this micro-batch's pairs of each expert each device computes, in place
             of the policy; int64 ``[E, D]``.
+        resident: The replicas have Parameters of their own and stay. No weights travel; an iteration's
+            gradients are summed at the owners and given back to the replicas.
     """
 
     placement: ExpertPlacement
@@ -78,6 +87,7 @@ class LayerPlan:
     each_micro_batch: bool = False
     split: TransferSplit = WHOLE
     tokens_ED: np.ndarray | None = None
+    resident: bool = False
 
     def __post_init__(self) -> None:
         self.transfer.check_serves(self.placement)
@@ -85,7 +95,7 @@ class LayerPlan:
     @property
     def is_split(self) -> bool:
         """Whether a part of the transfers runs beside the experts of the layer before, if there is one."""
-        stays = self.gather_ahead and not (self.rematerialize or self.each_micro_batch)
+        stays = self.gather_ahead and not (self.rematerialize or self.each_micro_batch or self.resident)
         return stays and self.split != WHOLE
 
     @classmethod
@@ -181,5 +191,29 @@ class Strategy(Protocol):
 
         Returns:
             ``plan`` itself, or one whose placement has more replicas.
+        """
+        ...
+
+
+@runtime_checkable
+class ResidentStrategy(Strategy, Protocol):
+    """A strategy whose replicas have Parameters and optimizer states of their own."""
+
+    @property
+    def spares(self) -> int:
+        """Replicas of a layer that a device has room for."""
+        ...
+
+    def replicates_at(self, iteration: int) -> bool:
+        """Whether replicas are thought over before the iteration after ``iteration`` of them."""
+        ...
+
+    def replicate(self, context: LayerContext, load_DE: np.ndarray) -> ExpertPlacement:
+        """A layer's next placement, with the same owners; ``context.placement`` itself for no change.
+
+        Args:
+            context: The layer, with the present placement.
+            load_DE: Mean loads of an iteration of the history by source and expert, ``[D, E]``, over all
+                ranks that keep copies of the same experts.
         """
         ...

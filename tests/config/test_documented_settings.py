@@ -16,6 +16,7 @@ PAGES = {
     "fastermoe": ("fastermoe.md", None),
     "prophet": ("prophet.md", None),
     "smartmoe": ("baselines.md", "## SmartMoE"),
+    "flexmoe": ("baselines.md", "## FlexMoE"),
     "quota": ("baselines.md", "## Quotas"),
 }
 

@@ -41,6 +41,20 @@ def test_half_precision_by_hand():
     assert memory.total_bytes == 18800
 
 
+def test_replicas_that_stay_have_gradients_and_optimizer_states():
+    memory = expert_memory(**HALF, resident=True, num_micro_batches=4)
+    assert memory.replica_parameters_bytes == 3 * 4 * 200
+    assert memory.replica_gradients_bytes == 4 * 200 + 3 * 4 * 400
+    assert memory.replica_optimizer_bytes == 3 * 4 * 1200
+    # Two layers' gradients, of what is owned and of replicas, in fp32.
+    assert memory.packed_experts_bytes == 2 * (2 + 4) * 400
+    assert memory.above_expert_parallelism_bytes == 2400 + 5600 + 14400 + memory.transfer_buffers_bytes
+    assert "optimizer 14.1 KiB, transfers" in memory.describe()
+    shared = {**HALF, "optimizer": ExpertOptimizer(has_master_weights=True, is_distributed=True)}
+    assert expert_memory(**shared, resident=True, expert_data_parallel_size=2).replica_optimizer_bytes == 7200
+    assert expert_memory(**HALF).replica_optimizer_bytes == 0
+
+
 def test_full_precision_by_hand():
     memory = expert_memory(**{**HALF, "dtype_bytes": 4, "optimizer": ExpertOptimizer()})
     assert memory.slot_parameters_bytes == memory.slot_gradients_bytes == 6 * 400
@@ -124,12 +138,12 @@ def test_replicas_are_all_there_is_above_expert_parallelism(arguments):
 
 def test_description():
     mebibyte = 2**20
-    memory = ExpertMemory(100 * mebibyte, 200 * mebibyte, 900 * mebibyte, 3 * 2**29, 512, 1536, 0)
+    memory = ExpertMemory(100 * mebibyte, 200 * mebibyte, 900 * mebibyte, 3 * 2**29, 512, 0, 1536, 0)
     assert memory.describe() == (
         "experts 2.7 GiB: parameters 100.0 MiB, gradients 200.0 MiB, optimizer 900.0 MiB, "
-        "replicas at most 1.5 GiB (parameters 1.5 GiB, gradients 512 B, transfers 1.5 KiB)"
+        "replicas at most 1.5 GiB (parameters 1.5 GiB, gradients 512 B, optimizer 0 B, transfers 1.5 KiB)"
     )
-    assert "experts 2.0 TiB" in ExpertMemory(2 * 2**40, 0, 0, 0, 0, 0, 0).describe()
+    assert "experts 2.0 TiB" in ExpertMemory(2 * 2**40, 0, 0, 0, 0, 0, 0, 0).describe()
 
 
 def test_bad_arguments_say_what_was_wanted():

@@ -70,7 +70,8 @@ class LayerCase:
         recompute: None, "reentrant" or "non_reentrant".
         transfers: "in_turn" (each pass gathers, and reduces before it ends), "once" (once an
             iteration, in the background), "rematerialized" (each pass, in the background) or "each" (each
-            pass by a plan of its own, with quotas, beside the dispatch) or "each_in_turn".
+            pass by a plan of its own, with quotas, beside the dispatch) or "each_in_turn"; or "resident"
+            (replicas have Parameters, gradients are summed among holders) or "resident_in_turn".
         calibrated: Whether the placement grows when the counts are known.
         group_size: Ranks of a group of the pipelined schedule; None exchanges with all at once.
         inputs: Which of "hidden" and "probs" require a gradient.
@@ -161,8 +162,15 @@ class DrawnPlacements:
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """The next placement; all ranks draw the same ones."""
+        if context.resident is not None:
+            transfer = two_level_transfer(context.resident, context.topology)
+            return LayerPlan(context.resident, transfer, gather_ahead=False, resident=True)
         if self.each_micro_batch:
             return LayerPlan.owners_only(context, each_micro_batch=True)
+        return self.drawn(context)
+
+    def drawn(self, context: LayerContext) -> LayerPlan:
+        """A plan by the next draw."""
         return self._drawn(context, self.rng)
 
     def _drawn(self, context: LayerContext, rng: np.random.Generator) -> LayerPlan:
@@ -362,14 +370,18 @@ def _run_case(rank: int, world_size: int, case: LayerCase) -> CaseResult:
     for _ in range(case.num_iterations):
         batches = [draw_inputs(case, owner_E, world_size, rng) for _ in range(case.schedule.count("F"))]
         if case.driven:
-            runtime.begin_iteration(None if case.transfers.endswith("in_turn") else len(batches))
+            says = case.transfers.startswith("resident") or not case.transfers.endswith("in_turn")
+            runtime.begin_iteration(len(batches) if says else None)
+        held = dict(parameters)
+        if case.transfers.startswith("resident"):
+            held |= _keep_some(executor, runtime.strategy, case, weights, rank)
         plan = executor.prepare()
         result.num_present.append(len(plan.placement.experts_on(rank)))
         result.digests.append(plan.placement.digest())
         own = _run_iteration(executor, case, batches, rank, result)
         result.num_replicas.append(max(plan.placement.num_replicas, executor.load.num_replicas))
         runtime.finish_gradients()
-        _compare_iteration(case, batches, weights, parameters, own, rank, result)
+        _compare_iteration(case, batches, weights, held, own, rank, result)
         if case.driven:
             counts_DE = np.stack(
                 [
@@ -389,6 +401,21 @@ def _run_case(rank: int, world_size: int, case: LayerCase) -> CaseResult:
                         parameters[expert][i].grad = None
                         parameters[expert][i].copy_(tensor)
     return result
+
+
+def _keep_some(
+    executor: LayerExecutor, strategy: Strategy, case: LayerCase, weights: list[list[Tensor]], rank: int
+) -> dict[int, list[torch.nn.Parameter]]:
+    """Other replicas with Parameters, as drawn, before an iteration."""
+    assert isinstance(strategy, DrawnPlacements)
+    placement = strategy.drawn(executor.context).placement
+    replicas = {
+        expert: [torch.nn.Parameter(tensor.detach().to(case.dtype).clone()) for tensor in weights[expert]]
+        for expert in placement.experts_on(rank)
+        if placement.owner_E[expert] != rank
+    }
+    executor.keep(placement, replicas)
+    return replicas
 
 
 Leaves = list[tuple[Tensor, Tensor, Tensor | None]]

@@ -78,6 +78,16 @@ CASES_4 = (
         LayerCase("uneven-owners", owners=(2, 2, 2, 0, 1, 2, 3, 1), num_nodes=2),
         LayerCase("fp32", dtype=torch.float32, biases=True, num_nodes=2),
         LayerCase("bf16", dtype=torch.bfloat16, biases=True),
+        LayerCase("resident", transfers="resident", num_nodes=2, biases=True),
+        LayerCase("resident-micro-batches", transfers="resident", schedule="FBFFBB", num_nodes=2),
+        LayerCase("resident-everywhere", transfers="resident", placement="everywhere", schedule="FFBB"),
+        LayerCase("resident-recomputed", transfers="resident", schedule="FFBB", recompute="reentrant"),
+        LayerCase("resident-pipelined", transfers="resident", schedule="FB", group_size=2, num_nodes=2),
+        LayerCase("resident-in-turn", transfers="resident_in_turn", schedule="FBFB", dtype=torch.float32),
+        LayerCase("resident-bf16", transfers="resident", dtype=torch.bfloat16, schedule="FBFB"),
+        LayerCase(
+            "resident-dropped", transfers="resident", routing="dropped", owners=(0, 0, 2, 2, 2, 3, 3, 0)
+        ),
     ]
 )
 CASES_8 = [LayerCase("eight-ranks", num_experts=16, top_k=4, num_nodes=2, schedule="FFBB", biases=True)]

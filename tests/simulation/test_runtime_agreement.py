@@ -10,11 +10,12 @@ import torch
 from megatron_fssdp.config.strategy_selection import strategy_settings
 from megatron_fssdp.planning.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.layer_profile import LayerProfile
+from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.topology import Topology
-from megatron_fssdp.runtime.layer_executor import MicroBatch
+from megatron_fssdp.runtime.layer_executor import LayerExecutor, MicroBatch
 from megatron_fssdp.simulation.replay import replay_strategy
 from megatron_fssdp.strategies.registry import build_strategy
-from megatron_fssdp.strategies.strategy import LayerPlan
+from megatron_fssdp.strategies.strategy import LayerPlan, ResidentStrategy
 from megatron_fssdp.testing import run_ranks
 from tests.runtime.one_layer import one_layer
 from tests.runtime.rank_layer import ACTIVATIONS, moe_forward
@@ -32,6 +33,7 @@ CASES = [
     ("fastermoe", {"profile_iterations": 2}),
     ("prophet", {"profile_iterations": 2, "plan_interval": 2, "left_out": 1}),
     ("quota", {"profile_iterations": 2, "slots": 2}),
+    ("flexmoe", {"profile_iterations": 2, "slots": 2, "placement_interval": 3, "window": 3}),
 ]
 
 
@@ -39,6 +41,13 @@ def noting(begin: Callable[..., MicroBatch], used: list[LayerPlan], routing_map:
     micro_batch = begin(routing_map)
     used.append(micro_batch.plan)
     return micro_batch
+
+
+def keep(executor: LayerExecutor, placement: ExpertPlacement) -> None:
+    """Replicas that stay, with Parameters of whatever contents."""
+    example = next(iter(executor.parameters.values()))
+    here = [e for e in placement.experts_on(executor.groups.device) if e not in executor.parameters]
+    executor.keep(placement, {e: [torch.nn.Parameter(torch.zeros_like(p)) for p in example] for e in here})
 
 
 def run_layers(rank: int, world_size: int) -> list[list[tuple[bytes, np.ndarray, np.ndarray]]]:
@@ -55,7 +64,9 @@ def run_layers(rank: int, world_size: int) -> list[list[tuple[bytes, np.ndarray,
         for iteration in range(NUM_ITERATIONS):
             if iteration == strategy.profile_iterations and iteration:
                 executor.context = replace(executor.context, profile=PROFILE)
-            runtime.begin_iteration()
+            if isinstance(strategy, ResidentStrategy) and strategy.replicates_at(iteration):
+                keep(executor, strategy.replicate(executor.context, executor.history.mean_DE()))
+            runtime.begin_iteration(1 if isinstance(strategy, ResidentStrategy) else None)
             # The popular experts change in the middle of the run.
             score_TE = rng.gumbel(size=(NUM_TOKENS, NUM_EXPERTS))
             score_TE[:, (0, 1) if iteration < 4 else (5, 6)] += 2
@@ -65,6 +76,7 @@ def run_layers(rank: int, world_size: int) -> list[list[tuple[bytes, np.ndarray,
             routing_map = torch.from_numpy(routing_TE)
             output = moe_forward(executor, hidden, probs, routing_map, ACTIVATIONS["relu"])
             output.sum().backward()
+            runtime.finish_gradients()
             load = runtime.end_iteration()[0]
             iterations.append((used[-1].placement.digest(), load.counts_DE, load.device_D))
         found.append(iterations)
@@ -91,4 +103,4 @@ def test_same_plans_and_loads_as_the_runtime() -> None:
             replicated.add(name)
         if keys.get("calibrate"):
             assert ledger.addition.num_experts_IL.any()
-    assert replicated == {"fssdp", "fastermoe", "prophet", "quota"}
+    assert replicated == {"fssdp", "fastermoe", "prophet", "quota", "flexmoe"}
