@@ -25,7 +25,8 @@ from megatron_fssdp.runtime.expert_activation import ExpertActivation
 from megatron_fssdp.runtime.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.expert_layout import ExpertWeights
 from megatron_fssdp.runtime.grouped_ffn import grouped_ffn
-from megatron_fssdp.runtime.layer_executor import LayerLoad, MicroBatch
+from megatron_fssdp.runtime.layer_executor import MicroBatch
+from megatron_fssdp.runtime.layer_load import LayerLoad
 from megatron_fssdp.runtime.moe_runtime import MoERuntime
 from megatron_fssdp.strategies.strategy import LayerContext, Strategy
 

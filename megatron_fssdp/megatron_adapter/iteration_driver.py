@@ -25,7 +25,7 @@ from megatron_fssdp.megatron_adapter.spare_experts import SpareExperts
 from megatron_fssdp.megatron_adapter.stopped_training import report_non_finite
 from megatron_fssdp.megatron_adapter.strategy_session import StrategySession
 from megatron_fssdp.planning.topology import Topology
-from megatron_fssdp.runtime.layer_executor import LayerLoad
+from megatron_fssdp.runtime.layer_load import LayerLoad
 from megatron_fssdp.runtime.layer_profiling import profile_layers
 from megatron_fssdp.runtime.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.strategies.strategy import LayerContext, ResidentStrategy

@@ -15,7 +15,7 @@ from megatron.training.global_vars import get_args
 from megatron_fssdp.megatron_adapter.resharding import ReshardReport
 from megatron_fssdp.planning.load_statistics import balance_ratio, load_similarity, max_over_mean
 from megatron_fssdp.reporting.run_records import IterationMetrics, LayerMetrics, LoadsWriter, MetricsWriter
-from megatron_fssdp.runtime.layer_executor import LayerLoad
+from megatron_fssdp.runtime.layer_load import LayerLoad
 
 
 @dataclass(frozen=True, eq=False)

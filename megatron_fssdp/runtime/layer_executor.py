@@ -21,6 +21,8 @@ from megatron_fssdp.planning.token_dispatch import TokenDispatch
 from megatron_fssdp.planning.transfer_plan import TransferPlan, additional_transfer
 from megatron_fssdp.runtime.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.expert_layout import ExpertLayout, ExpertWeights
+from megatron_fssdp.runtime.iteration_clock import IterationClock
+from megatron_fssdp.runtime.layer_load import LayerLoad
 from megatron_fssdp.runtime.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.materialization import (
     GradientsOfExperts,
@@ -37,84 +39,6 @@ from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 
 CHUNK_BYTES = CUDA_MESSAGE_BYTES
 """Most bytes of a transfer's message, which memory is accounted with."""
-
-
-@dataclass
-class IterationClock:
-    """Who ends iterations, the same for all layers of a model.
-
-    Attributes:
-        driven: Whether a training loop marks them. Without one, each backward pass counts
-            as an iteration, so that a layer in somebody's own loop balances as well. A loop
-            with several micro-batches in flight and non-reentrant activation recompute needs
-            the marks: there the plan must not change between a forward and its recomputation.
-        num_micro_batches: Backward passes that the running iteration is going to have, where the
-            loop says so and promises to call ``MoERuntime.finish_gradients`` before it reads
-            any gradient. Weights are then gathered once an iteration and gradients reduced in
-            the background. ``None``: every pass gathers, and reduces before it ends.
-        iteration: The running one as the loop's log counts it, for messages; ``None`` where nobody says.
-        latest: The last layer of the running forward pass whose replicas are re-materialized.
-    """
-
-    driven: bool = False
-    num_micro_batches: int | None = None
-    iteration: int | None = None
-    latest: Materialization | None = None
-
-
-@dataclass
-class LayerLoad:
-    """What one layer did in one iteration, summed over its micro-batches and all its devices.
-
-    Attributes:
-        layer: Megatron's layer number.
-        counts_DE: int64 (token, k) pairs by source device and expert.
-        owner_D: int64 pairs each device would compute under plain expert parallelism.
-        device_D: int64 pairs each device computed under the placement used.
-        num_replicas: Replicas in the last plan.
-        spag_bytes: Bytes that SparseAllGather moved between devices.
-        sprs_bytes: Bytes that SparseReduceScatter moved between devices.
-        cross_node_tokens: Pairs dispatched to another node.
-        spag_s: Seconds that this rank's part in SparseAllGather took.
-        spag_exposed_s: Of these, the ones that its compute had to wait for.
-        sprs_s: The same for SparseReduceScatter.
-        sprs_exposed_s: The same for SparseReduceScatter.
-    """
-
-    layer: int
-    counts_DE: np.ndarray
-    owner_D: np.ndarray
-    device_D: np.ndarray
-    num_replicas: int = 0
-    spag_bytes: int = 0
-    sprs_bytes: int = 0
-    cross_node_tokens: int = 0
-    spag_s: float = 0.0
-    spag_exposed_s: float = 0.0
-    sprs_s: float = 0.0
-    sprs_exposed_s: float = 0.0
-
-    def add(self, started: StartedTransfer) -> None:
-        """Count a transfer that has been waited for."""
-        timing = started.timer.timing()
-        if started.is_gather:
-            self.spag_bytes += started.num_bytes
-            self.spag_s += timing.busy_s
-            self.spag_exposed_s += timing.exposed_s
-        else:
-            self.sprs_bytes += started.num_bytes
-            self.sprs_s += timing.busy_s
-            self.sprs_exposed_s += timing.exposed_s
-
-    @staticmethod
-    def empty(layer: int, num_devices: int, num_experts: int) -> "LayerLoad":
-        """A load of nothing yet."""
-        return LayerLoad(
-            layer,
-            np.zeros((num_devices, num_experts), np.int64),
-            np.zeros(num_devices, np.int64),
-            np.zeros(num_devices, np.int64),
-        )
 
 
 @dataclass(frozen=True, eq=False)

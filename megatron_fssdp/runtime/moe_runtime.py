@@ -7,7 +7,9 @@ import torch
 
 from megatron_fssdp.runtime.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.expert_layout import ExpertLayout
-from megatron_fssdp.runtime.layer_executor import IterationClock, LayerExecutor, LayerLoad
+from megatron_fssdp.runtime.iteration_clock import IterationClock
+from megatron_fssdp.runtime.layer_executor import LayerExecutor
+from megatron_fssdp.runtime.layer_load import LayerLoad
 from megatron_fssdp.strategies.strategy import LayerContext, Strategy
 
 
