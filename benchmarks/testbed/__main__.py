@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokens", type=int, default=1024, help="of each rank")
     add("--gflops", type=float, default=200, help="of each rank on experts, in 10^9 operations a second")
     add("--attention-ms", type=float, help="forward, of a layer; default: a third of a balanced layer")
+    add("--cluster", type=Path, help="cluster.yaml of --profile: what strategies know of the links")
     add("--seed", type=int, default=0)
     add("--trace", action="store_true", help="also write trace.json of the last repetition, for Perfetto")
     add("--no-control", action="store_true", help="do not run `none` a second time under another name")
@@ -159,6 +160,7 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
     import psutil
 
     from benchmarks.testbed import correctness, measurement, report
+    from benchmarks.testbed.expert_moves import MOMENTS
     from benchmarks.testbed.layer_stack import (
         Pace,
         StackSize,
@@ -166,6 +168,8 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
         third_of_balanced_iteration_s,
     )
     from benchmarks.testbed.processes import run_on_nodes
+    from megatron_fssdp.config.cluster_files import load_cluster
+    from megatron_fssdp.planning.cluster_cost import cluster_cost
     from megatron_fssdp.planning.layer_profile import LayerProfile
     from megatron_fssdp.planning.topology import Topology
     from megatron_fssdp.reporting.chrome_trace import write_chrome_trace
@@ -182,7 +186,18 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
         else options.attention_ms / 1e3
     )
     pace = Pace(options.gflops * 1e9, attention_s)
-    profile = LayerProfile(attention_s, cluster, size.expert_bytes, size.token_bytes, size.flops_per_token, 2)
+    if options.cluster is not None:
+        measured = cluster_cost(load_cluster(options.cluster))
+        cluster = replace(measured, expert_flops_per_s=pace.expert_flops_per_s)
+    profile = LayerProfile(
+        attention_s,
+        cluster,
+        size.expert_bytes,
+        size.token_bytes,
+        size.flops_per_token,
+        memory_capacity=2,
+        owned_bytes=(1 + MOMENTS) * size.expert_bytes,
+    )
     variants = [_variant(text) for text in options.strategies.split(",")]
     if not options.no_control and any(variant.name == "none" for variant in variants):
         variants.append(measurement.Variant(CONTROL, "none"))

@@ -56,10 +56,7 @@ def compare(
                 counts_LDE = counts_LIDE[:, iteration]
                 inputs = IterationInput.draw(counts_LDE[:, rank], size, (seed, number, iteration, rank))
                 result = stack.run(inputs, counts_LDE)
-                found = [result.output, result.hidden_gradient]
-                for of_layer in parameters:
-                    for tensors in of_layer.values():
-                        found += [torch.zeros_like(t) if t.grad is None else t.grad for t in tensors]
+                found = [result.output, result.hidden_gradient, *stack.gradients()]
                 if variant is plain:
                     reference[workload, iteration] = found
                 wanted = reference[workload, iteration]

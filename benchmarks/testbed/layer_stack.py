@@ -4,7 +4,7 @@ Shape legend: T tokens of this rank, M model dim, F ffn dim, E experts, D device
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from benchmarks.testbed.expert_moves import ExpertMoves, Parameters
 from benchmarks.testbed.pacing import Timeline, paced, paced_experts
 from megatron_fssdp.planning.cost_model import ClusterCost, LinkCost, all_to_all_s, dispatch_tokens_DD
 from megatron_fssdp.planning.layer_profile import LayerProfile
@@ -28,7 +29,7 @@ from megatron_fssdp.runtime.grouped_ffn import grouped_ffn
 from megatron_fssdp.runtime.layer_executor import MicroBatch
 from megatron_fssdp.runtime.layer_load import LayerLoad
 from megatron_fssdp.runtime.moe_runtime import MoERuntime
-from megatron_fssdp.strategies.strategy import LayerContext, Strategy
+from megatron_fssdp.strategies.strategy import LayerContext, ResidentStrategy, Strategy
 
 ELEMENT_BYTES = 4  # fp32
 _ACTIVATION = ExpertActivation(functional.gelu)
@@ -186,9 +187,6 @@ class IterationResult:
     transfers: list[tuple[str, float, float]] = field(default_factory=list)
 
 
-Parameters = dict[int, list[torch.nn.Parameter]]
-
-
 def make_parameters(size: StackSize, owned: Sequence[int]) -> list[Parameters]:
     """Owned experts of every layer, the same values wherever an expert is owned."""
     hidden, ffn = size.hidden_size, size.ffn_size
@@ -233,14 +231,14 @@ class LayerStack:
             inputs: This rank's part.
             counts_LDE: Everyone's counts, for reports only.
         """
-        for of_layer in self.parameters:
-            for parameter in (tensor for tensors in of_layer.values() for tensor in tensors):
-                parameter.grad = None
         probs = [layer.probs.clone().requires_grad_() for layer in inputs.layers]
         leaf = inputs.hidden.clone().requires_grad_()
         dist.barrier()
         begin_s = time.perf_counter()
         self._begin()
+        for of_layer in self.parameters:
+            for parameter in (tensor for tensors in of_layer.values() for tensor in tensors):
+                parameter.grad = None
         hidden = leaf
         for number, layer in enumerate(inputs.layers):
             start = self._launch(number, hidden)
@@ -261,6 +259,23 @@ class LayerStack:
         )
         self._report(result, counts_LDE)
         return result
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Of all experts of every layer, wherever they are owned: [E, elements], the same on all ranks."""
+        found = []
+        for owned in self._owned():
+            example = next(iter(self.parameters[0].values()))
+            all_E = torch.zeros(self.size.num_experts, sum(tensor.numel() for tensor in example))
+            for expert, tensors in owned.items():
+                parts = [torch.zeros_like(t) if t.grad is None else t.grad for t in tensors]
+                all_E[expert] = torch.cat([part.reshape(-1) for part in parts])
+            dist.all_reduce(all_E)
+            found.append(all_E)
+        return found
+
+    def _owned(self) -> Sequence[Mapping[int, Sequence[torch.nn.Parameter]]]:
+        """Parameters of the experts that this rank owns, of every layer."""
+        return self.parameters
 
     def _attention(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
         if self.pace is None:
@@ -383,8 +398,15 @@ class RuntimeStack(LayerStack):
             self.runtime.add_layer(context, groups, of_layer)
         for executor in self.runtime.layers:
             executor.measure = True  # on every rank; the runtime itself lets only the first one
+        self._moves = ExpertMoves(self.runtime)
+        self._num_done = 0
+
+    def _owned(self) -> Sequence[Mapping[int, Sequence[torch.nn.Parameter]]]:
+        return [layer.parameters for layer in self.runtime.layers]
 
     def _begin(self) -> None:
+        self.parameters = self._moves.before(self._num_done)
+        self._num_done += 1
         self.runtime.begin_iteration(num_micro_batches=1)
 
     def _launch(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -424,6 +446,9 @@ class RuntimeStack(LayerStack):
         return materialization.release(token_exchange.unpermute(rows, record))
 
     def _replica_bytes(self) -> int:
+        if isinstance(self.runtime.strategy, ResidentStrategy):
+            # Parameters, gradients and both moments, whatever is in them.
+            return self.size.num_layers * self.runtime.strategy.spares * 4 * self.size.expert_bytes
         of_layers = [one.materialization.weights.resident_bytes for one in self._running.values()]
         # Parameters stay for the iteration, gradients are there for one layer at a time.
         return sum(of_layers) + max(of_layers, default=0)

@@ -95,12 +95,18 @@ def run_testbed(*arguments: str) -> "subprocess.Popen[str]":
 
 
 def test_two_ranks_over_loopback(tmp_path: Path) -> None:
-    process = run_testbed("--loopback", "--trace", "--repetitions=2", *TOY, "--out", str(tmp_path))
+    moving = {
+        "smartmoe": "smartmoe:reshard_interval=1;window=1",
+        "flexmoe": "flexmoe:placement_interval=1;window=1",
+    }
+    strategies = ",".join(["none", "ep", "fssdp", *moving.values()])
+    options = ["--loopback", "--trace", "--repetitions=2", *TOY, f"--strategies={strategies}"]
+    process = run_testbed(*options, "--out", str(tmp_path))
     output, _ = process.communicate(timeout=280)
     assert process.returncode == 0, output
     record = json.loads((tmp_path / "testbed.json").read_text())
     names = {(one["workload"], one["variant"]) for one in record["summaries"]}
-    assert names == {(w, v) for w in ("W0", "W3") for v in ("none", "ep", "fssdp", "none again")}
+    assert names == {(w, v) for w in ("W0", "W3") for v in (*strategies.split(","), "none again")}
     assert len(record["samples"]) == 2 * len(names)
     assert max(record["worst_difference_from_ep"].values()) <= 1e-5
     by_cell = {(one["workload"], one["variant"]): one for one in record["summaries"]}

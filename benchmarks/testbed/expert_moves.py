@@ -1,0 +1,124 @@
+"""Owners that move and replicas that stay: what the Megatron adapter does between two iterations.
+
+Parameters move in earnest; beside them go as many bytes as Adam's two moments take in fp32.
+
+Shape legend: L layers, D devices, E experts, N slots, C elements of a piece.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_fssdp.collectives import exchange_slots
+from megatron_fssdp.planning.owner_map import OwnerMap, SlotMove
+from megatron_fssdp.planning.spare_map import SpareMap
+from megatron_fssdp.runtime.expert_layout import ExpertLayout
+from megatron_fssdp.runtime.moe_runtime import MoERuntime
+from megatron_fssdp.strategies.strategy import ResidentStrategy
+
+MOMENTS = 2
+Parameters = dict[int, list[torch.nn.Parameter]]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """One quantity of all slots, a row a slot; implements ``SlotQuantity``."""
+
+    name: str
+    rows_NC: Sequence[torch.Tensor]
+
+    @property
+    def num_elements(self) -> int:
+        """Of one slot."""
+        return self.rows_NC[0].numel()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all slots."""
+        return self.rows_NC[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of all slots."""
+        return self.rows_NC[0].device
+
+    def read(self, slots: Sequence[int], start: int, out_NC: torch.Tensor) -> None:
+        """Copy the elements from ``start`` on."""
+        for slot, row_C in zip(slots, out_NC, strict=True):
+            row_C.copy_(self.rows_NC[slot][start : start + len(row_C)])
+
+    def write(self, slots: Sequence[int], start: int, rows_NC: torch.Tensor) -> None:
+        """The inverse of :meth:`read`."""
+        for slot, row_C in zip(slots, rows_NC, strict=True):
+            self.rows_NC[slot][start : start + len(row_C)].copy_(row_C)
+
+
+class ExpertMoves:
+    """Asks a strategy between iterations and moves experts as it says.
+
+    Args:
+        runtime: Its layers' Parameters become views of flat slots.
+    """
+
+    def __init__(self, runtime: MoERuntime) -> None:
+        self._runtime, self._strategy = runtime, runtime.strategy
+        layers = runtime.layers
+        first = layers[0]
+        self._group, self._device = first.groups.expert_parallel, first.groups.device
+        self._owners = OwnerMap.even(len(layers), first.context.num_experts, first.context.num_devices)
+        self._spares = SpareMap.empty(len(layers), first.context.num_devices, 0)
+        slots = [tensors for layer in layers for tensors in layer.parameters.values()]
+        self._layout = ExpertLayout.of(slots[0])
+        if isinstance(self._strategy, ResidentStrategy):
+            self._spares = SpareMap.empty(len(layers), first.context.num_devices, self._strategy.spares)
+            num_spares = len(layers) * self._strategy.spares
+            slots += [[torch.nn.Parameter(torch.zeros_like(t)) for t in slots[0]] for _ in range(num_spares)]
+        self._slots = slots
+        weights = [self._flattened(tensors) for tensors in slots]
+        moments = [torch.zeros(MOMENTS * self._layout.numel) for _ in slots]
+        self._quantities = [Rows("parameters", weights), Rows("moments", moments)]
+
+    def before(self, iteration: int) -> list[Parameters]:
+        """Move what is to move before the iteration after ``iteration`` of them.
+
+        Returns:
+            Parameters of all experts that are here, of every layer.
+        """
+        if self._strategy.reshards_at(iteration):
+            self._reshard()
+        if isinstance(self._strategy, ResidentStrategy) and self._strategy.replicates_at(iteration):
+            self._replicate(self._strategy)
+        return [{**layer.parameters, **layer.residents} for layer in self._runtime.layers]  # type: ignore[dict-item]
+
+    def _reshard(self) -> None:
+        layers = self._runtime.layers
+        load_LE = np.stack([layer.history.mean_E() for layer in layers])
+        new = self._strategy.reshard([layer.context for layer in layers], load_LE, self._owners)
+        self._exchange(self._owners.moves_to(new))
+        self._owners = new
+        for index, layer in enumerate(layers):
+            owned = new.slots_on(self._device, index)
+            tensors = {expert: self._slots[slot] for expert, slot in owned.items()}
+            layer.own(new.device_LE[index], tensors, self._layout)
+
+    def _replicate(self, strategy: ResidentStrategy) -> None:
+        layers = self._runtime.layers
+        placements = [strategy.replicate(layer.context, layer.history.mean_DE()) for layer in layers]
+        new = self._spares.holding(placements)
+        self._exchange(self._spares.copies_to(new, self._owners), are_copies=True)
+        self._spares = new
+        for index, (layer, placement) in enumerate(zip(layers, placements, strict=True)):
+            first = self._owners.slots_per_device + index * new.slots
+            held = new.held_by(self._device, index)
+            layer.keep(placement, {expert: self._slots[first + slot] for expert, slot in held.items()})
+
+    def _exchange(self, moves: Sequence[SlotMove], *, are_copies: bool = False) -> None:
+        exchange_slots(self._group, moves, self._quantities, are_copies=are_copies)
+
+    def _flattened(self, tensors: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+        flat = self._layout.pack([tensor.detach() for tensor in tensors])
+        for tensor, view in zip(tensors, self._layout.unpack(flat), strict=True):
+            tensor.data = view
+        return flat
