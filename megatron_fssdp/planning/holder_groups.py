@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_fssdp.planning.kept_results import kept_on
 from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.topology import Topology
 
@@ -127,12 +128,7 @@ class HolderGroups:
 
 def holder_groups(placement: ExpertPlacement, topology: Topology) -> HolderGroups:
     """The holder groups of a placement, kept on it for as long as the same topology asks."""
-    kept: tuple[Topology, HolderGroups] | None = placement.__dict__.get("_holder_groups")
-    if kept is not None and kept[0] is topology:
-        return kept[1]
-    groups = HolderGroups(placement, topology)
-    placement.__dict__["_holder_groups"] = (topology, groups)
-    return groups
+    return kept_on(placement, topology, HolderGroups)
 
 
 def _check_device(name: str, device: int, topology: Topology) -> None:

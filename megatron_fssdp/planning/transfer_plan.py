@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_fssdp.planning.kept_results import kept_on
 from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.transfer_growth import TransferGrowth
@@ -55,56 +56,55 @@ class TransferPlan:
     present_before: frozenset[tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
-        num_devices = self.num_devices
+        num_devices, is_rooted = self.num_devices, self.present_before is None
         depth_of: dict[int, int] = {}  # expert * D + device -> depth, -1 at the root
         rooted: dict[int, int] = {}
         for expert, device in self.present_before or ():
             depth_of[expert * num_devices + device] = -1
         for edge in self.edges:
-            expert, source, destination = edge.expert, edge.source, edge.destination
-            if not (0 <= source < num_devices and 0 <= destination < num_devices) or expert < 0:
+            expert, source, destination, depth = edge
+            if not (0 <= source < num_devices and 0 <= destination < num_devices and expert >= 0):
                 raise ValueError(f"{edge} leaves the plan: wanted devices from 0 to {num_devices - 1}")
             key = expert * num_devices + source
-            if self.present_before is not None:
-                if key not in depth_of:
+            if key not in depth_of:
+                if not is_rooted:
                     raise ValueError(
                         f"{edge} sends an expert its source does not have yet: wanted a source that is in "
                         "present_before or the destination of an earlier edge"
                     )
-            elif expert not in rooted:
+                if expert in rooted:
+                    raise ValueError(
+                        f"{edge} sends an expert its source does not have yet: wanted a source that is the "
+                        f"owner ({rooted[expert]}) or the destination of an earlier edge"
+                    )
                 rooted[expert] = source
                 depth_of[key] = -1
-            elif key not in depth_of:
-                raise ValueError(
-                    f"{edge} sends an expert its source does not have yet: wanted a source that is the "
-                    f"owner ({rooted[expert]}) or the destination of an earlier edge"
-                )
             target = expert * num_devices + destination
             if target in depth_of:
                 raise ValueError(
                     f"{edge} sends expert {expert} to device {destination}, which already has it: wanted "
                     "every holder to receive once and the owner never"
                 )
-            if edge.depth != depth_of[key] + 1:
-                raise ValueError(f"{edge} has depth {edge.depth}: wanted {depth_of[key] + 1}")
-            depth_of[target] = edge.depth
+            if depth != depth_of[key] + 1:
+                raise ValueError(f"{edge} has depth {depth}: wanted {depth_of[key] + 1}")
+            depth_of[target] = depth
 
     def check_serves(self, placement: ExpertPlacement) -> None:
         """Raises ValueError unless the edges bring every expert from its owner to all its holders."""
-        wanted = placement.present_ED.copy()
-        wanted[np.arange(placement.num_experts), placement.owner_E] = False
-        got = np.zeros_like(wanted)
+        owners = placement.owner_E.tolist()
+        got_ED = np.zeros_like(placement.present_ED)
+        got_ED[np.arange(placement.num_experts), owners] = True
         for edge in self.edges:
-            if edge.depth == 0 and edge.source != placement.owner_E[edge.expert]:
+            if edge.depth == 0 and edge.source != owners[edge.expert]:
                 raise ValueError(
                     f"{edge} starts on device {edge.source}: wanted the owner of expert {edge.expert}, "
-                    f"device {int(placement.owner_E[edge.expert])}"
+                    f"device {owners[edge.expert]}"
                 )
-            got[edge.expert, edge.destination] = True
-        if not np.array_equal(got, wanted):
-            expert, device = (int(i) for i in np.argwhere(got != wanted)[0])
+            got_ED[edge.expert, edge.destination] = True
+        if not np.array_equal(got_ED, placement.present_ED):
+            expert, device = (int(i) for i in np.argwhere(got_ED != placement.present_ED)[0])
             raise ValueError(
-                f"expert {expert} {'reaches' if got[expert, device] else 'does not reach'} device {device}: "
+                f"expert {expert} {'reaches' if got_ED[expert, device] else 'does not reach'} device {device}: "
                 "wanted transfers to exactly the placement's replicas; rebuild the plan for this placement"
             )
 
@@ -211,48 +211,59 @@ def two_level_transfer(placement: ExpertPlacement, topology: Topology) -> Transf
     depth grows with the logarithm of the node, not its size. Edges of one depth are listed
     inter-node first, so a leader's hop to the next node starts before its own node's.
     """
-    num_devices, num_nodes = placement.num_devices, topology.num_nodes
+    return kept_on(placement, topology, _two_level_transfer)
+
+
+def _two_level_transfer(placement: ExpertPlacement, topology: Topology) -> TransferPlan:
+    num_devices, node_of = placement.num_devices, topology.node_of_device
     if num_devices != topology.num_devices:
         raise ValueError(
             f"the placement has {num_devices} devices and the topology {topology.num_devices}: wanted the "
             "same devices in both"
         )
-    node_of = topology.node_of_device
-    owners = placement.owner_E.tolist()
     replicated_E = np.flatnonzero(np.count_nonzero(placement.present_ED, axis=1) > 1)
+    owners = placement.owner_E[replicated_E].tolist()
     row_P, device_P = np.nonzero(placement.present_ED[replicated_E])
-    holders_of: dict[int, list[int]] = {expert: [] for expert in replicated_E.tolist()}
-    for expert, device in zip(replicated_E[row_P].tolist(), device_P.tolist(), strict=True):
-        holders_of[expert].append(device)
+    members_of: list[dict[int, list[int]]] = [{} for _ in owners]  # holders by node
+    for row, device in zip(row_P.tolist(), device_P.tolist(), strict=True):
+        members, node = members_of[row], node_of[device]
+        if node in members:
+            members[node].append(device)
+        else:
+            members[node] = [device]
     duties = [0] * num_devices  # for how many experts a device is the owner or a leader
-    for expert in holders_of:
-        duties[owners[expert]] += 1
+    for owner in owners:
+        duties[owner] += 1
     found: list[tuple[int, bool, int, int, int]] = []  # depth, inside a node, expert, source, destination
-    for expert, holders in holders_of.items():
-        owner = owners[expert]
-        members: dict[int, list[int]] = {}
-        for device in holders:
-            members.setdefault(node_of[device], []).append(device)
-        owner_node = node_of[owner]
-        chain = sorted(members, key=lambda node: (node - owner_node) % num_nodes)
-        previous = owner
-        for hops, node in enumerate(chain):
+    for expert, owner, members in zip(replicated_E.tolist(), owners, members_of, strict=True):
+        nodes = sorted(members)
+        at = nodes.index(node_of[owner])
+        leader, hops = owner, 0
+        for node in nodes[at:] + nodes[:at]:
             inside = members[node]
-            leader = min(inside, key=duties.__getitem__) if hops else owner
-            at = inside.index(leader)
-            inside = inside[at:] + inside[:at]
-            if hops:
+            if node != nodes[at]:
+                previous = leader
+                leader = min(inside, key=duties.__getitem__) if len(inside) > 1 else inside[0]
                 duties[leader] += 1
-                found.append((hops - 1, False, expert, previous, leader))
-            for i in range(1, len(inside)):
-                depth = hops + (i + 1).bit_length() - 2
-                found.append((depth, True, expert, inside[(i - 1) // 2], inside[i]))
-            previous = leader
-    found.sort()
-    return TransferPlan(
-        num_devices,
-        tuple(TransferEdge(expert, source, to, depth) for depth, _, expert, source, to in found),
-    )
+                found.append((hops, False, expert, previous, leader))
+                hops += 1
+            if len(inside) > 1:
+                first = inside.index(leader)
+                inside = inside[first:] + inside[:first]
+                for i in range(1, len(inside)):
+                    depth = hops + (i + 1).bit_length() - 2
+                    found.append((depth, True, expert, inside[(i - 1) // 2], inside[i]))
+    return _plan_of(num_devices, found)
+
+
+def _plan_of(
+    num_devices: int,
+    found: list[tuple[int, bool, int, int, int]],
+    present_before: frozenset[tuple[int, int]] | None = None,
+) -> TransferPlan:
+    """The plan of edges (depth, inside a node, expert, source, destination), in this order."""
+    edges = [TransferEdge(expert, source, to, depth) for depth, _, expert, source, to in sorted(found)]
+    return TransferPlan(num_devices, tuple(edges), present_before)
 
 
 def additional_transfer(
@@ -284,13 +295,8 @@ def additional_transfer(
     growth = TransferGrowth(topology)
     for expert, added in added_of.items():
         growth.add(expert, int(planned.owner_E[expert]), planned.holders(expert), added)
-    return TransferPlan(
-        topology.num_devices,
-        tuple(
-            TransferEdge(expert, source, to, depth) for depth, _, expert, source, to in sorted(growth.found)
-        ),
-        frozenset((expert, device) for expert in added_of for device in planned.holders(expert)),
-    )
+    present_before = frozenset((expert, device) for expert in added_of for device in planned.holders(expert))
+    return _plan_of(topology.num_devices, growth.found, present_before)
 
 
 def _added_pairs(planned: ExpertPlacement, calibrated: ExpertPlacement) -> list[tuple[int, int]]:
