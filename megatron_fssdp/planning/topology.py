@@ -104,9 +104,5 @@ class Topology:
         if size == 1:
             return np.array(values_DE)
         if size:
-            values_NKE = values_DE.reshape(self.num_nodes, size, values_DE.shape[1])
-            total_NE: np.ndarray = values_NKE[:, 0] + values_NKE[:, 1]
-            for member in range(2, size):
-                total_NE += values_NKE[:, member]
-            return total_NE
+            return np.add.reduce(values_DE.reshape(self.num_nodes, size, values_DE.shape[1]), axis=1)
         return np.stack([values_DE[list(devices)].sum(axis=0) for devices in self.devices_by_node])

@@ -3,17 +3,17 @@
 Under even dispatch an expert's tokens go their ways whatever the other experts do, and so do its
 parameters. So the traffic of every n is a running sum over the experts, without a plan for each.
 
-Shape letters: E experts, D devices, N nodes, K replicated experts, P (expert, holder) pairs or edges.
+Shape letters: E experts, D devices, N nodes, K replicated experts, P edges,
+C columns.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
-from megatron_fssdp.planning.holder_groups import holder_groups
 from megatron_fssdp.planning.placement import ExpertPlacement
-from megatron_fssdp.planning.replica_routing import expected_pair_loads
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.transfer_plan import TransferPlan
 
@@ -47,30 +47,47 @@ def dispatch_of_first(
         experts: The replicated experts, in the order in which they get their replicas, [K].
         topology: Nodes of the devices.
     """
-    owners_only = ExpertPlacement.owners_only(placement.owner_E, placement.num_devices)
-    owned_LED = _by_expert(load_DE, owners_only, topology)
-    growth_LKD = (_by_expert(load_DE, placement, topology) - owned_LED)[:, experts]
-    total_LKD = np.concatenate([owned_LED.sum(axis=1, keepdims=True), growth_LKD], axis=1)
-    np.cumsum(total_LKD, axis=1, out=total_LKD)
-    total_LKD[total_LKD < ROUNDING * load_DE.sum()] = 0.0
-    own_KD, near_in_KD, near_out_KD, far_in_KD, far_out_KD = total_LKD
+    experts, num_experts = np.asarray(experts, dtype=np.int64), placement.num_experts
+    # All experts with their owners alone (columns up to E), then the replicated ones with their replicas.
+    expert_C = np.concatenate([np.arange(num_experts), experts])
+    present_DC = placement.present_ED.T[:, expert_C]
+    present_DC[:, :num_experts] = False
+    present_DC[placement.owner_E, np.arange(num_experts)] = True
+    traffic_LDC = _by_column(np.asarray(load_DE, dtype=np.float64)[:, expert_C], present_DC, topology)
+    owned_LDE, replicated_LDK = traffic_LDC[:, :, :num_experts], traffic_LDC[:, :, num_experts:]
+    growth_LDK = replicated_LDK - owned_LDE[:, :, experts]
+    total_LDK = np.concatenate([owned_LDE.sum(axis=2, keepdims=True), growth_LDK], axis=2)
+    np.cumsum(total_LDK, axis=2, out=total_LDK)
+    total_LDK[total_LDK < ROUNDING * load_DE.sum()] = 0.0
+    own_DK, near_in_DK, near_out_DK, far_in_DK, far_out_DK = total_LDK
     return DispatchOfFirst(
-        (own_KD + near_in_KD + far_in_KD).max(axis=1),
-        _busier_K(near_in_KD, near_out_KD),
-        _busier_K(_of_nodes(far_in_KD, topology), _of_nodes(far_out_KD, topology)),
+        (own_DK + near_in_DK + far_in_DK).max(axis=0),
+        _busier_K(near_in_DK, near_out_DK),
+        _busier_K(topology.sum_over_nodes(far_in_DK), topology.sum_over_nodes(far_out_DK)),
     )
 
 
-def _by_expert(load_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> np.ndarray:
-    """Own pairs, those in from and out to the node, those in from and out to other nodes: [5, E, D]."""
-    groups, shares = holder_groups(placement, topology), expected_pair_loads(load_DE, placement, topology)
-    traffic_LED = np.zeros((5, placement.num_experts, placement.num_devices))
-    own_ED, near_in_ED, near_out_ED, far_in_ED, far_out_ED = traffic_LED
-    pairs = groups.expert_P, groups.device_P
-    own_ED[pairs], near_in_ED[pairs], far_in_ED[pairs] = shares.own_P, shares.near_P, shares.far_P
-    far_out_ED += np.where(groups.holders_EN[:, topology.node_of_device_D] == 0, load_DE.T, 0)
-    near_out_ED += load_DE.T - far_out_ED - own_ED
-    return traffic_LED
+def _by_column(load_DC: np.ndarray, present_DC: np.ndarray, topology: Topology) -> np.ndarray:
+    """Own pairs, those in from and out to the node, those in from and out to other nodes: [5, D, C].
+
+    Args:
+        load_DC: Pairs of some experts by source.
+        present_DC: Their holders.
+        topology: Nodes of the devices.
+    """
+    traffic_LDC = np.empty((5, *load_DC.shape))
+    own_DC, near_in_DC, near_out_DC, far_in_DC, far_out_DC = traffic_LDC
+    np.multiply(load_DC, present_DC, out=own_DC)
+    load_NC, own_NC = topology.sum_over_nodes(load_DC), topology.sum_over_nodes(own_DC)
+    holders_NC = topology.sum_over_nodes(present_DC.astype(np.int64))
+    far_NC = np.where(holders_NC > 0, 0.0, load_NC)
+    near_NC = (load_NC - own_NC - far_NC) / np.maximum(holders_NC, 1)
+    np.multiply(near_NC[topology.node_of_device_D], present_DC, out=near_in_DC)
+    np.multiply(far_NC.sum(axis=0) / holders_NC.sum(axis=0), present_DC, out=far_in_DC)
+    np.multiply(load_DC, (holders_NC == 0)[topology.node_of_device_D], out=far_out_DC)
+    np.subtract(load_DC, far_out_DC, out=near_out_DC)
+    near_out_DC -= own_DC
+    return traffic_LDC
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,34 +115,28 @@ def transfer_of_first(
         experts: All experts that it moves, in the order in which they get their replicas, [K].
         topology: Nodes of the devices.
     """
-    num_rows, num_devices = len(experts) + 1, plan.num_devices
-    expert_P, source_P, to_P, depth_P = np.array(plan.edges, dtype=np.int64).reshape(-1, 4).T
-    row_of_E = np.zeros(int(expert_P.max(initial=-1)) + 1, dtype=np.int64)
-    row_of_E[experts] = np.arange(1, num_rows)
-    row_P = row_of_E[expert_P]
+    num_columns, num_devices = len(experts) + 1, plan.num_devices
+    edges = np.fromiter(chain.from_iterable(plan.edges), np.int64, 4 * plan.num_transfers)
+    expert_P, source_P, to_P, depth_P = edges.reshape(-1, 4).T
+    column_of_E = np.zeros(int(expert_P.max(initial=-1)) + 1, dtype=np.int64)
+    column_of_E[experts] = np.arange(1, num_columns)
+    column_P = column_of_E[expert_P]
     node_D = topology.node_of_device_D
-    far_P = node_D[source_P] != node_D[to_P]
-
-    def up_to_KD(chosen_P: np.ndarray, end_P: np.ndarray) -> np.ndarray:
-        place_P = (row_P * num_devices + end_P)[chosen_P]
-        moved_KD = np.bincount(place_P, minlength=num_rows * num_devices).reshape(num_rows, num_devices)
-        return np.cumsum(moved_KD, axis=0).astype(np.float64)
-
-    far_in_KD, far_out_KD = up_to_KD(far_P, to_P), up_to_KD(far_P, source_P)
-    max_depth_K = np.zeros(num_rows)
-    np.maximum.at(max_depth_K, row_P, depth_P)
+    # Kinds: 0 in from and 1 out to the node, 2 in from and 3 out to other nodes.
+    kind_P = 2 * (node_D[source_P] != node_D[to_P])
+    ends = np.concatenate([kind_P * num_devices + to_P, (kind_P + 1) * num_devices + source_P])
+    moved = np.bincount(ends * num_columns + np.tile(column_P, 2), minlength=4 * num_devices * num_columns)
+    moved_4DK = np.cumsum(moved.reshape(4, num_devices, num_columns), axis=2).astype(np.float64)
+    near_in_DK, near_out_DK, far_in_DK, far_out_DK = moved_4DK
+    max_depth_K = np.zeros(num_columns)
+    np.maximum.at(max_depth_K, column_P, depth_P)
     return TransferOfFirst(
-        _busier_K(up_to_KD(~far_P, to_P), up_to_KD(~far_P, source_P)),
-        _busier_K(_of_nodes(far_in_KD, topology), _of_nodes(far_out_KD, topology)),
+        _busier_K(near_in_DK, near_out_DK),
+        _busier_K(topology.sum_over_nodes(far_in_DK), topology.sum_over_nodes(far_out_DK)),
         np.maximum.accumulate(max_depth_K),
     )
 
 
-def _of_nodes(values_KD: np.ndarray, topology: Topology) -> np.ndarray:
-    """[K, D] -> [K, N]."""
-    return topology.sum_over_nodes(values_KD.T).T
-
-
-def _busier_K(in_KD: np.ndarray, out_KD: np.ndarray) -> np.ndarray:
+def _busier_K(in_DK: np.ndarray, out_DK: np.ndarray) -> np.ndarray:
     """The busiest device's, or node's, busier direction."""
-    return np.maximum(in_KD.max(axis=1), out_KD.max(axis=1))
+    return np.maximum(in_DK.max(axis=0), out_DK.max(axis=0))

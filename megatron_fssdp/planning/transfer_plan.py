@@ -104,8 +104,9 @@ class TransferPlan:
         if not np.array_equal(got_ED, placement.present_ED):
             expert, device = (int(i) for i in np.argwhere(got_ED != placement.present_ED)[0])
             raise ValueError(
-                f"expert {expert} {'reaches' if got_ED[expert, device] else 'does not reach'} device {device}: "
-                "wanted transfers to exactly the placement's replicas; rebuild the plan for this placement"
+                f"expert {expert} {'reaches' if got_ED[expert, device] else 'does not reach'} device "
+                f"{device}: wanted transfers to exactly the placement's replicas; rebuild the plan for this "
+                "placement"
             )
 
     def check_extends(self, planned: ExpertPlacement, calibrated: ExpertPlacement) -> None:
