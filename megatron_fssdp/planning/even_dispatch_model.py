@@ -31,9 +31,10 @@ class ExpertShares:
         near: Share of the node's other load, for the nodes that have a holder.
         unserved: Load of the nodes without a holder.
         far: Share of it, one a holder.
+        _rest: The node's load that is not at a holder, for the nodes that have one.
     """
 
-    __slots__ = ("far", "holders", "holders_in", "near", "node_load", "own", "total", "unserved")
+    __slots__ = ("_rest", "far", "holders", "holders_in", "near", "node_load", "own", "total", "unserved")
 
     def __init__(
         self,
@@ -50,28 +51,45 @@ class ExpertShares:
         self.rebuild(node_of)
 
     def rebuild(self, node_of: tuple[int, ...]) -> None:
-        """Recomputes the shares from ``holders``, into new dictionaries."""
+        """Recomputes the shares from ``holders``."""
         own, node_load = self.own, self.node_load
         holders_in: dict[int, int] = {}
-        near: dict[int, float] = {}  # first the node's load that is not at a holder
+        rest: dict[int, float] = {}
         for device in self.holders:
             node = node_of[device]
-            if node in holders_in:
+            if node in rest:
                 holders_in[node] += 1
-                near[node] -= own[device]
+                rest[node] -= own[device]
             else:
                 holders_in[node] = 1
-                near[node] = node_load[node] - own[device]
+                rest[node] = node_load[node] - own[device]
+        self.holders_in, self._rest = holders_in, rest
+        self.near = rest.copy()
+        if len(rest) < len(self.holders):
+            for node, count in holders_in.items():
+                self.near[node] /= count
+        self._share_far()
+
+    def join(self, device: int, node: int) -> None:
+        """Gives a device the expert; the same numbers as from :meth:`rebuild`."""
+        self.holders.append(device)
+        if node in self.holders_in:
+            count = self.holders_in[node] = self.holders_in[node] + 1
+            rest = self._rest[node] = self._rest[node] - self.own[device]
+            self.near[node] = rest / count
+            self.far = self.unserved / len(self.holders)
+        else:
+            self.holders_in[node] = 1
+            self.near[node] = self._rest[node] = self.node_load[node] - self.own[device]
+            self._share_far()
+
+    def _share_far(self) -> None:
+        node_load, holders_in = self.node_load, self.holders_in
         if len(holders_in) == len(node_load):
-            self.unserved = 0.0
+            self.unserved = self.far = 0.0
         else:
             self.unserved = max(0.0, self.total - sum([node_load[node] for node in holders_in]))
-        if len(holders_in) < len(self.holders):
-            for node, count in holders_in.items():
-                near[node] /= count
-        self.holders_in = holders_in
-        self.near = near
-        self.far = self.unserved / len(self.holders)
+            self.far = self.unserved / len(self.holders)
 
 
 class EvenDispatchModel:
@@ -133,12 +151,13 @@ class EvenDispatchModel:
             devices: One or more devices, without the owner.
         """
         loads, node_of = self.loads, self.node_of
+        holders = self.holders[expert]
+        loads[holders[0]] -= self.total[expert]
+        holders += devices
+        self._shares[expert] = None  # were the owner's alone
         shares = self.shares(expert)
-        loads[shares.holders[0]] -= shares.total
-        shares.holders += devices
-        shares.rebuild(node_of)
         own, near, far = shares.own, shares.near, shares.far
-        for holder in shares.holders:
+        for holder in holders:
             loads[holder] += own[holder] + near[node_of[holder]] + far
         for device in devices:
             insort(self.replicas[device], expert)
@@ -153,8 +172,8 @@ class EvenDispatchModel:
         shares = self._shares[expert]
         if shares is None:
             shares = self._shares[expert] = ExpertShares(
-                memoryview(self._load_DE[:, expert]),
-                memoryview(self._node_load_NE[:, expert]),
+                self._load_DE[:, expert].tolist(),
+                self._node_load_NE[:, expert].tolist(),
                 self.total[expert],
                 self.holders[expert],
                 self.node_of,
@@ -174,42 +193,46 @@ class EvenDispatchModel:
 
     def add(self, expert: int, device: int) -> None:
         """Makes an expert present on a device without it."""
-        shares = self.shares(expert)
+        shares, node = self.shares(expert), self.node_of[device]
         self.num_replicated += len(shares.holders) == 1
         insort(self.replicas[device], expert)
-        near, far = shares.near, shares.far
-        shares.holders.append(device)
-        shares.rebuild(self.node_of)
-        gained = shares.own[device] + shares.near[self.node_of[device]] + shares.far
+        near, far = shares.near.get(node, 0.0), shares.far
+        shares.join(device, node)
+        gained = shares.own[device] + shares.near[node] + shares.far
         self._set_load(device, self.loads[device] + gained)
-        self._change_others(shares, near, far, device)
+        self._change_others(shares, shares.near[node] - near, shares.far - far, device)
 
     def remove(self, expert: int, device: int) -> None:
         """Ends a replica."""
-        shares = self.shares(expert)
+        shares, node = self.shares(expert), self.node_of[device]
         self.replicas[device].remove(expert)
-        near, far = shares.near, shares.far
-        lost = shares.own[device] + near[self.node_of[device]] + far
+        near, far = shares.near[node], shares.far
+        lost = shares.own[device] + near + far
         shares.holders.remove(device)
         shares.rebuild(self.node_of)
         self._set_load(device, self.loads[device] - lost)
-        self._change_others(shares, near, far, device)
+        self._change_others(shares, shares.near.get(node, 0.0) - near, shares.far - far, device)
         self.num_replicated -= len(shares.holders) == 1
 
     def _change_others(
-        self, shares: ExpertShares, near_before: dict[int, float], far_before: float, device: int
+        self, shares: ExpertShares, growth_near: float, growth_far: float, device: int
     ) -> None:
-        """Passes on a change of shares to the holders but ``device``, whose presence changed."""
-        loads, node_of, near = self.loads, self.node_of, shares.near
-        growth_far = shares.far - far_before
+        """Passes on a change of shares to the holders but ``device``, whose presence changed.
+
+        Args:
+            shares: As they are now.
+            growth_near: What each holder in the device's node has more now, of its node's load.
+            growth_far: What each holder has more now, of other nodes' load.
+            device: The device.
+        """
+        loads, node_of = self.loads, self.node_of
         changed_node = node_of[device]
         for holder in shares.holders:
             growth = growth_far
-            node = node_of[holder]
-            if node == changed_node:
+            if node_of[holder] == changed_node:
                 if holder == device:
                     continue
-                growth += near[node] - near_before[node]
+                growth += growth_near
             if growth:
                 self._set_load(holder, loads[holder] + growth)
 

@@ -195,9 +195,10 @@ def _targets(model: EvenDispatchModel, layer: LayerDemand) -> list[tuple[float, 
     if len(loads) <= NUM_CANDIDATES:
         return ascending[:-1]
     targets = ascending[:NUM_CANDIDATES]
+    last = targets[-1]
     members = layer.topology.devices_by_node[model.node_of[device]]
     for entry in sorted([(loads[other], other) for other in members])[:NUM_NODE_CANDIDATES]:
-        if entry not in targets and entry[1] != device:
+        if entry > last and entry[1] != device:  # not among the targets already
             targets.append(entry)
     return targets
 

@@ -5,7 +5,8 @@ holders as its owner needs to have room, and they go where room is. Shape letter
 D devices, N nodes.
 """
 
-from heapq import heapify, heappop, heappush, heapreplace
+from bisect import bisect_left, insort
+from heapq import heapify, heappop, heapreplace
 
 from megatron_fssdp.planning.even_dispatch_model import EvenDispatchModel
 from megatron_fssdp.planning.topology import Topology
@@ -100,7 +101,7 @@ class _Room:
 
     Attributes:
         _planned: Planned load of every device, [D].
-        _heap: (planned load, device): one current entry a device with a free slot, and stale ones.
+        _rising: (planned load, device) of every device that had a free slot when last looked at, sorted.
         _to_give: What the owner of an expert is to give away of it.
     """
 
@@ -114,51 +115,50 @@ class _Room:
         self._planned = model.loads.copy()
         for expert, load in self._to_give.items():
             self._planned[model.owners[expert]] -= load
-        self._heap = [(load, device) for device, load in enumerate(self._planned)]
-        heapify(self._heap)
+        self._rising = sorted([(load, device) for device, load in enumerate(self._planned)])
         self._before: list[float] = []
         self._owner_before = 0.0
 
     def take(self, expert: int) -> list[int]:
-        """Takes the least loaded devices for an expert's replicas out of the heap, one a holder wanted.
+        """Takes out the least loaded devices with a free slot for an expert's replicas, one a holder wanted.
 
         More are taken while the last one's load is above what fits and another holder lowers
         it, for each holder's share falls with their number.
         """
-        model, planned, heap, slots = self._model, self._planned, self._heap, self._slots
+        model, rising, slots = self._model, self._rising, self._slots
         node_of, replicas = model.node_of, model.replicas
         owner, total, count = model.owners[expert], model.total[expert], self._wanted[expert]
         most_in_node = -(-count // self._num_nodes)
         may_grow = True
         if self._num_nodes == 1:
-            most_in_node = len(planned)
+            most_in_node = len(model.loads)
         elif most_in_node > 1:
             # Equal numbers: once a node has a holder, it splits its load by itself.
             count, may_grow = most_in_node * self._num_nodes, False
         holders_in = {node_of[owner]: 1}
         taken: list[int] = []
-        passed: list[tuple[float, int]] = []
+        gone: list[int] = []
+        num_after = 2
         highest = 0.0  # load of the last device taken, the highest
-        while heap:
-            load, device = entry = heap[0]
-            num_after = len(taken) + 2
+        for position, (load, device) in enumerate(rising):
             if num_after > count and (
                 not may_grow or highest <= self._fits or load + total / num_after >= highest
             ):
                 break
-            heappop(heap)
-            if load != planned[device] or len(replicas[device]) >= slots:
-                continue  # stale, or full for good: here nobody gets a slot back
+            if len(replicas[device]) >= slots:
+                gone.append(position)  # full for good: here nobody gets a slot back
+                continue
             node = node_of[device]
             in_node = holders_in.get(node, 0)
             if device == owner or in_node >= most_in_node:
-                passed.append(entry)
                 continue
             holders_in[node] = in_node + 1
+            gone.append(position)
             taken.append(device)
             highest = load + total / num_after
-        for entry in passed:
-            heappush(heap, entry)
+            num_after += 1
+        for position in reversed(gone):
+            del rising[position]
         self._before = [model.loads[device] for device in taken]
         self._owner_before = model.loads[owner]
         return taken
@@ -166,11 +166,13 @@ class _Room:
     def settle(self, expert: int, taken: list[int]) -> None:
         """Brings the planned loads up to date after the expert went to the devices taken for it."""
         loads, planned, owner = self._model.loads, self._planned, self._model.owners[expert]
+        rising = self._rising
         for device, before in zip(taken, self._before, strict=True):
             planned[device] += loads[device] - before
-            heappush(self._heap, (planned[device], device))
-        # The owner's entry was not taken out; pushed again unchanged it would count twice.
+            insort(rising, (planned[device], device))
         change = loads[owner] - self._owner_before + self._to_give[expert]
-        if planned[owner] + change != planned[owner]:
-            planned[owner] += change
-            heappush(self._heap, (planned[owner], owner))
+        at = bisect_left(rising, (planned[owner], owner))
+        planned[owner] += change
+        if at < len(rising) and rising[at][1] == owner:  # else it had no free slot
+            del rising[at]
+            insort(rising, (planned[owner], owner))
