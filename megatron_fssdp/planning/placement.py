@@ -52,7 +52,7 @@ class ExpertPlacement:
 
     def _check_owners(self) -> None:
         num_experts, num_devices = self.present_ED.shape
-        if int(self.owner_E.min()) < 0 or int(self.owner_E.max()) >= num_devices:
+        if int(self.owner_E.view(np.uint64).max()) >= num_devices:  # a negative one is a huge one here
             expert = int(np.flatnonzero((self.owner_E < 0) | (self.owner_E >= num_devices))[0])
             raise ValueError(
                 f"expert {expert} is owned by device {int(self.owner_E[expert])}: wanted a device from 0 to "
@@ -69,7 +69,8 @@ class ExpertPlacement:
     def _check_slots(self, slots: int) -> None:
         if slots < 0:
             raise ValueError(f"slots is {slots}: wanted 0 or more replicas a device")
-        if int(self.replicas_per_device_D.max()) > slots:
+        # Where all replicas together are no more, as without any, no device has more.
+        if self.num_replicas > slots and int(self.replicas_per_device_D.max()) > slots:
             device = int(np.flatnonzero(self.replicas_per_device_D > slots)[0])
             raise ValueError(
                 f"device {device} holds {int(self.replicas_per_device_D[device])} replicas: wanted at most "
