@@ -118,7 +118,7 @@ def dispatch_tokens_DD(dispatch: TokenDispatch, num_devices: int) -> np.ndarray:
 
 
 def link_time_s[Amount: (float, np.ndarray)](
-    near: Amount, far_of_node: Amount, bytes_per_unit: float, cluster: ClusterCost
+    near: Amount, far_of_node: Amount, bytes_per_unit: Amount | float, cluster: ClusterCost
 ) -> Amount:
     """Seconds until the slowest link is done: ``max over links of traffic / bandwidth``.
 
@@ -172,7 +172,7 @@ def transfer_s(plan: TransferPlan, expert_bytes: int, topology: Topology, cluste
 
 
 def pipelined_s[Amount: (float, np.ndarray)](
-    near: Amount, far_of_node: Amount, max_depth: Amount, expert_bytes: int, cluster: ClusterCost
+    near: Amount, far_of_node: Amount, max_depth: Amount, expert_bytes: Amount | int, cluster: ClusterCost
 ) -> Amount:
     """Seconds of a transfer, or of an array of them, from its busiest links and its deepest edge.
 

@@ -48,6 +48,7 @@ class ExpertShares:
         self.node_load = node_load
         self.total = total
         self.holders = holders
+        self.unserved = self.far = 0.0
         self.rebuild(node_of)
 
     def rebuild(self, node_of: tuple[int, ...]) -> None:

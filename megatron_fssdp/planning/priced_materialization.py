@@ -79,11 +79,12 @@ class LayerPrice:
         """
         profile = self.profile
         moved = transfer_of_first(two_level_transfer(placement, self.topology), experts, self.topology)
-        gather_s, reduce_s = (
-            cost_model.pipelined_s(
-                moved.near_K, moved.far_of_node_K, moved.max_depth_K, num_bytes, profile.cluster
-            )
-            for num_bytes in (profile.expert_bytes, profile.reduced_bytes)
+        gather_s, reduce_s = cost_model.pipelined_s(
+            moved.near_K,
+            moved.far_of_node_K,
+            moved.max_depth_K,
+            np.array([[profile.expert_bytes], [profile.reduced_bytes]]),
+            profile.cluster,
         )
         forward_s, backward_s = profile.non_moe_s, cost_model.BACKWARD_PER_FORWARD * profile.non_moe_s
         if not self.rematerialize:

@@ -4,7 +4,7 @@ Under even dispatch an expert's tokens go their ways whatever the other experts 
 parameters. So the traffic of every n is a running sum over the experts, without a plan for each.
 
 Shape letters: E experts, D devices, N nodes, K replicated experts, P edges,
-C columns.
+C columns, R rows.
 """
 
 from collections.abc import Sequence
@@ -53,41 +53,48 @@ def dispatch_of_first(
     present_DC = placement.present_ED.T[:, expert_C]
     present_DC[:, :num_experts] = False
     present_DC[placement.owner_E, np.arange(num_experts)] = True
-    traffic_LDC = _by_column(np.asarray(load_DE, dtype=np.float64)[:, expert_C], present_DC, topology)
-    owned_LDE, replicated_LDK = traffic_LDC[:, :, :num_experts], traffic_LDC[:, :, num_experts:]
-    growth_LDK = replicated_LDK - owned_LDE[:, :, experts]
-    total_LDK = np.concatenate([owned_LDE.sum(axis=2, keepdims=True), growth_LDK], axis=2)
-    np.cumsum(total_LDK, axis=2, out=total_LDK)
-    total_LDK[total_LDK < ROUNDING * load_DE.sum()] = 0.0
-    own_DK, near_in_DK, near_out_DK, far_in_DK, far_out_DK = total_LDK
-    return DispatchOfFirst(
-        (own_DK + near_in_DK + far_in_DK).max(axis=0),
-        _busier_K(near_in_DK, near_out_DK),
-        _busier_K(topology.sum_over_nodes(far_in_DK), topology.sum_over_nodes(far_out_DK)),
-    )
+    traffic_RC = _by_column(np.asarray(load_DE, dtype=np.float64)[:, expert_C], present_DC, topology)
+    owned_RE, replicated_RK = traffic_RC[:, :num_experts], traffic_RC[:, num_experts:]
+    total_RK = np.empty((len(traffic_RC), 1 + len(experts)))
+    owned_RE.sum(axis=1, out=total_RK[:, 0])
+    np.subtract(replicated_RK, owned_RE[:, experts], out=total_RK[:, 1:])
+    np.cumsum(total_RK, axis=1, out=total_RK)
+    total_RK[total_RK < ROUNDING * load_DE.sum()] = 0.0
+    num_devices = placement.num_devices
+    own_DK, far_in_DK, near_in_DK = total_RK[: 3 * num_devices].reshape(3, num_devices, -1)
+    near_K, far_of_node_K = np.maximum.reduceat(total_RK[2 * num_devices :], [0, 2 * num_devices], axis=0)
+    return DispatchOfFirst((own_DK + near_in_DK + far_in_DK).max(axis=0), near_K, far_of_node_K)
 
 
 def _by_column(load_DC: np.ndarray, present_DC: np.ndarray, topology: Topology) -> np.ndarray:
-    """Own pairs, those in from and out to the node, those in from and out to other nodes: [5, D, C].
+    """Pairs of some experts in 4 D + 2 N rows [R, C].
+
+    Of each device: own ones, those in from other nodes, those in from its node and those out to it. Then of
+    each node: those in from and out to other nodes.
 
     Args:
-        load_DC: Pairs of some experts by source.
-        present_DC: Their holders.
+        load_DC: Pairs by source.
+        present_DC: Holders.
         topology: Nodes of the devices.
     """
-    traffic_LDC = np.empty((5, *load_DC.shape))
-    own_DC, near_in_DC, near_out_DC, far_in_DC, far_out_DC = traffic_LDC
+    (num_devices, num_columns), num_nodes = load_DC.shape, topology.num_nodes
+    node_D = topology.node_of_device_D
+    traffic_RC = np.empty((4 * num_devices + 2 * num_nodes, num_columns))
+    of_devices_RC, of_nodes_RC = traffic_RC[: 4 * num_devices], traffic_RC[4 * num_devices :]
+    own_DC, far_in_DC, near_in_DC, near_out_DC = of_devices_RC.reshape(4, num_devices, num_columns)
+    far_in_NC, far_out_NC = of_nodes_RC.reshape(2, num_nodes, num_columns)
     np.multiply(load_DC, present_DC, out=own_DC)
     load_NC, own_NC = topology.sum_over_nodes(load_DC), topology.sum_over_nodes(own_DC)
     holders_NC = topology.sum_over_nodes(present_DC.astype(np.int64))
-    far_NC = np.where(holders_NC > 0, 0.0, load_NC)
-    near_NC = (load_NC - own_NC - far_NC) / np.maximum(holders_NC, 1)
-    np.multiply(near_NC[topology.node_of_device_D], present_DC, out=near_in_DC)
-    np.multiply(far_NC.sum(axis=0) / holders_NC.sum(axis=0), present_DC, out=far_in_DC)
-    np.multiply(load_DC, (holders_NC == 0)[topology.node_of_device_D], out=far_out_DC)
-    np.subtract(load_DC, far_out_DC, out=near_out_DC)
-    near_out_DC -= own_DC
-    return traffic_LDC
+    is_far_NC = holders_NC == 0
+    np.multiply(load_NC, is_far_NC, out=far_out_NC)
+    far_C = far_out_NC.sum(axis=0) / holders_NC.sum(axis=0)
+    np.multiply(far_C, holders_NC, out=far_in_NC)
+    np.multiply(far_C, present_DC, out=far_in_DC)
+    near_NC = (load_NC - own_NC - far_out_NC) / np.maximum(holders_NC, 1)
+    np.multiply(near_NC[node_D], present_DC, out=near_in_DC)
+    np.multiply(load_DC - own_DC, ~is_far_NC[node_D], out=near_out_DC)
+    return traffic_RC
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,28 +122,23 @@ def transfer_of_first(
         experts: All experts that it moves, in the order in which they get their replicas, [K].
         topology: Nodes of the devices.
     """
-    num_columns, num_devices = len(experts) + 1, plan.num_devices
+    num_columns, num_devices, num_nodes = len(experts) + 1, plan.num_devices, topology.num_nodes
     edges = np.fromiter(chain.from_iterable(plan.edges), np.int64, 4 * plan.num_transfers)
     expert_P, source_P, to_P, depth_P = edges.reshape(-1, 4).T
     column_of_E = np.zeros(int(expert_P.max(initial=-1)) + 1, dtype=np.int64)
     column_of_E[experts] = np.arange(1, num_columns)
     column_P = column_of_E[expert_P]
-    node_D = topology.node_of_device_D
-    # Kinds: 0 in from and 1 out to the node, 2 in from and 3 out to other nodes.
-    kind_P = 2 * (node_D[source_P] != node_D[to_P])
-    ends = np.concatenate([kind_P * num_devices + to_P, (kind_P + 1) * num_devices + source_P])
-    moved = np.bincount(ends * num_columns + np.tile(column_P, 2), minlength=4 * num_devices * num_columns)
-    moved_4DK = np.cumsum(moved.reshape(4, num_devices, num_columns), axis=2).astype(np.float64)
-    near_in_DK, near_out_DK, far_in_DK, far_out_DK = moved_4DK
+    from_P, into_P = topology.node_of_device_D[source_P], topology.node_of_device_D[to_P]
+    is_near_P = from_P == into_P
+    # Rows: in to and out of each device inside its node, then in to and out of each node.
+    in_P = np.where(is_near_P, to_P, 2 * num_devices + into_P)
+    out_P = np.where(is_near_P, num_devices + source_P, 2 * num_devices + num_nodes + from_P)
+    num_rows = 2 * (num_devices + num_nodes)
+    places = np.concatenate([in_P, out_P]) * num_columns + np.concatenate([column_P, column_P])
+    moved_RK = np.bincount(places, minlength=num_rows * num_columns).reshape(num_rows, num_columns)
+    near_K, far_of_node_K = np.maximum.reduceat(np.cumsum(moved_RK, axis=1), [0, 2 * num_devices], axis=0)
     max_depth_K = np.zeros(num_columns)
     np.maximum.at(max_depth_K, column_P, depth_P)
     return TransferOfFirst(
-        _busier_K(near_in_DK, near_out_DK),
-        _busier_K(topology.sum_over_nodes(far_in_DK), topology.sum_over_nodes(far_out_DK)),
-        np.maximum.accumulate(max_depth_K),
+        near_K.astype(np.float64), far_of_node_K.astype(np.float64), np.maximum.accumulate(max_depth_K)
     )
-
-
-def _busier_K(in_DK: np.ndarray, out_DK: np.ndarray) -> np.ndarray:
-    """The busiest device's, or node's, busier direction."""
-    return np.maximum(in_DK.max(axis=0), out_DK.max(axis=0))
