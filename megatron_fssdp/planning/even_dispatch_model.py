@@ -110,6 +110,7 @@ class EvenDispatchModel:
         replicas: Replicas on every device.
         holders: Holders of every expert, owner first.
         num_replicated: How many experts have a replica.
+        most_replicated: The most that had one at a time.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class EvenDispatchModel:
             self.owned[owner].append(expert)
             loads[owner] += total
         self.mean = sum(loads) / num_devices
-        self.num_replicated = 0
+        self.num_replicated = self.most_replicated = 0
         self.sort_loads()
 
     def spread_like(self, placement: ExpertPlacement) -> None:
@@ -162,7 +163,7 @@ class EvenDispatchModel:
             loads[holder] += own[holder] + near[node_of[holder]] + far
         for device in devices:
             insort(self.replicas[device], expert)
-        self.num_replicated += 1
+        self._count_replicated()
 
     def sort_loads(self) -> None:
         """Brings ``ascending`` up to date."""
@@ -195,7 +196,8 @@ class EvenDispatchModel:
     def add(self, expert: int, device: int) -> None:
         """Makes an expert present on a device without it."""
         shares, node = self.shares(expert), self.node_of[device]
-        self.num_replicated += len(shares.holders) == 1
+        if len(shares.holders) == 1:
+            self._count_replicated()
         insort(self.replicas[device], expert)
         near, far = shares.near.get(node, 0.0), shares.far
         shares.join(device, node)
@@ -236,6 +238,10 @@ class EvenDispatchModel:
                 growth += growth_near
             if growth:
                 self._set_load(holder, loads[holder] + growth)
+
+    def _count_replicated(self) -> None:
+        self.num_replicated += 1
+        self.most_replicated = max(self.most_replicated, self.num_replicated)
 
     def _set_load(self, device: int, load: float) -> None:
         ascending = self.ascending

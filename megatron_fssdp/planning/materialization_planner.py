@@ -4,7 +4,8 @@ Ours, beyond the papers, within the limits of Hecate's Alg. 1 (overlap degree an
 Shape letters: E experts, D devices, N nodes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -35,13 +36,7 @@ MAX_RESTART_SLOTS = 256
 
 
 def plan_materialization(
-    owner_E: np.ndarray,
-    load_DE: np.ndarray,
-    topology: Topology,
-    *,
-    overlap_degree: int,
-    slots: int,
-    restarts: bool = True,
+    owner_E: np.ndarray, load_DE: np.ndarray, topology: Topology, *, overlap_degree: int, slots: int
 ) -> ExpertPlacement:
     """Plans one layer: the starts of :func:`_starts`, each improved by the local search.
 
@@ -51,11 +46,73 @@ def plan_materialization(
         topology: Nodes of the devices.
         overlap_degree: Most experts that may be replicated, t.
         slots: Most replicas a device may hold, m.
-        restarts: False: only :func:`seed_replicas` and one search, for a quick look.
 
     Returns:
         A placement whose modelled maximum device load is at most the owners-only one's.
     """
+    layer = _demand(owner_E, load_DE, topology, overlap_degree, slots)
+    if not _is_worth_it(layer):
+        return layer.owners_only()
+    best: EvenDispatchModel | None = None
+    best_max, owners_max = np.inf, layer.owners_max * (1 + ROUNDING)
+    for ratio, start in _starts(layer):
+        if best_max <= min(owners_max, max(ratio * layer.mean, CHEAP_RESTART_RATIO * layer.lower_bound)):
+            break
+        model = start()
+        search(model, layer, DEFAULT_MAX_MOVES)
+        if model.most_loaded()[0] < best_max:
+            best, best_max = model, model.most_loaded()[0]
+    if best is None or best_max > owners_max:
+        return layer.owners_only()
+    return layer.placement_of(best)
+
+
+@dataclass(frozen=True, eq=False)
+class QuickLook:
+    """What one start and one search come to.
+
+    Attributes:
+        placement: Its modelled maximum device load is at most the owners-only one's.
+        least_degree: With an overlap degree from this number up to the one that was allowed, the placement
+            would be the same.
+    """
+
+    placement: ExpertPlacement
+    least_degree: int
+
+
+def quick_look(
+    owner_E: np.ndarray, load_DE: np.ndarray, topology: Topology, *, overlap_degree: int, slots: int
+) -> QuickLook:
+    """As :func:`plan_materialization`, but for only :func:`seed_replicas` and one search from there."""
+    layer = _demand(owner_E, load_DE, topology, overlap_degree, slots)
+    if _is_worth_it(layer):
+        model = layer.owners_model()
+        wanted = _seed(model, layer, OWNER_RATIO)
+        search(model, layer, DEFAULT_MAX_MOVES)
+        if model.most_loaded()[0] <= layer.owners_max * (1 + ROUNDING):
+            return QuickLook(layer.placement_of(model), _least_degree(model, layer, wanted))
+    return QuickLook(layer.owners_only(), layer.max_replicated)
+
+
+def _least_degree(model: EvenDispatchModel, layer: LayerDemand, wanted: Sequence[int]) -> int:
+    """See :class:`QuickLook`.
+
+    A lower degree changes three things. The seed may replicate only the most loaded experts, which makes
+    no difference while all that it wanted are among them: it never came to the others. The search may not
+    replicate more experts at a time than so many, which makes none while it never did: a move that it did
+    not make, for a better one, does not keep it from the better one. And the lower bound rises only if more
+    devices than so many are above it.
+    """
+    by_load = sorted(range(len(model.total)), key=lambda expert: -model.total[expert])
+    last_wanted = max(map(by_load.index, wanted), default=-1)
+    return max(last_wanted + 1, model.most_replicated, layer.num_above_bound)
+
+
+def _demand(
+    owner_E: np.ndarray, load_DE: np.ndarray, topology: Topology, overlap_degree: int, slots: int
+) -> LayerDemand:
+    """What is planned for, checked."""
     owners_only = ExpertPlacement.owners_only(owner_E, topology.num_devices)
     load = checked_load(load_DE, owners_only.num_devices, owners_only.num_experts)
     if overlap_degree < 0 or slots < 0:
@@ -64,23 +121,15 @@ def plan_materialization(
             "0 of either means no replicas"
         )
     max_replicated = min(overlap_degree, owners_only.num_experts)
-    layer = LayerDemand.of(owners_only.owner_E, load, topology, slots, max_replicated)
-    lower_bound, owners_max = layer.lower_bound, layer.owners_max * (1 + ROUNDING)
-    may_replicate = max_replicated > 0 and slots > 0
-    if not may_replicate or (owners_max <= BALANCED_RATIO * lower_bound and not layer.memory_is_enough):
-        return owners_only
-    best: EvenDispatchModel | None = None
-    best_max = np.inf
-    for ratio, start in _starts(layer) if restarts else [(0.0, partial(_seeded, layer, OWNER_RATIO))]:
-        if best_max <= min(owners_max, max(ratio * layer.mean, CHEAP_RESTART_RATIO * lower_bound)):
-            break
-        model = start()
-        search(model, layer, DEFAULT_MAX_MOVES)
-        if model.most_loaded()[0] < best_max:
-            best, best_max = model, model.most_loaded()[0]
-    if best is None or best_max > owners_max:
-        return owners_only
-    return ExpertPlacement(owners_only.owner_E, best.present_ED(), slots=slots)
+    return LayerDemand.of(owners_only.owner_E, load, topology, slots, max_replicated)
+
+
+def _is_worth_it(layer: LayerDemand) -> bool:
+    """Whether there may be replicas, and the owners alone are not balanced already."""
+    if not (layer.max_replicated > 0 and layer.slots > 0):
+        return False
+    balanced = layer.owners_max * (1 + ROUNDING) <= BALANCED_RATIO * layer.lower_bound
+    return layer.memory_is_enough or not balanced
 
 
 type _Start = Callable[[], EvenDispatchModel]
@@ -115,14 +164,18 @@ def _starts(layer: LayerDemand) -> list[tuple[float, _Start]]:
 def _seeded(layer: LayerDemand, owner_ratio: float) -> EvenDispatchModel:
     """The result of :func:`seed_replicas`."""
     model = layer.owners_model()
-    seed_replicas(
+    _seed(model, layer, owner_ratio)
+    return model
+
+
+def _seed(model: EvenDispatchModel, layer: LayerDemand, owner_ratio: float) -> Sequence[int]:
+    return seed_replicas(
         model,
         layer.topology,
         slots=layer.slots,
         max_replicated=layer.max_replicated,
         owner_ratio=owner_ratio,
     )
-    return model
 
 
 def _alg1(layer: LayerDemand) -> EvenDispatchModel:

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_fssdp.planning import cost_model
 from megatron_fssdp.planning.layer_profile import LayerProfile
-from megatron_fssdp.planning.materialization_planner import FEW_DEVICES, plan_materialization
+from megatron_fssdp.planning.materialization_planner import FEW_DEVICES, plan_materialization, quick_look
 from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.traffic_of_first import dispatch_of_first, transfer_of_first
@@ -129,9 +129,8 @@ def priced_materialization(
         A placement whose modelled seconds are at most the owners-only one's.
     """
     considered = max(LEAST_CONSIDERED, CONSIDERED_OVER_HIDDEN * profile.overlap_degree(topology))
-    many = plan_materialization(
-        owner_E, load_DE, topology, overlap_degree=considered, slots=slots, restarts=False
-    )
+    look = quick_look(owner_E, load_DE, topology, overlap_degree=considered, slots=slots)
+    many = look.placement
     if not many.num_replicas:
         return many
     price = LayerPrice(np.asarray(load_DE), topology, profile, rematerialize)
@@ -142,15 +141,12 @@ def priced_materialization(
     if not least_s < (1 - LEAST_SAVING) * plain_s:
         return ExpertPlacement.owners_only(owner_E, topology.num_devices)
     number = 1 + int((seconds_K[1:] <= least_s + LEAST_FURTHER_SAVING * plain_s).argmax())
-    # With many devices further starts lower the price by 0.1 %, and take most of the time.
-    again = plan_materialization(
-        owner_E,
-        load_DE,
-        topology,
-        overlap_degree=number,
-        slots=slots,
-        restarts=topology.num_devices <= FEW_DEVICES,
-    )
+    if topology.num_devices <= FEW_DEVICES:
+        again = plan_materialization(owner_E, load_DE, topology, overlap_degree=number, slots=slots)
+    elif number >= look.least_degree:
+        return many
+    else:  # Further starts lower the price by 0.1 %, and take most of the time.
+        again = quick_look(owner_E, load_DE, topology, overlap_degree=number, slots=slots).placement
     if price.seconds(again) < seconds_K[number]:
         return again
     return _of_experts(many, experts[:number])

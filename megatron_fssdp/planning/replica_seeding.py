@@ -27,7 +27,7 @@ def seed_replicas(
     slots: int,
     max_replicated: int,
     owner_ratio: float = OWNER_RATIO,
-) -> None:
+) -> list[int]:
     """Replicates the experts of overloaded devices; ``model`` has owners only before.
 
     First every overloaded owner says how many holders its experts need (:func:`holders_wanted`).
@@ -41,12 +41,13 @@ def seed_replicas(
         slots: Most replicas a device may hold.
         max_replicated: Most experts with replicas; where it binds, the most loaded ones.
         owner_ratio: Part of the mean device load that an overloaded owner keeps.
+
+    Returns:
+        The experts that need more than one holder; they have them as far as there is room.
     """
     wanted = holders_wanted(
         model, num_slots=len(model.loads) * slots, max_replicated=max_replicated, owner_ratio=owner_ratio
     )
-    if not wanted:
-        return
     total = model.total
     room = _Room(model, topology, wanted, slots)
     for _, expert in sorted([(-total[expert] / count, expert) for expert, count in wanted.items()]):
@@ -55,6 +56,7 @@ def seed_replicas(
             model.spread(expert, devices)
         room.settle(expert, devices)
     model.sort_loads()
+    return list(wanted)
 
 
 def holders_wanted(

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning.even_dispatch_model import EvenDispatchModel
-from megatron_fssdp.planning.materialization_planner import plan_materialization
+from megatron_fssdp.planning.materialization_planner import plan_materialization, quick_look
 from megatron_fssdp.planning.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.replica_refinement import refine_replicas
 from megatron_fssdp.planning.replica_routing import device_tokens_D, expected_device_load_D
@@ -190,3 +190,16 @@ def test_bad_arguments_say_what_was_wanted():
         plan_materialization(
             np.array([0, 0]), np.array([[1, -1], [1, 1]]), topology, overlap_degree=1, slots=1
         )
+
+
+@given(seed=SEEDS, degree=st.integers(1, 24), slots=st.integers(0, 4), sigma=st.sampled_from([0.3, 1.0, 2.0]))
+def test_quick_look_is_the_same_from_its_least_degree_on(seed, degree, slots, sigma):
+    rng = np.random.default_rng(seed)
+    topology = Topology.uniform(12, int(rng.choice([1, 3, 4])))
+    owner_E = even_owners(24, 12) if seed % 2 else rng.integers(0, 12, 24)
+    load_DE = rng.poisson(20, (12, 24)) * rng.lognormal(sigma=sigma, size=24)
+    look = quick_look(owner_E, load_DE, topology, overlap_degree=degree, slots=slots)
+    for fewer in range(look.least_degree, degree):
+        again = quick_look(owner_E, load_DE, topology, overlap_degree=fewer, slots=slots)
+        assert again.placement == look.placement
+        assert again.least_degree == look.least_degree
