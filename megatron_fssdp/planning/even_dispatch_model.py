@@ -119,7 +119,7 @@ class EvenDispatchModel:
         num_devices = topology.num_devices
         self.node_of = topology.node_of_device
         self._load_DE = load_DE
-        self._node_load_NE = node_load_NE
+        self._node_load: list[list[float]] = node_load_NE.T.tolist()
         self.total: list[float] = node_load_NE.sum(axis=0).tolist()
         self.owners: list[int] = owner_E.tolist()
         self._shares: list[ExpertShares | None] = [None] * len(self.owners)
@@ -175,7 +175,7 @@ class EvenDispatchModel:
         if shares is None:
             shares = self._shares[expert] = ExpertShares(
                 self._load_DE[:, expert].tolist(),
-                self._node_load_NE[:, expert].tolist(),
+                self._node_load[expert],
                 self.total[expert],
                 self.holders[expert],
                 self.node_of,

@@ -142,18 +142,21 @@ def _best_move(model: EvenDispatchModel, layer: LayerDemand, min_gain: float) ->
         num_after = len(holders) + 1
         is_new = num_after == 2
         here_without_far = highest - far
+        far_if_served = unserved / num_after  # after a replica in a node that has one already
+        here_if_served = here_without_far + far_if_served
         for target_load, target in targets:
             if target in holders:
                 continue
             target_node = node_of[target]
             if target_node in holders_in:
-                far_after = unserved / num_after
+                here = here_if_served
+                if target_node != node and here >= best:
+                    continue
                 count = holders_in[target_node]
                 near_after = (near[target_node] * count - own[target]) / (count + 1)
-                here = here_without_far + far_after
                 if target_node == node:
                     here += near_after - near_here
-                there = target_load + own[target] + near_after + far_after
+                there = target_load + own[target] + near_after + far_if_served
             else:
                 far_after = (unserved - node_load[target_node]) / num_after
                 here = here_without_far + far_after

@@ -147,15 +147,14 @@ class _Room:
                 not may_grow or highest <= self._fits or load + total / num_after >= highest
             ):
                 break
-            if len(replicas[device]) >= slots:
-                gone.append(position)  # full for good: here nobody gets a slot back
-                continue
             node = node_of[device]
             in_node = holders_in.get(node, 0)
             if device == owner or in_node >= most_in_node:
                 continue
-            holders_in[node] = in_node + 1
             gone.append(position)
+            if len(replicas[device]) >= slots:
+                continue  # full for good: here nobody gets a slot back
+            holders_in[node] = in_node + 1
             taken.append(device)
             highest = load + total / num_after
             num_after += 1
