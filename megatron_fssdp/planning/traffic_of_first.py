@@ -53,48 +53,42 @@ def dispatch_of_first(
     present_DC = placement.present_ED.T[:, expert_C]
     present_DC[:, :num_experts] = False
     present_DC[placement.owner_E, np.arange(num_experts)] = True
-    traffic_RC = _by_column(np.asarray(load_DE, dtype=np.float64)[:, expert_C], present_DC, topology)
-    owned_RE, replicated_RK = traffic_RC[:, :num_experts], traffic_RC[:, num_experts:]
-    total_RK = np.empty((len(traffic_RC), 1 + len(experts)))
-    owned_RE.sum(axis=1, out=total_RK[:, 0])
-    np.subtract(replicated_RK, owned_RE[:, experts], out=total_RK[:, 1:])
-    np.cumsum(total_RK, axis=1, out=total_RK)
-    total_RK[total_RK < ROUNDING * load_DE.sum()] = 0.0
-    num_devices = placement.num_devices
-    own_DK, far_in_DK, near_in_DK = total_RK[: 3 * num_devices].reshape(3, num_devices, -1)
-    near_K, far_of_node_K = np.maximum.reduceat(total_RK[2 * num_devices :], [0, 2 * num_devices], axis=0)
-    return DispatchOfFirst((own_DK + near_in_DK + far_in_DK).max(axis=0), near_K, far_of_node_K)
+    traffic_LDC = _by_column(np.asarray(load_DE, dtype=np.float64)[:, expert_C], present_DC, topology)
+    owned_LDE, replicated_LDK = traffic_LDC[:, :, :num_experts], traffic_LDC[:, :, num_experts:]
+    total_LDK = np.empty((*traffic_LDC.shape[:2], 1 + len(experts)))
+    total_LDK[:, :, 0] = np.cumsum(owned_LDE, axis=2)[:, :, -1]
+    np.subtract(replicated_LDK, owned_LDE[:, :, experts], out=total_LDK[:, :, 1:])
+    np.cumsum(total_LDK, axis=2, out=total_LDK)
+    total_LDK[total_LDK < ROUNDING * load_DE.sum()] = 0.0
+    own_DK, near_in_DK, near_out_DK, far_in_DK, far_out_DK = total_LDK
+    return DispatchOfFirst(
+        (own_DK + near_in_DK + far_in_DK).max(axis=0),
+        np.maximum(near_in_DK, near_out_DK).max(axis=0),
+        np.maximum(topology.sum_over_nodes(far_in_DK), topology.sum_over_nodes(far_out_DK)).max(axis=0),
+    )
 
 
 def _by_column(load_DC: np.ndarray, present_DC: np.ndarray, topology: Topology) -> np.ndarray:
-    """Pairs of some experts in 4 D + 2 N rows [R, C].
-
-    Of each device: own ones, those in from other nodes, those in from its node and those out to it. Then of
-    each node: those in from and out to other nodes.
+    """Own pairs, those in from and out to the node, those in from and out to other nodes: [5, D, C].
 
     Args:
-        load_DC: Pairs by source.
-        present_DC: Holders.
+        load_DC: Pairs of some experts by source.
+        present_DC: Their holders.
         topology: Nodes of the devices.
     """
-    (num_devices, num_columns), num_nodes = load_DC.shape, topology.num_nodes
+    traffic_LDC = np.empty((5, *load_DC.shape))
+    own_DC, near_in_DC, near_out_DC, far_in_DC, far_out_DC = traffic_LDC
     node_D = topology.node_of_device_D
-    traffic_RC = np.empty((4 * num_devices + 2 * num_nodes, num_columns))
-    of_devices_RC, of_nodes_RC = traffic_RC[: 4 * num_devices], traffic_RC[4 * num_devices :]
-    own_DC, far_in_DC, near_in_DC, near_out_DC = of_devices_RC.reshape(4, num_devices, num_columns)
-    far_in_NC, far_out_NC = of_nodes_RC.reshape(2, num_nodes, num_columns)
     np.multiply(load_DC, present_DC, out=own_DC)
     load_NC, own_NC = topology.sum_over_nodes(load_DC), topology.sum_over_nodes(own_DC)
     holders_NC = topology.sum_over_nodes(present_DC.astype(np.int64))
     is_far_NC = holders_NC == 0
-    np.multiply(load_NC, is_far_NC, out=far_out_NC)
-    far_C = far_out_NC.sum(axis=0) / holders_NC.sum(axis=0)
-    np.multiply(far_C, holders_NC, out=far_in_NC)
-    np.multiply(far_C, present_DC, out=far_in_DC)
-    near_NC = (load_NC - own_NC - far_out_NC) / np.maximum(holders_NC, 1)
+    near_NC = (load_NC - own_NC) / np.maximum(holders_NC, 1)  # by holder, of which there may be none
     np.multiply(near_NC[node_D], present_DC, out=near_in_DC)
-    np.multiply(load_DC - own_DC, ~is_far_NC[node_D], out=near_out_DC)
-    return traffic_RC
+    np.multiply((load_NC * is_far_NC).sum(axis=0) / holders_NC.sum(axis=0), present_DC, out=far_in_DC)
+    np.multiply(load_DC, is_far_NC[node_D], out=far_out_DC)
+    np.subtract(load_DC - far_out_DC, own_DC, out=near_out_DC)
+    return traffic_LDC
 
 
 @dataclass(frozen=True, eq=False)
