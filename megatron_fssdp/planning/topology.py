@@ -104,5 +104,7 @@ class Topology:
         if size == 1:
             return np.array(values_DE)
         if size:
-            return np.add.reduce(values_DE.reshape(self.num_nodes, size, values_DE.shape[1]), axis=1)
+            # In C order numpy adds row after row, in others it may add in pairs.
+            values = np.ascontiguousarray(values_DE)
+            return np.add.reduce(values.reshape(self.num_nodes, size, values.shape[1]), axis=1)
         return np.stack([values_DE[list(devices)].sum(axis=0) for devices in self.devices_by_node])

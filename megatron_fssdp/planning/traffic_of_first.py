@@ -50,10 +50,10 @@ def dispatch_of_first(
     experts, num_experts = np.asarray(experts, dtype=np.int64), placement.num_experts
     # All experts with their owners alone (columns up to E), then the replicated ones with their replicas.
     expert_C = np.concatenate([np.arange(num_experts), experts])
-    present_DC = placement.present_ED.T[:, expert_C]
+    present_DC = placement.present_ED[expert_C].T.copy()
     present_DC[:, :num_experts] = False
     present_DC[placement.owner_E, np.arange(num_experts)] = True
-    traffic_LDC = _by_column(np.asarray(load_DE, dtype=np.float64)[:, expert_C], present_DC, topology)
+    traffic_LDC = _by_column(np.take(load_DE, expert_C, axis=1), present_DC, topology)
     owned_LDE, replicated_LDK = traffic_LDC[:, :, :num_experts], traffic_LDC[:, :, num_experts:]
     total_LDK = np.empty((*traffic_LDC.shape[:2], 1 + len(experts)))
     total_LDK[:, :, 0] = np.cumsum(owned_LDE, axis=2)[:, :, -1]
