@@ -77,7 +77,8 @@ class ExpertMoves:
             slots += [[torch.nn.Parameter(torch.zeros_like(t)) for t in slots[0]] for _ in range(num_spares)]
         self._slots = slots
         weights = [self._flattened(tensors) for tensors in slots]
-        moments = [torch.zeros(MOMENTS * self._layout.numel) for _ in slots]
+        # Nobody reads them, so one tensor stands for those of all slots.
+        moments = [torch.zeros(MOMENTS * self._layout.numel)] * len(slots)
         self._quantities = [Rows("parameters", weights), Rows("moments", moments)]
 
     def before(self, iteration: int) -> list[Parameters]:
@@ -118,6 +119,9 @@ class ExpertMoves:
         exchange_slots(self._group, moves, self._quantities, are_copies=are_copies)
 
     def _flattened(self, tensors: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+        storage = tensors[0].untyped_storage()
+        if storage.nbytes() == self._layout.num_bytes:  # another stack with the same Parameters was first
+            return torch.empty(0, dtype=self._layout.dtype).set_(storage)
         flat = self._layout.pack([tensor.detach() for tensor in tensors])
         for tensor, view in zip(tensors, self._layout.unpack(flat), strict=True):
             tensor.data = view
