@@ -22,11 +22,14 @@ class ProphetModel:
         input_bytes: One input, ``size(input)``.
         expert_bytes: One expert's parameters.
         gradient_bytes: One expert's gradients.
-        bytes_per_s: Mean bandwidth, ``B̄``.
+        bytes_per_s: Mean bandwidth, ``B̄``: what a device gets while all exchange inputs.
         inputs_per_s: Throughput of a device on expert inputs, forward, ``t``.
         non_expert_s: Forward of the computation between two MoE layers, ``FNEC``; its backward
             takes twice that.
         overlaps: Whether Trans and Agg run beside computation: Eq. 8 in place of Eq. 6.
+        transfer_bytes_per_s: The same for Trans and Agg; ``None`` for ``B̄``, as in the paper. Ours, because a
+            two-level transfer has a node's link for itself.
+        start_s: Start-up of each expert's Trans, and Agg; the paper has none.
     """
 
     num_devices: int
@@ -38,6 +41,8 @@ class ProphetModel:
     inputs_per_s: float
     non_expert_s: float = 0.0
     overlaps: bool = False
+    transfer_bytes_per_s: float | None = None
+    start_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_left_out < self.num_devices:
@@ -60,7 +65,8 @@ class ProphetModel:
     def transfer_s(self, num_selected: int, num_bytes: int) -> float:
         """``T_Trans = s · (D − n) · size / (D · B̄)`` (Eq. 4), and ``T_Agg`` with gradients (Eq. 5)."""
         share = (self.num_devices - self.num_left_out) / self.num_devices
-        return num_selected * share * num_bytes / self.bytes_per_s
+        bytes_per_s = self.transfer_bytes_per_s or self.bytes_per_s
+        return num_selected * (self.start_s + share * num_bytes / bytes_per_s)
 
     def layer_s(self, received_D: np.ndarray, computed_D: np.ndarray, num_selected: int) -> float:
         """Seconds of the layer: Eq. 6, or Eq. 8 with overlap.

@@ -83,15 +83,19 @@ class ProProphet(MeasuredReplicas[ProphetSettings]):
 
 
 def _model(profile: LayerProfile, topology: Topology, num_left_out: int, *, overlaps: bool) -> ProphetModel:
-    cluster = profile.cluster
+    cluster, link = profile.cluster, profile.slowest_link(topology)
+    # The devices of a node share its link to others; one expert's transfer crosses it once.
+    num_sharing = topology.num_devices // topology.num_nodes if link is cluster.inter else 1
     return ProphetModel(
         num_devices=topology.num_devices,
         num_left_out=num_left_out,
         input_bytes=profile.token_bytes,
         expert_bytes=profile.expert_bytes,
         gradient_bytes=profile.reduced_bytes,
-        bytes_per_s=1 / profile.slowest_link(topology).beta_s_per_byte,
+        bytes_per_s=1 / link.beta_s_per_byte / num_sharing,
         inputs_per_s=cluster.expert_flops_per_s / profile.flops_per_token,
         non_expert_s=profile.non_moe_s,
         overlaps=overlaps,
+        transfer_bytes_per_s=1 / link.beta_s_per_byte,
+        start_s=link.alpha_s,
     )
