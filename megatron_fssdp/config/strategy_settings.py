@@ -139,7 +139,8 @@ class ProphetSettings(MeasuringSettings):
         ge=0,
         description=(
             "Devices that a selected expert is not sent to, those with the fewest tokens for it (Pro-Prophet "
-            "§IV-B, n). Default: of 0, 1, 2, 4, … devices the number with the fewest modelled seconds."
+            "§IV-B, n). Default: of 0, 1, 2, 4, … devices the number, or nothing at all, with the fewest "
+            "seconds over the links as they are; the paper's Eq. 1 to 8 alone decide where it is given."
         ),
     )
     balance: float = Field(

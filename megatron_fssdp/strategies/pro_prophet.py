@@ -5,10 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_fssdp.config.strategy_settings import ProphetSettings
+from megatron_fssdp.planning import cost_model
 from megatron_fssdp.planning.calibration import doubling
 from megatron_fssdp.planning.layer_profile import LayerProfile
 from megatron_fssdp.planning.load_history import LoadHistory
-from megatron_fssdp.planning.prophet_planner import PlannedLayer, ProphetModel, plan_layer
+from megatron_fssdp.planning.placement import ExpertPlacement
+from megatron_fssdp.planning.prophet_planner import ProphetModel, plan_layer
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.transfer_plan import two_level_transfer
 from megatron_fssdp.planning.transfer_split import WHOLE
@@ -58,19 +60,26 @@ class ProProphet(MeasuredReplicas[ProphetSettings]):
         return plan
 
     def _planned(self, context: LayerContext, profile: LayerProfile, counts_DE: np.ndarray) -> LayerPlan:
-        most = context.num_devices - 1
-        numbers = [0, *doubling(most)] if self.settings.left_out is None else [self.settings.left_out]
-        found: list[PlannedLayer] = [
+        most, left_out = context.num_devices - 1, self.settings.left_out
+        found = [
             plan_layer(
                 context.owner_E,
                 counts_DE,
                 _model(profile, context.topology, min(number, most), overlaps=self.settings.overlap),
                 balance=self.settings.balance,
                 slots=self.slots(context),
-            )
-            for number in numbers
+            ).placement
+            for number in ([0, *doubling(most)] if left_out is None else [left_out])
         ]
-        placement = min(found, key=lambda one: one.seconds).placement
+        if left_out is None:
+            # Eq. 4 takes an expert for fewer devices to cost less, which a link between nodes does not
+            # notice. Links as they are decide between the searches, and whether any of them pays.
+            owners_only = ExpertPlacement.owners_only(context.owner_E, context.num_devices)
+            placement = min(
+                [owners_only, *found], key=lambda one: self._seconds(context, profile, counts_DE, one)
+            )
+        else:
+            (placement,) = found
         transfer = two_level_transfer(placement, context.topology)
         is_split = self.settings.overlap and self.settings.split
         return LayerPlan(
@@ -79,6 +88,37 @@ class ProProphet(MeasuredReplicas[ProphetSettings]):
             gather_ahead=self.settings.overlap,
             dispatch_policy="owner",
             split=split_of(transfer, float(counts_DE.sum()), context) if is_split else WHOLE,
+        )
+
+    def _seconds(
+        self, context: LayerContext, profile: LayerProfile, counts_DE: np.ndarray, placement: ExpertPlacement
+    ) -> float:
+        """Of the layer by link, with what Eq. 8 leaves exposed of the transfers."""
+        topology, cluster = context.topology, profile.cluster
+        layer_s = cost_model.dispatched_layer_s(
+            counts_DE,
+            placement,
+            topology,
+            cluster=cluster,
+            token_bytes=profile.token_bytes,
+            flops_per_token=profile.flops_per_token,
+            dispatch_policy="owner",
+        )
+        transfer = two_level_transfer(placement, topology)
+        hidden_s = 0.0
+        if self.settings.overlap:
+            even_tokens = float(counts_DE.sum()) / context.num_devices
+            hidden_s = profile.non_moe_s + self.settings.split * (
+                even_tokens * profile.flops_per_token / cluster.expert_flops_per_s
+            )
+        gather_s, reduce_s = (
+            cost_model.transfer_s(transfer, num_bytes, topology, cluster)
+            for num_bytes in (profile.expert_bytes, profile.reduced_bytes)
+        )
+        return (
+            layer_s
+            + cost_model.exposed_s(gather_s, hidden_s)
+            + cost_model.exposed_s(reduce_s, cost_model.BACKWARD_PER_FORWARD * hidden_s)
         )
 
 
