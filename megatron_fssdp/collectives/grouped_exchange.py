@@ -3,7 +3,8 @@
 Ranks form groups and the groups a ring of n. In step j a rank sends rows to group ``own − j`` and gets
 rows from group ``own + j``; it computes on those while later steps' rows travel, and sends the
 results back. Messages run on a lane of their own: ``S_0 … S_{n−1}``, then ``R_0 … R_{n−1}``. The own
-group, without slow links, comes first; the neighbours in the ring come last.
+group, without slow links, comes first and the neighbours in the ring last; or the own group last, where
+something else has to arrive before its rows can be computed.
 """
 
 from collections.abc import Callable, Sequence
@@ -129,6 +130,7 @@ def _drive(
     steps: _Steps, arrived: list["Future[list[Tensor]]"], computed: list["Future[Sequence[Tensor]]"]
 ) -> None:
     group, rank, num_steps = steps.group, steps.ring.rank, steps.ring.num_steps
+    own_step = steps.ring.own_step
     width = len(steps.outgoing_D)
     buffers = [steps.buffers(step) for step in range(num_steps)]
     incoming = [
@@ -158,8 +160,8 @@ def _drive(
             )
         if step:
             _finish(incoming[step - 1])
-            if step == 1:
-                _copy_own(rank, steps.sent(0), steps.parts(0, buffers[0]))
+            if step - 1 == own_step:
+                _copy_own(rank, steps.sent(own_step), steps.parts(own_step, buffers[own_step]))
             arrived[step - 1].set_result(buffers[step - 1])
             _finish(sends[step - 1])
     back: list[dist.Work] = []
@@ -170,8 +172,8 @@ def _drive(
             for peer, number, part in parts
             if peer != rank and part.numel()
         ]
-        if not step:
-            _copy_own(rank, parts, steps.returned(0))
+        if step == own_step:
+            _copy_own(rank, parts, steps.returned(step))
     _finish(returns)
     _finish(back)
 
@@ -207,8 +209,8 @@ def _run_on_stream(steps: _Steps, compute: Compute) -> None:
         buffers = steps.buffers(step)
         with torch.cuda.stream(stream):
             _together(steps.sent(step), steps.parts(step, buffers), steps.group)
-            if not step:
-                _copy_own(rank, steps.sent(0), steps.parts(0, buffers))
+            if step == steps.ring.own_step:
+                _copy_own(rank, steps.sent(step), steps.parts(step, buffers))
             arrivals.append((buffers, stream.record_event()))
     for step, (buffers, arrival) in enumerate(arrivals):
         current.wait_event(arrival)
@@ -219,8 +221,8 @@ def _run_on_stream(steps: _Steps, compute: Compute) -> None:
         parts = steps.parts(step, computed)
         with torch.cuda.stream(stream):
             _together(parts, steps.returned(step), steps.group)
-            if not step:
-                _copy_own(rank, parts, steps.returned(0))
+            if step == steps.ring.own_step:
+                _copy_own(rank, parts, steps.returned(step))
         for tensor in computed:
             tensor.record_stream(stream)
     current.wait_stream(stream)

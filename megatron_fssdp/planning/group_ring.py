@@ -13,11 +13,13 @@ class GroupRing:
         rank: The rank.
         num_ranks: Of all groups.
         group_size: Ranks of a group; divides ``num_ranks``.
+        own_last: Whether the own group's turn is the last one, and not the first; the same on all ranks.
     """
 
     rank: int
     num_ranks: int
     group_size: int
+    own_last: bool = False
 
     def __post_init__(self) -> None:
         if self.group_size < 1 or self.num_ranks % self.group_size:
@@ -49,13 +51,18 @@ class GroupRing:
         """Groups, n."""
         return self.num_ranks // self.group_size
 
+    @property
+    def own_step(self) -> int:
+        """The step in which a rank exchanges with its own group."""
+        return self.num_steps - 1 if self.own_last else 0
+
     def receivers(self, step: int) -> range:
-        """The ranks that this one sends rows to: group ``own − step``."""
-        return self._group(self.rank // self.group_size - step)
+        """The ranks that this one sends rows to: group ``own − step``, counted from the own step on."""
+        return self._group(self.rank // self.group_size - step - self.own_last)
 
     def senders(self, step: int) -> range:
-        """The ranks whose rows this one computes: group ``own + step``."""
-        return self._group(self.rank // self.group_size + step)
+        """The ranks whose rows this one computes: group ``own + step``, likewise."""
+        return self._group(self.rank // self.group_size + step + self.own_last)
 
     def _group(self, number: int) -> range:
         first = number % self.num_steps * self.group_size

@@ -285,11 +285,10 @@ class LayerExecutor:
         """
         if self.groups.ring is None:
             return None
-        weights = micro_batch.materialization.weights
-
-        def before_forward() -> None:
-            self.plan_following()
-            weights.wait()
+        materialization, ring = micro_batch.materialization, self.groups.ring
+        travels_G = [expert not in materialization.parameters for expert in materialization.present]
+        # Most rows for replicas are the device's own: those from far are there to be computed meanwhile.
+        ring = replace(ring, own_last=bool(micro_batch.plan.transfer.edges) and not micro_batch.plan.resident)
 
         def timed(
             rows: torch.Tensor,
@@ -302,11 +301,12 @@ class LayerExecutor:
 
         return ExpertPipeline(
             micro_batch.exchange,
-            self.groups.ring,
+            ring,
             self.groups.expert_parallel,
             timed,
-            before_forward,
-            weights.wait,
+            self.plan_following,
+            materialization.weights.wait,
+            travels_G,
         )
 
     def computing(self, num_rows: int, device: torch.device) -> AbstractContextManager[None]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -47,8 +48,11 @@ class ExpertPipeline:
         ring: The groups of ranks.
         group: The expert-parallel ranks.
         compute: The experts.
-        before_forward: Called when the first rows are on their way; must leave the weights complete.
-        before_backward: The same in the backward pass.
+        before_forward: Called when the first rows are on their way.
+        await_weights: Waits for the experts that are still on theirs. Called in the backward pass before the
+            first step, and forward before the first step with rows for such an expert, at the latest
+            the last one: what has arrived is computed meanwhile (FasterMoE, §4.2, Fig. 7).
+        travels_G: Whether each of the present experts may be on its way.
     """
 
     record: DispatchRecord
@@ -56,7 +60,8 @@ class ExpertPipeline:
     group: dist.ProcessGroup
     compute: ExpertCompute
     before_forward: Callable[[], object] = _nothing
-    before_backward: Callable[[], object] = _nothing
+    await_weights: Callable[[], object] = _nothing
+    travels_G: Sequence[bool] = ()
 
     def run(self, rows: Tensor, probs: Tensor, experts: Sequence[ExpertWeights]) -> Tensor:
         """Results of the rows sent: ``[A, M]``.
@@ -74,6 +79,11 @@ class ExpertPipeline:
         builds = torch.is_grad_enabled()
         results: Tensor = _PipelinedExperts.apply(self, per_expert, builds, rows, probs, *tensors)
         return results
+
+    def needs_weights(self, step: int) -> bool:
+        """Whether a step has rows for an expert that may be on its way, or is the last one."""
+        received_SG = self.record.received_SG[list(self.ring.senders(step))]
+        return step == self.ring.num_steps - 1 or bool(received_SG[:, np.flatnonzero(self.travels_G)].any())
 
     def of_step(self, step: int, rows: Tensor, probs: Tensor, experts: Sequence[ExpertWeights]) -> Tensor:
         """The experts' results for one step's rows, in the order in which they came."""
@@ -114,6 +124,8 @@ class _PipelinedExperts(torch.autograd.Function):
         def compute(step: int, received: Sequence[Tensor]) -> list[Tensor]:
             if not step:
                 pipeline.before_forward()
+            if pipeline.needs_weights(step):
+                pipeline.await_weights()
             inputs = [
                 x.detach().requires_grad_(builds and need) for x, need in zip(received, needs, strict=False)
             ]
@@ -149,7 +161,7 @@ class _PipelinedExperts(torch.autograd.Function):
 
         def compute(step: int, received: Sequence[Tensor]) -> list[Tensor]:
             if not step:
-                pipeline.before_backward()
+                pipeline.await_weights()
             rows, probs, output = kept[step]
             kept[step] = None  # its activations are free from here on
             inputs = [x for x, need in ((rows, needs_rows), (probs, needs_probs)) if need]

@@ -11,9 +11,14 @@ def test_figure_7_of_fastermoe() -> None:
     assert [list(ring.senders(step)) for step in range(3)] == [[0, 1], [2, 3], [4, 5]]
 
 
+@pytest.mark.parametrize("own_last", [False, True])
 @pytest.mark.parametrize("group_size", [1, 2, 3, 6])
-def test_what_one_sends_another_expects_in_the_same_step(group_size: int) -> None:
-    rings = [GroupRing(rank, 6, group_size) for rank in range(6)]
+def test_what_one_sends_another_expects_in_the_same_step(group_size: int, own_last: bool) -> None:
+    rings = [GroupRing(rank, 6, group_size, own_last) for rank in range(6)]
+    for ring in rings:
+        assert ring.rank in ring.senders(ring.own_step)
+        assert ring.rank in ring.receivers(ring.own_step)
+        assert ring.own_step == (ring.num_steps - 1 if own_last else 0)
     for step in range(rings[0].num_steps):
         sent = {(ring.rank, peer) for ring in rings for peer in ring.receivers(step)}
         assert sent == {(peer, ring.rank) for ring in rings for peer in ring.senders(step)}

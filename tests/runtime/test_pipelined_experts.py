@@ -1,7 +1,12 @@
 """The exchange in steps gives what the exchange with all at once gives: the reference's numbers."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
+
+from megatron_fssdp.planning.group_ring import GroupRing
+from megatron_fssdp.runtime.pipelined_experts import ExpertPipeline
 from megatron_fssdp.testing import run_ranks
 
 from .rank_layer import compare_with_reference
@@ -19,3 +24,19 @@ def test_equals_the_reference() -> None:
         for result in (of_rank[case.name] for of_rank in results):
             worst = max(result.errors.values())
             assert worst <= TOLERANCE[case.dtype], (case.name, result.errors)
+
+
+def test_weights_are_awaited_where_rows_need_them() -> None:
+    """Four ranks by one; expert 1 of the two that are present may be on its way."""
+    received_SG = np.array([[0, 5], [3, 0], [2, 1], [4, 0]])  # from ranks 0 to 3
+
+    def steps_that_wait(travels_G: tuple[bool, ...], own_last: bool) -> list[int]:
+        ring = GroupRing(0, 4, 1, own_last)
+        record = SimpleNamespace(received_SG=received_SG)
+        pipeline = ExpertPipeline(record, ring, None, None, travels_G=travels_G)  # type: ignore[arg-type]
+        return [step for step in range(4) if pipeline.needs_weights(step)]
+
+    assert steps_that_wait((False, True), own_last=False) == [0, 2, 3]
+    # The own rows' turn comes last: rank 1's are computed before anybody waits.
+    assert steps_that_wait((False, True), own_last=True) == [1, 3]
+    assert steps_that_wait((False, False), own_last=True) == [3]
