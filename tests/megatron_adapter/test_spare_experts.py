@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy_settings import FlexmoeSettings, SmartmoeSettings
+from megatron_fssdp.megatron_adapter.strategy_session import StrategySession
+
 from .test_strategy_parity import cheap_links
-from .training_run import relative_difference, train, train_on_all_ranks
+from .training_run import relative_difference, train
 
 FLEXMOE = (
     "--moe-strategy flexmoe --moe-strategy-set slots=2 --moe-strategy-set placement_interval=2 "
@@ -79,17 +84,24 @@ def test_checkpoints_hold_each_expert_once(optimizer: str, text_data: Path, tmp_
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("setting", "message"),
     [
-        ("--fp16", "does not support fp16"),
-        ("--calculate-per-token-loss", "does not support --calculate-per-token-loss"),
+        ("fp16", "does not support fp16"),
+        ("calculate_per_token_loss", "does not support --calculate-per-token-loss"),
     ],
 )
-def test_what_would_go_wrong_is_refused(arguments: str, message: str, text_data: Path) -> None:
-    runs = train_on_all_ranks(2, f"--expert-model-parallel-size 2 {arguments} {FLEXMOE}", text_data)
-    for run in runs:
-        assert run.exit_code == 2
-        assert message in run.errors
+def test_what_would_go_wrong_is_refused(setting: str, message: str) -> None:
+    sessions = [
+        StrategySession("flexmoe", FlexmoeSettings()),
+        StrategySession("smartmoe", SmartmoeSettings()),
+    ]
+    model = SimpleNamespace(num_moe_experts=8, expert_model_parallel_size=2)
+    for session in sessions:
+        session.check_model(model)
+    setattr(model, setting, True)
+    with pytest.raises(ConfigurationError, match=message):
+        sessions[0].check_model(model)
+    sessions[1].check_model(model)
 
 
 # ---------------------------------------------------------------- on the ranks
