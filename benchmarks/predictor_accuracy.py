@@ -27,6 +27,7 @@ from megatron_fssdp.config.cluster_description import ClusterDescription, LinkDe
 from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy_settings import EpSettings
+from megatron_fssdp.reporting.figures import COLOURS, DPI, new_figure
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import simulate
 
@@ -312,12 +313,10 @@ def report(comparisons: Sequence[Comparison], figures: dict[str, Any]) -> str:
 
 def draw(comparisons: Sequence[Comparison], figures: dict[str, Any], path: Path) -> None:
     """Measured against simulated seconds, a colour a strategy, a marker a rate."""
-    import matplotlib
+    from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 6))
+    figure = new_figure((6, 8))
+    axes = figure.subplots()
     strategies = list(dict.fromkeys(one.strategy for one in comparisons))
     rates = list(dict.fromkeys(one.rate for one in comparisons))
     for number, strategy in enumerate(strategies):
@@ -326,7 +325,7 @@ def draw(comparisons: Sequence[Comparison], figures: dict[str, Any], path: Path)
             axes.scatter(
                 [one.simulated_s for one in of],
                 [one.measured_s for one in of],
-                color=f"C{number % 10}",
+                color=COLOURS[number % len(COLOURS)],
                 marker=marker,
                 label=f"{strategy}, {rate}",
             )
@@ -341,10 +340,12 @@ def draw(comparisons: Sequence[Comparison], figures: dict[str, Any], path: Path)
         f"R² {'–' if r_squared is None else format(r_squared, '.3f')}, "
         f"mean error {figures['mean_relative_error']:.1%}, {len(comparisons)} points"
     )
-    axes.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(ScalarFormatter())
+    figure.legend(fontsize="small", loc="outside lower center")
+    figure.savefig(path, dpi=DPI)
 
 
 if __name__ == "__main__":
