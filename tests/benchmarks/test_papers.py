@@ -52,4 +52,4 @@ def test_cells_of_a_table() -> None:
     plain, prophet = small.iteration_s("ep"), small.iteration_s("prophet")
     assert 0 < prophet <= plain * 1.001
     assert small.moe_s("ep") < plain
-    assert len(pro_prophet.RELATIONS) == 4 + 2 * (10 + 8) + 4 + 2 + 1
+    assert len(pro_prophet.RELATIONS) == 4 + 2 * (10 + 8) + 4 + 2 + 4
