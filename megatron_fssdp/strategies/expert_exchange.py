@@ -12,24 +12,12 @@ from megatron_fssdp.planning.load_history import LoadHistory
 from megatron_fssdp.planning.owner_map import OwnerMap
 from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.topology import Topology
+from megatron_fssdp.strategies.fixed_owners import DecidedByHistory
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 
-class ExpertExchange:
+class ExpertExchange(DecidedByHistory[SmartmoeSettings]):
     """``smartmoe``: as many experts a device as before, no replicas (Hecate §2.3, §5.1)."""
-
-    def __init__(self, settings: SmartmoeSettings) -> None:
-        self.settings = settings
-
-    @property
-    def window(self) -> int:
-        """Iterations whose mean load decides."""
-        return self.settings.window
-
-    @property
-    def profile_iterations(self) -> int:
-        """Iterations to measure: savings are compared with the exchange."""
-        return self.settings.profile_iterations
 
     def check(self, context: LayerContext) -> None:
         """Refuse one expert a device."""

@@ -1,10 +1,16 @@
-"""What strategies have in common that leave every expert with its first owner."""
+"""What strategies have in common: owners that stay, replicas or moves by measured costs."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_fssdp.config.strategy_settings import FastermoeSettings, ProphetSettings, QuotaSettings
+from megatron_fssdp.config.strategy_settings import (
+    FastermoeSettings,
+    FlexmoeSettings,
+    ProphetSettings,
+    QuotaSettings,
+    SmartmoeSettings,
+)
 from megatron_fssdp.planning.owner_map import OwnerMap
 from megatron_fssdp.strategies.replica_limits import described_slots, slots_of
 from megatron_fssdp.strategies.strategy import LayerContext
@@ -23,6 +29,23 @@ class FixedOwners:
     def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
         """The owners as they are."""
         return owners
+
+
+class DecidedByHistory[Settings: (SmartmoeSettings, FlexmoeSettings)]:
+    """Decides now and then, by the mean load of a window and by measured costs."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings: Settings = settings
+
+    @property
+    def window(self) -> int:
+        """Iterations whose mean load decides."""
+        return self.settings.window
+
+    @property
+    def profile_iterations(self) -> int:
+        """Iterations to measure: savings are compared with what a change moves."""
+        return self.settings.profile_iterations
 
 
 class MeasuredReplicas[Settings: (FastermoeSettings, ProphetSettings, QuotaSettings)](FixedOwners):

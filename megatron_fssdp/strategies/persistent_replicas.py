@@ -7,25 +7,12 @@ from megatron_fssdp.planning.load_history import LoadHistory
 from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.replica_scheduling import ReplicaPrice, scheduled_replicas
 from megatron_fssdp.planning.transfer_plan import two_level_transfer
-from megatron_fssdp.strategies.fixed_owners import FixedOwners
+from megatron_fssdp.strategies.fixed_owners import DecidedByHistory, FixedOwners
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 
-class PersistentReplicas(FixedOwners):
+class PersistentReplicas(DecidedByHistory[FlexmoeSettings], FixedOwners):
     """``flexmoe``: expand, shrink and migrate every so many iterations (Hecate §2.3, §5.1)."""
-
-    def __init__(self, settings: FlexmoeSettings) -> None:
-        self.settings = settings
-
-    @property
-    def window(self) -> int:
-        """Iterations whose mean load decides."""
-        return self.settings.window
-
-    @property
-    def profile_iterations(self) -> int:
-        """Iterations to measure: savings are compared with what a change moves."""
-        return self.settings.profile_iterations
 
     @property
     def spares(self) -> int:
