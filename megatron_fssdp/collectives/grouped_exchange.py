@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fssdp.collectives.failure_place import naming_failures
-from megatron_fssdp.collectives.messages import receive, send
+from megatron_fssdp.collectives.messages import exchange_in_batch, receive, send
 from megatron_fssdp.collectives.transfer_lane import thread_lane
 from megatron_fssdp.planning.group_ring import GroupRing
 
@@ -231,13 +231,9 @@ def _run_on_stream(steps: _Steps, compute: Compute) -> None:
 def _together(
     sent: list[tuple[int, int, Tensor]], received: list[tuple[int, int, Tensor]], group: dist.ProcessGroup
 ) -> None:
-    """A step's messages as one batch: NCCL matches them by their order between two ranks."""
-    rank = dist.get_rank(group)
-    operations = [
-        dist.P2POp(call, part, group=group, group_peer=peer)
-        for call, messages in ((dist.isend, sent), (dist.irecv, received))
-        for peer, _, part in messages
-        if peer != rank and part.numel()
-    ]
-    if operations:
-        _finish(dist.batch_isend_irecv(operations))
+    """A step's messages as one batch."""
+    outgoing, incoming = (
+        [(peer, part) for peer, _, part in messages if peer != group.rank() and part.numel()]
+        for messages in (sent, received)
+    )
+    exchange_in_batch(outgoing, incoming, group)

@@ -1,6 +1,6 @@
 """Messages from rank to rank of a group, and exchanges made of them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -38,3 +38,24 @@ def exchange(
     works = [receive(tensor, peer, group, tag) for peer, tensor in incoming.items() if tensor.numel()]
     order = sorted(outgoing, key=lambda peer: (peer - rank) % world_size)
     return works + [send(outgoing[peer], peer, group, tag) for peer in order if outgoing[peer].numel()]
+
+
+def exchange_in_batch(
+    sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]], group: dist.ProcessGroup
+) -> None:
+    """Messages to and from ranks of the group as one batch, waited for; for CUDA tensors.
+
+    NCCL matches messages by their order between two ranks, and empty ones must not go.
+
+    Args:
+        sent: The receiver's rank in the group and what goes there.
+        received: The sender's rank and memory for what comes.
+        group: The ranks.
+    """
+    operations = [
+        dist.P2POp(call, x, group=group, group_peer=rank)
+        for call, messages in ((dist.isend, sent), (dist.irecv, received))
+        for rank, x in messages
+    ]
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()

@@ -8,6 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_fssdp.collectives.messages import exchange
+
+_GATHER_TAG = 3 << 16  # apart from other exchanges of the same ranks
+_SCATTER_TAG = _GATHER_TAG + 1
+
 
 class UnevenAllGather(torch.autograd.Function):
     """All-gather of rows; its backward is :class:`UnevenReduceScatter`."""
@@ -16,13 +21,13 @@ class UnevenAllGather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, splits: list[int], group: dist.ProcessGroup) -> Tensor:
         """Gather the rows."""
         ctx.splits, ctx.group = splits, group
-        return _gather(x, splits, group)
+        return gather_rows(x, splits, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Sum what every rank found for this rank's rows."""
-        return _reduce_scatter(grad, ctx.splits, ctx.group), None, None
+        return scatter_rows(grad, ctx.splits, ctx.group), None, None
 
 
 class UnevenReduceScatter(torch.autograd.Function):
@@ -32,13 +37,13 @@ class UnevenReduceScatter(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, splits: list[int], group: dist.ProcessGroup) -> Tensor:
         """Sum the rows of this rank."""
         ctx.splits, ctx.group = splits, group
-        return _reduce_scatter(x, splits, group)
+        return scatter_rows(x, splits, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Give every rank the gradients of all sums."""
-        return _gather(grad, ctx.splits, ctx.group), None, None
+        return gather_rows(grad, ctx.splits, ctx.group), None, None
 
 
 def uneven_all_gather(x: Tensor, splits: Sequence[int], group: dist.ProcessGroup) -> Tensor:
@@ -115,24 +120,40 @@ def sum_of_own(output: Tensor, pieces: Sequence[Tensor], group: dist.ProcessGrou
     output.copy_(parts.sum(dim=0))
 
 
-def _gather(x: Tensor, splits: list[int], group: dist.ProcessGroup) -> Tensor:
+def gather_rows(x: Tensor, splits: list[int], group: dist.ProcessGroup) -> Tensor:
+    """:func:`uneven_all_gather` without gradients and without checks."""
+    x = x.contiguous()
     out = x.new_empty(sum(splits), *x.shape[1:])
     pieces = list(out.split(splits))
     if dist.get_backend(group) == "gloo":
-        fill_from_all(pieces, x, group)
+        incoming = dict(enumerate(pieces))
+        incoming.pop(group.rank()).copy_(x)
+        for work in exchange(dict.fromkeys(incoming, x), incoming, group, _GATHER_TAG):
+            work.wait()
     else:
-        dist.all_gather(pieces, x.contiguous(), group=group)
+        dist.all_gather(pieces, x, group=group)
     return out
 
 
-def _reduce_scatter(x: Tensor, splits: list[int], group: dist.ProcessGroup) -> Tensor:
+def scatter_rows(x: Tensor, splits: list[int], group: dist.ProcessGroup) -> Tensor:
+    """:func:`uneven_reduce_scatter` without gradients and without checks."""
     pieces = list(x.contiguous().split(splits))
     out = x.new_empty(pieces[group.rank()].shape)
     if dist.get_backend(group) == "gloo":
-        sum_of_own(out, pieces, group)
+        _sum_pieces(out, pieces, group)
     else:
         dist.reduce_scatter(out, pieces, group=group)
     return out
+
+
+def _sum_pieces(out: Tensor, pieces: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    rank = group.rank()
+    parts = out.new_empty(len(pieces), *out.shape)
+    outgoing, incoming = dict(enumerate(pieces)), dict(enumerate(parts))
+    incoming.pop(rank).copy_(outgoing.pop(rank))
+    for work in exchange(outgoing, incoming, group, _SCATTER_TAG):
+        work.wait()
+    torch.sum(parts, dim=0, out=out)
 
 
 def _check(splits: Sequence[int], group: dist.ProcessGroup) -> list[int]:

@@ -12,6 +12,7 @@ from megatron_fssdp.config.strategy_settings import (
     FlexmoeSettings,
     FssdpSettings,
     NoneSettings,
+    ParmSettings,
     PlacementSettings,
     ProphetSettings,
     QuotaSettings,
@@ -28,6 +29,7 @@ SETTINGS_BY_STRATEGY: dict[str, type[StrategySettings]] = {
     "smartmoe": SmartmoeSettings,
     "flexmoe": FlexmoeSettings,
     "quota": QuotaSettings,
+    "parm": ParmSettings,
 }
 
 
@@ -74,6 +76,11 @@ def strategy_settings(name: str, data: dict[str, Any], source: str) -> StrategyS
     settings = validate(SETTINGS_BY_STRATEGY[name], data, f"{source} (strategy {name})")
     if isinstance(settings, PlacementSettings):
         _refuse_half_a_gate(settings, f"{source} (strategy {name})")
+    if isinstance(settings, ParmSettings) and settings.cluster is not None and settings.schedule != "auto":
+        raise ConfigurationError(
+            f"{source} (strategy {name}): cluster {settings.cluster} has no meaning under schedule "
+            f"{settings.schedule}, which is not decided by costs: drop it, or set schedule to auto"
+        )
     if isinstance(settings, FssdpSettings):
         _refuse_contradictions(settings, f"{source} (strategy {name})")
     return settings

@@ -36,21 +36,6 @@ class PlacementSettings(StrategySettings):
             "Default: detected from LOCAL_WORLD_SIZE, or from host names."
         ),
     )
-    schedule: Literal["plain", "pipelined"] = Field(
-        default="plain",
-        description=(
-            "'pipelined' is FasterMoE's smart schedule (§4.2) for any placement: tokens are exchanged with "
-            "one group of ranks after another, and experts compute on one group's while the next ones travel."
-        ),
-    )
-    group_size: int | None = Field(
-        default=None,
-        ge=1,
-        description=(
-            "Ranks of a group of the pipelined schedule; divides the expert-parallel ranks. Default: the "
-            "ranks of a node, in one node a single rank."
-        ),
-    )
     router: Literal["stock", "topology_aware"] = Field(
         default="stock",
         description=(
@@ -74,11 +59,39 @@ class PlacementSettings(StrategySettings):
     )
 
 
-class EpSettings(PlacementSettings):
+class ExchangeSettings(PlacementSettings):
+    """Keys of the strategies for which it is open how tokens get to their experts."""
+
+    schedule: Literal["plain", "pipelined"] = Field(
+        default="plain",
+        description=(
+            "'pipelined' is FasterMoE's smart schedule (§4.2) for any placement: tokens are exchanged with "
+            "one group of ranks after another, and experts compute on one group's while the next ones travel."
+        ),
+    )
+    group_size: int | None = Field(
+        default=None,
+        ge=1,
+        description=(
+            "Ranks of a group of the pipelined schedule; divides the expert-parallel ranks. Default: the "
+            "ranks of a node, in one node a single rank."
+        ),
+    )
+    exchange: Literal["two_step", "fused"] = Field(
+        default="two_step",
+        description=(
+            "Where expert tensor parallelism cuts experts: 'two_step' is Megatron's order, tokens to one "
+            "part of an expert and from there to the others; 'fused' is Parm's EP&ESP-AlltoAll, to all parts "
+            "at once, in fewer steps and with more bytes between nodes."
+        ),
+    )
+
+
+class EpSettings(ExchangeSettings):
     """``ep``: plain expert parallelism on our runtime; every expert stays with its owner."""
 
 
-class MeasuringSettings(PlacementSettings):
+class MeasuringSettings(ExchangeSettings):
     """Keys of the strategies that decide by measured costs."""
 
     profile_iterations: int = Field(
@@ -295,5 +308,33 @@ class FssdpSettings(MeasuringSettings):
         description=(
             "Iterations between re-shardings of all layers' owners (Hecate Alg. 2); 0 keeps Megatron's "
             "even owners."
+        ),
+    )
+
+
+class ParmSettings(PlacementSettings):
+    """``parm``: schedules for tensor, expert and expert tensor parallelism together (Parm)."""
+
+    schedule: Literal["auto", "baseline", "megatron", "s1", "s2"] = Field(
+        default="auto",
+        description=(
+            "'s1' divides the tokens of tensor-parallel ranks before the gate, 's2' behind it (Parm §III-B); "
+            "'baseline' is DeepSpeed-MoE's order; 'megatron' is s1 by the two steps that Megatron takes "
+            "under sequence parallelism. 'auto' takes the one of s1, s2 and megatron with the fewest "
+            "modelled seconds, by the layer's shape. Under sequence parallelism s2 is s1."
+        ),
+    )
+    simultaneous: bool = Field(
+        default=True,
+        description=(
+            "Under s2, hand results on to all tensor-parallel ranks slice by slice while more come in (SAA, "
+            "Parm §III-D); off: one collective after the other (for comparisons)."
+        ),
+    )
+    cluster: Path | None = Field(
+        default=None,
+        description=(
+            "cluster.yaml of megatron-fssdp profile whose collectives 'auto' counts with. Default: the "
+            "layer's own are measured in the first forward pass."
         ),
     )

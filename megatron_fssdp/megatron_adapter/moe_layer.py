@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
 from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.megatron_adapter import gradient_sync
+from megatron_fssdp.megatron_adapter.divided_tokens import DividedTokens, OneRank
 from megatron_fssdp.megatron_adapter.expert_checkpoint import follow_owners
 from megatron_fssdp.megatron_adapter.expert_parameters import expert_activation, expert_parameters
 from megatron_fssdp.megatron_adapter.placement_dispatcher import PlacementTokenDispatcher
@@ -23,6 +24,7 @@ from megatron_fssdp.megatron_adapter.topology_aware_router import install_gate
 from megatron_fssdp.planning.placement import even_owners
 from megatron_fssdp.runtime.expert_layout import ExpertWeights
 from megatron_fssdp.runtime.grouped_ffn import grouped_ffn
+from megatron_fssdp.runtime.row_exchanges import exchange_of
 from megatron_fssdp.strategies.strategy import LayerContext
 
 
@@ -62,7 +64,13 @@ class StrategyMoELayer(MoELayer):
         local = expert_parameters(self.experts, self.num_local_experts)
         gradient_sync.take_over(chain.from_iterable(local), session.runtime.finish_gradients)
         self._activation = expert_activation(self.experts)
-        groups = session.expert_groups(self.ep_group, pg_collection.expt_tp)
+        has_equal_tokens = pg_collection.tp.size() > 1 and not config.sequence_parallel
+        groups = session.expert_groups(
+            self.ep_group,
+            pg_collection.expt_tp,
+            parts=getattr(pg_collection, "tp_ep", None),
+            tensor_parallel=pg_collection.tp if has_equal_tokens else None,
+        )
         owner_E = even_owners(config.num_moe_experts, groups.num_devices)
         self.executor = session.runtime.add_layer(
             LayerContext(self._global_number(), owner_E, groups.topology),
@@ -77,6 +85,15 @@ class StrategyMoELayer(MoELayer):
                 groups.topology,
                 leaving_share,
             )
+        self._schedule = session.schedule_choice(
+            config, groups, pg_collection.tp.size(), pg_collection.tp_dp_cp
+        )
+        self._simultaneous = session.simultaneous
+        self._divided: DividedTokens | None = None
+        self._own_tokens: torch.Tensor | None = None
+        if has_equal_tokens:
+            self._divided = DividedTokens(self.router, pg_collection)
+            self.attn_tp_group = OneRank()
         self._slots = session.slots
         # Layers of multi-token prediction keep their owners: their checkpoint keys have another form.
         self._index: int | None = None
@@ -118,13 +135,28 @@ class StrategyMoELayer(MoELayer):
     def route(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
         """Plan from the loads of past iterations, then run the gate."""
         self.executor.prepare()
-        return super().route(hidden_states, padding_mask)
+        decision, divided = self._schedule.of(hidden_states), self._divided
+        if divided is not None or self.executor.groups.num_parts > 1:
+            load = self.executor.load
+            load.schedule = decision.schedule
+            load.schedule_predicted_s = {str(name): s for name, s in decision.predicted_s.items()}
+        exchange = exchange_of(decision.schedule, self.executor.groups, simultaneous=self._simultaneous)
+        if divided is None:
+            self.token_dispatcher.use(exchange)
+            return super().route(hidden_states, padding_mask)
+        self.token_dispatcher.use(
+            exchange, divided.group if divided.divides_first(decision.schedule) else None
+        )
+        self._own_tokens, *routed = divided.route(hidden_states, padding_mask, decision.schedule)
+        return tuple(routed)
 
     def preprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Make sure that the owned parameters are up to date, then permute for dispatch."""
         self._await_parameters()
+        if self._own_tokens is not None:
+            hidden_states, self._own_tokens = self._own_tokens, None
         return super().preprocess(hidden_states, probs, routing_map)
 
     def routed_experts_compute(

@@ -6,14 +6,16 @@ Shape legend: S sequence, B batch, T tokens of this rank, M model dim, E experts
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
+from megatron_fssdp.collectives.model_parallel import gather_tokens
 from megatron_fssdp.runtime import token_exchange
 from megatron_fssdp.runtime.expert_layout import ExpertWeights
 from megatron_fssdp.runtime.layer_executor import LayerExecutor, MicroBatch
 from megatron_fssdp.runtime.materialization import Materialization
 from megatron_fssdp.runtime.pipelined_experts import ExpertCompute
-from megatron_fssdp.runtime.token_exchange import DispatchRecord
+from megatron_fssdp.runtime.row_exchanges import TwoStepExchange
 
 
 class PlacementTokenDispatcher(MoETokenDispatcher):
@@ -27,28 +29,39 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
     def __init__(self, executor: LayerExecutor, config: Any, pg_collection: Any) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.executor = executor
-        self._record: DispatchRecord | None = None
+        self._next_exchange: TwoStepExchange | None = None
+        self._exchange: TwoStepExchange | None = None
+        self._divided_among: dist.ProcessGroup | None = None
         self._materialization: Materialization | None = None
         self._micro_batch: MicroBatch | None = None
         self._experts: list[ExpertWeights] = []
         self._hidden_shape = torch.Size()
         self._probs_dtype = torch.float32
-        self._peers = executor.groups.expert_tensor_parallel
 
     @property
     def is_pipelined(self) -> bool:
         """Whether dispatch, experts and combine run in steps."""
         return self.executor.groups.ring is not None
 
+    def use(self, exchange: TwoStepExchange, divided_among: dist.ProcessGroup | None = None) -> None:
+        """Tell how the next forward pass exchanges its rows.
+
+        Args:
+            exchange: Of that pass alone.
+            divided_among: The tensor-parallel ranks, if each brings a part of their tokens; in the end all
+                get all results.
+        """
+        self._next_exchange, self._divided_among = exchange, divided_among
+
     @property
-    def record(self) -> DispatchRecord:
-        """The exchange of the forward pass under way."""
-        if self._record is None:
+    def exchange(self) -> TwoStepExchange:
+        """That of the forward pass under way."""
+        if self._exchange is None:
             raise RuntimeError(
                 "dispatcher phases out of order: dispatch_preprocess starts a forward pass, "
                 "combine_postprocess ends it"
             )
-        return self._record
+        return self._exchange
 
     def take_experts(self) -> list[ExpertWeights]:
         """Weights of the experts present in this forward pass, ascending; once a pass."""
@@ -67,14 +80,19 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
         """
         self._hidden_shape = hidden_states.shape
         self._probs_dtype = probs.dtype  # in which Megatron sums the parts of an expert's results
-        self._micro_batch = micro_batch = self.executor.begin_micro_batch(routing_map)
+        exchange, self._next_exchange = self._next_exchange or TwoStepExchange(self.executor.groups), None
+        self._exchange = exchange
+        tokens, probs, routing_map = exchange.gather(
+            hidden_states.reshape(-1, hidden_states.shape[-1]), probs, routing_map
+        )
+        self._micro_batch = micro_batch = self.executor.begin_micro_batch(routing_map, exchange.groups)
         self._materialization = micro_batch.materialization
         if self.is_pipelined:
-            hidden_states, self._experts = self._materialization.apply(hidden_states, wait=False)
+            tokens, self._experts = self._materialization.apply(tokens, wait=False)
         elif not self._materialization.beside_dispatch:
-            hidden_states, self._experts = self._materialization.apply(hidden_states)
-        self._record = micro_batch.exchange
-        return token_exchange.permute(hidden_states.reshape(-1, self._hidden_shape[-1]), probs, self._record)
+            tokens, self._experts = self._materialization.apply(tokens)
+        exchange.start(micro_batch.exchange, micro_batch.plan.placement)
+        return exchange.permute(tokens, probs)
 
     def token_dispatch(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
@@ -82,9 +100,7 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
         """Phase 2: all-to-all to the experts' devices; in :meth:`run_pipeline` if that is in steps."""
         if self.is_pipelined:
             return hidden_states, probs
-        rows, probs = token_exchange.dispatch(
-            hidden_states, probs, self.record, self.ep_group, meanwhile=self.executor.plan_following
-        )
+        rows, probs = self.exchange.dispatch(hidden_states, probs, self.executor.plan_following)
         if self._materialization is not None and self._materialization.beside_dispatch:
             rows, self._experts = self._materialization.apply(rows)
         return rows, probs
@@ -108,29 +124,30 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Phase 3: gather the peers' rows, sort by present expert; also the rows of each, on the host."""
-        rows, probs = token_exchange.gather_peers(hidden_states, probs, self.record, self._peers)
-        rows, probs = token_exchange.sort_by_expert(rows, probs, self.record)
+        record = self.exchange.record
+        rows, probs = token_exchange.sort_by_expert(*self.exchange.gather_peers(hidden_states, probs), record)
         # The CPU dtype and device that Megatron's dispatcher returns.
-        rows_per_expert = torch.tensor(self.record.rows_per_expert, dtype=torch.long, device="cpu")
+        rows_per_expert = torch.tensor(record.rows_per_expert, dtype=torch.long, device="cpu")
         return rows, rows_per_expert, probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Phase 4: back into the order of arrival, and the sum of the peers' parts."""
         if self._materialization is not None:
             hidden_states = self._materialization.end_use(hidden_states)
-        rows = token_exchange.sort_by_source(hidden_states, self.record)
-        return token_exchange.sum_over_peers(rows, self.record, self._peers, self._probs_dtype)
+        rows = token_exchange.sort_by_source(hidden_states, self.exchange.record)
+        return self.exchange.sum_peers(rows, self._probs_dtype)
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Phase 5: all-to-all back to the tokens' ranks."""
         if self.is_pipelined:
             return hidden_states
-        return token_exchange.combine(hidden_states, self.record, self.ep_group)
+        return self.exchange.combine(hidden_states)
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Phase 6: sum each token's results, in the shape of the input."""
-        output = token_exchange.unpermute(hidden_states, self.record)
+        output = self.exchange.unpermute(hidden_states)
         if self._materialization is not None:
             output = self._materialization.release(output)
-        self._record = self._materialization = self._micro_batch = None
-        return output.view(self._hidden_shape)
+        self._exchange = self._materialization = self._micro_batch = None
+        output = output.view(self._hidden_shape)
+        return output if self._divided_among is None else gather_tokens(output, self._divided_among)

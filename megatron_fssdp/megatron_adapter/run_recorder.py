@@ -144,6 +144,8 @@ def _side_by_side(loads: tuple[LayerLoad, ...]) -> LayerLoad:
         spag_exposed_s=_mean([load.spag_exposed_s for load in loads]),
         sprs_s=_mean([load.sprs_s for load in loads]),
         sprs_exposed_s=_mean([load.sprs_exposed_s for load in loads]),
+        schedule=loads[0].schedule,
+        schedule_predicted_s=loads[0].schedule_predicted_s,
     )
 
 
@@ -166,4 +168,6 @@ def _layer_metrics(load: LayerLoad, before_E: np.ndarray | None) -> LayerMetrics
         sprs_exposed_s=load.sprs_exposed_s,
         load_similarity=None if before_E is None else load_similarity(load.counts_DE.sum(axis=0), before_E),
         balance_ratio=balance_ratio(load.owner_D, load.device_D),
+        schedule=load.schedule,
+        schedule_predicted_s=load.schedule_predicted_s or None,
     )

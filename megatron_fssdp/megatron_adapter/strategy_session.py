@@ -2,20 +2,30 @@
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_fssdp.collectives.plan_agreement import check_agreement
+from megatron_fssdp.collectives.uneven_all_to_all import gather_counts
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy_settings import PlacementSettings, StrategySettings
+from megatron_fssdp.config.strategy_settings import (
+    ExchangeSettings,
+    ParmSettings,
+    PlacementSettings,
+    StrategySettings,
+)
 from megatron_fssdp.megatron_adapter.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.node_detection import detect_topology
+from megatron_fssdp.megatron_adapter.schedule_choice import ScheduleChoice
 from megatron_fssdp.megatron_adapter.stage_owners import StageOwners
 from megatron_fssdp.megatron_adapter.supported_features import RESIDENT_REFUSALS, check_supported, refuse
 from megatron_fssdp.megatron_adapter.topology_aware_router import check_gate
 from megatron_fssdp.planning.group_ring import GroupRing
+from megatron_fssdp.planning.tensor_schedules import Schedule
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.runtime.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.moe_runtime import MoERuntime
@@ -46,6 +56,7 @@ class StrategySession:
         )
         self.slots = ExpertSlots()
         self._groups: dict[str, ExpertGroups] = {}
+        self._choices: dict[str, ScheduleChoice] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StrategySession":
         # Megatron deep-copies layer specs; their layers still belong to one session.
@@ -66,13 +77,20 @@ class StrategySession:
         return StageOwners(self.slots.owners, self.slots.layer_numbers) if self.slots else None
 
     def expert_groups(
-        self, expert_parallel: dist.ProcessGroup, expert_tensor_parallel: dist.ProcessGroup
+        self,
+        expert_parallel: dist.ProcessGroup,
+        expert_tensor_parallel: dist.ProcessGroup,
+        *,
+        parts: dist.ProcessGroup | None = None,
+        tensor_parallel: dist.ProcessGroup | None = None,
     ) -> ExpertGroups:
-        """The groups of a layer; collective over the ranks of both at its first call.
+        """The groups of a layer; collective over the ranks of all of them at its first call.
 
         Args:
             expert_parallel: The ranks that share the layer's experts.
             expert_tensor_parallel: The ranks that share each expert; a single one where it is whole.
+            parts: The expert-parallel groups of all these together.
+            tensor_parallel: The ranks with the same tokens, if there are more than one.
         """
         if expert_parallel.group_name not in self._groups:
             transfers: Any = None
@@ -90,16 +108,68 @@ class StrategySession:
             if peers is not None:
                 # Plans follow from it, and peers must have the same plans.
                 check_agreement(repr(topology).encode(), peers, "the experts' node layout")
+            devices: list[int] = []
+            if tensor_parallel is not None:
+                device = "cuda" if dist.get_backend(tensor_parallel) == "nccl" else "cpu"
+                own = torch.tensor([expert_parallel.rank()], device=device)
+                devices = gather_counts(own, tensor_parallel).view(-1).tolist()
             self._groups[expert_parallel.group_name] = ExpertGroups(
-                expert_parallel, topology, transfers, peers, self._ring(expert_parallel, topology, peers)
+                expert_parallel,
+                topology,
+                transfers,
+                peers,
+                self._ring(expert_parallel, topology, peers),
+                parts if peers is not None else None,
+                tensor_parallel,
+                tuple(devices),
             )
         return self._groups[expert_parallel.group_name]
+
+    def schedule_choice(
+        self, config: Any, groups: ExpertGroups, n_mp: int, everyone: dist.ProcessGroup
+    ) -> ScheduleChoice:
+        """What decides about the order of a layer's collectives; one for all layers of the same groups.
+
+        Args:
+            config: Megatron's ``TransformerConfig``.
+            groups: The layer's.
+            n_mp: Tensor-parallel ranks.
+            everyone: All ranks of the pipeline stage.
+        """
+        name = groups.expert_parallel.group_name
+        if name not in self._choices:
+            self._choices[name] = ScheduleChoice(
+                self.schedule, config, groups, n_mp, everyone, self._cluster, self.settings.nodes
+            )
+        return self._choices[name]
+
+    @property
+    def schedule(self) -> Schedule | Literal["auto"]:
+        """In which order collectives carry a layer's rows, where experts or tokens are shared by ranks."""
+        if isinstance(self.settings, ParmSettings):
+            return self.settings.schedule
+        fused = isinstance(self.settings, ExchangeSettings) and self.settings.exchange == "fused"
+        return "s1" if fused else "megatron"
+
+    @property
+    def simultaneous(self) -> bool:
+        """Whether schedule s2 hands results on slice by slice."""
+        return getattr(self.settings, "simultaneous", True)
+
+    @property
+    def _cluster(self) -> Path | None:
+        return getattr(self.settings, "cluster", None)
 
     def _ring(
         self, expert_parallel: dist.ProcessGroup, topology: Topology, peers: dist.ProcessGroup | None
     ) -> GroupRing | None:
         """The groups of the pipelined schedule."""
-        if self.settings.schedule == "plain" or topology.num_devices == 1:
+        settings = self.settings
+        if (
+            not isinstance(settings, ExchangeSettings)
+            or settings.schedule == "plain"
+            or topology.num_devices == 1
+        ):
             return None
         if peers is not None:
             raise ConfigurationError(
@@ -107,7 +177,7 @@ class StrategySession:
                 "whole experts; use schedule=plain or --expert-tensor-parallel-size 1"
             )
         try:
-            return GroupRing.of(expert_parallel.rank(), topology, self.settings.group_size)
+            return GroupRing.of(expert_parallel.rank(), topology, settings.group_size)
         except ValueError as error:
             raise ConfigurationError(str(error)) from None
 
@@ -125,6 +195,7 @@ class StrategySession:
             refuse(f"--moe-strategy {self.strategy_name}", RESIDENT_REFUSALS, config)
         if self.settings.router == "topology_aware":
             check_gate(config)
+        self._check_equal_tokens(config)
         num_experts = getattr(config, "num_moe_experts", None) or config.num_experts
         for key in ("slots", "overlap_degree"):
             value = getattr(self.settings, key, None)
@@ -133,6 +204,31 @@ class StrategySession:
                     f"{key}: got {value}, wanted 0 to {num_experts}, the number of experts of a layer; "
                     f"lower it with --moe-strategy-set {key}={num_experts}"
                 )
+
+    def _check_equal_tokens(self, config: Any) -> None:
+        """Refuse what goes wrong where tensor-parallel ranks have the same tokens."""
+        n_mp = getattr(config, "tensor_model_parallel_size", 1) or 1
+        if n_mp == 1 or getattr(config, "sequence_parallel", False):
+            return
+        if getattr(config, "moe_latent_size", None):
+            raise ConfigurationError(
+                f"--moe-latent-size with {n_mp} tensor-parallel ranks: its projections see a part of the "
+                "tokens; add --sequence-parallel"
+            )
+        if self.settings.router == "topology_aware" and self.schedule not in ("s1", "megatron"):
+            raise ConfigurationError(
+                f"router topology_aware with schedule {self.schedule}: tensor-parallel ranks have to choose "
+                "the same experts, and this gate chooses by the rank's node; use schedule=s1 or "
+                "--sequence-parallel"
+            )
+        seq_length = getattr(config, "seq_length", None)
+        tokens = seq_length // (getattr(config, "context_parallel_size", 1) or 1) if seq_length else 0
+        if self.schedule in ("s1", "megatron") and tokens % n_mp:
+            raise ConfigurationError(
+                f"--seq-length {seq_length}: got {tokens} tokens of a sequence on {n_mp} tensor-parallel "
+                "ranks, wanted a multiple; change it, or use --moe-strategy parm --moe-strategy-set "
+                "schedule=s2"
+            )
 
 
 @dataclass(frozen=True)

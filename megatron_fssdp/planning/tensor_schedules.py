@@ -69,7 +69,7 @@ class ScheduledLayer:
     def __post_init__(self) -> None:
         if min(self.n_mp, self.n_esp, self.n_ep) < 1:
             raise ValueError(
-                f"group sizes are n_mp={self.n_mp}, n_esp={self.n_esp}, n_ep={self.n_ep}: wanted 1 or more each"
+                f"n_mp is {self.n_mp}, n_esp {self.n_esp}, n_ep {self.n_ep}: wanted groups of 1 rank or more"
             )
 
     @property

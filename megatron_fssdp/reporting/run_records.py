@@ -51,6 +51,9 @@ class LayerMetrics:
             before (Pro-Prophet's locality); ``None`` in the first one.
         balance_ratio: Standard deviation of the device loads under plain expert parallelism over the one
             under the placement that was used (Pro-Prophet's RB); ``None`` where the latter is 0.
+        schedule: In which order collectives carried the rows of the last forward pass (Parm's schedules).
+        schedule_predicted_s: Modelled seconds of a forward pass's collectives by schedule, where several
+            were compared.
     """
 
     layer: int
@@ -66,6 +69,8 @@ class LayerMetrics:
     sprs_exposed_s: float = 0.0
     load_similarity: float | None = None
     balance_ratio: float | None = None
+    schedule: str | None = None
+    schedule_predicted_s: dict[str, float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

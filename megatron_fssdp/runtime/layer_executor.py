@@ -226,15 +226,17 @@ class LayerExecutor:
         if self._iteration is not None and self._iteration.sums is not None:
             self._iteration.sums.advance()
 
-    def begin_micro_batch(self, routing_map: torch.Tensor) -> MicroBatch:
+    def begin_micro_batch(self, routing_map: torch.Tensor, groups: ExpertGroups | None = None) -> MicroBatch:
         """Exchange the counts and work out where this micro-batch's rows go.
 
         Args:
             routing_map: bool ``[T, E]`` assignments of this rank's tokens.
+            groups: Among whom they are exchanged; by default the layer's.
         """
         if self.stopwatch is not None:
             self.stopwatch.tokens_ready()
-        counts_XDE = self._gather_counts(routing_map)
+        groups = groups or self.groups
+        counts_XDE = self._gather_counts(routing_map, groups)
         # The peers of expert tensor parallelism compute together: their loads are one load.
         counts_DE = counts_XDE.sum(axis=0)
         iteration = self._running()
@@ -247,9 +249,7 @@ class LayerExecutor:
             self._calibrate(iteration, counts_DE, weights, routing_map.device)
         plan = iteration.plan
         dispatch_of_peer = plan.dispatch(counts_XDE, self.groups.topology)
-        exchange = plan_exchange(
-            routing_map, dispatch_of_peer, plan.placement, self.groups.device, self.groups.peer
-        )
+        exchange = plan_exchange(routing_map, dispatch_of_peer, plan.placement, groups.device, groups.peer)
         self.load.num_replicas = plan.placement.num_replicas
 
         def backward(done: Materialization, gradients: GradientsOfExperts) -> None:
@@ -532,10 +532,10 @@ class LayerExecutor:
             if group is not None:
                 check_agreement(plan.placement.digest(), group, what)
 
-    def _gather_counts(self, routing_map: torch.Tensor) -> np.ndarray:
+    def _gather_counts(self, routing_map: torch.Tensor, groups: ExpertGroups) -> np.ndarray:
         """int64 ``[X, D, E]`` on the host; X expert-tensor-parallel peers."""
-        counts = gather_counts(routing_map.sum(dim=0), self.groups.expert_parallel)
-        peers = self.groups.expert_tensor_parallel
+        counts = gather_counts(routing_map.sum(dim=0), groups.expert_parallel)
+        peers = groups.expert_tensor_parallel
         counts = counts.unsqueeze(0) if peers is None else gather_counts(counts.view(-1), peers)
         return counts.cpu().numpy().reshape(-1, self.context.num_devices, self.context.num_experts)
 

@@ -3,7 +3,7 @@
 Shape legend: D devices, E experts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -27,6 +27,8 @@ class LayerLoad:
         spag_exposed_s: Of these, the ones that its compute had to wait for.
         sprs_s: The same for SparseReduceScatter.
         sprs_exposed_s: The same for SparseReduceScatter.
+        schedule: The order of collectives of the last forward pass (Parm), where one was told.
+        schedule_predicted_s: Modelled seconds of those that it was compared with.
     """
 
     layer: int
@@ -41,6 +43,8 @@ class LayerLoad:
     spag_exposed_s: float = 0.0
     sprs_s: float = 0.0
     sprs_exposed_s: float = 0.0
+    schedule: str | None = None
+    schedule_predicted_s: dict[str, float] = field(default_factory=dict)
 
     def add(self, started: StartedTransfer) -> None:
         """Count a transfer that has been waited for."""

@@ -76,10 +76,8 @@ def plan_exchange(
     receive_XDG = np.stack([dispatch.to_device(device)[:, present] for dispatch in dispatch_of_peer])
     receive_SG = np.concatenate(list(receive_XDG))  # S sources: by peer, then device
 
-    num_assignments = int(send_ED.sum())
-    flat = true_positions(routing_map.t().reshape(-1), num_assignments)
-    to_send_order = chunk_permutation(send_ED.reshape(-1), transposed_order(*send_ED.shape), flat.device)
-    assignment = select(flat, to_send_order)
+    assignment = order_of_sending(routing_map, send_ED)
+    tensors = assignment.device
     receive_GS = receive_SG.T
     return DispatchRecord(
         assignment_A=assignment,
@@ -90,9 +88,20 @@ def plan_exchange(
         rows_X=tuple(receive_XDG.sum(axis=(1, 2)).tolist()),
         rows_per_expert=tuple(receive_SG.sum(axis=0).tolist()),
         received_SG=receive_SG,
-        by_expert=chunk_permutation(receive_SG.reshape(-1), transposed_order(*receive_SG.shape), flat.device),
-        by_source=chunk_permutation(receive_GS.reshape(-1), transposed_order(*receive_GS.shape), flat.device),
+        by_expert=chunk_permutation(receive_SG.reshape(-1), transposed_order(*receive_SG.shape), tensors),
+        by_source=chunk_permutation(receive_GS.reshape(-1), transposed_order(*receive_GS.shape), tensors),
     )
+
+
+def order_of_sending(routing_map: torch.Tensor, send_ED: np.ndarray) -> torch.Tensor:
+    """Assignments by device, then expert, then token: index into the flattened ``[E, T]`` map, ``[A]``.
+
+    Args:
+        routing_map: bool ``[T, E]``.
+        send_ED: How many of each expert's tokens, in their order, go to each device.
+    """
+    flat = true_positions(routing_map.t().reshape(-1), int(send_ED.sum()))
+    return select(flat, chunk_permutation(send_ED.reshape(-1), transposed_order(*send_ED.shape), flat.device))
 
 
 def true_positions(mask: torch.Tensor, num_true: int) -> torch.Tensor:

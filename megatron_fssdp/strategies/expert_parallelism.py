@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_fssdp.config.strategy_settings import EpSettings
+from megatron_fssdp.config.strategy_settings import EpSettings, ParmSettings
 from megatron_fssdp.planning.load_history import LoadHistory
 from megatron_fssdp.strategies.fixed_owners import FixedOwners
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
@@ -14,7 +14,7 @@ class ExpertParallelism(FixedOwners):
     window = 1
     profile_iterations = 0
 
-    def __init__(self, settings: EpSettings) -> None:
+    def __init__(self, settings: EpSettings | ParmSettings) -> None:
         self.settings = settings
 
     def slots(self, context: LayerContext) -> int:

@@ -22,6 +22,8 @@ _STRATEGIES: dict[str, Callable[[Any], Strategy]] = {
     "smartmoe": ExpertExchange,
     "flexmoe": PersistentReplicas,
     "quota": ExactQuotas,
+    # What is its own is how tokens travel, which is the runtime's business; owners stay.
+    "parm": ExpertParallelism,
 }
 
 
