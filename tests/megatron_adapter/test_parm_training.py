@@ -1,0 +1,126 @@
+"""Whole trainings under Parm's schedules, through Megatron's command line: stock Megatron's losses.
+
+Megatron itself trains these layouts with sequence parallelism only; the losses are the same without.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_fssdp.reporting.run_records import read_metrics
+
+from .training_run import TrainingRun, relative_difference, train_on_all_ranks
+
+NO_BIAS = "--disable-bias-linear"
+SEQUENCE = "--sequence-parallel"
+OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+AUX_LOSS = "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"
+SEQ_AUX_LOSS = "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2"
+FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+MOE_RECOMPUTE = "--recompute-granularity selective --recompute-modules moe"
+
+SCHEDULES = [
+    f"parm --moe-strategy-set schedule={name}" for name in ("baseline", "megatron", "s1", "s2", "auto")
+]
+FSSDP = "fssdp --moe-strategy-set slots=2 --moe-strategy-set overlap_degree=3 --moe-strategy-set reshard_interval=3"
+
+# Ranks and arguments: TP 2, experts whole or in parts.
+LAYOUTS = {
+    "parts": (4, f"--tensor-model-parallel-size 2 --expert-model-parallel-size 2 {NO_BIAS} {AUX_LOSS}"),
+}
+MORE = {
+    "whole_experts_biases": (
+        4,
+        "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --expert-model-parallel-size 4 "
+        f"{SEQ_AUX_LOSS} --global-batch-size 16",
+    ),
+    "pipeline_overlaps": (
+        8,
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 "
+        f"{NO_BIAS} {OVERLAPS} --swiglu --global-batch-size 16",
+    ),
+    "interleaved_recomputed": (
+        4,
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 4 "
+        f"--num-layers-per-virtual-pipeline-stage 1 {NO_BIAS} {FULL_RECOMPUTE} {AUX_LOSS}",
+    ),
+    "tp4_copies_shared": (
+        4,
+        "--tensor-model-parallel-size 4 --expert-tensor-parallel-size 1 --expert-model-parallel-size 2 "
+        f"{NO_BIAS} --moe-shared-expert-intermediate-size 32 --use-distributed-optimizer",
+    ),
+    "top1_bf16_recomputed": (
+        4,
+        "--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --bf16 --moe-router-topk 1 "
+        f"--moe-router-pre-softmax {NO_BIAS} {MOE_RECOMPUTE} --swiglu",
+    ),
+    "context_parallel_expert_bias": (
+        4,
+        "--tensor-model-parallel-size 2 --context-parallel-size 2 --expert-model-parallel-size 2 "
+        f"{NO_BIAS} --moe-router-enable-expert-bias --moe-router-score-function sigmoid {AUX_LOSS}",
+    ),
+    "per_token_loss": (
+        4,
+        "--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --calculate-per-token-loss "
+        f"{NO_BIAS} {AUX_LOSS} --global-batch-size 16",
+    ),
+    "ep1": (2, f"--tensor-model-parallel-size 2 {NO_BIAS}"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_losses_equal_stock_megatron(name: str, text_data: Path, tmp_path: Path) -> None:
+    _compare(*LAYOUTS[name], text_data, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_losses_equal_stock_megatron_in_more_layouts(name: str, text_data: Path, tmp_path: Path) -> None:
+    _compare(*MORE[name], text_data, tmp_path)
+
+
+def test_the_decision_is_told_and_recorded(text_data: Path, tmp_path: Path) -> None:
+    ranks, arguments = LAYOUTS["parts"]
+    chosen = f"parm --moe-strategy-set record_dir={tmp_path}"
+    run = _train(ranks, f"{arguments} --train-iters 2 --moe-strategy {chosen}", text_data)
+    (message,) = {text for text in run.messages if "schedule" in text}
+    metrics = read_metrics(tmp_path)
+    assert len(metrics) == 2
+    for layer in metrics[-1].layers:
+        assert layer.schedule in ("s1", "s2", "megatron")
+        assert layer.schedule_predicted_s is not None
+        assert set(layer.schedule_predicted_s) == {"s1", "s2", "megatron"}
+        assert layer.schedule == min(layer.schedule_predicted_s, key=layer.schedule_predicted_s.__getitem__)
+        assert f"schedule {layer.schedule} " in message
+
+
+def test_sequences_that_cannot_be_divided_are_refused(text_data: Path) -> None:
+    ranks, arguments = LAYOUTS["parts"]
+    odd = "--seq-length 15 --max-position-embeddings 15"
+    failed = train_on_all_ranks(
+        ranks, f"{arguments} {odd} --moe-strategy parm --moe-strategy-set schedule=s1", text_data
+    )
+    assert all(run.exit_code == 2 for run in failed)
+    assert all("schedule=s2" in run.errors for run in failed)
+    run = _train(ranks, f"{arguments} {odd} --train-iters 2 --moe-strategy parm", text_data)
+    assert any("schedule s2 " in message for message in run.messages)
+
+
+def _compare(ranks: int, arguments: str, data: Path, folder: Path) -> None:
+    arguments = f"{arguments} --train-iters 20" if ranks < 8 else f"{arguments} --train-iters 6"
+    wanted = _train(
+        ranks, f"{arguments} {SEQUENCE}".replace(SEQUENCE, f"{SEQUENCE} --moe-strategy none"), data
+    )
+    tolerance = 2e-3 if "--bf16" in arguments else 1e-5
+    for strategy in [*SCHEDULES, FSSDP]:
+        run = _train(ranks, f"{arguments} --moe-strategy {strategy}", data)
+        assert relative_difference(run.losses, wanted.losses) <= tolerance, strategy
+        assert relative_difference(run.grad_norms, wanted.grad_norms) <= 30 * tolerance, strategy
+
+
+def _train(ranks: int, arguments: str, data: Path) -> TrainingRun:
+    runs = train_on_all_ranks(ranks, arguments, data)
+    failed = next((run for run in runs if run.exit_code), None)
+    assert failed is None, failed.errors[-3000:]
+    messages = tuple(message for run in runs for message in run.messages)
+    return TrainingRun(runs[-1].losses, runs[-1].grad_norms, 0, "", messages)
