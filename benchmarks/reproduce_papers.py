@@ -6,7 +6,8 @@ the papers, and why the ratios are no measurements of anything:
 * No paper's loads are published. The one number for their skew is Hecate's (§1): they slow EP down by up to
   5.18 times on its V100 cluster. Here popularities are log-normal and drift from iteration to iteration. The
   script looks for the spread that slows EP down as much, and says if there is none; the tables are for the
-  three spreads of the testbed's workloads as well, none of them chosen by what comes out.
+  three spreads of the testbed's workloads as well, none of them chosen by what comes out. Parm's layers have
+  a capacity factor and even loads; its table is printed once.
 * Clusters are those of ``configs/clusters``, with the assumptions named there; what each paper leaves open is
   said in ``benchmarks/papers``.
 
@@ -24,7 +25,7 @@ from rich.table import Table
 if not __package__:  # run as a file
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.papers import fastermoe, hecate, pro_prophet
+from benchmarks.papers import fastermoe, hecate, parm, pro_prophet
 from benchmarks.papers.setting import Relation
 from megatron_fssdp.simulation.workloads import LOG_NORMAL_SIGMAS
 
@@ -36,6 +37,7 @@ PAPERS = {
     "fastermoe": ("FasterMoE", fastermoe.RELATIONS),
     "pro-prophet": ("Pro-Prophet", pro_prophet.RELATIONS),
 }
+WITH_EVEN_LOADS = {"parm": ("Parm", parm.RELATIONS)}
 
 
 def fitted_sigma() -> float | None:
@@ -51,17 +53,20 @@ def fitted_sigma() -> float | None:
 
 
 def _words(values: list[float]) -> str:
-    low, high = min(values), max(values)
-    return f"{low:.2f}" if high - low < 5e-3 else f"{low:.2f}–{high:.2f}"
+    low, high = (f"{value:.2f}" if value < 100 else f"{value:,.0f}" for value in (min(values), max(values)))
+    return low if low == high else f"{low}–{high}"
 
 
 def _middle(values: list[float]) -> float:
     return float(np.exp(np.mean(np.log(np.maximum(values, 1e-9)))))
 
 
-def print_relations(console: Console, name: str, relations: tuple[Relation, ...], sigma: float) -> None:
-    """One paper's table for one spread."""
-    table = Table(title=f"{name}; loads log-normal, sigma {sigma}, not the paper's", title_justify="left")
+def print_relations(
+    console: Console, name: str, relations: tuple[Relation, ...], sigma: float | None
+) -> None:
+    """One paper's table for one spread, or ``None`` for even loads."""
+    loads = f"loads log-normal, sigma {sigma}, not the paper's" if sigma is not None else "even loads"
+    table = Table(title=f"{name}; {loads}", title_justify="left")
     for header in ("where", "relation", "paper", "simulated", "simulated / paper"):
         table.add_column(header)
     for relation in relations:
@@ -69,10 +74,22 @@ def print_relations(console: Console, name: str, relations: tuple[Relation, ...]
         if relation.simulated is None:
             table.add_row(relation.where, relation.what, _words(paper), relation.why_not, "–")
             continue
-        values = relation.simulated(sigma)
+        values = relation.simulated(sigma or 0.0)
         ratio = f"{_middle(values) / _middle(paper):.2f}"
         table.add_row(relation.where, relation.what, _words(paper), _words(values), ratio)
     console.print(table)
+
+
+def spreads(console: Console) -> list[float]:
+    """The testbed's, and the one that slows EP down as published, if there is one."""
+    sigmas, fitted = list(LOG_NORMAL_SIGMAS.values()), fitted_sigma()
+    if fitted is not None:
+        return [*sigmas, fitted]
+    console.print(
+        f"no spread up to sigma {MOST_SIGMA} slows EP down {hecate.PUBLISHED_SLOWDOWN} times, as "
+        "Hecate's loads did at worst: the tables are not for loads of the published skew"
+    )
+    return sigmas
 
 
 def main() -> None:
@@ -80,27 +97,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--paper", choices=PAPERS, nargs="*", help="all of them by default")
+    parser.add_argument(
+        "--paper", choices=[*PAPERS, *WITH_EVEN_LOADS], nargs="*", help="all of them by default"
+    )
     parser.add_argument("--sigma", type=float, nargs="*", help="spreads to print tables for")
     arguments = parser.parse_args()
     console = Console(width=130)
-    sigmas = arguments.sigma
-    if not sigmas:
-        sigmas, fitted = list(LOG_NORMAL_SIGMAS.values()), fitted_sigma()
-        if fitted is None:
-            console.print(
-                f"no spread up to sigma {MOST_SIGMA} slows EP down {hecate.PUBLISHED_SLOWDOWN} times, as "
-                "Hecate's loads did at worst: the tables are not for loads of the published skew"
-            )
-        else:
-            sigmas.append(fitted)
-    for sigma in sigmas:
+    wanted = arguments.paper or [*PAPERS, *WITH_EVEN_LOADS]
+    with_spreads = [key for key in wanted if key in PAPERS]
+    for sigma in (arguments.sigma or spreads(console)) if with_spreads else ():
         console.print(
             f"sigma {sigma}: EP on Hecate's cluster A is {hecate.slowdown(sigma):.2f} times slower than with "
             f"even loads (the paper: up to {hecate.PUBLISHED_SLOWDOWN})"
         )
-        for key in arguments.paper or PAPERS:
+        for key in with_spreads:
             print_relations(console, *PAPERS[key], sigma)
+    for key in wanted:
+        if key in WITH_EVEN_LOADS:
+            print_relations(console, *WITH_EVEN_LOADS[key], None)
     console.print(
         "Ratios compare geometric means of what is simulated and of the ends of what the paper states."
     )

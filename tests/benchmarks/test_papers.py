@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.papers import fastermoe, hecate, pro_prophet
+from benchmarks.papers import fastermoe, hecate, parm, pro_prophet
 from benchmarks.papers.setting import Model, Setting, kept_in_nodes
 from megatron_fssdp.planning.topology import Topology
 
@@ -37,12 +37,21 @@ def test_zero_by_hand() -> None:
 
 
 def test_every_relation_states_something() -> None:
-    for paper in (hecate, fastermoe, pro_prophet):
+    for paper in (hecate, fastermoe, pro_prophet, parm):
         names = [(relation.where, relation.what) for relation in paper.RELATIONS]
         assert len(set(names)) == len(names)
         for relation in paper.RELATIONS:
             assert 0 < relation.low <= relation.high
             assert (relation.simulated is None) == bool(relation.why_not)
+
+
+def test_rows_of_parm() -> None:
+    """Counts, Fig. 1, extremes, 48 cells, assumptions, Fig. 7 and the text, Table V."""
+    assert len(parm.RELATIONS) == 2 + 5 + 2 + 4 * 4 * 3 + 9 + 1 + 4 + 4 * 3
+    for relation in parm.RELATIONS:
+        assert relation.simulated is not None
+        if not relation.what.startswith("cells"):  # of which tests/benchmarks/test_parm.py has two
+            assert min(relation.simulated(0.0)) > 0
 
 
 def test_cells_of_a_table() -> None:

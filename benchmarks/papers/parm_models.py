@@ -1,0 +1,82 @@
+"""Parm's two models (Table V), of which the paper says the names, N_MP = N_ESP = 4 and the number of experts.
+
+Assumed: the published sizes of BERT-Base and of the smallest GPT-2; their longest sequences; 8 of them on
+a GPU, the most in Table III; experts in place of every feed-forward layer and of its size; k = 1, f = 1.2.
+Seconds grow with the batch, the speed-up hardly does. Outside the MoE layers: matrix products of attention
+and logits, cut by N_MP, and an all-reduce among the MP ranks in each pass of each attention. Reduction of
+gradients (left out of the paper's measurements of layers), optimizer, embeddings and norms are not counted.
+"""
+
+from dataclasses import dataclass
+
+from benchmarks.papers.parm_layers import COLUMNS, seconds_of
+from benchmarks.papers.parm_testbeds import AS_TAKEN, Assumptions, Testbed
+from megatron_fssdp.planning.cost_model import BACKWARD_PER_FORWARD
+from megatron_fssdp.planning.tensor_schedules import ScheduledLayer
+from megatron_fssdp.simulation.tensor_schedule_timeline import NUM_PASSES
+
+N_MP = N_ESP = 4
+SEQUENCES = 8
+CAPACITY_FACTOR = 1.2
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A base model; each of its layers has attention and experts.
+
+    Attributes:
+        layers: Of the transformer.
+        hidden: M.
+        ffn: H.
+        length: Tokens of a sequence.
+        vocabulary: Tokens there are.
+    """
+
+    layers: int
+    hidden: int
+    ffn: int
+    length: int
+    vocabulary: int
+
+    @property
+    def num_tokens(self) -> int:
+        """B·L."""
+        return SEQUENCES * self.length
+
+
+MODELS = {
+    "BERT-Base": TrainedModel(12, 768, 3072, 512, 30522),
+    "GPT-2": TrainedModel(12, 768, 3072, 1024, 50257),
+}
+
+
+def iteration_s(model: TrainedModel, column: str, name: str, assumptions: Assumptions = AS_TAKEN) -> float:
+    """Seconds of an iteration.
+
+    Args:
+        model: The model.
+        column: Testbed and P.
+        name: ``baseline`` or ``parm``.
+        assumptions: What is assumed.
+    """
+    testbed = Testbed(*COLUMNS[column], assumptions)
+    layer = ScheduledLayer(
+        num_tokens=model.num_tokens,
+        hidden_size=model.hidden,
+        num_rows=assumptions.top_k * CAPACITY_FACTOR * model.num_tokens,
+        n_mp=N_MP,
+        n_esp=N_ESP,
+        n_ep=testbed.num_devices // N_ESP,
+        element_bytes=assumptions.element_bytes,
+    )
+    moe_s = getattr(seconds_of(layer, model.ffn, testbed), name).total_s
+    all_reduce_s = testbed.costs(N_MP, N_ESP)["all_reduce", "mp"].time_s(layer.tokens_bytes)
+    return model.layers * (moe_s + NUM_PASSES * all_reduce_s) + _dense_s(model, testbed.flops_per_s)
+
+
+def _dense_s(model: TrainedModel, flops_per_s: float) -> float:
+    """Attention and logits, both passes."""
+    attention = 8.0 * model.hidden**2 + 4.0 * model.length * model.hidden
+    logits = 2.0 * model.hidden * model.vocabulary
+    forward = model.num_tokens * (model.layers * attention + logits) / N_MP
+    return (1 + BACKWARD_PER_FORWARD) * forward / flops_per_s
