@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from megatron_fssdp.megatron_adapter.finite_watch import FiniteWatch
-from megatron_fssdp.megatron_adapter.memory_report import expert_optimizer, report_memory
+from megatron_fssdp.megatron_adapter.memory_report import expert_optimizer, held_replicas, report_memory
 from megatron_fssdp.megatron_adapter.resharding import ExpertResharding, ReshardReport
 from megatron_fssdp.megatron_adapter.slot_quantities import slot_quantities
 from megatron_fssdp.megatron_adapter.spare_experts import SpareExperts
@@ -43,6 +43,7 @@ class IterationDriver:
         args: Megatron's arguments.
 
     Attributes:
+        held: When replicas are on this rank.
         reshard: What was re-sharded before the running iteration; ``None`` if nothing was.
 
     Raises:
@@ -54,6 +55,7 @@ class IterationDriver:
         self._model = model
         self._optimizer = optimizer
         self._args = args
+        self.held = held_replicas(session, model, args)
         self.reshard: ReshardReport | None = None
         self._iterations_to_measure = 0
         self._passes_begun = 0
@@ -83,7 +85,7 @@ class IterationDriver:
         if self._iterations_to_measure:
             for layer in layers:
                 layer.stopwatch = LayerStopwatch()
-        report_memory(session, args)
+        report_memory(session, args, self.held)
 
     @property
     def _expert_parallel(self) -> dist.ProcessGroup:
@@ -156,12 +158,12 @@ class IterationDriver:
                 layout.numel, layout.dtype.itemsize, copies.size()
             ),
             num_micro_batches=num_micro_batches,
-            rematerialize=self._session.rematerializes,
+            held=self.held,
             device=self._device,
         )
         if _speaks_for_stage():
             logger.warning(_described_profile(layers[0].context, self._session.strategy))
-        report_memory(self._session, self._args, num_micro_batches)
+        report_memory(self._session, self._args, self.held)
 
     def _reshard(self) -> ReshardReport | None:
         slots = self._session.slots

@@ -1,43 +1,45 @@
 """Tells at the start what a rank's experts are going to take."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
-from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core import num_microbatches_calculator, parallel_state
+from megatron.core.utils import get_model_config
 
+from megatron_fssdp.megatron_adapter.moe_layer import StrategyMoELayer
 from megatron_fssdp.megatron_adapter.strategy_session import StrategySession
+from megatron_fssdp.planning.held_replicas import HeldReplicas
 from megatron_fssdp.planning.memory_accounting import ExpertMemory, ExpertOptimizer, expert_memory
+from megatron_fssdp.planning.pipeline_stage import PipelineStage
 from megatron_fssdp.runtime.layer_executor import CHUNK_BYTES
-from megatron_fssdp.strategies.strategy import ResidentStrategy
 
 logger = logging.getLogger(__name__)
 
 
-def report_memory(session: StrategySession, args: Any, num_micro_batches: int | None = None) -> None:
+def report_memory(session: StrategySession, args: Any, held: HeldReplicas) -> None:
     """One log line per pipeline stage; all its ranks have the same slots.
 
     Args:
         session: The strategy and its layers.
         args: Megatron's arguments.
-        num_micro_batches: Of an iteration; by default of the next one.
+        held: When replicas are there.
     """
     if (
         parallel_state.get_expert_model_parallel_rank() == 0
         and parallel_state.get_expert_data_parallel_rank() == 0
         and parallel_state.get_expert_tensor_parallel_rank() == 0
     ):
-        memory = account_memory(session, args, num_micro_batches or get_num_microbatches())
-        logger.warning(f"[fssdp] memory of a rank: {memory.describe()}")
+        logger.warning(f"[fssdp] memory of a rank: {account_memory(session, args, held).describe()}")
 
 
-def account_memory(session: StrategySession, args: Any, num_micro_batches: int) -> ExpertMemory:
+def account_memory(session: StrategySession, args: Any, held: HeldReplicas) -> ExpertMemory:
     """Bytes of this rank's experts under the strategy's present limits.
 
     Args:
         session: The strategy and its layers, at least one.
         args: Megatron's arguments.
-        num_micro_batches: Of an iteration.
+        held: When replicas are there.
     """
     layers = session.runtime.layers
     first = layers[0]
@@ -49,7 +51,7 @@ def account_memory(session: StrategySession, args: Any, num_micro_batches: int) 
     # Without replicas of its own making a strategy has no such limit.
     replicas = min(session.strategy.slots(context), context.num_experts - per_layer)
     return expert_memory(
-        num_layers=len(layers),
+        held=held,
         slots_per_device=len(layers) * per_layer,
         replicas_per_layer=replicas,
         owned_per_layer=per_layer,
@@ -58,11 +60,38 @@ def account_memory(session: StrategySession, args: Any, num_micro_batches: int) 
         gradient_bytes=layout.dtype.itemsize if main_grad is None else main_grad.element_size(),
         optimizer=expert_optimizer(args),
         expert_data_parallel_size=parallel_state.get_expert_data_parallel_world_size(),
-        rematerialize=session.rematerializes,
-        resident=isinstance(session.strategy, ResidentStrategy),
-        num_micro_batches=num_micro_batches,
         chunk_bytes=CHUNK_BYTES,
     )
+
+
+def held_replicas(session: StrategySession, model: Sequence[Any], args: Any) -> HeldReplicas:
+    """When the strategy's replicas are on this rank, in all iterations to come.
+
+    Args:
+        session: The strategy.
+        model: DDP's chunks of the model on this rank.
+        args: Megatron's arguments.
+    """
+    stage = PipelineStage(
+        tuple(sum(isinstance(module, StrategyMoELayer) for module in chunk.modules()) for chunk in model),
+        num_stages=parallel_state.get_pipeline_model_parallel_world_size(),
+        stage=parallel_state.get_pipeline_model_parallel_rank(),
+        group_size=get_model_config(model[0]).microbatch_group_size_per_vp_stage,
+    )
+    return HeldReplicas(session.strategy.replica_life, stage, _most_micro_batches(args))
+
+
+def _most_micro_batches(args: Any) -> int:
+    """Of any iteration: where batches grow (``--step-batch-size-schedule``), of the largest one to come."""
+    now = int(num_microbatches_calculator.get_num_microbatches())
+    schedule = getattr(args, "step_batch_size_schedule", None)
+    if schedule is None:
+        return now
+    parsed = num_microbatches_calculator.StepBatchsizeNumMicroBatchesCalculator._parse_schedule(
+        schedule, None
+    )
+    largest = max(batch_size for _, batch_size in parsed)
+    return max(now, largest // (args.micro_batch_size * args.data_parallel_size))
 
 
 def expert_optimizer(args: Any) -> ExpertOptimizer:

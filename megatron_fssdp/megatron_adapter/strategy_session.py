@@ -67,11 +67,6 @@ class StrategySession:
         """Whether owners may move."""
         return getattr(self.settings, "reshard_interval", 0) > 0
 
-    @property
-    def rematerializes(self) -> bool:
-        """Whether replicas are released between the passes of a layer."""
-        return getattr(self.settings, "rematerialize", False)
-
     def stage_owners(self) -> StageOwners | None:
         """Who keeps the experts of this pipeline stage; ``None`` without MoE layers."""
         return StageOwners(self.slots.owners, self.slots.layer_numbers) if self.slots else None

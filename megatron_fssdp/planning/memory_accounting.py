@@ -12,6 +12,8 @@ hold of one layer.
 
 from dataclasses import dataclass
 
+from megatron_fssdp.planning.held_replicas import HeldReplicas, ReplicaLife
+
 FP32_BYTES = 4
 """Bytes of an element of optimizer states, master weights and accumulators."""
 
@@ -65,7 +67,7 @@ class ExpertMemory:
         optimizer_bytes: Their optimizer state and fp32 master weights.
         replica_parameters_bytes: Parameters of replicas.
         replica_gradients_bytes: Gradients of replicas.
-        replica_optimizer_bytes: Optimizer state and fp32 master weights of replicas that stay.
+        replica_optimizer_bytes: Optimizer state and fp32 master weights of lasting replicas.
         packed_experts_bytes: Copies of experts or of their gradients, made to be sent.
         reduction_buffers_bytes: Gradients of replicas that have come in from elsewhere, and their sums.
     """
@@ -119,7 +121,7 @@ class ExpertMemory:
 
 def expert_memory(
     *,
-    num_layers: int,
+    held: HeldReplicas,
     slots_per_device: int,
     replicas_per_layer: int,
     owned_per_layer: int,
@@ -128,15 +130,12 @@ def expert_memory(
     gradient_bytes: int,
     optimizer: ExpertOptimizer,
     expert_data_parallel_size: int = 1,
-    rematerialize: bool = False,
-    resident: bool = False,
-    num_micro_batches: int = 1,
     chunk_bytes: int | None = None,
 ) -> ExpertMemory:
     """Bytes of one rank's experts: the sum of this module's other functions.
 
     Args:
-        num_layers: MoE layers of the stage, L.
+        held: When replicas are there, and of how many layers.
         slots_per_device: Experts a device owns over all of them, S.
         replicas_per_layer: Most replicas a device holds of one layer, m.
         owned_per_layer: Most experts of one layer a device owns: E/D under Megatron's even map.
@@ -145,13 +144,9 @@ def expert_memory(
         gradient_bytes: Bytes of an element of ``main_grad``.
         optimizer: What the optimizer keeps.
         expert_data_parallel_size: Ranks that share a distributed optimizer.
-        rematerialize: Whether replicas are released after a layer's forward and gathered again.
-        resident: Whether replicas stay, with ``main_grad`` and optimizer state of their own (FlexMoE).
-        num_micro_batches: Micro-batches of an iteration.
         chunk_bytes: Size of a message; None for whole experts.
     """
     _check_counts(
-        num_layers=num_layers,
         slots_per_device=slots_per_device,
         replicas_per_layer=replicas_per_layer,
         owned_per_layer=owned_per_layer,
@@ -161,14 +156,13 @@ def expert_memory(
         dtype_bytes=dtype_bytes,
         gradient_bytes=gradient_bytes,
         expert_data_parallel_size=expert_data_parallel_size,
-        num_micro_batches=num_micro_batches,
     )
     expert_bytes = expert_elements * dtype_bytes
     sum_bytes = expert_elements * FP32_BYTES
-    sums = sums_gradients(rematerialize=rematerialize, num_micro_batches=num_micro_batches)
+    lasts = held.life is ReplicaLife.LASTING
     # Nothing is sent where nothing is replicated.
     sent_per_layer = owned_per_layer if replicas_per_layer else 0
-    spare_elements = num_layers * replicas_per_layer * expert_elements if resident else 0
+    spare_elements = held.num_layers * replicas_per_layer * expert_elements if lasts else 0
     return ExpertMemory(
         slot_parameters_bytes=slots_per_device * expert_bytes,
         slot_gradients_bytes=slots_per_device * expert_elements * gradient_bytes,
@@ -177,29 +171,21 @@ def expert_memory(
             optimizer,
             expert_data_parallel_size=expert_data_parallel_size,
         ),
-        replica_parameters_bytes=replica_parameters_bytes(
-            replicas_per_layer, expert_bytes, num_layers=num_layers, rematerialize=rematerialize
-        ),
+        replica_parameters_bytes=replica_parameters_bytes(replicas_per_layer, expert_bytes, held),
         replica_gradients_bytes=replica_gradients_bytes(
-            replicas_per_layer,
-            expert_bytes,
-            accumulator_bytes=sum_bytes,
-            num_layers=num_layers,
-            rematerialize=rematerialize,
-            num_micro_batches=1 if resident else num_micro_batches,
+            replicas_per_layer, expert_bytes, accumulator_bytes=sum_bytes, held=held
         )
         + spare_elements * gradient_bytes,
         replica_optimizer_bytes=optimizer_state_bytes(
             spare_elements, optimizer, expert_data_parallel_size=expert_data_parallel_size
         ),
-        # Gradients of one layer's holders on their way home, and another one's sums on their way back.
-        packed_experts_bytes=2 * packed_experts_bytes(sent_per_layer + replicas_per_layer, sum_bytes)
-        if resident
-        else packed_experts_bytes(sent_per_layer, expert_bytes),
+        packed_experts_bytes=packed_experts_bytes(
+            sent_per_layer, replicas_per_layer, expert_bytes, sum_bytes=sum_bytes, held=held
+        ),
         reduction_buffers_bytes=reduction_buffers_bytes(
             sent_per_layer,
             replicas_per_layer,
-            gradient_bytes=sum_bytes if sums or resident else expert_bytes,
+            gradient_bytes=sum_bytes if held.sums_gradients or lasts else expert_bytes,
             sum_bytes=sum_bytes,
             chunk_bytes=chunk_bytes,
         ),
@@ -218,53 +204,51 @@ def optimizer_state_bytes(
     return -(-num_elements // parts) * optimizer.bytes_per_element
 
 
-def replica_parameters_bytes(
-    replicas_per_layer: int, expert_bytes: int, *, num_layers: int, rematerialize: bool
-) -> int:
-    """Parameters of replicas: of all layers until backward has used them.
-
-    With re-materialization only of the one layer that runs.
-    """
-    return (min(num_layers, 1) if rematerialize else num_layers) * replicas_per_layer * expert_bytes
+def replica_parameters_bytes(replicas_per_layer: int, expert_bytes: int, held: HeldReplicas) -> int:
+    """Parameters of replicas, of all layers and micro-batches that have them at once."""
+    return held.layers_with_weights * replicas_per_layer * expert_bytes
 
 
 def replica_gradients_bytes(
-    replicas_per_layer: int,
-    expert_bytes: int,
-    *,
-    accumulator_bytes: int,
-    num_layers: int,
-    rematerialize: bool,
-    num_micro_batches: int,
+    replicas_per_layer: int, expert_bytes: int, *, accumulator_bytes: int, held: HeldReplicas
 ) -> int:
-    """Gradients of replicas: one layer's as autograd makes them, and sums over micro-batches.
+    """Gradients of replicas: one layer's as autograd makes them, and sums over micro-batches if any.
 
-    The sums wait for the last micro-batch, of all layers and in fp32. There are none with
-    re-materialization: every micro-batch's gradients then go home at once, so that no
-    gradient outlives its layer.
+    The sums wait for the last micro-batch, of all layers and in fp32. Where gradients go home with every
+    micro-batch there are none.
 
     Args:
         replicas_per_layer: Most replicas a device holds of one layer, m.
         expert_bytes: One expert's gradient in the parameters' dtype.
         accumulator_bytes: One expert's sum over micro-batches.
-        num_layers: L.
-        rematerialize: Whether replicas are released after forward.
-        num_micro_batches: Micro-batches of an iteration.
+        held: When replicas are there, and of how many layers.
     """
-    made_bytes = min(num_layers, 1) * replicas_per_layer * expert_bytes
-    if not sums_gradients(rematerialize=rematerialize, num_micro_batches=num_micro_batches):
-        return made_bytes
-    return made_bytes + num_layers * replicas_per_layer * accumulator_bytes
+    made_bytes = min(held.num_layers, 1) * replicas_per_layer * expert_bytes
+    return made_bytes + held.layers_with_sums * replicas_per_layer * accumulator_bytes
 
 
-def sums_gradients(*, rematerialize: bool, num_micro_batches: int) -> bool:
-    """Whether replicas' gradients are summed where they are before they go home, once an iteration."""
-    return num_micro_batches > 1 and not rematerialize
+def packed_experts_bytes(
+    sent_per_layer: int, replicas_per_layer: int, expert_bytes: int, *, sum_bytes: int, held: HeldReplicas
+) -> int:
+    """Flat copies to be sent: of one layer's experts, and of the gradients of its replicas.
 
+    Sums over micro-batches are flat and sent as they are.
 
-def packed_experts_bytes(sent_per_layer: int, expert_bytes: int) -> int:
-    """A flat copy of each expert of one layer that is sent."""
-    return sent_per_layer * expert_bytes
+    Args:
+        sent_per_layer: Owned experts of one layer with replicas elsewhere.
+        replicas_per_layer: Most replicas a device holds of one layer, m.
+        expert_bytes: One expert in the parameters' dtype.
+        sum_bytes: One expert's gradient in fp32.
+        held: When replicas are there, and of how many layers.
+    """
+    if held.life is ReplicaLife.LASTING:
+        # Gradients of one layer's holders on their way home, and another one's sums on their way back.
+        return 2 * (sent_per_layer + replicas_per_layer) * sum_bytes
+    gradients = 0 if held.sums_gradients else min(held.num_layers, 1) * replicas_per_layer
+    # A layer's experts are gathered anew while gradients of the layer above it are on their way.
+    at_once = held.life is ReplicaLife.LAYER_PASS and held.num_layers > 1
+    copies = sent_per_layer + gradients if at_once else max(sent_per_layer, gradients)
+    return copies * expert_bytes
 
 
 def reduction_buffers_bytes(

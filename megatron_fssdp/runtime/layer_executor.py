@@ -447,9 +447,7 @@ class LayerExecutor:
         if done.alone:
             return
         num_micro_batches = self.clock.num_micro_batches
-        outlives_pass = not (plan.rematerialize or plan.each_micro_batch)
-        # Sums over micro-batches where weights stay for an iteration; else nothing outlives its layer.
-        if num_micro_batches is not None and num_micro_batches > 1 and outlives_pass:
+        if num_micro_batches is not None and plan.life.sums_gradients(num_micro_batches):
             self._gradients.accumulate(done.layout, gradients)
             if self._gradients.num_unsent >= num_micro_batches:
                 self._gradients.send_sums(self._parts_home(plan, done), done.layout, done.parameters)

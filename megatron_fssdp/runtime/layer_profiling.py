@@ -8,9 +8,10 @@ import torch.distributed as dist
 
 from megatron_fssdp.collectives.link_probe import measure_links
 from megatron_fssdp.planning.cost_model import ClusterCost
+from megatron_fssdp.planning.held_replicas import HeldReplicas
 from megatron_fssdp.planning.layer_profile import LayerProfile
 from megatron_fssdp.planning.materialization_limits import memory_capacity
-from megatron_fssdp.planning.memory_accounting import FP32_BYTES, sums_gradients
+from megatron_fssdp.planning.memory_accounting import FP32_BYTES
 from megatron_fssdp.runtime.layer_executor import LayerExecutor
 
 
@@ -22,7 +23,7 @@ def profile_layers(
     token_bytes: int,
     owned_bytes: int,
     num_micro_batches: int,
-    rematerialize: bool,
+    held: HeldReplicas,
     device: torch.device,
 ) -> None:
     """Give the layers' contexts what their stopwatches saw; collective over all groups.
@@ -38,7 +39,7 @@ def profile_layers(
         token_bytes: One token's hidden state.
         owned_bytes: What moves with one expert when its owner changes.
         num_micro_batches: Of an iteration.
-        rematerialize: Whether replicas of one layer at a time are resident.
+        held: When replicas are going to be there, and of how many layers.
         device: Where collectives' tensors lie.
     """
     first = layers[0]
@@ -65,7 +66,6 @@ def profile_layers(
     for group in groups:
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
     non_moe, flop_s, intra_alpha, intra_beta, inter_alpha, inter_beta, free = numbers.tolist()
-    sums = sums_gradients(rematerialize=rematerialize, num_micro_batches=num_micro_batches)
     profile = LayerProfile(
         non_moe_s=-non_moe,
         cluster=ClusterCost(
@@ -80,12 +80,10 @@ def profile_layers(
             int(-free),
             expert_bytes=layout.num_bytes,
             gradient_bytes_per_expert=layout.numel * FP32_BYTES,
-            num_layers=len(layers),
             num_experts=first.context.num_experts,
-            rematerialize=rematerialize,
-            num_micro_batches=num_micro_batches,
+            held=held,
         ),
-        gradient_bytes=layout.numel * FP32_BYTES if sums else layout.num_bytes,
+        gradient_bytes=layout.numel * FP32_BYTES if held.sums_gradients else layout.num_bytes,
         num_micro_batches=num_micro_batches,
         owned_bytes=owned_bytes,
     )

@@ -171,7 +171,10 @@ class _Materialize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        ctx.materialization.finish_backward(gradients[1:])
+        # Whoever keeps the graph, as Megatron's 1F1B does until its next forward pass is over, keeps no
+        # replicas with it: those of one micro-batch end here.
+        materialization, ctx.materialization = ctx.materialization, None
+        materialization.finish_backward(gradients[1:])
         (anchor,) = ctx.saved_tensors
         return None, None, torch.zeros_like(anchor), gradients[0]
 

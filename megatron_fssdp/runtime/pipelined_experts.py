@@ -154,6 +154,7 @@ class _PipelinedExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         pipeline, kept, leaves = ctx.pipeline, ctx.kept, ctx.leaves
+        ctx.pipeline = ctx.leaves = None  # the graph may be kept for longer than the weights
         needs_rows, needs_probs, *needs_weights = ctx.needs_input_grad[3:]
         record = pipeline.record
         wanted_leaves = [leaf for leaf, need in zip(leaves, needs_weights, strict=True) if need]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
+from megatron_fssdp.planning.held_replicas import ReplicaLife
 from megatron_fssdp.planning.memory_accounting import ExpertMemory, expert_memory, optimizer_state_bytes
 from megatron_fssdp.simulation.layer_ledger import LayerLedger
 from megatron_fssdp.simulation.moe_job import MoeJob
@@ -44,8 +45,7 @@ def device_memory(
     *,
     slots: int,
     ledger: LayerLedger | None,
-    rematerialize: bool,
-    resident: bool = False,
+    life: ReplicaLife,
 ) -> DeviceMemory:
     """Memory of a strategy's busiest device.
 
@@ -54,18 +54,17 @@ def device_memory(
         cluster: Says how much memory there is.
         slots: Most replicas a device may hold of a layer.
         ledger: What was decided; ``None`` for balanced loads without replicas.
-        rematerialize: Whether replicas are released between the passes of a layer.
-        resident: Whether there is room for ``slots`` replicas from the start, with optimizer states.
+        life: Of a replica; for lasting ones there is room from the start.
     """
     per_layer = job.num_experts // job.num_devices
     pairs, owned, replicas = job.pairs_per_device * job.num_layers, per_layer, 0
     if ledger is not None:
         pairs = float(ledger.tokens_ILD.sum(axis=1, dtype=np.int64).max())
         owned = int(ledger.most_owned_IL.max())
-        used = slots if resident else int(ledger.most_replicas_IL.max())
+        used = slots if life is ReplicaLife.LASTING else int(ledger.most_replicas_IL.max())
         replicas = min(slots, job.num_experts - per_layer, used)
     experts = expert_memory(
-        num_layers=job.num_layers,
+        held=job.held_replicas(life),
         slots_per_device=job.num_layers * per_layer,
         replicas_per_layer=replicas,
         owned_per_layer=owned,
@@ -74,9 +73,6 @@ def device_memory(
         gradient_bytes=job.gradient_bytes,
         optimizer=job.optimizer,
         expert_data_parallel_size=job.expert_data_parallel_size,
-        rematerialize=rematerialize,
-        resident=resident,
-        num_micro_batches=job.num_micro_batches,
         chunk_bytes=job.message_bytes,
     )
     dense_bytes = job.dense_elements * (job.dtype_bytes + job.gradient_bytes) + optimizer_state_bytes(

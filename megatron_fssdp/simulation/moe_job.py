@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.model_settings import ModelSettings
 from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.planning.held_replicas import HeldReplicas, ReplicaLife
 from megatron_fssdp.planning.memory_accounting import FP32_BYTES, ExpertOptimizer
 from megatron_fssdp.planning.message_size import message_bytes
+from megatron_fssdp.planning.pipeline_stage import PipelineStage
 
 GATED_ACTIVATIONS = ("swiglu", "quick_geglu")
 """Activations with two input matrices, whose product is taken."""
@@ -113,6 +115,10 @@ class MoeJob:
     def pairs_per_device(self) -> float:
         """(token, k) pairs that a device routes in an iteration."""
         return self.tokens_per_micro_batch * self.num_micro_batches * self.top_k
+
+    def held_replicas(self, life: ReplicaLife) -> HeldReplicas:
+        """When replicas are on a device; pipelines are not simulated, so one micro-batch is in flight."""
+        return HeldReplicas(life, PipelineStage((self.num_layers,)), self.num_micro_batches)
 
     def with_tokens(self, factor: float) -> "MoeJob":
         """The job with ``factor`` times as many tokens on every device, of samples as long as before."""

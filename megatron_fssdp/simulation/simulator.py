@@ -18,9 +18,10 @@ from megatron_fssdp.config.strategy_settings import (
 from megatron_fssdp.planning.cluster_cost import cluster_cost
 from megatron_fssdp.planning.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.planning.group_ring import GroupRing
+from megatron_fssdp.planning.held_replicas import ReplicaLife
 from megatron_fssdp.planning.layer_profile import LayerProfile
 from megatron_fssdp.planning.materialization_limits import memory_capacity
-from megatron_fssdp.planning.memory_accounting import FP32_BYTES, sums_gradients
+from megatron_fssdp.planning.memory_accounting import FP32_BYTES
 from megatron_fssdp.simulation.device_memory import DeviceMemory, device_memory
 from megatron_fssdp.simulation.iteration_timeline import PARTS, IterationTimeline, LayerSeconds, OnSpan
 from megatron_fssdp.simulation.layer_ledger import LayerLedger, TransferColumns
@@ -28,7 +29,7 @@ from megatron_fssdp.simulation.link_seconds import ClusterLinks, LinkTimes, clus
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.replay import OnPlan, replay_strategy
 from megatron_fssdp.strategies.registry import build_strategy
-from megatron_fssdp.strategies.strategy import LayerContext, ResidentStrategy, Strategy
+from megatron_fssdp.strategies.strategy import LayerContext, Strategy
 
 PROB_BYTES = 4
 """One routing probability, which goes along with each row in an all-to-all of its own."""
@@ -103,7 +104,7 @@ def simulate(
         )
     topology = topology_of(cluster, job.num_devices)
     strategy = _strategy(name, settings)
-    profile = layer_profile(job, cluster, rematerialize=getattr(settings, "rematerialize", False))
+    profile = layer_profile(job, cluster, strategy.replica_life)
     ledger = replay_strategy(
         strategy,
         counts_ILDE,
@@ -125,8 +126,7 @@ def simulate(
         cluster,
         slots=strategy.slots(replace(context, profile=profile)),
         ledger=ledger,
-        rematerialize=bool(ledger.rematerialize_IL.any()),
-        resident=isinstance(strategy, ResidentStrategy),
+        life=strategy.replica_life,
     )
     return StrategyOutcome(name, layers.parts_s(), ledger, memory, layers)
 
@@ -150,20 +150,23 @@ def ceiling_s(counts_ILDE: np.ndarray, cluster: ClusterDescription, job: MoeJob)
     return simulate("ep", EpSettings(), balanced_counts(counts_ILDE), cluster, job).mean_s
 
 
-def layer_profile(job: MoeJob, cluster: ClusterDescription, *, rematerialize: bool) -> LayerProfile:
-    """What a run on the cluster would measure in its first iterations."""
-    capacity = job.num_experts
-    sums = sums_gradients(rematerialize=rematerialize, num_micro_batches=job.num_micro_batches)
+def layer_profile(job: MoeJob, cluster: ClusterDescription, life: ReplicaLife) -> LayerProfile:
+    """What a run on the cluster would measure in its first iterations.
+
+    Args:
+        job: What runs.
+        cluster: Where.
+        life: Of the replicas that memory is to hold.
+    """
+    capacity, held = job.num_experts, job.held_replicas(life)
     if cluster.memory_bytes is not None:
-        without = device_memory(job, cluster, slots=0, ledger=None, rematerialize=rematerialize)
+        without = device_memory(job, cluster, slots=0, ledger=None, life=life)
         capacity = memory_capacity(
             max(0, int(cluster.memory_bytes - without.total_bytes)),
             expert_bytes=job.expert_bytes,
             gradient_bytes_per_expert=job.expert_elements * FP32_BYTES,
-            num_layers=job.num_layers,
             num_experts=job.num_experts,
-            rematerialize=rematerialize,
-            num_micro_batches=job.num_micro_batches,
+            held=held,
         )
     return LayerProfile(
         non_moe_s=min(job.before_gate_flops_L) / cluster.non_expert_flops_per_s,
@@ -172,7 +175,7 @@ def layer_profile(job: MoeJob, cluster: ClusterDescription, *, rematerialize: bo
         token_bytes=job.token_bytes,
         flops_per_token=job.expert_flops_per_token,
         memory_capacity=capacity,
-        gradient_bytes=job.expert_elements * FP32_BYTES if sums else job.expert_bytes,
+        gradient_bytes=job.expert_elements * FP32_BYTES if held.sums_gradients else job.expert_bytes,
         num_micro_batches=job.num_micro_batches,
         owned_bytes=job.owned_bytes,
     )
@@ -208,7 +211,7 @@ class LayerTimes:
         sums_IL = np.where(
             ledger.rematerialize_IL | ledger.each_pass_IL,
             False,
-            sums_gradients(rematerialize=False, num_micro_batches=job.num_micro_batches),
+            ReplicaLife.ITERATION.sums_gradients(job.num_micro_batches),
         )
         reduced_bytes = np.where(
             sums_IL | ledger.resident_IL, job.expert_elements * FP32_BYTES, job.expert_bytes

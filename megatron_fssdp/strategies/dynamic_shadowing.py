@@ -3,6 +3,7 @@
 import numpy as np
 
 from megatron_fssdp.config.strategy_settings import FastermoeSettings
+from megatron_fssdp.planning.held_replicas import ReplicaLife
 from megatron_fssdp.planning.load_history import LoadHistory
 from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.shadow_selection import ShadowingCosts, select_shadows
@@ -15,6 +16,7 @@ class DynamicShadowing(MeasuredReplicas[FastermoeSettings]):
     """``fastermoe``: shadows are chosen after the gate, by the exact counts."""
 
     window = 1
+    replica_life = ReplicaLife.MICRO_BATCH
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """Nothing is known yet."""

@@ -4,6 +4,7 @@ import numpy as np
 
 from megatron_fssdp.config.strategy_settings import QuotaSettings
 from megatron_fssdp.planning import cost_model
+from megatron_fssdp.planning.held_replicas import ReplicaLife
 from megatron_fssdp.planning.layer_profile import LayerProfile
 from megatron_fssdp.planning.layer_traffic import DispatchTraffic, dispatch_traffic, quota_traffic
 from megatron_fssdp.planning.load_history import LoadHistory
@@ -18,6 +19,7 @@ class ExactQuotas(MeasuredReplicas[QuotaSettings]):
     """``quota``: the lowest ceiling of all devices' loads, if its critical path is shorter."""
 
     window = 1
+    replica_life = ReplicaLife.MICRO_BATCH
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """Nothing is known yet."""

@@ -7,6 +7,7 @@ import numpy as np
 from megatron_fssdp.config.strategy_settings import SmartmoeSettings
 from megatron_fssdp.planning import cost_model
 from megatron_fssdp.planning.expert_permutation import check_exchangeable, permuted_owners
+from megatron_fssdp.planning.held_replicas import ReplicaLife
 from megatron_fssdp.planning.layer_profile import LayerProfile
 from megatron_fssdp.planning.load_history import LoadHistory
 from megatron_fssdp.planning.owner_map import OwnerMap
@@ -18,6 +19,8 @@ from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 class ExpertExchange(DecidedByHistory[SmartmoeSettings]):
     """``smartmoe``: as many experts a device as before, no replicas (Hecate §2.3, §5.1)."""
+
+    replica_life = ReplicaLife.ITERATION
 
     def check(self, context: LayerContext) -> None:
         """Refuse one expert a device."""

@@ -11,13 +11,16 @@ from megatron_fssdp.config.strategy_settings import (
     QuotaSettings,
     SmartmoeSettings,
 )
+from megatron_fssdp.planning.held_replicas import ReplicaLife
 from megatron_fssdp.planning.owner_map import OwnerMap
 from megatron_fssdp.strategies.replica_limits import described_slots, slots_of
 from megatron_fssdp.strategies.strategy import LayerContext
 
 
 class FixedOwners:
-    """Nothing is re-sharded, and every layer can be served."""
+    """Nothing is re-sharded, and every layer can be served. Replicas, if any, are for an iteration."""
+
+    replica_life = ReplicaLife.ITERATION
 
     def check(self, context: LayerContext) -> None:
         """Nothing to refuse."""

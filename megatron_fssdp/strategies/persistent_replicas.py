@@ -3,6 +3,7 @@
 import numpy as np
 
 from megatron_fssdp.config.strategy_settings import FlexmoeSettings
+from megatron_fssdp.planning.held_replicas import ReplicaLife
 from megatron_fssdp.planning.load_history import LoadHistory
 from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.replica_scheduling import ReplicaPrice, scheduled_replicas
@@ -13,6 +14,8 @@ from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 class PersistentReplicas(DecidedByHistory[FlexmoeSettings], FixedOwners):
     """``flexmoe``: expand, shrink and migrate every so many iterations (Hecate §2.3, §5.1)."""
+
+    replica_life = ReplicaLife.LASTING
 
     @property
     def spares(self) -> int:

@@ -11,6 +11,7 @@ from megatron_fssdp.planning.calibration import (
     calibrated_placement,
     sparse_materialization_by_source,
 )
+from megatron_fssdp.planning.held_replicas import ReplicaLife
 from megatron_fssdp.planning.heterogeneous_sharding import heterogeneous_sharding
 from megatron_fssdp.planning.load_history import LoadHistory
 from megatron_fssdp.planning.materialization_planner import plan_materialization
@@ -44,6 +45,11 @@ class FullyShardedSparseDataParallelism:
         is_limited = settings.slots is not None and settings.overlap_degree is not None
         needs_profile = not is_limited or settings.calibrate or settings.split
         return settings.profile_iterations if needs_profile else 0
+
+    @property
+    def replica_life(self) -> ReplicaLife:
+        """An iteration, or a layer's pass with re-materialization (Hecate §4.2)."""
+        return ReplicaLife.LAYER_PASS if self.settings.rematerialize else ReplicaLife.ITERATION
 
     def reshards_at(self, iteration: int) -> bool:
         """Every ``reshard_interval`` iterations, not before the first of them is over."""

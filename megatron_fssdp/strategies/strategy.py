@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from megatron_fssdp.planning.held_replicas import ReplicaLife
 from megatron_fssdp.planning.layer_profile import LayerProfile
 from megatron_fssdp.planning.load_history import LoadHistory
 from megatron_fssdp.planning.owner_map import OwnerMap
@@ -93,10 +94,18 @@ class LayerPlan:
         self.transfer.check_serves(self.placement)
 
     @property
+    def life(self) -> ReplicaLife:
+        """For how long the plan's replicas are on their devices."""
+        if self.resident:
+            return ReplicaLife.LASTING
+        if self.each_micro_batch:
+            return ReplicaLife.MICRO_BATCH
+        return ReplicaLife.LAYER_PASS if self.rematerialize else ReplicaLife.ITERATION
+
+    @property
     def is_split(self) -> bool:
         """Whether a part of the transfers runs beside the experts of the layer before, if there is one."""
-        stays = self.gather_ahead and not (self.rematerialize or self.each_micro_batch or self.resident)
-        return stays and self.split != WHOLE
+        return self.gather_ahead and self.life is ReplicaLife.ITERATION and self.split != WHOLE
 
     @classmethod
     def owners_only(cls, context: LayerContext, *, each_micro_batch: bool = False) -> "LayerPlan":
@@ -141,6 +150,11 @@ class Strategy(Protocol):
     @property
     def profile_iterations(self) -> int:
         """Iterations to measure before contexts get a profile; 0 if none is needed."""
+        ...
+
+    @property
+    def replica_life(self) -> ReplicaLife:
+        """Of all replicas in the strategy's plans, known before there is any: memory is accounted by it."""
         ...
 
     def check(self, context: LayerContext) -> None:

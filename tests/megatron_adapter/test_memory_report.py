@@ -1,9 +1,11 @@
 """The accounting of memory against what a Megatron training has allocated for its experts."""
 
+import gc
 import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,7 +88,79 @@ def _compare(
         assert ours["accounted"]["replicas"] > 0
 
 
+PIPELINES = {
+    # Megatron's arguments, and of each stage how many layers' replicas are there at once.
+    "in_turn": ("", (2, 1)),
+    "interleaved": ("--num-layers 4 --num-layers-per-virtual-pipeline-stage 1", (5, 3)),
+}
+
+
+@pytest.mark.parametrize("name", ["in_turn", pytest.param("interleaved", marks=pytest.mark.slow)])
+def test_micro_batches_in_flight_have_replicas_of_their_own(
+    name: str, text_data: Path, tmp_path: Path
+) -> None:
+    """Weights of all replicas that are there after a gather, in a pipeline of two stages of two ranks."""
+    arguments, layers_of_stage = PIPELINES[name]
+    train(
+        4,
+        "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --train-iters 3 "
+        f"--global-batch-size 16 {arguments} --moe-strategy fastermoe --moe-strategy-set slots=2 "
+        "--moe-strategy-set profile_iterations=1",
+        text_data,
+        before=shadow_and_measure,
+        env={"MEASURED": str(tmp_path)},
+    )
+    for rank in range(4):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found["accounted"] == layers_of_stage[rank // 2] * 2 * EXPERT_ELEMENTS * 4
+        # Shadowed are experts of each group's first rank.
+        assert found["allocated"] == (found["accounted"] if rank % 2 else 0)
+
+
+def test_batches_that_grow_count_with_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import num_microbatches_calculator
+
+    from megatron_fssdp.megatron_adapter.memory_report import _most_micro_batches
+
+    monkeypatch.setattr(num_microbatches_calculator, "get_num_microbatches", lambda: 2)
+    args = SimpleNamespace(micro_batch_size=2, data_parallel_size=4, step_batch_size_schedule=None)
+    assert _most_micro_batches(args) == 2
+    args.step_batch_size_schedule = "0:16 1B:64, 2B:32"
+    assert _most_micro_batches(args) == 8
+    args.step_batch_size_schedule = "0:8"  # of a run that has been resumed on more devices
+    assert _most_micro_batches(args) == 2
+
+
 # ---------------------------------------------------------------- on the ranks
+
+
+def shadow_and_measure() -> None:
+    """The first experts are shadowed whatever the counts; write the most bytes that replicas ever had."""
+    from megatron_fssdp.megatron_adapter.iteration_driver import IterationDriver
+    from megatron_fssdp.megatron_adapter.memory_report import account_memory
+    from megatron_fssdp.runtime.layer_executor import LayerExecutor
+    from megatron_fssdp.runtime.replica_weights import ReplicaWeights
+    from megatron_fssdp.strategies import dynamic_shadowing
+
+    dynamic_shadowing.select_shadows = lambda *_, most, **__: tuple(range(most))
+    begin, end = LayerExecutor.begin_micro_batch, IterationDriver.end
+    allocated: list[int] = []
+    gc.freeze()  # what is here already is not looked through
+
+    def begin_and_measure(executor: Any, routing_map: torch.Tensor) -> Any:
+        micro_batch = begin(executor, routing_map)
+        here = [item for item in gc.get_objects() if isinstance(item, ReplicaWeights)]
+        allocated.append(sum(weights.resident_bytes for weights in here))
+        return micro_batch
+
+    def end_and_write(driver: Any) -> Any:
+        memory = account_memory(driver._session, driver._args, driver.held)
+        found = {"accounted": memory.replica_parameters_bytes, "allocated": max(allocated)}
+        (Path(os.environ["MEASURED"]) / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+        return end(driver)
+
+    LayerExecutor.begin_micro_batch = begin_and_measure
+    IterationDriver.end = end_and_write
 
 
 def measure_in_training() -> None:
@@ -101,7 +175,7 @@ def measure_in_training() -> None:
         loads = end(driver)
         if driver.reshard is not None:
             moved.append(driver.reshard.experts_moved)
-        memory = account_memory(driver._session, driver._args, num_micro_batches=1)
+        memory = account_memory(driver._session, driver._args, driver.held)
         parameters = [parameter for slot in driver._session.slots.parameters for parameter in slot]
         measured = {
             "moved": sum(moved),

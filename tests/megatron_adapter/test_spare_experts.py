@@ -143,7 +143,7 @@ def compare_in_training() -> None:
                     scale = float(wanted.abs().max()) or 1.0
                     difference = float((got.float() - wanted.float()).abs().max()) / scale
                     found["difference"] = max(found["difference"], difference)
-        memory = account_memory(driver._session, driver._args, num_micro_batches=1)
+        memory = account_memory(driver._session, driver._args, driver.held)
         parameters = [parameter for slot in spares.parameters for parameter in slot]
         found["allocated"] = {
             "parameters": sum(p.numel() * p.element_size() for p in parameters),

@@ -6,16 +6,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_fssdp.planning.held_replicas import HeldReplicas, ReplicaLife
 from megatron_fssdp.planning.memory_accounting import (
     ExpertMemory,
     ExpertOptimizer,
     expert_memory,
     optimizer_state_bytes,
 )
+from megatron_fssdp.planning.pipeline_stage import PipelineStage
+
+
+def held(life=ReplicaLife.ITERATION, num_micro_batches=1, *, layers=(3,), **place):
+    """Three layers without a pipeline."""
+    return HeldReplicas(life, PipelineStage(layers, **place), num_micro_batches)
+
 
 # 3 layers, 6 slots (2 experts a layer), 100 elements an expert, bf16 with fp32 gradients.
 HALF = {
-    "num_layers": 3,
+    "held": held(),
     "slots_per_device": 6,
     "replicas_per_layer": 4,
     "owned_per_layer": 2,
@@ -33,16 +41,17 @@ def test_half_precision_by_hand():
     assert memory.optimizer_bytes == 6 * 1200  # both moments and the master weights
     assert memory.replica_parameters_bytes == 3 * 4 * 200
     assert memory.replica_gradients_bytes == 4 * 200
-    assert memory.packed_experts_bytes == 2 * 200
+    assert memory.packed_experts_bytes == 4 * 200  # gradients of replicas; the two experts were sent before
     assert memory.reduction_buffers_bytes == 3 * (2 + 4) * 200 + 2 * 400
-    assert memory.transfer_buffers_bytes == 4800
+    assert memory.transfer_buffers_bytes == 5200
     assert memory.expert_parallelism_bytes == 10800
-    assert memory.above_expert_parallelism_bytes == 2400 + 800 + 4800
-    assert memory.total_bytes == 18800
+    assert memory.above_expert_parallelism_bytes == 2400 + 800 + 5200
+    assert memory.total_bytes == 19200
 
 
-def test_replicas_that_stay_have_gradients_and_optimizer_states():
-    memory = expert_memory(**HALF, resident=True, num_micro_batches=4)
+def test_lasting_replicas_have_gradients_and_optimizer_states():
+    lasting = {**HALF, "held": held(ReplicaLife.LASTING, 4)}
+    memory = expert_memory(**lasting)
     assert memory.replica_parameters_bytes == 3 * 4 * 200
     assert memory.replica_gradients_bytes == 4 * 200 + 3 * 4 * 400
     assert memory.replica_optimizer_bytes == 3 * 4 * 1200
@@ -50,8 +59,8 @@ def test_replicas_that_stay_have_gradients_and_optimizer_states():
     assert memory.packed_experts_bytes == 2 * (2 + 4) * 400
     assert memory.above_expert_parallelism_bytes == 2400 + 5600 + 14400 + memory.transfer_buffers_bytes
     assert "optimizer 14.1 KiB, transfers" in memory.describe()
-    shared = {**HALF, "optimizer": ExpertOptimizer(has_master_weights=True, is_distributed=True)}
-    assert expert_memory(**shared, resident=True, expert_data_parallel_size=2).replica_optimizer_bytes == 7200
+    shared = {**lasting, "optimizer": ExpertOptimizer(has_master_weights=True, is_distributed=True)}
+    assert expert_memory(**shared, expert_data_parallel_size=2).replica_optimizer_bytes == 7200
     assert expert_memory(**HALF).replica_optimizer_bytes == 0
 
 
@@ -86,16 +95,42 @@ def test_what_moves_with_an_owner():
 
 
 def test_rematerialization_keeps_one_layer():
-    memory = expert_memory(**HALF, rematerialize=True, num_micro_batches=8)
+    memory = expert_memory(**{**HALF, "held": held(ReplicaLife.LAYER_PASS, 8)})
     assert memory.replica_parameters_bytes == 4 * 200
     assert memory.replica_gradients_bytes == 4 * 200
+    # One layer's experts are gathered again while another one's gradients are on their way.
+    assert memory.packed_experts_bytes == (2 + 4) * 200
+    alone = expert_memory(**{**HALF, "held": held(ReplicaLife.LAYER_PASS, 8, layers=(1,))})
+    assert alone.packed_experts_bytes == 4 * 200
 
 
 def test_sums_over_micro_batches_are_kept_for_all_layers():
-    memory = expert_memory(**HALF, num_micro_batches=2)
+    memory = expert_memory(**{**HALF, "held": held(num_micro_batches=2)})
     assert memory.replica_parameters_bytes == 3 * 4 * 200
     assert memory.replica_gradients_bytes == 3 * 4 * 400 + 4 * 200
+    assert memory.packed_experts_bytes == 2 * 200  # the sums are sent as they are
     assert memory.reduction_buffers_bytes == 3 * (2 + 4) * 400 + 2 * 400  # they travel in fp32
+
+
+def test_gradients_of_a_micro_batchs_own_replicas_are_not_summed():
+    """They go home with it, as those of an iteration's only micro-batch do."""
+    memory = expert_memory(**{**HALF, "held": held(ReplicaLife.MICRO_BATCH, 8)})
+    assert memory == expert_memory(**HALF)
+    assert memory.replica_gradients_bytes == 4 * 200
+
+
+def test_every_micro_batch_in_flight_has_replicas_of_its_own():
+    first = held(ReplicaLife.MICRO_BATCH, 8, num_stages=4, stage=0)
+    memory = expert_memory(**{**HALF, "held": first})
+    assert memory.replica_parameters_bytes == 4 * (3 * 4 * 200)
+    last = held(ReplicaLife.MICRO_BATCH, 8, num_stages=4, stage=3)
+    assert expert_memory(**{**HALF, "held": last}) == expert_memory(**HALF)
+    # Only one of them is in its backward pass.
+    assert memory.replica_gradients_bytes == 4 * 200
+    assert memory.transfer_buffers_bytes == expert_memory(**HALF).transfer_buffers_bytes
+    # Those of an iteration are gathered once.
+    iteration = held(num_micro_batches=8, num_stages=4)
+    assert expert_memory(**{**HALF, "held": iteration}).replica_parameters_bytes == 3 * 4 * 200
 
 
 def test_chunks_bound_the_reductions_buffers():
@@ -106,7 +141,9 @@ def test_chunks_bound_the_reductions_buffers():
 @given(
     st.fixed_dictionaries(
         {
+            "life": st.sampled_from(ReplicaLife),
             "num_layers": st.integers(0, 6),
+            "num_stages": st.integers(1, 4),
             "slots_per_device": st.integers(0, 40),
             "replicas_per_layer": st.integers(0, 20),
             "owned_per_layer": st.integers(0, 20),
@@ -115,13 +152,20 @@ def test_chunks_bound_the_reductions_buffers():
             "gradient_bytes": st.sampled_from([2, 4]),
             "optimizer": st.builds(ExpertOptimizer, st.integers(0, 3), st.booleans(), st.booleans()),
             "expert_data_parallel_size": st.integers(1, 8),
-            "rematerialize": st.booleans(),
             "num_micro_batches": st.integers(1, 4),
             "chunk_bytes": st.none() | st.integers(0, 10**6),
         }
     )
 )
 def test_replicas_are_all_there_is_above_expert_parallelism(arguments):
+    life, num_layers, num_stages, num_micro_batches = (
+        arguments.pop(name) for name in ("life", "num_layers", "num_stages", "num_micro_batches")
+    )
+
+    def living(life, num_layers=num_layers):
+        return held(life, num_micro_batches, layers=(num_layers,), num_stages=num_stages)
+
+    arguments["held"] = living(life)
     memory = expert_memory(**arguments)
     parts = [getattr(memory, field.name) for field in fields(memory)]
     assert all(isinstance(part, int) and part >= 0 for part in parts)
@@ -130,9 +174,9 @@ def test_replicas_are_all_there_is_above_expert_parallelism(arguments):
     assert without.above_expert_parallelism_bytes == 0
     assert without.total_bytes == memory.expert_parallelism_bytes
     assert without.optimizer_bytes == memory.optimizer_bytes
-    released = expert_memory(**{**arguments, "rematerialize": True})
+    released = expert_memory(**{**arguments, "held": living(ReplicaLife.LAYER_PASS)})
     assert released.above_expert_parallelism_bytes <= memory.above_expert_parallelism_bytes
-    one_layer = expert_memory(**{**arguments, "num_layers": min(arguments["num_layers"], 1)})
+    one_layer = expert_memory(**{**arguments, "held": living(ReplicaLife.ITERATION, min(num_layers, 1))})
     assert released.replica_parameters_bytes == one_layer.replica_parameters_bytes
 
 
@@ -150,6 +194,6 @@ def test_bad_arguments_say_what_was_wanted():
     with pytest.raises(ValueError, match="replicas_per_layer is -1: wanted 0 or more"):
         expert_memory(**{**HALF, "replicas_per_layer": -1})
     with pytest.raises(ValueError, match="num_micro_batches is 0: wanted 1 or more"):
-        expert_memory(**HALF, num_micro_batches=0)
+        held(num_micro_batches=0)
     with pytest.raises(ValueError, match="num_state_tensors is -1"):
         ExpertOptimizer(num_state_tensors=-1)

@@ -6,8 +6,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_fssdp.planning.cost_model import LinkCost
+from megatron_fssdp.planning.held_replicas import HeldReplicas, ReplicaLife
 from megatron_fssdp.planning.layer_profile import LayerProfile
-from megatron_fssdp.planning.materialization_limits import memory_capacity
+from megatron_fssdp.planning.pipeline_stage import PipelineStage
 from megatron_fssdp.planning.placement import even_owners
 from megatron_fssdp.runtime import layer_profiling
 from megatron_fssdp.runtime.layer_stopwatch import LayerStopwatch, _Span
@@ -23,7 +24,8 @@ BEFORE_S = ((0.5, 0.25), (0.75, 0.125))  # of each rank, its layers
 EXPERTS_S = (1.5, 0.5)
 ROWS = (300, 400)
 LINKS = ((1e-3, 4e-9, 2e-3, 8e-9), (3e-3, 2e-9, 1e-3, 9e-9))
-FREE_BYTES = (70_000, 50_000)
+FREE_BYTES = (7_000, 5_000)
+NUM_MICRO_BATCHES = 4
 
 
 def watch(before_s: float, experts_s: float, num_rows: int) -> LayerStopwatch:
@@ -31,7 +33,7 @@ def watch(before_s: float, experts_s: float, num_rows: int) -> LayerStopwatch:
 
 
 def profile(
-    rank: int, world_size: int, num_rows: tuple[int, ...], rematerialize: bool
+    rank: int, world_size: int, num_rows: tuple[int, ...], held: HeldReplicas
 ) -> list[tuple[LayerProfile | None, bool]]:
     intra_alpha, intra_beta, inter_alpha, inter_beta = LINKS[rank]
     layer_profiling.measure_links = lambda *_: (
@@ -50,17 +52,30 @@ def profile(
         free_bytes=FREE_BYTES[rank],
         token_bytes=4 * MODEL_DIM,
         owned_bytes=1234,
-        num_micro_batches=2,
-        rematerialize=rematerialize,
+        num_micro_batches=NUM_MICRO_BATCHES,
+        held=held,
         device=torch.device("cpu"),
     )
     assert all(np.array_equal(layer.context.owner_E, owner_E) for layer in layers)
     return [(layer.context.profile, layer.stopwatch is None) for layer in layers]
 
 
-@pytest.mark.parametrize("rematerialize", [False, True])
-def test_all_ranks_and_layers_get_the_same_profile(rematerialize: bool) -> None:
-    found = [entry for rank in run_ranks(profile, 2, ROWS, rematerialize) for entry in rank]
+def held(life: ReplicaLife) -> HeldReplicas:
+    """On the first of three stages."""
+    return HeldReplicas(life, PipelineStage((2,), num_stages=3), NUM_MICRO_BATCHES)
+
+
+# Slots in 4,000 bytes, for experts of 360 bytes.
+SLOTS = {
+    ReplicaLife.LAYER_PASS: 5,  # one layer's parameters, one layer's gradients
+    ReplicaLife.ITERATION: 2,  # two layers' parameters, one layer's gradients, two layers' sums
+    ReplicaLife.MICRO_BATCH: 1,  # two layers' parameters of three micro-batches, one layer's gradients
+}
+
+
+@pytest.mark.parametrize("life", SLOTS)
+def test_all_ranks_and_layers_get_the_same_profile(life: ReplicaLife) -> None:
+    found = [entry for rank in run_ranks(profile, 2, ROWS, held(life)) for entry in rank]
     assert len(found) == 4
     assert all(is_over for _, is_over in found)
     one = found[0][0]
@@ -76,21 +91,13 @@ def test_all_ranks_and_layers_get_the_same_profile(rematerialize: bool) -> None:
     assert one.expert_bytes == 4 * EXPERT_ELEMENTS
     assert one.token_bytes == 4 * MODEL_DIM
     assert one.owned_bytes == 1234
-    assert one.memory_capacity == memory_capacity(
-        min(FREE_BYTES),
-        expert_bytes=4 * EXPERT_ELEMENTS,
-        gradient_bytes_per_expert=4 * EXPERT_ELEMENTS,
-        num_layers=2,
-        num_experts=8,
-        rematerialize=rematerialize,
-        num_micro_batches=2,
-    )
+    assert one.memory_capacity == SLOTS[life]
 
 
 def test_ranks_without_rows_leave_the_throughput_to_the_others() -> None:
-    (first, _), *_ = run_ranks(profile, 2, (0, 400), False)[0]
+    (first, _), *_ = run_ranks(profile, 2, (0, 400), held(ReplicaLife.ITERATION))[0]
     assert first is not None
     assert first.cluster.expert_flops_per_s == pytest.approx(2.0 * EXPERT_ELEMENTS * 400 / 0.5)
-    (first, _), *_ = run_ranks(profile, 2, (0, 0), False)[0]
+    (first, _), *_ = run_ranks(profile, 2, (0, 0), held(ReplicaLife.ITERATION))[0]
     assert first is not None
     assert first.cluster.expert_flops_per_s == 1e15

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_fssdp.planning.held_replicas import HeldReplicas, ReplicaLife
 from megatron_fssdp.planning.memory_accounting import ExpertMemory, ExpertOptimizer, expert_memory
+from megatron_fssdp.planning.pipeline_stage import PipelineStage
 from megatron_fssdp.runtime.layer_executor import CHUNK_BYTES
 from megatron_fssdp.runtime.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.replica_weights import ReplicaWeights
@@ -27,11 +29,15 @@ from .reference_layer import draw_weights
 
 NOBODY = (0, 0, 2, 2, 2, 3, 3, 0)  # rank 1 owns nothing
 
-MODES = ("once", "rematerialized")
+LIVES = {
+    "once": ReplicaLife.ITERATION,
+    "rematerialized": ReplicaLife.LAYER_PASS,
+    "each": ReplicaLife.MICRO_BATCH,
+}
 CASES = (
     [
         case
-        for mode in (*MODES, "each")
+        for mode in LIVES
         for case in [
             LayerCase(f"{mode}-plain", transfers=mode, num_iterations=3),
             LayerCase(f"{mode}-micro-batches", transfers=mode, schedule="FBFBFB", biases=True, num_nodes=2),
@@ -148,21 +154,39 @@ def _alive[T](kind: type[T]) -> Iterator[T]:
     return (item for item in gc.get_objects() if isinstance(item, kind))
 
 
+# Steps of an iteration, and the ranks of a group of the pipelined schedule.
+SCHEDULES = (("FB", None), ("FBFB", None), ("FFBFBB", None), ("FFBFBB", 1))
+
+
 def resident_replicas(
-    rank: int, world_size: int, mode: str, num_micro_batches: int
+    rank: int, world_size: int, mode: str
+) -> list[tuple[str, list[tuple[int, int]], ExpertMemory]]:
+    """Sampled bytes of each schedule, and what the accounting says of them."""
+    gc.freeze()  # what is here already is not looked through
+    return [(steps, *_resident_replicas(rank, world_size, mode, steps, size)) for steps, size in SCHEDULES]
+
+
+def _resident_replicas(
+    rank: int, world_size: int, mode: str, schedule: str, group_size: int | None
 ) -> tuple[list[tuple[int, int]], ExpertMemory]:
-    """Sampled bytes, and what the accounting says of them."""
-    case = LayerCase(f"memory-{mode}", placement="everywhere", transfers=mode)
+    gc.collect()
+    case = LayerCase(f"memory-{mode}", placement="everywhere", transfers=mode, group_size=group_size)
     stack = Stack(rank, world_size, case, num_layers=4)
+    num_micro_batches = schedule.count("F")
     stack.runtime.begin_iteration(num_micro_batches)
-    outputs = [stack.forward(world_size) for _ in range(num_micro_batches)]
-    for output in outputs:
-        output.sum().backward()
+    outputs: list[Tensor] = []
+    waiting = iter(outputs)  # their graphs are kept, as Megatron keeps some
+    for step in schedule:
+        if step == "F":
+            outputs.append(stack.forward(world_size))
+        else:
+            next(waiting).sum().backward()
     stack.runtime.finish_gradients()
     stack.runtime.end_iteration()
     owned = case.num_experts // world_size
+    stage = PipelineStage((4,), num_stages=schedule.index("B"))  # as many passes forward first
     memory = expert_memory(
-        num_layers=4,
+        held=HeldReplicas(LIVES[mode], stage, num_micro_batches),
         slots_per_device=4 * owned,
         replicas_per_layer=case.num_experts - owned,
         owned_per_layer=owned,
@@ -170,24 +194,23 @@ def resident_replicas(
         dtype_bytes=4,
         gradient_bytes=4,
         optimizer=ExpertOptimizer(),
-        rematerialize=mode == "rematerialized",
-        num_micro_batches=num_micro_batches,
         chunk_bytes=CHUNK_BYTES,
     )
     return stack.sampled, memory
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 2])
-@pytest.mark.parametrize("mode", MODES)
-def test_replicas_take_what_the_accounting_says(mode: str, num_micro_batches: int) -> None:
-    """With re-materialization the weights of one layer's replicas at most, else of all layers."""
-    for sampled, memory in run_ranks(resident_replicas, 2, mode, num_micro_batches, timeout_s=60):
-        of_weights = [weights for weights, _ in sampled]
-        assert max(of_weights) == memory.replica_parameters_bytes
-        assert max(everything for _, everything in sampled) <= memory.above_expert_parallelism_bytes
-        if mode == "rematerialized":
-            # Between layers of the forward pass there are none at all.
-            assert max(of_weights[: 4 * num_micro_batches]) == 0
+@pytest.mark.parametrize("mode", LIVES)
+def test_replicas_take_what_the_accounting_says(mode: str) -> None:
+    """Weights of one layer's replicas at most, of all layers, or of all layers for each pass in flight."""
+    for of_rank in run_ranks(resident_replicas, 2, mode, timeout_s=60):
+        for schedule, sampled, memory in of_rank:
+            of_weights = [weights for weights, _ in sampled]
+            assert max(of_weights) == memory.replica_parameters_bytes, schedule
+            everything = max(everything for _, everything in sampled)
+            assert everything <= memory.above_expert_parallelism_bytes, schedule
+            if mode == "rematerialized":
+                # Between layers of the forward pass there are none at all.
+                assert max(of_weights[: 4 * schedule.index("B")]) == 0
 
 
 def forget_to_finish(rank: int, world_size: int) -> str:

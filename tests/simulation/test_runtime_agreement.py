@@ -101,6 +101,8 @@ def test_same_plans_and_loads_as_the_runtime() -> None:
         assert ledger.tokens_ILD[:, 0].tolist() == [device_D.tolist() for _, _, device_D in iterations], keys
         if ledger.replicas_IL.any():
             replicated.add(name)
+            lives = {plan.life for plan in plans if plan.placement.num_replicas}
+            assert lives == {strategy.replica_life}, keys
         if keys.get("calibrate"):
             assert ledger.addition.num_experts_IL.any()
     assert replicated == {"fssdp", "fastermoe", "prophet", "quota", "flexmoe"}

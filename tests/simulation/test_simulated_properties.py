@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
+from megatron_fssdp.planning.held_replicas import ReplicaLife
 from megatron_fssdp.planning.layer_traffic import dispatch_traffic, pairs_traffic, transfer_traffic
 from megatron_fssdp.planning.placement import ExpertPlacement
 from megatron_fssdp.planning.token_dispatch import plan_dispatch
@@ -150,14 +151,36 @@ def test_memory_is_what_accounting_says_and_runs_out() -> None:
 def test_profile_bounds_replicas_by_memory_and_overlap() -> None:
     job = job_of(devices=4, experts=8, before_gate_flops_L=(50.0,))
     cluster = cluster_of(nodes=2)
-    profile = layer_profile(job, cluster, rematerialize=False)
+    profile = layer_profile(job, cluster, ReplicaLife.ITERATION)
     assert profile.memory_capacity == 8
     # 10 s at 100 bytes/s are 10 experts of 100 bytes.
     assert profile.overlap_degree(Topology.uniform(4, 2)) == 10
     own = 2 * 50 * (2 + 4 + 8)
     tight = cluster.model_copy(update={"memory_bytes": own + 500})
     # Four fifths of 500 bytes, for replicas of 100 bytes and their gradients.
-    assert layer_profile(job, tight, rematerialize=False).memory_capacity == 2
+    assert layer_profile(job, tight, ReplicaLife.ITERATION).memory_capacity == 2
+
+
+@pytest.mark.parametrize("name", ["fastermoe", "quota"])
+def test_replicas_of_one_micro_batch_leave_no_sums(name: str) -> None:
+    """No pipeline is simulated, so the micro-batches come one after another."""
+    counts = drawn_loads(3)
+    # What travels costs nothing.
+    free = {"alpha_s": 0, "bandwidth_bytes_per_s": 1e12}
+    cluster = cluster_of(nodes=2, intra_node=free, inter_node=free, memory_bytes=10**6)
+    for num_micro_batches in (1, 4):
+        outcome = outcome_of(name, counts, cluster, micro_batches=num_micro_batches)
+        replicas, experts = int(outcome.ledger.most_replicas_IL.max()), outcome.memory.experts
+        assert replicas
+        assert experts.replica_parameters_bytes == 2 * replicas * 50 * 2
+        assert experts.replica_gradients_bytes == replicas * 50 * 2
+    job = job_of(devices=4, experts=8, layers=2, num_micro_batches=4)
+    tight = cluster.model_copy(update={"memory_bytes": 2 * 2 * 50 * (2 + 4 + 8) + 1500})
+    # Four fifths of 1500 bytes: two layers' parameters, one layer's gradients; else two layers' sums as well.
+    assert layer_profile(job, tight, ReplicaLife.MICRO_BATCH).memory_capacity == 4
+    assert layer_profile(job, tight, ReplicaLife.MICRO_BATCH).gradient_bytes == job.expert_bytes
+    assert layer_profile(job, tight, ReplicaLife.ITERATION).memory_capacity == 1
+    assert layer_profile(job, tight, ReplicaLife.ITERATION).gradient_bytes == 50 * 4
 
 
 def test_a_thousand_devices() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
 from megatron_fssdp.config.strategy_settings import EpSettings, FssdpSettings, PlacementSettings
 from megatron_fssdp.planning.cost_model import ClusterCost, LinkCost
+from megatron_fssdp.planning.held_replicas import ReplicaLife
 from megatron_fssdp.planning.heterogeneous_sharding import heterogeneous_sharding
 from megatron_fssdp.planning.layer_profile import LayerProfile
 from megatron_fssdp.planning.load_history import LoadHistory
@@ -93,6 +94,21 @@ def test_every_strategy_is_deterministic_and_leaves_its_arguments_alone(
     assert first.transfer == second.transfer
     assert np.array_equal(context.owner_E, owner_E)
     assert np.array_equal(first.placement.owner_E, owner_E), "owners do not move"
+
+
+def test_strategies_say_for_how_long_their_replicas_live() -> None:
+    """Whether plans keep to it is looked at where they are compared with the runtime's."""
+    others = {
+        "fastermoe": ReplicaLife.MICRO_BATCH,
+        "quota": ReplicaLife.MICRO_BATCH,
+        "flexmoe": ReplicaLife.LASTING,
+    }
+    for name in PLACEMENT_STRATEGIES:
+        strategy: Strategy = build_strategy(name, SETTINGS_BY_STRATEGY[name]())  # type: ignore[arg-type]
+        assert strategy.replica_life is others.get(name, ReplicaLife.ITERATION), name
+    released = build_strategy("fssdp", FssdpSettings(rematerialize=True))
+    assert released.replica_life is ReplicaLife.LAYER_PASS
+    assert released.before_gate(CONTEXT, LoadHistory(5, 4, 8)).life is ReplicaLife.LAYER_PASS
 
 
 @given(layers(), bounds, bounds)
