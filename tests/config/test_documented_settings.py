@@ -18,6 +18,7 @@ PAGES = {
     "smartmoe": ("baselines.md", "## SmartMoE"),
     "flexmoe": ("baselines.md", "## FlexMoE"),
     "quota": ("baselines.md", "## Quotas"),
+    "parm": ("parm.md", "## Settings"),
 }
 
 

@@ -12,12 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fssdp.planning.placement import even_owners
+from megatron_fssdp.planning.tensor_schedules import Schedule
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.runtime import token_exchange
 from megatron_fssdp.runtime.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.grouped_ffn import grouped_ffn
 from megatron_fssdp.runtime.layer_executor import LayerExecutor
 from megatron_fssdp.runtime.moe_runtime import MoERuntime
+from megatron_fssdp.runtime.row_exchanges import exchange_of
 from megatron_fssdp.strategies.strategy import LayerContext
 from megatron_fssdp.testing import run_ranks
 
@@ -47,31 +49,41 @@ def shard(tensors: list[Tensor], activation: str, peer: int) -> list[Tensor]:
     return [torch.cat([half.chunk(PEERS)[peer] for half in halves]), fc2.chunk(PEERS, dim=1)[peer]]
 
 
-def forward(executor: LayerExecutor, hidden: Tensor, probs: Tensor, routing_map: Tensor, name: str) -> Tensor:
+def forward(
+    executor: LayerExecutor,
+    hidden: Tensor,
+    probs: Tensor,
+    routing_map: Tensor,
+    name: str,
+    schedule: Schedule = "megatron",
+) -> Tensor:
     """The layer's forward pass in the adapter's order of steps."""
-    groups = executor.groups
     executor.prepare()
-    micro_batch = executor.begin_micro_batch(routing_map)
+    exchange = exchange_of(schedule, executor.groups)
+    hidden, probs, routing_map = exchange.gather(hidden, probs, routing_map)
+    micro_batch = executor.begin_micro_batch(routing_map, exchange.groups)
     record = micro_batch.exchange
     hidden, experts = micro_batch.materialization.apply(hidden)
-    rows, row_probs = token_exchange.permute(hidden, probs, record)
-    rows, row_probs = token_exchange.dispatch(rows, row_probs, record, groups.expert_parallel)
-    rows, row_probs = token_exchange.gather_peers(rows, row_probs, record, groups.expert_tensor_parallel)
-    rows, row_probs = token_exchange.sort_by_expert(rows, row_probs, record)
+    exchange.start(record, micro_batch.plan.placement)
+    rows, row_probs = exchange.dispatch(*exchange.permute(hidden, probs), None)
+    rows, row_probs = token_exchange.sort_by_expert(*exchange.gather_peers(rows, row_probs), record)
     rows = grouped_ffn(rows, row_probs, record.rows_per_expert, experts, ACTIVATIONS[name])
-    rows = token_exchange.sort_by_source(rows, record)
-    rows = token_exchange.sum_over_peers(rows, record, groups.expert_tensor_parallel, rows.dtype)
-    rows = token_exchange.combine(rows, record, groups.expert_parallel)
-    return token_exchange.unpermute(rows, record)
+    rows = exchange.sum_peers(token_exchange.sort_by_source(rows, record), rows.dtype)
+    return exchange.unpermute(exchange.combine(rows))
 
 
-def compare(rank: int, world_size: int, case: LayerCase) -> Found:
+def compare(rank: int, world_size: int, case: LayerCase, schedule: Schedule) -> Found:
     """Some iterations with new placements; ranks are numbered as Megatron does, peers first."""
     num_devices, peer = world_size // PEERS, rank % PEERS
     device_groups = [dist.new_group(list(range(x, world_size, PEERS))) for x in range(PEERS)]
     peer_groups = [dist.new_group([PEERS * d + x for x in range(PEERS)]) for d in range(num_devices)]
     topology = Topology.uniform(num_devices, case.num_nodes)
-    groups = ExpertGroups(device_groups[peer], topology, expert_tensor_parallel=peer_groups[rank // PEERS])
+    groups = ExpertGroups(
+        device_groups[peer],
+        topology,
+        expert_tensor_parallel=peer_groups[rank // PEERS],
+        parts=dist.new_group(list(range(world_size))),
+    )
     owner_E = even_owners(case.num_experts, num_devices)
     weights = draw_weights(case.seed, case.num_experts, MODEL_DIM, FFN_DIM, case.activation, False)
     weights = [[tensor.requires_grad_() for tensor in tensors] for tensors in weights]
@@ -89,7 +101,7 @@ def compare(rank: int, world_size: int, case: LayerCase) -> Found:
         plan = executor.prepare()
         found.digests.append(plan.placement.digest())
         found.num_replicas.append(plan.placement.num_replicas)
-        _compare_iteration(executor, case, batch, weights, rank, found)
+        _compare_iteration(executor, case, batch, weights, rank, found, schedule)
         load = runtime.end_iteration()[0]
         found.counts.append(load.counts_DE)
         found.device_tokens.append(int(load.device_D.sum()))
@@ -105,11 +117,12 @@ def _compare_iteration(
     weights: list[list[Tensor]],
     rank: int,
     found: Found,
+    schedule: Schedule,
 ) -> None:
     hidden = batch.of_rank(batch.hidden, rank).clone().requires_grad_()
     probs = batch.of_rank(batch.probs, rank).clone().requires_grad_()
     routing_map = batch.of_rank(batch.routing_map, rank)
-    output = forward(executor, hidden, probs, routing_map, case.activation)
+    output = forward(executor, hidden, probs, routing_map, case.activation, schedule)
     (output * batch.of_rank(batch.cotangent, rank)).sum().backward()
 
     all_hidden, all_probs = batch.hidden.clone().requires_grad_(), batch.probs.clone().requires_grad_()
@@ -140,9 +153,10 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("schedule", ["megatron", "s1", "baseline"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_shared_experts_equal_whole_ones(case: LayerCase) -> None:
-    results = run_ranks(compare, 4, case)
+def test_shared_experts_equal_whole_ones(case: LayerCase, schedule: Schedule) -> None:
+    results = run_ranks(compare, 4, case, schedule)
     for found in results:
         assert found.error <= TOLERANCE
         assert found.digests == results[0].digests
