@@ -53,9 +53,9 @@ VARIANTS: dict[str, tuple[Schedule, bool]] = {
     "s2": ("s2", True),
     "s2 in turn": ("s2", False),
 }
-"""Schedule, and whether S2's collectives run at the same time (SAA)."""
+"""Schedule, and whether S2's collectives may run at the same time (SAA); with small slices they do not."""
 
-TOKENS, HIDDEN = (512, 1024, 2048), (128, 256)
+TOKENS, HIDDEN = (1024, 2048, 4096), (128, 256)
 SHARES = (0.25, 0.5, 1.0, 2.0)
 
 
@@ -175,6 +175,7 @@ class ScheduledStack:
         peers, routing_map = self.groups.tensor_parallel, self.routing_map
         assert peers is not None
         divides_first = schedule in ("s1", "megatron")
+        simultaneous = simultaneous and _layer(self.shape, self.groups, peers.size()).slices_pay
         if divides_first:
             hidden = split_tokens(hidden, peers)
             probs, routing_map = (x.chunk(peers.size())[peers.rank()] for x in (probs, routing_map))
@@ -297,6 +298,7 @@ def _costs(
         tensor_parallel=groups.tensor_parallel,
         devices_of_peers=groups.devices_of_peers,
         everyone=everyone,
+        simultaneous=layer.slices_pay,
     )
 
 

@@ -33,6 +33,7 @@ def measure_schedules(
     tensor_parallel: dist.ProcessGroup | None,
     devices_of_peers: Sequence[int],
     everyone: dist.ProcessGroup,
+    simultaneous: bool,
 ) -> ScheduleCosts:
     """Alpha and beta of each collective (Parm, §V-A); called by all ranks of ``everyone`` at once.
 
@@ -48,6 +49,7 @@ def measure_schedules(
         tensor_parallel: The ranks with the same tokens, if any.
         devices_of_peers: The device number of each of these.
         everyone: All ranks that measure: those that have to decide alike.
+        simultaneous: Whether S2 would hand results on slice by slice.
 
     Returns:
         Costs of what there are groups for, by Parm's sizes: the length of the whole tensor.
@@ -85,12 +87,12 @@ def measure_schedules(
 
         return prepare
 
-    def simultaneous(peers: dist.ProcessGroup) -> Probe:
+    def handed_on(peers: dist.ProcessGroup) -> Probe:
         def prepare(per_device: int) -> tuple[float, Callable[[], object]]:
             own = ShardedRoute(parts, num_parts, [per_device] * num_devices, [per_device] * parts.size())
             shared = SharedRoute(own, peers, [own.send_D] * peers.size(), devices_of_peers)
             results = rows(per_device * parts.size())
-            return results.nbytes, lambda: results_for_all((results,), shared, simultaneous=True)
+            return results.nbytes, lambda: results_for_all((results,), shared, simultaneous=simultaneous)
 
         return prepare
 
@@ -104,7 +106,7 @@ def measure_schedules(
         probes["reduce_scatter", "esp"] = scattered(expert_tensor_parallel)
     if tensor_parallel is not None:
         probes["all_gather", "mp"] = gathered(tensor_parallel)
-        probes["overlapped_all_to_all", "ep_esp"] = simultaneous(tensor_parallel)
+        probes["overlapped_all_to_all", "ep_esp"] = handed_on(tensor_parallel)
 
     sizes = [max(1, round(num_rows * share / num_devices)) for share in _SHARES]
     calls = {name: [prepare(size) for size in sizes] for name, prepare in probes.items()}

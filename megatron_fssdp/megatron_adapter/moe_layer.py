@@ -88,7 +88,6 @@ class StrategyMoELayer(MoELayer):
         self._schedule = session.schedule_choice(
             config, groups, pg_collection.tp.size(), pg_collection.tp_dp_cp
         )
-        self._simultaneous = session.simultaneous
         self._divided: DividedTokens | None = None
         self._own_tokens: torch.Tensor | None = None
         if has_equal_tokens:
@@ -140,7 +139,7 @@ class StrategyMoELayer(MoELayer):
             load = self.executor.load
             load.schedule = decision.schedule
             load.schedule_predicted_s = {str(name): s for name, s in decision.predicted_s.items()}
-        exchange = exchange_of(decision.schedule, self.executor.groups, simultaneous=self._simultaneous)
+        exchange = exchange_of(decision.schedule, self.executor.groups, simultaneous=decision.simultaneous)
         if divided is None:
             self.token_dispatcher.use(exchange)
             return super().route(hidden_states, padding_mask)

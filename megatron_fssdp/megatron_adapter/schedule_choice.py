@@ -33,11 +33,13 @@ class Decision:
 
     Attributes:
         schedule: The order of collectives.
+        simultaneous: Whether s2 hands results on slice by slice (SAA).
         predicted_s: Modelled seconds of each candidate's collectives in a forward pass; empty where
             nothing was compared.
     """
 
     schedule: Schedule
+    simultaneous: bool
     predicted_s: Mapping[Schedule, float] = field(default_factory=dict)
 
 
@@ -51,6 +53,7 @@ class ScheduleChoice:
         groups: The layers' process groups.
         n_mp: Tensor-parallel ranks.
         everyone: All ranks of the pipeline stage, which measure together.
+        simultaneous: Whether s2 may hand results on slice by slice, where slices are large enough.
         cluster: Description to count with instead of measuring.
         nodes: Declared number of nodes.
     """
@@ -60,6 +63,7 @@ class ScheduleChoice:
     groups: ExpertGroups
     n_mp: int
     everyone: dist.ProcessGroup
+    simultaneous: bool = True
     cluster: Path | None = None
     nodes: int | None = None
     _decisions: dict[torch.Size, Decision] = field(init=False, default_factory=dict)
@@ -78,7 +82,7 @@ class ScheduleChoice:
         if shape not in self._decisions:
             if self.setting != "auto":
                 schedule: Schedule = self.setting  # type: ignore[assignment]
-                self._decisions[shape] = Decision(schedule)
+                self._decisions[shape] = Decision(schedule, self._simultaneous(self._layer(hidden)))
             elif self._decisions and self.config.variable_seq_lengths:
                 # Ranks would decide differently about their sequences. Let all stay with the first.
                 self._decisions[shape] = next(iter(self._decisions.values()))
@@ -108,7 +112,8 @@ class ScheduleChoice:
         if self.groups.num_parts == 1 and "megatron" in candidates:
             candidates.remove("megatron")  # with whole experts it is s1
         predicted = predicted_seconds(layer, self._costs, tuple(candidates))
-        decision = Decision(best_schedule(predicted) if predicted else candidates[0], predicted)
+        best = best_schedule(predicted) if predicted else candidates[0]
+        decision = Decision(best, self._simultaneous(layer), predicted)
         if self.everyone.rank() == 0:
             logger.warning(self._described(layer, decision))
         return decision
@@ -156,7 +161,12 @@ class ScheduleChoice:
             tensor_parallel=groups.tensor_parallel,
             devices_of_peers=groups.devices_of_peers,
             everyone=self.everyone,
+            simultaneous=self._simultaneous(layer),
         )
+
+    def _simultaneous(self, layer: ScheduledLayer) -> bool:
+        # By the shape, not by what is routed: all ranks have to take the same steps.
+        return self.simultaneous and layer.slices_pay
 
     def _ranks_and_near(self, group: dist.ProcessGroup) -> tuple[int, int]:
         node_D = detect_topology(group, self.nodes).node_of_device

@@ -134,7 +134,14 @@ class StrategySession:
         name = groups.expert_parallel.group_name
         if name not in self._choices:
             self._choices[name] = ScheduleChoice(
-                self.schedule, config, groups, n_mp, everyone, self._cluster, self.settings.nodes
+                self.schedule,
+                config,
+                groups,
+                n_mp,
+                everyone,
+                self._simultaneous,
+                self._cluster,
+                self.settings.nodes,
             )
         return self._choices[name]
 
@@ -147,7 +154,7 @@ class StrategySession:
         return "s1" if fused else "megatron"
 
     @property
-    def simultaneous(self) -> bool:
+    def _simultaneous(self) -> bool:
         """Whether schedule s2 hands results on slice by slice."""
         return getattr(self.settings, "simultaneous", True)
 

@@ -19,6 +19,9 @@ Schedule = Literal["baseline", "megatron", "s1", "s2"]
 """``baseline`` is DeepSpeed-MoE's order, ``s1`` and ``s2`` are Parm's. ``megatron`` is ours: tokens as in
 ``s1``, by the two steps that Megatron takes under sequence parallelism."""
 
+LEAST_SLICE_BYTES = 1 << 18
+"""A slice of SAA costs all ranks a step; below this there is hardly anything to hide (docs/log.md)."""
+
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 Group = Literal["mp", "esp", "ep", "ep_esp"]
@@ -86,6 +89,11 @@ class ScheduledLayer:
     def dumped_bytes(self) -> float:
         """Parm's y = E·T·M·N_ESP, in bytes: a copy of every row for each part of its expert."""
         return self.rows_bytes * self.n_esp
+
+    @property
+    def slices_pay(self) -> bool:
+        """Whether the results of one device's experts for one rank are worth a step of their own (SAA)."""
+        return self.n_ep > 1 and self.rows_bytes / self.n_mp / self.n_ep >= LEAST_SLICE_BYTES
 
 
 def collectives_of(schedule: Schedule, layer: ScheduledLayer) -> tuple[Collective, ...]:

@@ -87,7 +87,9 @@ def _compare(
     run = _train(layout, strategy, settings, data, folder)
     is_half = layout.is_bf16 or "--fp16" in layout.arguments
     assert relative_difference(run.losses, wanted.losses) <= (2e-3 if is_half else 1e-5), strategy
-    if strategy in ("fastermoe", "prophet", "quota") and layout.replicates:
+    # Where tokens are dropped, loads are nearly even, and what looks at exact counts may do nothing.
+    drops = "--moe-expert-capacity-factor" in layout.arguments
+    if strategy in ("fastermoe", "prophet", "quota") and layout.replicates and not drops:
         metrics = read_metrics(folder / strategy)
         assert any(layer.num_replicas for entry in metrics for layer in entry.layers), strategy
     if strategy == "flexmoe" and layout is TWO_NODES:
