@@ -77,43 +77,55 @@ def cases() -> list[Case]:
     return found
 
 
+# One of each schedule.
+FIRST = [
+    Case((("schedule", "baseline"),)),
+    Case((("schedule", "s1"),), capacity=1.0, gated=True),
+    Case((("schedule", "s1"),), sequence_parallel=True, recompute=True),
+    Case((("schedule", "s2"),), shared=12, recompute=True),
+    Case((("schedule", "s2"), ("simultaneous", False)), capacity=0.6, top_k=1, pads=True),
+    Case((("exchange", "fused"), ("slots", 2)), strategy="fssdp"),
+]
+
 # (tensor parallel, expert tensor parallel, expert parallel)
-LAYOUTS = [(2, 2, 2), (4, 1, 2)]
-MORE_LAYOUTS = [
+LAYOUTS = [
     (mp, esp, ep)
     for mp, esp, ep in product((1, 2, 4), repeat=3)
-    if mp * esp * ep <= 8 and (mp, esp, ep) not in LAYOUTS and max(mp, esp * ep) > 1
+    if mp * esp * ep <= 8 and max(mp, esp * ep) > 1
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_schedules_equal_one_rank(layout: tuple[int, int, int]) -> None:
-    _check(layout)
+def test_schedules_equal_one_rank() -> None:
+    _check((2, 2, 2), FIRST)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", MORE_LAYOUTS, ids=str)
-def test_schedules_equal_one_rank_in_more_layouts(layout: tuple[int, int, int]) -> None:
-    _check(layout)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_schedules_equal_one_rank_in_all_layouts(layout: tuple[int, int, int]) -> None:
+    _check(layout, cases())
 
 
-def _check(layout: tuple[int, int, int]) -> None:
+def _check(layout: tuple[int, int, int], cases: list[Case]) -> None:
     mp, esp, ep = layout
     world_size = max(mp, esp * ep)
-    results = run_megatron_ranks(compare_cases, world_size, layout, tp=mp, etp=esp, ep=ep)
+    results = run_megatron_ranks(compare_cases, world_size, layout, cases, tp=mp, etp=esp, ep=ep)
     worst = {found[0][0]: max(error for _, error in found) for found in zip(*results, strict=True)}
     failed = {case: error for case, error in worst.items() if not error <= TOLERANCE}
     assert not failed, "\n".join(f"{error:.1e}: {case}" for case, error in failed.items())
 
 
-def compare_cases(rank: int, world_size: int, layout: tuple[int, int, int]) -> list[tuple[Case, float]]:
+def compare_cases(
+    rank: int, world_size: int, layout: tuple[int, int, int], cases: list[Case]
+) -> list[tuple[Case, float]]:
     """Every case that the layout has; errors of this rank."""
     mp = layout[0]
     found = []
-    for case in cases():
+    for case in cases:
         if case.sequence_parallel and mp == 1:
             continue
-        with patch("torch.softmax", _in_full_precision):
+        # Slices of such small layers would not be handed on by themselves.
+        least = patch("megatron_fssdp.planning.tensor_schedules.LEAST_SLICE_BYTES", 0)
+        with patch("torch.softmax", _in_full_precision), least:
             found.append((case, compare(rank, case)))
     return found
 

@@ -38,7 +38,7 @@ MODEL_PARALLEL, SHARDED, GATHERS, EXCHANGES = (
     for name in ("model_parallel", "sharded_all_to_all", "uneven_all_gather", "uneven_all_to_all")
 )
 
-TOKENS, MODEL_DIM, EXPERTS, TOP_K = 16, 4, 4, 2
+TOKENS, MODEL_DIM, EXPERTS, TOP_K = 16, 6, 4, 2
 PARTS = PEERS = 2
 LAYER = ScheduledLayer(TOKENS, MODEL_DIM, TOKENS * TOP_K, n_mp=PEERS, n_esp=PARTS, n_ep=2, element_bytes=8)
 
