@@ -81,9 +81,10 @@ def test_losses_equal_stock_megatron_in_more_layouts(name: str, text_data: Path,
     _compare(*layouts[name], text_data, tmp_path, num_iterations=20)
 
 
-def test_the_decision_is_told_and_recorded(text_data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("costs", ["", "--moe-strategy-set cluster=parm-b"])
+def test_the_decision_is_told_and_recorded(costs: str, text_data: Path, tmp_path: Path) -> None:
     ranks, arguments = LAYOUTS["parts"]
-    chosen = f"parm --moe-strategy-set record_dir={tmp_path}"
+    chosen = f"parm --moe-strategy-set record_dir={tmp_path} {costs}"
     run = _train(ranks, f"{arguments} --train-iters 2 --moe-strategy {chosen}", text_data)
     (message,) = {text for text in run.messages if "schedule" in text}
     metrics = read_metrics(tmp_path)
