@@ -15,7 +15,7 @@ from megatron_fssdp.planning.cost_model import LinkCost, fit_link_cost
 from megatron_fssdp.planning.tensor_schedules import Group, Kind, ScheduleCosts
 
 _SHARES = (1 / 8, 1 / 2, 1.0)
-_NUM_REPETITIONS = 3
+_NUM_REPETITIONS = 5
 _LEAST_S = 1e-9  # a fit needs positive seconds
 
 Probe = Callable[[int], tuple[float, Callable[[], object]]]
