@@ -19,7 +19,7 @@ Schedule = Literal["baseline", "megatron", "s1", "s2"]
 """``baseline`` is DeepSpeed-MoE's order, ``s1`` and ``s2`` are Parm's. ``megatron`` is ours: tokens as in
 ``s1``, by the two steps that Megatron takes under sequence parallelism."""
 
-LEAST_SLICE_BYTES = 1 << 18
+LEAST_SLICE_BYTES = 1 << 19
 """A slice of SAA costs all ranks a step; below this there is hardly anything to hide (docs/log.md)."""
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
