@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -15,10 +16,15 @@ from benchmarks.testbed.schedule_bench import (
 from megatron_fssdp.testing import run_ranks
 
 
+def measured(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
+    """On every rank."""
+    return measure_schedule_grid(plan)
+
+
 def test_all_schedules_run_and_agree_on_four_ranks() -> None:
     shapes = (Shape(32, 8, 1.0), Shape(32, 8, 0.5))
     plan = Plan(2, 2, 2, shapes, num_experts=4, flops_per_s=1e12, repetitions=1, warm_up=0, seed=0)
-    found = run_ranks(measure_schedule_grid, 4, plan)[0]
+    found = run_ranks(measured, 4, plan)[0]
     assert found["worst_difference"] < 1e-5
     for shape, row in zip(shapes, found["shapes"], strict=True):
         assert (row["tokens"], row["hidden"], row["rows_per_token"]) == (32, 8, shape.share)

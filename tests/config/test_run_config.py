@@ -57,7 +57,10 @@ def test_every_field_is_documented():
         (["model.moe_aux_loss_coeff=0.1"], "has no effect while model.moe_balancing is none"),
         (["parallelism.nproc_per_node=6"], "does not divide the 6 ranks"),
         (["parallelism.declared_nodes=3"], "declared nodes are equal"),
-        (["parallelism.tensor=2"], "needs parallelism.sequence: true"),
+        (
+            ["parallelism.tensor=2", "strategy.name=none", "strategy.settings={}"],
+            "needs parallelism.sequence: true",
+        ),
         (
             ["parallelism.tensor=4", "parallelism.sequence=true", "model.num_query_groups=2"],
             "does not divide model.num_query_groups 2",
@@ -91,6 +94,12 @@ def test_contradictions_are_refused_with_the_reason(overrides, words):
     assert message.startswith("tiny.yaml: ")
     assert words in message
     assert "\n" not in message
+
+
+def test_tensor_parallelism_without_sequence_parallelism_is_left_to_the_strategies():
+    words = arguments(tiny("parallelism.tensor=2"))
+    assert value_of(words, "--tensor-model-parallel-size") == "2"
+    assert "--sequence-parallel" not in words
 
 
 def test_arguments_of_the_tiny_run_on_cpu():
