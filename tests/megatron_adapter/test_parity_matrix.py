@@ -85,6 +85,8 @@ DEFAULT = {
         "slots=1 overlap_degree=2 calibrate=true profile_iterations=1",
     ),
 }
+# Of these, the ones whose features other tests meet by default as well.
+SLOW = ("experts_in_tensor_parallel_parts", "interleaved_pipeline_overlaps")
 
 MORE = {
     "biases_on_declared_nodes": Layout(
@@ -303,7 +305,9 @@ WITH_MEGATRONS_SCRIPT = {
 }
 
 
-@pytest.mark.parametrize("name", DEFAULT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in DEFAULT]
+)
 def test_losses_equal_stock_megatron(
     name: str, text_data: Path, tmp_path: Path, record_property: Record
 ) -> None:
