@@ -73,6 +73,7 @@ def cases() -> list[Case]:
         Case((("exchange", "fused"), ("slots", 2)), strategy="fssdp"),
         Case((("slots", 2),), strategy="fssdp", recompute=True),
         Case((("slots", 2), ("exchange", "fused")), strategy="fssdp", sequence_parallel=True),
+        Case((("schedule", "pipelined"), ("group_size", 1)), strategy="ep", recompute=True),
     ]
     return found
 
@@ -118,15 +119,38 @@ def compare_cases(
     rank: int, world_size: int, layout: tuple[int, int, int], cases: list[Case]
 ) -> list[tuple[Case, float]]:
     """Every case that the layout has; errors of this rank."""
-    mp = layout[0]
+    mp, esp, _ = layout
     found = []
     for case in cases:
         if case.sequence_parallel and mp == 1:
             continue
+        if ("schedule", "pipelined") in case.settings and esp > 1:
+            continue  # refused
         # Slices of such small layers would not be handed on by themselves.
         least = patch("megatron_fssdp.planning.tensor_schedules.LEAST_SLICE_BYTES", 0)
         with patch("torch.softmax", _in_full_precision), least:
             found.append((case, compare(rank, case)))
+    return found
+
+
+def test_a_new_shape_is_decided_anew() -> None:
+    for schedules in run_megatron_ranks(decide_twice, 2, tp=2, ep=2, etp=1):
+        assert schedules[0] in ("s1", "s2")
+        assert schedules[1:] == ["s2", schedules[0]], (
+            "nine tokens cannot be divided, and what was decided stays"
+        )
+
+
+def decide_twice(rank: int, world_size: int) -> list[str]:
+    """What a layer does with twelve, nine and twelve tokens."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0, dtype=torch.float64))
+    layer = build(Case((("schedule", "auto"),)))
+    found = []
+    for seq_length in (12, 9, 12):
+        layer(torch.ones(seq_length, BATCH, HIDDEN, dtype=torch.float64))
+        found.append(layer.executor.load.schedule)
     return found
 
 
