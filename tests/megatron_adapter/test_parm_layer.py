@@ -35,6 +35,7 @@ class Case:
         sequence_parallel: Whether the ranks of a tensor-parallel group have different tokens.
         recompute: Whether the layer is recomputed in the backward pass.
         gated: Whether experts are SwiGLU.
+        biases: Whether experts and router have biases; whole experts only.
         shared: Width of a shared expert.
         seq_length: S.
     """
@@ -47,6 +48,7 @@ class Case:
     sequence_parallel: bool = False
     recompute: bool = False
     gated: bool = False
+    biases: bool = False
     shared: int | None = None
     seq_length: int = 12
 
@@ -74,6 +76,9 @@ def cases() -> list[Case]:
         Case((("slots", 2),), strategy="fssdp", recompute=True),
         Case((("slots", 2), ("exchange", "fused")), strategy="fssdp", sequence_parallel=True),
         Case((("schedule", "pipelined"), ("group_size", 1)), strategy="ep", recompute=True),
+        Case((("schedule", "baseline"),), biases=True),
+        Case((("schedule", "s1"),), biases=True),
+        Case((("schedule", "s2"),), biases=True, gated=True),
     ]
     return found
 
@@ -124,7 +129,7 @@ def compare_cases(
     for case in cases:
         if case.sequence_parallel and mp == 1:
             continue
-        if ("schedule", "pipelined") in case.settings and esp > 1:
+        if (case.biases or ("schedule", "pipelined") in case.settings) and esp > 1:
             continue  # refused
         # Slices of such small layers would not be handed on by themselves.
         least = patch("megatron_fssdp.planning.tensor_schedules.LEAST_SLICE_BYTES", 0)
@@ -231,7 +236,7 @@ def build(case: Case) -> Any:
         moe_expert_capacity_factor=case.capacity,
         moe_pad_expert_input_to_capacity=case.pads,
         moe_shared_expert_intermediate_size=case.shared,
-        add_bias_linear=False,
+        add_bias_linear=case.biases,
         use_cpu_initialization=True,
         params_dtype=torch.float64,
         gradient_accumulation_fusion=False,
@@ -249,7 +254,9 @@ def build(case: Case) -> Any:
         for parameter in parameters:
             torch.nn.init.normal_(parameter, std=0.3)
             dist.broadcast(parameter.data, group=group, group_src=0)
-    dist.broadcast(layer.router.weight.data, src=0)
+    for parameter in layer.router.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+        dist.broadcast(parameter.data, src=0)
     if case.shared is not None:
         for linear in (layer.shared_experts.linear_fc1, layer.shared_experts.linear_fc2):
             torch.nn.init.normal_(linear.weight, std=0.3)
@@ -279,9 +286,9 @@ def own_parts(tensors: list[torch.Tensor], case: Case) -> list[torch.Tensor]:
 
     size = parallel_state.get_expert_tensor_parallel_world_size()
     part = parallel_state.get_expert_tensor_parallel_rank()
-    fc1, fc2 = tensors
+    fc1, fc2, *biases = tensors
     halves = fc1.chunk(2 if case.gated else 1)
-    return [torch.cat([half.chunk(size)[part] for half in halves]), fc2.chunk(size, dim=1)[part]]
+    return [torch.cat([half.chunk(size)[part] for half in halves]), fc2.chunk(size, dim=1)[part], *biases]
 
 
 def whole_weights(layer: Any, case: Case) -> dict[int, list[torch.Tensor]]:
@@ -303,7 +310,7 @@ def whole_weights(layer: Any, case: Case) -> dict[int, list[torch.Tensor]]:
         halves = [parts[expert, x][0].chunk(2 if case.gated else 1) for x in range(size)]
         fc1 = torch.cat([torch.cat([half[i] for half in halves]) for i in range(len(halves[0]))])
         fc2 = torch.cat([parts[expert, x][1] for x in range(size)], dim=1)
-        whole[expert] = [fc1.requires_grad_(), fc2.requires_grad_()]
+        whole[expert] = [w.requires_grad_() for w in (fc1, fc2, *parts[expert, 0][2:])]
     return whole
 
 
@@ -326,7 +333,7 @@ def reference(
     outputs, loss = [], torch.zeros((), dtype=torch.float64)
     for group in inputs:  # one data-parallel group after the other
         x = group.reshape(-1, HIDDEN)
-        logits = x @ router.t()
+        logits = x @ router.t() + (layer.router.bias.detach() if case.biases else 0)
         loss = loss + Z * torch.logsumexp(logits, dim=-1).square().mean()
         scores = logits.softmax(dim=-1)
         top, chosen = scores.topk(case.top_k, dim=-1)
@@ -360,13 +367,16 @@ def reference(
     return wanted.detach(), inputs.grad, router.grad, gradients, own_shared
 
 
-def network(case: Case, x: torch.Tensor, fc1: torch.Tensor, fc2: torch.Tensor) -> torch.Tensor:
+def network(
+    case: Case, x: torch.Tensor, fc1: torch.Tensor, fc2: torch.Tensor, *biases: torch.Tensor
+) -> torch.Tensor:
     """One whole feed-forward network."""
-    inner = x @ fc1.t()
+    inner = x @ fc1.t() + (biases[0] if biases else 0)
+    last = biases[1] if biases else torch.zeros((), dtype=x.dtype)
     if case.gated:
         gate, linear = inner.chunk(2, dim=-1)
-        return torch.nn.functional.silu(gate) * linear @ fc2.t()
-    return torch.nn.functional.gelu(inner) @ fc2.t()
+        return torch.nn.functional.silu(gate) * linear @ fc2.t() + last
+    return torch.nn.functional.gelu(inner) @ fc2.t() + last
 
 
 def shared_weights(layer: Any, case: Case) -> list[torch.Tensor] | None:
