@@ -39,8 +39,9 @@ MORE: dict[str, tuple[int, str] | tuple[int, str, str]] = {
     "biases": (
         4,
         "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --expert-model-parallel-size 4 "
-        "--global-batch-size 16",
-        "--tensor-model-parallel-size 1",
+        "--global-batch-size 16 --make-vocab-size-divisible-by 2",
+        # As many padded words as on two ranks: they are in the softmax.
+        "--tensor-model-parallel-size 1 --make-vocab-size-divisible-by 4",
     ),
     "pipeline_overlaps": (
         8,
