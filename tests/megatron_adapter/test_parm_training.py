@@ -63,9 +63,9 @@ MORE: dict[str, tuple[int, str] | tuple[int, str, str]] = {
         "--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --bf16 --moe-router-topk 1 "
         f"--moe-router-pre-softmax {NO_BIAS} {MOE_RECOMPUTE} --swiglu",
     ),
-    "context_parallel_expert_bias": (
+    "expert_bias": (
         4,
-        "--tensor-model-parallel-size 2 --context-parallel-size 2 --expert-model-parallel-size 2 "
+        "--tensor-model-parallel-size 2 --expert-model-parallel-size 2 "
         f"{NO_BIAS} --moe-router-enable-expert-bias --moe-router-score-function sigmoid {AUX_LOSS}",
     ),
     "per_token_loss": (
