@@ -1,12 +1,13 @@
 """``python -m megatron_fssdp SCRIPT.py ARGS…``: see ``megatron_adapter.launcher``.
 
-``python -m megatron_fssdp profile ARGS…`` is the command of that name, as a rank that torchrun starts.
+``python -m megatron_fssdp profile ARGS…`` and ``… doctor ARGS…`` are the commands of those names, as ranks
+that torchrun starts.
 """
 
 import sys
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["profile"]:
+    if sys.argv[1:2] in (["profile"], ["doctor"]):
         from megatron_fssdp.cli.app import main
 
         main()

@@ -119,6 +119,22 @@ def profile_command(
     raise typer.Exit(profile(ProfileRequest(out, settings, nproc)))
 
 
+@app.command("doctor")
+def doctor_command(
+    checkpoints: Annotated[
+        Path | None, typer.Option(help="Folder of checkpoints: writable, and room?", metavar="DIR")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Run whose ranks and checkpoints are to fit.", metavar="CONFIG.yaml")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Report for machines.")] = False,
+) -> None:
+    """Say whether a training can run on this machine, and what to do if it cannot."""
+    from megatron_fssdp.cli.doctor_command import DoctorRequest, examine
+
+    raise typer.Exit(examine(DoctorRequest(config, checkpoints, as_json)))
+
+
 @data_app.command("build")
 def data_build_command(
     out: Annotated[Path, typer.Option(help="Folder of the built data.")],

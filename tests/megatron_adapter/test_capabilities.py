@@ -24,7 +24,8 @@ def test_the_installed_megatron_has_all_seams() -> None:
 def test_a_missing_seam_is_named(module: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_fssdp.megatron_adapter import capabilities
 
-    monkeypatch.setattr(capabilities, "_TRAINING_SEAMS", ((module, path, "does something"),))
+    seam = capabilities.Seam(module, path, "does something", "every run")
+    monkeypatch.setattr(capabilities, "_TRAINING_SEAMS", (seam,))
     with pytest.raises(ConfigurationError, match=path) as refusal:
         capabilities.check_training()
     assert capabilities.TESTED_RANGE in str(refusal.value)
