@@ -147,8 +147,8 @@ def shadow_and_measure() -> None:
     allocated: list[int] = []
     gc.freeze()  # what is here already is not looked through
 
-    def begin_and_measure(executor: Any, routing_map: torch.Tensor) -> Any:
-        micro_batch = begin(executor, routing_map)
+    def begin_and_measure(executor: Any, *counted: Any) -> Any:
+        micro_batch = begin(executor, *counted)
         here = [item for item in gc.get_objects() if isinstance(item, ReplicaWeights)]
         allocated.append(sum(weights.resident_bytes for weights in here))
         return micro_batch
