@@ -11,7 +11,9 @@ from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
 
-TESTED_RANGE = "megatron-core >=0.19,<0.21"
+TESTED_RANGE = "megatron-core>=0.19,<0.21"
+"""The releases that are tested, said here once: messages use it, tests hold pyproject.toml, constraints.txt
+and README.md to it."""
 
 # module, attribute path, what the plugin does with it
 _SEAMS = (
@@ -121,8 +123,7 @@ def _check(seams: tuple[tuple[str, str, str], ...]) -> None:
         except (ImportError, AttributeError) as error:
             raise ConfigurationError(
                 f"Megatron: got {_version()} without {module_name}.{path} ({error}), with which the plugin "
-                f"{purpose}; wanted a release in the tested range, {TESTED_RANGE}: "
-                f"pip install '{TESTED_RANGE.replace(' ', '')}'"
+                f"{purpose}; wanted a release in the tested range: pip install '{TESTED_RANGE}'"
             ) from None
 
 

@@ -1,8 +1,16 @@
 """What the plugin hangs on is there; what is not is named."""
 
+import importlib.metadata
+import tomllib
+from pathlib import Path
+
 import pytest
+from packaging.requirements import Requirement
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter.capabilities import TESTED_RANGE
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_installed_megatron_has_all_seams() -> None:
@@ -27,4 +35,24 @@ def test_a_missing_seam_is_named(module: str, path: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(capabilities, "_TRAINING_SEAMS", ((module, path, "does something"),))
     with pytest.raises(ConfigurationError, match=path) as refusal:
         capabilities.check_training()
-    assert capabilities.TESTED_RANGE in str(refusal.value)
+    assert TESTED_RANGE in str(refusal.value)
+
+
+def test_the_tested_range_is_said_in_one_place() -> None:
+    """pip's pin, the versions that scripts install and README follow the constant."""
+    tested = Requirement(TESTED_RANGE)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pins = [Requirement(text) for text in project["dependencies"]]
+    assert [str(pin) for pin in pins if pin.name == tested.name] == [str(tested)]
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    (installed_by_scripts,) = [
+        line.partition("==")[2] for line in constraints.splitlines() if line.startswith(f"{tested.name}==")
+    ]
+    assert tested.specifier.contains(installed_by_scripts)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"`{TESTED_RANGE}`" in readme
+
+
+def test_the_installed_megatron_is_in_the_tested_range() -> None:
+    tested = Requirement(TESTED_RANGE)
+    assert tested.specifier.contains(importlib.metadata.version(tested.name))
