@@ -80,7 +80,7 @@ def train_command(
         out=out,
     )
     if dry_run:
-        print(training.dry_run(request))
+        print(training.dry_run(request, resume))
         return
     raise typer.Exit(training.train(request, resume, Console()))
 

@@ -81,10 +81,21 @@ class TrainRequest:
         return self.out or Path("runs") / f"{self.config_path.stem}-{config.strategy.name}"
 
 
-def dry_run(request: TrainRequest) -> str:
-    """The exact command of a run; nothing is built, written or started."""
-    config, out_dir = request.resolve(), request.out_dir(request.resolve())
-    return _command(config, _described_data(config.data, out_dir), out_dir, resume=False).shell_text()
+def dry_run(request: TrainRequest, resume: bool = False) -> str:
+    """The exact command of a run; nothing is built, written or started.
+
+    Args:
+        request: The run.
+        resume: Go on with the run in the output folder.
+
+    Raises:
+        ConfigurationError: Bad input, or nothing to resume.
+    """
+    config = request.resolve()
+    out_dir = request.out_dir(config)
+    if resume:
+        RunFolder(out_dir).check(config.training, resume)
+    return _command(config, _described_data(config.data, out_dir), out_dir, resume).shell_text()
 
 
 def train(request: TrainRequest, resume: bool, console: Console) -> int:

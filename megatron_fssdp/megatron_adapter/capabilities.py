@@ -10,9 +10,7 @@ import inspect
 from typing import Any, NamedTuple
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.megatron_adapter.tested_versions import TESTED_VERSIONS, pip_install
-
-TESTED_RANGE = f"megatron-core {TESTED_VERSIONS['megatron-core']}"
+from megatron_fssdp.megatron_adapter.tested_versions import pip_install
 
 
 class Seam(NamedTuple):
@@ -207,9 +205,9 @@ def _check(seams: tuple[Seam, ...]) -> None:
         if (error := absence(seam)) is not None:
             raise ConfigurationError(
                 f"Megatron: got {_version()} without {seam.module}.{seam.path} ({error}), with which the "
-                f"plugin {seam.purpose}; wanted a release in the tested range, {TESTED_RANGE}: "
+                f"plugin {seam.purpose}; wanted a release in the tested range: "
                 f"{pip_install('megatron-core')}"
-            )
+            ) from None
 
 
 def _assigns(owner: object, name: str) -> bool:

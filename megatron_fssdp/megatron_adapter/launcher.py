@@ -1,15 +1,14 @@
 """Runs an unmodified Megatron training script with the plugin registered."""
 
-import os
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter.error_report import EXIT_BAD_INPUT, report
 
 USAGE = "usage: torchrun … -m megatron_fssdp SCRIPT.py ARGS… [--moe-strategy NAME]"
-EXIT_BAD_INPUT = 2
 
 
 def launch(arguments: Sequence[str]) -> None:
@@ -36,19 +35,8 @@ def launch(arguments: Sequence[str]) -> None:
 
         from megatron_fssdp.megatron_adapter.registration import register
 
-        register()
+        register(by_launcher=True)
         runpy.run_path(str(script), run_name="__main__")
     except ConfigurationError as error:
-        _report(error)
+        report(error)
         sys.exit(EXIT_BAD_INPUT)
-
-
-def _report(error: ConfigurationError) -> None:
-    """One line. Before process groups exist all ranks see the same error: rank 0 speaks."""
-    import torch.distributed as dist
-
-    rank = int(os.environ.get("RANK", 0))
-    if dist.is_initialized():
-        print(f"[fssdp] error on rank {rank}: {error}", file=sys.stderr, flush=True)
-    elif rank == 0:
-        print(f"[fssdp] error: {error}", file=sys.stderr, flush=True)

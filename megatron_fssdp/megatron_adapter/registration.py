@@ -7,6 +7,7 @@ the mark of iterations.
 """
 
 from datetime import timedelta
+from enum import Enum
 from functools import partial, wraps
 from typing import Any
 
@@ -21,10 +22,20 @@ from megatron_fssdp.megatron_adapter import (
 from megatron_fssdp.megatron_adapter.arguments import add_strategy_arguments, resolve_arguments
 from megatron_fssdp.megatron_adapter.capabilities import check_training
 from megatron_fssdp.megatron_adapter.checkpoint_arguments import check_checkpoint_arguments
+from megatron_fssdp.megatron_adapter.error_report import report_uncaught
 from megatron_fssdp.megatron_adapter.node_detection import check_declared_nodes
 from megatron_fssdp.megatron_adapter.strategy_session import StrategyChoice, StrategySession
 
-_registered = False
+
+class _Registered(Enum):
+    """Who has registered the plugin in this process."""
+
+    NOBODY = "nobody"
+    LAUNCHER = "the launcher"
+    SCRIPT = "the script"
+
+
+_registered = _Registered.NOBODY
 _choice: StrategyChoice | None = None
 
 
@@ -33,25 +44,35 @@ def active_choice() -> StrategyChoice | None:
     return _choice
 
 
-def register() -> None:
+def register(by_launcher: bool = False) -> None:
     """Add the plugin to Megatron; call before Megatron parses its arguments.
 
-    The launcher does it for unmodified scripts. Under ``--moe-strategy none``, the
-    default, everything that Megatron computes is bitwise what it is without the plugin.
+    The launcher does it for unmodified scripts; in a script that does it itself, the launcher's
+    registration stands. Under ``--moe-strategy none``, the default, everything that Megatron
+    computes is bitwise what it is without the plugin. A script that lets a
+    :class:`ConfigurationError` through ends with one line and exit code 2.
+
+    Args:
+        by_launcher: The launcher calls, which reports errors itself.
 
     Raises:
         ConfigurationError: The installed Megatron lacks something the plugin needs.
         RuntimeError: Called twice.
     """
     global _registered
-    if _registered:
+    if _registered is _Registered.LAUNCHER and not by_launcher:
+        _registered = _Registered.SCRIPT  # its only call
+        return
+    if _registered is not _Registered.NOBODY:
         raise RuntimeError(
             "megatron_fssdp.register() was called twice; call it once, before parsing arguments"
         )
+    if not by_launcher:
+        report_uncaught()
     cpu_runtime.install()  # before anything else touches Megatron; does nothing on a GPU run
     check_training()
     optimizer_repairs.install()
-    _registered = True
+    _registered = _Registered.LAUNCHER if by_launcher else _Registered.SCRIPT
 
     from megatron.training import arguments, training
 

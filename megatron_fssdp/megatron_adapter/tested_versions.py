@@ -31,6 +31,11 @@ def is_tested(distribution: str, version: str) -> bool | None:
     return SpecifierSet(TESTED_VERSIONS[distribution]).contains(base)
 
 
+def tested_requirement(distribution: str) -> str:
+    """The tested versions of a distribution, as pip's requirement."""
+    return distribution + TESTED_VERSIONS[distribution]
+
+
 def pip_install(distribution: str) -> str:
     """The command that installs a tested version."""
-    return f"pip install '{distribution}{TESTED_VERSIONS[distribution]}'"
+    return f"pip install '{tested_requirement(distribution)}'"

@@ -94,6 +94,22 @@ def test_dry_run_prints_the_whole_command_and_writes_nothing(command, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_dry_run_of_going_on(command, tmp_path):
+    out = tmp_path / "x"
+    asked = ("train", TINY, "--out", out, "--iters", 50, "--dry-run", "--resume")
+    code, _, err = command(*asked)
+    assert code == 2
+    assert "no checkpoint" in err
+    checkpoints = out / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("20")
+    code, text, err = command(*asked)
+    assert (code, err) == (0, "")
+    words = words_of(text)
+    assert words[words.index("--load") + 1] == str(checkpoints)
+    assert [path.name for path in out.iterdir()] == ["checkpoints"]
+
+
 def test_dry_run_for_a_cluster(command, tmp_path):
     code, out, _ = command(
         *("train", TINY, "--set", "parallelism.num_nodes=4", "--set", "parallelism.nproc_per_node=8"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_fssdp.megatron_adapter.tested_versions import tested_requirement
 from megatron_fssdp.reporting.run_records import read_metrics
 
 from .training_run import SCRIPT, train, train_on_all_ranks
@@ -103,7 +104,7 @@ def test_an_unsupported_megatron_is_refused_with_the_tested_range(text_data: Pat
     (run,) = train_on_all_ranks(1, "--moe-strategy ep", text_data, before=remove_a_seam)
     assert run.exit_code == 2
     assert "MoELayer.routed_experts_compute" in run.errors
-    assert ">=0.19,<0.21" in run.errors
+    assert tested_requirement("megatron-core") in run.errors
 
 
 def remove_a_seam() -> None:
@@ -155,6 +156,43 @@ def test_a_script_that_registers_the_plugin_itself(text_data: Path, tmp_path: Pa
     own = train(2, arguments, text_data, script=script, launcher=False)
     assert own.losses == train(2, f"{EP2} --moe-strategy fssdp", text_data).losses
     assert read_metrics(tmp_path)[2].layers[0].num_replicas > 0
+
+
+@pytest.mark.parametrize("launcher", [True, False])
+def test_a_script_registers_once_also_under_the_launcher(
+    launcher: bool, text_data: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "pretrain.py"
+    script.write_text(
+        "import megatron_fssdp\n"
+        "megatron_fssdp.register()\n"
+        "try:\n"
+        "    megatron_fssdp.register()\n"
+        "except RuntimeError as error:\n"
+        "    assert 'called twice' in str(error)\n"
+        "else:\n"
+        "    raise AssertionError('registered twice')\n"
+        "from megatron_fssdp.cli.pretraining.pretrain_gpt import main\n"
+        "main()\n"
+    )
+    run = train(2, f"{EP2} --moe-strategy ep", text_data, script=script, launcher=launcher)
+    assert len(run.losses) == 3
+
+
+def test_bad_input_to_a_script_that_registers_itself_is_one_line(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import megatron_fssdp\n"
+        "megatron_fssdp.register()\n"
+        "from megatron_fssdp.config.errors import ConfigurationError\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo', init_method='tcp://127.0.0.1:0', rank=0, world_size=1)\n"
+        "raise ConfigurationError('slots: got -1, wanted a count')\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "[fssdp] error on rank 0: slots: got -1, wanted a count"
+    assert "Traceback" not in done.stderr
 
 
 def test_a_missing_script_is_refused_by_the_module() -> None:

@@ -1,0 +1,374 @@
+"""What schedulers start: with stand-ins for Slurm and torchrun, and (slow) two real "nodes" of this machine.
+
+No real cluster is touched: what Slurm and Kubernetes do is only as their documentation says.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_fssdp.config.loading import validate
+from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.reporting.run_records import read_metrics
+
+ROOT = Path(__file__).parents[2]
+JOB = ROOT / "scripts" / "kubernetes" / "pytorchjob.yaml"
+BATCH = ROOT / "scripts" / "slurm" / "train.sbatch"
+NODE = ROOT / "scripts" / "run_node.sh"
+UNFINISHED = 75
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals ranks through /proc")
+
+# One rank for a node. It is asked to end by SIGTERM and adds 20 iterations then; from 40 on it finishes.
+RANK = """
+    import pathlib, signal, sys, time
+
+    arguments = sys.argv[1:]
+    save = pathlib.Path(arguments[arguments.index("--save") + 1])
+    tracker = save / "latest_checkpointed_iteration.txt"
+    last = int(arguments[arguments.index("--train-iters") + 1])
+    start = int(tracker.read_text()) if "--load" in arguments else 0
+    assert "--exit-signal-handler" in arguments
+
+    def end_at(iteration):
+        tracker.write_text(str(iteration))
+        sys.exit(0)
+
+    signal.signal(signal.SIGTERM, lambda *_: end_at(start + STEP))
+    save.mkdir(parents=True, exist_ok=True)
+    (save.parent / f"ready-{start}-{sys.argv[0][-1]}").touch()
+    while start >= 40:
+        if all((save.parent / f"ready-{start}-{node}").exists() for node in "01"):
+            end_at(last)
+        time.sleep(0.05)
+    time.sleep(60)
+    sys.exit("nobody asked this rank to end")
+"""
+
+# Like torchrun its ranks have sessions of their own; unlike torchrun it fails when it is asked to end itself.
+TORCHRUN = """
+    import os, pathlib, subprocess, sys
+
+    folder = pathlib.Path(__file__).parent
+    log = folder / f"torchrun-{os.environ['SLURM_NODEID']}"
+    log.write_text(" ".join(sys.argv[1:]))
+    rank = folder / f"rank-{os.environ['SLURM_NODEID']}"
+    code = subprocess.Popen([sys.executable, rank, *sys.argv[1:]], start_new_session=True).wait()
+    sys.exit(code)
+"""
+
+# Starts its command for two nodes; once their ranks are up, sends SIGUSR1 to whom the variable says.
+SRUN = """
+    import contextlib, os, pathlib, signal, subprocess, sys, time
+
+    command = sys.argv[sys.argv.index("bash"):]
+    out = pathlib.Path(command[3])
+
+    def are_ready(start):
+        return all((out / f"ready-{start}-{node}").exists() for node in range(2))
+
+    signaled = {start for start in (0, 20) if are_ready(start)}  # by jobs before
+    nodes = [
+        subprocess.Popen(command, env={**os.environ, "SLURM_NODEID": str(node)}, start_new_session=True)
+        for node in range(2)
+    ]
+
+    def descendants(pid):
+        found = [pid]
+        for children in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in children.read_text().split():
+                found += descendants(int(child))
+        return found
+
+    while any(node.poll() is None for node in nodes):
+        for start in (0, 20):
+            if start in signaled or not are_ready(start):
+                continue
+            signaled.add(start)
+            for node in nodes:
+                if os.environ["SIGNALED"] == "all":
+                    for pid in descendants(node.pid):
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGUSR1)
+                else:
+                    os.killpg(node.pid, signal.SIGUSR1)
+        time.sleep(0.05)
+    sys.exit(max(node.returncode for node in nodes))
+"""
+
+SCONTROL = """
+    import pathlib, sys
+
+    if sys.argv[1:3] == ["show", "hostnames"]:
+        print("node7\\nnode8")
+    else:
+        with (pathlib.Path(__file__).parent / "scontrol.log").open("a") as log:
+            print(*sys.argv[1:], file=log)
+"""
+
+RUN = {
+    "model": {
+        **{"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4},
+        **{"seq_length": 16, "num_experts": 4, "moe_top_k": 2, "moe_balancing": "none"},
+    },
+    "data": {"external": True},
+    "parallelism": {"expert": 2},
+    "training": {"iterations": 60, "micro_batch_size": 1, "global_batch_size": 4, "device": "cpu"},
+    "strategy": {"name": "fssdp", "settings": {"slots": 1, "overlap_degree": 2}},
+    "megatron_args": ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "257"],
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(RUN))
+    return path
+
+
+class Slurm:
+    """A project folder whose environment has stand-ins, and the variables of a job."""
+
+    def __init__(self, folder: Path) -> None:
+        self.project = folder / "project"
+        self.bin = self.project / ".venv" / "bin"
+        self.bin.mkdir(parents=True)
+        (self.project / "scripts").symlink_to(ROOT / "scripts")
+        self.spool = folder / "spool"
+        self.spool.mkdir()
+        shutil.copy(BATCH, self.spool / "slurm_script")
+        for name, code in (("torchrun", TORCHRUN), ("srun", SRUN), ("scontrol", SCONTROL)):
+            self._program(name, code)
+        self.ranks_add(20)
+        cli = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom megatron_fssdp.cli import app\napp.main()"
+        self._program("megatron-fssdp", cli)
+        self.out = folder / "out"
+
+    def ranks_add(self, step: int) -> None:
+        for node in range(2):
+            self._program(f"rank-{node}", RANK.replace("STEP", str(step)))
+
+    def _program(self, name: str, code: str) -> None:
+        path = self.bin / name
+        path.write_text(f"#!{sys.executable}\n{textwrap.dedent(code)}")
+        path.chmod(0o755)
+
+    def submit(self, config: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
+        """Run the batch file as Slurm would: a copy of it, on the first node."""
+        variables = {
+            **{"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "1"},
+            **{"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_SUBMIT_DIR": str(self.project), "SIGNALED": "group"},
+        }
+        return subprocess.run(
+            ["bash", self.spool / "slurm_script", config, self.out, *arguments],
+            env={**os.environ, **variables, **env},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    @property
+    def requeues(self) -> list[str]:
+        log = self.bin / "scontrol.log"
+        return log.read_text().splitlines() if log.exists() else []
+
+    def torchrun(self, node: int) -> str:
+        return (self.bin / f"torchrun-{node}").read_text()
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Slurm:
+    return Slurm(tmp_path)
+
+
+def test_a_slurm_job_goes_on_until_the_run_is_finished(slurm: Slurm, config: Path) -> None:
+    first = slurm.submit(config, "--moe-strategy", "quota")
+    assert first.returncode == 0, first.stderr
+    assert "got SIGUSR1" in first.stderr
+    assert "back into the queue, to go on from iteration 20" in first.stdout
+    assert slurm.requeues == ["requeue 4711"]
+    for node in range(2):
+        words = slurm.torchrun(node).split()
+        assert words[:4] == [
+            *("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"),
+            "--rdzv-endpoint=node7:24711",
+        ]
+        assert "quota" in words
+        assert "--load" not in words
+
+    second = slurm.submit(config, SLURM_RESTART_COUNT="1")
+    assert second.returncode == 0, second.stderr
+    assert "going on from iteration 20 of 60" in second.stderr
+    assert f"--load {slurm.out}/checkpoints" in slurm.torchrun(1)
+    assert len(slurm.requeues) == 2
+
+    third = slurm.submit(config, SLURM_RESTART_COUNT="2")
+    assert third.returncode == 0, third.stderr
+    assert "back into the queue" not in third.stdout
+
+    again = slurm.submit(config)
+    assert again.returncode == 0
+    assert "the run has finished its 60 iterations" in again.stderr
+    assert len(slurm.requeues) == 2
+
+
+def test_a_signal_to_all_processes_ends_the_ranks_alike(slurm: Slurm, config: Path) -> None:
+    done = slurm.submit(config, SIGNALED="all")
+    assert done.returncode == 0, done.stderr
+    assert slurm.requeues == ["requeue 4711"]
+
+
+def test_a_job_without_progress_does_not_go_round_for_ever(slurm: Slurm, config: Path) -> None:
+    slurm.ranks_add(0)
+    done = slurm.submit(config)
+    assert done.returncode == 2
+    assert "no checkpoint was added" in done.stderr
+    assert slurm.requeues == []
+
+
+def test_bad_input_is_said_once_by_the_first_node(slurm: Slurm, config: Path) -> None:
+    done = slurm.submit(config, "--moe-strategy", "fsdp")
+    assert done.returncode == 2
+    assert done.stderr.count("unknown MoE strategy 'fsdp'") == 1
+    assert slurm.requeues == []
+
+
+def test_a_batch_file_outside_of_slurm_or_of_the_project_says_so(slurm: Slurm, config: Path) -> None:
+    assert "no Slurm job" in slurm.submit(config, SLURM_JOB_ID="").stderr
+    elsewhere = slurm.submit(config, SLURM_SUBMIT_DIR="/")
+    assert elsewhere.returncode == 2
+    assert "is not the project's folder" in elsewhere.stderr
+
+
+def test_what_a_node_needs_is_named(config: Path, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "MASTER_ADDR"}
+    done = subprocess.run(
+        ["bash", NODE, config, tmp_path / "out"],
+        env={**environment, "NUM_NODES": "2", "RANKS_PER_NODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 2
+    assert "MASTER_ADDR is not set" in done.stderr
+
+
+def test_the_kubernetes_job_fits_the_run_and_itself() -> None:
+    settings, job = yaml.safe_load_all(JOB.read_text())
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert replicas.keys() == {"Master", "Worker"}
+    for replica in replicas.values():
+        assert replica["restartPolicy"] == "OnFailure"
+        pod = replica["template"]["spec"]
+        (container,) = pod["containers"]
+        # Names that the operator looks for.
+        assert container["name"] == "pytorch"
+        assert container["ports"][0]["name"] == "pytorchjob-port"
+        mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert mounted.keys() == {volume["name"] for volume in pod["volumes"]}
+        interpreter, script, run_path, out = container["command"]
+        assert interpreter == "bash"
+        assert ROOT / script == NODE
+        assert run_path == f"{mounted['config']}/{next(iter(settings['data']))}"
+        assert out.startswith(f"{mounted['runs']}/")
+        variables = {entry["name"]: entry["value"] for entry in container["env"]}
+        assert int(variables["NUM_NODES"]) == sum(each["replicas"] for each in replicas.values())
+        gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+        assert int(variables["RANKS_PER_NODE"]) == gpus
+        config_volume = next(volume for volume in pod["volumes"] if volume["name"] == "config")
+        assert config_volume["configMap"]["name"] == settings["metadata"]["name"]
+        run = yaml.safe_load(settings["data"]["run.yaml"])
+        run["parallelism"] |= {"num_nodes": int(variables["NUM_NODES"]), "nproc_per_node": gpus}
+        validate(RunConfig, run, "run.yaml")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def two_nodes(config: Path, tmp_path: Path) -> Iterator["TwoNodes"]:
+    nodes = TwoNodes(config, tmp_path)
+    yield nodes
+    nodes.end()
+
+
+class TwoNodes:
+    """Two "nodes" of this machine with a real rank each."""
+
+    def __init__(self, config: Path, folder: Path) -> None:
+        run = {**RUN, "training": {**RUN["training"], "iterations": 300}}
+        config.write_text(yaml.safe_dump(run))
+        self.config, self.folder, self.out = config, folder, folder / "out"
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        modules = {"megatron-fssdp": "megatron_fssdp.cli.app", "torchrun": "torch.distributed.run"}
+        for name, module in modules.items():
+            (self.bin / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
+            (self.bin / name).chmod(0o755)
+        self.processes: list[subprocess.Popen] = []
+
+    def start(self) -> None:
+        variables = {
+            **{"NUM_NODES": "2", "RANKS_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1"},
+            **{"MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)},
+            "PATH": f"{self.bin}:{os.environ['PATH']}",
+        }
+        self.processes = []
+        for node in range(2):
+            with (self.folder / f"log-{node}").open("a") as log:
+                self.processes.append(
+                    subprocess.Popen(
+                        ["bash", NODE, self.config, self.out],
+                        env={**os.environ, **variables, "RANK": str(node)},
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
+                    )
+                )
+
+    def exit_codes(self) -> list[int]:
+        return [process.wait(timeout=400) for process in self.processes]
+
+    def end(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.terminate()  # which the ranks obey
+        self.exit_codes()
+
+    def said(self) -> str:
+        return "\n".join((self.folder / f"log-{node}").read_text()[-3000:] for node in range(2))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("ending", [signal.SIGUSR1, signal.SIGTERM])
+def test_two_nodes_of_this_machine_end_early_and_go_on(two_nodes: TwoNodes, ending: int) -> None:
+    """With Megatron's training loop; one node is asked, and its rank tells the other's."""
+    two_nodes.start()
+    metrics = two_nodes.out / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        assert all(process.poll() is None for process in two_nodes.processes), two_nodes.said()
+        time.sleep(0.05)
+    two_nodes.processes[1].send_signal(ending)
+    assert two_nodes.exit_codes() == [UNFINISHED, UNFINISHED], two_nodes.said()
+    tracker = two_nodes.out / "checkpoints" / "latest_checkpointed_iteration.txt"
+    reached = int(tracker.read_text())
+    assert 3 <= reached < 300
+    two_nodes.start()
+    assert two_nodes.exit_codes() == [0, 0], two_nodes.said()
+    assert f"going on from iteration {reached} of 300" in (two_nodes.folder / "log-0").read_text()
+    assert [record.iteration for record in read_metrics(two_nodes.out)] == list(range(1, 301))
