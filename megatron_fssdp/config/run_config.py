@@ -111,8 +111,9 @@ class RunConfig(BaseModel):
                 f"parallelism.expert_tensor {cut.expert_tensor} and model.linear_bias exclude each other: "
                 "Megatron has no biases in cut experts; set linear_bias to false or expert_tensor to 1"
             )
-        if cut.tensor > 1 and not cut.sequence:
+        if cut.tensor > 1 and not cut.sequence and name == "none":
             raise ValueError(
                 f"parallelism.tensor {cut.tensor} in an MoE model needs parallelism.sequence: true; Megatron "
-                "trains MoE layers under tensor parallelism only with sequence parallelism"
+                "trains MoE layers under tensor parallelism only with sequence parallelism. All strategies "
+                "but none train them without"
             )
