@@ -49,8 +49,11 @@ def _root(
 
 @app.command("train")
 def train_command(
-    config: Annotated[Path, typer.Argument(help="YAML of the run.", metavar="CONFIG.yaml")],
-    moe_strategy: Annotated[str | None, typer.Option(help="Strategy instead of the file's.")] = None,
+    configs: Annotated[
+        list[Path],
+        typer.Argument(help="YAML of the run, or parts of it; later ones win.", metavar="CONFIG.yaml..."),
+    ],
+    moe_strategy: Annotated[str | None, typer.Option(help="Strategy instead of the files'.")] = None,
     moe_strategy_set: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="A setting of the strategy, e.g. slots=2; repeatable."),
@@ -71,7 +74,7 @@ def train_command(
     from megatron_fssdp.cli import train_command as training
 
     request = training.TrainRequest(
-        config_path=config,
+        config_paths=configs,
         strategy=moe_strategy,
         strategy_overrides=moe_strategy_set or (),
         overrides=settings or (),
@@ -94,7 +97,8 @@ def profile_command(
     ] = None,
     backend: Annotated[str | None, typer.Option(help="gloo or nccl. Default: nccl with CUDA.")] = None,
     model: Annotated[
-        Path | None, typer.Option(help="Run whose layers are computed.", metavar="RUN.yaml")
+        list[Path] | None,
+        typer.Option(help="Run whose layers are computed; repeatable for parts of it.", metavar="RUN.yaml"),
     ] = None,
     name: Annotated[str | None, typer.Option(help="The cluster's name. Default: that of the file.")] = None,
     least_bytes: Annotated[int, typer.Option(help="Smallest message.")] = 1 << 10,
@@ -103,15 +107,14 @@ def profile_command(
 ) -> None:
     """Measure links and compute of the ranks that torchrun started, or of new ones on this machine."""
     from megatron_fssdp.cli.profile_command import ProfileRequest, profile
-    from megatron_fssdp.config.loading import load_yaml, validate
-    from megatron_fssdp.config.run_config import RunConfig
+    from megatron_fssdp.config.composition import load_run
     from megatron_fssdp.megatron_adapter.cluster_profiler import ProfileSettings
 
     settings = ProfileSettings(
         name=name or out.stem,
         num_nodes=nodes,
         backend=backend,
-        model=validate(RunConfig, load_yaml(model), str(model)) if model is not None else None,
+        model=load_run(model) if model else None,
         least_bytes=least_bytes,
         most_bytes=most_bytes,
         num_repetitions=repetitions,
@@ -125,14 +128,18 @@ def doctor_command(
         Path | None, typer.Option(help="Folder of checkpoints: writable, and room?", metavar="DIR")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="Run whose ranks and checkpoints are to fit.", metavar="CONFIG.yaml")
+        list[Path] | None,
+        typer.Option(
+            help="Run whose ranks and checkpoints are to fit; repeatable for parts of it.",
+            metavar="CONFIG.yaml",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Report for machines.")] = False,
 ) -> None:
     """Say whether a training can run on this machine, and what to do if it cannot."""
     from megatron_fssdp.cli.doctor_command import DoctorRequest, examine
 
-    raise typer.Exit(examine(DoctorRequest(config, checkpoints, as_json)))
+    raise typer.Exit(examine(DoctorRequest(config or (), checkpoints, as_json)))
 
 
 @data_app.command("build")
@@ -189,7 +196,9 @@ def simulate_command(
         str, typer.Option(help="Folder of a recorded run, its loads.npz, or a workload's name.")
     ],
     cluster: Annotated[str, typer.Option(help="YAML of a cluster, or a name from configs/clusters.")],
-    model: Annotated[Path, typer.Option(help="YAML of the run.", metavar="RUN.yaml")],
+    model: Annotated[
+        list[Path], typer.Option(help="YAML of the run; repeatable for parts of it.", metavar="RUN.yaml")
+    ],
     out: Annotated[Path, typer.Option(help="Folder of the results.")],
     strategies: Annotated[str, typer.Option(help="Names, with commas between them.")] = "ep,fssdp",
     iterations: Annotated[
@@ -219,7 +228,7 @@ def simulate_command(
     request = SimulateRequest(
         loads=loads,
         cluster=cluster,
-        model=model,
+        models=model,
         strategies=tuple(name.strip() for name in strategies.split(",") if name.strip()),
         out=out,
         iterations=iterations,

@@ -33,12 +33,12 @@ class DoctorRequest:
     """What the command line asks for.
 
     Attributes:
-        config_path: YAML of a run that is wanted on this machine.
+        config_paths: YAML of a run that is wanted on this machine, or parts of it.
         checkpoints: Folder that checkpoints are to go to.
         as_json: Whether a machine reads the report.
     """
 
-    config_path: Path | None = None
+    config_paths: Sequence[Path] = ()
     checkpoints: Path | None = None
     as_json: bool = False
 
@@ -49,12 +49,12 @@ class DoctorRequest:
             ConfigurationError: The file is wrong.
         """
         folders = [("--checkpoints", self.checkpoints)] if self.checkpoints is not None else []
-        if self.config_path is None:
+        if not self.config_paths:
             return None, folders
         from megatron_fssdp.cli.run_folder import RunFolder
         from megatron_fssdp.cli.train_command import TrainRequest
 
-        request = TrainRequest(self.config_path)
+        request = TrainRequest(self.config_paths)
         run = request.resolve()
         if run.training.save_checkpoints:
             default = RunFolder(request.out_dir(run)).checkpoints

@@ -8,8 +8,9 @@ from rich.console import Console
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.cluster_files import cluster_yaml, load_cluster
+from megatron_fssdp.config.composition import load_run
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.loading import apply_overrides, load_yaml, validate
+from megatron_fssdp.config.loading import apply_overrides, validate
 from megatron_fssdp.config.run_config import RunConfig
 from megatron_fssdp.config.strategy_selection import strategy_settings
 from megatron_fssdp.config.strategy_settings import EpSettings, StrategySettings
@@ -42,11 +43,11 @@ class SimulateRequest:
     Attributes:
         loads: Folder of a run, its ``loads.npz``, or the name of a workload.
         cluster: YAML file or name of a cluster.
-        model: YAML of a training run.
+        models: YAML files of a training run, laid over one another.
         strategies: Names.
         out: Folder of the results.
         iterations: Of a generated workload; most that are taken of a record.
-        overrides: ``key=value`` over the run's YAML.
+        overrides: ``key=value`` over the run's files.
         cluster_overrides: ``key=value`` over the cluster.
         strategy_overrides: ``key=value`` for the strategies that know the key.
         with_break_even: Whether to search where strategies stop paying.
@@ -56,7 +57,7 @@ class SimulateRequest:
 
     loads: str
     cluster: str
-    model: Path
+    models: Sequence[Path]
     strategies: tuple[str, ...]
     out: Path
     iterations: int | None = None
@@ -74,9 +75,7 @@ def run_simulation(request: SimulateRequest, console: Console) -> SimulationRepo
     Raises:
         ConfigurationError: Something asked for does not exist or does not fit together.
     """
-    run = validate(
-        RunConfig, apply_overrides(load_yaml(request.model), request.overrides), str(request.model)
-    )
+    run = load_run(request.models, request.overrides)
     job, cluster = job_of_run(run), described_cluster(request.cluster, request.cluster_overrides)
     settings = {name: settings_of(name, run, request.strategy_overrides) for name in request.strategies}
     try:
@@ -134,7 +133,8 @@ def _simulated(
         for row in rows
         if row.outcome.memory.runs_out and row.outcome.memory.capacity_bytes is not None
     ]
-    title = f"{request.loads} on {cluster.name}: {len(record.iterations)} iterations, {request.model.name}"
+    models = " + ".join(path.name for path in request.models)
+    title = f"{request.loads} on {cluster.name}: {len(record.iterations)} iterations, {models}"
     return SimulationReport(
         title,
         rows,

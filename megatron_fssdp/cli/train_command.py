@@ -11,8 +11,9 @@ from rich.console import Console
 
 from megatron_fssdp.cli.rank_command import RankCommand
 from megatron_fssdp.cli.run_folder import RunFolder
+from megatron_fssdp.config.composition import compose, lay_over
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.loading import apply_overrides, load_yaml, validate
+from megatron_fssdp.config.loading import apply_overrides
 from megatron_fssdp.config.megatron_arguments import Installation, TokenizedData, megatron_arguments
 from megatron_fssdp.config.run_config import RunConfig
 from megatron_fssdp.config.training_settings import DataSettings
@@ -30,16 +31,16 @@ class TrainRequest:
     """What the command line asks for.
 
     Attributes:
-        config_path: YAML of the run.
-        strategy: Strategy instead of the file's.
+        config_paths: YAML files of the run, laid over one another.
+        strategy: Strategy instead of the files'.
         strategy_overrides: ``key=value`` settings relative to the strategy.
-        overrides: Dotted ``key=value`` settings of the whole file.
-        nproc: Ranks on a machine instead of the file's.
-        iterations: Iterations instead of the file's.
-        out: Output folder; by default ``runs/`` and the names of file and strategy.
+        overrides: Dotted ``key=value`` settings of the whole run.
+        nproc: Ranks on a machine instead of the files'.
+        iterations: Iterations instead of the files'.
+        out: Output folder; by default ``runs/`` and the names of files and strategy.
     """
 
-    config_path: Path
+    config_paths: Sequence[Path]
     strategy: str | None = None
     strategy_overrides: Sequence[str] = ()
     overrides: Sequence[str] = ()
@@ -48,37 +49,37 @@ class TrainRequest:
     out: Path | None = None
 
     def resolve(self) -> RunConfig:
-        """Everything laid over the file and validated.
+        """Everything laid over one another and validated.
 
         Raises:
             ConfigurationError: Something is wrong with it.
         """
-        data = apply_overrides(load_yaml(self.config_path), self.overrides)
+        composition = compose(self.config_paths)
+        data = apply_overrides(composition.data, self.overrides)
         extra: list[str] = []
         if self.nproc is not None:
             extra.append(f"parallelism.nproc_per_node={self.nproc}")
         if self.iterations is not None:
             extra.append(f"training.iterations={self.iterations}")
         data = apply_overrides(data, extra)
-        data["strategy"] = self._strategy_section(data.get("strategy"))
-        return validate(RunConfig, data, str(self.config_path))
+        section = data.get("strategy")
+        if section is None or isinstance(section, dict):  # otherwise validation says what is wrong with it
+            data["strategy"] = self._strategy_section(section or {})
+        return composition.validated(data)
 
-    def _strategy_section(self, section: Any) -> Any:
-        if section is None:
-            section = {}
-        if not isinstance(section, dict):
-            return section  # validation says what is wrong with it
-        if self.strategy is not None and self.strategy != section.get("name", "none"):
-            # The file's settings belong to the file's strategy.
-            section = {"name": self.strategy}
+    def _strategy_section(self, section: dict[str, Any]) -> dict[str, Any]:
+        if self.strategy is not None:
+            section = lay_over({"strategy": section}, {"strategy": {"name": self.strategy}})["strategy"]
         settings = section.get("settings") or {}
         if self.strategy_overrides and isinstance(settings, dict):
             settings = apply_overrides(settings, self.strategy_overrides)
-        return {**section, "settings": settings}
+        return {**section, "settings": settings} if settings or "settings" in section else section
 
     def out_dir(self, config: RunConfig) -> Path:
         """The output folder."""
-        return self.out or Path("runs") / f"{self.config_path.stem}-{config.strategy.name}"
+        first, *others = (path.stem for path in self.config_paths)
+        names = [first, *(name for name in others if name != config.strategy.name), config.strategy.name]
+        return self.out or Path("runs") / "-".join(names)
 
 
 def dry_run(request: TrainRequest, resume: bool = False) -> str:

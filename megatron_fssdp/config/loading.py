@@ -7,7 +7,7 @@ import difflib
 import json
 import re
 import typing
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any
@@ -151,13 +151,19 @@ def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[s
     return result
 
 
-def validate[ModelT: BaseModel](model_cls: type[ModelT], data: Mapping[str, Any], source: str) -> ModelT:
+def validate[ModelT: BaseModel](
+    model_cls: type[ModelT],
+    data: Mapping[str, Any],
+    source: str,
+    origin: Callable[[Sequence[str]], str | None] | None = None,
+) -> ModelT:
     """Build a settings model from plain values, strictly typed.
 
     Args:
         model_cls: The pydantic model.
         data: Plain values as YAML gives them.
         source: Where the values come from; starts the message.
+        origin: For a key path, the file that its value is from, where that is not plain from ``source``.
 
     Returns:
         The model.
@@ -169,7 +175,7 @@ def validate[ModelT: BaseModel](model_cls: type[ModelT], data: Mapping[str, Any]
         # JSON mode is strict about types ("4" is no number) and still reads paths from strings.
         return model_cls.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
-        problems = _render_all(model_cls, error.errors(include_url=False))
+        problems = _render_all(model_cls, error.errors(include_url=False), origin or (lambda _: None))
         hidden = len(problems) - _MAX_ERRORS_SHOWN
         shown = "; ".join(problems[:_MAX_ERRORS_SHOWN])
         more = f"; and {hidden} more" if hidden > 0 else ""
@@ -211,26 +217,31 @@ def _copy(data: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in data.items()}
 
 
-def _render_all(model_cls: type[BaseModel], errors: list[ErrorDetails]) -> list[str]:
+def _render_all(
+    model_cls: type[BaseModel], errors: list[ErrorDetails], origin: Callable[[Sequence[str]], str | None]
+) -> list[str]:
     problems: list[str] = []
-    mismatches: dict[str, tuple[str, list[str]]] = {}  # a union field has one error for each alternative
+    mismatches: dict[str, list[str]] = {}  # a union field has one error for each alternative
     for details in errors:
         location, owner = _locate(model_cls, details["loc"])
+        file = origin(location)
+        origin_text = f"in {file}: " if file is not None else ""
         key = ".".join(location)
         cause = details.get("ctx", {}).get("error")
         if details["type"] == "extra_forbidden":
             where = f"{'.'.join(location[:-1])}: " if len(location) > 1 else ""
-            problems.append(where + unknown_name("key", location[-1], owner.model_fields if owner else ()))
+            unknown = unknown_name("key", location[-1], owner.model_fields if owner else ())
+            problems.append(origin_text + where + unknown)
         elif details["type"] == "missing":
             problems.append(f"{key}: missing; add this key")
         elif isinstance(cause, ValueError):
-            problems.append(str(cause) if str(cause).startswith(key) else f"{key}: {cause}")
+            problems.append(origin_text + (str(cause) if str(cause).startswith(key) else f"{key}: {cause}"))
         else:
             wanted = _WANTED_BY_ERROR.get(details["type"], details["msg"].removeprefix("Input should be "))
-            mismatches.setdefault(key, (describe_value(details["input"]), []))[1].append(wanted)
+            where = f"{origin_text}{key or 'top level'}: got {describe_value(details['input'])}"
+            mismatches.setdefault(where, []).append(wanted)
     return problems + [
-        f"{key or 'top level'}: got {got}, wanted {' or '.join(dict.fromkeys(wanted))}"
-        for key, (got, wanted) in mismatches.items()
+        f"{where}, wanted {' or '.join(dict.fromkeys(wanted))}" for where, wanted in mismatches.items()
     ]
 
 

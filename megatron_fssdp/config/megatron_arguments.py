@@ -121,16 +121,20 @@ def _model_arguments(model: ModelSettings) -> list[str]:
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
         num_attention_heads=model.num_attention_heads,
+        kv_channels=model.kv_channels,
         seq_length=model.seq_length,
         max_position_embeddings=model.seq_length,
         normalization=model.normalization,
+        norm_epsilon=model.norm_epsilon,
         position_embedding_type=model.position_embedding,
+        rotary_base=model.rotary_base if model.position_embedding == "rope" else None,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         init_method_std=model.init_std,
     )
     if model.num_query_groups is not None:
         arguments += ["--group-query-attention", *_pairs(num_query_groups=model.num_query_groups)]
+    arguments += ["--qk-layernorm"] if model.qk_layernorm else []
     arguments += _ACTIVATION_FLAGS[model.activation]
     arguments += [] if model.linear_bias else ["--disable-bias-linear"]
     arguments += [] if model.tie_embeddings else ["--untie-embeddings-and-output-weights"]
@@ -257,10 +261,15 @@ def _device_arguments(config: RunConfig, installation: Installation) -> list[str
         return list(_CPU_ARGUMENTS)
     arguments = ["--distributed-backend", "nccl", "--transformer-impl"]
     if not installation.has_transformer_engine:
-        return [*arguments, "local", "--no-gradient-accumulation-fusion", "--no-persist-layer-norm"]
+        unfused = ["--no-gradient-accumulation-fusion", "--no-persist-layer-norm", "--no-rope-fusion"]
+        return [*arguments, "local", *unfused]
     arguments += ["transformer_engine"]
     grouped = config.model.num_experts is not None and config.strategy.name == "none"
-    return arguments + (["--moe-grouped-gemm"] if grouped else [])
+    if grouped:
+        # Megatron's grouped experts refuse biases beside fused dropout.
+        unfused = ["--no-bias-dropout-fusion"] if config.model.linear_bias else []
+        arguments += ["--moe-grouped-gemm", *unfused]
+    return arguments
 
 
 def _pairs(**values: object) -> list[str]:

@@ -19,15 +19,21 @@ class ModelSettings(BaseModel):
     num_query_groups: int | None = Field(
         default=None, ge=1, description="Key/value heads of grouped-query attention. Default: no grouping."
     )
+    kv_channels: int | None = Field(
+        default=None, ge=1, description="Width of a head. Default: hidden_size / num_attention_heads."
+    )
+    qk_layernorm: bool = Field(default=False, description="Norms of queries and keys, in every head.")
     seq_length: int = Field(ge=2, description="Tokens in a sample.")
     ffn_hidden_size: int | None = Field(
         default=None, ge=1, description="Inner width of a dense feed-forward layer. Default: 4 × hidden_size."
     )
     activation: Activation = Field(default="gelu", description="Activation of the feed-forward layers.")
     normalization: Literal["LayerNorm", "RMSNorm"] = Field(default="LayerNorm", description="Kind of norm.")
+    norm_epsilon: float = Field(default=1e-5, gt=0, description="Added to the variance in norms.")
     position_embedding: Literal["learned_absolute", "rope", "none"] = Field(
         default="rope", description="Position embedding."
     )
+    rotary_base: int = Field(default=10000, ge=1, description="Base of rope's wave lengths.")
     linear_bias: bool = Field(default=False, description="Biases in the linear layers (experts included).")
     tie_embeddings: bool = Field(
         default=True, description="Use the input embedding as the output layer's weight."
@@ -64,10 +70,10 @@ class ModelSettings(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.hidden_size % self.num_attention_heads:
+        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"model.num_attention_heads {self.num_attention_heads} does not divide "
-                f"model.hidden_size {self.hidden_size}; every head needs the same width"
+                f"model.hidden_size {self.hidden_size}; every head needs the same width, or set kv_channels"
             )
         if self.num_query_groups is not None and self.num_attention_heads % self.num_query_groups:
             raise ValueError(
@@ -78,6 +84,11 @@ class ModelSettings(BaseModel):
             raise ValueError(
                 f"model.moe_top_k {self.moe_top_k} is larger than model.num_experts {self.num_experts}; "
                 "a token cannot go to more experts than there are"
+            )
+        if self.moe_shared_expert_size is not None and self.linear_bias:
+            raise ValueError(
+                f"model.moe_shared_expert_size {self.moe_shared_expert_size} and model.linear_bias exclude "
+                "each other: Megatron has no biases in shared experts; set linear_bias to false"
             )
         if self.moe_balancing == "none" and self.moe_aux_loss_coeff > 0:
             raise ValueError(
@@ -92,3 +103,32 @@ class ModelSettings(BaseModel):
         if isinstance(self.moe_layer_freq, int) and self.moe_layer_freq < 1:
             raise ValueError(f"model.moe_layer_freq: got {self.moe_layer_freq}, wanted 1 or more")
         return self
+
+    @property
+    def head_width(self) -> int:
+        """Elements of a query of one head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def dense_ffn_size(self) -> int:
+        """Inner width of a dense feed-forward layer."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """Inner width of an expert."""
+        return self.moe_ffn_hidden_size or self.dense_ffn_size
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether a feed-forward layer has two input matrices, of whose products one gates the other."""
+        return self.activation in ("swiglu", "quick_geglu")
+
+    @property
+    def moe_layers(self) -> tuple[bool, ...]:
+        """For every layer, whether it has experts."""
+        if self.num_experts is None:
+            return (False,) * self.num_layers
+        if isinstance(self.moe_layer_freq, int):
+            return tuple(layer % self.moe_layer_freq == 0 for layer in range(self.num_layers))
+        return tuple(bool(is_moe) for is_moe in self.moe_layer_freq)

@@ -32,7 +32,6 @@ from megatron_fssdp.runtime.compute_probe import (
 _NAMES: tuple[CollectiveName, ...] = get_args(CollectiveName)
 _EXCHANGES: tuple[CollectiveName, ...] = ("row_exchange", "all_to_all")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_GATED = ("swiglu", "quick_geglu")
 _CPU_SHAPE = LayerShape(512, 2048, 2, 512, False, 8, 256, 1, torch.float32)
 _GPU_SHAPE = LayerShape(4096, 14336, 8, 8192, True, 32, 4096, 1, torch.bfloat16)
 
@@ -317,14 +316,13 @@ def _layer_shape(run: RunConfig | None, device: torch.device) -> LayerShape:
     if run is None:
         return _GPU_SHAPE if device.type == "cuda" else _CPU_SHAPE
     model, cut = run.model, run.parallelism
-    ffn_dim = model.moe_ffn_hidden_size or model.ffn_hidden_size or 4 * model.hidden_size
     num_samples = run.training.micro_batch_size
     return LayerShape(
         model_dim=model.hidden_size,
-        ffn_dim=ffn_dim,
+        ffn_dim=model.expert_ffn_size,
         num_experts=max(1, (model.num_experts or 1) // cut.expert),
         num_rows=num_samples * model.seq_length * (model.moe_top_k if model.num_experts else 1),
-        gated=model.activation in _GATED,
+        gated=model.is_gated,
         num_heads=model.num_attention_heads,
         seq_length=model.seq_length,
         num_samples=num_samples,

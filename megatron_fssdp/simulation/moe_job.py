@@ -11,10 +11,13 @@ from megatron_fssdp.config.run_config import RunConfig
 from megatron_fssdp.planning.held_replicas import HeldReplicas, ReplicaLife
 from megatron_fssdp.planning.memory_accounting import FP32_BYTES, ExpertOptimizer
 from megatron_fssdp.planning.message_size import message_bytes
+from megatron_fssdp.planning.parameter_count import (
+    attention_elements,
+    count_parameters,
+    expert_elements,
+    mlp_matrix_elements,
+)
 from megatron_fssdp.planning.pipeline_stage import PipelineStage
-
-GATED_ACTIVATIONS = ("swiglu", "quick_geglu")
-"""Activations with two input matrices, whose product is taken."""
 
 ACTIVATIONS_PER_HIDDEN = 15 / 2
 """Elements kept for backward of each element of a layer's hidden states, without the MLP and the
@@ -158,10 +161,8 @@ def job_of_run(run: RunConfig) -> MoeJob:
         )
     tokens = model.seq_length * training.micro_batch_size
     dtype_bytes = FP32_BYTES if training.precision == "fp32" else 2
-    expert_ffn = model.moe_ffn_hidden_size or _ffn(model)
-    matrices = _matrices(model)
+    inner_of_pair = (2 if model.is_gated else 1) * 2 * model.expert_ffn_size
     before_layer, before_gate, after_layers = _flops_by_layer(model, run.data.vocab_size, tokens)
-    biases = (matrices - 1) * expert_ffn + model.hidden_size if model.linear_bias else 0
     hidden_bytes = tokens * model.hidden_size * dtype_bytes
     return MoeJob(
         num_devices=cut.expert,
@@ -170,8 +171,8 @@ def job_of_run(run: RunConfig) -> MoeJob:
         tokens_per_micro_batch=tokens,
         num_micro_batches=training.global_batch_size // (training.micro_batch_size * cut.data),
         token_bytes=model.hidden_size * dtype_bytes,
-        expert_elements=matrices * model.hidden_size * expert_ffn + biases,
-        expert_flops_per_token=2.0 * matrices * model.hidden_size * expert_ffn,
+        expert_elements=expert_elements(model),
+        expert_flops_per_token=2.0 * mlp_matrix_elements(model, model.expert_ffn_size),
         dtype_bytes=dtype_bytes,
         # Megatron's main_grad is fp32 in bf16 training too.
         gradient_bytes=2 if training.precision == "fp16" else FP32_BYTES,
@@ -188,44 +189,22 @@ def job_of_run(run: RunConfig) -> MoeJob:
         data_parallel_size=cut.data,
         reduces_dense_at_end=cut.data > 1 and not cut.overlap_grad_reduce,
         activation_bytes=model.num_layers * ACTIVATIONS_PER_HIDDEN * hidden_bytes,
-        activation_bytes_per_pair=dtype_bytes * (2 * model.hidden_size + (matrices - 1) * 2 * expert_ffn),
+        activation_bytes_per_pair=dtype_bytes * (2 * model.hidden_size + inner_of_pair),
         on_cuda=training.device != "cpu",
     )
-
-
-def _ffn(model: ModelSettings) -> int:
-    return model.ffn_hidden_size or 4 * model.hidden_size
-
-
-def _matrices(model: ModelSettings) -> int:
-    """Matrices of an MLP of M x F elements each."""
-    return 3 if model.activation in GATED_ACTIVATIONS else 2
-
-
-def _is_moe_layer(model: ModelSettings) -> list[bool]:
-    if isinstance(model.moe_layer_freq, int):
-        return [layer % model.moe_layer_freq == 0 for layer in range(model.num_layers)]
-    return [bool(is_moe) for is_moe in model.moe_layer_freq]
-
-
-def _attention_elements(model: ModelSettings) -> int:
-    """Elements of the projections of queries, keys, values and results."""
-    head = model.hidden_size // model.num_attention_heads
-    key_value = head * (model.num_query_groups or model.num_attention_heads)
-    return model.hidden_size * (2 * model.hidden_size + 2 * key_value)
 
 
 def _flops_by_layer(
     model: ModelSettings, vocab_size: int, tokens: int
 ) -> tuple[tuple[float, ...], tuple[float, ...], float]:
     """FLOPs before each MoE layer's transformer layer, in it up to the dispatch, and behind the last."""
-    hidden = model.hidden_size
-    attention = 2.0 * _attention_elements(model) + 4.0 * model.seq_length * hidden
-    dense_mlp = 2.0 * _matrices(model) * hidden * _ffn(model)
-    shared = 2.0 * _matrices(model) * hidden * (model.moe_shared_expert_size or 0)
+    hidden, heads_size = model.hidden_size, model.num_attention_heads * model.head_width
+    attention = 2.0 * attention_elements(model) + 4.0 * model.seq_length * heads_size
+    dense_mlp = 2.0 * mlp_matrix_elements(model, model.dense_ffn_size)
+    shared = 2.0 * mlp_matrix_elements(model, model.moe_shared_expert_size or 0)
     gate = 2.0 * hidden * (model.num_experts or 0)
     before_layer, before_gate, running = [], [], 0.0
-    for is_moe in _is_moe_layer(model):
+    for is_moe in model.moe_layers:
         if is_moe:
             before_layer.append(tokens * running)
             before_gate.append(tokens * (attention + shared + gate))
@@ -237,13 +216,5 @@ def _flops_by_layer(
 
 def _dense_elements(model: ModelSettings, vocab_size: int) -> int:
     """Parameters that are no routed expert's, without biases and norms."""
-    hidden, matrices = model.hidden_size, _matrices(model)
-    elements = vocab_size * hidden * (1 if model.tie_embeddings else 2)
-    for is_moe in _is_moe_layer(model):
-        elements += _attention_elements(model)
-        if is_moe:
-            elements += hidden * (model.num_experts or 0)
-            elements += matrices * hidden * (model.moe_shared_expert_size or 0)
-        else:
-            elements += matrices * hidden * _ffn(model)
-    return elements
+    count = count_parameters(model, vocab_size)
+    return count.total - count.routed_experts - count.norms_and_biases

@@ -10,6 +10,7 @@ import yaml
 
 from megatron_fssdp import __version__
 from megatron_fssdp.cli import app
+from megatron_fssdp.config.composition import load_run
 from megatron_fssdp.config.loading import load_yaml, validate
 from megatron_fssdp.config.run_config import RunConfig
 from megatron_fssdp.data.manifest import BuiltFile, DataManifest
@@ -66,7 +67,7 @@ def test_version(command, arguments):
 def test_schema_is_json(command):
     code, out, _ = command("schema")
     assert code == 0
-    assert json.loads(out)["properties"].keys() == RunConfig.model_fields.keys()
+    assert list(json.loads(out)["properties"]) == ["include", *RunConfig.model_fields]
 
 
 def test_dry_run_prints_the_whole_command_and_writes_nothing(command, tmp_path):
@@ -142,6 +143,36 @@ def test_another_strategy_leaves_the_file_s_settings_behind(command, tmp_path):
     words = words_of(command("train", path, "--moe-strategy", "ep", "--dry-run")[1])
     assert words[words.index("--moe-strategy") + 1] == "ep"
     assert not any(word.startswith(("slots", "window")) for word in words)
+
+
+def test_files_are_laid_over_one_another(command):
+    configs = TINY.parent
+    files = ("experiments/hecate-gpt-moe-s", "parallelism/hecate-b", "strategies/flexmoe")
+    code, out, err = command("train", *(configs / f"{name}.yaml" for name in files), "--dry-run")
+    assert (code, err) == (0, "")
+    words = words_of(out)
+    assert words[words.index("--num-experts") + 1] == "64"
+    assert words[words.index("--moe-strategy") + 1] == "flexmoe"
+    assert "--bf16" in words
+    assert "--fp16" not in words
+    assert not any(word.startswith("planner") for word in words)  # that is the experiment's own strategy's
+    assert "record_dir=runs/hecate-gpt-moe-s-hecate-b-flexmoe" in words
+    words = words_of(
+        command("train", configs / f"{files[0]}.yaml", "--moe-strategy", "fssdp", "--dry-run")[1]
+    )
+    assert {"planner=hecate", "record_dir=runs/hecate-gpt-moe-s-fssdp"} < set(words)
+
+
+def test_a_mistake_in_an_included_file_is_said_with_the_file(command, tmp_path):
+    (tmp_path / "part.yaml").write_text("model: {num_expert: 8}")
+    (tmp_path / "run.yaml").write_text(f"include: [{TINY}, part.yaml]")
+    code, _, err = command("train", tmp_path / "run.yaml", "--dry-run")
+    assert code == 2
+    part = tmp_path / "part.yaml"
+    assert err.startswith(
+        f"error: {tmp_path / 'run.yaml'}: in {part}: model: unknown key 'num_expert'; did you"
+    )
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -239,6 +270,16 @@ def test_comparing_what_is_no_run(command, tmp_path):
     code, _, err = command("compare", tmp_path, tmp_path)
     assert code == 2
     assert "no such file" in err
+
+
+def test_the_written_config_of_several_files_is_one(tmp_path):
+    from megatron_fssdp.cli.run_folder import RunFolder
+
+    config = load_run([TINY.parent / "experiments" / "tiny-deepseekmoe.yaml"])
+    folder = RunFolder(tmp_path / "x")
+    folder.create(config)
+    assert load_run([folder.config]) == config
+    assert list(load_yaml(folder.config)) == list(RunConfig.model_fields)
 
 
 def test_the_written_config_is_a_config(tmp_path):

@@ -91,6 +91,16 @@ def test_messages(tmp_path: Path, changes: tuple[str, ...], message: str) -> Non
         simulate(tmp_path / "out", "W0", "--no-plots", "--no-break-even", *changes)
 
 
+def test_a_run_of_several_files(tmp_path: Path) -> None:
+    (tmp_path / "batch.yaml").write_text("training: {micro_batch_size: 64, global_batch_size: 256}")
+    more = ("--iterations", "3", "--no-plots", "--no-break-even", "--strategies", "ep")
+    simulate(tmp_path / "out", "W3", *more, "--model", str(tmp_path / "batch.yaml"))
+    ranking = json.loads((tmp_path / "out" / "ranking.json").read_text())
+    assert ranking["title"].endswith("gpt_moe_tiny.yaml + batch.yaml")
+    simulate(tmp_path / "same", "W3", *more, *BIG)
+    assert json.loads((tmp_path / "same" / "ranking.json").read_text())["strategies"] == ranking["strategies"]
+
+
 def recorded_run(folder: Path) -> Path:
     """A run's folder as training leaves it, with made-up loads."""
     rng = np.random.default_rng(0)

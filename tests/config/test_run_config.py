@@ -54,13 +54,11 @@ def test_every_field_is_documented():
         (["model.moe_top_k=9"], "model.moe_top_k 9 is larger than model.num_experts 8"),
         (["model.num_attention_heads=3"], "does not divide model.hidden_size 64"),
         (["model.moe_layer_freq=[0, 1]"], "lists 2 layers, wanted model.num_layers 4"),
+        (["model.moe_shared_expert_size=64", "model.linear_bias=true"], "no biases in shared experts"),
         (["model.moe_aux_loss_coeff=0.1"], "has no effect while model.moe_balancing is none"),
         (["parallelism.nproc_per_node=6"], "does not divide the 6 ranks"),
         (["parallelism.declared_nodes=3"], "declared nodes are equal"),
-        (
-            ["parallelism.tensor=2", "strategy.name=none", "strategy.settings={}"],
-            "needs parallelism.sequence: true",
-        ),
+        (["parallelism.tensor=2", "strategy={name: none}"], "needs parallelism.sequence: true"),
         (
             ["parallelism.tensor=4", "parallelism.sequence=true", "model.num_query_groups=2"],
             "does not divide model.num_query_groups 2",
@@ -143,6 +141,38 @@ def test_none_is_not_told_about_nodes():
 def test_top_1_gets_the_softmax_that_megatron_needs():
     assert "--moe-router-pre-softmax" in arguments(tiny("model.moe_top_k=1"))
     assert "--moe-router-pre-softmax" not in arguments(tiny())
+
+
+def test_strategies_train_under_tensor_parallelism_without_sequence_parallelism():
+    for name in ("ep", "fssdp", "parm"):
+        words = arguments(tiny("parallelism.tensor=2", f"strategy={{name: {name}}}"))
+        assert value_of(words, "--tensor-model-parallel-size") == "2"
+        assert "--sequence-parallel" not in words
+
+
+def test_shape_of_heads_norms_and_positions():
+    words = arguments(
+        tiny(
+            *("model.num_attention_heads=3", "model.kv_channels=24", "model.qk_layernorm=true"),
+            *("model.norm_epsilon=1e-6", "model.rotary_base=1000000"),
+        )
+    )
+    assert value_of(words, "--kv-channels") == "24"
+    assert value_of(words, "--norm-epsilon") == "1e-06"
+    assert value_of(words, "--rotary-base") == "1000000"
+    assert "--qk-layernorm" in words
+    words = arguments(tiny("model.position_embedding=learned_absolute"))
+    assert not {"--kv-channels", "--rotary-base", "--qk-layernorm"} & set(words)
+
+
+def test_fusions_that_an_installation_lacks_or_megatron_refuses_are_off():
+    plain = Installation(on_cpu=False, has_transformer_engine=False)
+    assert "--no-rope-fusion" in arguments(tiny(), plain)
+    full = Installation(on_cpu=False, has_transformer_engine=True)
+    assert "--no-rope-fusion" not in arguments(tiny(), full)
+    grouped = arguments(tiny("strategy={name: none}", "model.linear_bias=true"), full)
+    assert {"--moe-grouped-gemm", "--no-bias-dropout-fusion"} < set(grouped)
+    assert "--no-bias-dropout-fusion" not in arguments(tiny("strategy={name: none}"), full)
 
 
 def test_on_gpu_transformer_engine_is_used_when_installed():
