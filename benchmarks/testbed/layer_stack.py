@@ -26,10 +26,11 @@ from megatron_fssdp.runtime.expert_activation import ExpertActivation
 from megatron_fssdp.runtime.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.expert_layout import ExpertWeights
 from megatron_fssdp.runtime.grouped_ffn import grouped_ffn
+from megatron_fssdp.runtime.layer_choosing import LayerChoosing
 from megatron_fssdp.runtime.layer_executor import MicroBatch
 from megatron_fssdp.runtime.layer_load import LayerLoad
 from megatron_fssdp.runtime.moe_runtime import MoERuntime
-from megatron_fssdp.strategies.strategy import LayerContext, ResidentStrategy, Strategy
+from megatron_fssdp.strategies.strategy import ChoosingStrategy, LayerContext, ResidentStrategy, Strategy
 
 ELEMENT_BYTES = 4  # fp32
 _ACTIVATION = ExpertActivation(functional.gelu)
@@ -399,12 +400,21 @@ class RuntimeStack(LayerStack):
         for executor in self.runtime.layers:
             executor.measure = True  # on every rank; the runtime itself lets only the first one
         self._moves = ExpertMoves(self.runtime)
+        self._choosing: LayerChoosing | None = None
+        if isinstance(strategy, ChoosingStrategy):
+            self._choosing = LayerChoosing(strategy, [groups.expert_parallel], torch.device("cpu"))
         self._num_done = 0
 
     def _owned(self) -> Sequence[Mapping[int, Sequence[torch.nn.Parameter]]]:
         return [layer.parameters for layer in self.runtime.layers]
 
     def _begin(self) -> None:
+        if self._choosing is not None:
+            report = self._choosing.choose(self.runtime.layers, self._num_done)
+            if report is not None and report.changes and dist.get_rank() == 0:
+                print(
+                    f"[testbed] auto, after {self._num_done} iterations: {report.describe()[-1]}", flush=True
+                )
         self.parameters = self._moves.before(self._num_done)
         self._num_done += 1
         self.runtime.begin_iteration(num_micro_batches=1)
@@ -472,6 +482,8 @@ class RuntimeStack(LayerStack):
                 result.transfers += [(f"wait for {name}", *one) for one in timer.waits_s]
         result.pairs_LDD = np.stack(pairs)
         result.loads = self.runtime.end_iteration()
+        if self._choosing is not None:
+            self._choosing.note(result.seconds)
 
 
 def nominal_cluster(payload_bytes_per_s: float, expert_flops_per_s: float) -> ClusterCost:

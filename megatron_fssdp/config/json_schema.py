@@ -37,6 +37,8 @@ def run_config_schema() -> dict[str, Any]:
     section["allOf"] = []
     for name, model in SETTINGS_BY_STRATEGY.items():
         definitions[model.__name__] = model.model_json_schema()
+        # Settings inside settings are those of another strategy, which are there already.
+        definitions[model.__name__].pop("$defs", None)
         # Without a name the settings may belong to a strategy that another file names.
         choice = {"properties": {"name": {"const": name}}, "required": ["name"]}
         reference = {"$ref": f"#/$defs/{model.__name__}"}

@@ -222,8 +222,12 @@ def _render_all(
 ) -> list[str]:
     problems: list[str] = []
     mismatches: dict[str, list[str]] = {}  # a union field has one error for each alternative
-    for details in errors:
-        location, owner = _locate(model_cls, details["loc"])
+    located = [
+        _locate(model_cls, details["loc"], ends_in_key=details["type"] in ("extra_forbidden", "missing"))
+        for details in errors
+    ]
+    paths = [".".join(location) for location, _ in located]
+    for details, (location, owner) in zip(errors, located, strict=True):
         file = origin(location)
         origin_text = f"in {file}: " if file is not None else ""
         key = ".".join(location)
@@ -238,6 +242,8 @@ def _render_all(
             problems.append(origin_text + (str(cause) if str(cause).startswith(key) else f"{key}: {cause}"))
         else:
             wanted = _WANTED_BY_ERROR.get(details["type"], details["msg"].removeprefix("Input should be "))
+            if any(key and path.startswith(f"{key}.") for path in paths):
+                continue  # one alternative's complaint about a mapping, inside which another one found more
             where = f"{origin_text}{key or 'top level'}: got {describe_value(details['input'])}"
             mismatches.setdefault(where, []).append(wanted)
     return problems + [
@@ -246,7 +252,7 @@ def _render_all(
 
 
 def _locate(
-    model_cls: type[BaseModel], location: tuple[int | str, ...]
+    model_cls: type[BaseModel], location: tuple[int | str, ...], *, ends_in_key: bool
 ) -> tuple[list[str], type[BaseModel] | None]:
     """Key path without pydantic's names for union alternatives, and the model that holds the last key."""
     path: list[str] = []
@@ -258,7 +264,7 @@ def _locate(
         elif current is not None and part in current.model_fields:
             owner, current = current, _model_in(current.model_fields[part].annotation)
             path.append(part)
-        elif depth == len(location) - 1 and current is not None:
+        elif depth == len(location) - 1 and current is not None and ends_in_key:
             owner = current  # an unknown key
             path.append(part)
     return path, owner

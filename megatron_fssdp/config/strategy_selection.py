@@ -7,10 +7,12 @@ from typing import Any
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides, load_yaml, unknown_name, validate
 from megatron_fssdp.config.strategy_settings import (
+    AutoSettings,
     EpSettings,
     FastermoeSettings,
     FlexmoeSettings,
     FssdpSettings,
+    MeasuringSettings,
     NoneSettings,
     ParmSettings,
     PlacementSettings,
@@ -30,6 +32,7 @@ SETTINGS_BY_STRATEGY: dict[str, type[StrategySettings]] = {
     "flexmoe": FlexmoeSettings,
     "quota": QuotaSettings,
     "parm": ParmSettings,
+    "auto": AutoSettings,
 }
 
 
@@ -81,6 +84,8 @@ def strategy_settings(name: str, data: dict[str, Any], source: str) -> StrategyS
             f"{source} (strategy {name}): cluster {settings.cluster} has no meaning under schedule "
             f"{settings.schedule}, which is not decided by costs: drop it, or set schedule to auto"
         )
+    if isinstance(settings, AutoSettings):
+        _refuse_keys_of_all_candidates(settings, f"{source} (strategy {name})")
     if isinstance(settings, FssdpSettings):
         _refuse_contradictions(settings, f"{source} (strategy {name})")
     return settings
@@ -110,6 +115,24 @@ def _refuse_half_a_gate(settings: PlacementSettings, source: str) -> None:
             f"{source}: leaving_share {settings.leaving_share} has no meaning under router stock: set router "
             "to topology_aware, which changes the routing, or drop leaving_share"
         )
+
+
+def _refuse_keys_of_all_candidates(settings: AutoSettings, source: str) -> None:
+    """Candidates share a runtime, and what is decided for all of them is no candidate's to say."""
+    shared = {*MeasuringSettings.model_fields, "overlap"}
+    for name in type(settings).model_fields:
+        candidate = getattr(settings, name)
+        if not isinstance(candidate, MeasuringSettings):
+            continue
+        own = shared | {"reshard_interval"} if isinstance(candidate, FssdpSettings) else shared
+        if wrong := sorted(own & candidate.model_fields_set):
+            known = sorted(set(type(candidate).model_fields) - own)
+            raise ConfigurationError(
+                f"{source}: {name}.{wrong[0]} has no meaning for a candidate, because all of them run on one "
+                f"runtime and with the same owners; wanted {', '.join(known)}: drop the key"
+            )
+        if isinstance(candidate, FssdpSettings):
+            _refuse_contradictions(candidate, f"{source}, {name}")
 
 
 def _refuse_contradictions(settings: FssdpSettings, source: str) -> None:

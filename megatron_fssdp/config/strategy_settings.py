@@ -9,6 +9,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+KEEP_OWNERS = "set reshard_interval=0 (under auto smartmoe=false)"
+"""The next step for whoever cannot have owners moved."""
+
 
 class StrategySettings(BaseModel):
     """Keys that every strategy understands."""
@@ -338,3 +341,64 @@ class ParmSettings(PlacementSettings):
             "layer's own are measured in the first forward pass."
         ),
     )
+
+
+class AutoSettings(PlacementSettings):
+    """``auto``: for each layer the strategy with the fewest modelled seconds, ``ep`` included (ours)."""
+
+    profile_iterations: int = Field(
+        default=3,
+        ge=1,
+        description=(
+            "Iterations in which compute, links and memory are measured; until then every layer is ep."
+        ),
+    )
+    choice_interval: int = Field(
+        default=50,
+        ge=1,
+        description=(
+            "Iterations between two choices, and for which moving experts has to pay. The first choice comes "
+            "as soon as costs are measured."
+        ),
+    )
+    compared_iterations: int = Field(
+        default=3,
+        ge=1,
+        description="Latest iterations whose loads every candidate is asked to plan for when one is chosen.",
+    )
+    least_gain: float = Field(
+        default=0.03,
+        ge=0,
+        lt=1,
+        description=(
+            "Part of a layer's modelled seconds that another strategy has to save before the layer changes "
+            "to it, doing nothing included."
+        ),
+    )
+    fssdp: bool | FssdpSettings = Field(
+        default=True, description="Candidate: its settings, true for the default ones, false for none."
+    )
+    prophet: bool | ProphetSettings = Field(default=True, description="Candidate, likewise.")
+    fastermoe: bool | FastermoeSettings = Field(default=True, description="Candidate, likewise.")
+    quota: bool | QuotaSettings = Field(default=True, description="Candidate, likewise.")
+    smartmoe: bool | SmartmoeSettings = Field(
+        default=True, description="Candidate, likewise; the one that moves owners."
+    )
+
+    @property
+    def candidates(self) -> "dict[str, EpSettings | MeasuringSettings]":
+        """Settings of what is chosen among, doing nothing first."""
+        found: dict[str, EpSettings | MeasuringSettings] = {"ep": EpSettings()}
+        if self.fssdp:
+            given = FssdpSettings() if self.fssdp is True else self.fssdp
+            # Alg. 2 is one decision for all layers together, whatever each of them has chosen.
+            found["fssdp"] = given.model_copy(update={"reshard_interval": 0})
+        if self.prophet:
+            found["prophet"] = ProphetSettings() if self.prophet is True else self.prophet
+        if self.fastermoe:
+            found["fastermoe"] = FastermoeSettings() if self.fastermoe is True else self.fastermoe
+        if self.quota:
+            found["quota"] = QuotaSettings() if self.quota is True else self.quota
+        if self.smartmoe:
+            found["smartmoe"] = SmartmoeSettings() if self.smartmoe is True else self.smartmoe
+        return found

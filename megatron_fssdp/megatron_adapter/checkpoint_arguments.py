@@ -3,6 +3,7 @@
 from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy_settings import KEEP_OWNERS
 
 
 def check_checkpoint_arguments(args: Any) -> None:
@@ -57,4 +58,4 @@ def check_checkpoint_arguments(args: Any) -> None:
 
 
 def _refusal(message: str) -> ConfigurationError:
-    return ConfigurationError(f"{message}, or turn re-sharding off with reshard_interval=0")
+    return ConfigurationError(f"{message}, or {KEEP_OWNERS}")

@@ -1,4 +1,4 @@
-"""What happens between two iterations of a Megatron training: measuring, re-sharding, planning.
+"""What happens between two iterations of a Megatron training: measuring, choosing, re-sharding, planning.
 
 Everything here is collective: all ranks of a pipeline stage's experts come here in the same
 iterations and decide alike.
@@ -6,6 +6,7 @@ iterations and decide alike.
 
 import logging
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,10 +26,11 @@ from megatron_fssdp.megatron_adapter.spare_experts import SpareExperts
 from megatron_fssdp.megatron_adapter.stopped_training import report_non_finite
 from megatron_fssdp.megatron_adapter.strategy_session import StrategySession
 from megatron_fssdp.planning.topology import Topology
+from megatron_fssdp.runtime.layer_choosing import LayerChoosing
 from megatron_fssdp.runtime.layer_load import LayerLoad
 from megatron_fssdp.runtime.layer_profiling import profile_layers
 from megatron_fssdp.runtime.layer_stopwatch import LayerStopwatch
-from megatron_fssdp.strategies.strategy import LayerContext, ResidentStrategy
+from megatron_fssdp.strategies.strategy import ChoosingStrategy, LayerContext, ResidentStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,8 @@ class IterationDriver:
         self.reshard: ReshardReport | None = None
         self._iterations_to_measure = 0
         self._passes_begun = 0
+        self._began_s = 0.0
+        self._choosing: LayerChoosing | None = None
         self._spares: SpareExperts | None = None
         # Where Megatron does not stop at such numbers, fp16 with its loss scaling, they are nothing unusual.
         self._watch = FiniteWatch(model) if args.check_for_nan_in_loss_and_grad else None
@@ -81,6 +85,8 @@ class IterationDriver:
                 expert_parallel=self._expert_parallel,
                 expert_data_parallel=parallel_state.get_expert_data_parallel_group(),
             )
+        if isinstance(session.strategy, ChoosingStrategy) and session.slots:
+            self._choosing = LayerChoosing(session.strategy, self._groups_of_owners, self._device)
         self._iterations_to_measure = session.strategy.profile_iterations
         if self._iterations_to_measure:
             for layer in layers:
@@ -90,6 +96,15 @@ class IterationDriver:
     @property
     def _expert_parallel(self) -> dist.ProcessGroup:
         return self._session.runtime.layers[0].groups.expert_parallel
+
+    @property
+    def _groups_of_owners(self) -> list[dist.ProcessGroup]:
+        """Over all of them together, ranks that plan alike or share owners agree."""
+        return [
+            self._expert_parallel,
+            parallel_state.get_expert_tensor_parallel_group(),
+            parallel_state.get_expert_data_parallel_group(),
+        ]
 
     @property
     def _device(self) -> torch.device:
@@ -111,10 +126,13 @@ class IterationDriver:
             self._iterations_to_measure -= 1
         elif session.runtime.layers and session.runtime.layers[0].stopwatch is not None:
             self._profile(num_micro_batches)
+        if self._choosing is not None:
+            self._choose(self._choosing, iteration)
         resharding = session.reshards and session.strategy.reshards_at(iteration)
         self.reshard = self._reshard() if resharding else self._replicate(iteration)
         session.runtime.begin_iteration(num_micro_batches, iteration + 1)
         self._passes_begun = 0
+        self._began_s = time.perf_counter()
 
     def begin_passes(self) -> None:
         """Before the forward and backward passes of an iteration, which Megatron may run again."""
@@ -126,6 +144,8 @@ class IterationDriver:
 
     def end(self) -> list[LayerLoad]:
         """After the optimizer's step; what each layer did."""
+        if self._choosing is not None:
+            self._choosing.note(time.perf_counter() - self._began_s)
         return self._session.runtime.end_iteration()
 
     def report_non_finite(self) -> None:
@@ -147,11 +167,7 @@ class IterationDriver:
         copies = parallel_state.get_expert_data_parallel_group()
         profile_layers(
             layers,
-            [
-                self._expert_parallel,
-                parallel_state.get_expert_tensor_parallel_group(),
-                copies,
-            ],
+            self._groups_of_owners,
             free_bytes=_free_bytes(),
             token_bytes=self._args.hidden_size * layout.dtype.itemsize,
             owned_bytes=expert_optimizer(self._args).owned_bytes(
@@ -186,6 +202,13 @@ class IterationDriver:
         ).execute(old, new)
         slots.adopt(new)
         return report
+
+    def _choose(self, choosing: LayerChoosing, iteration: int) -> None:
+        """Let every layer choose its strategy anew, if it is time to; MTP layers stay as they are."""
+        report = choosing.choose(self._session.slots.executors, iteration)
+        if report is not None and _speaks_for_stage():
+            for line in report.describe():
+                logger.warning(f"[fssdp] auto, after iteration {iteration}: {line}")
 
     def _replicate(self, iteration: int) -> ReshardReport | None:
         """Let the strategy think over the replicas that stay, if it is time to."""

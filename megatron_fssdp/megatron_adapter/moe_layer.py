@@ -93,7 +93,7 @@ class StrategyMoELayer(MoELayer):
         if has_equal_tokens:
             self._divided = DividedTokens(self.router, pg_collection)
             self.attn_tp_group = OneRank()
-        self._slots = session.slots
+        self._session, self._slots = session, session.slots
         # Layers of multi-token prediction keep their owners: their checkpoint keys have another form.
         self._index: int | None = None
         if not is_mtp_layer:
@@ -134,7 +134,9 @@ class StrategyMoELayer(MoELayer):
     def route(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
         """Plan from the loads of past iterations, then run the gate."""
         self.executor.prepare()
-        decision, divided = self._schedule.of(hidden_states), self._divided
+        self.executor.load.strategy = self._session.chosen(self.executor.context.layer)
+        owners_only = self._session.has_owners_only(self.executor.context.layer)
+        decision, divided = self._schedule.of(hidden_states, owners_only=owners_only), self._divided
         if divided is not None or self.executor.groups.num_parts > 1:
             load = self.executor.load
             load.schedule = decision.schedule

@@ -8,7 +8,7 @@ same on all ranks.
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import wraps
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -26,44 +26,27 @@ CurrentOwners = Callable[[], StageOwners | None]
 Adopt = Callable[[OwnerMap], None]
 
 
-def wrap_checkpointing(checkpointing: Any, current: CurrentOwners, adopt: Adopt) -> None:
-    """Wrap the functions by which Megatron's checkpoints get and give their common state.
+@dataclass(frozen=True)
+class OwnerHint:
+    """The owner map of this run's stage, for checkpoints.
 
-    Args:
-        checkpointing: The module ``megatron.training.checkpointing``; it looks both functions
-            up at call time.
+    Attributes:
         current: Gives the stage's owners, ``None`` on a stage without MoE layers.
         adopt: Takes the owners that fit this run, before experts are loaded under them. It
             moves no contents: loading fills every slot.
     """
-    generate = checkpointing.generate_state_dict
 
-    @wraps(generate)
-    def generate_state_dict(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        state = generate(args, *rest, **kwargs)
-        # Only a save has an iteration. The other formats are written by some of the ranks.
-        if kwargs.get("iteration") is not None and args.ckpt_format == "torch_dist":
-            hint = gather_hint(current())
-            if hint is not None:
-                state[HINT_KEY] = hint
-        return state
+    current: CurrentOwners
+    adopt: Adopt
+    key: str = HINT_KEY
 
-    checkpointing.generate_state_dict = generate_state_dict
+    def gather(self) -> dict[str, Any] | None:
+        """See :func:`gather_hint`."""
+        return gather_hint(self.current())
 
-    # load_checkpoint hands the common state to this one function between reading it and
-    # building the sharded state dict to load into; nobody else calls it.
-    dist_checkpointing = checkpointing.dist_checkpointing
-    load_metadata = dist_checkpointing.load_content_metadata
-
-    @wraps(load_metadata)
-    def load_content_metadata(*args: Any, **kwargs: Any) -> Any:
-        metadata = load_metadata(*args, **kwargs)
-        common = kwargs.get("preloaded_state_dict") or {}
-        if HINT_KEY in common:
-            take_hint(common[HINT_KEY], metadata or {}, current(), adopt)
-        return metadata
-
-    dist_checkpointing.load_content_metadata = load_content_metadata
+    def take(self, hint: Any, metadata: Mapping[str, Any]) -> None:
+        """See :func:`take_hint`."""
+        take_hint(hint, metadata, self.current(), self.adopt)
 
 
 def gather_hint(stage: StageOwners | None) -> dict[str, Any] | None:

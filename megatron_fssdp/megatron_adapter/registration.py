@@ -17,14 +17,17 @@ from megatron_fssdp.megatron_adapter import (
     cpu_runtime,
     optimizer_repairs,
     overwritten_checkpoint,
-    owner_hint,
 )
 from megatron_fssdp.megatron_adapter.arguments import add_strategy_arguments, resolve_arguments
 from megatron_fssdp.megatron_adapter.capabilities import check_training
 from megatron_fssdp.megatron_adapter.checkpoint_arguments import check_checkpoint_arguments
+from megatron_fssdp.megatron_adapter.checkpoint_hints import CheckpointHint, wrap_checkpointing
+from megatron_fssdp.megatron_adapter.choice_hint import ChoiceHint
 from megatron_fssdp.megatron_adapter.error_report import report_uncaught
 from megatron_fssdp.megatron_adapter.node_detection import check_declared_nodes
+from megatron_fssdp.megatron_adapter.owner_hint import OwnerHint
 from megatron_fssdp.megatron_adapter.strategy_session import StrategyChoice, StrategySession
+from megatron_fssdp.strategies.strategy import ChoosingStrategy
 
 
 class _Registered(Enum):
@@ -143,10 +146,15 @@ def _build_our_layer(session: StrategySession) -> None:
 
 
 def _follow_in_checkpoints(session: StrategySession) -> None:
-    """Let the owner map travel in a checkpoint's common state, and no half written one be loaded."""
+    """Let owner map and choices travel in a checkpoint's common state, and no half written one be loaded."""
     from megatron.training import checkpointing
 
     # Without re-sharding owners stay Megatron's: any checkpoint format may then be saved.
+    hints: list[CheckpointHint] = []
     if session.reshards:
-        owner_hint.wrap_checkpointing(checkpointing, session.stage_owners, session.slots.adopt)
+        hints.append(OwnerHint(session.stage_owners, session.slots.adopt))
+    if isinstance(session.strategy, ChoosingStrategy):
+        hints.append(ChoiceHint(session.strategy, session.layer_numbers))
+    if hints:
+        wrap_checkpointing(checkpointing, hints)
     overwritten_checkpoint.wrap_save(checkpointing.dist_checkpointing)

@@ -146,6 +146,7 @@ def _side_by_side(loads: tuple[LayerLoad, ...]) -> LayerLoad:
         sprs_exposed_s=_mean([load.sprs_exposed_s for load in loads]),
         schedule=loads[0].schedule,
         schedule_predicted_s=loads[0].schedule_predicted_s,
+        strategy=loads[0].strategy,
     )
 
 
@@ -170,4 +171,5 @@ def _layer_metrics(load: LayerLoad, before_E: np.ndarray | None) -> LayerMetrics
         balance_ratio=balance_ratio(load.owner_D, load.device_D),
         schedule=load.schedule,
         schedule_predicted_s=load.schedule_predicted_s or None,
+        strategy=load.strategy,
     )

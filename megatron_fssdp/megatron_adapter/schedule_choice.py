@@ -66,30 +66,32 @@ class ScheduleChoice:
     simultaneous: bool = True
     cluster: Path | None = None
     nodes: int | None = None
-    _decisions: dict[torch.Size, Decision] = field(init=False, default_factory=dict)
+    _decisions: dict[tuple[torch.Size, bool], Decision] = field(init=False, default_factory=dict)
     _costs: ScheduleCosts | None = field(init=False, default=None)
 
-    def of(self, hidden: torch.Tensor) -> Decision:
+    def of(self, hidden: torch.Tensor, *, owners_only: bool = True) -> Decision:
         """The decision for a forward pass; collective over the stage where ``auto`` has yet to measure.
 
         Args:
             hidden: The layer's input, ``[S, B, M]``.
+            owners_only: Whether there are no replicas, with which s2 cannot work.
 
         Raises:
             ConfigurationError: The schedule cannot divide so many tokens.
         """
-        shape = hidden.shape
-        if shape not in self._decisions:
+        shape, key = hidden.shape, (hidden.shape, owners_only)
+        if key not in self._decisions:
             if self.setting != "auto":
                 schedule: Schedule = self.setting  # type: ignore[assignment]
-                self._decisions[shape] = Decision(schedule, self._simultaneous(self._layer(hidden)))
+                self._decisions[key] = Decision(schedule, self._simultaneous(self._layer(hidden)))
             elif self._decisions and self.config.variable_seq_lengths:
                 # Ranks would decide differently about their sequences. Let all stay with the first.
-                self._decisions[shape] = next(iter(self._decisions.values()))
+                first = next((one for (_, only), one in self._decisions.items() if only == owners_only), None)
+                self._decisions[key] = first or self._decide(hidden, owners_only)
             else:
-                self._decisions[shape] = self._decide(hidden)
-            self._check(shape, self._decisions[shape].schedule)
-        return self._decisions[shape]
+                self._decisions[key] = self._decide(hidden, owners_only)
+            self._check(shape, self._decisions[key].schedule)
+        return self._decisions[key]
 
     def _check(self, shape: torch.Size, schedule: Schedule) -> None:
         peers = self.groups.tensor_parallel
@@ -100,17 +102,19 @@ class ScheduleChoice:
                 "--moe-strategy-set schedule=s2"
             )
 
-    def _decide(self, hidden: torch.Tensor) -> Decision:
+    def _decide(self, hidden: torch.Tensor, owners_only: bool) -> Decision:
         layer = self._layer(hidden)
-        if self._costs is None:
-            self._costs = self._find_costs(layer, hidden)
         candidates: list[Schedule] = ["s1", "s2", "megatron"]
-        if self.groups.tensor_parallel is None:
-            candidates.remove("s2")  # it is s1 there
+        if self.groups.tensor_parallel is None or not owners_only:
+            candidates.remove("s2")  # without equal tokens it is s1
         elif hidden.shape[0] % self.n_mp:
             candidates = ["s2"]
         if self.groups.num_parts == 1 and "megatron" in candidates:
             candidates.remove("megatron")  # with whole experts it is s1
+        if len(candidates) == 1:
+            return Decision(candidates[0], self._simultaneous(layer))
+        if self._costs is None:
+            self._costs = self._find_costs(layer, hidden)
         predicted = predicted_seconds(layer, self._costs, tuple(candidates))
         best = best_schedule(predicted) if predicted else candidates[0]
         decision = Decision(best, self._simultaneous(layer), predicted)

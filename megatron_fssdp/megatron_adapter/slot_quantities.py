@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy_settings import KEEP_OWNERS
 from megatron_fssdp.megatron_adapter.slot_states import (
     A_TENSOR,
     PARAMETERS,
@@ -237,7 +238,7 @@ def _part(state: ParameterState, name: str, offset: int) -> tuple[int, Tensor]:
 def _not_alike(one: Layout, other: Layout) -> str:
     return (
         f"re-sharding: got experts' slots with parameters {one} and {other}, wanted the same number of slots "
-        "on all devices and the same shapes and dtypes in all slots; set reshard_interval=0"
+        f"on all devices and the same shapes and dtypes in all slots; {KEEP_OWNERS}"
     )
 
 
@@ -252,5 +253,5 @@ def _trained_differently(position: int, profiles: frozenset[Profile]) -> str:
     return (
         f"re-sharding: parameter {position} of the experts does not train the same way in all slots, got "
         f"{'; '.join(differing)}; wanted the same for all experts of a pipeline stage. Drop the overrides "
-        "for single layers, or set reshard_interval=0"
+        f"for single layers, or {KEEP_OWNERS}"
     )

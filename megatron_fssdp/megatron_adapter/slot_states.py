@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy_settings import KEEP_OWNERS
 
 PARAMETERS = "parameters"
 MASTERS = "master parameters"
@@ -128,7 +129,7 @@ def _state_of(
         raise ConfigurationError(
             f"re-sharding: got an expert's parameter of {parameter.dtype}, "
             f"{'' if parameter.is_contiguous() else 'not '}contiguous; wanted contiguous ones of "
-            "float32, bfloat16 or float16; set reshard_interval=0"
+            f"float32, bfloat16 or float16; {KEEP_OWNERS}"
         )
     flat = parameter.data.view(-1)
     if not parameter.requires_grad:
@@ -137,7 +138,7 @@ def _state_of(
         raise ConfigurationError(
             f"re-sharding: got an expert's parameter that is in none of the optimizers {optimizers}, wanted "
             "it in an FP32Optimizer, a Float16OptimizerWithFloat16Params or a DistributedOptimizer; use "
-            "Megatron's --optimizer adam or sgd, or set reshard_interval=0"
+            f"Megatron's --optimizer adam or sgd, or {KEEP_OWNERS}"
         )
     entry = entries[parameter]
     if entry is None:
@@ -145,7 +146,7 @@ def _state_of(
     if getattr(entry.optimizer.config, "optimizer_cpu_offload", False):
         raise ConfigurationError(
             "re-sharding: got --optimizer-cpu-offload, wanted optimizer states beside their parameters: "
-            "drop the flag, or set reshard_interval=0"
+            f"drop the flag, or {KEEP_OWNERS}"
         )
     tensors, numbers = _sort_state(entry)
     part = flat[entry.start : entry.stop]
@@ -157,7 +158,7 @@ def _state_of(
             raise ConfigurationError(
                 f"re-sharding: got {name} of {tensor.numel()} elements of {tensor.dtype} on {tensor.device}, "
                 f"wanted {part.numel()} of torch.float32 on {part.device}; keep the optimizer's states in "
-                "fp32 on the parameters' device, or set reshard_interval=0"
+                f"fp32 on the parameters' device, or {KEEP_OWNERS}"
             )
     settings = {key: value for key, value in entry.group.items() if key not in ("params", "param_names")}
     profile = {
@@ -185,7 +186,7 @@ def _sort_state(entry: _Entry) -> tuple[dict[str, Tensor], dict[str, Any]]:
             raise ConfigurationError(
                 f"re-sharding: got an optimizer with {name} of shape {tuple(value.shape)} for a parameter of "
                 f"shape {tuple(entry.key.shape)}, wanted the same shape or a single number; use Megatron's "
-                "--optimizer adam or sgd, or set reshard_interval=0"
+                f"--optimizer adam or sgd, or {KEEP_OWNERS}"
             )
     return tensors, numbers
 

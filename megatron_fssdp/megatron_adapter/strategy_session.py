@@ -13,6 +13,7 @@ from megatron_fssdp.collectives.plan_agreement import check_agreement
 from megatron_fssdp.collectives.uneven_all_to_all import gather_counts
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy_settings import (
+    AutoSettings,
     ExchangeSettings,
     ParmSettings,
     PlacementSettings,
@@ -30,7 +31,7 @@ from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.runtime.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.moe_runtime import MoERuntime
 from megatron_fssdp.strategies.registry import build_strategy
-from megatron_fssdp.strategies.strategy import ResidentStrategy
+from megatron_fssdp.strategies.strategy import ChoosingStrategy, ResidentStrategy
 
 
 class StrategySession:
@@ -65,7 +66,27 @@ class StrategySession:
     @property
     def reshards(self) -> bool:
         """Whether owners may move."""
+        if isinstance(self.settings, AutoSettings):
+            return bool(self.settings.smartmoe)
         return getattr(self.settings, "reshard_interval", 0) > 0
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether transfers may run beside the dispatch."""
+        return isinstance(self.settings, AutoSettings) or getattr(self.settings, "overlap", False)
+
+    def chosen(self, layer: int) -> str | None:
+        """The strategy that a layer has chosen, if it can choose."""
+        strategy = self.strategy
+        return strategy.chosen(layer) if isinstance(strategy, ChoosingStrategy) else None
+
+    def has_owners_only(self, layer: int) -> bool:
+        """Whether a layer's experts are with their owners and nowhere else for now, whatever the loads."""
+        return (self.chosen(layer) or self.strategy_name) in ("ep", "parm", "smartmoe")
+
+    def layer_numbers(self) -> tuple[int, ...]:
+        """Megatron's numbers of this pipeline stage's layers, without those of multi-token prediction."""
+        return self.slots.layer_numbers
 
     def stage_owners(self) -> StageOwners | None:
         """Who keeps the experts of this pipeline stage; ``None`` without MoE layers."""
@@ -89,7 +110,7 @@ class StrategySession:
         """
         if expert_parallel.group_name not in self._groups:
             transfers: Any = None
-            if getattr(self.settings, "overlap", False) and expert_parallel.size() > 1:
+            if self._overlaps and expert_parallel.size() > 1:
                 # Transfers run beside the dispatch, so they need a group of their own. Megatron keeps
                 # a list of its groups, whose time-outs it may change after the first iteration.
                 transfers = parallel_state.create_group(
@@ -150,6 +171,8 @@ class StrategySession:
         """In which order collectives carry a layer's rows, where experts or tokens are shared by ranks."""
         if isinstance(self.settings, ParmSettings):
             return self.settings.schedule
+        if isinstance(self.settings, AutoSettings):
+            return "auto"
         fused = isinstance(self.settings, ExchangeSettings) and self.settings.exchange == "fused"
         return "s1" if fused else "megatron"
 

@@ -15,6 +15,8 @@ class ReplicaLife(Enum):
     """From a micro-batch's forward pass to the end of the same layer's backward pass."""
     ITERATION = auto()
     """All micro-batches of an iteration."""
+    CHOSEN = auto()
+    """A micro-batch in some layers, an iteration in others, and which is which may change."""
     LASTING = auto()
     """Until a strategy drops it, with a ``main_grad`` and optimizer states of its own (FlexMoE)."""
 
@@ -26,7 +28,10 @@ class ReplicaLife(Enum):
         Args:
             num_micro_batches: Of an iteration.
         """
-        return num_micro_batches > 1 and self in (ReplicaLife.ITERATION, ReplicaLife.LASTING)
+        return num_micro_batches > 1 and self in _SUMMING
+
+
+_SUMMING = (ReplicaLife.ITERATION, ReplicaLife.CHOSEN, ReplicaLife.LASTING)
 
 
 @dataclass(frozen=True)
@@ -62,11 +67,12 @@ class HeldReplicas:
         """Layers whose replicas' weights are there at once, most.
 
         A replica that lives for a micro-batch counts once for every one that waits for its backward
-        pass. An upper bound: where layers are recomputed, only the backward pass that runs has any.
+        pass. An upper bound: where layers are recomputed, only the backward pass that runs has any. Where
+        life is chosen layer by layer, no choice holds more than a micro-batch's in all of them.
         """
         if self.life is ReplicaLife.LAYER_PASS:
             return min(self.num_layers, 1)
-        if self.life is ReplicaLife.MICRO_BATCH:
+        if self.life in (ReplicaLife.MICRO_BATCH, ReplicaLife.CHOSEN):
             return self.stage.layers_in_flight(self.num_micro_batches)
         return self.num_layers
 
@@ -74,4 +80,4 @@ class HeldReplicas:
     def layers_with_sums(self) -> int:
         """Layers whose replicas' gradients wait in sums of our own for the last micro-batch."""
         # Lasting replicas have main_grad for that.
-        return self.num_layers if self.sums_gradients and self.life is ReplicaLife.ITERATION else 0
+        return self.num_layers if self.sums_gradients and self.life is not ReplicaLife.LASTING else 0

@@ -62,6 +62,26 @@ class LoadHistory:
         if len(self._latest) > self.window:
             self._sum_DE -= self._latest.popleft()
 
+    def excerpt(self, window: int, *, without_latest: int = 0) -> "LoadHistory":
+        """What a shorter history would be, perhaps some iterations ago.
+
+        Args:
+            window: Of that history, at most this one's.
+            without_latest: How many of the latest iterations it has not seen yet.
+        """
+        if not 0 <= without_latest <= len(self._latest):
+            raise ValueError(
+                f"without_latest is {without_latest}: wanted 0 to {len(self._latest)}, the iterations kept"
+            )
+        shorter = LoadHistory(window, self.num_devices, self.num_experts)
+        known = list(self._latest)[: len(self._latest) - without_latest]
+        # Iterations before the window only say since when the loads have been settled.
+        known = known[-2 * window :]
+        shorter.num_seen = self.num_seen - without_latest - len(known)
+        for counts_DE in known:
+            shorter.append(counts_DE)
+        return shorter
+
     def __len__(self) -> int:
         return len(self._latest)
 

@@ -244,7 +244,8 @@ def packed_experts_bytes(
     if held.life is ReplicaLife.LASTING:
         # Gradients of one layer's holders on their way home, and another one's sums on their way back.
         return 2 * (sent_per_layer + replicas_per_layer) * sum_bytes
-    gradients = 0 if held.sums_gradients else min(held.num_layers, 1) * replicas_per_layer
+    all_summed = held.sums_gradients and held.life is not ReplicaLife.CHOSEN
+    gradients = 0 if all_summed else min(held.num_layers, 1) * replicas_per_layer
     # A layer's experts are gathered anew while gradients of the layer above it are on their way.
     at_once = held.life is ReplicaLife.LAYER_PASS and held.num_layers > 1
     copies = sent_per_layer + gradients if at_once else max(sent_per_layer, gradients)

@@ -54,6 +54,7 @@ class LayerMetrics:
         schedule: In which order collectives carried the rows of the last forward pass (Parm's schedules).
         schedule_predicted_s: Modelled seconds of a forward pass's collectives by schedule, where several
             were compared.
+        strategy: What the layer had chosen under ``auto``.
     """
 
     layer: int
@@ -71,6 +72,7 @@ class LayerMetrics:
     balance_ratio: float | None = None
     schedule: str | None = None
     schedule_predicted_s: dict[str, float] | None = None
+    strategy: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,6 +29,7 @@ class LayerLoad:
         sprs_exposed_s: The same for SparseReduceScatter.
         schedule: The order of collectives of the last forward pass (Parm), where one was told.
         schedule_predicted_s: Modelled seconds of those that it was compared with.
+        strategy: What the layer has chosen, where it could.
     """
 
     layer: int
@@ -45,6 +46,7 @@ class LayerLoad:
     sprs_exposed_s: float = 0.0
     schedule: str | None = None
     schedule_predicted_s: dict[str, float] = field(default_factory=dict)
+    strategy: str | None = None
 
     def add(self, started: StartedTransfer) -> None:
         """Count a transfer that has been waited for."""

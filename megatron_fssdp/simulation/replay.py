@@ -12,18 +12,21 @@ from megatron_fssdp.planning.layer_profile import LayerProfile
 from megatron_fssdp.planning.layer_traffic import (
     NO_TRANSFER,
     DispatchTraffic,
-    dispatch_traffic,
     pairs_traffic,
-    quota_traffic,
     transfer_traffic,
 )
 from megatron_fssdp.planning.load_history import LoadHistory
 from megatron_fssdp.planning.owner_map import OwnerMap
-from megatron_fssdp.planning.quota_planner import quota_dispatch
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.transfer_plan import additional_transfer
 from megatron_fssdp.simulation.layer_ledger import LayerLedger
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, ResidentStrategy, Strategy
+from megatron_fssdp.strategies.strategy import (
+    ChoosingStrategy,
+    LayerContext,
+    LayerPlan,
+    ResidentStrategy,
+    Strategy,
+)
 
 OnPlan = Callable[[int, int, LayerPlan], None]
 
@@ -73,6 +76,12 @@ def replay_strategy(
     for iteration in range(num_iterations):
         if strategy.profile_iterations and iteration == profiled_at:
             contexts = [replace(context, profile=profile) for context in contexts]
+        if isinstance(strategy, ChoosingStrategy):
+            is_measured = contexts[0].profile is not None
+            if strategy.chooses_at(iteration, histories[0].num_seen if is_measured else 0):
+                strategy.choose(
+                    [context.layer for context in contexts], strategy.price(contexts, histories), None
+                )
         if strategy.reshards_at(iteration):
             owners = _reshard(strategy, contexts, histories, owners, ledger, iteration)
             contexts = [
@@ -85,7 +94,7 @@ def replay_strategy(
             planned = strategy.before_gate(context, histories[layer])
             first_DE = counts_DE if num_micro_batches == 1 else counts_DE // num_micro_batches
             plan = strategy.after_gate(context, first_DE, planned, num_micro_batches)
-            traffic = _dispatched(plan, counts_DE, first_DE, num_micro_batches, topology)
+            traffic = plan.traffic(counts_DE, topology, num_micro_batches)
             _record(ledger, iteration, layer, planned, plan, counts_DE, traffic)
             if on_plan is not None:
                 on_plan(iteration, layer, plan)
@@ -122,15 +131,6 @@ def _record(
         )
         addition = transfer_traffic(added, topology)
     ledger.put(iteration, layer, plan, counts_DE, dispatch, gather, reduce, addition)
-
-
-def _dispatched(
-    plan: LayerPlan, counts_DE: np.ndarray, first_DE: np.ndarray, num_micro_batches: int, topology: Topology
-) -> DispatchTraffic:
-    """An iteration's traffic; quotas are those of one micro-batch, and the others are like it."""
-    if plan.tokens_ED is None:
-        return dispatch_traffic(plan.dispatch_policy, counts_DE, plan.placement, topology)
-    return quota_traffic(quota_dispatch(plan.tokens_ED, first_DE, topology)).times(num_micro_batches)
 
 
 def _reshard(

@@ -1,6 +1,7 @@
 """SmartMoE: owners exchanged every so many iterations, where that pays off until the next time."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -42,17 +43,20 @@ class ExpertExchange(DecidedByHistory[SmartmoeSettings]):
         """The layers' exchanges whose modelled saving until the next time is above their cost."""
         device_LE = owners.device_LE.copy()
         for layer, context in enumerate(contexts):
-            if context.profile is None or not load_LE[layer].any():
-                continue
-            old_E = owners.device_LE[layer]
-            new_E = permuted_owners(old_E, load_LE[layer], context.num_devices)
-            saved_s = self.settings.reshard_interval * (
-                _layer_s(old_E, load_LE[layer], context.profile, context.topology)
-                - _layer_s(new_E, load_LE[layer], context.profile, context.topology)
-            )
-            if saved_s > _exchange_s(old_E, new_E, context.profile, context.topology):
-                device_LE[layer] = new_E
+            context = replace(context, owner_E=owners.device_LE[layer])
+            device_LE[layer] = self.exchanged_owners(context, load_LE[layer])
         return owners.with_owners(device_LE)
+
+    def exchanged_owners(self, context: LayerContext, load_E: np.ndarray) -> np.ndarray:
+        """One layer's owners, exchanged if that pays until the next time."""
+        old_E, profile, topology = context.owner_E, context.profile, context.topology
+        if profile is None or not load_E.any():
+            return old_E
+        new_E = permuted_owners(old_E, load_E, context.num_devices)
+        saved_s = self.settings.reshard_interval * (
+            _layer_s(old_E, load_E, profile, topology) - _layer_s(new_E, load_E, profile, topology)
+        )
+        return new_E if saved_s > exchange_s(old_E, new_E, profile, topology) else old_E
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """Owners only."""
@@ -79,8 +83,15 @@ def _layer_s(owner_E: np.ndarray, load_E: np.ndarray, profile: LayerProfile, top
     )
 
 
-def _exchange_s(old_E: np.ndarray, new_E: np.ndarray, profile: LayerProfile, topology: Topology) -> float:
-    """Weights and optimizer states of the experts whose device changes, over the busiest link."""
+def exchange_s(old_E: np.ndarray, new_E: np.ndarray, profile: LayerProfile, topology: Topology) -> float:
+    """Seconds to move weights and optimizer states of the experts whose device changes.
+
+    Args:
+        old_E: Device of every expert.
+        new_E: Its device afterwards.
+        profile: Of the layer.
+        topology: Nodes of the devices.
+    """
     experts_DD = np.zeros((topology.num_devices, topology.num_devices), np.int64)
     moves = old_E != new_E
     np.add.at(experts_DD, (old_E[moves], new_E[moves]), 1)

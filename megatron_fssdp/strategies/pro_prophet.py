@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_fssdp.config.strategy_settings import ProphetSettings
-from megatron_fssdp.planning import cost_model
 from megatron_fssdp.planning.calibration import doubling
 from megatron_fssdp.planning.layer_profile import LayerProfile
 from megatron_fssdp.planning.load_history import LoadHistory
@@ -15,6 +14,7 @@ from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.transfer_plan import two_level_transfer
 from megatron_fssdp.planning.transfer_split import WHOLE
 from megatron_fssdp.strategies.fixed_owners import MeasuredReplicas
+from megatron_fssdp.strategies.plan_seconds import plan_seconds
 from megatron_fssdp.strategies.split_transfers import split_of
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
@@ -71,15 +71,19 @@ class ProProphet(MeasuredReplicas[ProphetSettings]):
             ).placement
             for number in ([0, *doubling(most)] if left_out is None else [left_out])
         ]
-        if left_out is None:
-            # Eq. 4 takes an expert for fewer devices to cost less, which a link between nodes does not
-            # notice. Links as they are decide between the searches, and whether any of them pays.
-            owners_only = ExpertPlacement.owners_only(context.owner_E, context.num_devices)
-            placement = min(
-                [owners_only, *found], key=lambda one: self._seconds(context, profile, counts_DE, one)
-            )
-        else:
-            (placement,) = found
+        plans = [self._plan_of(placement, counts_DE, context) for placement in found]
+        if left_out is not None:
+            return plans[0]
+        # Eq. 4 takes an expert for fewer devices to cost less, which a link between nodes does not
+        # notice. Links as they are decide between the searches, and whether any of them pays.
+        return min(
+            [LayerPlan.owners_only(context), *plans],
+            key=lambda plan: plan_seconds(
+                plan, counts_DE, context, num_micro_batches=profile.num_micro_batches
+            ),
+        )
+
+    def _plan_of(self, placement: ExpertPlacement, counts_DE: np.ndarray, context: LayerContext) -> LayerPlan:
         transfer = two_level_transfer(placement, context.topology)
         is_split = self.settings.overlap and self.settings.split
         return LayerPlan(
@@ -88,37 +92,6 @@ class ProProphet(MeasuredReplicas[ProphetSettings]):
             gather_ahead=self.settings.overlap,
             dispatch_policy="owner",
             split=split_of(transfer, float(counts_DE.sum()), context) if is_split else WHOLE,
-        )
-
-    def _seconds(
-        self, context: LayerContext, profile: LayerProfile, counts_DE: np.ndarray, placement: ExpertPlacement
-    ) -> float:
-        """Of the layer by link, with what Eq. 8 leaves exposed of the transfers."""
-        topology, cluster = context.topology, profile.cluster
-        layer_s = cost_model.dispatched_layer_s(
-            counts_DE,
-            placement,
-            topology,
-            cluster=cluster,
-            token_bytes=profile.token_bytes,
-            flops_per_token=profile.flops_per_token,
-            dispatch_policy="owner",
-        )
-        transfer = two_level_transfer(placement, topology)
-        hidden_s = 0.0
-        if self.settings.overlap:
-            even_tokens = float(counts_DE.sum()) / context.num_devices
-            hidden_s = profile.non_moe_s + self.settings.split * (
-                even_tokens * profile.flops_per_token / cluster.expert_flops_per_s
-            )
-        gather_s, reduce_s = (
-            cost_model.transfer_s(transfer, num_bytes, topology, cluster)
-            for num_bytes in (profile.expert_bytes, profile.reduced_bytes)
-        )
-        return (
-            layer_s
-            + cost_model.exposed_s(gather_s, hidden_s)
-            + cost_model.exposed_s(reduce_s, cost_model.BACKWARD_PER_FORWARD * hidden_s)
         )
 
 

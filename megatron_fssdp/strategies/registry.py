@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from megatron_fssdp.config.strategy_settings import PlacementSettings
+from megatron_fssdp.config.strategy_settings import AutoSettings, PlacementSettings
+from megatron_fssdp.strategies.automatic_choice import AutomaticChoice
 from megatron_fssdp.strategies.dynamic_shadowing import DynamicShadowing
 from megatron_fssdp.strategies.exact_quotas import ExactQuotas
 from megatron_fssdp.strategies.expert_exchange import ExpertExchange
@@ -12,6 +13,13 @@ from megatron_fssdp.strategies.persistent_replicas import PersistentReplicas
 from megatron_fssdp.strategies.pro_prophet import ProProphet
 from megatron_fssdp.strategies.sharded_data_parallelism import FullyShardedSparseDataParallelism
 from megatron_fssdp.strategies.strategy import Strategy
+
+
+def _automatic(settings: AutoSettings) -> AutomaticChoice:
+    return AutomaticChoice(
+        settings, {name: build_strategy(name, keys) for name, keys in settings.candidates.items()}
+    )
+
 
 # `none` is absent on purpose: it means that the runtime is not installed at all.
 _STRATEGIES: dict[str, Callable[[Any], Strategy]] = {
@@ -24,6 +32,7 @@ _STRATEGIES: dict[str, Callable[[Any], Strategy]] = {
     "quota": ExactQuotas,
     # What is its own is how tokens travel, which is the runtime's business; owners stay.
     "parm": ExpertParallelism,
+    "auto": _automatic,
 }
 
 

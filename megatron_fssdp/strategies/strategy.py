@@ -3,14 +3,16 @@
 Shape legend: D devices of the expert-parallel group, E experts of a layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from megatron_fssdp.planning.held_replicas import ReplicaLife
+from megatron_fssdp.planning.iteration_spread import IterationSpread
 from megatron_fssdp.planning.layer_profile import LayerProfile
+from megatron_fssdp.planning.layer_traffic import DispatchTraffic, dispatch_traffic, quota_traffic
 from megatron_fssdp.planning.load_history import LoadHistory
 from megatron_fssdp.planning.owner_map import OwnerMap
 from megatron_fssdp.planning.placement import ExpertPlacement
@@ -19,6 +21,7 @@ from megatron_fssdp.planning.token_dispatch import DispatchPolicy, TokenDispatch
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.transfer_plan import TransferPlan
 from megatron_fssdp.planning.transfer_split import WHOLE, TransferSplit
+from megatron_fssdp.strategies.choice_report import ChoiceReport
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +141,23 @@ class LayerPlan:
             for tokens_ED, counts_DE in zip(quotas_XED, counts_XDE, strict=True)
         ]
 
+    def traffic(
+        self, counts_DE: np.ndarray, topology: Topology, num_micro_batches: int = 1
+    ) -> DispatchTraffic:
+        """What an iteration's dispatches put on devices and links.
+
+        Args:
+            counts_DE: int64 (token, k) pairs of the iteration by source and expert, ``[D, E]``. Every
+                micro-batch is taken to have its part of them.
+            topology: Nodes of the devices.
+            num_micro_batches: Of the iteration.
+        """
+        if self.tokens_ED is None:
+            return dispatch_traffic(self.dispatch_policy, counts_DE, self.placement, topology)
+        # Quotas are those of one micro-batch, and the others are like it.
+        one = quota_dispatch(self.tokens_ED, counts_DE // num_micro_batches, topology)
+        return quota_traffic(one).times(num_micro_batches)
+
 
 class Strategy(Protocol):
     """Decides for one layer; pure given its arguments, so that all ranks decide alike."""
@@ -205,6 +225,44 @@ class Strategy(Protocol):
 
         Returns:
             ``plan`` itself, or one whose placement has more replicas.
+        """
+        ...
+
+
+@runtime_checkable
+class ChoosingStrategy(Strategy, Protocol):
+    """A strategy that gives each layer one of several others, and thinks them over now and then."""
+
+    def chosen(self, layer: int) -> str:
+        """The strategy that a layer has, by the layer's number."""
+        ...
+
+    def resume(self, chosen: Mapping[int, str]) -> None:
+        """Start with choices by layer number; unknown ones are left out."""
+        ...
+
+    def chooses_at(self, iteration: int, num_known: int) -> bool:
+        """Whether strategies are thought over before the iteration after ``iteration`` of them.
+
+        Args:
+            iteration: Iterations that the model has been trained for.
+            num_known: Iterations that this process has seen, once costs are measured; else 0.
+        """
+        ...
+
+    def price(self, contexts: Sequence[LayerContext], histories: Sequence[LoadHistory]) -> np.ndarray:
+        """Modelled seconds of an iteration of each layer under every candidate, [L, C]."""
+        ...
+
+    def choose(
+        self, layers: Sequence[int], seconds_LC: np.ndarray, since_change: IterationSpread | None
+    ) -> ChoiceReport:
+        """Choose anew for the layers of these numbers.
+
+        Args:
+            layers: Of a pipeline stage.
+            seconds_LC: What :meth:`price` said, agreed on by all ranks that share owners.
+            since_change: Seconds of the iterations since the last change, or since the start.
         """
         ...
 

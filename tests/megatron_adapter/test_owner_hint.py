@@ -117,7 +117,8 @@ def save_with_hint() -> None:
     """Experts are in random slots when the run saves."""
     from megatron.training import checkpointing, training
 
-    from megatron_fssdp.megatron_adapter import owner_hint
+    from megatron_fssdp.megatron_adapter.checkpoint_hints import wrap_checkpointing
+    from megatron_fssdp.megatron_adapter.owner_hint import OwnerHint
 
     save = training.save_checkpoint
 
@@ -126,7 +127,7 @@ def save_with_hint() -> None:
         stage = _saved_stage(modules)
         permute_contents(model, optimizer, stage)
         follow_all([modules[number] for number in stage.layer_numbers], lambda: stage)
-        owner_hint.wrap_checkpointing(checkpointing, lambda: stage, lambda owners: None)
+        wrap_checkpointing(checkpointing, [OwnerHint(lambda: stage, lambda owners: None)])
         save(iteration, model, optimizer, *rest, **kwargs)
 
     training.save_checkpoint = save_checkpoint
@@ -136,7 +137,8 @@ def load_with_hint() -> None:
     """The load finds the owners in the checkpoint; what it loaded under them is saved, and the run ends."""
     from megatron.training import checkpointing, training
 
-    from megatron_fssdp.megatron_adapter import owner_hint
+    from megatron_fssdp.megatron_adapter.checkpoint_hints import wrap_checkpointing
+    from megatron_fssdp.megatron_adapter.owner_hint import OwnerHint
 
     load = training.load_checkpoint
 
@@ -149,7 +151,7 @@ def load_with_hint() -> None:
             current[0] = StageOwners(owners, saved.layer_numbers)
 
         follow_all([modules[number] for number in saved.layer_numbers], lambda: current[0])
-        owner_hint.wrap_checkpointing(checkpointing, lambda: current[0], adopt)
+        wrap_checkpointing(checkpointing, [OwnerHint(lambda: current[0], adopt)])
         iteration, flops = load(model, optimizer, scheduler, *rest, **kwargs)
         assert current[0].owners.digest() == saved.owners.digest()
         training.save_checkpoint(iteration, model, optimizer, scheduler, flops)

@@ -1,7 +1,7 @@
 import pytest
 
 from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
-from megatron_fssdp.megatron_adapter import overwritten_checkpoint, owner_hint, registration
+from megatron_fssdp.megatron_adapter import overwritten_checkpoint, registration
 from megatron_fssdp.megatron_adapter.strategy_session import StrategySession
 
 
@@ -10,13 +10,17 @@ from megatron_fssdp.megatron_adapter.strategy_session import StrategySession
     [
         ("ep", {}, ["marks"]),
         ("fssdp", {"reshard_interval": 0}, ["marks"]),
-        ("fssdp", {}, ["owners", "marks"]),
+        ("fssdp", {}, ["megatron_fssdp_owners", "marks"]),
+        ("auto", {}, ["megatron_fssdp_owners", "megatron_fssdp_choices", "marks"]),
+        ("auto", {"smartmoe": False}, ["megatron_fssdp_choices", "marks"]),
     ],
 )
-def test_only_a_run_that_re_shards_takes_over_owners(name, settings, wanted, monkeypatch):
-    """Others may save formats that know experts by their place, which checks allow them."""
+def test_checkpoints_keep_what_a_run_may_change(name, settings, wanted, monkeypatch):
+    """Where owners stay, formats that know experts by their place may be saved, which checks allow."""
     wrapped = []
-    monkeypatch.setattr(owner_hint, "wrap_checkpointing", lambda *_: wrapped.append("owners"))
+    monkeypatch.setattr(
+        registration, "wrap_checkpointing", lambda _, hints: wrapped.extend(hint.key for hint in hints)
+    )
     monkeypatch.setattr(overwritten_checkpoint, "wrap_save", lambda *_: wrapped.append("marks"))
     session = StrategySession(name, SETTINGS_BY_STRATEGY[name](**settings))
     registration._follow_in_checkpoints(session)

@@ -6,11 +6,15 @@ them move experts. Transfers are split all the same. Layouts are those of the pa
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_fssdp.planning.cost_model import LinkCost
+from megatron_fssdp.planning.load_history import LoadHistory
 from megatron_fssdp.planning.transfer_split import TransferSplit
 from megatron_fssdp.reporting.run_records import read_metrics
+from megatron_fssdp.strategies.automatic_choice import AutomaticChoice
+from megatron_fssdp.strategies.strategy import LayerContext
 
 from .test_parity_matrix import DEFAULT, MORE, Layout
 from .training_run import TrainingRun, relative_difference, train_on_all_ranks
@@ -23,6 +27,7 @@ STRATEGIES = {
     "flexmoe": "slots=2 placement_interval=2 window=2 threshold=1.01",
     "fssdp": "slots=2 overlap_degree=3 reshard_interval=2 schedule=pipelined",
     "ep": "schedule=pipelined group_size=1",
+    "auto": "choice_interval=1",
 }
 WHOLE_EXPERTS = "--expert-tensor-parallel-size 1"
 TWO_NODES = Layout(4, 4, "--swiglu --disable-bias-linear --global-batch-size 16", "nodes=2")
@@ -38,11 +43,26 @@ SLOW = {
 def cheap_links() -> None:
     """Run on every rank before the launch."""
     from megatron_fssdp.runtime import layer_profiling
-    from megatron_fssdp.strategies import split_transfers
+    from megatron_fssdp.strategies import automatic_choice, split_transfers
 
     cost = LinkCost(0.0, 1e-13)
     layer_profiling.measure_links = lambda *_: (cost, cost)
     split_transfers.split_transfers = lambda *_, **__: TransferSplit(0.4, 0.6)
+    automatic_choice.LEAST_SEEN = 0
+    automatic_choice.AutomaticChoice.price = next_in_turn
+
+
+def next_in_turn(
+    choosing: AutomaticChoice, contexts: list[LayerContext], histories: list[LoadHistory]
+) -> np.ndarray:
+    """Each layer takes another strategy every time, so that trainings change from each to each."""
+    names = list(choosing.candidates)
+    seconds_LC = np.ones((len(contexts), len(names)))
+    for index, context in enumerate(contexts):
+        able = [name for name in names if choosing.serves(name, context)]
+        following = able[(able.index(choosing.chosen(context.layer)) + 1 + context.layer % 2) % len(able)]
+        seconds_LC[index, names.index(following)] = 0.1
+    return seconds_LC
 
 
 def test_losses_equal_plain_expert_parallelism(text_data: Path, tmp_path: Path) -> None:
@@ -89,7 +109,11 @@ def _compare(
     assert relative_difference(run.losses, wanted.losses) <= (2e-3 if is_half else 1e-5), strategy
     # Where tokens are dropped, loads are nearly even, and what looks at exact counts may do nothing.
     drops = "--moe-expert-capacity-factor" in layout.arguments
-    if strategy in ("fastermoe", "prophet", "quota") and layout.replicates and not drops:
+    if strategy == "auto":
+        metrics = read_metrics(folder / strategy)
+        chosen = {layer.strategy for entry in metrics for layer in entry.layers}
+        assert len(chosen) >= min(4, layout.num_iterations - 2), chosen
+    if strategy in ("fastermoe", "prophet", "quota", "auto") and layout.replicates and not drops:
         metrics = read_metrics(folder / strategy)
         assert any(layer.num_replicas for entry in metrics for layer in entry.layers), strategy
     if strategy == "flexmoe" and layout is TWO_NODES:
@@ -100,7 +124,7 @@ def _compare(
 
 def _train(layout: Layout, strategy: str, settings: str, data: Path, folder: Path) -> TrainingRun:
     keys = [*settings.split(), *(key for key in layout.settings.split() if key.startswith("nodes="))]
-    if strategy in ("fastermoe", "prophet", "quota", "smartmoe", "flexmoe"):
+    if strategy in ("fastermoe", "prophet", "quota", "smartmoe", "flexmoe", "auto"):
         keys.append("profile_iterations=1")
     keys.append(f"record_dir={folder / strategy}")
     chosen = " ".join([strategy, *(f"--moe-strategy-set {key}" for key in keys)])

@@ -102,6 +102,7 @@ def test_strategies_say_for_how_long_their_replicas_live() -> None:
         "fastermoe": ReplicaLife.MICRO_BATCH,
         "quota": ReplicaLife.MICRO_BATCH,
         "flexmoe": ReplicaLife.LASTING,
+        "auto": ReplicaLife.CHOSEN,
     }
     for name in PLACEMENT_STRATEGIES:
         strategy: Strategy = build_strategy(name, SETTINGS_BY_STRATEGY[name]())  # type: ignore[arg-type]
