@@ -19,6 +19,7 @@ PAGES = {
     "flexmoe": ("baselines.md", "## FlexMoE"),
     "quota": ("baselines.md", "## Quotas"),
     "parm": ("parm.md", "## Settings"),
+    "auto": ("auto.md", "## Settings"),
 }
 
 
