@@ -111,14 +111,15 @@ class ScheduleChoice:
             candidates = ["s2"]
         if self.groups.num_parts == 1 and "megatron" in candidates:
             candidates.remove("megatron")  # with whole experts it is s1
-        if len(candidates) == 1:
-            return Decision(candidates[0], self._simultaneous(layer))
-        if self._costs is None:
-            self._costs = self._find_costs(layer, hidden)
-        predicted = predicted_seconds(layer, self._costs, tuple(candidates))
+        predicted: dict[Schedule, float] = {}
+        if len(candidates) > 1:
+            if self._costs is None:
+                self._costs = self._find_costs(layer, hidden)
+            predicted = predicted_seconds(layer, self._costs, tuple(candidates))
         best = best_schedule(predicted) if predicted else candidates[0]
         decision = Decision(best, self._simultaneous(layer), predicted)
-        if self.everyone.rank() == 0:
+        is_shared = self.groups.tensor_parallel is not None or self.groups.num_parts > 1
+        if self.everyone.rank() == 0 and is_shared:
             logger.warning(self._described(layer, decision))
         return decision
 

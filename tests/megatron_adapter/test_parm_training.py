@@ -3,12 +3,14 @@
 Megatron itself trains these layouts with sequence parallelism only; without it losses are the same.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron_fssdp.reporting.run_records import read_metrics
 
+from .test_strategy_parity import cheap_links
 from .training_run import TrainingRun, relative_difference, train_on_all_ranks
 
 NO_BIAS = "--disable-bias-linear"
@@ -89,6 +91,28 @@ def test_losses_equal_stock_megatron_in_more_layouts(name: str, text_data: Path,
     _compare(name, text_data, tmp_path, [*SCHEDULES, FSSDP], 20)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", ["parts", "whole_experts", "interleaved_recomputed"])
+def test_layers_change_strategy_and_schedule(name: str, text_data: Path, tmp_path: Path) -> None:
+    """Under ``auto`` s2 serves layers without replicas, and no others."""
+    record = f"--moe-strategy-set record_dir={tmp_path / 'record'}"
+    often = "--moe-strategy-set profile_iterations=1 --moe-strategy-set choice_interval=1"
+    _compare(name, text_data, tmp_path, [f"auto {often} {record}"], 20, before=prefer_s2)
+    layers = [layer for entry in read_metrics(tmp_path / "record") for layer in entry.layers]
+    assert {layer.strategy for layer in layers if layer.schedule == "s2"} <= {"ep", "smartmoe"}
+    assert any(layer.schedule == "s2" for layer in layers)
+    assert any(layer.num_replicas for layer in layers)
+
+
+def prefer_s2() -> None:
+    """Run on every rank before the launch: every strategy in turn, and s2 wherever it can be had."""
+    cheap_links()
+    from megatron_fssdp.megatron_adapter import schedule_choice
+
+    schedule_choice.best_schedule = lambda predicted: "s2" if "s2" in predicted else next(iter(predicted))
+
+
 @pytest.mark.parametrize("costs", ["", "--moe-strategy-set cluster=parm-b"])
 def test_the_decision_is_told_and_recorded(costs: str, text_data: Path, tmp_path: Path) -> None:
     ranks, arguments, *_ = LAYOUTS["parts"]
@@ -117,7 +141,14 @@ def test_sequences_that_cannot_be_divided_are_refused(text_data: Path) -> None:
     assert any("schedule s2 " in message for message in run.messages)
 
 
-def _compare(name: str, data: Path, folder: Path, strategies: list[str], num_iterations: int) -> None:
+def _compare(
+    name: str,
+    data: Path,
+    folder: Path,
+    strategies: list[str],
+    num_iterations: int,
+    before: Callable[[], None] | None = None,
+) -> None:
     ranks, arguments, *others = {**LAYOUTS, **MORE}[name]
     stock = f"{others[0] if others else SEQUENCE} --moe-strategy none"
     # Megatron's initial weights are others under sequence parallelism: all start from one checkpoint.
@@ -128,13 +159,13 @@ def _compare(name: str, data: Path, folder: Path, strategies: list[str], num_ite
     wanted = _train(ranks, f"{arguments} {stock}", data)
     tolerance = 2e-3 if "--bf16" in arguments else 1e-5
     for strategy in strategies:
-        run = _train(ranks, f"{arguments} --moe-strategy {strategy}", data)
+        run = _train(ranks, f"{arguments} --moe-strategy {strategy}", data, before)
         assert relative_difference(run.losses, wanted.losses) <= tolerance, strategy
         assert relative_difference(run.grad_norms, wanted.grad_norms) <= 30 * tolerance, strategy
 
 
-def _train(ranks: int, arguments: str, data: Path) -> TrainingRun:
-    runs = train_on_all_ranks(ranks, arguments, data)
+def _train(ranks: int, arguments: str, data: Path, before: Callable[[], None] | None = None) -> TrainingRun:
+    runs = train_on_all_ranks(ranks, arguments, data, before=before)
     failed = next((run for run in runs if run.exit_code), None)
     assert failed is None, failed.errors[-3000:]
     messages = tuple(message for run in runs for message in run.messages)

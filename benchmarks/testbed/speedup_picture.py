@@ -1,0 +1,102 @@
+"""Speed-ups of a testbed run in one picture.
+
+    python -m benchmarks.testbed.speedup_picture testbed.json --out speedups.png
+
+Several files are put together; of a workload and variant in more than one the last counts.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_fssdp.reporting.figures import COLOURS, DPI, new_figure
+
+# Always the same colour for a strategy, the plugin's own first.
+STRATEGIES = ("auto", "fssdp", "prophet", "fastermoe", "quota", "flexmoe", "smartmoe")
+WORKLOADS = {
+    "W0": "balanced",
+    "W1": "half of all on one device's experts",
+    "W2": "the same heat on several devices",
+    "W3": "40 % of all on one expert",
+    "W4": "ragged sources, balanced experts",
+    "W5": "idle experts and an idle device",
+    "W6": "hot device changes every 3 iterations",
+    "W7": "bursts on drawn experts",
+    "replay": "loads recorded in a training",
+}
+
+
+def main() -> int:
+    """Read, draw, write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", type=Path, nargs="+", metavar="testbed.json")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    found: dict[tuple[str, str], Mapping[str, Any]] = {}
+    for path in options.results:
+        for one in json.loads(path.read_text(encoding="utf-8"))["summaries"]:
+            found[one["workload"], one["variant"].partition(":")[0]] = one
+    draw(list(found.values()), options.out)
+    print(f"wrote {options.out}")
+    return 0
+
+
+def draw(summaries: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Medians and quartiles over the reference, a row for each workload.
+
+    Args:
+        summaries: Of ``testbed.json``.
+        path: PNG or SVG to write.
+    """
+    speed_up = {
+        (one["workload"], one["variant"].partition(":")[0]): one["speed_up"]
+        for one in summaries
+        if one["speed_up"] is not None
+    }
+    workloads = [name for name in WORKLOADS if any(of == name for of, _ in speed_up)]
+    strategies = [name for name in STRATEGIES if any(of == name for _, of in speed_up)]
+    figure = new_figure((9, 0.55 * len(workloads) + 1.2))
+    axes = figure.add_subplot()
+    axes.axvline(1, color="#888888", linewidth=1, zorder=0)
+    for position, strategy in enumerate(strategies):
+        offset = 0.7 * (position - (len(strategies) - 1) / 2) / len(strategies)
+        rows = [
+            (row, speed_up[name, strategy])
+            for row, name in enumerate(workloads)
+            if (name, strategy) in speed_up
+        ]
+        places = [row + offset for row, _ in rows]
+        medians = [values[1] for _, values in rows]
+        spread = [
+            [values[1] - values[0] for _, values in rows],
+            [values[2] - values[1] for _, values in rows],
+        ]
+        is_first = strategy == STRATEGIES[0]
+        axes.errorbar(
+            medians,
+            places,
+            xerr=spread,
+            fmt="D" if is_first else "o",
+            markersize=7 if is_first else 5,
+            color=COLOURS[STRATEGIES.index(strategy) % len(COLOURS)],
+            elinewidth=1,
+            label=strategy,
+        )
+    axes.set_yticks(range(len(workloads)), [f"{WORKLOADS[name]}  {name}" for name in workloads])
+    axes.set_ylim(len(workloads) - 0.5, -0.5)
+    for row in range(1, len(workloads)):
+        axes.axhline(row - 0.5, color="#dddddd", linewidth=0.6, zorder=0)
+    axes.set_xlabel("speed-up over Megatron's own dispatcher (median and quartiles of paired iterations)")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.4, 1.12), ncols=len(strategies), frameon=False)
+    figure.savefig(path, dpi=DPI)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
