@@ -22,7 +22,7 @@ from benchmarks.testbed.layer_stack import (
 )
 from benchmarks.testbed.links import INTERFACE, sent_and_received_bytes
 from benchmarks.testbed.pacing import Timeline
-from megatron_fssdp.config.strategy_settings import ExchangeSettings, PlacementSettings
+from megatron_fssdp.config.strategy_settings import PlacementSettings, SteppedSettings
 from megatron_fssdp.planning.group_ring import GroupRing
 from megatron_fssdp.planning.layer_profile import LayerProfile
 from megatron_fssdp.planning.placement import even_owners
@@ -190,7 +190,7 @@ def make_stack(
     if variant.settings is None:
         return MegatronStack(size, groups, parameters, pace, timeline)
     strategy = build_strategy(variant.strategy, variant.settings)
-    if isinstance(variant.settings, ExchangeSettings) and variant.settings.schedule == "pipelined":
+    if isinstance(variant.settings, SteppedSettings) and variant.settings.schedule == "pipelined":
         ring = GroupRing.of(groups.device, groups.topology, variant.settings.group_size)
         groups = replace(groups, ring=ring)
     return RuntimeStack(size, groups, parameters, pace, timeline, strategy=strategy, profile=profile)

@@ -62,8 +62,8 @@ class PlacementSettings(StrategySettings):
     )
 
 
-class ExchangeSettings(PlacementSettings):
-    """Keys of the strategies for which it is open how tokens get to their experts."""
+class SteppedSettings(PlacementSettings):
+    """Keys of the strategies that may exchange tokens in steps."""
 
     schedule: Literal["plain", "pipelined"] = Field(
         default="plain",
@@ -80,6 +80,11 @@ class ExchangeSettings(PlacementSettings):
             "ranks of a node, in one node a single rank."
         ),
     )
+
+
+class ExchangeSettings(SteppedSettings):
+    """Keys of the strategies for which it is also open over which ranks tokens get to their experts."""
+
     exchange: Literal["two_step", "fused"] = Field(
         default="two_step",
         description=(
@@ -343,7 +348,7 @@ class ParmSettings(PlacementSettings):
     )
 
 
-class AutoSettings(PlacementSettings):
+class AutoSettings(SteppedSettings):
     """``auto``: for each layer the strategy with the fewest modelled seconds, ``ep`` included (ours)."""
 
     profile_iterations: int = Field(

@@ -17,6 +17,7 @@ from megatron_fssdp.config.strategy_settings import (
     ExchangeSettings,
     ParmSettings,
     PlacementSettings,
+    SteppedSettings,
     StrategySettings,
 )
 from megatron_fssdp.megatron_adapter.expert_slots import ExpertSlots
@@ -191,7 +192,7 @@ class StrategySession:
         """The groups of the pipelined schedule."""
         settings = self.settings
         if (
-            not isinstance(settings, ExchangeSettings)
+            not isinstance(settings, SteppedSettings)
             or settings.schedule == "plain"
             or topology.num_devices == 1
         ):

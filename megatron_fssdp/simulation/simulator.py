@@ -11,8 +11,8 @@ import numpy as np
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.strategy_settings import (
     EpSettings,
-    ExchangeSettings,
     PlacementSettings,
+    SteppedSettings,
     StrategySettings,
 )
 from megatron_fssdp.planning.cluster_cost import cluster_cost
@@ -117,7 +117,7 @@ def simulate(
     )
     links = cluster_links(cluster, is_megatrons=name == "none", on_cuda=job.on_cuda)
     num_steps = 1
-    if isinstance(settings, ExchangeSettings) and settings.schedule == "pipelined" and job.num_devices > 1:
+    if isinstance(settings, SteppedSettings) and settings.schedule == "pipelined" and job.num_devices > 1:
         num_steps = GroupRing.of(0, topology, settings.group_size).num_steps
     layers = LayerTimes(ledger, cluster, links, job, num_steps)
     context = LayerContext(1, np.arange(job.num_experts) // (job.num_experts // job.num_devices), topology)
