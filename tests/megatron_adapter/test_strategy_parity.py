@@ -112,7 +112,8 @@ def _compare(
     if strategy == "auto":
         metrics = read_metrics(folder / strategy)
         chosen = {layer.strategy for entry in metrics for layer in entry.layers}
-        assert len(chosen) >= min(4, layout.num_iterations - 2), chosen
+        # A group of one device has nothing to choose.
+        assert len(chosen) >= 3 if layout.ep > 1 else chosen == {"ep"}, chosen
     if strategy in ("fastermoe", "prophet", "quota", "auto") and layout.replicates and not drops:
         metrics = read_metrics(folder / strategy)
         assert any(layer.num_replicas for entry in metrics for layer in entry.layers), strategy
