@@ -6,9 +6,13 @@ models built from megatron-core's layer specs without any command line. Importin
 package imports neither torch nor Megatron.
 """
 
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-__version__ = "0.1.0"
+try:
+    __version__ = version("megatron-fssdp")
+except PackageNotFoundError:  # imported from its sources, and never installed
+    __version__ = "0+unknown"
 __all__ = ["get_gpt_decoder_block_spec", "get_moe_module_spec", "register", "start_session"]
 
 

@@ -1,5 +1,5 @@
 # Sourced by the other scripts: finds a Python, makes .venv and installs the project into it.
-# After prepare_environment, $VENV_PYTHON is the interpreter to use.
+# After prepare_environment, $VENV_PYTHON is the interpreter to use. find_python alone prints one that could be.
 # Override the interpreter with PYTHON=/path/to/python3.12.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -33,7 +33,7 @@ _python_candidates() {
 }
 
 # Prints a suitable interpreter, or explains on stderr why there is none.
-_find_python() {
+find_python() {
   local candidate looked_at=()
   if [[ -n "${PYTHON:-}" ]]; then
     if _is_suitable "$PYTHON"; then
@@ -78,7 +78,7 @@ _install() {
       echo "error: $VENV is a link to something without a working Python 3.12; remove the link" >&2
       return 1
     fi
-    python="$(_find_python)" || return 1
+    python="$(find_python)" || return 1
     echo "environment: creating .venv with $("$python" --version) ($python)"
     "$python" -m venv --clear "$VENV" || return 1
   fi

@@ -51,7 +51,10 @@ def _root(
 def train_command(
     configs: Annotated[
         list[Path],
-        typer.Argument(help="YAML of the run, or parts of it; later ones win.", metavar="CONFIG.yaml..."),
+        typer.Argument(
+            help="YAML of the run, or parts of it, as files or as names of shipped ones; later ones win.",
+            metavar="CONFIG.yaml...",
+        ),
     ],
     moe_strategy: Annotated[str | None, typer.Option(help="Strategy instead of the files'.")] = None,
     moe_strategy_set: Annotated[
@@ -272,6 +275,19 @@ def roofline_command(
         strategy_overrides=moe_strategy_set or (),
     )
     run_roofline(request, Console())
+
+
+@app.command("configs")
+def configs_command(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="Print these, laid over one another, as one YAML.", metavar="[CONFIG.yaml...]"),
+    ] = None,
+) -> None:
+    """List the runs and clusters that come with the package, or print the YAML of one."""
+    from megatron_fssdp.cli.configs_command import composed_yaml, shipped_names
+
+    sys.stdout.write(composed_yaml(names) if names else shipped_names())
 
 
 @app.command("schema")

@@ -7,8 +7,8 @@ import yaml
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import load_yaml, unknown_name, validate
+from megatron_fssdp.config.shipped_files import known_clusters
 
-CLUSTERS_FOLDER = Path("configs") / "clusters"
 _SUFFIXES = (".yaml", ".yml")
 
 
@@ -17,7 +17,7 @@ def load_cluster(path_or_name: Path | str) -> ClusterDescription:
 
     Args:
         path_or_name: A YAML file, or the name of one in ``configs/clusters`` of the working folder or of
-            the checkout this package lies in.
+            those that come with the package.
 
     Raises:
         ConfigurationError: There is no such file or name, or it describes no cluster.
@@ -30,12 +30,6 @@ def load_cluster(path_or_name: Path | str) -> ClusterDescription:
             raise ConfigurationError(f"{message}; or give the path of a YAML file")
         path = known[path.name]
     return validate(ClusterDescription, load_yaml(path), str(path))
-
-
-def known_clusters() -> dict[str, Path]:
-    """Files that can be asked for by name; the working folder's come before the checkout's."""
-    folders = (Path(__file__).parents[2] / CLUSTERS_FOLDER, CLUSTERS_FOLDER)
-    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
 
 
 def cluster_yaml(description: ClusterDescription, comment: str = "") -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides, describe_value, load_yaml, validate
 from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.config.shipped_files import closest_run, shipped_run
 
 INCLUDE_KEY = "include"
 _ABSENT = object()
@@ -76,7 +77,8 @@ class Composition:
 def compose(files: Iterable[Path | str]) -> Composition:
     """Read files and all that they include.
 
-    A path in ``include`` is relative to the folder of the file that it stands in.
+    A path in ``include`` is relative to the folder of the file that it stands in. Where a path leads to no
+    file, it is the name of one that comes with the package (``shipped_files.shipped_run``).
 
     Args:
         files: YAML files; later ones are laid over earlier ones.
@@ -84,7 +86,7 @@ def compose(files: Iterable[Path | str]) -> Composition:
     Raises:
         ConfigurationError: A file cannot be read, or includes itself, directly or through others.
     """
-    asked = tuple(Path(file) for file in files)
+    asked = tuple(_asked(Path(file)) for file in files)
     return Composition(asked, tuple(layer for file in asked for layer in _layers(file, ())))
 
 
@@ -114,6 +116,19 @@ def lay_over(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
         if section.get("name", name_below) != name_below:
             low = {**low, "strategy": {}}
     return _merged(low, high)
+
+
+def _asked(path: Path) -> Path:
+    """The file that a path or a name means."""
+    file = path if path.exists() else shipped_run(path) or path
+    if file.suffix or file.exists():
+        return file
+    close = closest_run(path)
+    hint = f"did you mean '{close}'? " if close else ""
+    raise ConfigurationError(
+        f"{path}: no such file, and nothing of that name comes with the package; {hint}"
+        "`megatron-fssdp configs` lists what does"
+    )
 
 
 def _merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,7 +161,8 @@ def _layers(file: Path, above: tuple[Path, ...]) -> Iterator[Layer]:
     except ConfigurationError as error:
         raise ConfigurationError(f"{above[-1]}: include: {error}" if above else str(error)) from None
     for name in _included(data, file):
-        yield from _layers(Path(os.path.normpath(file.parent / name)), (*above, file))
+        beside = Path(os.path.normpath(file.parent / name))
+        yield from _layers(beside if beside.exists() else shipped_run(name) or beside, (*above, file))
     yield Layer(file, {key: value for key, value in data.items() if key != INCLUDE_KEY})
 
 

@@ -7,8 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_fssdp.config.cluster_description import ClusterDescription, FittedLink, LinkDescription
-from megatron_fssdp.config.cluster_files import cluster_yaml, known_clusters, load_cluster
+from megatron_fssdp.config.cluster_files import cluster_yaml, load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.shipped_files import known_clusters
 
 SECONDS = st.floats(0, 1, allow_subnormal=False)
 RATES = st.floats(1e3, 1e18)

@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# Builds sdist and wheel, installs the wheel alone into an empty environment, and uses it from a folder that is no
+# checkout: commands, the launcher, three iterations of a shipped run on CPU ranks. Takes some minutes and about 6 GB
+# below $TMPDIR, which are freed at the end. usage: bash scripts/smoke_test_package.sh
+# exit: 0 all of it worked; else the step that did not was the last one named
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+python="$(find_python)"
+folder="$(mktemp -d)"
+trap 'rm -rf "$folder"' EXIT
+unset PYTHONPATH # nothing but what is installed
+
+step() { echo "== $1"; }
+
+step "python -m build: an sdist, and a wheel from it"
+"$python" -m venv "$folder/builder"
+"$folder/builder/bin/pip" install --quiet --disable-pip-version-check build
+"$folder/builder/bin/python" -m build --outdir "$folder/dist" "$ROOT" >"$folder/build.log" 2>&1 || {
+  tail -n 20 "$folder/build.log" >&2
+  exit 1
+}
+ls "$folder/dist"
+
+step "pip install WHEEL, into an empty environment"
+"$python" -m venv "$folder/venv"
+cd "$folder"
+venv/bin/pip install --quiet --disable-pip-version-check dist/*.whl
+venv/bin/pip check
+
+step "imports, with type information and without torch"
+venv/bin/python - <<'PYTHON_CODE'
+import sys
+from importlib.resources import files
+
+import megatron_fssdp
+
+assert (files(megatron_fssdp) / "py.typed").is_file()
+assert "site-packages" in str(megatron_fssdp.__file__), megatron_fssdp.__file__
+assert "torch" not in sys.modules
+print(megatron_fssdp.__version__)
+PYTHON_CODE
+
+step "megatron-fssdp --help, --version, configs"
+venv/bin/megatron-fssdp --help
+venv/bin/megatron-fssdp --version
+venv/bin/megatron-fssdp configs | tail -n 3
+
+step "megatron-fssdp doctor --config gpt_moe_tiny"
+export MEGATRON_FSSDP_DEVICE=cpu
+venv/bin/megatron-fssdp doctor --config gpt_moe_tiny
+
+step "python -m megatron_fssdp, without a script"
+code=0
+venv/bin/python -m megatron_fssdp || code=$?
+((code == 2)) || { echo "exit code $code, wanted 2" >&2 && exit 1; }
+
+step "megatron-fssdp train gpt_moe_tiny, 3 iterations of fssdp"
+venv/bin/megatron-fssdp train gpt_moe_tiny --moe-strategy fssdp --iters 3 --set training.warmup_iterations=0 \
+  --set data.tokenizer=bytes --set data.vocab_size=257 --out run
+(($(wc -l <run/metrics.jsonl) == 3)) || { echo "run/metrics.jsonl has not 3 iterations" >&2 && exit 1; }
+
+step "megatron-fssdp simulate"
+venv/bin/megatron-fssdp simulate --loads run --cluster hecate-a --model gpt_moe_tiny --no-break-even --no-plots --out what-if
+
+step "pip install SDIST"
+wanted="$(venv/bin/megatron-fssdp --version)"
+venv/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall dist/*.tar.gz
+[[ "$(venv/bin/megatron-fssdp --version)" == "$wanted" ]] || { echo "another version than the wheel's" >&2 && exit 1; }
+
+echo "the package works: $wanted"

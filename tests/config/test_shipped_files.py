@@ -1,0 +1,64 @@
+"""Shipped files are found by name from any folder; files of one's own come first."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_fssdp.config.composition import compose, load_run
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.shipped_files import shipped_folder, shipped_run, shipped_runs
+
+
+@pytest.fixture(autouse=True)
+def another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_every_shipped_file_but_clusters_has_a_name() -> None:
+    files = {path for path in shipped_folder().rglob("*.yaml") if path.parent.name != "clusters"}
+    assert files
+    assert set(shipped_runs().values()) == files
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt_moe_tiny", "gpt_moe_tiny.yaml", "configs/gpt_moe_tiny", "configs/gpt_moe_tiny.yaml"]
+)
+def test_a_shipped_run_is_found_by_name(name: str) -> None:
+    assert load_run([name]) == load_run([shipped_folder() / "gpt_moe_tiny.yaml"])
+
+
+def test_names_are_laid_over_one_another_like_files() -> None:
+    names = ["models/tiny-mixtral", "parallelism/cpu", "training/tiny", "strategies/prophet"]
+    assert load_run(names) == load_run([shipped_folder() / f"{name}.yaml" for name in names])
+
+
+def test_a_file_of_ones_own_comes_before_a_shipped_one(tmp_path: Path) -> None:
+    (tmp_path / "gpt_moe_tiny.yaml").write_text("data: {vocab_size: 300}\n", encoding="utf-8")
+    assert compose(["gpt_moe_tiny.yaml"]).data == {"data": {"vocab_size": 300}}
+
+
+def test_a_file_may_include_shipped_ones_and_its_neighbours_come_first(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    (folder / "models").mkdir(parents=True)
+    run = folder / "run.yaml"
+    run.write_text("include: [models/tiny-mixtral]\n", encoding="utf-8")
+    shipped = shipped_run("models/tiny-mixtral")
+    assert shipped is not None
+    assert compose([run]).data == compose([shipped]).data
+    run.write_text("include: [models/tiny-mixtral.yaml]\n", encoding="utf-8")
+    (folder / "models" / "tiny-mixtral.yaml").write_text("model: {num_layers: 7}\n", encoding="utf-8")
+    assert compose([run]).data == {"model": {"num_layers": 7}}
+
+
+@pytest.mark.parametrize(
+    "name", ["clusters/hecate-a", "../configs/gpt_moe_tiny", "schema", "models", ".", ""]
+)
+def test_what_is_no_run_has_no_name(name: str) -> None:
+    assert shipped_run(name) is None
+
+
+def test_a_wrong_name_is_one_line_with_the_closest_one() -> None:
+    with pytest.raises(ConfigurationError, match=r"^gpt_moe_tny: no .*mean 'gpt_moe_tiny'\?"):
+        compose(["gpt_moe_tny"])
+    with pytest.raises(ConfigurationError, match=r"^x.yaml: no such file"):
+        compose(["x.yaml"])

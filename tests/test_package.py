@@ -1,0 +1,130 @@
+"""What `python -m build` makes: an sdist that carries its version, and a wheel with all that a user needs.
+
+That they work in an empty environment is `scripts/smoke_test_package.sh`'s to try, which takes minutes.
+"""
+
+import email
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from megatron_fssdp.config.shipped_files import shipped_folder
+
+ROOT = Path(__file__).parents[1]
+VERSION_OF_NO_GIT = "0.1.dev0"
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """An sdist, and the wheel that is built from it, without git in sight."""
+    folder = tmp_path_factory.mktemp("dist")
+    done = subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    return sdist, wheel
+
+
+def names_in(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def test_the_wheel_has_every_module_type_information_and_licence(distributions: tuple[Path, Path]) -> None:
+    names = names_in(distributions[1])
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "megatron_fssdp").rglob("*.py")}
+    assert len(modules) > 100
+    assert modules | {"megatron_fssdp/py.typed"} <= names
+    assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
+    top = {name.partition("/")[0] for name in names}
+    assert {folder for folder in top if not folder.endswith(".dist-info")} == {"megatron_fssdp"}
+
+
+def test_the_wheel_has_all_shipped_configs_unchanged(distributions: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(distributions[1]) as archive:
+        shipped = {
+            name.removeprefix("megatron_fssdp/configs/"): archive.read(name)
+            for name in archive.namelist()
+            if name.startswith("megatron_fssdp/configs/") and not name.endswith("/")
+        }
+    folder = ROOT / "configs"
+    assert shipped_folder() == folder
+    assert shipped == {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
+
+
+def test_an_unpacked_wheel_finds_its_configs_from_any_folder(
+    distributions: tuple[Path, Path], tmp_path: Path
+) -> None:
+    site = tmp_path / "site"
+    with zipfile.ZipFile(distributions[1]) as archive:
+        archive.extractall(site)
+    code = (
+        "import megatron_fssdp.config.shipped_files as files;"
+        "from megatron_fssdp.config.composition import load_run;"
+        "from megatron_fssdp.config.cluster_files import load_cluster;"
+        "assert files.__file__.startswith(SITE), files.__file__;"
+        "assert str(files.shipped_folder()).startswith(SITE);"
+        "load_run(['experiments/tiny-mixtral']); load_cluster('hecate-a'); import sys;"
+        "assert 'torch' not in sys.modules"
+    ).replace("SITE", repr(str(site)))
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(site)}, check=True, timeout=60
+    )
+
+
+def test_version_and_metadata(distributions: tuple[Path, Path]) -> None:
+    sdist, wheel = distributions
+    with zipfile.ZipFile(wheel) as archive:
+        (path,) = (name for name in archive.namelist() if name.endswith("dist-info/METADATA"))
+        metadata = email.message_from_bytes(archive.read(path))
+    assert metadata["Name"] == "megatron-fssdp"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert "Typing :: Typed" in metadata.get_all("Classifier", [])
+    version = metadata["Version"]
+    assert sdist.name == f"megatron_fssdp-{version}.tar.gz"
+    if (ROOT / ".git").exists():
+        assert version != VERSION_OF_NO_GIT
+
+
+def test_the_sdist_has_what_the_repository_has(distributions: tuple[Path, Path]) -> None:
+    with tarfile.open(distributions[0]) as archive:
+        top = {name.split("/")[1] for name in archive.getnames() if "/" in name}
+    assert {
+        "megatron_fssdp",
+        "configs",
+        "docs",
+        "patches",
+        "scripts",
+        "tests",
+        "pyproject.toml",
+        "LICENSE",
+    } <= top
+    assert top.isdisjoint({".venv", "runs", ".git", "site"})
+
+
+def test_sources_without_git_can_be_built(tmp_path: Path) -> None:
+    code = (
+        "import os; os.chdir(PATH);"
+        "from hatchling.metadata.core import ProjectMetadata;"
+        "from hatchling.plugin.manager import PluginManager;"
+        "print(ProjectMetadata(PATH, PluginManager()).version)"
+    )
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    done = subprocess.run(
+        [sys.executable, "-c", code.replace("PATH", repr(str(tmp_path)))],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, VERSION_OF_NO_GIT), done.stderr
