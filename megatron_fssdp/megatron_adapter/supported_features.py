@@ -14,7 +14,7 @@ Value = Callable[[str], Any]
 Refusal = tuple[str, Callable[[Value], bool], str]
 """What is refused, when, and the next step."""
 
-_REFUSALS: tuple[Refusal, ...] = (
+REFUSALS: tuple[Refusal, ...] = (
     (
         "biases of experts under expert tensor parallelism",
         # Megatron refuses them too, with an assertion. Its default is the tensor-parallel size.
@@ -118,6 +118,7 @@ _REFUSALS: tuple[Refusal, ...] = (
         "use --transformer-impl local or transformer_engine",
     ),
 )
+"""What no placement strategy can serve."""
 
 
 RESIDENT_REFUSALS: tuple[Refusal, ...] = (
@@ -165,7 +166,7 @@ def check_supported(strategy: str, settings: Any) -> None:
     def value(name: str) -> Any:
         return getattr(settings, name, None)
 
-    refuse(f"--moe-strategy {strategy}", _REFUSALS, settings)
+    refuse(f"--moe-strategy {strategy}", REFUSALS, settings)
     num_experts = value("num_moe_experts") or value("num_experts")
     if not num_experts:
         raise ConfigurationError(

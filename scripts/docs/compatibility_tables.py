@@ -1,0 +1,30 @@
+"""Tables of docs/compatibility.md, Markdown, from what the code states of Megatron."""
+
+from collections.abc import Iterable
+
+from megatron_fssdp.megatron_adapter import capabilities, supported_features
+from megatron_fssdp.megatron_adapter.tested_versions import TESTED_VERSIONS
+
+
+def tables() -> dict[str, str]:
+    """By the name in the page's ``<!-- table: NAME -->``."""
+    seams = (*capabilities.training_seams(), *capabilities.optional_seams())
+    return {
+        "versions": _table(("package", "tested range"), TESTED_VERSIONS.items(), code=True),
+        "refused": _refusals(supported_features.REFUSALS),
+        "resident": _refusals(supported_features.RESIDENT_REFUSALS),
+        "seams": _table(
+            ("in Megatron", "what the plugin does with it", "who needs it"),
+            ((f"`{seam.module}.{seam.path}`", seam.purpose, seam.needed_by) for seam in seams),
+        ),
+    }
+
+
+def _refusals(refusals: Iterable[supported_features.Refusal]) -> str:
+    return _table(("refused", "what to do"), ((what, advice) for what, _, advice in refusals))
+
+
+def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, code: bool = False) -> str:
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    lines += [f"| {' | '.join(f'`{cell}`' if code else cell for cell in row)} |" for row in rows]
+    return "\n".join(lines)

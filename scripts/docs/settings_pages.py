@@ -1,0 +1,156 @@
+"""The reference of settings and commands, Markdown, from the pydantic models and the commands' own help."""
+
+import inspect
+import json
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from megatron_fssdp.config.cluster_description import ClusterDescription
+from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
+from megatron_fssdp.config.strategy_settings import StrategySettings
+
+_KINDS = {
+    int: "whole number",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+    Path: "path",
+    dict: "mapping",
+}
+
+
+def pages() -> dict[str, str]:
+    """Markdown by path below docs/."""
+    return {"reference/settings.md": _settings_page(), "reference/commands.md": _commands_page()}
+
+
+def settings_table(model: type[BaseModel], *, without: type[BaseModel] | None = None) -> str:
+    """A model's keys with kind, default and meaning.
+
+    Args:
+        model: The model.
+        without: Leave out the keys that this one has with the same default and meaning.
+    """
+    known = {} if without is None else without.model_fields
+    lines = ["| key | kind | default | meaning |", "|---|---|---|---|"]
+    for name, field in model.model_fields.items():
+        if name in known and repr(known[name]) == repr(field):
+            continue
+        cells = (f"`{name}`", _kind(field), _default(field), field.description or "")
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def _settings_page() -> str:
+    parts = [
+        "# Settings",
+        "Made from the models that check them (`megatron_fssdp.config`). How files are combined: "
+        "[configs](../configs.md). `megatron-fssdp schema` prints the same as a JSON Schema for editors.",
+    ]
+    for section, field in RunConfig.model_fields.items():
+        inner = field.annotation
+        if section == "strategy" or not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            continue
+        parts += [f"## `{section}`", inspect.getdoc(inner) or "", settings_table(inner)]
+    parts += ["## The other keys", settings_table(_without_sections(RunConfig))]
+    parts += [
+        "## `strategy`",
+        "`strategy.name` is one of those below, `strategy.settings` has its keys. The same keys go into "
+        "`--moe-strategy-set KEY=VALUE` and into the file of `--moe-strategy-config`.",
+    ]
+    for shared, users in _shared_keys().items():
+        names = ", ".join(f"`{name}`" for name in users)
+        parts += [f"### Keys of {names}", settings_table(shared, without=_parent(shared))]
+    for name, model in SETTINGS_BY_STRATEGY.items():
+        if set(model.model_fields) == set((_parent(model) or model).model_fields):
+            continue
+        parts += [f"### `{name}`", inspect.getdoc(model) or "", settings_table(model, without=_parent(model))]
+    parts += ["## A cluster's description", inspect.getdoc(ClusterDescription) or ""]
+    parts += ["For [the simulator](../simulator.md#clusters).", settings_table(ClusterDescription)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _shared_keys() -> dict[type[StrategySettings], list[str]]:
+    """Models that several strategies have their keys from, most general first, with those strategies."""
+    users: dict[type[StrategySettings], list[str]] = {}
+    for name, model in SETTINGS_BY_STRATEGY.items():
+        for base in reversed(model.__mro__):
+            if issubclass(base, StrategySettings) and base is not model:
+                users.setdefault(base, []).append(name)
+    return dict(sorted(users.items(), key=lambda item: len(item[0].__mro__)))
+
+
+def _parent(model: type[BaseModel]) -> type[BaseModel] | None:
+    base = model.__mro__[1]
+    return base if issubclass(base, StrategySettings) else None
+
+
+def _without_sections(model: type[BaseModel]) -> type[BaseModel]:
+    """A model of the keys that are no sections."""
+    fields = {
+        name: field
+        for name, field in model.model_fields.items()
+        if not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel))
+    }
+    other = type(
+        "Other", (BaseModel,), {"__annotations__": {name: field.annotation for name, field in fields.items()}}
+    )
+    other.model_fields.update(fields)
+    return other
+
+
+def _kind(field: FieldInfo) -> str:
+    words = _kind_of(field.annotation)
+    limits = {type(rule).__name__: rule for rule in field.metadata}
+    for name, attribute, text in (("Ge", "ge", "≥"), ("Gt", "gt", ">"), ("Le", "le", "≤"), ("Lt", "lt", "<")):
+        if name in limits:
+            words += f", {text} {getattr(limits[name], attribute)}"
+    return words
+
+
+def _kind_of(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return ", ".join(
+            f"`{json.dumps(value) if not isinstance(value, str) else value}`" for value in arguments
+        )
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_kind_of(inner) for inner in arguments if inner is not type(None))
+    if origin in (tuple, list):
+        return f"list of {_kind_of(arguments[0])}"
+    if origin is dict:
+        return "mapping"
+    if annotation in SETTINGS_BY_STRATEGY.values():
+        return "that strategy's keys"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return ", ".join(f"`{name}`" for name in annotation.model_fields)
+    return _KINDS.get(annotation, str(annotation))
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default is not PydanticUndefined:
+        value = field.default
+        return f"`{value if isinstance(value, str) and value else json.dumps(value, default=list)}`"
+    if field.default_factory is not None:
+        return "`{}`"
+    return "**needed**"
+
+
+def _commands_page() -> str:
+    import typer
+    import typer.cli
+
+    from megatron_fssdp.cli.app import app
+
+    command = typer.main.get_command(app)
+    text = typer.cli.get_docs_for_click(
+        obj=command, ctx=typer.Context(command, info_name="megatron-fssdp"), name="megatron-fssdp"
+    )
+    return "\n".join(["# Commands", "", "As `--help` says it.", "", *text.splitlines()[1:]]) + "\n"

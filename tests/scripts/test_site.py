@@ -1,0 +1,113 @@
+"""The site builds strictly and loads nothing from elsewhere; what is made from code is up to date."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+
+from megatron_fssdp.config.model_settings import ModelSettings
+from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts" / "docs"
+PICTURES = ROOT / "docs" / "pictures"
+# What a browser fetches by itself when it shows a page, on another host.
+LOADED_FROM_ELSEWHERE = re.compile(
+    r"<(?:script|img|iframe|source|link|object|video|audio)\s[^>]*?(?:src|href|data)=[\"']?(?:https?:)?//[^>]*>"
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture
+def docs_scripts(monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.syspath_prepend(str(ROOT))
+    return SCRIPTS
+
+
+def script(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 20
+    for page in pages:
+        assert not LOADED_FROM_ELSEWHERE.findall(page.read_text(encoding="utf-8")), page
+    for style in site.rglob("*.css"):
+        text = style.read_text(encoding="utf-8")
+        assert not re.search(r"(@import|url\()\s*[\"']?(https?:)?//", text), style
+
+
+def test_every_setting_is_in_the_reference(site: Path) -> None:
+    text = (site / "reference" / "settings.html").read_text(encoding="utf-8")
+    keys = set(ModelSettings.model_fields)
+    for model in SETTINGS_BY_STRATEGY.values():
+        keys |= set(model.model_fields)
+    assert {key for key in keys if f"<code>{key}</code>" not in text} == set()
+
+
+def test_made_pages_have_their_content(site: Path) -> None:
+    assert "megatron-fssdp simulate" in (site / "reference" / "commands.html").read_text(encoding="utf-8")
+    assert "each_micro_batch" in (site / "reference" / "api" / "strategies.html").read_text(encoding="utf-8")
+    contributing = re.sub(r"<[^>]+>", "", (site / "contributing.html").read_text(encoding="utf-8"))
+    assert "class SecondHome(FixedOwners)" in contributing
+    assert "def test_it_trains_with" in contributing
+    compatibility = (site / "compatibility.html").read_text(encoding="utf-8")
+    assert "--moe-shared-expert-overlap" in compatibility
+    assert "<!-- table" not in compatibility
+
+
+def _texts(svg: Path) -> list[str]:
+    return [element.text or "" for element in ElementTree.parse(svg).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_pictures_say_what_the_strategies_decide_today(docs_scripts: Path, tmp_path: Path) -> None:
+    files = script("strategy_pictures").draw_all(tmp_path)
+    assert {file.name for file in files} == {file.name for file in PICTURES.glob("strategy_*.svg")}
+    for file in files:
+        assert len(_texts(file)) > 10
+        assert _texts(file) == _texts(PICTURES / file.name), (
+            f"{file.name}: run `python scripts/docs/strategy_pictures.py`"
+        )
+
+
+def test_every_strategy_of_the_pages_has_a_picture() -> None:
+    drawn = {file.stem.removeprefix("strategy_") for file in PICTURES.glob("strategy_*.svg")}
+    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md"))
+    assert drawn == set(SETTINGS_BY_STRATEGY) - {"none"}
+    assert {name for name in drawn if f"(pictures/strategy_{name}.svg)" not in pages} == set()
+
+
+def test_the_break_even_tables_are_of_the_jobs_of_the_script(docs_scripts: Path) -> None:
+    table_of = script("break_even_table")
+    page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    assert all(f"**{job.title}**" in page for job in table_of.JOBS.values())
+
+
+@pytest.mark.slow
+def test_a_break_even_table_is_what_the_simulator_says(docs_scripts: Path) -> None:
+    page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    assert script("break_even_table").table("one-node") in page, (
+        "run `python scripts/docs/break_even_table.py` and copy what it prints into docs/choosing.md"
+    )
