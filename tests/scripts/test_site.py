@@ -106,6 +106,7 @@ def test_the_break_even_tables_are_of_the_jobs_of_the_script(docs_scripts: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_break_even_table_is_what_the_simulator_says(docs_scripts: Path) -> None:
     page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
     assert script("break_even_table").table("one-node") in page, (
