@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-# Okabe-Ito and two of Tol's: told apart by colour-blind readers, and seen on light and dark ground.
+# Okabe-Ito, two of Tol's and a brown: told apart by colour-blind readers, and seen on light and dark ground.
 STRATEGY_COLOURS = {
     "none": "#7F7F7F",
     "ep": "#0072B2",
@@ -13,6 +13,7 @@ STRATEGY_COLOURS = {
     "flexmoe": "#E69F00",
     "quota": "#AA4499",
     "parm": "#999933",
+    "auto": "#8C564B",
 }
 
 

@@ -56,6 +56,10 @@ class IterationBins:
         """Largest value in each bin, along the first axis."""
         return np.maximum.reduceat(np.asarray(values, dtype=np.float64), self._starts, axis=0)
 
+    def first[Scalar: np.generic](self, values: NDArray[Scalar]) -> NDArray[Scalar]:
+        """What each bin begins with, along the first axis: of values that have no mean."""
+        return values[self._starts]
+
     def describe(self) -> str:
         """A sentence where bins hold several iterations; empty otherwise."""
         return f"Each point is the mean of {self.width} iterations." if self.width > 1 else ""

@@ -92,12 +92,18 @@ def _curves(runs: Sequence[ReportedRun]) -> Figure:
                     + "</extra>",
                 }
             )
+    moves = any(run.records.total("spag_bytes") + run.records.total("sprs_bytes") for run in runs)
     layout = {
         "xaxis": iteration_axis(most_iterations(runs), domain=[0, 0.46]),
         "xaxis2": iteration_axis(most_iterations(runs), domain=[0.54, 1], anchor="y2", matches="x"),
         "yaxis": titled("replicas, all layers", rangemode="tozero"),
         "yaxis2": titled(
-            "bytes an iteration", anchor="x2", rangemode="tozero", tickformat="~s", ticksuffix="B"
+            "bytes an iteration",
+            anchor="x2",
+            rangemode="tozero",
+            tickformat="~s",
+            ticksuffix="B",
+            **({} if moves else {"tickvals": [0]}),
         ),
         "margin": {"t": 84},
         "legend": {"y": 1.12},

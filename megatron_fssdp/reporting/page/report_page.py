@@ -14,6 +14,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.reporting.page.choice_section import choice_section
 from megatron_fssdp.reporting.page.device_load_section import device_load_section
 from megatron_fssdp.reporting.page.expert_load_section import expert_load_section
 from megatron_fssdp.reporting.page.loss_section import loss_section
@@ -41,6 +42,7 @@ def page_sections(
         what_if: Simulated strategies.
         why_no_what_if: What to say without them.
     """
+    choices = choice_section(runs)
     return [
         loss_section(runs),
         device_load_section(runs),
@@ -48,6 +50,7 @@ def page_sections(
         expert_load_section(runs),
         placement_section(runs),
         replica_section(runs),
+        *([choices] if choices is not None else []),
         memory_section(runs),
         what_if_section(what_if, why_no_what_if),
         overview_section(runs),

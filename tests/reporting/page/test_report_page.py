@@ -12,7 +12,13 @@ from megatron_fssdp.reporting.page.report_page import page_html, page_sections, 
 from megatron_fssdp.reporting.page.reported_run import read_reported_runs
 from megatron_fssdp.reporting.page.time_section import PART_COLOURS, time_parts
 from megatron_fssdp.reporting.placement_records import read_placements
-from megatron_fssdp.reporting.run_records import IterationMetrics, MetricsWriter, read_loads, read_metrics
+from megatron_fssdp.reporting.run_records import (
+    IterationMetrics,
+    LayerMetrics,
+    MetricsWriter,
+    read_loads,
+    read_metrics,
+)
 
 from .made_runs import write_made_run
 from .page_parts import PageParts, unpacked
@@ -135,6 +141,26 @@ def test_runs_are_compared_with_the_first(tmp_path: Path) -> None:
         "expert-load-2",
     ]
     assert [run["name"] for run in page.placements] == ["ep", "fssdp", "again"]
+
+
+def test_choices_of_auto_are_shown_by_layer(tmp_path: Path) -> None:
+    names = [["ep", "ep"], ["fssdp", "ep"], ["fssdp", "mine"]]
+    with MetricsWriter(tmp_path / "run") as writer:
+        for i, row in enumerate(names, start=1):
+            layers = tuple(
+                LayerMetrics(n, 1.0, 1.0, 0, 0, 0, 0, strategy=name) for n, name in enumerate(row, 1)
+            )
+            writer.append(IterationMetrics(i, 2.0, None, 1.0, 10.0, layers))
+    page = page_of(tmp_path / "run")
+    assert page.anchors == [*SECTIONS[:6], "choices", *SECTIONS[6:]]
+    heat_map, *legend = page.figures["choices-0"]["data"]
+    assert np.array(heat_map["text"]).T.tolist() == names
+    assert [trace["name"] for trace in legend] == ["ep", "fssdp", "mine"]
+    for index, trace in enumerate(legend):  # the colour at an index is the legend's
+        place = (index - heat_map["zmin"]) / (heat_map["zmax"] - heat_map["zmin"])
+        below = [colour for step, colour in heat_map["colorscale"] if step < place]
+        assert below[-1] == trace["marker"]["color"]
+    assert unpacked(heat_map["z"]).tolist() == [[0, 1, 1], [0, 0, 2]]
 
 
 def test_a_run_of_one_iteration_has_a_page(tmp_path: Path) -> None:
