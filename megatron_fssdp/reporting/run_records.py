@@ -141,7 +141,7 @@ class MetricsWriter:
 
     def append(self, metrics: IterationMetrics) -> None:
         """Write one iteration."""
-        self._file.write(json.dumps(_without_nan(dataclasses.asdict(metrics)), allow_nan=False) + "\n")
+        self._file.write(json.dumps(without_nan(dataclasses.asdict(metrics)), allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -249,8 +249,8 @@ def read_metrics(record_dir: Path | str) -> list[IterationMetrics]:
             record = parse_metrics_line(line)
         except ValueError as error:
             raise ConfigurationError(
-                f"{path}: line {number} is damaged or half written ({error}); "
-                "delete that line or record the run again"
+                f"{path}: line {number} is damaged or half written ({error}); if the run is still going on, "
+                "try again; else delete that line or record the run again"
             ) from None
         while records and records[-1].iteration >= record.iteration:
             records.pop()
@@ -288,11 +288,12 @@ def _fields_of(cls: type[Any], record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
+    """Plain values with ``None`` for every number that JSON does not know."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _without_nan(inner) for key, inner in value.items()}
+        return {key: without_nan(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nan(inner) for inner in value]
+        return [without_nan(inner) for inner in value]
     return value

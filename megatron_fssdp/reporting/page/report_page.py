@@ -1,7 +1,6 @@
 """Puts sections into one file of HTML that needs nothing else."""
 
 import json
-import math
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,6 +25,7 @@ from megatron_fssdp.reporting.page.reported_run import ReportedRun
 from megatron_fssdp.reporting.page.section import Section
 from megatron_fssdp.reporting.page.time_section import time_section
 from megatron_fssdp.reporting.page.what_if_section import NOT_ASKED, what_if_section
+from megatron_fssdp.reporting.run_records import without_nan
 from megatron_fssdp.reporting.simulation_report import SimulationReport
 
 _PACKAGE = "megatron_fssdp.reporting.page"
@@ -121,15 +121,5 @@ def _text(name: str) -> str:
 
 def _script_json(value: Any) -> Markup:
     """JSON that may stand inside a script element."""
-    text = json.dumps(_without_nan(value), allow_nan=False, separators=(",", ":"))
+    text = json.dumps(without_nan(value), allow_nan=False, separators=(",", ":"))
     return Markup(text.replace("<", "\\u003c"))
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _without_nan(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(inner) for inner in value]
-    return value
