@@ -24,7 +24,10 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "simulation": ({"strategies", "planning", "config"}, {"numpy"}),
     "collectives": ({"planning"}, {"torch"}),
     "runtime": ({"collectives", "strategies", "planning"}, {"torch", "numpy"}),
-    "reporting": ({"planning", "simulation", "config"}, {"numpy", "matplotlib", "rich", "yaml"}),
+    "reporting": (
+        {"planning", "simulation", "config"},
+        {"numpy", "matplotlib", "rich", "yaml", "jinja2", "markupsafe", "plotly"},
+    ),
     # Text to Megatron's indexed files, written by Megatron's own writer: knows no model, no strategy.
     "data": ({"config"}, {"numpy", "tokenizers", "megatron"}),
     # For tests of all layers, users' too: ranks, Megatron's parallel state, random placements.

@@ -40,9 +40,13 @@ def names_in(wheel: Path) -> set[str]:
 
 def test_the_wheel_has_every_module_type_information_and_licence(distributions: tuple[Path, Path]) -> None:
     names = names_in(distributions[1])
-    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "megatron_fssdp").rglob("*.py")}
-    assert len(modules) > 100
-    assert modules | {"megatron_fssdp/py.typed"} <= names
+    files = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "megatron_fssdp").rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    assert {"megatron_fssdp/py.typed", "megatron_fssdp/reporting/page/page.css"} < files
+    assert files <= names
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
     top = {name.partition("/")[0] for name in names}
     assert {folder for folder in top if not folder.endswith(".dist-info")} == {"megatron_fssdp"}

@@ -31,6 +31,10 @@ class TokenizerChoice(StrEnum):
     BYTES = "bytes"
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 def _show_version(asked: bool) -> None:
     if asked:
         print(f"megatron-fssdp {__version__}")
@@ -173,24 +177,47 @@ def data_build_command(
     build_with_progress(paths or [], out, tokenizer.value, vocab_size, shards, rebuild, with_tests, console)
 
 
-@app.command("compare")
-def compare_command(
-    run_a: Annotated[Path, typer.Argument(help="Folder of a run.", metavar="RUN_A")],
-    run_b: Annotated[Path, typer.Argument(help="Folder of another run.", metavar="RUN_B")],
-    png: Annotated[Path | None, typer.Option(help="Draw the device loads into this file.")] = None,
+@app.command("report")
+def report_command(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.", metavar="RUN_DIR")],
+    out: Annotated[
+        Path | None, typer.Option(help="Page to write. Default: report.html in the run's folder.")
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="Rank strategies on it: YAML of a cluster, or a name from configs/clusters."),
+    ] = None,
+    strategies: Annotated[str, typer.Option(help="Those to rank, with commas. Default: all.")] = "",
 ) -> None:
-    """Compare two runs: losses, device loads, speed and bytes moved."""
+    """Write a page of HTML with a run's losses, loads, seconds, placements and memory."""
     from rich.console import Console
 
-    from megatron_fssdp.reporting.comparison_table import comparison_table
-    from megatron_fssdp.reporting.recorded_run import read_run
+    from megatron_fssdp.cli.report_command import ReportRequest, write_report_page
 
-    first, second = read_run(run_a), read_run(run_b)
-    Console().print(comparison_table(first, second))
-    if png is not None:
-        from megatron_fssdp.reporting.device_load_plot import draw_device_loads
+    request = ReportRequest([run], out, cluster)
+    write_report_page(request.with_strategies(_names(strategies)), Console())
 
-        draw_device_loads(first, second, png)
+
+@app.command("compare")
+def compare_command(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of two or more runs.", metavar="RUN_DIR...")],
+    out: Annotated[
+        Path | None, typer.Option(help="Page to write. Default: comparison.html in the first run's folder.")
+    ] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the device loads into this file.")] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="Rank strategies on it: YAML of a cluster, or a name from configs/clusters."),
+    ] = None,
+    strategies: Annotated[str, typer.Option(help="Those to rank, with commas. Default: all.")] = "",
+) -> None:
+    """Compare runs, in a table and a page of HTML: losses, device loads, speed and bytes moved."""
+    from rich.console import Console
+
+    from megatron_fssdp.cli.report_command import ReportRequest, compare_runs
+
+    request = ReportRequest(runs, out, cluster)
+    compare_runs(request.with_strategies(_names(strategies)), png, Console())
 
 
 @app.command("simulate")
@@ -232,7 +259,7 @@ def simulate_command(
         loads=loads,
         cluster=cluster,
         models=model,
-        strategies=tuple(name.strip() for name in strategies.split(",") if name.strip()),
+        strategies=_names(strategies),
         out=out,
         iterations=iterations,
         overrides=settings or (),
@@ -269,7 +296,7 @@ def roofline_command(
     request = RooflineRequest(
         run=run,
         cluster=cluster,
-        strategies=tuple(name.strip() for name in strategies.split(",") if name.strip()),
+        strategies=_names(strategies),
         out=out,
         cluster_overrides=cluster_set or (),
         strategy_overrides=moe_strategy_set or (),

@@ -8,9 +8,8 @@ from rich.console import Console
 
 from megatron_fssdp.cli.simulate_command import described_cluster, settings_of
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.loading import load_yaml, validate
-from megatron_fssdp.config.run_config import RunConfig
 from megatron_fssdp.reporting.job_records import loads_for_job
+from megatron_fssdp.reporting.recorded_run import run_config_of
 from megatron_fssdp.reporting.roofline_plot import Roofline, draw_roofline, roofline_table, write_roofline
 from megatron_fssdp.simulation.moe_job import job_of_run
 from megatron_fssdp.simulation.roofline import roofline_point
@@ -46,8 +45,7 @@ def run_roofline(request: RooflineRequest, console: Console) -> Roofline:
     Raises:
         ConfigurationError: Something asked for does not exist or does not fit together.
     """
-    config = request.run / "config.yaml"
-    run = validate(RunConfig, load_yaml(config), str(config))
+    run = run_config_of(request.run)
     cluster, job = described_cluster(request.cluster, request.cluster_overrides), job_of_run(run)
     own = run.strategy.name if run.strategy.name != "none" else "ep"
     names = tuple(dict.fromkeys(request.strategies or ("ep", own)))

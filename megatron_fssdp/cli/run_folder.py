@@ -9,6 +9,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import load_yaml, validate
 from megatron_fssdp.config.run_config import RunConfig
 from megatron_fssdp.config.training_settings import TrainingSettings
+from megatron_fssdp.reporting.placement_records import PLACEMENTS_FILE
 from megatron_fssdp.reporting.run_records import LOADS_FILE, METRICS_FILE
 
 # What a checkpoint's optimizer state belongs to.
@@ -57,7 +58,14 @@ class RunFolder:
         """
         if self.path.exists() and not self.path.is_dir():
             raise ConfigurationError(f"--out {self.path}: is a file; give a folder")
-        names = (self.config.name, METRICS_FILE, LOADS_FILE, self.log.name, self.checkpoints.name)
+        names = (
+            self.config.name,
+            METRICS_FILE,
+            LOADS_FILE,
+            PLACEMENTS_FILE,
+            self.log.name,
+            self.checkpoints.name,
+        )
         taken = [name for name in names if (self.path / name).exists()]
         if not resume and taken:
             raise ConfigurationError(

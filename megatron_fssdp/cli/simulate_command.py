@@ -1,6 +1,6 @@
 """Answers which strategy would win on a cluster, from loads that were recorded or generated."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,10 +83,16 @@ def run_simulation(request: SimulateRequest, console: Console) -> SimulationRepo
     except OSError as error:
         raise ConfigurationError(f"--out {request.out}: cannot be created ({error.strerror})") from None
     record, note = loads_for_job(request.loads, job, request.iterations, request.seed)
-    try:
-        report = _simulated(request, record, note, cluster, job, settings)
-    except ValueError as error:
-        raise ConfigurationError(f"simulate: {error}") from None
+    models = " + ".join(path.name for path in request.models)
+    report = ranked_strategies(
+        f"{request.loads} on {cluster.name}: {len(record.iterations)} iterations, {models}",
+        record,
+        cluster,
+        job,
+        settings,
+        note=note,
+        with_break_even=request.with_break_even,
+    )
     console.print(ranking_table(report))
     for line in report.notes:
         console.print(line, highlight=False, soft_wrap=True)
@@ -103,29 +109,60 @@ def run_simulation(request: SimulateRequest, console: Console) -> SimulationRepo
     return report
 
 
-def _simulated(
-    request: SimulateRequest,
+def ranked_strategies(
+    title: str,
     record: RecordedLoads,
-    note: str,
     cluster: ClusterDescription,
     job: MoeJob,
-    settings: dict[str, StrategySettings],
+    settings: Mapping[str, StrategySettings],
+    *,
+    note: str = "",
+    with_break_even: bool = False,
 ) -> SimulationReport:
-    outcomes = {
-        name: simulate(name, chosen, record.counts_ILDE, cluster, job, layer_numbers=record.layers.tolist())
-        for name, chosen in settings.items()
-    }
-    plain = outcomes.get("ep") or simulate("ep", EpSettings(), record.counts_ILDE, cluster, job)
-    rows = tuple(
-        _row(request, name, outcome, settings[name], record, cluster, job)
-        for name, outcome in outcomes.items()
+    """Simulate strategies on the same loads.
+
+    Args:
+        title: Loads, cluster and model in a line.
+        record: Loads of the job.
+        cluster: Where it runs.
+        job: What runs.
+        settings: Of each strategy, by name.
+        note: What was done to the loads.
+        with_break_even: Whether to search where strategies stop paying.
+
+    Raises:
+        ConfigurationError: The job does not fit the cluster.
+    """
+    try:
+        outcomes = {
+            name: simulate(
+                name, chosen, record.counts_ILDE, cluster, job, layer_numbers=record.layers.tolist()
+            )
+            for name, chosen in settings.items()
+        }
+        plain = outcomes.get("ep") or simulate("ep", EpSettings(), record.counts_ILDE, cluster, job)
+        rows = tuple(
+            _row(name, outcome, settings[name], record, cluster, job, with_break_even)
+            for name, outcome in outcomes.items()
+        )
+        balanced_s = ceiling_s(record.counts_ILDE, cluster, job)
+    except ValueError as error:
+        raise ConfigurationError(f"simulate: {error}") from None
+    return SimulationReport(
+        title, rows, plain.mean_s, balanced_s, record.iterations, _notes(note, rows, with_break_even)
+    )
+
+
+def _notes(note: str, rows: Sequence[RankedStrategy], with_break_even: bool) -> tuple[str, ...]:
+    pays = (
+        "pays: more than 1 % faster than ep, from so many tokens a rank on, up to so fast a network of a "
+        "node (searched from 1/64 to 64 times, on the last iterations). "
     )
     notes = [note] if note else []
     notes.append(
         "ceiling: the same job with balanced routing under ep; replicas that save traffic can beat it. "
-        "pays: more than 1 % faster than ep, from so many tokens a rank on, up to so fast a network of a "
-        "node (searched from 1/64 to 64 times, on the last iterations). "
-        "Not simulated: optimizer step, data loading, host time."
+        + (pays if with_break_even else "")
+        + "Not simulated: optimizer step, data loading, host time."
     )
     notes += [
         f"{row.label}: needs {row.outcome.memory.total_bytes / 2**30:.1f} GiB of the device's "
@@ -133,28 +170,19 @@ def _simulated(
         for row in rows
         if row.outcome.memory.runs_out and row.outcome.memory.capacity_bytes is not None
     ]
-    models = " + ".join(path.name for path in request.models)
-    title = f"{request.loads} on {cluster.name}: {len(record.iterations)} iterations, {models}"
-    return SimulationReport(
-        title,
-        rows,
-        plain.mean_s,
-        ceiling_s(record.counts_ILDE, cluster, job),
-        record.iterations,
-        tuple(notes),
-    )
+    return tuple(notes)
 
 
 def _row(
-    request: SimulateRequest,
     name: str,
     outcome: StrategyOutcome,
     settings: StrategySettings,
     record: RecordedLoads,
     cluster: ClusterDescription,
     job: MoeJob,
+    with_break_even: bool,
 ) -> RankedStrategy:
-    if not request.with_break_even or name in ("none", "ep"):
+    if not with_break_even or name in ("none", "ep"):
         return RankedStrategy(name, outcome)
     counts_ILDE = record.counts_ILDE
     first = max(0, len(counts_ILDE) - SAMPLE_ITERATIONS)

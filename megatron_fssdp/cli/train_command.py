@@ -123,6 +123,11 @@ def train(request: TrainRequest, resume: bool, console: Console) -> int:
             f"parallelism.num_nodes {config.parallelism.num_nodes}: this command starts the ranks of one "
             "machine; use --dry-run and run the printed command on every machine"
         )
+    if config.training.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ConfigurationError(
+            f"training.tensorboard {config.training.tensorboard}: the package tensorboard is not installed; "
+            "install it with `pip install tensorboard`, or set it to false"
+        )
     folder = RunFolder(request.out_dir(config))
     folder.check(config.training, resume)
     if resume:

@@ -95,6 +95,7 @@ def megatron_arguments(
         *_data_arguments(config, data),
         *_parallelism_arguments(config.parallelism, bool(config.model.num_experts)),
         *_training_arguments(config.training),
+        *_board_arguments(config.training, out_dir),
         *_checkpoint_arguments(config, out_dir, resume),
         *_device_arguments(config, installation),
         *strategy_arguments(config, out_dir),
@@ -237,6 +238,14 @@ def _training_arguments(training: TrainingSettings) -> list[str]:
     elif training.recompute == "selective":
         arguments += ["--recompute-granularity", "selective"]
     return arguments
+
+
+def _board_arguments(training: TrainingSettings, out_dir: Path) -> list[str]:
+    if training.tensorboard is False:
+        return []
+    return _pairs(
+        tensorboard_dir=out_dir / "tensorboard" if training.tensorboard is True else training.tensorboard
+    )
 
 
 def _checkpoint_arguments(config: RunConfig, out_dir: Path, resume: bool) -> list[str]:

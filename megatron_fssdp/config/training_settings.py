@@ -66,6 +66,14 @@ class TrainingSettings(BaseModel):
         default="none", description="Activation recomputation."
     )
     log_interval: int = Field(default=10, ge=1, description="Iterations between Megatron's log lines.")
+    tensorboard: bool | Path = Field(
+        default=False,
+        description=(
+            "Whether Megatron writes TensorBoard events: true for the folder tensorboard in the output "
+            "folder, or "
+            "another folder."
+        ),
+    )
     save_interval: int | None = Field(
         default=None, ge=1, description="Iterations between checkpoints. Default: one at the end."
     )

@@ -1,21 +1,27 @@
-"""Collects one iteration's loss and loads from all ranks and writes them on global rank 0."""
+"""Collects one iteration's loss and loads from all ranks, for files and boards."""
 
 import atexit
 import math
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.training.global_vars import get_args
 
 from megatron_fssdp.megatron_adapter.resharding import ReshardReport
+from megatron_fssdp.megatron_adapter.training_boards import write_to_boards
 from megatron_fssdp.planning.load_statistics import balance_ratio, load_similarity, max_over_mean
+from megatron_fssdp.reporting.placement_records import PlacementsWriter
 from megatron_fssdp.reporting.run_records import IterationMetrics, LayerMetrics, LoadsWriter, MetricsWriter
 from megatron_fssdp.runtime.layer_load import LayerLoad
+
+_KIND_OF_MEMORY = {True: "allocated", False: "resident"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +33,52 @@ class _StageRecord:
     reshard: ReshardReport
 
 
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of an iteration on this rank.
+
+    Attributes:
+        iteration_s: Wall clock.
+        passes_s: Of these, forward and backward passes with the reduction of gradients.
+    """
+
+    iteration_s: float
+    passes_s: float = 0.0
+
+
+@dataclass(eq=False)
+class _Files:
+    """A run's files, on global rank 0; those of layers are opened with the first layers."""
+
+    record_dir: Path
+    metrics: MetricsWriter
+    loads: LoadsWriter | None = None
+    placements: PlacementsWriter | None = None
+
+    def append(self, metrics: IterationMetrics, loads: list[LayerLoad]) -> None:
+        self.metrics.append(metrics)
+        if not loads:
+            return
+        numbers = [load.layer for load in loads]
+        self.loads = self.loads or LoadsWriter(self.record_dir, numbers)
+        self.loads.append(metrics.iteration, np.stack([load.counts_DE for load in loads]))
+        self.placements = self.placements or PlacementsWriter(self.record_dir, numbers)
+        self.placements.append(
+            metrics.iteration,
+            owned_LED=np.stack([load.owned_ED() for load in loads]),
+            present_LED=np.stack([load.present_ED() for load in loads]),
+            ep_tokens_LD=np.stack([load.owner_D for load in loads]),
+            tokens_LD=np.stack([load.device_D for load in loads]),
+        )
+
+    def close(self) -> None:
+        for writer in (self.metrics, self.loads, self.placements):
+            if writer is not None:
+                writer.close()
+
+
 class RunRecorder:
-    """Writes ``metrics.jsonl`` and ``loads.npz`` while Megatron trains.
+    """Writes a run's records while Megatron trains: to files, and to the boards that Megatron has open.
 
     Loads are gathered over the expert-data-parallel ranks (whose source devices are put
     side by side, so D counts all ranks of a pipeline stage) and then over the pipeline. The
@@ -36,66 +86,83 @@ class RunRecorder:
     Seconds of transfers and of re-shards are those of device 0 of every expert-parallel group.
 
     Args:
-        record_dir: Folder of the run.
+        record_dir: Folder of the run's files; without one there are none.
+        to_boards: Whether to write to the boards at Megatron's log interval.
     """
 
-    def __init__(self, record_dir: Path) -> None:
-        self._record_dir = record_dir
-        self._loads: LoadsWriter | None = None
+    def __init__(self, record_dir: Path | None, *, to_boards: bool = False) -> None:
+        self._writes_files = record_dir is not None
+        self._to_boards = to_boards
         self._last_load_E: dict[int, np.ndarray] = {}
-        self._metrics = MetricsWriter(record_dir) if dist.get_rank() == 0 else None
+        self._files: _Files | None = None
+        if record_dir is not None and dist.get_rank() == 0:
+            self._files = _Files(record_dir, MetricsWriter(record_dir))
         # Megatron leaves its training loop through sys.exit as well.
         atexit.register(self.close)
+
+    @property
+    def wants_iteration(self) -> bool:
+        """Whether the running iteration is recorded; the same on all ranks."""
+        return self._writes_files or (self._to_boards and _is_logged())
 
     def record(
         self,
         step_result: Any,
         loads: list[LayerLoad],
-        iteration_s: float,
+        times: StepTimes,
         reshard: ReshardReport | None = None,
     ) -> None:
-        """Record one iteration; collective.
+        """Record one iteration, where :attr:`wants_iteration`; collective.
 
         Args:
             step_result: What Megatron's ``train_step`` returned.
             loads: The layers' loads of this rank.
-            iteration_s: Wall-clock seconds of the step on this rank.
+            times: Seconds of the step on this rank.
             reshard: What was re-sharded before the step, if anything was.
         """
+        if not self.wants_iteration:
+            return
+        args = get_args()
+        iteration, is_logged = args.curr_iteration + 1, _is_logged()
         losses, grad_norm = step_result[0], step_result[5]
         loss = float(next(iter(losses.values()))) if losses else None
         stages = _gather_stages(_StageRecord(loss, loads, reshard or ReshardReport(0, 0, 0.0)))
-        if self._metrics is None:
-            return
-        args = get_args()
-        iteration = args.curr_iteration + 1
+        # At the first and the last iteration too, so that a short run has them.
+        peaks = _gather_peaks() if is_logged or iteration in (1, args.train_iters) else ()
+        metrics: IterationMetrics | None = None
         all_loads = sorted((load for stage in stages for load in stage.loads), key=lambda load: load.layer)
-        tokens = get_current_global_batch_size() * args.seq_length
-        self._metrics.append(
-            IterationMetrics(
+        if dist.get_rank() == 0:
+            tokens = get_current_global_batch_size() * args.seq_length
+            metrics = IterationMetrics(
                 iteration=iteration,
                 lm_loss=next((stage.loss for stage in reversed(stages) if stage.loss is not None), math.nan),
                 grad_norm=None if grad_norm is None else float(grad_norm),
-                iteration_s=iteration_s,
-                tokens_per_s=tokens / iteration_s,
+                iteration_s=times.iteration_s,
+                tokens_per_s=tokens / times.iteration_s,
                 layers=tuple(_layer_metrics(load, self._last_load_E.get(load.layer)) for load in all_loads),
                 resharded_experts=sum(stage.reshard.experts_moved for stage in stages),
                 reshard_bytes=sum(stage.reshard.bytes_moved for stage in stages),
                 reshard_s=max(stage.reshard.seconds for stage in stages),
+                passes_s=times.passes_s,
+                rank_peak_bytes=peaks,
+                rank_memory=_KIND_OF_MEMORY[torch.cuda.is_available()] if peaks else None,
             )
-        )
-        self._last_load_E = {load.layer: load.counts_DE.sum(axis=0) for load in all_loads}
-        if all_loads:
-            if self._loads is None:
-                self._loads = LoadsWriter(self._record_dir, [load.layer for load in all_loads])
-            self._loads.append(iteration, np.stack([load.counts_DE for load in all_loads]))
+            self._last_load_E = {load.layer: load.counts_DE.sum(axis=0) for load in all_loads}
+            if self._files is not None:
+                self._files.append(metrics, all_loads)
+        if self._to_boards and is_logged:
+            write_to_boards(metrics, all_loads)
 
     def close(self) -> None:
-        """Flush both files."""
-        if self._metrics is not None:
-            self._metrics.close()
-        if self._loads is not None:
-            self._loads.close()
+        """Flush the files."""
+        if self._files is not None:
+            self._files.close()
+
+
+def _is_logged() -> bool:
+    """Whether Megatron writes a line of the running iteration."""
+    args = get_args()
+    return bool((args.curr_iteration + 1) % args.log_interval == 0)
 
 
 def _gather_stages(own: _StageRecord) -> list[_StageRecord]:
@@ -127,6 +194,22 @@ def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
     return gathered or []
 
 
+def _gather_peaks() -> tuple[int, ...]:
+    """Most bytes that each rank has had, on global rank 0; empty elsewhere. Collective."""
+    if torch.cuda.is_available():
+        device, peak = torch.device("cuda", torch.cuda.current_device()), torch.cuda.max_memory_allocated()
+    else:
+        # In KiB on Linux.
+        device, peak = torch.device("cpu"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    own = torch.tensor([peak], dtype=torch.int64, device=device)
+    if dist.get_backend() == "gloo":
+        own = own.cpu()
+    ranks = range(dist.get_world_size())
+    gathered = [torch.empty_like(own) for _ in ranks] if dist.get_rank() == 0 else None
+    dist.gather(own, gathered, dst=0)
+    return tuple(int(one.item()) for one in gathered or ())
+
+
 def _side_by_side(loads: tuple[LayerLoad, ...]) -> LayerLoad:
     """One layer's loads in all its expert-parallel groups as if they were one group."""
     # Expert-tensor-parallel peers move equal parts of the same experts; one of them reports.
@@ -144,6 +227,7 @@ def _side_by_side(loads: tuple[LayerLoad, ...]) -> LayerLoad:
         spag_exposed_s=_mean([load.spag_exposed_s for load in loads]),
         sprs_s=_mean([load.sprs_s for load in loads]),
         sprs_exposed_s=_mean([load.sprs_exposed_s for load in loads]),
+        placements=tuple(placement for load in loads for placement in load.placements),
         schedule=loads[0].schedule,
         schedule_predicted_s=loads[0].schedule_predicted_s,
         strategy=loads[0].strategy,

@@ -2,8 +2,9 @@
 
 import logging
 import time
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -18,11 +19,28 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.iteration_driver import IterationDriver
 from megatron_fssdp.megatron_adapter.launch_hooks import install_launch_hooks
 from megatron_fssdp.megatron_adapter.moe_layer import StrategyMoELayer
-from megatron_fssdp.megatron_adapter.run_recorder import RunRecorder
+from megatron_fssdp.megatron_adapter.run_recorder import RunRecorder, StepTimes
 from megatron_fssdp.megatron_adapter.stopped_training import reporting_stop
 from megatron_fssdp.megatron_adapter.strategy_session import StrategyChoice
+from megatron_fssdp.megatron_adapter.training_boards import boards_are_asked_for
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Passes:
+    """Clock of an iteration's forward and backward passes."""
+
+    seconds: float = 0.0
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        started_s = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            # The optimizer waits for the gradients' norm anyway.
+            torch.cuda.synchronize()
+        self.seconds += time.perf_counter() - started_s
 
 
 def wrap_training(training: Any, choice: Callable[[], StrategyChoice | None]) -> None:
@@ -36,23 +54,28 @@ def wrap_training(training: Any, choice: Callable[[], StrategyChoice | None]) ->
     step = training.train_step
     recorder: list[RunRecorder] = []
     drivers: list[IterationDriver] = []
+    passes = _Passes()
 
     @wraps(setup)
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-        built = setup(*args, **kwargs)
         chosen = choice()
+        to_boards = chosen is not None and boards_are_asked_for()
+        if to_boards and chosen is not None and chosen.session is not None:
+            chosen.session.runtime.measure = True  # before its layers are built
+        built = setup(*args, **kwargs)
         if chosen is not None:
             if chosen.session is not None:
                 report_installation(built[0], chosen)
                 install_launch_hooks(built[0])
                 drivers.append(IterationDriver(chosen.session, built[0], built[1], get_args()))
-            if chosen.settings.record_dir is not None:
-                recorder.append(RunRecorder(chosen.settings.record_dir))
+            if chosen.settings.record_dir is not None or to_boards:
+                recorder.append(RunRecorder(chosen.settings.record_dir, to_boards=to_boards))
         return built
 
     @wraps(step)
     def train_step(*args: Any, **kwargs: Any) -> Any:
         started_s = time.perf_counter()
+        passes.seconds = 0.0
         driver = drivers[-1] if drivers else None
         if driver is not None:
             driver.begin(get_args().curr_iteration, get_num_microbatches())
@@ -67,11 +90,12 @@ def wrap_training(training: Any, choice: Callable[[], StrategyChoice | None]) ->
         if refused and driver is not None:
             driver.report_non_finite()
         loads = driver.end() if driver is not None else []
-        if recorder and not refused:
+        if recorder and recorder[0].wants_iteration and not refused:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # the step's kernels belong to its time
             reshard = driver.reshard if driver is not None else None
-            recorder[0].record(result, loads, time.perf_counter() - started_s, reshard)
+            times = StepTimes(time.perf_counter() - started_s, passes.seconds)
+            recorder[0].record(result, loads, times, reshard)
         return result
 
     # Megatron's rerun state machine repeats an iteration's passes inside train_step.
@@ -85,7 +109,8 @@ def wrap_training(training: Any, choice: Callable[[], StrategyChoice | None]) ->
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
             if drivers and not kwargs.get("forward_only", False):
                 drivers[-1].begin_passes()
-            return schedule(*args, **kwargs)
+            with passes.timed() if recorder and recorder[0].wants_iteration else nullcontext():
+                return schedule(*args, **kwargs)
 
         return forward_backward
 

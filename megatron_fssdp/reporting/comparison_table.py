@@ -1,30 +1,51 @@
-"""Two runs side by side, as a table for the terminal."""
+"""Runs side by side, as a table for the terminal."""
+
+from collections.abc import Sequence
 
 import numpy as np
 from rich.table import Table
 
-from megatron_fssdp.reporting.recorded_run import RecordedRun, distinct_names
+from megatron_fssdp.reporting.recorded_run import RecordedRun, distinct_names, loss_differences
 
 
-def comparison_table(first: RecordedRun, second: RecordedRun) -> Table:
+def comparison_table(*runs: RecordedRun) -> Table:
     """Tabulate losses, device loads, speed and bytes moved.
 
     Args:
-        first: A run, usually plain expert parallelism.
-        second: The run to compare with it.
+        runs: The runs; the first, usually plain expert parallelism, is what losses are compared with.
 
     Returns:
         The table.
     """
     table = Table(title="load: max over mean device load, 1 is even")
     table.add_column("")
-    for name in distinct_names(first, second):
+    columns, rows = compared_figures(runs, distinct_names(*runs))
+    for name in columns:
         table.add_column(name, justify="right")
-    columns = [_figures(run) for run in (first, second)]
-    for label in dict.fromkeys(label for column in columns for label in column):
-        table.add_row(label, *(column.get(label, "–") for column in columns))
-    table.add_row("loss: largest difference", "", _loss_difference(first, second))
+    for label, cells in rows.items():
+        table.add_row(label, *cells)
     return table
+
+
+def compared_figures(
+    runs: Sequence[RecordedRun], names: Sequence[str]
+) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
+    """Figures of runs as text.
+
+    Args:
+        runs: The runs.
+        names: What they are called.
+
+    Returns:
+        The names, and one cell for each run by what the figure is.
+    """
+    columns = [_figures(run) for run in runs]
+    labels = dict.fromkeys(label for column in columns for label in column)
+    rows = {label: tuple(column.get(label, "–") for column in columns) for label in labels}
+    if len(runs) > 1:
+        others = tuple(_loss_difference(runs[0], run) for run in runs[1:])
+        rows["loss: largest difference"] = ("", *others)
+    return tuple(names), rows
 
 
 def _figures(run: RecordedRun) -> dict[str, str]:
@@ -91,8 +112,5 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def _loss_difference(first: RecordedRun, second: RecordedRun) -> str:
-    _, at_first, at_second = np.intersect1d(first.iterations, second.iterations, return_indices=True)
-    if len(at_first) == 0:
-        return "no common iteration"
-    one, other = first.losses[at_first], second.losses[at_second]
-    return f"{np.max(np.abs(one - other) / np.abs(one)):.1e} relative"
+    common, difference = loss_differences(first, second)
+    return f"{np.max(difference):.1e} relative" if len(common) else "no common iteration"

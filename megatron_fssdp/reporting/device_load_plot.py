@@ -1,40 +1,39 @@
-"""One picture of the device loads of two runs."""
+"""One picture of the device loads of several runs."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.reporting.figures import COLOURS, DPI, new_figure
+from megatron_fssdp.reporting.figures import DPI, new_figure
 from megatron_fssdp.reporting.recorded_run import RecordedRun, distinct_names
+from megatron_fssdp.reporting.strategy_colours import distinct_colours
 
-_COLOURS = COLOURS[1::-1]
 
-
-def draw_device_loads(first: RecordedRun, second: RecordedRun, png: Path) -> None:
+def draw_device_loads(runs: Sequence[RecordedRun], png: Path) -> None:
     """Draw max over mean device load: as lines over the iterations, and by layer as strips below.
 
     Args:
-        first: A run, usually plain expert parallelism.
-        second: The run to compare with it.
+        runs: The runs.
         png: The file to write.
 
     Raises:
         ConfigurationError: A run has no loads, matplotlib is missing or the file cannot be written.
     """
-    for run in (first, second):
+    for run in runs:
         if not run.layers:
             raise ConfigurationError(
                 f"--png: {run.path} recorded no loads of MoE layers; run it again with a strategy such as ep"
             )
 
-    figure = new_figure((9, 6.6))
-    grid = figure.add_gridspec(3, 1, height_ratios=(3.2, 1, 1))
+    figure = new_figure((9, 4.0 + 1.3 * len(runs)))
+    grid = figure.add_gridspec(1 + len(runs), 1, height_ratios=(3.2, *(1 for _ in runs)))
     curves = figure.add_subplot(grid[0])
-    names = distinct_names(first, second)
-    runs = (first, second)
-    for run, name, colour in zip(runs, names, _COLOURS, strict=True):
+    names = distinct_names(*runs)
+    colours = distinct_colours([run.strategy for run in runs])
+    for run, name, colour in zip(runs, names, colours, strict=True):
         _draw_curve(curves, run, name, colour)
     _finish_curves(curves)
 
@@ -42,9 +41,9 @@ def draw_device_loads(first: RecordedRun, second: RecordedRun, png: Path) -> Non
     for row, (run, name) in enumerate(zip(runs, names, strict=True), start=1):
         strip = figure.add_subplot(grid[row], sharex=curves)
         mesh = _draw_strip(strip, run, name, highest)
-        strip.tick_params(labelbottom=row == 2)
+        strip.tick_params(labelbottom=row == len(runs))
     strip.set_xlabel("iteration")
-    figure.colorbar(mesh, ax=figure.axes[1:3], label="max / mean", pad=0.01, aspect=14)
+    figure.colorbar(mesh, ax=figure.axes[1:], label="max / mean", pad=0.01, aspect=14)
     try:
         png.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(png, dpi=DPI)

@@ -10,6 +10,8 @@ import yaml
 from numpy.typing import NDArray
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.loading import load_yaml, validate
+from megatron_fssdp.config.run_config import RunConfig
 from megatron_fssdp.reporting.run_records import IterationMetrics, read_metrics
 
 
@@ -108,8 +110,29 @@ def _strategy_of(path: Path) -> str:
         return path.resolve().name
 
 
-def distinct_names(first: RecordedRun, second: RecordedRun) -> tuple[str, str]:
-    """What to call two runs side by side: their strategies, or their folders when these agree."""
-    if first.strategy != second.strategy:
-        return first.strategy, second.strategy
-    return first.path.resolve().name, second.path.resolve().name
+def run_config_of(path: Path) -> RunConfig:
+    """The configuration that a run was started with.
+
+    Raises:
+        ConfigurationError: The folder has none, or a damaged one.
+    """
+    config = path / "config.yaml"
+    return validate(RunConfig, load_yaml(config), str(config))
+
+
+def distinct_names(*runs: RecordedRun) -> list[str]:
+    """What to call runs side by side: their strategies, or what is needed of their folders' names."""
+    names = [run.strategy for run in runs]
+    for candidates in (names, [run.path.resolve().name for run in runs]):
+        if len(set(candidates)) == len(runs):
+            return candidates
+    return [str(run.path) for run in runs]
+
+
+def loss_differences(
+    first: RecordedRun, second: RecordedRun
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Common iterations of two runs, and ``|a - b| / |a|`` of their losses in these."""
+    common, at_first, at_second = np.intersect1d(first.iterations, second.iterations, return_indices=True)
+    one, other = first.losses[at_first], second.losses[at_second]
+    return common, np.abs(one - other) / np.abs(one)

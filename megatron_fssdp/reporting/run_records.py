@@ -9,9 +9,6 @@ is already there, what was recorded from that iteration on is replaced.
 import dataclasses
 import json
 import math
-import os
-import time
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -21,13 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.reporting.growing_arrays import GrowingArrays, make_folder, read_arrays, unreadable
 
 METRICS_FILE = "metrics.jsonl"
 LOADS_FILE = "loads.npz"
 
-# A write of loads.npz rewrites the file; it may cost at most this share of the time between two writes.
-_MAX_WRITE_SHARE = 0.05
-_MIN_WRITE_INTERVAL_S = 10.0
+_COUNTS = "counts_ILDE"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +87,11 @@ class IterationMetrics:
         reshard_bytes: Bytes that this moved between devices, over all devices.
         reshard_s: Seconds that it took, on device 0 of the slowest expert-parallel group; part
             of ``iteration_s``.
+        passes_s: Seconds of forward and backward passes on global rank 0, with the reduction of
+            gradients; part of ``iteration_s``. 0 where it was not recorded.
+        rank_peak_bytes: Most memory that each global rank had taken up to now, where that was asked for.
+        rank_memory: What these bytes are of: ``allocated`` by torch on the GPU, or ``resident`` in the
+            host's memory, libraries included.
     """
 
     iteration: int
@@ -102,6 +103,9 @@ class IterationMetrics:
     resharded_experts: int = 0
     reshard_bytes: int = 0
     reshard_s: float = 0.0
+    passes_s: float = 0.0
+    rank_peak_bytes: tuple[int, ...] = ()
+    rank_memory: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -131,13 +135,13 @@ class MetricsWriter:
 
     def __init__(self, record_dir: Path | str) -> None:
         self._path = Path(record_dir) / METRICS_FILE
-        _make_folder(self._path.parent)
+        make_folder(self._path.parent)
         _cut_half_written_line(self._path)
         self._file = self._path.open("a", encoding="utf-8")
 
     def append(self, metrics: IterationMetrics) -> None:
         """Write one iteration."""
-        self._file.write(json.dumps(_without_nan(dataclasses.asdict(metrics)), allow_nan=False) + "\n")
+        self._file.write(json.dumps(without_nan(dataclasses.asdict(metrics)), allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -167,23 +171,11 @@ class LoadsWriter:
             record_dir: Folder of the run.
             layers: Megatron's layer number of each recorded layer, in order.
         """
-        self._path = Path(record_dir) / LOADS_FILE
-        _make_folder(self._path.parent)
-        self._layers = np.asarray(layers, dtype=np.int64)
-        self._iterations: list[int] = []
-        self._counts: list[NDArray[np.int32]] = []
-        self._last_write_s = time.monotonic()
-        self._write_interval_s = _MIN_WRITE_INTERVAL_S
-        self._dirty = False
-        if self._path.exists():
-            found = read_loads(record_dir)
-            if not np.array_equal(found.layers, self._layers):
-                raise ConfigurationError(
-                    f"{self._path}: holds layers {found.layers.tolist()}, this run records "
-                    f"{self._layers.tolist()}; choose another output folder"
-                )
-            self._iterations = found.iterations.tolist()
-            self._counts = list(found.counts_ILDE)
+        path = Path(record_dir) / LOADS_FILE
+        make_folder(path.parent)
+        found = vars(read_loads(record_dir)) if path.exists() else None
+        self._num_layers = len(layers)
+        self._arrays = GrowingArrays(path, np.asarray(layers, dtype=np.int64), found)
 
     def append(self, iteration: int, counts_LDE: NDArray[Any]) -> None:
         """Add one iteration; entries from this iteration on are dropped first.
@@ -193,44 +185,17 @@ class LoadsWriter:
             counts_LDE: Tokens by layer, source device and expert.
         """
         counts = np.array(counts_LDE, dtype=np.int32)
-        if counts.ndim != 3 or counts.shape[0] != len(self._layers):
-            raise ValueError(f"counts_LDE has shape {counts.shape}, wanted ({len(self._layers)}, D, E)")
-        while self._iterations and self._iterations[-1] >= iteration:
-            self._iterations.pop()
-            self._counts.pop()
-        if self._counts and counts.shape != self._counts[-1].shape:
-            raise ConfigurationError(
-                f"{self._path}: holds counts of shape {self._counts[-1].shape} (layers, devices, experts), "
-                f"this run records {counts.shape}; choose another output folder"
-            )
-        self._iterations.append(iteration)
-        self._counts.append(counts)
-        self._dirty = True
-        if time.monotonic() - self._last_write_s >= self._write_interval_s:
-            self.write()
+        if counts.ndim != 3 or counts.shape[0] != self._num_layers:
+            raise ValueError(f"counts_LDE has shape {counts.shape}, wanted ({self._num_layers}, D, E)")
+        self._arrays.append(iteration, {_COUNTS: counts})
 
     def write(self) -> None:
         """Replace the file now."""
-        if not self._dirty:
-            return
-        start_s = time.monotonic()
-        partial = self._path.with_name(f"{LOADS_FILE}.partial")
-        with partial.open("wb") as file:
-            np.savez(
-                file,
-                allow_pickle=False,
-                counts_ILDE=np.stack(self._counts),
-                iterations=np.asarray(self._iterations, dtype=np.int64),
-                layers=self._layers,
-            )
-        os.replace(partial, self._path)
-        self._last_write_s = time.monotonic()
-        self._write_interval_s = max(_MIN_WRITE_INTERVAL_S, (self._last_write_s - start_s) / _MAX_WRITE_SHARE)
-        self._dirty = False
+        self._arrays.write()
 
     def close(self) -> None:
         """Write what is left."""
-        self.write()
+        self._arrays.close()
 
     def __enter__(self) -> Self:
         return self
@@ -260,6 +225,7 @@ def parse_metrics_line(line: str) -> IterationMetrics:
     try:
         layers = tuple(LayerMetrics(**_fields_of(LayerMetrics, layer)) for layer in record["layers"])
         fields = _fields_of(IterationMetrics, record) | {"layers": layers}
+        fields["rank_peak_bytes"] = tuple(fields.get("rank_peak_bytes", ()))
         fields["lm_loss"] = math.nan if fields["lm_loss"] is None else fields["lm_loss"]
         return IterationMetrics(**fields)
     except (KeyError, TypeError, AttributeError) as error:
@@ -277,14 +243,14 @@ def read_metrics(record_dir: Path | str) -> list[IterationMetrics]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             record = parse_metrics_line(line)
         except ValueError as error:
             raise ConfigurationError(
-                f"{path}: line {number} is damaged or half written ({error}); "
-                "delete that line or record the run again"
+                f"{path}: line {number} is damaged or half written ({error}); if the run is still going on, "
+                "try again; else delete that line or record the run again"
             ) from None
         while records and records[-1].iteration >= record.iteration:
             records.pop()
@@ -300,32 +266,9 @@ def read_loads(record_dir: Path | str) -> RecordedLoads:
     """
     path = Path(record_dir) / LOADS_FILE
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            return RecordedLoads(
-                counts_ILDE=arrays["counts_ILDE"].astype(np.int32, casting="safe", copy=False),
-                iterations=arrays["iterations"].astype(np.int64, casting="safe", copy=False),
-                layers=arrays["layers"].astype(np.int64, casting="safe", copy=False),
-            )
-    except (OSError, ValueError, KeyError, TypeError, EOFError, AttributeError, zipfile.BadZipFile) as error:
-        raise _unreadable(path, error) from None
-
-
-def _unreadable(path: Path, error: Exception) -> ConfigurationError:
-    if isinstance(error, FileNotFoundError):
-        return ConfigurationError(f"{path}: no such file; give the folder of a run that recorded its loads")
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return ConfigurationError(
-        f"{path}: damaged, half written or not a record of a run ({reason}); record the run again"
-    )
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(
-            f"record_dir {folder}: cannot be created ({error.strerror}); choose a folder you can write to"
-        ) from None
+        return RecordedLoads(**read_arrays(path, {_COUNTS: np.int32}))
+    except ValueError as error:
+        raise unreadable(path, error) from None
 
 
 def _cut_half_written_line(path: Path) -> None:
@@ -345,11 +288,12 @@ def _fields_of(cls: type[Any], record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
+    """Plain values with ``None`` for every number that JSON does not know."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _without_nan(inner) for key, inner in value.items()}
+        return {key: without_nan(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nan(inner) for inner in value]
+        return [without_nan(inner) for inner in value]
     return value

@@ -7,6 +7,7 @@ import numpy as np
 
 from megatron_fssdp.reporting.figures import COLOURS, DPI, new_figure
 from megatron_fssdp.reporting.simulation_report import RankedStrategy, SimulationReport
+from megatron_fssdp.reporting.strategy_colours import distinct_colours
 from megatron_fssdp.simulation.iteration_timeline import PARTS
 
 
@@ -37,7 +38,8 @@ def draw_simulation(report: SimulationReport, folder: Path) -> list[Path]:
 
 
 def _coloured(report: SimulationReport) -> list[tuple[RankedStrategy, str]]:
-    return [(row, COLOURS[i % len(COLOURS)]) for i, row in enumerate(report.rows)]
+    colours = distinct_colours([row.label for row in report.rows])
+    return list(zip(report.rows, colours, strict=True))
 
 
 def _iterations(axes: Any, report: SimulationReport) -> None:

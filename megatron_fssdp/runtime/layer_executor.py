@@ -251,6 +251,7 @@ class LayerExecutor:
         dispatch_of_peer = plan.dispatch(counts_XDE, self.groups.topology)
         exchange = plan_exchange(routing_map, dispatch_of_peer, plan.placement, groups.device, groups.peer)
         self.load.num_replicas = plan.placement.num_replicas
+        self.load.placements = (plan.placement,)
 
         def backward(done: Materialization, gradients: GradientsOfExperts) -> None:
             if plan.resident:

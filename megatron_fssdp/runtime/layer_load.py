@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_fssdp.collectives.sparse_transfer import StartedTransfer
+from megatron_fssdp.planning.placement import ExpertPlacement
 
 
 @dataclass
@@ -27,6 +28,7 @@ class LayerLoad:
         spag_exposed_s: Of these, the ones that its compute had to wait for.
         sprs_s: The same for SparseReduceScatter.
         sprs_exposed_s: The same for SparseReduceScatter.
+        placements: Of the last plan; one of each expert-parallel group where several are put side by side.
         schedule: The order of collectives of the last forward pass (Parm), where one was told.
         schedule_predicted_s: Modelled seconds of those that it was compared with.
         strategy: What the layer has chosen, where it could.
@@ -44,6 +46,7 @@ class LayerLoad:
     spag_exposed_s: float = 0.0
     sprs_s: float = 0.0
     sprs_exposed_s: float = 0.0
+    placements: tuple[ExpertPlacement, ...] = ()
     schedule: str | None = None
     schedule_predicted_s: dict[str, float] = field(default_factory=dict)
     strategy: str | None = None
@@ -59,6 +62,25 @@ class LayerLoad:
             self.sprs_bytes += started.num_bytes
             self.sprs_s += timing.busy_s
             self.sprs_exposed_s += timing.exposed_s
+
+    def present_ED(self) -> np.ndarray:
+        """bool: which devices had which experts, the groups' devices side by side."""
+        return self._side_by_side([placement.present_ED for placement in self.placements])
+
+    def owned_ED(self) -> np.ndarray:
+        """bool: which devices owned which experts, the groups' devices side by side."""
+        devices = [np.arange(placement.num_devices) for placement in self.placements]
+        return self._side_by_side(
+            [
+                placement.owner_E[:, None] == device_D
+                for placement, device_D in zip(self.placements, devices, strict=True)
+            ]
+        )
+
+    def _side_by_side(self, held_ED: list[np.ndarray]) -> np.ndarray:
+        if not held_ED:  # no forward pass yet
+            return np.zeros((self.counts_DE.shape[1], len(self.device_D)), np.bool_)
+        return np.concatenate(held_ED, axis=1)
 
     @staticmethod
     def empty(layer: int, num_devices: int, num_experts: int) -> "LayerLoad":

@@ -36,7 +36,10 @@ def test_a_run_trains_and_leaves_its_records(tmp_path: Path):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     data, out = tmp_path / "data", tmp_path / "run"
     command("data", "build", tmp_path / "text.txt", "--tokenizer", "bytes", "--out", data)
-    output = command("train", tmp_path / "run.yaml", "--set", f"data.path={data}", "--out", out)
+    output = command(
+        *("train", tmp_path / "run.yaml", "--set", f"data.path={data}"),
+        *("--set", "training.tensorboard=true", "--out", out),
+    )
     assert "iteration 3/3" in output
     assert "load max/mean" in output
 
@@ -48,6 +51,10 @@ def test_a_run_trains_and_leaves_its_records(tmp_path: Path):
     # Each of 2 devices routes 2 samples of 32 tokens to 2 experts each.
     assert loads.counts_ILDE.shape == (3, 1, 2, 4)
     assert (loads.counts_ILDE.sum(axis=3) == 2 * 32 * 2).all()
+    command("report", out)
     resolved = validate(RunConfig, load_yaml(out / "config.yaml"), "config.yaml")
     assert resolved.data.path == data
-    assert {path.name for path in out.iterdir()} == {"config.yaml", "metrics.jsonl", "loads.npz", "log.txt"}
+    assert {path.name for path in out.iterdir()} == {
+        *("config.yaml", "metrics.jsonl", "loads.npz", "placements.npz", "log.txt"),
+        *("tensorboard", "report.html"),
+    }

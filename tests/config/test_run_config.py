@@ -197,6 +197,12 @@ def test_further_megatron_arguments_come_last():
     assert words[-1] == "--moe-router-force-load-balancing"
 
 
+def test_a_board_goes_where_it_is_asked_for_and_nowhere_by_default():
+    assert "--tensorboard-dir" not in arguments(tiny())
+    assert value_of(arguments(tiny("training.tensorboard=true")), "--tensorboard-dir") == "runs/x/tensorboard"
+    assert value_of(arguments(tiny("training.tensorboard=boards/y")), "--tensorboard-dir") == "boards/y"
+
+
 def test_lists_of_moe_layers_are_one_word():
     words = arguments(tiny("model.moe_layer_freq=[0, 1, 0, 1]"))
     assert value_of(words, "--moe-layer-freq") == "[0,1,0,1]"

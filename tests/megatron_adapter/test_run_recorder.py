@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from megatron_fssdp.reporting.run_records import read_loads, read_metrics
+from megatron_fssdp.reporting.placement_records import read_placements
+from megatron_fssdp.reporting.run_records import IterationMetrics, read_loads, read_metrics
 
 from .training_run import relative_difference, train
 
@@ -51,7 +53,31 @@ def test_all_devices_and_layers_are_recorded(
         assert (layer.sprs_s > 0) == (layer.sprs_bytes > 0)
         assert 0 <= layer.spag_exposed_s <= layer.spag_s
         assert 0 <= layer.sprs_exposed_s <= layer.sprs_s
+    assert all(0 < entry.passes_s < entry.iteration_s for entry in metrics)
+    # No logged iteration: the first and the last one.
+    assert [len(entry.rank_peak_bytes) for entry in metrics] == [4, 0, 4]
+    assert min(metrics[0].rank_peak_bytes) > 2**20
+    check_placements(tmp_path, metrics, num_sources)
     assert all(entry.resharded_experts == entry.reshard_bytes == entry.reshard_s == 0 for entry in metrics)
+
+
+def check_placements(record_dir: Path, metrics: list[IterationMetrics], num_devices: int) -> None:
+    """Against what the metrics say of the same iterations."""
+    placements = read_placements(record_dir)
+    assert placements.iterations.tolist() == [entry.iteration for entry in metrics]
+    assert placements.present_ILED.shape == (3, 2, 8, num_devices)
+    # Every group of two devices has every expert.
+    assert (placements.owned_ILED.sum(axis=3) == num_devices // 2).all()
+    for key, values_IL in (
+        ("num_replicas", placements.replicas_IL),
+        ("load_max_over_mean", placements.tokens_ILD.max(axis=2) / placements.tokens_ILD.mean(axis=2)),
+        (
+            "ep_load_max_over_mean",
+            placements.ep_tokens_ILD.max(axis=2) / placements.ep_tokens_ILD.mean(axis=2),
+        ),
+    ):
+        recorded = [[getattr(layer, key) for layer in entry.layers] for entry in metrics]
+        np.testing.assert_allclose(values_IL, recorded)
 
 
 @pytest.mark.parametrize(

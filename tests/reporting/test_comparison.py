@@ -77,8 +77,8 @@ def test_names_tell_runs_apart(tmp_path):
     first = read_run(write_run(tmp_path / "a", "ep", 2.0))
     second = read_run(write_run(tmp_path / "b", "ep", 2.0))
     third = read_run(write_run(tmp_path / "c", None, 1.0))
-    assert distinct_names(first, second) == ("a", "b")
-    assert distinct_names(first, third) == ("ep", "c")
+    assert distinct_names(first, second) == ["a", "b"]
+    assert distinct_names(first, third) == ["ep", "c"]
 
 
 @pytest.mark.parametrize("num_iterations", [1, 5])
@@ -86,11 +86,11 @@ def test_picture_is_drawn(tmp_path, num_iterations):
     pytest.importorskip("matplotlib")
     ep = read_run(write_run(tmp_path / "a", "ep", 2.0, num_iterations))
     fssdp = read_run(write_run(tmp_path / "b", "fssdp", 1.0, layers=tuple(range(1, 20))))
-    draw_device_loads(ep, fssdp, tmp_path / "new" / "loads.png")
+    draw_device_loads([ep, fssdp], tmp_path / "new" / "loads.png")
     assert (tmp_path / "new" / "loads.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="cannot be written"):
-        draw_device_loads(ep, fssdp, tmp_path / "file" / "loads.png")
+        draw_device_loads([ep, fssdp], tmp_path / "file" / "loads.png")
 
 
 def test_runs_without_loads_are_refused(tmp_path):
@@ -114,7 +114,7 @@ def test_stock_megatron_has_losses_to_compare_but_no_loads(tmp_path):
     console.print(comparison_table(none, ep))
     assert "0.0e+00 relative" in console.export_text()
     with pytest.raises(ConfigurationError, match="no loads of MoE layers"):
-        draw_device_loads(none, ep, tmp_path / "loads.png")
+        draw_device_loads([none, ep], tmp_path / "loads.png")
 
 
 def test_bytes_have_units():

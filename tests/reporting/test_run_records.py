@@ -134,8 +134,8 @@ def test_loads_round_trip(tmp_path):
 
 
 def test_loads_are_written_now_and_then_and_survive_a_resume(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_fssdp.reporting.run_records._MIN_WRITE_INTERVAL_S", 0.0)
-    monkeypatch.setattr("megatron_fssdp.reporting.run_records._MAX_WRITE_SHARE", 1e9)
+    monkeypatch.setattr("megatron_fssdp.reporting.growing_arrays._MIN_WRITE_INTERVAL_S", 0.0)
+    monkeypatch.setattr("megatron_fssdp.reporting.growing_arrays._MAX_WRITE_SHARE", 1e9)
     writer = LoadsWriter(tmp_path, layers=[1, 2])
     for iteration in (1, 2, 3):
         writer.append(iteration, counts(iteration))

@@ -1,0 +1,146 @@
+"""Arrays that get one entry an iteration, in a file that is always whole.
+
+A file grows with the run that it is of. When a resumed run starts again at an iteration that is already
+there, what was recorded from that iteration on is replaced.
+"""
+
+import os
+import time
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_fssdp.config.errors import ConfigurationError
+
+ITERATIONS = "iterations"
+LAYERS = "layers"
+
+# A write rewrites the file; it may cost at most this share of the time between two writes.
+_MAX_WRITE_SHARE = 0.05
+_MIN_WRITE_INTERVAL_S = 10.0
+
+
+class GrowingArrays:
+    """Collects entries in memory, and replaces the file now and then and on :meth:`close`.
+
+    Args:
+        path: The ``.npz``; its folder is there.
+        layers: Megatron's number of each recorded layer, in order.
+        found: What :func:`read_arrays` found in the file; ``None`` where there is none.
+
+    Raises:
+        ConfigurationError: The file holds other layers.
+    """
+
+    def __init__(
+        self, path: Path, layers: NDArray[np.int64], found: Mapping[str, NDArray[Any]] | None
+    ) -> None:
+        self._path = path
+        self._layers = layers
+        self._iterations: list[int] = []
+        self._entries: list[dict[str, NDArray[Any]]] = []
+        self._last_write_s = time.monotonic()
+        self._write_interval_s = _MIN_WRITE_INTERVAL_S
+        self._dirty = False
+        if found is None:
+            return
+        if not np.array_equal(found[LAYERS], layers):
+            raise ConfigurationError(
+                f"{path}: holds layers {found[LAYERS].tolist()}, this run records "
+                f"{layers.tolist()}; choose another output folder"
+            )
+        self._iterations = found[ITERATIONS].tolist()
+        names = [name for name in found if name not in (ITERATIONS, LAYERS)]
+        self._entries = [{name: found[name][i] for name in names} for i in range(len(self._iterations))]
+
+    def append(self, iteration: int, entry: Mapping[str, NDArray[Any]]) -> None:
+        """Add one iteration; entries from this iteration on are dropped first.
+
+        Args:
+            iteration: Number of the iteration.
+            entry: The arrays of one iteration, always the same names and shapes.
+
+        Raises:
+            ConfigurationError: Shapes differ from those of the iterations before.
+        """
+        while self._iterations and self._iterations[-1] >= iteration:
+            self._iterations.pop()
+            self._entries.pop()
+        for name, array in entry.items():
+            if self._entries and array.shape != self._entries[-1][name].shape:
+                raise ConfigurationError(
+                    f"{self._path}: holds {name} of shape {self._entries[-1][name].shape}, this run records "
+                    f"{array.shape}; choose another output folder"
+                )
+        self._iterations.append(iteration)
+        self._entries.append(dict(entry))
+        self._dirty = True
+        if time.monotonic() - self._last_write_s >= self._write_interval_s:
+            self.write()
+
+    def write(self) -> None:
+        """Replace the file now."""
+        if not self._dirty:
+            return
+        start_s = time.monotonic()
+        stacked = {name: np.stack([entry[name] for entry in self._entries]) for name in self._entries[0]}
+        iterations = np.asarray(self._iterations, dtype=np.int64)
+        partial = self._path.with_name(f"{self._path.name}.partial")
+        with partial.open("wb") as file:
+            np.savez(file, allow_pickle=False, **stacked, **{ITERATIONS: iterations, LAYERS: self._layers})
+        os.replace(partial, self._path)
+        self._last_write_s = time.monotonic()
+        self._write_interval_s = max(_MIN_WRITE_INTERVAL_S, (self._last_write_s - start_s) / _MAX_WRITE_SHARE)
+        self._dirty = False
+
+    def close(self) -> None:
+        """Write what is left."""
+        self.write()
+
+
+def read_arrays(path: Path, dtypes: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+    """Read some arrays, iterations and layers, without pickle.
+
+    Args:
+        path: The ``.npz``.
+        dtypes: Of each array; nothing is lost in the conversion.
+
+    Raises:
+        ConfigurationError: The file is missing, damaged or holds something else.
+    """
+    wanted = {**dtypes, ITERATIONS: np.int64, LAYERS: np.int64}
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return {
+                name: arrays[name].astype(dtype, casting="safe", copy=False) for name, dtype in wanted.items()
+            }
+    except (OSError, ValueError, KeyError, TypeError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+        raise unreadable(path, error) from None
+
+
+def unreadable(path: Path, error: Exception) -> ConfigurationError:
+    """What to say of a record that cannot be read."""
+    if isinstance(error, FileNotFoundError):
+        return ConfigurationError(f"{path}: no such file; give the folder of a run that recorded its loads")
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ConfigurationError(
+        f"{path}: damaged, half written or not a record of a run ({reason}); record the run again"
+    )
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of a run.
+
+    Raises:
+        ConfigurationError: It cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"record_dir {folder}: cannot be created ({error.strerror}); choose a folder you can write to"
+        ) from None

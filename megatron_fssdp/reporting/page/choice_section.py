@@ -1,0 +1,79 @@
+"""Which strategy each layer had chosen under ``auto``."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_fssdp.reporting.page.iteration_bins import IterationBins
+from megatron_fssdp.reporting.page.reported_run import ReportedRun
+from megatron_fssdp.reporting.page.section import Figure, Section, iteration_axis, packed, titled
+from megatron_fssdp.reporting.strategy_colours import STRATEGY_COLOURS, distinct_colours
+
+MOST_POINTS = 600
+
+
+def choice_section(runs: Sequence[ReportedRun]) -> Section | None:
+    """Strategies by layer and iteration; ``None`` where no run could choose.
+
+    Args:
+        runs: The page's runs.
+    """
+    figures = [_choices(run, i) for i, run in enumerate(runs) if _could_choose(run)]
+    if not figures:
+        return None
+    lead = (
+        "The strategy of every layer under auto, which looks now and then which one is modelled to take the "
+        "fewest "
+        "seconds. The run's log says what a change was to save, and what was seen of that."
+    )
+    return Section("choices", "Strategies that auto chose", lead, tuple(figures))
+
+
+def _could_choose(run: ReportedRun) -> bool:
+    return any(layer.strategy is not None for record in run.records.metrics for layer in record.layers)
+
+
+def _choices(run: ReportedRun, number: int) -> Figure:
+    chosen_IL = [[layer.strategy or "–" for layer in record.layers] for record in run.records.metrics]
+    known = {name for row in chosen_IL for name in row}
+    # As in all pictures, then what this version does not know.
+    names = [name for name in STRATEGY_COLOURS if name in known]
+    names += sorted(known - set(names))
+    colours = distinct_colours(names)
+    bins = IterationBins(run.records.iterations, MOST_POINTS)
+    index_IL = np.array([[names.index(name) for name in row] for row in chosen_IL])
+    shown_BL = bins.first(index_IL)
+    labels = [str(layer) for layer in run.records.layers]
+    steps = [(i + edge) / len(names) for i in range(len(names)) for edge in (0, 1)]
+    heat_map = {
+        "type": "heatmap",
+        "x": packed(bins.middles),
+        "y": labels,
+        "z": packed(shown_BL.T),
+        "text": [[names[i] for i in row] for row in shown_BL.T.tolist()],
+        "zmin": -0.5,
+        "zmax": len(names) - 0.5,
+        "colorscale": [[step, colours[i // 2]] for i, step in enumerate(steps)],
+        "showscale": False,
+        "ygap": 2,
+        "hovertemplate": "iteration %{x:.0f}, layer %{y}: %{text}<extra></extra>",
+    }
+    legend: list[dict[str, Any]] = [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "x": [None],
+            "y": [None],
+            "name": name,
+            "showlegend": True,
+            "marker": {"symbol": "square", "size": 11, "color": colour},
+        }
+        for name, colour in zip(names, colours, strict=True)
+    ]
+    layout = {
+        "title": {"text": f"{run.name}: strategy of every layer"},
+        "xaxis": iteration_axis(run.num_iterations, showgrid=False),
+        "yaxis": titled("layer", type="category", autorange="reversed", showgrid=False),
+    }
+    return Figure(f"choices-{number}", [heat_map, *legend], layout, 160 + min(420, 26 * len(labels)))

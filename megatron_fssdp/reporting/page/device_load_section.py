@@ -1,0 +1,196 @@
+"""Load of devices, before (plain expert parallelism) and after (the placement that was used).
+
+Shape letters: I iterations, L MoE layers, D devices.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_fssdp.reporting.page.iteration_bins import IterationBins
+from megatron_fssdp.reporting.page.reported_run import ReportedRun, most_iterations
+from megatron_fssdp.reporting.page.section import (
+    GREY,
+    Figure,
+    Section,
+    above,
+    every_tick,
+    iteration_axis,
+    packed,
+    titled,
+)
+
+MOST_POINTS = 600
+NO_LAYERS = (
+    "No loads of MoE layers were recorded: Megatron's own layer (strategy none) does not tell them. Run it "
+    "again with --moe-strategy ep to see what plain expert parallelism does."
+)
+
+# Even is dark, crowded is bright: read on light and dark ground, and without telling red from green.
+_SCALE = "Cividis"
+
+
+def device_load_section(runs: Sequence[ReportedRun]) -> Section:
+    """Busiest device over the mean by iteration, by layer, and all devices by rank.
+
+    Args:
+        runs: The page's runs.
+    """
+    title = "Device load, before and after"
+    recorded = [run for run in runs if run.records.layers]
+    if not recorded:
+        return Section("device-load", title, "", missing=NO_LAYERS)
+    figures = [_curves(recorded)]
+    figures += [_strips(run, i) for i, run in enumerate(recorded) if len(runs) == 1 or not _is_plain(run)]
+    ranked = [run for run in recorded if run.placements is not None]
+    if ranked:
+        figures.append(_ranked(ranked))
+    lead = (
+        "Tokens of the busiest device over the mean of all devices; 1 is even, and the layer takes as long "
+        "as its busiest device. Before: had every expert stayed with its owner of plain expert parallelism. "
+        "After: where tokens really went."
+    )
+    notes = [IterationBins(recorded[0].records.iterations, MOST_POINTS).describe()]
+    notes += [f"{run.name}: {NO_LAYERS}" for run in runs if run not in recorded]
+    return Section("device-load", title, lead, tuple(figures), notes=tuple(note for note in notes if note))
+
+
+def load_before_IL(run: ReportedRun) -> NDArray[np.float64]:
+    """Max over mean device load under plain expert parallelism, (I, L)."""
+    return np.array(
+        [[layer.ep_load_max_over_mean for layer in record.layers] for record in run.records.metrics]
+    )
+
+
+def _is_plain(run: ReportedRun) -> bool:
+    """Whether before and after are the same: its line is the one to compare with."""
+    return bool(np.array_equal(load_before_IL(run), run.records.load_IL))
+
+
+def _curves(runs: Sequence[ReportedRun]) -> Figure:
+    traces: list[dict[str, Any]] = []
+    for i, run in enumerate(runs):
+        bins = IterationBins(run.records.iterations, MOST_POINTS)
+        x = packed(bins.middles)
+        before_IL, after_IL = load_before_IL(run), run.records.load_IL
+        mode = "lines+markers" if len(bins.middles) < 3 else "lines"
+        if i == 0 and not any(_is_plain(one) for one in runs):
+            mean = bins.mean(before_IL.mean(axis=1))
+            traces.append(
+                _line("before (plain EP), mean of layers", x, mean, GREY, mode, {"dash": "dash", "width": 2})
+            )
+        mean, worst = bins.mean(after_IL.mean(axis=1)), bins.mean(after_IL.max(axis=1))
+        # The band first, from the mean up to the worst layer.
+        band = _line(f"{run.name}, worst layer", x, worst, run.colour, mode, {"width": 1, "dash": "dot"})
+        line = _line(f"{run.name}, mean of layers", x, mean, run.colour, mode, {"width": 2.5})
+        traces += [line, {**band, "fill": "tonexty", "fillcolor": run.colour + "22"}]
+    layout = {
+        "title": {"text": "Busiest device, max / mean"},
+        "xaxis": iteration_axis(most_iterations(runs)),
+        "yaxis": titled("max / mean device load"),
+        "hovermode": "x",
+        "shapes": [_even()],
+    }
+    return Figure("device-load", traces, layout, 360)
+
+
+def _even() -> dict[str, Any]:
+    return {
+        "type": "line",
+        "xref": "paper",
+        "x0": 0,
+        "x1": 1,
+        "y0": 1,
+        "y1": 1,
+        "line": {"color": GREY, "width": 1},
+    }
+
+
+def _line(
+    name: str, x: Any, values: NDArray[np.float64], colour: str, mode: str, line: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": mode,
+        "name": name,
+        "x": x,
+        "y": packed(values),
+        "line": {"color": colour, **line},
+        "hovertemplate": "%{y:.2f}<extra>" + name + "</extra>",
+    }
+
+
+def _strips(run: ReportedRun, number: int) -> Figure:
+    bins = IterationBins(run.records.iterations, MOST_POINTS)
+    before_IL, after_IL = load_before_IL(run), run.records.load_IL
+    # A moment at the start must not make all of the rest dark.
+    highest = max(1.05, float(np.quantile([before_IL, after_IL], 0.995)))
+    names = [str(layer) for layer in run.records.layers]
+    traces = [
+        {
+            "type": "heatmap",
+            "x": packed(bins.middles),
+            "y": names,
+            "z": packed(bins.mean(load_IL).T),
+            "coloraxis": "coloraxis",
+            "xaxis": f"x{axis}",
+            "yaxis": f"y{axis}",
+            "hovertemplate": "iteration %{x:.0f}, layer %{y}: %{z:.2f}<extra>" + word + "</extra>",
+        }
+        for axis, word, load_IL in (("", "before", before_IL), ("2", "after", after_IL))
+    ]
+    reversed_layers = {"type": "category", "autorange": "reversed"}
+    layout = {
+        "title": {"text": f"{run.name}: every layer"},
+        "xaxis": iteration_axis(run.num_iterations, domain=[0, 0.475]),
+        "xaxis2": iteration_axis(run.num_iterations, domain=[0.525, 1], anchor="y2", matches="x"),
+        "yaxis": titled("layer", **reversed_layers),
+        "yaxis2": {**reversed_layers, "anchor": "x2", "matches": "y", "showticklabels": False},
+        "coloraxis": {
+            "colorscale": _SCALE,
+            "cmin": 1.0,
+            "cmax": highest,
+            "colorbar": {"title": {"text": "max / mean", "side": "right"}, "thickness": 12},
+        },
+        "annotations": [above("before (plain EP)", 0, 1), above("after", 0.525, 1)],
+    }
+    return Figure(f"device-load-layers-{number}", traces, layout, 170 + min(420, 24 * len(names)))
+
+
+def _ranked(runs: Sequence[ReportedRun]) -> Figure:
+    traces: list[dict[str, Any]] = []
+    any_plain = any(_is_plain(run) for run in runs)
+    for i, run in enumerate(runs):
+        assert run.placements is not None
+        before = ("before (plain EP)", run.placements.ep_tokens_ILD, GREY)
+        after = (run.name, run.placements.tokens_ILD, run.colour)
+        for name, tokens_ILD, colour in (before, after) if i == 0 and not any_plain else (after,):
+            ranked_D = ranked_load_D(tokens_ILD)
+            traces.append(
+                {
+                    "type": "bar",
+                    "name": name,
+                    "x": list(range(1, len(ranked_D) + 1)),
+                    "y": packed(ranked_D),
+                    "marker": {"color": colour},
+                    "hovertemplate": "%{y:.2f} × mean<extra>" + name + "</extra>",
+                }
+            )
+    layout = {
+        "title": {"text": "All devices, the busiest of each iteration first"},
+        "barmode": "group",
+        "bargap": 0.25,
+        "xaxis": titled("device by rank of load", **every_tick(len(traces[0]["x"]), 16)),
+        "yaxis": titled("load / mean, averaged", rangemode="tozero"),
+        "shapes": [_even()],
+    }
+    return Figure("device-load-ranked", traces, layout, 300)
+
+
+def ranked_load_D(tokens_ILD: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Load over the mean of the devices from the busiest to the idlest, mean of iterations and layers."""
+    mean_IL = np.maximum(tokens_ILD.mean(axis=2, keepdims=True), 1e-12)
+    ranked: NDArray[np.float64] = -np.sort(-(tokens_ILD / mean_IL), axis=2).mean(axis=(0, 1))
+    return ranked

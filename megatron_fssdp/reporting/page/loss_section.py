@@ -1,0 +1,96 @@
+"""Loss curves, one over the other, and how far they are apart."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_fssdp.reporting.page.iteration_bins import IterationBins
+from megatron_fssdp.reporting.page.reported_run import ReportedRun, most_iterations
+from megatron_fssdp.reporting.page.section import Figure, Section, iteration_axis, packed, titled
+from megatron_fssdp.reporting.recorded_run import loss_differences
+
+MOST_POINTS = 2000
+
+
+def loss_section(runs: Sequence[ReportedRun]) -> Section:
+    """Losses of all runs; with several, also the difference from the first.
+
+    Args:
+        runs: The page's runs.
+    """
+    figures = [
+        Figure("loss", [_curve(run, i) for i, run in enumerate(runs)], _layout("loss", most_iterations(runs)))
+    ]
+    notes = []
+    if len(runs) > 1:
+        notes += [_agreement(runs[0], run) for run in runs[1:]]
+        if traces := [trace for run in runs[1:] if (trace := _difference(runs[0], run)) is not None]:
+            title = {"text": f"Difference from {runs[0].name}, relative, where it is not 0"}
+            axis = titled("difference / loss", type="log", exponentformat="power", nticks=5)
+            figures.append(
+                Figure(
+                    "loss-difference",
+                    traces,
+                    _layout("", most_iterations(runs)) | {"title": title, "yaxis": axis},
+                    260,
+                )
+            )
+    lead = "Language-model loss of each iteration, as Megatron reports it."
+    if len(runs) > 1:
+        lead += (
+            " The runs should lie on one another where they started from one seed with the same data: "
+            "placement does not change what is computed, only where. Below: how far each is from the first."
+        )
+    width = max(IterationBins(run.records.iterations, MOST_POINTS).width for run in runs)
+    if width > 1:
+        notes.append(f"Each point is the mean of up to {width} iterations.")
+    return Section("loss", "Loss", lead, tuple(figures), notes=tuple(notes))
+
+
+def _curve(run: ReportedRun, number: int) -> dict[str, object]:
+    bins = IterationBins(run.records.iterations, MOST_POINTS)
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if len(bins.middles) < 3 else "lines",
+        "name": run.name,
+        "showlegend": True,
+        "x": packed(bins.middles),
+        "y": packed(bins.mean(run.records.losses)),
+        # Later ones are dashed over the earlier ones, which else could not be seen below them.
+        "line": {
+            "color": run.colour,
+            "width": 2.5 if number == 0 else 2,
+            "dash": ("solid", "dash", "dot")[number % 3],
+        },
+        "hovertemplate": "iteration %{x:.0f}: %{y:.4f}<extra>" + run.name + "</extra>",
+    }
+
+
+def _difference(first: ReportedRun, run: ReportedRun) -> dict[str, object] | None:
+    iterations, difference = loss_differences(first.records, run.records)
+    differs = difference > 0
+    if not differs.any():
+        return None
+    bins = IterationBins(iterations[differs], MOST_POINTS)
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": run.name,
+        "showlegend": True,
+        "x": packed(bins.middles),
+        "y": packed(bins.peak(difference[differs]), np.float64),
+        "marker": {"color": run.colour, "size": 6},
+        "hovertemplate": "iteration %{x:.0f}: %{y:.2e}<extra>" + run.name + "</extra>",
+    }
+
+
+def _agreement(first: ReportedRun, run: ReportedRun) -> str:
+    iterations, difference = loss_differences(first.records, run.records)
+    if not len(iterations):
+        return f"{run.name} has no iteration in common with {first.name}."
+    same = int((difference == 0).sum())
+    return f"{run.name}: the loss of {same} of {len(iterations)} iterations is exactly that of {first.name}."
+
+
+def _layout(title: str, num_iterations: int) -> dict[str, object]:
+    return {"xaxis": iteration_axis(num_iterations), "yaxis": titled(title), "hovermode": "x"}

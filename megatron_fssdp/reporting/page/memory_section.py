@@ -1,0 +1,67 @@
+"""Peak memory of every rank."""
+
+from collections.abc import Sequence
+
+from megatron_fssdp.reporting.page.reported_run import ReportedRun
+from megatron_fssdp.reporting.page.section import Figure, Section, every_tick, titled
+from megatron_fssdp.reporting.recorded_run import RecordedRun
+
+_WORDS = {
+    "allocated": "most bytes that torch had allocated on the GPU",
+    "resident": "largest resident set of the process, libraries included",
+}
+
+
+def peak_memory(run: RecordedRun) -> tuple[tuple[int, ...], str]:
+    """The last recorded peaks by global rank, and what they are of; empty where there are none."""
+    for record in reversed(run.metrics):
+        if record.rank_peak_bytes:
+            return record.rank_peak_bytes, record.rank_memory or ""
+    return (), ""
+
+
+def memory_section(runs: Sequence[ReportedRun]) -> Section:
+    """Bars of all ranks, and what the log accounts for experts.
+
+    Args:
+        runs: The page's runs.
+    """
+    title = "Memory of every rank"
+    peaks = {run.name: peak_memory(run.records) for run in runs}
+    notes = tuple(f"{run.name}, from its log: {run.accounted}." for run in runs if run.accounted)
+    if not any(found for found, _ in peaks.values()):
+        missing = "Memory was not recorded in this run; runs recorded from this version on have it."
+        return Section("memory", title, "", notes=notes, missing=missing)
+    unit, word = _unit(max(max(found) for found, _ in peaks.values() if found))
+    traces = [
+        {
+            "type": "bar",
+            "name": run.name,
+            "x": list(range(len(peaks[run.name][0]))),
+            "y": [num_bytes / unit for num_bytes in peaks[run.name][0]],
+            "marker": {"color": run.colour},
+            "hovertemplate": f"rank %{{x}}: %{{y:.3f}} {word}<extra>{run.name}</extra>",
+        }
+        for run in runs
+        if peaks[run.name][0]
+    ]
+    num_ranks = max(len(found) for found, _ in peaks.values())
+    layout = {
+        "barmode": "group",
+        "bargap": 0.35,
+        "xaxis": titled("global rank", **every_tick(num_ranks, 32)),
+        "yaxis": titled(f"peak, {word}", rangemode="tozero"),
+    }
+    kinds = {_WORDS.get(kind, kind) for found, kind in peaks.values() if found}
+    lead = f"Peak up to the last recorded iteration: {'; '.join(sorted(kinds))}."
+    return Section("memory", title, lead, (Figure("memory", traces, layout, 300),), notes=notes)
+
+
+def in_binary_unit(num_bytes: int) -> str:
+    """Bytes as text, in MiB or GiB."""
+    unit, word = _unit(num_bytes)
+    return f"{num_bytes / unit:,.3g} {word}" if unit == 2.0**30 else f"{num_bytes / unit:,.0f} {word}"
+
+
+def _unit(num_bytes: int) -> tuple[float, str]:
+    return (2.0**30, "GiB") if num_bytes >= 2**30 else (2.0**20, "MiB")

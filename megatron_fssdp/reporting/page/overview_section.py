@@ -1,0 +1,130 @@
+"""The figures that a reader wants first."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_fssdp.reporting.comparison_table import compared_figures, format_bytes
+from megatron_fssdp.reporting.page.device_load_section import load_before_IL
+from megatron_fssdp.reporting.page.memory_section import in_binary_unit, peak_memory
+from megatron_fssdp.reporting.page.reported_run import ReportedRun
+from megatron_fssdp.reporting.page.section import Section, Table
+from megatron_fssdp.reporting.recorded_run import loss_differences
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One large number.
+
+    Attributes:
+        label: What it is.
+        value: The number, with its unit.
+        hint: What it is to be compared with.
+    """
+
+    label: str
+    value: str
+    hint: str = ""
+
+
+def tiles_of(runs: Sequence[ReportedRun]) -> tuple[Tile, ...]:
+    """Large numbers of one run, or of what several come to beside one another.
+
+    Args:
+        runs: The page's runs.
+    """
+    return _tiles_of_one(runs[0]) if len(runs) == 1 else _tiles_of_several(runs)
+
+
+def overview_section(runs: Sequence[ReportedRun]) -> Section:
+    """The terminal's table.
+
+    Args:
+        runs: The page's runs.
+    """
+    columns, rows = compared_figures([run.records for run in runs], [run.name for run in runs])
+    # A number of its own for the loss is the curves' business, and the model is in the title.
+    table = Table(("", *columns), tuple((label, *cells) for label, cells in rows.items()))
+    lead = "Of the whole run, where nothing else is said. Load: max over mean device load, 1 is even."
+    return Section("figures", "All figures", lead, table=table)
+
+
+def model_line(run: ReportedRun) -> str:
+    """Iterations, layers, experts and devices in a line."""
+    words = [_counted(len(run.records.metrics), "iteration")]
+    if run.records.layers:
+        words.append(_counted(len(run.records.layers), "MoE layer"))
+    if run.loads is not None:
+        words.append(_counted(run.loads.counts_ILDE.shape[3], "expert"))
+        words.append(_counted(run.loads.counts_ILDE.shape[2], "device"))
+    return ", ".join(words)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _tiles_of_one(run: ReportedRun) -> tuple[Tile, ...]:
+    records = run.records
+    tiles = [
+        Tile("last loss", f"{records.losses[-1]:.4f}", f"first {records.losses[0]:.4f}"),
+        Tile("tokens a second", f"{records.median_tokens_per_s:,.0f}", "median of iterations"),
+    ]
+    if records.layers:
+        before = float(load_before_IL(run).mean())
+        tiles += [
+            Tile("device load, max / mean", f"{records.load_IL.mean():.2f} ×", f"plain EP {before:.2f} ×"),
+            Tile(
+                "replicas in a layer",
+                f"{records.total('num_replicas') / records.load_IL.size:.1f}",
+                "on average",
+            ),
+            Tile(
+                "weights moved (spAG)",
+                format_bytes(records.total("spag_bytes")),
+                _hidden(records.hidden_share("spag")),
+            ),
+        ]
+    peaks, _ = peak_memory(records)
+    if peaks:
+        tiles.append(Tile("peak memory of a rank", in_binary_unit(max(peaks)), "the rank with most"))
+    return tuple(tiles)
+
+
+def _hidden(share: float | None) -> str:
+    return "in the whole run" if share is None else f"{share:.0%} hidden under compute"
+
+
+def _tiles_of_several(runs: Sequence[ReportedRun]) -> tuple[Tile, ...]:
+    first = runs[0]
+    speeds = [run.records.median_tokens_per_s for run in runs]
+    fastest = int(np.argmax(speeds))
+    tiles = [
+        Tile(
+            "fastest",
+            runs[fastest].name,
+            f"{speeds[fastest]:,.0f} tokens/s; "
+            + ", ".join(
+                f"{run.name} {speed:,.0f}"
+                for run, speed in zip(runs, speeds, strict=True)
+                if run is not runs[fastest]
+            ),
+        )
+    ]
+    measured = [run for run in runs if run.records.layers]
+    if measured:
+        most_even = min(measured, key=lambda run: float(run.records.load_IL.mean()))
+        tiles.append(
+            Tile(
+                "most even",
+                most_even.name,
+                f"device load {most_even.records.load_IL.mean():.2f} × mean; plain EP "
+                f"{load_before_IL(most_even).mean():.2f} ×",
+            )
+        )
+    differences = [loss_differences(first.records, run.records)[1] for run in runs[1:]]
+    known = [float(found.max()) for found in differences if len(found) and np.isfinite(found).any()]
+    if known:
+        tiles.append(Tile("largest loss difference", f"{max(known):.1e}", f"relative to {first.name}"))
+    return tuple(tiles)

@@ -1,0 +1,125 @@
+"""Puts sections into one file of HTML that needs nothing else."""
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.reporting.page.choice_section import choice_section
+from megatron_fssdp.reporting.page.device_load_section import device_load_section
+from megatron_fssdp.reporting.page.expert_load_section import expert_load_section
+from megatron_fssdp.reporting.page.loss_section import loss_section
+from megatron_fssdp.reporting.page.memory_section import memory_section
+from megatron_fssdp.reporting.page.overview_section import model_line, overview_section, tiles_of
+from megatron_fssdp.reporting.page.placement_section import placement_data, placement_section
+from megatron_fssdp.reporting.page.replica_section import replica_section
+from megatron_fssdp.reporting.page.reported_run import ReportedRun
+from megatron_fssdp.reporting.page.section import Section
+from megatron_fssdp.reporting.page.time_section import time_section
+from megatron_fssdp.reporting.page.what_if_section import NOT_ASKED, what_if_section
+from megatron_fssdp.reporting.run_records import without_nan
+from megatron_fssdp.reporting.simulation_report import SimulationReport
+
+_PACKAGE = "megatron_fssdp.reporting.page"
+_SCRIPTS = ("theme.js", "placement_viewer.js", "figures.js")
+
+
+def page_sections(
+    runs: Sequence[ReportedRun], what_if: SimulationReport | None = None, why_no_what_if: str = NOT_ASKED
+) -> list[Section]:
+    """All sections of a page, in order; one that has nothing to show says why.
+
+    Args:
+        runs: One run, or several to compare.
+        what_if: Simulated strategies.
+        why_no_what_if: What to say without them.
+    """
+    choices = choice_section(runs)
+    return [
+        loss_section(runs),
+        device_load_section(runs),
+        time_section(runs),
+        expert_load_section(runs),
+        placement_section(runs),
+        replica_section(runs),
+        *([choices] if choices is not None else []),
+        memory_section(runs),
+        what_if_section(what_if, why_no_what_if),
+        overview_section(runs),
+    ]
+
+
+def page_html(runs: Sequence[ReportedRun], sections: Sequence[Section]) -> str:
+    """The page as text.
+
+    Args:
+        runs: What it is of.
+        sections: As of :func:`page_sections`.
+    """
+    environment = Environment(
+        loader=PackageLoader(_PACKAGE, "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    figures = [
+        {"name": figure.name, "data": figure.traces, "layout": figure.layout}
+        for section in sections
+        for figure in section.figures
+    ]
+    return environment.get_template("page.html.j2").render(
+        title=_title(runs),
+        runs=[{"name": run.name, "colour": run.colour, "line": model_line(run)} for run in runs],
+        tiles=tiles_of(runs),
+        sections=sections,
+        style=Markup(_text("page.css")),
+        plotly=Markup(get_plotlyjs()),
+        scripts=[Markup(_text(name)) for name in _SCRIPTS],
+        figures=_script_json(figures),
+        placements=_script_json(placement_data(runs)),
+    )
+
+
+def write_page(path: Path, html: str) -> None:
+    """Write a page, all of it or nothing.
+
+    Args:
+        path: The file; its folder is made.
+        html: The page.
+
+    Raises:
+        ConfigurationError: It cannot be written.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(html, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise ConfigurationError(
+            f"--out {path}: cannot be written ({error.strerror}); choose another file"
+        ) from None
+
+
+def _title(runs: Sequence[ReportedRun]) -> str:
+    if len(runs) == 1:
+        folder, strategy = runs[0].records.path.resolve().name, runs[0].records.strategy
+        return folder if folder == strategy else f"{folder} ({strategy})"
+    return " · ".join(run.name for run in runs)
+
+
+def _text(name: str) -> str:
+    return files(_PACKAGE).joinpath(name).read_text(encoding="utf-8")
+
+
+def _script_json(value: Any) -> Markup:
+    """JSON that may stand inside a script element."""
+    text = json.dumps(without_nan(value), allow_nan=False, separators=(",", ":"))
+    return Markup(text.replace("<", "\\u003c"))

@@ -1,0 +1,87 @@
+"""How the strategies rank on a described cluster, with the run's own loads."""
+
+from typing import Any
+
+from megatron_fssdp.reporting.comparison_table import format_bytes
+from megatron_fssdp.reporting.page.section import GREY, Figure, Section, Table, titled
+from megatron_fssdp.reporting.simulation_report import SimulationReport
+from megatron_fssdp.simulation.iteration_timeline import PARTS
+
+PART_COLOURS = dict(
+    zip(PARTS, ("#A9B4C2", "#4E79A7", "#76B7B2", "#D55E00", "#E69F00", "#CC79A7", "#999933"), strict=True)
+)
+_TITLE = "What if: strategies ranked on a cluster"
+NOT_ASKED = (
+    "Not simulated: no cluster was named. Give --cluster NAME (one of configs/clusters) or --cluster "
+    "FILE.yaml (measure one with `megatron-fssdp profile`) and the page ranks all strategies on it, with "
+    "this run's loads."
+)
+
+
+def what_if_section(report: SimulationReport | None, why_not: str = NOT_ASKED) -> Section:
+    """Bars of simulated seconds and the ranking.
+
+    Args:
+        report: The simulation; ``None`` leaves it out.
+        why_not: What to say then.
+    """
+    if report is None:
+        return Section("what-if", _TITLE, "", missing=why_not)
+    ranked = report.ranked
+    traces: list[dict[str, Any]] = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": part,
+            "y": [row.label for row in ranked],
+            "x": [float(row.outcome.parts_s[part].mean()) for row in ranked],
+            "marker": {"color": colour},
+            "hovertemplate": "%{y}: %{x:.4g} s<extra>" + part + "</extra>",
+        }
+        for part, colour in PART_COLOURS.items()
+        if any(row.outcome.parts_s[part].any() for row in ranked)
+    ]
+    ceiling = {"xref": "x", "x0": report.ceiling_s, "x1": report.ceiling_s, "yref": "paper", "y0": 0, "y1": 1}
+    layout = {
+        "barmode": "stack",
+        "bargap": 0.3,
+        "xaxis": titled(
+            "simulated time of an iteration", rangemode="tozero", tickformat="~s", ticksuffix="s"
+        ),
+        "yaxis": {"autorange": "reversed", "automargin": True},
+        "margin": {"t": 84},
+        "legend": {"y": 1.1},
+        "shapes": [{"type": "line", **ceiling, "line": {"color": GREY, "dash": "dash", "width": 1.5}}],
+        "annotations": [
+            {
+                "text": "balanced routing",
+                "x": report.ceiling_s,
+                "y": 1,
+                "yref": "paper",
+                "yanchor": "bottom",
+                "showarrow": False,
+                "font": {"size": 11},
+            }
+        ],
+    }
+    table = Table(
+        ("strategy", "seconds", "× ep", "% of ceiling", "load max/mean", "peak memory"),
+        tuple(
+            (
+                row.label,
+                f"{row.outcome.mean_s:.4g}",
+                f"{report.plain_s / row.outcome.mean_s:.2f}",
+                f"{100 * report.ceiling_s / row.outcome.mean_s:.0f}",
+                f"{row.outcome.load_max_over_mean_IL.mean():.2f}",
+                format_bytes(row.outcome.memory.total_bytes)
+                + (" runs out" if row.outcome.memory.runs_out else ""),
+            )
+            for row in ranked
+        ),
+    )
+    lead = (
+        f"{report.title}. Simulated, not measured: every strategy decides on the recorded loads, and the "
+        "cluster's figures say how long that takes. Fastest first."
+    )
+    figure = Figure("what-if", traces, layout, 170 + 34 * len(ranked))
+    return Section("what-if", _TITLE, lead, (figure,), table, notes=report.notes)

@@ -1,0 +1,135 @@
+"""The file ``placements.npz`` of a run: where experts were, and how many tokens each device had.
+
+Shape letters: I iterations, L recorded MoE layers, E experts, D devices of all groups side by side.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_fssdp.reporting.growing_arrays import GrowingArrays, make_folder, read_arrays, unreadable
+
+PLACEMENTS_FILE = "placements.npz"
+
+_OWNED, _PRESENT = "owned_bits", "present_bits"
+_EP_TOKENS, _TOKENS = "ep_tokens_ILD", "tokens_ILD"
+_DTYPES = {_OWNED: np.uint8, _PRESENT: np.uint8, _EP_TOKENS: np.int64, _TOKENS: np.int64}
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedPlacements:
+    """Placements of a run, as they were at the end of each iteration.
+
+    Attributes:
+        owned_ILED: bool, true where the device owns the expert.
+        present_ILED: bool, true where the expert's weights were, owners included.
+        ep_tokens_ILD: Tokens that each device would compute under plain expert parallelism.
+        tokens_ILD: Tokens that each device computed.
+        iterations: Iteration number of each entry, ascending.
+        layers: Megatron's layer number of each recorded layer.
+    """
+
+    owned_ILED: NDArray[np.bool_]
+    present_ILED: NDArray[np.bool_]
+    ep_tokens_ILD: NDArray[np.int64]
+    tokens_ILD: NDArray[np.int64]
+    iterations: NDArray[np.int64]
+    layers: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        lead = (len(self.iterations), len(self.layers))
+        shape = self.present_ILED.shape
+        if len(shape) != 4 or shape[:2] != lead or self.owned_ILED.shape != shape:
+            raise ValueError(
+                f"owners have shape {self.owned_ILED.shape} and presence {shape}, "
+                f"wanted {lead} + (E, D) of both"
+            )
+        for name, tokens_ILD in ((_EP_TOKENS, self.ep_tokens_ILD), (_TOKENS, self.tokens_ILD)):
+            if tokens_ILD.shape != (*lead, shape[3]):
+                raise ValueError(f"{name} has shape {tokens_ILD.shape}, wanted {(*lead, shape[3])}")
+        if np.any(np.diff(self.iterations) <= 0):
+            raise ValueError("iterations are not ascending")
+        if np.any(self.owned_ILED & ~self.present_ILED):
+            raise ValueError("an expert is not present on its owner")
+
+    @property
+    def replicas_IL(self) -> NDArray[np.int64]:
+        """Expert copies beyond the owners' (I, L)."""
+        return (self.present_ILED & ~self.owned_ILED).sum(axis=(2, 3))
+
+
+class PlacementsWriter:
+    """Collects placements, a bit for each expert and device, and keeps ``placements.npz`` up to date."""
+
+    def __init__(self, record_dir: Path | str, layers: Sequence[int]) -> None:
+        """Open, going on with what is there.
+
+        Args:
+            record_dir: Folder of the run.
+            layers: Megatron's layer number of each recorded layer, in order.
+        """
+        path = Path(record_dir) / PLACEMENTS_FILE
+        make_folder(path.parent)
+        found = read_arrays(path, _DTYPES) if path.exists() else None
+        self._arrays = GrowingArrays(path, np.asarray(layers, dtype=np.int64), found)
+
+    def append(
+        self,
+        iteration: int,
+        owned_LED: NDArray[np.bool_],
+        present_LED: NDArray[np.bool_],
+        ep_tokens_LD: NDArray[Any],
+        tokens_LD: NDArray[Any],
+    ) -> None:
+        """Add one iteration; entries from this iteration on are dropped first.
+
+        Args:
+            iteration: Number of the iteration.
+            owned_LED: Who owns what.
+            present_LED: Who has what.
+            ep_tokens_LD: Tokens of each device under plain expert parallelism.
+            tokens_LD: Tokens of each device as it was.
+        """
+        entry: dict[str, NDArray[Any]] = {
+            _OWNED: np.packbits(owned_LED, axis=-1),
+            _PRESENT: np.packbits(present_LED, axis=-1),
+            _EP_TOKENS: np.array(ep_tokens_LD, dtype=np.int64),
+            _TOKENS: np.array(tokens_LD, dtype=np.int64),
+        }
+        self._arrays.append(iteration, entry)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._arrays.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_placements(record_dir: Path | str) -> RecordedPlacements:
+    """Read ``placements.npz`` of a run, without pickle.
+
+    Raises:
+        ConfigurationError: The file is missing, damaged or holds something else.
+    """
+    path = Path(record_dir) / PLACEMENTS_FILE
+    arrays = read_arrays(path, _DTYPES)
+    try:
+        num_devices = arrays[_TOKENS].shape[-1]
+        owned, present = (
+            np.unpackbits(arrays.pop(name), axis=-1, count=num_devices).astype(np.bool_)
+            for name in (_OWNED, _PRESENT)
+        )
+        return RecordedPlacements(owned_ILED=owned, present_ILED=present, **arrays)
+    except (ValueError, IndexError) as error:
+        raise unreadable(path, error) from None

@@ -1,0 +1,88 @@
+"""``megatron-fssdp report`` and ``compare`` from folders to files."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_fssdp.cli.app import app
+from megatron_fssdp.config.errors import ConfigurationError
+
+from ..reporting.page.made_runs import write_made_run
+from ..reporting.page.page_parts import PageParts, unpacked
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "configs" / "gpt_moe_tiny.yaml"
+CLUSTER = str(ROOT / "configs" / "clusters" / "hpwnv.yaml")
+
+
+def command(*words: object) -> str:
+    result = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Records as those of the tiny configuration."""
+    folder = write_made_run(tmp_path / "run", num_iterations=4, num_layers=4)
+    shutil.copy(TINY, folder / "config.yaml")
+    return folder
+
+
+def test_a_page_lies_in_the_run_s_folder_unless_asked_for_elsewhere(run: Path, tmp_path: Path) -> None:
+    assert "report.html" in command("report", run)
+    assert len(PageParts((run / "report.html").read_text()).figures) > 5
+    command("report", run, "--out", tmp_path / "new" / "page.html")
+    assert (tmp_path / "new" / "page.html").read_text() == (run / "report.html").read_text()
+
+
+def test_strategies_are_ranked_on_a_named_cluster(run: Path) -> None:
+    command("report", run, "--cluster", CLUSTER, "--strategies", "ep,fssdp,quota")
+    page = PageParts((run / "report.html").read_text())
+    assert "iterations 1 to 4, on hpwnv" in page.texts["what-if"]
+    traces = page.figures["what-if"]["data"]
+    assert set(traces[0]["y"]) == {"ep", "fssdp", "quota"}
+    seconds = sum(unpacked(trace["x"]) for trace in traces)
+    assert (seconds[:-1] <= seconds[1:]).all()
+    assert all(f"{value:.4g}" in page.texts["what-if"] for value in seconds)
+
+
+def test_two_and_three_runs_are_compared_in_the_terminal_and_on_a_page(run: Path, tmp_path: Path) -> None:
+    ep = write_made_run(tmp_path / "plain", "ep", num_iterations=4, num_layers=4)
+    output = command("compare", ep, run)
+    assert "exact" not in output
+    assert "0.0e+00 relative" in output
+    assert (ep / "comparison.html").exists()
+    third = write_made_run(tmp_path / "third", "quota", num_iterations=2, num_layers=4)
+    output = command("compare", ep, run, third, "--out", tmp_path / "c.html", "--png", tmp_path / "c.png")
+    assert "quota" in output
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    assert len(PageParts((tmp_path / "c.html").read_text()).figures["loss"]["data"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["report", "{nowhere}"], "no such file"),
+        (["compare", "{run}"], "got one run, wanted two or more"),
+        (["report", "{run}", "--cluster", "nowhere"], "unknown cluster"),
+        (["report", "{run}", "--cluster", CLUSTER, "--strategies", "fsdp"], "did you mean 'fssdp'"),
+        (["report", "{run}", "--out", "{run}"], "cannot be written"),
+        (["report", "{run}", "--out", "{run}/config.yaml/x.html"], "cannot be written"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(words, message, run: Path, tmp_path: Path) -> None:
+    places = {"run": run, "nowhere": tmp_path / "nowhere"}
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        CliRunner().invoke(app, [word.format(**places) for word in words], catch_exceptions=False)
+    assert "\n" not in str(caught.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_only_recorded_loads_can_be_ranked(run: Path) -> None:
+    (run / "loads.npz").unlink()
+    with pytest.raises(ConfigurationError, match="no run has any"):
+        CliRunner().invoke(app, ["report", str(run), "--cluster", CLUSTER], catch_exceptions=False)

@@ -1,0 +1,65 @@
+"""Takes a page apart again, with nothing of the code that made it."""
+
+import base64
+import json
+from html.parser import HTMLParser
+from typing import Any
+
+import numpy as np
+
+VOID = {"meta", "link", "input", "br", "img", "hr"}
+
+
+class PageParts(HTMLParser):
+    """What a test asks of a page.
+
+    Attributes:
+        anchors: Of the sections.
+        addresses: Everything that an element refers to.
+        figures: By name, as they are given to plotly.
+        placements: What the viewer draws from.
+        texts: Words of each section.
+    """
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.anchors: list[str] = []
+        self.addresses: list[str] = []
+        self.scripts: dict[str, str] = {}
+        self.styles: list[str] = []
+        self.texts: dict[str, str] = {}
+        self._open: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(html)
+        self.close()
+        assert not self._open, f"not closed: {self._open}"
+        self.figures = {one["name"]: one for one in json.loads(self.scripts["figures-data"])}
+        self.placements = json.loads(self.scripts["placements-data"])
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "action", "data")]
+        if tag == "section":
+            self.anchors.append(found["id"] or "")
+        if tag not in VOID:
+            self._open.append((tag, found))
+
+    def handle_endtag(self, tag: str) -> None:
+        opened, _ = self._open.pop()
+        assert opened == tag, f"<{opened}> ended by </{tag}>"
+
+    def handle_data(self, data: str) -> None:
+        tag, attributes = self._open[-1] if self._open else ("", {})
+        if tag == "style":
+            self.styles.append(data)
+        elif tag == "script" and attributes.get("type") == "application/json":
+            self.scripts[attributes["id"] or ""] = data
+        elif tag != "script" and "section" in [opened for opened, _ in self._open]:
+            self.texts[self.anchors[-1]] = self.texts.get(self.anchors[-1], "") + data
+
+
+def unpacked(data: Any) -> np.ndarray:
+    """An array as plotly.js reads it."""
+    if isinstance(data, list):
+        return np.asarray(data)
+    array = np.frombuffer(base64.b64decode(data["bdata"]), dtype="<" + data["dtype"])
+    return array.reshape([int(size) for size in data.get("shape", str(array.size)).split(",")])

@@ -1,0 +1,237 @@
+"""Pages hold every section, need nothing from elsewhere, and show the numbers of the records."""
+
+import base64
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.reporting.page.report_page import page_html, page_sections, write_page
+from megatron_fssdp.reporting.page.reported_run import read_reported_runs
+from megatron_fssdp.reporting.page.time_section import PART_COLOURS, time_parts
+from megatron_fssdp.reporting.placement_records import read_placements
+from megatron_fssdp.reporting.run_records import (
+    IterationMetrics,
+    LayerMetrics,
+    MetricsWriter,
+    read_loads,
+    read_metrics,
+)
+
+from .made_runs import write_made_run
+from .page_parts import PageParts, unpacked
+
+SECTIONS = [
+    *("loss", "device-load", "time", "expert-load", "placement"),
+    *("replicas", "memory", "what-if", "figures"),
+]
+
+
+def page_of(*folders: Path) -> PageParts:
+    runs = read_reported_runs(folders)
+    return PageParts(page_html(runs, page_sections(runs)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_made_run(tmp_path_factory.mktemp("runs") / "fssdp-1")
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> PageParts:
+    return page_of(folder)
+
+
+def test_all_sections_are_there_and_nothing_is_fetched(page: PageParts) -> None:
+    assert page.anchors == SECTIONS
+    assert set(page.addresses) == {"data:,", *(f"#{anchor}" for anchor in SECTIONS)}
+    assert not re.search(r"url\(|@import", "".join(page.styles))
+    # What is not simulated says how to get it.
+    assert "--cluster" in page.texts["what-if"]
+
+
+def test_losses_and_loads_are_those_of_the_records(page: PageParts, folder: Path) -> None:
+    metrics = read_metrics(folder)
+    loss = page.figures["loss"]["data"][0]
+    np.testing.assert_array_equal(unpacked(loss["x"]), [1, 2, 3, 4, 5])
+    np.testing.assert_allclose(unpacked(loss["y"]), [entry.lm_loss for entry in metrics], rtol=1e-6)
+    before, mean, worst = (unpacked(trace["y"]) for trace in page.figures["device-load"]["data"])
+    after_IL = np.array([[layer.load_max_over_mean for layer in entry.layers] for entry in metrics])
+    before_IL = np.array([[layer.ep_load_max_over_mean for layer in entry.layers] for entry in metrics])
+    np.testing.assert_allclose(before, before_IL.mean(axis=1), rtol=1e-6)
+    np.testing.assert_allclose(mean, after_IL.mean(axis=1), rtol=1e-6)
+    np.testing.assert_allclose(worst, after_IL.max(axis=1), rtol=1e-6)
+    strips = page.figures["device-load-layers-0"]["data"]
+    np.testing.assert_allclose(unpacked(strips[0]["z"]), before_IL.T, rtol=1e-6)
+    np.testing.assert_allclose(unpacked(strips[1]["z"]), after_IL.T, rtol=1e-6)
+
+
+def test_heat_maps_of_experts_are_the_router_s_counts(page: PageParts, folder: Path) -> None:
+    tokens_ILE = read_loads(folder).counts_ILDE.sum(axis=2)
+    maps = page.figures["expert-load-0"]["data"]
+    assert len(maps) == 2
+    for layer, trace in enumerate(maps):
+        tokens_EI = tokens_ILE[:, layer].T
+        np.testing.assert_allclose(unpacked(trace["z"]), tokens_EI / tokens_EI.mean(axis=0), rtol=1e-5)
+
+
+def test_replicas_memory_and_figures_are_those_of_the_records(page: PageParts, folder: Path) -> None:
+    metrics = read_metrics(folder)
+    replicas, gathered, *_ = page.figures["replicas"]["data"]
+    wanted = [sum(layer.num_replicas for layer in entry.layers) for entry in metrics]
+    np.testing.assert_array_equal(unpacked(replicas["y"]), wanted)
+    np.testing.assert_array_equal(unpacked(gathered["y"]), 1000 * np.array(wanted))
+    moved = page.figures["replicas"]["data"][-1]
+    assert (moved["x"], moved["customdata"]) == ([4], [3])
+    peaks = np.array(metrics[-1].rank_peak_bytes) / 2**30
+    np.testing.assert_allclose(page.figures["memory"]["data"][0]["y"], peaks)
+    assert "experts 3.6 MiB: parameters 1 B" in page.texts["memory"]
+    assert f"{metrics[-1].lm_loss:.4f}" in page.texts["figures"]
+
+
+def test_the_viewer_s_bits_are_the_placements(page: PageParts, folder: Path) -> None:
+    placements, loads = read_placements(folder), read_loads(folder)
+    (shown,) = page.placements
+    assert (shown["iterations"], shown["layers"]) == ([1, 2, 3, 4, 5], [1, 2])
+    shape = (5, 2, shown["experts"], -(-shown["devices"] // 8))
+    for name, wanted_ILED in (("owned", placements.owned_ILED), ("present", placements.present_ILED)):
+        octets = np.frombuffer(base64.b64decode(shown[name]), np.uint8).reshape(shape)
+        bits = np.unpackbits(octets, axis=-1, count=shown["devices"])
+        np.testing.assert_array_equal(bits, wanted_ILED)
+    for name, wanted in (
+        ("expert", loads.counts_ILDE.sum(axis=2)),
+        ("before", placements.ep_tokens_ILD),
+        ("after", placements.tokens_ILD),
+    ):
+        np.testing.assert_array_equal(np.frombuffer(base64.b64decode(shown[name]), "<u4"), wanted.ravel())
+
+
+def test_parts_of_an_iteration_s_time_add_up(folder: Path, page: PageParts) -> None:
+    (run,) = read_reported_runs([folder])
+    parts = time_parts(run.records)
+    whole = [entry.iteration_s for entry in run.records.metrics]
+    np.testing.assert_allclose(sum(parts.values()), whole)
+    assert all((values >= 0).all() for values in parts.values())
+    assert parts["re-sharding"].tolist() == [0, 0, 0, 0.2, 0]
+    replicas = 2 * 3  # of two layers
+    np.testing.assert_allclose(parts["waiting for gradients (spRS)"], 0.002 * replicas)
+    shown = {trace["name"]: unpacked(trace["y"]) for trace in page.figures["time"]["data"]}
+    assert set(shown) == set(PART_COLOURS)
+    np.testing.assert_allclose(sum(shown.values()), whole, rtol=1e-6)
+
+
+def test_runs_are_compared_with_the_first(tmp_path: Path) -> None:
+    ep = write_made_run(tmp_path / "ep", "ep")
+    fssdp = write_made_run(tmp_path / "fssdp")
+    again = write_made_run(tmp_path / "again", "fssdp", num_iterations=7, seed=1)
+    page = page_of(ep, fssdp, again)
+    assert page.anchors == SECTIONS
+    # Two runs have one strategy, so all are called as their folders are.
+    assert [trace["name"] for trace in page.figures["loss"]["data"]] == ["ep", "fssdp", "again"]
+    colours = [trace["line"]["color"] for trace in page.figures["loss"]["data"]]
+    assert len(set(colours)) == 3
+    assert "the loss of 5 of 5 iterations is exactly that of ep" in page.texts["loss"]
+    (difference,) = page.figures["loss-difference"]["data"]
+    assert difference["name"] == "again"
+    # Routers of ep and fssdp did the same, which is shown once.
+    assert [name for name in page.figures if name.startswith("expert-load")] == [
+        "expert-load-0",
+        "expert-load-2",
+    ]
+    assert [run["name"] for run in page.placements] == ["ep", "fssdp", "again"]
+
+
+def test_choices_of_auto_are_shown_by_layer(tmp_path: Path) -> None:
+    names = [["ep", "ep"], ["fssdp", "ep"], ["fssdp", "mine"]]
+    with MetricsWriter(tmp_path / "run") as writer:
+        for i, row in enumerate(names, start=1):
+            layers = tuple(
+                LayerMetrics(n, 1.0, 1.0, 0, 0, 0, 0, strategy=name) for n, name in enumerate(row, 1)
+            )
+            writer.append(IterationMetrics(i, 2.0, None, 1.0, 10.0, layers))
+    page = page_of(tmp_path / "run")
+    assert page.anchors == [*SECTIONS[:6], "choices", *SECTIONS[6:]]
+    heat_map, *legend = page.figures["choices-0"]["data"]
+    assert np.array(heat_map["text"]).T.tolist() == names
+    assert [trace["name"] for trace in legend] == ["ep", "fssdp", "mine"]
+    for index, trace in enumerate(legend):  # the colour at an index is the legend's
+        place = (index - heat_map["zmin"]) / (heat_map["zmax"] - heat_map["zmin"])
+        below = [colour for step, colour in heat_map["colorscale"] if step < place]
+        assert below[-1] == trace["marker"]["color"]
+    assert unpacked(heat_map["z"]).tolist() == [[0, 1, 1], [0, 0, 2]]
+
+
+def test_a_run_of_one_iteration_has_a_page(tmp_path: Path) -> None:
+    page = page_of(write_made_run(tmp_path / "short", num_iterations=1))
+    assert page.anchors == SECTIONS
+    assert page.figures["loss"]["data"][0]["mode"] == "lines+markers"
+
+
+def test_long_runs_stay_small(tmp_path: Path) -> None:
+    sizes = {"num_iterations": 900, "num_layers": 3, "num_experts": 64, "num_devices": 16}
+    runs = read_reported_runs([write_made_run(tmp_path / "long", **sizes)])
+    html = page_html(runs, page_sections(runs))
+    short = read_reported_runs([write_made_run(tmp_path / "short", num_iterations=1)])
+    assert len(html) - len(page_html(short, page_sections(short))) < 6e6
+    page = PageParts(html)
+    heat_map = page.figures["expert-load-0"]["data"][0]
+    assert unpacked(heat_map["z"]).shape == (64, 300)
+    assert "Each point is the mean of 3 iterations" in page.texts["expert-load"]
+    (shown,) = page.placements
+    assert (shown["iterations"][0], shown["iterations"][-1]) == (1, 900)
+    assert len(shown["iterations"]) <= 200
+
+
+def test_what_was_not_recorded_is_said(tmp_path: Path) -> None:
+    stock = tmp_path / "none"
+    with MetricsWriter(stock) as writer:
+        writer.append(IterationMetrics(1, 2.0, None, 1.0, 10.0))
+    page = page_of(stock)
+    assert page.anchors == SECTIONS
+    for anchor in ("device-load", "expert-load", "placement", "replicas"):
+        assert "strategy none" in page.texts[anchor]
+    assert "Memory was not recorded" in page.texts["memory"]
+    running = write_made_run(tmp_path / "running")
+    for name in ("loads.npz", "placements.npz"):
+        (running / name).unlink()
+    page = page_of(running)
+    assert "not written yet" in page.texts["expert-load"]
+    assert "no placements.npz (yet)" in page.texts["placement"]
+    assert "device-load-ranked" not in page.figures
+
+
+def test_damaged_records_are_one_line(tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "loads.npz", "placements.npz"):
+        folder = write_made_run(tmp_path / name)
+        octets = (folder / name).read_bytes()
+        (folder / name).write_bytes(octets[: len(octets) - 30])
+        with pytest.raises(ConfigurationError, match=f"{name}: .*half written") as caught:
+            page_of(folder)
+        assert "\n" not in str(caught.value)
+
+
+def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
+    folder = write_made_run(tmp_path / "<b>&'\"")
+    (folder / "config.yaml").write_text("strategy: {name: '</script><script>alert(1)</script>'}\n")
+    page = page_of(folder, write_made_run(tmp_path / "ep", "ep"))
+    assert page.anchors == SECTIONS
+    assert page.placements[0]["name"] == "</script><script>alert(1)</script>"
+
+
+def test_a_page_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "new" / "report.html"
+    write_page(target, "first")
+    assert target.read_text() == "first"
+
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", fails)
+    with pytest.raises(ConfigurationError, match="No space left on device"):
+        write_page(target, "second")
+    assert [path.name for path in target.parent.iterdir()] == ["report.html"]
+    assert target.read_text() == "first"
+    with pytest.raises(ConfigurationError, match="cannot be written"):
+        write_page(target / "below.html", "x")
