@@ -29,6 +29,7 @@ class TokenizerChoice(StrEnum):
 
     BPE = "bpe"
     BYTES = "bytes"
+    WORDPIECE = "wordpiece"
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -157,9 +158,10 @@ def data_build_command(
         typer.Argument(help="Text files and folders. Default: the standard library's sources."),
     ] = None,
     tokenizer: Annotated[
-        TokenizerChoice, typer.Option(help="Trained byte-level BPE, or one token a byte.")
+        TokenizerChoice,
+        typer.Option(help="Trained byte-level BPE, one token a byte, or BERT's: sentences in WordPiece."),
     ] = TokenizerChoice.BPE,
-    vocab_size: Annotated[int, typer.Option(help="Vocabulary of the BPE.")] = 4096,
+    vocab_size: Annotated[int, typer.Option(help="Vocabulary of a trained tokenizer.")] = 4096,
     shards: Annotated[int, typer.Option(help="Pieces that an interrupted build does not repeat.")] = 4,
     with_tests: Annotated[
         bool, typer.Option("--with-tests", help="Default corpus: the library's tests too.")

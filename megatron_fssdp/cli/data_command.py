@@ -1,7 +1,6 @@
 """Builds data with a progress bar."""
 
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -9,12 +8,13 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from megatron_fssdp.data.corpus import corpus_from_paths, default_corpus
 from megatron_fssdp.data.indexed_builder import build_data
 from megatron_fssdp.data.manifest import DataManifest
+from megatron_fssdp.data.tokenizer import TokenizerKind
 
 
 def build_with_progress(
     paths: list[Path],
     out_dir: Path,
-    tokenizer: Literal["bpe", "bytes"],
+    tokenizer: TokenizerKind,
     vocab_size: int,
     num_shards: int,
     rebuild: bool,
@@ -27,7 +27,7 @@ def build_with_progress(
         paths: Text files and folders; none for the default corpus.
         out_dir: Folder of the data.
         tokenizer: Kind of tokenizer.
-        vocab_size: Vocabulary of the BPE.
+        vocab_size: Vocabulary of a trained tokenizer.
         num_shards: Pieces that an interrupted build does not repeat.
         rebuild: Replace data that is damaged or was built from something else.
         with_tests: Include the standard library's tests in the default corpus.

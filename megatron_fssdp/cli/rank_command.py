@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_fssdp.config.run_config import RunConfig
 
-SCRIPT = Path(__file__).with_name("pretraining") / "pretrain_gpt.py"
+_SCRIPTS = Path(__file__).with_name("pretraining")
 
 
 @dataclass(frozen=True)
@@ -75,4 +75,5 @@ class RankCommand:
         return " \\\n  ".join(lines)
 
     def _program(self) -> list[str]:
-        return ["-m", "megatron_fssdp", str(SCRIPT), *self.megatron_arguments]
+        script = _SCRIPTS / f"pretrain_{self.config.model.family}.py"
+        return ["-m", "megatron_fssdp", str(script), *self.megatron_arguments]

@@ -20,6 +20,7 @@ from megatron_fssdp.config.training_settings import DataSettings
 from megatron_fssdp.data.corpus import default_corpus
 from megatron_fssdp.data.manifest import DATA_NAME, MANIFEST_FILE, read_manifest
 from megatron_fssdp.data.tokenizer import MIN_VOCAB_SIZE
+from megatron_fssdp.data.wordpiece import SEP, SPECIAL_TOKENS
 
 EXIT_INTERRUPTED = 130
 _DEVICE_VARIABLE = "MEGATRON_FSSDP_DEVICE"
@@ -96,7 +97,7 @@ def dry_run(request: TrainRequest, resume: bool = False) -> str:
     out_dir = request.out_dir(config)
     if resume:
         RunFolder(out_dir).check(config.training, resume)
-    return _command(config, _described_data(config.data, out_dir), out_dir, resume).shell_text()
+    return _command(config, _described_data(config, out_dir), out_dir, resume).shell_text()
 
 
 def train(request: TrainRequest, resume: bool, console: Console) -> int:
@@ -132,7 +133,7 @@ def train(request: TrainRequest, resume: bool, console: Console) -> int:
     folder.check(config.training, resume)
     if resume:
         folder.check_unchanged(config)
-    data = _built_data(config.data, folder.path, console)
+    data = _built_data(config, folder.path, console)
     if data is not None:
         config = config.model_copy(
             update={"data": config.data.model_copy(update={"path": data.prefix.parent})}
@@ -191,12 +192,13 @@ def _runs_on_cpu(device: str) -> bool:
 def _data_dir(settings: DataSettings, out_dir: Path) -> Path:
     if settings.path is not None:
         return settings.path
-    size = f"-{settings.vocab_size}" if settings.tokenizer == "bpe" else ""
+    size = "" if settings.tokenizer == "bytes" else f"-{settings.vocab_size}"
     return out_dir.parent / f"data-{settings.tokenizer}{size}"
 
 
-def _built_data(settings: DataSettings, out_dir: Path, console: Console) -> TokenizedData | None:
+def _built_data(config: RunConfig, out_dir: Path, console: Console) -> TokenizedData | None:
     """The run's data; the default corpus is built when it is not there yet."""
+    settings = config.data
     if settings.external:
         return None
     folder = _data_dir(settings, out_dir)
@@ -206,19 +208,27 @@ def _built_data(settings: DataSettings, out_dir: Path, console: Console) -> Toke
         build_with_progress(
             [], folder, settings.tokenizer, settings.vocab_size, _DEFAULT_SHARDS, False, False, console
         )
-    return _described_data(settings, out_dir)
+    return _described_data(config, out_dir)
 
 
-def _described_data(settings: DataSettings, out_dir: Path) -> TokenizedData | None:
+def _described_data(config: RunConfig, out_dir: Path) -> TokenizedData | None:
     """The run's data as it is, or as it will be built."""
+    settings = config.data
     if settings.external:
         return None
     folder = _data_dir(settings, out_dir)
     if settings.path is None and not (folder / MANIFEST_FILE).exists():
-        vocab_size = settings.vocab_size if settings.tokenizer == "bpe" else MIN_VOCAB_SIZE
-        num_documents = len(default_corpus().files)
-        return _tokenized(folder, vocab_size, vocab_size - 1, num_documents)
+        vocab_size = MIN_VOCAB_SIZE if settings.tokenizer == "bytes" else settings.vocab_size
+        eod_id = SPECIAL_TOKENS.index(SEP) if settings.tokenizer == "wordpiece" else vocab_size - 1
+        return _tokenized(folder, vocab_size, eod_id, len(default_corpus().files))
     manifest = read_manifest(folder)
+    if (manifest.tokenizer == "wordpiece") != (config.model.family == "bert"):
+        wanted = "--tokenizer wordpiece" if config.model.family == "bert" else "--tokenizer bpe or bytes"
+        raise ConfigurationError(
+            f"{folder}: got data made with --tokenizer {manifest.tokenizer}, wanted {wanted} for "
+            f"model.family {config.model.family}; build it with `megatron-fssdp data build` and give "
+            "its folder as data.path"
+        )
     return _tokenized(folder, manifest.vocab_size, manifest.eod_id, manifest.num_documents)
 
 

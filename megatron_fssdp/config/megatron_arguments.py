@@ -139,6 +139,7 @@ def _model_arguments(model: ModelSettings) -> list[str]:
     arguments += _ACTIVATION_FLAGS[model.activation]
     arguments += [] if model.linear_bias else ["--disable-bias-linear"]
     arguments += [] if model.tie_embeddings else ["--untie-embeddings-and-output-weights"]
+    arguments += ["--bert-no-binary-head"] if model.family == "bert" and not model.order_head else []
     return arguments
 
 
@@ -166,7 +167,8 @@ def _data_arguments(config: RunConfig, data: TokenizedData | None) -> list[str]:
     if data is None:
         return []
     # The data is tokenized already: Megatron needs to know the vocabulary, not the tokenizer. The
-    # end-of-document id is said explicitly and never one that text can contain.
+    # end-of-document id is said explicitly and never one that text can contain. BERT's script also wants the
+    # words, because it masks whole ones.
     return _pairs(
         data_path=data.prefix,
         data_cache_path=data.cache_dir,
@@ -174,6 +176,7 @@ def _data_arguments(config: RunConfig, data: TokenizedData | None) -> list[str]:
         tokenizer_type="NullTokenizer",
         vocab_size=data.vocab_size,
         null_tokenizer_eod_id=data.eod_id,
+        tokenizer_model=data.prefix.parent if config.model.family == "bert" else None,
     )
 
 

@@ -8,11 +8,17 @@ Activation = Literal["gelu", "openai_gelu", "squared_relu", "swiglu", "quick_geg
 
 
 class ModelSettings(BaseModel):
-    """A GPT whose feed-forward layers may be mixtures of experts."""
+    """A GPT or BERT whose feed-forward layers may be mixtures of experts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    family: Literal["gpt"] = Field(default="gpt", description="Model family.")
+    family: Literal["gpt", "bert"] = Field(
+        default="gpt",
+        description="gpt predicts the next token; bert masked words and the order of sentences.",
+    )
+    order_head: bool = Field(
+        default=True, description="bert: the head that says whether two parts are in order. gpt: no effect."
+    )
     num_layers: int = Field(ge=1, description="Transformer layers.")
     hidden_size: int = Field(ge=1, description="Width of the hidden states.")
     num_attention_heads: int = Field(ge=1, description="Attention heads; must divide hidden_size.")
@@ -67,6 +73,20 @@ class ModelSettings(BaseModel):
     moe_router_dtype: Literal["fp32", "fp64"] | None = Field(
         default=None, description="Precision of the router. Default: that of the model."
     )
+
+    @model_validator(mode="after")
+    def _check_family(self) -> Self:
+        if self.family == "bert":
+            if self.position_embedding == "none":
+                raise ValueError(
+                    "model.position_embedding none: Megatron's BERT has learned_absolute or rope; set one of "
+                    "these"
+                )
+            if self.qk_layernorm:
+                raise ValueError(
+                    "model.qk_layernorm: Megatron's BERT has no norms of queries and keys; set it to false"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check(self) -> Self:

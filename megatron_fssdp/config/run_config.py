@@ -53,6 +53,7 @@ class RunConfig(BaseModel):
     def _check(self) -> Self:
         self._check_model_fits_parallelism()
         self._check_experts()
+        self._check_data()
         replicas = self.training.micro_batch_size * self.parallelism.data
         if self.training.global_batch_size % replicas:
             raise ValueError(
@@ -92,6 +93,17 @@ class RunConfig(BaseModel):
         if cut.context > 1 and model.seq_length % (2 * cut.context):
             raise ValueError(
                 f"model.seq_length {model.seq_length} is no multiple of 2 × parallelism.context {cut.context}"
+            )
+
+    def _check_data(self) -> None:
+        if self.data.external or self.data.path is not None:
+            return  # what is in the folder is checked where it is read
+        has_sentences, wants_sentences = self.data.tokenizer == "wordpiece", self.model.family == "bert"
+        if has_sentences != wants_sentences:
+            raise ValueError(
+                f"data.tokenizer {self.data.tokenizer} does not go with model.family {self.model.family}: "
+                "bert trains on sentences in wordpiece, gpt on whole texts in bpe or bytes; set "
+                f"data.tokenizer to {'wordpiece' if wants_sentences else 'bpe'}"
             )
 
     def _check_experts(self) -> None:

@@ -18,11 +18,15 @@ class DataSettings(BaseModel):
             "output folder."
         ),
     )
-    tokenizer: Literal["bpe", "bytes"] = Field(
-        default="bpe", description="Tokenizer of the default corpus when path is not given."
+    tokenizer: Literal["bpe", "bytes", "wordpiece"] = Field(
+        default="bpe",
+        description=(
+            "Tokenizer of the default corpus when path is not given. wordpiece, which bert needs, takes the "
+            "sentences of its docstrings and comments."
+        ),
     )
     vocab_size: int = Field(
-        default=4096, ge=257, description="Vocabulary of that tokenizer, end-of-document included."
+        default=4096, ge=257, description="Vocabulary of that tokenizer, special tokens included."
     )
     split: str = Field(
         default="95,5,0",

@@ -21,6 +21,7 @@ import numpy as np
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.data.corpus import Corpus, SourceFile
+from megatron_fssdp.data.documents import encode_documents, texts_of
 from megatron_fssdp.data.manifest import (
     DATA_NAME,
     MANIFEST_FILE,
@@ -36,6 +37,7 @@ from megatron_fssdp.data.tokenizer import (
     Tokenizer,
     TokenizerKind,
 )
+from megatron_fssdp.data.wordpiece import WordPieceTokenizer
 
 # Called with what is being done, bytes done and bytes altogether.
 OnProgress = Callable[[str, int, int], None]
@@ -65,8 +67,9 @@ def build_data(
     Args:
         corpus: The documents.
         out_dir: Folder for ``text.bin``, ``text.idx``, the tokenizer and the manifest.
-        tokenizer: ``bpe`` trains a byte-level BPE on the corpus; ``bytes`` needs no training.
-        vocab_size: Vocabulary of the BPE, end-of-document included.
+        tokenizer: ``bpe`` trains a byte-level BPE on the corpus; ``bytes`` needs no training; ``wordpiece``
+            takes the texts' sentences apart and trains BERT's tokenizer on them.
+        vocab_size: Vocabulary of a trained tokenizer, special tokens included.
         num_shards: Pieces that an interrupted build does not repeat.
         rebuild: Replace data that is damaged or was built from something else.
         on_progress: Told what is being done.
@@ -79,7 +82,7 @@ def build_data(
     """
     if num_shards < 1:
         raise ConfigurationError(f"shards: got {num_shards}, wanted 1 or more")
-    wanted = fingerprint(corpus, tokenizer, vocab_size if tokenizer == "bpe" else ByteTokenizer.vocab_size)
+    wanted = fingerprint(corpus, tokenizer, ByteTokenizer.vocab_size if tokenizer == "bytes" else vocab_size)
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         with _locked(out_dir):
@@ -129,14 +132,19 @@ def _build(
     done_bytes = 0
     for number, files in enumerate(_cut(corpus, num_shards)):
         finished.append(
-            _write_shard(files, work / _shard_name(number), tokenizer, on_progress, done_bytes, corpus)
+            _write_shard(files, work / _shard_name(number), tokenizer, kind, on_progress, done_bytes, corpus)
         )
         done_bytes += sum(file.num_bytes for file in files)
         on_progress("tokenizing", done_bytes, corpus.num_bytes)
+    if not any(shard.num_documents for shard in finished):
+        raise ConfigurationError(
+            f"{corpus.name}: no file with two sentences or more; give texts, or Python sources with "
+            "docstrings"
+        )
     on_progress("joining shards", 0, 1)
     _join(work, len(finished), out_dir, tokenizer)
     tokenizer.save(out_dir)
-    names = [f"{DATA_NAME}.bin", f"{DATA_NAME}.idx"] + ([TOKENIZER_FILE] if kind == "bpe" else [])
+    names = [f"{DATA_NAME}.bin", f"{DATA_NAME}.idx"] + ([TOKENIZER_FILE] if kind != "bytes" else [])
     manifest = DataManifest(
         fingerprint=wanted,
         tokenizer=kind,
@@ -157,17 +165,18 @@ def _tokenizer(
 ) -> Tokenizer:
     if kind == "bytes":
         return ByteTokenizer()
+    trained = WordPieceTokenizer if kind == "wordpiece" else BpeTokenizer
     finished = work / "tokenizer"
     if not finished.exists():
         partial = work / "tokenizer.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        BpeTokenizer.train(_training_texts(corpus, on_progress), vocab_size).save(partial)
+        trained.train(_training_texts(corpus, kind, on_progress), vocab_size).save(partial)
         os.replace(partial, finished)
-    return BpeTokenizer.load(finished)
+    return trained.load(finished)
 
 
-def _training_texts(corpus: Corpus, on_progress: OnProgress) -> Iterator[str]:
+def _training_texts(corpus: Corpus, kind: TokenizerKind, on_progress: OnProgress) -> Iterator[str]:
     """Evenly spread documents, at most ``_TRAIN_TOKENIZER_BYTES`` of them."""
     stride = -(-corpus.num_bytes // _TRAIN_TOKENIZER_BYTES)
     done = 0
@@ -176,7 +185,7 @@ def _training_texts(corpus: Corpus, on_progress: OnProgress) -> Iterator[str]:
     for file in files:
         done += file.num_bytes
         on_progress("training the tokenizer", done, total)
-        yield file.read()
+        yield from texts_of(file, kind)
 
 
 def _cut(corpus: Corpus, num_shards: int) -> list[list[SourceFile]]:
@@ -193,6 +202,7 @@ def _write_shard(
     files: list[SourceFile],
     prefix: Path,
     tokenizer: Tokenizer,
+    kind: TokenizerKind,
     on_progress: OnProgress,
     done_bytes: int,
     corpus: Corpus,
@@ -204,12 +214,10 @@ def _write_shard(
     builder = _indexed_builder(f"{partial}.bin", tokenizer)
     num_documents = num_tokens = 0
     for batch in _batches(files):
-        for ids in tokenizer.encode([file.read() for file in batch]):
-            if len(ids) == 0:
-                continue
-            builder.add_document(np.append(ids, tokenizer.eod_id), [len(ids) + 1])
+        for sequences in encode_documents(batch, tokenizer, kind):
+            builder.add_document(np.concatenate(sequences), [len(ids) for ids in sequences])
             num_documents += 1
-            num_tokens += len(ids) + 1
+            num_tokens += sum(len(ids) for ids in sequences)
         done_bytes += sum(file.num_bytes for file in batch)
         on_progress("tokenizing", done_bytes, corpus.num_bytes)
     builder.finalize(f"{partial}.idx")

@@ -1,4 +1,4 @@
-"""Byte-level tokenizers whose end-of-document id is one that text never contains.
+"""Tokenizers: byte-level ones, whose end-of-document id is one that text never contains.
 
 The data is tokenized before training, so Megatron is only told the size of the
 vocabulary and the end-of-document id. That id is always the last one, which is
@@ -8,14 +8,14 @@ where Megatron's NullTokenizer looks for it.
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_fssdp.config.errors import ConfigurationError
 
-TokenizerKind = Literal["bpe", "bytes"]
+TokenizerKind = Literal["bpe", "bytes", "wordpiece"]
 
 EOD_TOKEN = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
@@ -41,6 +41,36 @@ class Tokenizer(Protocol):
         """Write what is needed to load the tokenizer again."""
 
 
+def read_tokenizer_file(folder: Path) -> str:
+    """The text of a folder's ``tokenizer.json``.
+
+    Raises:
+        ConfigurationError: It cannot be read.
+    """
+    try:
+        return (folder / TOKENIZER_FILE).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"{folder / TOKENIZER_FILE}: cannot be read ({error}); build the data again"
+        ) from None
+
+
+def parse_tokenizer(json_text: str) -> Any:
+    """The ``tokenizers`` library's tokenizer of a ``tokenizer.json``; special tokens in a text are text.
+
+    Raises:
+        ConfigurationError: It is none.
+    """
+    from tokenizers import Tokenizer as JsonTokenizer
+
+    try:
+        tokenizer = JsonTokenizer.from_str(json_text)
+    except Exception as error:  # the library raises plain Exception
+        raise ConfigurationError(f"{TOKENIZER_FILE} is damaged ({error}); build the data again") from None
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
 class ByteTokenizer:
     """One token a byte of UTF-8; needs no training."""
 
@@ -64,14 +94,7 @@ class BpeTokenizer:
         Raises:
             ConfigurationError: It is no tokenizer with an end-of-document token in the last place.
         """
-        from tokenizers import Tokenizer as JsonTokenizer
-
-        try:
-            self._tokenizer = JsonTokenizer.from_str(json_text)
-        except Exception as error:  # the library raises plain Exception
-            raise ConfigurationError(f"{TOKENIZER_FILE} is damaged ({error}); build the data again") from None
-        # The text "<|endoftext|>" in a document is text.
-        self._tokenizer.encode_special_tokens = True
+        self._tokenizer = parse_tokenizer(json_text)
         self.vocab_size: int = self._tokenizer.get_vocab_size()
         self.eod_id: int = self.vocab_size - 1
         if self._tokenizer.token_to_id(EOD_TOKEN) != self.eod_id:
@@ -121,12 +144,7 @@ class BpeTokenizer:
         Raises:
             ConfigurationError: The file is missing or damaged.
         """
-        try:
-            return cls((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigurationError(
-                f"{folder / TOKENIZER_FILE}: cannot be read ({error}); build the data again"
-            ) from None
+        return cls(read_tokenizer_file(folder))
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """Token ids of each text, without end-of-document."""

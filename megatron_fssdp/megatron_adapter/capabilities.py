@@ -158,6 +158,12 @@ _OPTIONAL_SEAMS = (
         "chooses experts by nodes",
         "router=topology_aware",
     ),
+    Seam(
+        "megatron.core.models.bert.bert_model",
+        "BertModel",
+        "puts experts into its layers",
+        "BERT with --num-experts",
+    ),
 )
 
 

@@ -9,6 +9,7 @@ the mark of iterations.
 from datetime import timedelta
 from enum import Enum
 from functools import partial, wraps
+from importlib.util import find_spec
 from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
@@ -52,7 +53,8 @@ def register(by_launcher: bool = False) -> None:
 
     The launcher does it for unmodified scripts; in a script that does it itself, the launcher's
     registration stands. Under ``--moe-strategy none``, the default, everything that Megatron
-    computes is bitwise what it is without the plugin. A script that lets a
+    computes is bitwise what it is without the plugin; but its BERT gets the experts that ``--num-experts``
+    asks for, which Megatron leaves out. A script that lets a
     :class:`ConfigurationError` through ends with one line and exit code 2.
 
     Args:
@@ -118,6 +120,12 @@ def register(by_launcher: bool = False) -> None:
     from megatron_fssdp.megatron_adapter import training_hooks
 
     training_hooks.wrap_training(training, active_choice)
+
+    # Megatron's BERT drops --num-experts without a word, under every strategy, `none` included.
+    if find_spec("megatron.core.models.bert") is not None:
+        from megatron_fssdp.megatron_adapter import bert_layers
+
+        bert_layers.install()
 
 
 def _choose(args: Any) -> None:

@@ -1,0 +1,107 @@
+"""Sentences that people wrote: docstrings and comments of Python sources, paragraphs of other texts.
+
+What BERT trains on: a file is a document, and its sentences are in order. Rules, no model: they look for what
+is clearly a sentence and leave out what is code, a table or a ruler. An abbreviation may cut a sentence.
+"""
+
+import ast
+import inspect
+import io
+import re
+import textwrap
+import tokenize
+from collections.abc import Iterator
+
+MAX_WORDS = 100
+"""Of a sentence; the rest is the next one."""
+
+_MIN_WORDS = 3
+_LEAST_LETTERS = 0.7
+_PARAGRAPHS = re.compile(r"\n\s*\n")
+# Behind a full stop and in front of what starts a sentence; not behind "e.g." and initials.
+_SENTENCES = re.compile(r"(?<=[.!?])(?<!\b[A-Za-z]\.)(?<!i\.e\.)(?<!e\.g\.)[\"')\]]*\s+(?=[\"'(`]?[A-Z])")
+_LIST_ITEM = re.compile(r"\n\s*(?=(?:[-*+]|\d+[.)])\s)")
+_BULLET = re.compile(r"^(?:[-*+#]+|\d+[.)])\s+")
+_ENCODING = re.compile(r"coding[:=]|^!|^(?:type|noqa|pragma|pylint|fmt|mypy)\b")
+
+
+def sentences(text: str, is_python: bool) -> list[str]:
+    """All sentences of a document.
+
+    Args:
+        text: The document.
+        is_python: Python source, of which docstrings and comments count.
+
+    Returns:
+        Sentences in order, each a line of up to ``MAX_WORDS`` words; none twice, as licences are.
+    """
+    blocks = _python_blocks(text) if is_python else [text]
+    found = (sentence for block in blocks for sentence in _sentences_of(block))
+    return list(dict.fromkeys(found))
+
+
+def _python_blocks(source: str) -> list[str]:
+    """Docstrings and runs of comments, in the order of their lines; those that are there before a mistake."""
+    placed = [*_docstrings(source), *_comments(source)]
+    return [text for _, text in sorted(placed, key=lambda block: block[0])]
+
+
+def _docstrings(source: str) -> Iterator[tuple[int, str]]:
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node, clean=False)
+            if text:
+                yield node.body[0].lineno, inspect.cleandoc(text)
+
+
+def _comments(source: str) -> Iterator[tuple[int, str]]:
+    """Comments; those that are alone on adjacent lines, in one column, are joined."""
+    first = last = column = -1
+    lines: list[str] = []
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type != tokenize.COMMENT:
+                continue
+            row, start = token.start
+            if lines and (row != last + 1 or start != column or token.line[:start].strip()):
+                yield first, "\n".join(lines)
+                lines = []
+            first, last, column = (first if lines else row), row, start
+            lines.append(token.string.lstrip("#").removeprefix(" ").removeprefix(":"))
+    except (tokenize.TokenError, SyntaxError):
+        pass
+    if lines:
+        yield first, "\n".join(lines)
+
+
+def _sentences_of(block: str) -> Iterator[str]:
+    for paragraph in _PARAGRAPHS.split(block.expandtabs()):
+        if _is_code(paragraph):
+            continue
+        for item in _LIST_ITEM.split(paragraph):
+            for piece in _SENTENCES.split(" ".join(item.split())):
+                words = _BULLET.sub("", piece).split()
+                for start in range(0, len(words), MAX_WORDS):
+                    if _is_sentence(cut := words[start : start + MAX_WORDS]):
+                        yield " ".join(cut)
+
+
+def _is_code(paragraph: str) -> bool:
+    """Whether it is a doctest, or Python as far as Python can tell: commented-out lines."""
+    if paragraph.lstrip().startswith((">>>", "...", "$ ")) or _ENCODING.search(paragraph.strip()):
+        return True
+    try:
+        return bool(ast.parse(textwrap.dedent(paragraph)).body)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return False
+
+
+def _is_sentence(words: list[str]) -> bool:
+    text = "".join(words)
+    if len(words) < _MIN_WORDS or "->" in words:  # a line of a table
+        return False
+    return sum(map(str.isalpha, text)) >= _LEAST_LETTERS * len(text)
