@@ -13,7 +13,13 @@ try:
     __version__ = version("megatron-fssdp")
 except PackageNotFoundError:  # imported from its sources, and never installed
     __version__ = "0+unknown"
-__all__ = ["get_gpt_decoder_block_spec", "get_moe_module_spec", "register", "start_session"]
+__all__ = [
+    "get_bert_layer_spec",
+    "get_gpt_decoder_block_spec",
+    "get_moe_module_spec",
+    "register",
+    "start_session",
+]
 
 
 def register() -> None:
@@ -48,3 +54,10 @@ def get_gpt_decoder_block_spec(
     from megatron_fssdp.megatron_adapter import layer_specs
 
     return layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine, vp_stage=vp_stage, **kwargs)
+
+
+def get_bert_layer_spec(config: Any, use_transformer_engine: bool | None = None, **kwargs: Any) -> Any:
+    """A spec of Megatron's BERT layers with a strategy in it; see ``megatron_adapter.layer_specs``."""
+    from megatron_fssdp.megatron_adapter import layer_specs
+
+    return layer_specs.get_bert_layer_spec(config, use_transformer_engine, **kwargs)

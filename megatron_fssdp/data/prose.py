@@ -20,6 +20,7 @@ _LEAST_LETTERS = 0.7
 _PARAGRAPHS = re.compile(r"\n\s*\n")
 # Behind a full stop and in front of what starts a sentence; not behind "e.g." and initials.
 _SENTENCES = re.compile(r"(?<=[.!?])(?<!\b[A-Za-z]\.)(?<!i\.e\.)(?<!e\.g\.)[\"')\]]*\s+(?=[\"'(`]?[A-Z])")
+_CODE_SIGNS = re.compile(r"[=(\[{]")
 _LIST_ITEM = re.compile(r"\n\s*(?=(?:[-*+]|\d+[.)])\s)")
 _BULLET = re.compile(r"^(?:[-*+#]+|\d+[.)])\s+")
 _ENCODING = re.compile(r"coding[:=]|^!|^(?:type|noqa|pragma|pylint|fmt|mypy)\b")
@@ -71,7 +72,9 @@ def _comments(source: str) -> Iterator[tuple[int, str]]:
                 yield first, "\n".join(lines)
                 lines = []
             first, last, column = (first if lines else row), row, start
-            lines.append(token.string.lstrip("#").removeprefix(" ").removeprefix(":"))
+            text = token.string.lstrip("#").removeprefix(" ").removeprefix(":")
+            # A line without brackets and assignments is one of words, even where Python would take it.
+            lines.append("" if _CODE_SIGNS.search(text) and _is_code(text) else text)
     except (tokenize.TokenError, SyntaxError):
         pass
     if lines:

@@ -6,9 +6,10 @@ begin a word and which are special.
 
 import hashlib
 import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from megatron_fssdp.data.tokenizer import TOKENIZER_FILE, parse_tokenizer, read_
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 VOCAB_FILE = "vocab.txt"
+MIN_VOCAB_SIZE = 64
 
 
 class WordPieceTokenizer:
@@ -51,27 +53,27 @@ class WordPieceTokenizer:
             vocab_size: Ids wanted, special tokens included. Little text gives fewer.
 
         Raises:
-            ConfigurationError: There is no room for special tokens and letters.
+            ConfigurationError: There is no room for special tokens, letters and words.
         """
-        from tokenizers import Tokenizer as JsonTokenizer
-        from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+        if vocab_size < MIN_VOCAB_SIZE:
+            raise ConfigurationError(
+                f"vocab size: got {vocab_size}, wanted {MIN_VOCAB_SIZE} or more (letters and words)"
+            )
+        from tokenizers import trainers
 
-        tokenizer = JsonTokenizer(models.WordPiece(unk_token=UNK))
-        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        tokenizer.decoder = decoders.WordPiece()
+        texts = list(texts)
+        learning = _bare_tokenizer({UNK: 0})
         trainer = trainers.WordPieceTrainer(
             vocab_size=vocab_size,
-            special_tokens=list(SPECIAL_TOKENS),
-            limit_alphabet=max(vocab_size // 4, 1),  # rare scripts would take the place of words
+            # The trainer numbers letters inside words as it meets them, in the order of a hash table, and
+            # breaks ties by these numbers. Numbered in advance, they give the same result each time.
+            special_tokens=[*SPECIAL_TOKENS, *_letters(texts, learning.normalizer, vocab_size // 4)],
+            limit_alphabet=0,
             show_progress=False,
         )
-        tokenizer.train_from_iterator(texts, trainer)
-        if tokenizer.get_vocab_size() > vocab_size:
-            raise ConfigurationError(
-                f"vocab size: got {vocab_size}, wanted {tokenizer.get_vocab_size()} or more "
-                "(special tokens and the letters of this text)"
-            )
+        learning.train_from_iterator(texts, trainer)
+        tokenizer = _bare_tokenizer(learning.get_vocab())
+        tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
         return cls(tokenizer.to_str())
 
     @classmethod
@@ -113,3 +115,25 @@ class WordPieceTokenizer:
 
     def _words(self) -> list[str]:
         return [self.inv_vocab[index] for index in range(self.vocab_size)]
+
+
+def _bare_tokenizer(words: dict[str, int]) -> Any:
+    """The library's tokenizer of a vocabulary, with BERT's normalization."""
+    from tokenizers import Tokenizer as JsonTokenizer
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    tokenizer = JsonTokenizer(models.WordPiece(vocab=words, unk_token=UNK))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def _letters(texts: Iterable[str], normalizer: Any, most: int) -> list[str]:
+    """The most frequent letters, at the start of words and inside them; rare scripts would displace words."""
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(normalizer.normalize_str(text))
+    frequent = sorted(counts, key=lambda letter: (-counts[letter], letter))[: max(most, 1)]
+    letters = sorted(letter for letter in frequent if not letter.isspace())
+    return letters + [f"##{letter}" for letter in letters]

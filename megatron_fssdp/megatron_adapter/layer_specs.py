@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy_selection import strategy_settings
 from megatron_fssdp.config.strategy_settings import PlacementSettings
+from megatron_fssdp.megatron_adapter.bert_layers import stock_spec, with_experts
 from megatron_fssdp.megatron_adapter.capabilities import check_core
 from megatron_fssdp.megatron_adapter.moe_layer import StrategyMoELayer
 from megatron_fssdp.megatron_adapter.registration import active_choice
@@ -117,6 +118,42 @@ def get_gpt_decoder_block_spec(
     for layer in block.layer_specs:
         layer.submodules.mlp = _with_session(layer.submodules.mlp, session)
     return block
+
+
+def get_bert_layer_spec(
+    config: Any,
+    use_transformer_engine: bool | None = None,
+    *,
+    strategy: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    session: StrategySession | None = None,
+) -> Any:
+    """A spec of Megatron's BERT layers, with a strategy in those that have experts.
+
+    Megatron has no such spec; see ``megatron_adapter.bert_layers``.
+
+    Args:
+        config: Megatron's ``TransformerConfig``.
+        use_transformer_engine: By default when it is installed and the config asks for it.
+        strategy: Name of a strategy; by default the one chosen on the command line.
+        settings: The strategy's keys, as in its YAML file.
+        session: Share this session instead of starting one.
+
+    Returns:
+        What ``BertModel`` takes as ``transformer_layer_spec``.
+
+    Raises:
+        ConfigurationError: No strategy is named, or settings that do not fit it; the model has no experts.
+    """
+    if config.num_moe_experts is None:
+        raise ConfigurationError("spec: got a config without num_moe_experts, wanted a model with experts")
+    session = _session(strategy, settings, session)
+    if use_transformer_engine is None:
+        use_transformer_engine = HAVE_TE and config.transformer_impl == "transformer_engine"
+    spec = with_experts(stock_spec(use_transformer_engine), config)
+    experts = spec.params["experts"]
+    experts.mlp = _with_session(experts.mlp, session)
+    return spec
 
 
 def _session(

@@ -13,7 +13,7 @@ class ParameterCount:
     """Elements of a model's parameters, each in one place.
 
     Attributes:
-        embeddings: Of tokens, and of positions where these are learned.
+        embeddings: Of tokens, of positions where these are learned, and of BERT's two parts of a text.
         attention: Matrices of queries, keys, values and results.
         dense_mlps: Matrices of feed-forward layers without experts.
         routers: Matrices of the gates.
@@ -24,6 +24,7 @@ class ParameterCount:
         other_expert_biases: And of the others.
         norms_and_biases: Vectors outside the routed experts.
         output_layer: Its matrix, unless that is the embeddings'.
+        loss_heads: What BERT has between its last layer and its losses, and the output layer's biases.
     """
 
     embeddings: int
@@ -37,6 +38,7 @@ class ParameterCount:
     other_expert_biases: int
     norms_and_biases: int
     output_layer: int
+    loss_heads: int = 0
 
     @property
     def total(self) -> int:
@@ -55,7 +57,7 @@ class ParameterCount:
 
     @property
     def matrices_of_layers(self) -> int:
-        """Without embeddings, output layer, norms and biases: what Hecate and FasterMoE state."""
+        """Without embeddings, all behind the layers, norms and biases: what Hecate and FasterMoE state."""
         experts = self.chosen_experts + self.other_experts + self.shared_experts
         return self.attention + self.dense_mlps + self.routers + experts
 
@@ -71,12 +73,13 @@ def count_parameters(model: ModelSettings, vocab_size: int) -> ParameterCount:
     num_dense_layers = model.num_layers - num_moe_layers
     num_experts = model.num_experts or 0
     positions = model.seq_length if model.position_embedding == "learned_absolute" else 0
+    parts_of_text = 2 if model.family == "bert" and model.order_head else 0
     matrices = mlp_matrix_elements(model, model.expert_ffn_size)
     biases = expert_elements(model) - matrices
     chosen = num_moe_layers * min(model.moe_top_k, num_experts)
     others = num_moe_layers * num_experts - chosen
     return ParameterCount(
-        embeddings=(vocab_size + positions) * hidden,
+        embeddings=(vocab_size + positions + parts_of_text) * hidden,
         attention=model.num_layers * attention_elements(model),
         dense_mlps=num_dense_layers * mlp_matrix_elements(model, model.dense_ffn_size),
         routers=num_moe_layers * hidden * num_experts,
@@ -87,6 +90,7 @@ def count_parameters(model: ModelSettings, vocab_size: int) -> ParameterCount:
         other_expert_biases=others * biases,
         norms_and_biases=_norm_elements(model) + _bias_elements(model),
         output_layer=0 if model.tie_embeddings else vocab_size * hidden,
+        loss_heads=_loss_head_elements(model, vocab_size),
     )
 
 
@@ -119,6 +123,16 @@ def _norm_elements(model: ModelSettings) -> int:
     vectors = 2 if model.normalization == "LayerNorm" else 1
     of_heads = 2 * model.head_width if model.qk_layernorm else 0
     return vectors * (model.num_layers * (2 * model.hidden_size + of_heads) + model.hidden_size)
+
+
+def _loss_head_elements(model: ModelSettings, vocab_size: int) -> int:
+    """A dense layer with a norm before the output layer; another one on the first token, for the order."""
+    if model.family != "bert":
+        return 0
+    hidden = model.hidden_size
+    square = hidden * hidden + hidden
+    words = square + (2 if model.normalization == "LayerNorm" else 1) * hidden + vocab_size
+    return words + (square + 2 * hidden + 2 if model.order_head else 0)
 
 
 def _bias_elements(model: ModelSettings) -> int:

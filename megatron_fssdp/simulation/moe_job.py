@@ -211,7 +211,9 @@ def _flops_by_layer(
             running = 0.0
         else:
             running += attention + dense_mlp
-    return tuple(before_layer), tuple(before_gate), tokens * (running + 2.0 * hidden * vocab_size)
+    before_logits = 2.0 * hidden * hidden if model.family == "bert" else 0.0
+    logits = before_logits + 2.0 * hidden * vocab_size
+    return tuple(before_layer), tuple(before_gate), tokens * (running + logits)
 
 
 def _dense_elements(model: ModelSettings, vocab_size: int) -> int:

@@ -5,11 +5,13 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.data import documents as documents_module
 from megatron_fssdp.data import indexed_builder
 from megatron_fssdp.data.corpus import Corpus, corpus_from_paths
 from megatron_fssdp.data.indexed_builder import build_data
 from megatron_fssdp.data.manifest import read_manifest
 from megatron_fssdp.data.tokenizer import BpeTokenizer
+from megatron_fssdp.data.wordpiece import WordPieceTokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Could not determine rank")  # Megatron logs by rank
 
@@ -125,3 +127,44 @@ def test_missing_data_says_how_to_build_it(tmp_path):
     (tmp_path / "manifest.json").write_text(json.dumps({"format": 1}))
     with pytest.raises(ConfigurationError, match="damaged"):
         read_manifest(tmp_path)
+
+
+def test_sentence_data_has_a_sequence_for_each_sentence(tmp_path, monkeypatch):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    texts = {
+        "a.py": '"""Says what it is for. Then says it again."""\n# a comment of words\nx = 1\n',
+        "b.py": '"""Only one sentence here."""\n',
+        "c.py": "y = 2\n",
+        "d.txt": f"Short words come first. Long {'long ' * 90}ends here.\n\n{'inside ' * 95}ends there.\n",
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    monkeypatch.setattr(documents_module, "MAX_SENTENCE_TOKENS", 50)
+    manifest, _ = build_data(corpus_from_paths([folder]), tmp_path / "out", "wordpiece", 200, num_shards=3)
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    tokenizer, data = (
+        WordPieceTokenizer.load(tmp_path / "out"),
+        IndexedDataset(str(tmp_path / "out" / "text")),
+    )
+    sentences = [tokenizer.decode(data[number].tolist()) for number in range(len(data))]
+    first, last = data.document_indices[:2].tolist(), data.document_indices[-1]
+    assert manifest.num_documents == len(data.document_indices) - 1 == 2
+    assert sentences[first[0] : first[1]] == [
+        "says what it is for.",
+        "then says it again.",
+        "a comment of words",
+    ]
+    assert sentences[first[1]] == "short words come first."
+    assert last == len(data)
+    assert max(data.sequence_lengths) == 50
+    assert manifest.num_tokens == sum(data.sequence_lengths)
+    assert manifest.eod_id == tokenizer.sep
+
+
+def test_texts_without_sentences_are_refused(tmp_path):
+    (tmp_path / "a.py").write_text("x = 1\n" * 50)
+    with pytest.raises(ConfigurationError, match="two sentences"):
+        build_data(corpus_from_paths([tmp_path / "a.py"]), tmp_path / "out", "wordpiece", 200)
+    assert not (tmp_path / "out" / "manifest.json").exists()

@@ -11,11 +11,20 @@ from megatron_fssdp.data.corpus import corpus_from_paths
 from megatron_fssdp.data.indexed_builder import build_data
 from megatron_fssdp.data.manifest import DATA_NAME
 
+SOURCES = [Path(module.__file__) for module in (argparse, json.decoder, pathlib, textwrap, typing)]
+
 
 @pytest.fixture(scope="session")
 def text_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Megatron arguments' data prefix: some sources of the standard library, as bytes."""
     folder = tmp_path_factory.mktemp("text")
-    sources = [Path(module.__file__) for module in (argparse, json.decoder, pathlib, textwrap, typing)]
-    build_data(corpus_from_paths(sources), folder, tokenizer="bytes", num_shards=1)
+    build_data(corpus_from_paths(SOURCES), folder, tokenizer="bytes", num_shards=1)
+    return folder / DATA_NAME
+
+
+@pytest.fixture(scope="session")
+def sentence_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same for BERT: the sentences of those sources, in WordPiece."""
+    folder = tmp_path_factory.mktemp("sentences")
+    build_data(corpus_from_paths(SOURCES), folder, tokenizer="wordpiece", vocab_size=600, num_shards=1)
     return folder / DATA_NAME

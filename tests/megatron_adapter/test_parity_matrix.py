@@ -6,14 +6,14 @@ settings, so that most pairs of them meet somewhere; owners move every other ite
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from megatron_fssdp.reporting.run_records import read_metrics
 
-from .training_run import SCRIPT, TrainingRun, relative_difference, train_on_all_ranks
+from .training_run import GPT, Model, TrainingRun, relative_difference, train_on_all_ranks
 
 Record = Callable[[str, object], None]
 
@@ -311,7 +311,7 @@ WITH_MEGATRONS_SCRIPT = {
 def test_losses_equal_stock_megatron(
     name: str, text_data: Path, tmp_path: Path, record_property: Record
 ) -> None:
-    _compare(DEFAULT[name], text_data, tmp_path, record_property)
+    compare(DEFAULT[name], text_data, tmp_path, record_property)
 
 
 @pytest.mark.slow
@@ -319,7 +319,7 @@ def test_losses_equal_stock_megatron(
 def test_losses_equal_stock_megatron_in_more_layouts(
     name: str, text_data: Path, tmp_path: Path, record_property: Record
 ) -> None:
-    _compare(MORE[name], text_data, tmp_path, record_property)
+    compare(MORE[name], text_data, tmp_path, record_property)
 
 
 @pytest.mark.slow
@@ -331,18 +331,27 @@ def test_losses_equal_stock_megatron_with_its_script(
     name: str, text_data: Path, tmp_path: Path, record_property: Record
 ) -> None:
     script = Path(os.environ["MEGATRON_LM_PATH"]) / "pretrain_gpt.py"
-    _compare(WITH_MEGATRONS_SCRIPT[name], text_data, tmp_path, record_property, script)
+    compare(WITH_MEGATRONS_SCRIPT[name], text_data, tmp_path, record_property, replace(GPT, script=script))
 
 
-def _compare(layout: Layout, data: Path, folder: Path, record: Record, script: Path = SCRIPT) -> None:
-    (stock, _), (ep, _) = _train(layout, "none", data, script), _train(layout, "ep", data, script)
+def compare(layout: Layout, data: Path, folder: Path, record: Record, model: Model = GPT) -> None:
+    """Train under ``none``, ``ep`` and ``fssdp`` from one seed, and compare.
+
+    Args:
+        layout: What is trained how.
+        data: Prefix of Megatron's indexed data.
+        folder: For records.
+        record: Takes what was measured.
+        model: What is trained.
+    """
+    (stock, _), (ep, _) = _train(layout, "none", data, model), _train(layout, "ep", data, model)
     keys = f"{layout.settings} reshard_interval={layout.reshard_interval} record_dir={folder}".split()
     strategy = " ".join(["fssdp", *(f"--moe-strategy-set {key}" for key in keys)])
-    fssdp, messages = _train(layout, strategy, data, script)
+    fssdp, messages = _train(layout, strategy, data, model)
     assert len(stock.losses) == layout.num_iterations
     assert stock.losses[-1] < stock.losses[0]
     differences = [
-        (relative_difference(run.losses, to.losses), _norm_difference(run, to))
+        (relative_difference(_losses(run), _losses(to)), _norm_difference(run, to))
         for run, to in ((ep, stock), (fssdp, ep))
     ]
     moved = sum("re-sharded" in message for message in messages)
@@ -365,16 +374,20 @@ def _compare(layout: Layout, data: Path, folder: Path, record: Record, script: P
     assert moved or not layout.moves
 
 
-def _train(layout: Layout, strategy: str, data: Path, script: Path) -> tuple[TrainingRun, list[str]]:
+def _train(layout: Layout, strategy: str, data: Path, model: Model) -> tuple[TrainingRun, list[str]]:
     """The last rank's view, and the messages of all ranks."""
     arguments = (
         f"--expert-model-parallel-size {layout.ep} {layout.arguments} --train-iters {layout.num_iterations} "
         f"--moe-strategy {strategy}"
     )
-    runs = train_on_all_ranks(layout.num_ranks, arguments, data, script=script)
+    runs = train_on_all_ranks(layout.num_ranks, arguments, data, model=model)
     failed = next((run for run in runs if run.exit_code), None)
     assert failed is None, failed.errors[-3000:]
     return runs[-1], [message for run in runs for message in run.messages]
+
+
+def _losses(run: TrainingRun) -> tuple[float, ...]:
+    return run.losses + run.other_losses
 
 
 def _norm_difference(run: TrainingRun, to: TrainingRun) -> float:

@@ -5,6 +5,7 @@ On a meta device, so at full width; models of more than four layers with two of 
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,12 @@ from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 CONFIGS = Path(__file__).parents[2] / "configs"
 EXPERIMENTS = sorted((CONFIGS / "experiments").glob("*.yaml"))
 
-# What no shipped model has: overrides of the tiny GPT.
+# What no shipped model has: overrides of the tiny ones.
+BERTS = {
+    "BERT every other layer": [],
+    "BERT without a head for the order": ["model.order_head=false", "model.tie_embeddings=false"],
+    "dense BERT": ["model.num_experts=null", "parallelism.expert=1", "strategy={name: none}"],
+}
 OTHERS = {
     "dense": ["model.num_experts=null", "parallelism.expert=1", "strategy={name: none}"],
     "biases of gated experts behind a dense layer": [
@@ -39,12 +45,14 @@ class Job:
         num_ranks: Of the run.
         strategy: Of the run.
         vocab_size: Token ids.
+        family: Of the model.
     """
 
     words: list[str]
     num_ranks: int
     strategy: str
     vocab_size: int
+    family: str
 
 
 def job_of(run: RunConfig) -> Job:
@@ -52,7 +60,7 @@ def job_of(run: RunConfig) -> Job:
     data = TokenizedData(Path("d/text"), vocab_size, vocab_size - 1, 50, Path("d/cache"))
     machine = Installation(on_cpu, has_transformer_engine=False)
     words = megatron_arguments(run, data, machine, Path("runs/x"), resume=False)
-    return Job(words, run.parallelism.world_size, run.strategy.name, vocab_size)
+    return Job(words, run.parallelism.world_size, run.strategy.name, vocab_size, run.model.family)
 
 
 def shallow(path: Path) -> RunConfig:
@@ -67,6 +75,7 @@ def shallow(path: Path) -> RunConfig:
 def test_megatron_builds_what_is_counted() -> None:
     runs = {path.stem: shallow(path) for path in EXPERIMENTS}
     runs |= {name: load_run([CONFIGS / "gpt_moe_tiny.yaml"], more) for name, more in OTHERS.items()}
+    runs |= {name: load_run([CONFIGS / "bert_moe_tiny.yaml"], more) for name, more in BERTS.items()}
     jobs = {name: job_of(run) for name, run in runs.items()}
     built = run_megatron_ranks(_built_elements, 1, jobs, timeout_s=240)[0]
     assert built == {
@@ -82,18 +91,13 @@ def _elements(job: Job) -> int:
     import sys
 
     import torch
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_decoder_block_spec,
-        get_gpt_layer_local_spec,
-    )
-    from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.training.argument_utils import core_transformer_config_from_args
     from megatron.training.arguments import parse_args, validate_args
 
     from megatron_fssdp.megatron_adapter.arguments import add_strategy_arguments, resolve_arguments
     from megatron_fssdp.megatron_adapter.supported_features import RESIDENT_REFUSALS, check_supported, refuse
 
-    sys.argv = ["pretrain_gpt.py", *job.words]
+    sys.argv = [f"pretrain_{job.family}.py", *job.words]
     args = parse_args(add_strategy_arguments)
     args.world_size = job.num_ranks
     validate_args(args)
@@ -110,16 +114,34 @@ def _elements(job: Job) -> int:
     config.sequence_parallel = config.perform_initialization = False
     config.use_cpu_initialization = True
     with torch.device("meta"):
-        model = GPTModel(
-            config,
-            get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-            if args.num_experts
-            else get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization),
-            vocab_size=job.vocab_size,
-            max_sequence_length=args.max_position_embeddings,
-            position_embedding_type=args.position_embedding_type,
-            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-            rotary_base=args.rotary_base,
-        )
+        model = _bert(config, args, job) if job.family == "bert" else _gpt(config, args, job)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _gpt(config: Any, args: Any, job: Job) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+    )
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    return GPTModel(
+        config,
+        get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+        if args.num_experts
+        else get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization),
+        vocab_size=job.vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        position_embedding_type=args.position_embedding_type,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        rotary_base=args.rotary_base,
+    )
+
+
+def _bert(config: Any, args: Any, job: Job) -> Any:
+    from megatron_fssdp.cli.pretraining import pretrain_bert
+
+    args.padded_vocab_size = job.vocab_size  # as it is, without Megatron's padding
+    pretrain_bert.get_args = lambda: args
+    return pretrain_bert.build_model(config=config)

@@ -14,7 +14,8 @@ from typing import Any
 from megatron_fssdp.testing import run_ranks
 from megatron_fssdp.testing.parallel_state import MEGATRON_PRELOAD
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPT = SCRIPTS / "pretrain_gpt.py"
 
 TINY_GPT_MOE = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --seq-length 16
@@ -33,15 +34,37 @@ TINY_GPT_MOE = """
 
 
 @dataclass(frozen=True)
+class Model:
+    """What is trained.
+
+    Attributes:
+        script: Training script.
+        arguments: Megatron's arguments for a tiny one.
+    """
+
+    script: Path
+    arguments: str
+
+
+GPT = Model(SCRIPT, TINY_GPT_MOE)
+# Masked words need a vocabulary of words, sentences some room.
+BERT = Model(
+    SCRIPTS / "pretrain_bert.py",
+    f"{TINY_GPT_MOE} --vocab-size 600 --seq-length 32 --max-position-embeddings 32",
+)
+
+
+@dataclass(frozen=True)
 class TrainingRun:
     """What one rank saw of a training.
 
     Attributes:
-        losses: Of each iteration; empty on ranks that are not on the last pipeline stage.
+        losses: The first one of each iteration; empty on ranks that are not on the last pipeline stage.
         grad_norms: Of each iteration.
         exit_code: 0, or what the launcher exited with.
         errors: Standard error.
         messages: What our own loggers said at level WARNING and above.
+        other_losses: The further ones of all iterations.
     """
 
     losses: tuple[float, ...]
@@ -49,6 +72,7 @@ class TrainingRun:
     exit_code: int
     errors: str
     messages: tuple[str, ...] = ()
+    other_losses: tuple[float, ...] = ()
 
 
 class _Messages(logging.Handler):
@@ -67,20 +91,22 @@ def train_on_all_ranks(
     arguments: str,
     data: Path,
     *,
-    script: Path = SCRIPT,
+    model: Model = GPT,
+    script: Path | None = None,
     before: Callable[[], None] | None = None,
     launcher: bool = True,
     env: dict[str, str] | None = None,
     timeout_s: float = 240,
     grace_s: float = 0.1,
 ) -> list[TrainingRun]:
-    """Train the tiny model with more arguments, of which later ones win.
+    """Train a tiny model with more arguments, of which later ones win.
 
     Args:
         world_size: Number of ranks.
-        arguments: Added to the tiny model's.
+        arguments: Added to the model's.
         data: Prefix of Megatron's indexed data.
-        script: Training script.
+        model: What is trained.
+        script: Another script for it.
         before: Module-level function to call on each rank before the launch.
         launcher: Through ``python -m megatron_fssdp``'s launcher, or the bare script.
         env: More environment variables.
@@ -88,9 +114,10 @@ def train_on_all_ranks(
         grace_s: Time for the other ranks to end by themselves when one has failed.
     """
     argv = [
-        str(script),
-        *shlex.split(TINY_GPT_MOE),
+        str(script or model.script),
+        *shlex.split(model.arguments),
         *("--data-path", str(data), "--data-cache-path", str(data.parent / "cache")),
+        *("--tokenizer-model", str(data.parent)),
         *shlex.split(arguments),
     ]
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "LOCAL_WORLD_SIZE": str(world_size), **(env or {})}
@@ -132,13 +159,16 @@ def _train_on_rank(
     from megatron_fssdp.megatron_adapter.launcher import launch
 
     losses: list[float] = []
+    other_losses: list[float] = []
     grad_norms: list[float] = []
     step = training.train_step
 
     def recording_step(*args: Any, **kwargs: Any) -> Any:
         result = step(*args, **kwargs)
         if result[0]:
-            losses.append(float(next(iter(result[0].values()))))
+            loss, *others = map(float, result[0].values())
+            losses.append(loss)
+            other_losses.extend(others)
         if result[5] is not None:  # there is none in an iteration that Megatron refuses
             grad_norms.append(float(result[5]))
         return result
@@ -166,5 +196,10 @@ def _train_on_rank(
         exit_code = exit_request.code if isinstance(exit_request.code, int) else 1
     atexit._run_exitfuncs()  # a forked rank leaves without them; a real one runs them
     return TrainingRun(
-        tuple(losses), tuple(grad_norms), exit_code or 0, errors.getvalue(), tuple(messages.texts)
+        tuple(losses),
+        tuple(grad_norms),
+        exit_code or 0,
+        errors.getvalue(),
+        tuple(messages.texts),
+        tuple(other_losses),
     )

@@ -73,6 +73,18 @@ def test_a_dense_model_is_activated_whole() -> None:
     assert count.activated == count.total
 
 
+def test_bert_has_two_parts_of_a_text_and_heads_for_two_losses() -> None:
+    gpt, bert = count_parameters(TINY, 10), count_parameters(changed(family="bert"), 10)
+    words = (8 * 8 + 8) + 2 * 8 + 10  # a dense layer, its norm, the output layer's biases
+    order = (8 * 8 + 8) + (2 * 8 + 2)
+    assert bert.embeddings - gpt.embeddings == 2 * 8
+    assert bert.loss_heads == words + order
+    assert bert.total - gpt.total == 2 * 8 + words + order
+    without = count_parameters(changed(family="bert", order_head=False), 10)
+    assert without.total - gpt.total == without.loss_heads == words
+    assert gpt.loss_heads == 0
+
+
 @pytest.mark.parametrize(
     ("stated", "layers", "hidden", "experts"),
     [
