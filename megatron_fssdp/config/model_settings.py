@@ -77,6 +77,10 @@ class ModelSettings(BaseModel):
     @model_validator(mode="after")
     def _check_family(self) -> Self:
         if self.family == "bert":
+            if self.rotary_base != 10000:
+                raise ValueError(
+                    f"model.rotary_base {self.rotary_base}: Megatron's BERT knows only 10000; leave it out"
+                )
             if self.position_embedding == "none":
                 raise ValueError(
                     "model.position_embedding none: Megatron's BERT has learned_absolute or rope; set one of "

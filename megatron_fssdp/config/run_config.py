@@ -61,6 +61,11 @@ class RunConfig(BaseModel):
                 f"micro_batch_size {self.training.micro_batch_size} × data parallel size "
                 f"{self.parallelism.data} = {replicas}; every rank processes whole micro-batches"
             )
+        if self.parallelism.context > 1 and self.model.family == "bert":
+            raise ValueError(
+                f"parallelism.context {self.parallelism.context}: Megatron's BERT has no context "
+                "parallelism; set it to 1"
+            )
         if self.parallelism.context > 1 and self.training.device == "cpu":
             raise ValueError(
                 f"parallelism.context {self.parallelism.context} needs Transformer Engine's attention, which "

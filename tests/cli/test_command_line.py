@@ -34,11 +34,11 @@ def command(monkeypatch, capsys):
     return run
 
 
-def fake_data(folder: Path, vocab_size: int = 1000) -> Path:
+def fake_data(folder: Path, vocab_size: int = 1000, tokenizer: str = "bpe") -> Path:
     folder.mkdir()
     (folder / "text.bin").write_bytes(b"12")
     files = {"text.bin": BuiltFile(2, "")}
-    DataManifest("f", "bpe", vocab_size, vocab_size - 1, 1, 1, files).write(folder)
+    DataManifest("f", tokenizer, vocab_size, vocab_size - 1, 1, 1, files).write(folder)
     return folder
 
 
@@ -93,6 +93,50 @@ def test_dry_run_prints_the_whole_command_and_writes_nothing(command, tmp_path):
     assert "slots=2" in words
     assert f"record_dir={tmp_path}/runs/x" in words
     assert list(tmp_path.iterdir()) == []
+
+
+def test_bert_has_its_own_script_and_sentences(command, tmp_path):
+    bert = TINY.with_name("bert_moe_tiny.yaml")
+    code, out, _ = command("train", bert, "--out", tmp_path / "run", "--dry-run")
+    words = words_of(out)
+    script = words[words.index("megatron_fssdp") + 1]
+    assert code == 0
+    assert Path(script).name == "pretrain_bert.py"
+    assert Path(script).is_file()
+    assert words[words.index("--tokenizer-model") + 1] == str(tmp_path / "data-wordpiece-2048")
+    assert words[words.index("--null-tokenizer-eod-id") + 1] == "3"
+    assert "--bert-no-binary-head" not in words
+    _, out, _ = command("train", bert, "--dry-run", "--set", "model.order_head=false")
+    assert "--bert-no-binary-head" in words_of(out)
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [
+        ("bert_moe_tiny", ("data.tokenizer=bpe",), "set data.tokenizer to wordpiece"),
+        ("gpt_moe_tiny", ("data.tokenizer=wordpiece",), "set data.tokenizer to bpe"),
+        ("gpt_moe_tiny", ("model.family=bert",), "set data.tokenizer to wordpiece"),
+        ("bert_moe_tiny", ("model.position_embedding=none",), "learned_absolute or rope"),
+        ("bert_moe_tiny", ("model.qk_layernorm=true",), "qk_layernorm"),
+        ("bert_moe_tiny", ("model.rotary_base=50000",), "knows only 10000"),
+        (
+            "bert_moe_tiny",
+            ("parallelism.context=2", "parallelism.nproc_per_node=8"),
+            "no context parallelism",
+        ),
+        ("bert_moe_tiny", ("data.path={bpe}",), "wanted --tokenizer wordpiece for model.family bert"),
+        ("gpt_moe_tiny", ("data.path={wordpiece}",), "wanted --tokenizer bpe or bytes for model.family gpt"),
+    ],
+)
+def test_data_and_parts_that_a_family_does_not_have_are_refused(
+    command, tmp_path, config, arguments, message
+):
+    folders = {kind: fake_data(tmp_path / kind, tokenizer=kind) for kind in ("bpe", "wordpiece")}
+    settings = [word for setting in arguments for word in ("--set", setting.format(**folders))]
+    code, out, err = command("train", TINY.with_name(f"{config}.yaml"), "--dry-run", *settings)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
 
 
 def test_dry_run_of_going_on(command, tmp_path):

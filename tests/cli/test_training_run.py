@@ -1,11 +1,16 @@
 """One real run: the command line, torchrun, the launcher, Megatron's training loop and the recorder."""
 
+import argparse
 import os
 import subprocess
 import sys
+import textwrap
+import typing
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from megatron_fssdp.config.loading import load_yaml, validate
 from megatron_fssdp.config.run_config import RunConfig
@@ -21,17 +26,34 @@ strategy: {name: fssdp, settings: {slots: 1}}
 """
 
 
-def test_a_run_trains_and_leaves_its_records(tmp_path: Path):
-    def command(*arguments: object) -> str:
+BERT = """
+model: {family: bert, num_layers: 2, hidden_size: 32, num_attention_heads: 2, seq_length: 32,
+        position_embedding: learned_absolute, linear_bias: true, num_experts: 4, moe_layer_freq: 2}
+parallelism: {nproc_per_node: 2, expert: 2}
+training: {iterations: 3, global_batch_size: 4, eval_interval: 2, eval_iterations: 1}
+data: {split: "50,50,0"}
+strategy: {name: fssdp, settings: {slots: 1}}
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Callable[..., str]:
+    """Runs `megatron-fssdp ARGS…`, which must succeed, in a process of its own: standard output."""
+
+    def run(*arguments: object) -> str:
         environment = {**os.environ, "MEGATRON_FSSDP_DEVICE": "cpu"}
         words = [sys.executable, "-m", "megatron_fssdp.cli.app", *map(str, arguments)]
-        done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=150)
+        done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=250)
         log = tmp_path / "run" / "log.txt"
         assert done.returncode == 0, (
             done.stdout + done.stderr + (log.read_text()[-4000:] if log.exists() else "")
         )
         return done.stdout
 
+    return run
+
+
+def test_a_run_trains_and_leaves_its_records(command: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(RUN)
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     data, out = tmp_path / "data", tmp_path / "run"
@@ -58,3 +80,29 @@ def test_a_run_trains_and_leaves_its_records(tmp_path: Path):
         *("config.yaml", "metrics.jsonl", "loads.npz", "placements.npz", "log.txt"),
         *("tensorboard", "report.html"),
     }
+
+
+@pytest.mark.slow
+def test_a_bert_trains_goes_on_and_is_compared_and_simulated(
+    command: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_text(BERT)
+    data, out, sources = tmp_path / "data", tmp_path / "run", (argparse, typing, textwrap)
+    files = [module.__file__ for module in sources]
+    command("data", "build", *files, "--tokenizer", "wordpiece", "--vocab-size", 500, "--out", data)
+    words = ("train", tmp_path / "run.yaml", "--set", f"data.path={data}", "--out", out)
+    assert "iteration 3/3" in command(*words)
+    assert "iteration 5/5" in command(*words, "--resume", "--iters", 5)
+
+    run, loads = read_run(out), read_loads(out)
+    assert run.iterations.tolist() == [1, 2, 3, 4, 5]
+    assert np.isfinite(run.losses).all()
+    assert loads.counts_ILDE.shape == (5, 1, 2, 4)
+    assert (loads.counts_ILDE.sum(axis=3) == 2 * 32 * 2).all()
+    log = (out / "log.txt").read_text()
+    assert "sop loss" in log
+    assert "validation loss at iteration 2" in log
+    assert "loss: largest difference" in command("compare", out, out)
+    simulated = ("simulate", "--loads", out, "--cluster", "hecate-a", "--model", out / "config.yaml")
+    assert "fssdp" in command(*simulated, "--out", tmp_path / "what-if")
+    assert "OK" in command("doctor", "--config", out / "config.yaml")

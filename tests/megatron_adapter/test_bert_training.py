@@ -100,6 +100,16 @@ def test_parm_trains_it_without_sequence_parallelism(sentence_data: Path, tmp_pa
         assert relative_difference(run.other_losses, wanted.other_losses) <= 1e-5, schedule
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    ["--calculate-per-token-loss", "--qk-layernorm", "--rotary-base 5000", "--position-embedding-type none"],
+)
+def test_what_the_model_would_leave_out_is_refused(arguments: str, sentence_data: Path) -> None:
+    (run,) = train_on_all_ranks(1, f"--train-iters 1 {arguments}", sentence_data, model=BERT)
+    assert run.exit_code == 1
+    assert not run.losses
+
+
 def test_none_is_bitwise_the_bare_script(sentence_data: Path) -> None:
     arguments = "--expert-model-parallel-size 2 --train-iters 2"
     bare = train(2, arguments, sentence_data, model=BERT, launcher=False, before=count_experts)

@@ -42,6 +42,12 @@ _UNSUPPORTED = (
     "multi_latent_attention",
 )
 
+_ONLY: dict[str, tuple[object, ...]] = {
+    "context_parallel_size": (1,),
+    "position_embedding_type": ("learned_absolute", "rope"),
+    "rotary_base": (10000,),
+}
+
 
 def build_model(
     pre_process: bool = True,
@@ -196,6 +202,12 @@ def main() -> None:
         if getattr(args, name, None):
             raise SystemExit(
                 f"--{name.replace('_', '-')} is not served by this script, which trains Megatron's BERT"
+            )
+    for name, wanted in _ONLY.items():
+        if (got := getattr(args, name)) not in wanted:
+            raise SystemExit(
+                f"--{name.replace('_', '-')}: got {got}, wanted {' or '.join(map(str, wanted))}, all that "
+                "Megatron's BERT knows"
             )
     if args.tokenizer_type == "NullTokenizer" and args.tokenizer_model is None:
         raise SystemExit(
