@@ -56,7 +56,7 @@ MORE = {
     "pipeline_micro_batches": Layout(
         4,
         2,
-        f"{PP2} {EVERY_OTHER} {DISTRIBUTED} --global-batch-size 16",
+        f"{PP2} --num-layers 4 --moe-layer-freq ([1]*3+[0]) {DISTRIBUTED} --global-batch-size 16",
         "slots=2 overlap_degree=2 rematerialize=true",
     ),
     "interleaved_pipeline_overlaps_recomputed_moe": Layout(
