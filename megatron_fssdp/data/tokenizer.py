@@ -94,11 +94,7 @@ class BpeTokenizer:
         Raises:
             ConfigurationError: The vocabulary has no room for the 256 bytes and end-of-document.
         """
-        if vocab_size < MIN_VOCAB_SIZE:
-            raise ConfigurationError(
-                f"vocab size: got {vocab_size}, wanted {MIN_VOCAB_SIZE} or more "
-                "(256 bytes and end-of-document)"
-            )
+        check_vocab_size(vocab_size)
         from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
         from tokenizers import Tokenizer as JsonTokenizer
 
@@ -142,3 +138,15 @@ class BpeTokenizer:
         (folder / TOKENIZER_FILE).write_text(self._tokenizer.to_str(), encoding="utf-8")
         hint = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOD_TOKEN}
         (folder / "tokenizer_config.json").write_text(json.dumps(hint, indent=2) + "\n", encoding="utf-8")
+
+
+def check_vocab_size(vocab_size: int) -> None:
+    """Raise unless a byte-level tokenizer can have that many ids.
+
+    Raises:
+        ConfigurationError: The vocabulary has no room for the 256 bytes and end-of-document.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ConfigurationError(
+            f"vocab size: got {vocab_size}, wanted {MIN_VOCAB_SIZE} or more (256 bytes and end-of-document)"
+        )
