@@ -31,6 +31,7 @@ from megatron_fssdp.runtime.grouped_ffn import grouped_ffn
 from megatron_fssdp.runtime.layer_executor import LayerExecutor
 from megatron_fssdp.runtime.layer_pass import run_layer
 from megatron_fssdp.runtime.moe_runtime import MoERuntime
+from megatron_fssdp.runtime.row_exchanges import TwoStepExchange
 from megatron_fssdp.runtime.token_exchange import DispatchRecord
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
@@ -230,6 +231,18 @@ def strategy_of(case: LayerCase) -> Strategy:
     return DrawnPlacements(case)
 
 
+class NotedExchange(TwoStepExchange):
+    """Keeps the record when it is there: a recomputed forward pass does not come to its end."""
+
+    def __init__(self, groups: ExpertGroups, records: list[DispatchRecord]) -> None:
+        super().__init__(groups)
+        self._records = records
+
+    def start(self, record: DispatchRecord, placement: ExpertPlacement) -> None:
+        super().start(record, placement)
+        self._records.append(record)
+
+
 def moe_forward(
     executor: LayerExecutor,
     hidden: Tensor,
@@ -245,9 +258,8 @@ def moe_forward(
     if executor.groups.transfers is not None:
         hidden = executor.launch(hidden, first=first)
     compute = partial(grouped_ffn, activation=activation, probs_on_input=probs_on_input)
-    output, micro_batch = run_layer(executor, hidden, probs, routing_map, compute)
-    if exchanges is not None:
-        exchanges.append(micro_batch.exchange)
+    exchange = NotedExchange(executor.groups, [] if exchanges is None else exchanges)
+    output, _ = run_layer(executor, hidden, probs, routing_map, compute, exchange=exchange)
     return output
 
 
