@@ -75,6 +75,7 @@ READERS: list[tuple[tuple[object, ...], str, dict[str, Damage]]] = [
     (ROOFLINE, "done/config.yaml", RUN_FILE),
     (ROOFLINE, "done/loads.npz", LOADS_FILE),
     (COMPARE, "done/metrics.jsonl", METRICS_FILE),
+    (("report", "done"), "done/metrics.jsonl", METRICS_FILE),
     # Of this one it wants the strategy's name only.
     (
         COMPARE,
@@ -154,6 +155,10 @@ def test_damaged_strategy_file(place: Path, damage: Damage) -> None:
         ((*SIMULATE, "--cluster", "nowhere"), "unknown cluster"),
         (("roofline", "nowhere", "--cluster", "cluster.yaml"), "nowhere"),
         (("compare", "nowhere", "done"), "nowhere"),
+        (("report", "nowhere"), "nowhere"),
+        (("report", "done", "--out", "run.yaml/below.html"), "cannot be written"),
+        (("report", "done", "--out", "done"), "cannot be written"),
+        (("configs", "nowhere.yaml"), "nowhere.yaml"),
         (("compare", "done"), "compare: got one run"),
         (("data", "build", "nowhere", "--out", "new"), "nowhere: no such file or folder"),
         (("data", "built"), "No such command 'built'"),
