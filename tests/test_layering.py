@@ -26,7 +26,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "runtime": ({"collectives", "strategies", "planning"}, {"torch", "numpy"}),
     "reporting": (
         {"planning", "simulation", "config"},
-        {"numpy", "matplotlib", "rich", "yaml", "jinja2", "markupsafe", "plotly"},
+        {"numpy", "matplotlib", "pydantic", "rich", "jinja2", "markupsafe", "plotly"},
     ),
     # Text to Megatron's indexed files, written by Megatron's own writer: knows no model, no strategy.
     "data": ({"config"}, {"numpy", "tokenizers", "megatron"}),

@@ -21,7 +21,6 @@ from megatron_fssdp.planning.layer_profile import LayerProfile
 from megatron_fssdp.planning.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.token_dispatch import EvenDispatch
 from megatron_fssdp.planning.topology import Topology
-from megatron_fssdp.runtime import token_exchange
 from megatron_fssdp.runtime.expert_activation import ExpertActivation
 from megatron_fssdp.runtime.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.expert_layout import ExpertWeights
@@ -29,6 +28,7 @@ from megatron_fssdp.runtime.grouped_ffn import grouped_ffn
 from megatron_fssdp.runtime.layer_choosing import LayerChoosing
 from megatron_fssdp.runtime.layer_executor import MicroBatch
 from megatron_fssdp.runtime.layer_load import LayerLoad
+from megatron_fssdp.runtime.layer_pass import run_layer
 from megatron_fssdp.runtime.moe_runtime import MoERuntime
 from megatron_fssdp.strategies.strategy import ChoosingStrategy, LayerContext, ResidentStrategy, Strategy
 
@@ -425,35 +425,15 @@ class RuntimeStack(LayerStack):
     def _moe(
         self, number: int, hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> torch.Tensor:
-        executor, group = self.runtime.layers[number], self.groups.expert_parallel
-        span = self.timeline.span
-        with span(f"counts and plan {number + 1}"):
-            micro_batch = self._running[number] = executor.begin_micro_batch(routing_map)
-        record, materialization = micro_batch.exchange, micro_batch.materialization
-        pipeline = executor.pipeline(micro_batch, partial(self._experts, number))
-        if pipeline is not None:
-            hidden, experts = materialization.apply(hidden, wait=False)
-            rows, row_probs = token_exchange.permute(hidden, probs, record)
-            with span(f"dispatch, experts and combine {number + 1}"):
-                rows = pipeline.run(rows, row_probs, experts)
-            return materialization.release(token_exchange.unpermute(rows, record))
-        if not materialization.beside_dispatch:
-            hidden, experts = materialization.apply(hidden)
-        rows, row_probs = token_exchange.permute(hidden, probs, record)
-        with span(f"dispatch {number + 1}"):
-            rows, row_probs = token_exchange.dispatch(
-                rows, row_probs, record, group, meanwhile=executor.plan_following
-            )
-        if materialization.beside_dispatch:
-            rows, experts = materialization.apply(rows)
-        rows, row_probs = token_exchange.sort_by_expert(rows, row_probs, record)
-        with executor.computing(rows.shape[0], rows.device):
-            rows = self._experts(number, rows, row_probs, record.rows_per_expert, experts)
-        rows = materialization.end_use(executor.computed(rows))
-        rows = token_exchange.sort_by_source(rows, record)
-        with span(f"combine {number + 1}"):
-            rows = token_exchange.combine(rows, record, group)
-        return materialization.release(token_exchange.unpermute(rows, record))
+        output, self._running[number] = run_layer(
+            self.runtime.layers[number],
+            hidden,
+            probs,
+            routing_map,
+            partial(self._experts, number),
+            span=lambda step: self.timeline.span(f"{step} {number + 1}"),
+        )
+        return output
 
     def _replica_bytes(self) -> int:
         if isinstance(self.runtime.strategy, ResidentStrategy):

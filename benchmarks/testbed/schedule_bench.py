@@ -20,26 +20,26 @@ from torch.nn import functional
 from benchmarks.testbed.pacing import Timeline, paced_experts
 from benchmarks.testbed.report import quartiles
 from megatron_fssdp.collectives.model_parallel import gather_tokens, split_tokens
-from megatron_fssdp.collectives.schedule_probe import measure_schedules
 from megatron_fssdp.collectives.uneven_all_to_all import gather_counts
 from megatron_fssdp.config.strategy_settings import EpSettings
 from megatron_fssdp.planning.placement import even_owners
 from megatron_fssdp.planning.tensor_schedules import (
     Schedule,
-    ScheduleCosts,
     ScheduledLayer,
     best_schedule,
     predicted_seconds,
     rows_of_device,
 )
 from megatron_fssdp.planning.topology import Topology
-from megatron_fssdp.runtime import token_exchange
 from megatron_fssdp.runtime.expert_activation import ExpertActivation
 from megatron_fssdp.runtime.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.expert_layout import ExpertWeights
 from megatron_fssdp.runtime.grouped_ffn import grouped_ffn
 from megatron_fssdp.runtime.layer_executor import LayerExecutor
+from megatron_fssdp.runtime.layer_pass import run_layer
 from megatron_fssdp.runtime.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.row_exchanges import exchange_of
+from megatron_fssdp.runtime.schedule_costs import measured_costs
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import LayerContext
 
@@ -171,7 +171,7 @@ class ScheduledStack:
     def _forward(
         self, hidden: torch.Tensor, probs: torch.Tensor, schedule: Schedule, simultaneous: bool
     ) -> torch.Tensor:
-        """The steps of the adapter's dispatcher; routing is forced, so no gate follows the split."""
+        """As in the adapter; routing is forced, so no gate follows the split."""
         peers, routing_map = self.groups.tensor_parallel, self.routing_map
         assert peers is not None
         divides_first = schedule in ("s1", "megatron")
@@ -180,25 +180,23 @@ class ScheduledStack:
             hidden = split_tokens(hidden, peers)
             probs, routing_map = (x.chunk(peers.size())[peers.rank()] for x in (probs, routing_map))
         exchange = exchange_of(schedule, self.groups, simultaneous=simultaneous)
-        hidden, probs, routing_map = exchange.gather(hidden, probs, routing_map)
-        micro_batch = self.executor.begin_micro_batch(routing_map, exchange.groups)
-        record = micro_batch.exchange
-        hidden, experts = micro_batch.materialization.apply(hidden)
-        exchange.start(record, micro_batch.plan.placement)
-        rows, row_probs = exchange.dispatch(*exchange.permute(hidden, probs), None)
-        rows, row_probs = token_exchange.sort_by_expert(*exchange.gather_peers(rows, row_probs), record)
+        output, _ = run_layer(self.executor, hidden, probs, routing_map, self._experts, exchange=exchange)
+        return gather_tokens(output, peers) if divides_first else output
+
+    def _experts(
+        self,
+        rows: torch.Tensor,
+        probs: torch.Tensor,
+        rows_per_expert: Sequence[int],
+        experts: Sequence[ExpertWeights],
+    ) -> torch.Tensor:
         self.num_rows = len(rows)
         if self.flops_per_s is None:
-            activation = ExpertActivation(functional.gelu)
-            rows = grouped_ffn(rows, row_probs, record.rows_per_expert, experts, activation)
-        else:
-            flops = 16 * self.shape.hidden_size**2 / self.groups.num_parts  # two products of 2 M F, F = 4 M
-            tensors = [tensor for expert in experts for tensor in expert.tensors()]
-            taken_s = len(rows) * flops / self.flops_per_s
-            rows = paced_experts(rows, row_probs, tensors, taken_s, Timeline(), "experts")
-        rows = exchange.sum_peers(token_exchange.sort_by_source(rows, record), rows.dtype)
-        output = exchange.unpermute(exchange.combine(rows))
-        return gather_tokens(output, peers) if divides_first else output
+            return grouped_ffn(rows, probs, rows_per_expert, experts, ExpertActivation(functional.gelu))
+        flops = 16 * self.shape.hidden_size**2 / self.groups.num_parts  # two products of 2 M F, F = 4 M
+        tensors = [tensor for expert in experts for tensor in expert.tensors()]
+        taken_s = len(rows) * flops / self.flops_per_s
+        return paced_experts(rows, probs, tensors, taken_s, Timeline(), "experts")
 
 
 def make_groups(n_mp: int, n_esp: int, num_nodes: int) -> ExpertGroups:
@@ -241,7 +239,7 @@ def measure_schedule_grid(plan: Plan) -> dict[str, Any]:
     for number, shape in enumerate(plan.shapes):
         stack = ScheduledStack(groups, shape, plan.num_experts, plan.flops_per_s)
         layer = _layer(shape, groups, plan.n_mp)
-        costs = _costs(layer, stack.hidden, groups, everyone)
+        costs = measured_costs(layer, stack.hidden, groups, everyone, simultaneous=layer.slices_pay)
         predicted = predicted_seconds(layer, costs, ("s1", "s2", "megatron"))
         seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
         computed: dict[str, int] = {}
@@ -282,23 +280,6 @@ def _layer(shape: Shape, groups: ExpertGroups, n_mp: int) -> ScheduledLayer:
         n_esp=groups.num_parts,
         n_ep=groups.num_devices,
         element_bytes=ELEMENT_BYTES,
-    )
-
-
-def _costs(
-    layer: ScheduledLayer, hidden: torch.Tensor, groups: ExpertGroups, everyone: dist.ProcessGroup
-) -> ScheduleCosts:
-    return measure_schedules(
-        round(layer.num_rows / layer.n_mp),
-        hidden,
-        parts=groups.parts or groups.expert_parallel,
-        num_parts=groups.num_parts,
-        expert_parallel=groups.expert_parallel,
-        expert_tensor_parallel=groups.expert_tensor_parallel,
-        tensor_parallel=groups.tensor_parallel,
-        devices_of_peers=groups.devices_of_peers,
-        everyone=everyone,
-        simultaneous=layer.slices_pay,
     )
 
 

@@ -4,7 +4,7 @@ import os
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,6 +12,10 @@ from megatron_fssdp import __version__
 from megatron_fssdp.config.errors import ConfigurationError
 
 EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+_UsageError: Any = typer.BadParameter.__base__
+"""What typer raises for a wrong command line; it has no name of its own there."""
 
 app = typer.Typer(
     name="megatron-fssdp",
@@ -93,7 +97,7 @@ def train_command(
     if dry_run:
         print(training.dry_run(request, resume))
         return
-    raise typer.Exit(training.train(request, resume, Console()))
+    raise typer.Exit(training.train(request, resume, Console(markup=False)))
 
 
 @app.command("profile")
@@ -175,7 +179,7 @@ def data_build_command(
 
     from megatron_fssdp.cli.data_command import build_with_progress
 
-    console = Console()
+    console = Console(markup=False)
     build_with_progress(paths or [], out, tokenizer.value, vocab_size, shards, rebuild, with_tests, console)
 
 
@@ -197,7 +201,7 @@ def report_command(
     from megatron_fssdp.cli.report_command import ReportRequest, write_report_page
 
     request = ReportRequest([run], out, cluster)
-    write_report_page(request.with_strategies(_names(strategies)), Console())
+    write_report_page(request.with_strategies(_names(strategies)), Console(markup=False))
 
 
 @app.command("compare")
@@ -219,7 +223,7 @@ def compare_command(
     from megatron_fssdp.cli.report_command import ReportRequest, compare_runs
 
     request = ReportRequest(runs, out, cluster)
-    compare_runs(request.with_strategies(_names(strategies)), png, Console())
+    compare_runs(request.with_strategies(_names(strategies)), png, Console(markup=False))
 
 
 @app.command("simulate")
@@ -235,7 +239,9 @@ def simulate_command(
     strategies: Annotated[str, typer.Option(help="Names, with commas between them.")] = "ep,fssdp",
     iterations: Annotated[
         int | None,
-        typer.Option(min=1, help="Iterations to generate (20), or most to take of a record (all)."),
+        typer.Option(
+            min=1, max=100_000, help="Iterations to generate (20), or most to take of a record (all)."
+        ),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -250,7 +256,7 @@ def simulate_command(
     ] = None,
     break_even: Annotated[bool, typer.Option(help="Search where strategies stop paying.")] = True,
     plots: Annotated[bool, typer.Option(help="Draw pictures.")] = True,
-    seed: Annotated[int, typer.Option(help="Seed of generated loads.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of generated loads.")] = 0,
 ) -> None:
     """Predict which strategy is fastest on a cluster, from recorded or generated loads."""
     from rich.console import Console
@@ -271,7 +277,7 @@ def simulate_command(
         with_plots=plots,
         seed=seed,
     )
-    run_simulation(request, Console())
+    run_simulation(request, Console(markup=False))
 
 
 @app.command("roofline")
@@ -303,7 +309,7 @@ def roofline_command(
         cluster_overrides=cluster_set or (),
         strategy_overrides=moe_strategy_set or (),
     )
-    run_roofline(request, Console())
+    run_roofline(request, Console(markup=False))
 
 
 @app.command("configs")
@@ -336,11 +342,27 @@ def version_command() -> None:
 def main() -> None:
     """Entry point of the console script."""
     try:
-        app()
+        code = app(standalone_mode=False)
     except ConfigurationError as error:
-        if os.environ.get("RANK", "0") == "0":  # under torchrun, one of the ranks speaks
-            print(f"error: {error}", file=sys.stderr)
+        _say(str(error))
         sys.exit(EXIT_BAD_INPUT)
+    except _UsageError as error:
+        command = error.ctx.command_path if error.ctx else "megatron-fssdp"
+        message = error.format_message()
+        if len(message.splitlines()) == 1:
+            _say(f"{message.rstrip('.')}; see {command} --help")
+        else:
+            error.show()  # nothing was asked: the help
+        sys.exit(EXIT_BAD_INPUT)
+    except typer.Abort:
+        _say("interrupted")
+        sys.exit(EXIT_INTERRUPTED)
+    sys.exit(code)
+
+
+def _say(message: str) -> None:
+    if os.environ.get("RANK", "0") == "0":  # under torchrun, one of the ranks speaks
+        print(f"error: {message}", file=sys.stderr)
 
 
 if __name__ == "__main__":

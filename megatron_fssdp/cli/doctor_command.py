@@ -83,7 +83,7 @@ def examine(request: DoctorRequest) -> int:
     if request.as_json:
         print(report_json(findings, host))
     else:
-        print_report(findings, host, Console())
+        print_report(findings, host, Console(markup=False))
     return EXIT_PROBLEM if _problems(findings) else 0
 
 

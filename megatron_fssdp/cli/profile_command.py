@@ -69,17 +69,16 @@ def _measure(request: ProfileRequest) -> int:
     from rich.console import Console
 
     from megatron_fssdp.config.cluster_files import cluster_yaml
+    from megatron_fssdp.config.written_files import written_whole
     from megatron_fssdp.megatron_adapter.cluster_profiler import profile_cluster
     from megatron_fssdp.reporting.cluster_table import cluster_table
 
     cluster = profile_cluster(request.settings, lambda line: print(line, flush=True))
     if request.is_writer:
         text = cluster_yaml(cluster, "Written by megatron-fssdp profile. Seconds, bytes, flops.")
-        try:
-            request.out.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigurationError(f"--out {request.out}: cannot be written ({error.strerror})") from None
-        Console().print(cluster_table(cluster))
+        with written_whole(request.out.parent, "--out") as partial:
+            (partial / request.out.name).write_text(text, encoding="utf-8")
+        Console(markup=False).print(cluster_table(cluster))
         print(f"wrote {request.out}", flush=True)
     return 0
 

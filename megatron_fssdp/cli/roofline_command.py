@@ -8,6 +8,7 @@ from rich.console import Console
 
 from megatron_fssdp.cli.simulate_command import described_cluster, settings_of
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.written_files import written_whole
 from megatron_fssdp.reporting.job_records import loads_for_job
 from megatron_fssdp.reporting.recorded_run import run_config_of
 from megatron_fssdp.reporting.roofline_plot import Roofline, draw_roofline, roofline_table, write_roofline
@@ -67,12 +68,9 @@ def run_roofline(request: RooflineRequest, console: Console) -> Roofline:
     roofline = Roofline(title, cluster.expert_flops_per_s, points)
     console.print(roofline_table(roofline))
     out = request.out or request.run
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        write_roofline(roofline, out / f"{NAME}.json")
+    with written_whole(out, "--out") as partial:
+        write_roofline(roofline, partial / f"{NAME}.json")
         for suffix in ("png", "svg"):
-            draw_roofline(roofline, out / f"{NAME}.{suffix}")
-    except OSError as error:
-        raise ConfigurationError(f"--out {out}: cannot be written ({error.strerror})") from None
+            draw_roofline(roofline, partial / f"{NAME}.{suffix}")
     console.print(f"{out / NAME}.png, .svg and .json", highlight=False, soft_wrap=True)
     return roofline

@@ -9,6 +9,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import load_yaml, validate
 from megatron_fssdp.config.run_config import RunConfig
 from megatron_fssdp.config.training_settings import TrainingSettings
+from megatron_fssdp.config.written_files import written_whole
 from megatron_fssdp.reporting.placement_records import PLACEMENTS_FILE
 from megatron_fssdp.reporting.run_records import LOADS_FILE, METRICS_FILE
 
@@ -109,13 +110,8 @@ class RunFolder:
         """
         text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
         header = "# What this run was started with; `megatron-fssdp train` takes it as it is.\n"
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self.config.write_text(header + text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigurationError(
-                f"--out {self.path}: cannot be written ({error.strerror}); choose another folder"
-            ) from None
+        with written_whole(self.path, "--out") as partial:
+            (partial / self.config.name).write_text(header + text, encoding="utf-8")
 
 
 def last_checkpoint(folder: Path, asked_by: str) -> int:

@@ -14,6 +14,7 @@ from megatron_fssdp.config.loading import apply_overrides, validate
 from megatron_fssdp.config.run_config import RunConfig
 from megatron_fssdp.config.strategy_selection import strategy_settings
 from megatron_fssdp.config.strategy_settings import EpSettings, StrategySettings
+from megatron_fssdp.config.written_files import written_whole
 from megatron_fssdp.reporting.job_records import loads_for_job
 from megatron_fssdp.reporting.run_records import RecordedLoads
 from megatron_fssdp.reporting.simulation_plots import draw_simulation
@@ -75,38 +76,43 @@ def run_simulation(request: SimulateRequest, console: Console) -> SimulationRepo
     Raises:
         ConfigurationError: Something asked for does not exist or does not fit together.
     """
+    if not request.strategies:
+        raise ConfigurationError("--strategies: names none; give some, with commas between them: ep,fssdp")
     run = load_run(request.models, request.overrides)
     job, cluster = job_of_run(run), described_cluster(request.cluster, request.cluster_overrides)
     settings = {name: settings_of(name, run, request.strategy_overrides) for name in request.strategies}
-    try:
-        request.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(f"--out {request.out}: cannot be created ({error.strerror})") from None
     record, note = loads_for_job(request.loads, job, request.iterations, request.seed)
     models = " + ".join(path.name for path in request.models)
-    report = ranked_strategies(
-        f"{request.loads} on {cluster.name}: {len(record.iterations)} iterations, {models}",
-        record,
-        cluster,
-        job,
-        settings,
-        note=note,
-        with_break_even=request.with_break_even,
-    )
+    title = f"{request.loads} on {cluster.name}: {len(record.iterations)} iterations, {models}"
+    with written_whole(request.out, "--out") as partial:  # from the start: the search takes minutes
+        report = ranked_strategies(
+            title, record, cluster, job, settings, note=note, with_break_even=request.with_break_even
+        )
+        _show_and_write(report, request, record, cluster, partial, console)
+    console.print(f"{request.out}: tables, pictures, and traces for https://ui.perfetto.dev", highlight=False)
+    return report
+
+
+def _show_and_write(
+    report: SimulationReport,
+    request: SimulateRequest,
+    record: RecordedLoads,
+    cluster: ClusterDescription,
+    folder: Path,
+    console: Console,
+) -> None:
     console.print(ranking_table(report))
     for line in report.notes:
         console.print(line, highlight=False, soft_wrap=True)
-    write_report(report, request.out)
-    (request.out / "cluster.yaml").write_text(cluster_yaml(cluster), encoding="utf-8")
+    write_report(report, folder)
+    (folder / "cluster.yaml").write_text(cluster_yaml(cluster), encoding="utf-8")
     for row in report.rows:
         # One from the middle of the run, when history and profile are there.
         write_simulation_trace(
-            request.out / TRACE_FILE.format(row.label), row.outcome, len(record.iterations) // 2
+            folder / TRACE_FILE.format(row.label), row.outcome, len(record.iterations) // 2
         )
     if request.with_plots:
-        draw_simulation(report, request.out)
-    console.print(f"{request.out}: tables, pictures, and traces for https://ui.perfetto.dev", highlight=False)
-    return report
+        draw_simulation(report, folder)
 
 
 def ranked_strategies(

@@ -11,8 +11,6 @@ from megatron_fssdp.collectives.sparse_collectives import (
 from megatron_fssdp.collectives.sparse_transfer import SparseTransfer
 from megatron_fssdp.collectives.transfer_lane import PendingTransfer
 from megatron_fssdp.collectives.uneven_all_gather import (
-    UnevenAllGather,
-    UnevenReduceScatter,
     uneven_all_gather,
     uneven_reduce_scatter,
 )
@@ -24,9 +22,7 @@ __all__ = [
     "SparseAllGather",
     "SparseReduceScatter",
     "SparseTransfer",
-    "UnevenAllGather",
     "UnevenAllToAll",
-    "UnevenReduceScatter",
     "check_agreement",
     "exchange_slots",
     "gather_counts",

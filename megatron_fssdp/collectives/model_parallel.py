@@ -12,31 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_fssdp.collectives.dual_collective import call_with_dual
 from megatron_fssdp.collectives.uneven_all_gather import gather_rows
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, splits: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.splits, ctx.group = splits, group
-        return x.split(splits)[group.rank()].clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return gather_rows(grad, ctx.splits, ctx.group), None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, splits: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.splits, ctx.group = splits, group
-        return gather_rows(x, splits, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.split(ctx.splits)[ctx.group.rank()], None, None
 
 
 class _SumOver(torch.autograd.Function):
@@ -96,8 +73,7 @@ def split_rows(x: Tensor, splits: list[int], group: dist.ProcessGroup) -> Tensor
         splits: Rows of each rank.
         group: The ranks.
     """
-    part: Tensor = _Split.apply(x, splits, group)
-    return part
+    return call_with_dual(_own_rows, gather_rows, x, splits, group)
 
 
 def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -107,8 +83,7 @@ def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         x: ``[S / N, ...]``, this rank's part.
         group: The tensor-parallel ranks, which all go on with the result in the same way.
     """
-    whole: Tensor = _Gather.apply(x, [len(x)] * group.size(), group)
-    return whole
+    return call_with_dual(gather_rows, _own_rows, x, [len(x)] * group.size(), group)
 
 
 def sum_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -137,3 +112,7 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
     """``x`` itself, its gradient multiplied."""
     same: Tensor = _ScaleGradient.apply(x, factor)
     return same
+
+
+def _own_rows(x: Tensor, splits: list[int], group: dist.ProcessGroup) -> Tensor:
+    return x.split(splits)[group.rank()].clone()

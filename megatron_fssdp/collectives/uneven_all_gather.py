@@ -1,53 +1,20 @@
 """Everybody's rows to everybody, and sums of rows back, in numbers that differ by rank."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megatron_fssdp.collectives.dual_collective import call_with_dual
 from megatron_fssdp.collectives.messages import exchange
 
 _GATHER_TAG = 3 << 16  # apart from other exchanges of the same ranks
 _SCATTER_TAG = _GATHER_TAG + 1
 
 
-class UnevenAllGather(torch.autograd.Function):
-    """All-gather of rows; its backward is :class:`UnevenReduceScatter`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, splits: list[int], group: dist.ProcessGroup) -> Tensor:
-        """Gather the rows."""
-        ctx.splits, ctx.group = splits, group
-        return gather_rows(x, splits, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Sum what every rank found for this rank's rows."""
-        return scatter_rows(grad, ctx.splits, ctx.group), None, None
-
-
-class UnevenReduceScatter(torch.autograd.Function):
-    """Reduce-scatter of rows; its backward is :class:`UnevenAllGather`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, splits: list[int], group: dist.ProcessGroup) -> Tensor:
-        """Sum the rows of this rank."""
-        ctx.splits, ctx.group = splits, group
-        return scatter_rows(x, splits, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Give every rank the gradients of all sums."""
-        return gather_rows(grad, ctx.splits, ctx.group), None, None
-
-
 def uneven_all_gather(x: Tensor, splits: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Rows of all ranks, in rank order.
+    """Rows of all ranks, in rank order; backward is :func:`uneven_reduce_scatter`.
 
     Every rank has to call it, also with no rows, and in backward too: ``x`` must require a
     gradient on all ranks or on none.
@@ -65,11 +32,11 @@ def uneven_all_gather(x: Tensor, splits: Sequence[int], group: dist.ProcessGroup
         raise ValueError(
             f"got {x.shape[0]} rows on rank {group.rank()}, wanted {checked[group.rank()]} as its split says"
         )
-    return x if len(checked) == 1 else UnevenAllGather.apply(x, checked, group)
+    return x if len(checked) == 1 else call_with_dual(gather_rows, scatter_rows, x, checked, group)
 
 
 def uneven_reduce_scatter(x: Tensor, splits: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Sums over the ranks of the rows that belong to this rank.
+    """Sums over the ranks of the rows that belong to this rank; backward is :func:`uneven_all_gather`.
 
     Every rank has to call it, under the same terms as :func:`uneven_all_gather`.
 
@@ -84,7 +51,7 @@ def uneven_reduce_scatter(x: Tensor, splits: Sequence[int], group: dist.ProcessG
     checked = _check(splits, group)
     if x.shape[0] != sum(checked):
         raise ValueError(f"got {x.shape[0]} rows, wanted {sum(checked)}, the sum of the splits {checked}")
-    return x if len(checked) == 1 else UnevenReduceScatter.apply(x, checked, group)
+    return x if len(checked) == 1 else call_with_dual(scatter_rows, gather_rows, x, checked, group)
 
 
 def fill_from_all(pieces: Sequence[Tensor], own: Tensor, group: dist.ProcessGroup | None) -> None:

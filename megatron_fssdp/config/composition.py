@@ -17,6 +17,8 @@ from megatron_fssdp.config.run_config import RunConfig
 from megatron_fssdp.config.shipped_files import closest_run, shipped_run
 
 INCLUDE_KEY = "include"
+_MOST_FILES = 100
+_MOST_LEVELS = 20
 _ABSENT = object()
 
 
@@ -84,10 +86,19 @@ def compose(files: Iterable[Path | str]) -> Composition:
         files: YAML files; later ones are laid over earlier ones.
 
     Raises:
-        ConfigurationError: A file cannot be read, or includes itself, directly or through others.
+        ConfigurationError: A file cannot be read, or includes itself, directly or through others; or there
+            are so many that somebody has made a mistake.
     """
     asked = tuple(_asked(Path(file)) for file in files)
-    return Composition(asked, tuple(layer for file in asked for layer in _layers(file, ())))
+    layers: list[Layer] = []
+    for file in asked:
+        for layer in _layers(file, ()):
+            layers.append(layer)
+            if len(layers) > _MOST_FILES:
+                raise ConfigurationError(
+                    f"{file}: it and what it includes are more than {_MOST_FILES} files; include fewer"
+                )
+    return Composition(asked, tuple(layers))
 
 
 def load_run(files: Iterable[Path | str], overrides: Iterable[str] = ()) -> RunConfig:
@@ -151,6 +162,8 @@ def _layers(file: Path, above: tuple[Path, ...]) -> Iterator[Layer]:
         file: The file.
         above: Those by which it was reached, each included by the one before it.
     """
+    if len(above) > _MOST_LEVELS:
+        raise ConfigurationError(f"{above[0]}: includes go down more than {_MOST_LEVELS} levels; use fewer")
     if any(os.path.realpath(other) == os.path.realpath(file) for other in above):
         circle = " → ".join(map(str, (*above, file)))
         raise ConfigurationError(
@@ -173,7 +186,7 @@ def _included(data: Mapping[str, Any], file: Path) -> list[str]:
             f"{file}: include: got {describe_value(names)}, wanted a list of YAML files, as [models/x.yaml]"
         )
     for position, name in enumerate(names):
-        if not isinstance(name, str) or not name:
+        if not isinstance(name, str) or not name or "\0" in name:
             raise ConfigurationError(
                 f"{file}: include.{position}: got {describe_value(name)}, wanted the path of a YAML file"
             )

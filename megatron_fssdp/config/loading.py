@@ -5,20 +5,20 @@ Everything a user can get wrong here ends as one line in a :class:`Configuration
 
 import difflib
 import json
-import re
 import typing
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.yaml_text import parse_yaml
 
 _MAX_ERRORS_SHOWN = 4
+_MOST_BYTES = 1 << 20  # settings take some kB; PyYAML takes seconds for a MB
 
 _TYPE_NAMES: dict[type, str] = {
     bool: "a boolean",
@@ -48,38 +48,6 @@ _WANTED_BY_ERROR: dict[str, str] = {
 }
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """Safe YAML without aliases, with duplicate keys refused and ``1e-4`` read as a number."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
-            raise yaml.constructor.ConstructorError(
-                None, None, "aliases (*name) are not accepted; write the value out", event.start_mark
-            )
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = key_node.value
-            if isinstance(key_node, yaml.ScalarNode) and key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key '{key}' is given twice; keep one of them", key_node.start_mark
-                )
-            if isinstance(key_node, yaml.ScalarNode):
-                seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-# YAML 1.1 wants "1.0e-4"; everybody writes "1e-4".
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
-
-
 def load_yaml(path: Path | str) -> dict[str, Any]:
     """Read one YAML mapping safely.
 
@@ -90,20 +58,11 @@ def load_yaml(path: Path | str) -> dict[str, Any]:
         The mapping, with plain Python values.
 
     Raises:
-        ConfigurationError: The file cannot be read, is not YAML, repeats a key or holds no mapping.
+        ConfigurationError: The file cannot be read, is too large for settings, is not YAML, repeats a key or
+            holds no mapping.
     """
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigurationError(f"{path}: no such file; give the path of a YAML file") from None
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(
-            f"{path}: not UTF-8 text (byte {error.start}); save the YAML file as UTF-8"
-        ) from None
-    except OSError as error:
-        raise ConfigurationError(f"{path}: cannot be read ({error.strerror}); give a readable file") from None
-    data = _parse(text, str(path))
+    data = parse_yaml(_settings_text(path), str(path))
     if data is None:
         return {}
     if not isinstance(data, dict):
@@ -135,7 +94,7 @@ def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[s
             raise ConfigurationError(
                 f"override '{override}': wanted key=value with a dotted key, such as training.iterations=50"
             )
-        value = _parse(text, f"override '{override}'")
+        value = parse_yaml(text, f"override '{override}'")
         target = result
         for depth, part in enumerate(path[:-1], start=1):
             inner = target.get(part)
@@ -201,16 +160,26 @@ def describe_value(value: Any) -> str:
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({kind.removeprefix('a ')})"
 
 
-def _parse(text: str, source: str) -> Any:
+def _settings_text(path: Path) -> str:
     try:
-        return yaml.load(text, Loader=_StrictLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigurationError(f"{source}: not valid YAML{where}: {error.problem}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigurationError(f"{source}: not valid YAML: {reason}") from None
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigurationError(f"{path}: no such file; give the path of a YAML file") from None
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be read ({error.strerror}); give a readable file") from None
+    except ValueError as error:  # a null byte in the name
+        raise ConfigurationError(f"{path}: cannot be read ({error}); give a readable file") from None
+    if len(content) > _MOST_BYTES:
+        raise ConfigurationError(
+            f"{path}: more than {_MOST_BYTES >> 20} MiB, which is no file of settings; give a run's YAML"
+        )
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            f"{path}: not UTF-8 text (byte {error.start}); save the YAML file as UTF-8"
+        ) from None
 
 
 def _copy(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ class ModelSettings(BaseModel):
     order_head: bool = Field(
         default=True, description="bert: the head that says whether two parts are in order. gpt: no effect."
     )
-    num_layers: int = Field(ge=1, description="Transformer layers.")
+    num_layers: int = Field(ge=1, le=10_000, description="Transformer layers.")
     hidden_size: int = Field(ge=1, description="Width of the hidden states.")
     num_attention_heads: int = Field(ge=1, description="Attention heads; must divide hidden_size.")
     num_query_groups: int | None = Field(
@@ -49,7 +49,7 @@ class ModelSettings(BaseModel):
     init_std: float = Field(default=0.02, gt=0, description="Standard deviation of the initial weights.")
 
     num_experts: int | None = Field(
-        default=None, ge=2, description="Experts in each MoE layer. Default: a dense model."
+        default=None, ge=2, le=100_000, description="Experts in each MoE layer. Default: a dense model."
     )
     moe_top_k: int = Field(default=2, ge=1, description="Experts that a token goes to.")
     moe_layer_freq: int | tuple[Literal[0, 1], ...] = Field(

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.json_records import parse_record
+from megatron_fssdp.config.written_files import written_whole
 from megatron_fssdp.data.corpus import Corpus, SourceFile
 from megatron_fssdp.data.documents import encode_documents, texts_of
 from megatron_fssdp.data.manifest import (
@@ -36,6 +38,7 @@ from megatron_fssdp.data.tokenizer import (
     ByteTokenizer,
     Tokenizer,
     TokenizerKind,
+    check_vocab_size,
 )
 from megatron_fssdp.data.wordpiece import WordPieceTokenizer
 
@@ -82,6 +85,7 @@ def build_data(
     """
     if num_shards < 1:
         raise ConfigurationError(f"shards: got {num_shards}, wanted 1 or more")
+    check_vocab_size(tokenizer, vocab_size)
     wanted = fingerprint(corpus, tokenizer, ByteTokenizer.vocab_size if tokenizer == "bytes" else vocab_size)
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -208,8 +212,8 @@ def _write_shard(
     corpus: Corpus,
 ) -> _FinishedShard:
     record = prefix.with_suffix(".json")
-    if record.exists():
-        return _FinishedShard(**json.loads(record.read_text()))
+    with contextlib.suppress(FileNotFoundError, ValueError):  # a damaged one is written anew
+        return parse_record(_FinishedShard, record.read_bytes())
     partial = Path(f"{prefix}.partial")
     builder = _indexed_builder(f"{partial}.bin", tokenizer)
     num_documents = num_tokens = 0
@@ -224,8 +228,8 @@ def _write_shard(
     shard = _FinishedShard(num_documents, num_tokens, os.path.getsize(f"{partial}.bin"))
     for suffix in (".bin", ".idx"):
         os.replace(f"{partial}{suffix}", prefix.with_suffix(suffix))
-    Path(f"{partial}.json").write_text(json.dumps(asdict(shard)))
-    os.replace(f"{partial}.json", record)  # the shard counts from here on
+    with written_whole(record.parent, "--out") as folder:  # the shard counts from here on
+        (folder / record.name).write_text(json.dumps(asdict(shard)))
     return shard
 
 

@@ -3,11 +3,11 @@
 import dataclasses
 import hashlib
 import json
-import os
 from pathlib import Path
-from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.json_records import parse_record
+from megatron_fssdp.config.written_files import written_whole
 from megatron_fssdp.data.corpus import Corpus
 
 MANIFEST_FILE = "manifest.json"
@@ -26,6 +26,11 @@ class BuiltFile:
 
     num_bytes: int
     sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Format:
+    format: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +56,10 @@ class DataManifest:
     files: dict[str, BuiltFile]
 
     def write(self, folder: Path) -> None:
-        """Write ``manifest.json`` in one step."""
+        """Write ``manifest.json``."""
         text = json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=2) + "\n"
-        partial = folder / f"{MANIFEST_FILE}.partial"
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, folder / MANIFEST_FILE)
+        with written_whole(folder, "--out") as partial:
+            (partial / MANIFEST_FILE).write_text(text, encoding="utf-8")
 
 
 def fingerprint(corpus: Corpus, tokenizer: str, vocab_size: int) -> str:
@@ -86,17 +90,16 @@ def read_manifest(folder: Path) -> DataManifest:
     """
     path = folder / MANIFEST_FILE
     try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if record.pop("format") != _FORMAT:
+        text = path.read_bytes()
+        if parse_record(_Format, text).format != _FORMAT:
             raise ValueError("written by another version")
-        files = {name: BuiltFile(**file) for name, file in record.pop("files").items()}
-        manifest = DataManifest(**record, files=files)
+        manifest = parse_record(DataManifest, text)
     except FileNotFoundError:
         raise ConfigurationError(
             f"{folder}: no built data there (no {MANIFEST_FILE}); "
             f"run `megatron-fssdp data build --out {folder}`"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path}: damaged ({error}); build the data again with --rebuild") from None
     for name, file in manifest.files.items():
         found = (folder / name).stat().st_size if (folder / name).exists() else None

@@ -22,6 +22,11 @@ TOKENIZER_FILE = "tokenizer.json"
 NUM_BYTES_VALUES = 256
 MIN_VOCAB_SIZE = NUM_BYTES_VALUES + 1
 
+_LEAST_VOCABULARY: dict[TokenizerKind, tuple[int, str]] = {
+    "bpe": (MIN_VOCAB_SIZE, "256 bytes and end-of-document"),
+    "wordpiece": (64, "letters and words"),
+}
+
 
 class Tokenizer(Protocol):
     """Turns documents into token ids."""
@@ -117,11 +122,7 @@ class BpeTokenizer:
         Raises:
             ConfigurationError: The vocabulary has no room for the 256 bytes and end-of-document.
         """
-        if vocab_size < MIN_VOCAB_SIZE:
-            raise ConfigurationError(
-                f"vocab size: got {vocab_size}, wanted {MIN_VOCAB_SIZE} or more "
-                "(256 bytes and end-of-document)"
-            )
+        check_vocab_size("bpe", vocab_size)
         from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
         from tokenizers import Tokenizer as JsonTokenizer
 
@@ -160,3 +161,14 @@ class BpeTokenizer:
         (folder / TOKENIZER_FILE).write_text(self._tokenizer.to_str(), encoding="utf-8")
         hint = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOD_TOKEN}
         (folder / "tokenizer_config.json").write_text(json.dumps(hint, indent=2) + "\n", encoding="utf-8")
+
+
+def check_vocab_size(tokenizer: TokenizerKind, vocab_size: int) -> None:
+    """Raise unless a trained tokenizer can have that many ids; bytes have as many as they have.
+
+    Raises:
+        ConfigurationError: The vocabulary has no room for what every one of its kind has.
+    """
+    least, content = _LEAST_VOCABULARY.get(tokenizer, (0, ""))
+    if vocab_size < least:
+        raise ConfigurationError(f"vocab size: got {vocab_size}, wanted {least} or more ({content})")

@@ -15,11 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.data.tokenizer import TOKENIZER_FILE, parse_tokenizer, read_tokenizer_file
+from megatron_fssdp.data.tokenizer import (
+    TOKENIZER_FILE,
+    check_vocab_size,
+    parse_tokenizer,
+    read_tokenizer_file,
+)
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 VOCAB_FILE = "vocab.txt"
-MIN_VOCAB_SIZE = 64
 
 
 class WordPieceTokenizer:
@@ -55,10 +59,7 @@ class WordPieceTokenizer:
         Raises:
             ConfigurationError: There is no room for special tokens, letters and words.
         """
-        if vocab_size < MIN_VOCAB_SIZE:
-            raise ConfigurationError(
-                f"vocab size: got {vocab_size}, wanted {MIN_VOCAB_SIZE} or more (letters and words)"
-            )
+        check_vocab_size("wordpiece", vocab_size)
         from tokenizers import trainers
 
         texts = list(texts)

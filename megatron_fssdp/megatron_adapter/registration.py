@@ -27,6 +27,7 @@ from megatron_fssdp.megatron_adapter.choice_hint import ChoiceHint
 from megatron_fssdp.megatron_adapter.error_report import report_uncaught
 from megatron_fssdp.megatron_adapter.node_detection import check_declared_nodes
 from megatron_fssdp.megatron_adapter.owner_hint import OwnerHint
+from megatron_fssdp.megatron_adapter.started_ranks import check_started_as_rank
 from megatron_fssdp.megatron_adapter.strategy_session import StrategyChoice, StrategySession
 from megatron_fssdp.strategies.strategy import ChoosingStrategy
 
@@ -111,6 +112,7 @@ def register(by_launcher: bool = False) -> None:
     @wraps(validate)
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         cpu_runtime.check_arguments(args)
+        check_started_as_rank()
         _choose(args)
         return validate(args, *rest, **kwargs)
 

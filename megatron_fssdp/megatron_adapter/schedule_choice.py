@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.collectives.schedule_probe import measure_schedules
 from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.node_detection import detect_topology
@@ -23,6 +22,7 @@ from megatron_fssdp.planning.tensor_schedules import (
     predicted_seconds,
 )
 from megatron_fssdp.runtime.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.schedule_costs import measured_costs
 
 logger = logging.getLogger(__name__)
 
@@ -156,18 +156,8 @@ class ScheduleChoice:
                 name: self._ranks_and_near(group) for name, group in members.items() if group is not None
             }
             return schedule_costs(load_cluster(self.cluster), found)
-        return measure_schedules(
-            round(layer.num_rows / layer.n_mp),
-            hidden.detach().reshape(-1, hidden.shape[-1]),
-            parts=groups.parts or groups.expert_parallel,
-            num_parts=groups.num_parts,
-            expert_parallel=groups.expert_parallel,
-            expert_tensor_parallel=groups.expert_tensor_parallel,
-            tensor_parallel=groups.tensor_parallel,
-            devices_of_peers=groups.devices_of_peers,
-            everyone=self.everyone,
-            simultaneous=self._simultaneous(layer),
-        )
+        like = hidden.detach().reshape(-1, hidden.shape[-1])
+        return measured_costs(layer, like, groups, self.everyone, simultaneous=self._simultaneous(layer))
 
     def _simultaneous(self, layer: ScheduledLayer) -> bool:
         # By the shape, not by what is routed: all ranks have to take the same steps.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.written_files import written_whole
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,6 @@ def write_chrome_trace(path: Path | str, spans: Sequence[TraceSpan]) -> None:
     Raises:
         ConfigurationError: The file cannot be written.
     """
-    try:
-        Path(path).write_text(json.dumps(chrome_trace(spans)) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(
-            f"trace {path}: cannot be written ({error.strerror}); choose another file"
-        ) from None
+    path = Path(path)
+    with written_whole(path.parent, "trace") as partial:
+        (partial / path.name).write_text(json.dumps(chrome_trace(spans)) + "\n", encoding="utf-8")

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.written_files import written_whole
 from megatron_fssdp.reporting.figures import DPI, new_figure
 from megatron_fssdp.reporting.recorded_run import RecordedRun, distinct_names
 from megatron_fssdp.reporting.strategy_colours import distinct_colours
@@ -44,13 +45,13 @@ def draw_device_loads(runs: Sequence[RecordedRun], png: Path) -> None:
         strip.tick_params(labelbottom=row == len(runs))
     strip.set_xlabel("iteration")
     figure.colorbar(mesh, ax=figure.axes[1:], label="max / mean", pad=0.01, aspect=14)
-    try:
-        png.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(png, dpi=DPI)
-    except OSError as error:
+    kinds = figure.canvas.get_supported_filetypes()
+    if png.suffix[1:].lower() not in kinds:
         raise ConfigurationError(
-            f"--png {png}: cannot be written ({error.strerror}); choose another file"
-        ) from None
+            f"--png {png}: got the ending '{png.suffix}', wanted one of {', '.join(sorted(kinds))}"
+        )
+    with written_whole(png.parent, "--png") as partial:
+        figure.savefig(partial / png.name, dpi=DPI)
 
 
 def _draw_curve(axes: Any, run: RecordedRun, name: str, colour: str) -> None:

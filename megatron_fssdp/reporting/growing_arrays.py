@@ -4,9 +4,7 @@ A file grows with the run that it is of. When a resumed run starts again at an i
 there, what was recorded from that iteration on is replaced.
 """
 
-import os
 import time
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.written_files import written_whole
 
 ITERATIONS = "iterations"
 LAYERS = "layers"
@@ -28,7 +27,7 @@ class GrowingArrays:
     """Collects entries in memory, and replaces the file now and then and on :meth:`close`.
 
     Args:
-        path: The ``.npz``; its folder is there.
+        path: The ``.npz``.
         layers: Megatron's number of each recorded layer, in order.
         found: What :func:`read_arrays` found in the file; ``None`` where there is none.
 
@@ -83,16 +82,21 @@ class GrowingArrays:
             self.write()
 
     def write(self) -> None:
-        """Replace the file now."""
+        """Replace the file now.
+
+        Raises:
+            ConfigurationError: It cannot be written; the file is as it was.
+        """
         if not self._dirty:
             return
         start_s = time.monotonic()
         stacked = {name: np.stack([entry[name] for entry in self._entries]) for name in self._entries[0]}
         iterations = np.asarray(self._iterations, dtype=np.int64)
-        partial = self._path.with_name(f"{self._path.name}.partial")
-        with partial.open("wb") as file:
+        with (
+            written_whole(self._path.parent, "record_dir") as partial,
+            (partial / self._path.name).open("wb") as file,
+        ):
             np.savez(file, allow_pickle=False, **stacked, **{ITERATIONS: iterations, LAYERS: self._layers})
-        os.replace(partial, self._path)
         self._last_write_s = time.monotonic()
         self._write_interval_s = max(_MIN_WRITE_INTERVAL_S, (self._last_write_s - start_s) / _MAX_WRITE_SHARE)
         self._dirty = False
@@ -118,7 +122,7 @@ def read_arrays(path: Path, dtypes: Mapping[str, Any]) -> dict[str, NDArray[Any]
             return {
                 name: arrays[name].astype(dtype, casting="safe", copy=False) for name, dtype in wanted.items()
             }
-    except (OSError, ValueError, KeyError, TypeError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+    except Exception as error:  # zipfile, zlib and numpy raise a dozen kinds for damaged files
         raise unreadable(path, error) from None
 
 
@@ -130,17 +134,3 @@ def unreadable(path: Path, error: Exception) -> ConfigurationError:
     return ConfigurationError(
         f"{path}: damaged, half written or not a record of a run ({reason}); record the run again"
     )
-
-
-def make_folder(folder: Path) -> None:
-    """Make the folder of a run.
-
-    Raises:
-        ConfigurationError: It cannot be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(
-            f"record_dir {folder}: cannot be created ({error.strerror}); choose a folder you can write to"
-        ) from None

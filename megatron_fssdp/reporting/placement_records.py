@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_fssdp.reporting.growing_arrays import GrowingArrays, make_folder, read_arrays, unreadable
+from megatron_fssdp.reporting.growing_arrays import GrowingArrays, read_arrays, unreadable
 
 PLACEMENTS_FILE = "placements.npz"
 
@@ -74,7 +74,6 @@ class PlacementsWriter:
             layers: Megatron's layer number of each recorded layer, in order.
         """
         path = Path(record_dir) / PLACEMENTS_FILE
-        make_folder(path.parent)
         found = read_arrays(path, _DTYPES) if path.exists() else None
         self._arrays = GrowingArrays(path, np.asarray(layers, dtype=np.int64), found)
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
 from megatron_fssdp.config.errors import ConfigurationError
@@ -88,7 +87,7 @@ def read_run(path: Path) -> RecordedRun:
         The run.
 
     Raises:
-        ConfigurationError: It holds no records, or those of different models.
+        ConfigurationError: It holds no records, those of different models, or a damaged configuration.
     """
     metrics = read_metrics(path)
     if not metrics:
@@ -103,11 +102,16 @@ def read_run(path: Path) -> RecordedRun:
 
 
 def _strategy_of(path: Path) -> str:
-    try:
-        config = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
-        return str(config["strategy"]["name"])
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
+    config = path / "config.yaml"
+    if not config.exists():  # records of a script that the command line did not start
         return path.resolve().name
+    section = load_yaml(config).get("strategy")
+    name = section.get("name") if isinstance(section, dict) else None
+    if not isinstance(name, str):
+        raise ConfigurationError(
+            f"{config}: names no strategy, so it is damaged or half written; record the run again"
+        )
+    return name
 
 
 def run_config_of(path: Path) -> RunConfig:
@@ -135,4 +139,4 @@ def loss_differences(
     """Common iterations of two runs, and ``|a - b| / |a|`` of their losses in these."""
     common, at_first, at_second = np.intersect1d(first.iterations, second.iterations, return_indices=True)
     one, other = first.losses[at_first], second.losses[at_second]
-    return common, np.abs(one - other) / np.abs(one)
+    return common, np.abs(one - other) / np.maximum(np.abs(one), np.finfo(np.float64).tiny)

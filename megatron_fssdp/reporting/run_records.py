@@ -9,21 +9,29 @@ is already there, what was recorded from that iteration on is replaced.
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BeforeValidator, Field
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.reporting.growing_arrays import GrowingArrays, make_folder, read_arrays, unreadable
+from megatron_fssdp.config.json_records import parse_record
+from megatron_fssdp.config.written_files import cannot_write
+from megatron_fssdp.reporting.growing_arrays import GrowingArrays, read_arrays, unreadable
 
 METRICS_FILE = "metrics.jsonl"
 LOADS_FILE = "loads.npz"
 
 _COUNTS = "counts_ILDE"
+
+# What a record read back may hold; a damaged one is refused by these.
+_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+_Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,21 +61,21 @@ class LayerMetrics:
         strategy: What the layer had chosen under ``auto``.
     """
 
-    layer: int
-    ep_load_max_over_mean: float
-    load_max_over_mean: float
-    num_replicas: int
-    spag_bytes: int
-    sprs_bytes: int
-    cross_node_tokens: int
-    spag_s: float = 0.0
-    spag_exposed_s: float = 0.0
-    sprs_s: float = 0.0
-    sprs_exposed_s: float = 0.0
-    load_similarity: float | None = None
-    balance_ratio: float | None = None
+    layer: _Count
+    ep_load_max_over_mean: _Figure
+    load_max_over_mean: _Figure
+    num_replicas: _Count
+    spag_bytes: _Count
+    sprs_bytes: _Count
+    cross_node_tokens: _Count
+    spag_s: _Figure = 0.0
+    spag_exposed_s: _Figure = 0.0
+    sprs_s: _Figure = 0.0
+    sprs_exposed_s: _Figure = 0.0
+    load_similarity: _Figure | None = None
+    balance_ratio: _Figure | None = None
     schedule: str | None = None
-    schedule_predicted_s: dict[str, float] | None = None
+    schedule_predicted_s: dict[str, _Figure] | None = None
     strategy: str | None = None
 
 
@@ -94,17 +102,17 @@ class IterationMetrics:
             host's memory, libraries included.
     """
 
-    iteration: int
-    lm_loss: float
-    grad_norm: float | None
-    iteration_s: float
-    tokens_per_s: float
+    iteration: _Count
+    lm_loss: Annotated[float, BeforeValidator(lambda loss: math.nan if loss is None else loss)]
+    grad_norm: _Figure | None
+    iteration_s: _Figure
+    tokens_per_s: _Figure
     layers: tuple[LayerMetrics, ...] = ()
-    resharded_experts: int = 0
-    reshard_bytes: int = 0
-    reshard_s: float = 0.0
-    passes_s: float = 0.0
-    rank_peak_bytes: tuple[int, ...] = ()
+    resharded_experts: _Count = 0
+    reshard_bytes: _Count = 0
+    reshard_s: _Figure = 0.0
+    passes_s: _Figure = 0.0
+    rank_peak_bytes: tuple[_Count, ...] = ()
     rank_memory: str | None = None
 
 
@@ -126,23 +134,49 @@ class RecordedLoads:
         wanted = (len(self.iterations), len(self.layers))
         if self.counts_ILDE.ndim != 4 or self.counts_ILDE.shape[:2] != wanted:
             raise ValueError(f"counts_ILDE has shape {self.counts_ILDE.shape}, wanted {wanted} + (D, E)")
-        if np.any(np.diff(self.iterations) <= 0):
-            raise ValueError("iterations are not ascending")
+        if 0 in self.counts_ILDE.shape[1:]:
+            raise ValueError(
+                f"counts_ILDE has shape {self.counts_ILDE.shape}, wanted layers, devices, experts"
+            )
+        if np.any(np.diff(self.iterations) <= 0) or np.any(self.iterations < 0):
+            raise ValueError("iterations are not ascending, from 0 or more on")
+        if np.any(np.diff(self.layers) <= 0) or np.any(self.layers < 0):
+            raise ValueError("layers are not ascending, from 0 or more on")
+        if np.any(self.counts_ILDE < 0):
+            raise ValueError("counts_ILDE has negative numbers of tokens")
 
 
 class MetricsWriter:
-    """Appends one JSON line an iteration to ``metrics.jsonl``, flushed at once."""
+    """Appends one JSON line an iteration to ``metrics.jsonl``, at once and as a whole.
+
+    Raises:
+        ConfigurationError: The file cannot be written.
+    """
 
     def __init__(self, record_dir: Path | str) -> None:
         self._path = Path(record_dir) / METRICS_FILE
-        make_folder(self._path.parent)
-        _cut_half_written_line(self._path)
-        self._file = self._path.open("a", encoding="utf-8")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            _cut_half_written_line(self._path)
+            self._file = self._path.open("ab", buffering=0)
+        except OSError as error:
+            raise cannot_write(self._path, "record_dir", error) from None
 
     def append(self, metrics: IterationMetrics) -> None:
-        """Write one iteration."""
-        self._file.write(json.dumps(without_nan(dataclasses.asdict(metrics)), allow_nan=False) + "\n")
-        self._file.flush()
+        """Write one iteration.
+
+        Raises:
+            ConfigurationError: The disk is full; the file is as it was.
+        """
+        text = json.dumps(without_nan(dataclasses.asdict(metrics)), allow_nan=False) + "\n"
+        line = memoryview(text.encode())
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            self._file.truncate(end)
+            raise cannot_write(self._path, "record_dir", error) from None
 
     def close(self) -> None:
         """Close the file."""
@@ -172,7 +206,6 @@ class LoadsWriter:
             layers: Megatron's layer number of each recorded layer, in order.
         """
         path = Path(record_dir) / LOADS_FILE
-        make_folder(path.parent)
         found = vars(read_loads(record_dir)) if path.exists() else None
         self._num_layers = len(layers)
         self._arrays = GrowingArrays(path, np.asarray(layers, dtype=np.int64), found)
@@ -190,7 +223,11 @@ class LoadsWriter:
         self._arrays.append(iteration, {_COUNTS: counts})
 
     def write(self) -> None:
-        """Replace the file now."""
+        """Replace the file now.
+
+        Raises:
+            ConfigurationError: It cannot be written; the file is as it was.
+        """
         self._arrays.write()
 
     def close(self) -> None:
@@ -219,17 +256,10 @@ def parse_metrics_line(line: str) -> IterationMetrics:
     Raises:
         ValueError: Not an iteration record.
     """
-    record = json.loads(line)
-    if not isinstance(record, dict):
-        raise ValueError("not a JSON object")
     try:
-        layers = tuple(LayerMetrics(**_fields_of(LayerMetrics, layer)) for layer in record["layers"])
-        fields = _fields_of(IterationMetrics, record) | {"layers": layers}
-        fields["rank_peak_bytes"] = tuple(fields.get("rank_peak_bytes", ()))
-        fields["lm_loss"] = math.nan if fields["lm_loss"] is None else fields["lm_loss"]
-        return IterationMetrics(**fields)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not an iteration record ({error})") from None
+        return parse_record(IterationMetrics, line)
+    except ValueError as error:
+        raise ValueError(f"not an iteration record: {error}") from None
 
 
 def read_metrics(record_dir: Path | str) -> list[IterationMetrics]:
@@ -265,8 +295,9 @@ def read_loads(record_dir: Path | str) -> RecordedLoads:
         ConfigurationError: The file is missing, damaged or holds something else.
     """
     path = Path(record_dir) / LOADS_FILE
+    arrays = read_arrays(path, {_COUNTS: np.int32})
     try:
-        return RecordedLoads(**read_arrays(path, {_COUNTS: np.int32}))
+        return RecordedLoads(**arrays)
     except ValueError as error:
         raise unreadable(path, error) from None
 
@@ -278,14 +309,6 @@ def _cut_half_written_line(path: Path) -> None:
         content = file.read()
         if content and not content.endswith(b"\n"):
             file.truncate(content.rfind(b"\n") + 1)
-
-
-def _fields_of(cls: type[Any], record: dict[str, Any]) -> dict[str, Any]:
-    return {
-        field.name: record[field.name]
-        for field in dataclasses.fields(cls)
-        if field.name in record or field.default is dataclasses.MISSING
-    }
 
 
 def without_nan(value: Any) -> Any:

@@ -3,12 +3,14 @@
 Shape legend: D devices, E experts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from megatron_fssdp.collectives.sparse_transfer import StartedTransfer
 from megatron_fssdp.planning.placement import ExpertPlacement
+from megatron_fssdp.planning.token_dispatch import TokenDispatch
 
 
 @dataclass
@@ -50,6 +52,23 @@ class LayerLoad:
     schedule: str | None = None
     schedule_predicted_s: dict[str, float] = field(default_factory=dict)
     strategy: str | None = None
+
+    def measure(
+        self, counts_DE: np.ndarray, dispatch_of_peer: Sequence[TokenDispatch], plain_owner_E: np.ndarray
+    ) -> None:
+        """Count where a micro-batch's tokens went, and where they would have gone.
+
+        Args:
+            counts_DE: The micro-batch's.
+            dispatch_of_peer: Of each expert-tensor-parallel peer.
+            plain_owner_E: Owners under plain expert parallelism.
+        """
+        for dispatch in dispatch_of_peer:
+            self.device_D += dispatch.device_tokens_D()
+            self.cross_node_tokens += dispatch.cross_node_tokens()
+        counts_E = counts_DE.sum(axis=0)
+        owner_D = np.bincount(plain_owner_E, weights=counts_E, minlength=len(self.owner_D))
+        self.owner_D += owner_D.astype(np.int64)
 
     def add(self, started: StartedTransfer) -> None:
         """Count a transfer that has been waited for."""

@@ -9,29 +9,12 @@ import pytest
 import yaml
 
 from megatron_fssdp import __version__
-from megatron_fssdp.cli import app
 from megatron_fssdp.config.composition import load_run
 from megatron_fssdp.config.loading import load_yaml, validate
 from megatron_fssdp.config.run_config import RunConfig
 from megatron_fssdp.data.manifest import BuiltFile, DataManifest
 
 TINY = Path(__file__).parents[2] / "configs" / "gpt_moe_tiny.yaml"
-
-
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """Runs `megatron-fssdp ARGS…` in this process: exit code, stdout, stderr."""
-    monkeypatch.setenv("MEGATRON_FSSDP_DEVICE", "cpu")
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["megatron-fssdp", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        captured = capsys.readouterr()
-        return ended.value.code or 0, captured.out, captured.err
-
-    return run
 
 
 def fake_data(folder: Path, vocab_size: int = 1000, tokenizer: str = "bpe") -> Path:

@@ -24,13 +24,14 @@ from megatron_fssdp.planning.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.transfer_plan import plain_transfer, two_level_transfer
-from megatron_fssdp.runtime import token_exchange
 from megatron_fssdp.runtime.expert_activation import ExpertActivation
 from megatron_fssdp.runtime.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.expert_layout import ExpertLayout
 from megatron_fssdp.runtime.grouped_ffn import grouped_ffn
 from megatron_fssdp.runtime.layer_executor import LayerExecutor
+from megatron_fssdp.runtime.layer_pass import run_layer
 from megatron_fssdp.runtime.moe_runtime import MoERuntime
+from megatron_fssdp.runtime.row_exchanges import TwoStepExchange
 from megatron_fssdp.runtime.token_exchange import DispatchRecord
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
@@ -230,6 +231,18 @@ def strategy_of(case: LayerCase) -> Strategy:
     return DrawnPlacements(case)
 
 
+class NotedExchange(TwoStepExchange):
+    """Keeps the record when it is there: a recomputed forward pass does not come to its end."""
+
+    def __init__(self, groups: ExpertGroups, records: list[DispatchRecord]) -> None:
+        super().__init__(groups)
+        self._records = records
+
+    def start(self, record: DispatchRecord, placement: ExpertPlacement) -> None:
+        super().start(record, placement)
+        self._records.append(record)
+
+
 def moe_forward(
     executor: LayerExecutor,
     hidden: Tensor,
@@ -241,39 +254,13 @@ def moe_forward(
     exchanges: list[DispatchRecord] | None = None,
     first: bool = True,
 ) -> Tensor:
-    """The layer's forward pass in the adapter's order of steps."""
-    group = executor.groups.expert_parallel
+    """The layer's forward pass, with what comes before the layer."""
     if executor.groups.transfers is not None:
         hidden = executor.launch(hidden, first=first)
-    micro_batch = executor.begin_micro_batch(routing_map)
-    record = micro_batch.exchange
-    if exchanges is not None:
-        exchanges.append(record)
-    materialization = micro_batch.materialization
-    pipeline = executor.pipeline(
-        micro_batch, partial(grouped_ffn, activation=activation, probs_on_input=probs_on_input)
-    )
-    if pipeline is not None:
-        hidden, experts = materialization.apply(hidden, wait=False)
-        rows, row_probs = token_exchange.permute(hidden, probs, record)
-        rows = pipeline.run(rows, row_probs, experts)
-        return materialization.release(token_exchange.unpermute(rows, record))
-    if not materialization.beside_dispatch:
-        hidden, experts = materialization.apply(hidden)
-    rows, row_probs = token_exchange.permute(hidden, probs, record)
-    rows, row_probs = token_exchange.dispatch(
-        rows, row_probs, record, group, meanwhile=executor.plan_following
-    )
-    if materialization.beside_dispatch:
-        rows, experts = materialization.apply(rows)
-    rows, row_probs = token_exchange.sort_by_expert(rows, row_probs, record)
-    with executor.computing(rows.shape[0], rows.device):
-        rows = grouped_ffn(
-            rows, row_probs, record.rows_per_expert, experts, activation, probs_on_input=probs_on_input
-        )
-    rows = materialization.end_use(executor.computed(rows))
-    rows = token_exchange.combine(token_exchange.sort_by_source(rows, record), record, group)
-    return materialization.release(token_exchange.unpermute(rows, record))
+    compute = partial(grouped_ffn, activation=activation, probs_on_input=probs_on_input)
+    exchange = NotedExchange(executor.groups, [] if exchanges is None else exchanges)
+    output, _ = run_layer(executor, hidden, probs, routing_map, compute, exchange=exchange)
+    return output
 
 
 @dataclass

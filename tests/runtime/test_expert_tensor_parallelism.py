@@ -4,6 +4,7 @@ Shape letters: T tokens of all ranks, M model dim, F ffn dim, E experts, D devic
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,10 +15,10 @@ from torch import Tensor
 from megatron_fssdp.planning.placement import even_owners
 from megatron_fssdp.planning.tensor_schedules import Schedule
 from megatron_fssdp.planning.topology import Topology
-from megatron_fssdp.runtime import token_exchange
 from megatron_fssdp.runtime.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.grouped_ffn import grouped_ffn
 from megatron_fssdp.runtime.layer_executor import LayerExecutor
+from megatron_fssdp.runtime.layer_pass import run_layer
 from megatron_fssdp.runtime.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.row_exchanges import exchange_of
 from megatron_fssdp.strategies.strategy import LayerContext
@@ -57,19 +58,12 @@ def forward(
     name: str,
     schedule: Schedule = "megatron",
 ) -> Tensor:
-    """The layer's forward pass in the adapter's order of steps."""
+    """The layer's forward pass under a schedule."""
     executor.prepare()
+    compute = partial(grouped_ffn, activation=ACTIVATIONS[name])
     exchange = exchange_of(schedule, executor.groups)
-    hidden, probs, routing_map = exchange.gather(hidden, probs, routing_map)
-    micro_batch = executor.begin_micro_batch(routing_map, exchange.groups)
-    record = micro_batch.exchange
-    hidden, experts = micro_batch.materialization.apply(hidden)
-    exchange.start(record, micro_batch.plan.placement)
-    rows, row_probs = exchange.dispatch(*exchange.permute(hidden, probs), None)
-    rows, row_probs = token_exchange.sort_by_expert(*exchange.gather_peers(rows, row_probs), record)
-    rows = grouped_ffn(rows, row_probs, record.rows_per_expert, experts, ACTIVATIONS[name])
-    rows = exchange.sum_peers(token_exchange.sort_by_source(rows, record), rows.dtype)
-    return exchange.unpermute(exchange.combine(rows))
+    output, _ = run_layer(executor, hidden, probs, routing_map, compute, exchange=exchange)
+    return output
 
 
 def compare(rank: int, world_size: int, case: LayerCase, schedule: Schedule) -> Found:

@@ -26,6 +26,7 @@ from megatron_fssdp.planning.tensor_schedules import (
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.runtime import row_exchanges
 from megatron_fssdp.runtime.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.layer_pass import run_layer
 from megatron_fssdp.runtime.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.row_exchanges import exchange_of
 from megatron_fssdp.strategies.registry import build_strategy
@@ -119,7 +120,9 @@ def _forward(rank: int, world_size: int, schedule: Schedule) -> tuple[torch.Tens
     )
     owner_E = even_owners(EXPERTS, 2)
     parameters = {
-        int(e): [torch.nn.Parameter(torch.zeros(2, MODEL_DIM).double())]
+        int(e): [
+            torch.nn.Parameter(torch.zeros(*shape).double()) for shape in ((2, MODEL_DIM), (MODEL_DIM, 2))
+        ]
         for e in np.flatnonzero(owner_E == device)
     }
     executor = MoERuntime(build_strategy("ep", EpSettings())).add_layer(
@@ -137,16 +140,16 @@ def _forward(rank: int, world_size: int, schedule: Schedule) -> tuple[torch.Tens
     if divides:
         hidden = split_tokens(hidden, peers)
         probs, routing_map = (x.chunk(PEERS)[peers.rank()] for x in (probs, routing_map))
-    exchange = exchange_of(schedule, groups)
-    hidden, probs, routing_map = exchange.gather(hidden, probs, routing_map)
-    micro_batch = executor.begin_micro_batch(routing_map, exchange.groups)
-    exchange.start(micro_batch.exchange, micro_batch.plan.placement)
-    rows, row_probs = exchange.dispatch(*exchange.permute(hidden, probs), None)
-    rows, row_probs = exchange.gather_peers(rows, row_probs)
-    num_rows = len(rows)
-    rows = exchange.sum_peers(rows * row_probs.unsqueeze(1), rows.dtype)
-    output = exchange.unpermute(exchange.combine(rows))
-    return leaf, gather_tokens(output, peers) if divides else output, num_rows
+    found: list[int] = []
+
+    def compute(rows: torch.Tensor, row_probs: torch.Tensor, *_: Any) -> torch.Tensor:
+        found.append(len(rows))
+        return rows * row_probs.unsqueeze(1)
+
+    output, _ = run_layer(
+        executor, hidden, probs, routing_map, compute, exchange=exchange_of(schedule, groups)
+    )
+    return leaf, gather_tokens(output, peers) if divides else output, found[0]
 
 
 def _as_modelled(journal: Journal) -> list[tuple[str, float]]:

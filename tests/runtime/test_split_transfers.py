@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fssdp.planning.load_history import LoadHistory
 from megatron_fssdp.planning.placement import even_owners
 from megatron_fssdp.planning.transfer_split import TransferSplit
-from megatron_fssdp.runtime import layer_executor
+from megatron_fssdp.runtime import layer_iteration
 from megatron_fssdp.runtime.moe_runtime import MoERuntime
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 from megatron_fssdp.testing import run_ranks
@@ -111,7 +111,7 @@ def run_stack(rank: int, world_size: int, case: LayerCase, split: TransferSplit)
 
 
 def _note_starts(outcome: Outcome) -> None:
-    class Noted(layer_executor.SparseTransfer):
+    class Noted(layer_iteration.SparseTransfer):
         def start_all_gather(self, *args, **kwargs):
             outcome.started.append((int(self._what.split()[1]), self.num_elements, True))
             return super().start_all_gather(*args, **kwargs)
@@ -120,17 +120,17 @@ def _note_starts(outcome: Outcome) -> None:
             outcome.started.append((int(self._what.split()[1]), self.num_elements, False))
             return super().start_reduce_scatter(*args, **kwargs)
 
-    layer_executor.SparseTransfer = Noted
+    layer_iteration.SparseTransfer = Noted
 
 
 def run_cases(rank: int, world_size: int) -> dict[tuple[str, str], Outcome]:
     found = {}
-    original = layer_executor.SparseTransfer
+    original = layer_iteration.SparseTransfer
     for case in CASES:
         for name, split in SPLITS.items():
             dist.barrier()
             found[case.name, name] = run_stack(rank, world_size, case, split)
-            layer_executor.SparseTransfer = original
+            layer_iteration.SparseTransfer = original
     return found
 
 

@@ -6,7 +6,6 @@ No real cluster is touched: what Slurm and Kubernetes do is only as their docume
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -21,11 +20,11 @@ from megatron_fssdp.config.loading import validate
 from megatron_fssdp.config.run_config import RunConfig
 from megatron_fssdp.reporting.run_records import read_metrics
 
+from .two_nodes import NODE, RUN, UNFINISHED, TwoNodes
+
 ROOT = Path(__file__).parents[2]
 JOB = ROOT / "scripts" / "kubernetes" / "pytorchjob.yaml"
 BATCH = ROOT / "scripts" / "slurm" / "train.sbatch"
-NODE = ROOT / "scripts" / "run_node.sh"
-UNFINISHED = 75
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals ranks through /proc")
 
@@ -115,18 +114,6 @@ SCONTROL = """
         with (pathlib.Path(__file__).parent / "scontrol.log").open("a") as log:
             print(*sys.argv[1:], file=log)
 """
-
-RUN = {
-    "model": {
-        **{"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4},
-        **{"seq_length": 16, "num_experts": 4, "moe_top_k": 2, "moe_balancing": "none"},
-    },
-    "data": {"external": True},
-    "parallelism": {"expert": 2},
-    "training": {"iterations": 60, "micro_batch_size": 1, "global_batch_size": 4, "device": "cpu"},
-    "strategy": {"name": "fssdp", "settings": {"slots": 1, "overlap_degree": 2}},
-    "megatron_args": ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "257"],
-}
 
 
 @pytest.fixture
@@ -293,64 +280,10 @@ def test_the_kubernetes_job_fits_the_run_and_itself() -> None:
         validate(RunConfig, run, "run.yaml")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture
-def two_nodes(config: Path, tmp_path: Path) -> Iterator["TwoNodes"]:
-    nodes = TwoNodes(config, tmp_path)
-    yield nodes
-    nodes.end()
-
-
-class TwoNodes:
-    """Two "nodes" of this machine with a real rank each."""
-
-    def __init__(self, config: Path, folder: Path) -> None:
-        run = {**RUN, "training": {**RUN["training"], "iterations": 300}}
-        config.write_text(yaml.safe_dump(run))
-        self.config, self.folder, self.out = config, folder, folder / "out"
-        self.bin = folder / "bin"
-        self.bin.mkdir()
-        modules = {"megatron-fssdp": "megatron_fssdp.cli.app", "torchrun": "torch.distributed.run"}
-        for name, module in modules.items():
-            (self.bin / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
-            (self.bin / name).chmod(0o755)
-        self.processes: list[subprocess.Popen] = []
-
-    def start(self) -> None:
-        variables = {
-            **{"NUM_NODES": "2", "RANKS_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1"},
-            **{"MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)},
-            "PATH": f"{self.bin}:{os.environ['PATH']}",
-        }
-        self.processes = []
-        for node in range(2):
-            with (self.folder / f"log-{node}").open("a") as log:
-                self.processes.append(
-                    subprocess.Popen(
-                        ["bash", NODE, self.config, self.out],
-                        env={**os.environ, **variables, "RANK": str(node)},
-                        stdout=log,
-                        stderr=log,
-                        start_new_session=True,
-                    )
-                )
-
-    def exit_codes(self) -> list[int]:
-        return [process.wait(timeout=400) for process in self.processes]
-
-    def end(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                process.terminate()  # which the ranks obey
-        self.exit_codes()
-
-    def said(self) -> str:
-        return "\n".join((self.folder / f"log-{node}").read_text()[-3000:] for node in range(2))
+def two_nodes(tmp_path: Path) -> Iterator[TwoNodes]:
+    with TwoNodes(tmp_path, iterations=300) as nodes:
+        yield nodes
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,8 +38,8 @@ CASES = [
 ]
 
 
-def noting(begin: Callable[..., MicroBatch], used: list[LayerPlan], routing_map: torch.Tensor) -> MicroBatch:
-    micro_batch = begin(routing_map)
+def noting(begin: Callable[..., MicroBatch], used: list[LayerPlan], *arguments: Any) -> MicroBatch:
+    micro_batch = begin(*arguments)
     used.append(micro_batch.plan)
     return micro_batch
 

@@ -1,9 +1,7 @@
 """Puts sections into one file of HTML that needs nothing else."""
 
 import json
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.written_files import written_whole
 from megatron_fssdp.reporting.page.choice_section import choice_section
 from megatron_fssdp.reporting.page.device_load_section import device_load_section
 from megatron_fssdp.reporting.page.expert_load_section import expert_load_section
@@ -95,17 +93,8 @@ def write_page(path: Path, html: str) -> None:
     Raises:
         ConfigurationError: It cannot be written.
     """
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(html, encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
-        raise ConfigurationError(
-            f"--out {path}: cannot be written ({error.strerror}); choose another file"
-        ) from None
+    with written_whole(path.parent, "--out") as partial:
+        (partial / path.name).write_text(html, encoding="utf-8")
 
 
 def _title(runs: Sequence[ReportedRun]) -> str:

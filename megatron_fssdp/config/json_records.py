@@ -1,0 +1,35 @@
+"""JSON objects that this package writes and reads back as dataclasses."""
+
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}  # building one takes longer than reading a record
+
+
+def parse_record[RecordT](record_cls: type[RecordT], text: str | bytes) -> RecordT:
+    """Read one JSON object, strictly typed.
+
+    Args:
+        record_cls: A dataclass; its annotations may carry pydantic's limits. Unknown keys are left out.
+        text: The object.
+
+    Returns:
+        The record.
+
+    Raises:
+        ValueError: One line: the key and what is wrong with it.
+    """
+    try:
+        record: RecordT = _adapter(record_cls).validate_json(text, strict=True)
+        return record
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{place}: {first['msg']}" if place else first["msg"]) from None
+
+
+def _adapter(record_cls: type[Any]) -> TypeAdapter[Any]:
+    if record_cls not in _ADAPTERS:
+        _ADAPTERS[record_cls] = TypeAdapter(record_cls)
+    return _ADAPTERS[record_cls]

@@ -1,0 +1,115 @@
+"""YAML as settings are written in it: safe, strict and finite."""
+
+import math
+import re
+from collections.abc import Hashable
+from typing import Any
+
+import yaml
+
+from megatron_fssdp.config.errors import ConfigurationError
+
+_MOST_INTEGER_BITS = 63
+_MOST_LEVELS = 100
+"""Of brackets in brackets; PyYAML's time grows with their square."""
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """Plain Python values of a YAML text.
+
+    Beside what YAML itself forbids, these are refused: aliases, keys given twice, keys that are no strings,
+    numbers that are not finite and whole numbers beyond 64 bits.
+
+    Args:
+        text: The text.
+        source: Where it comes from; starts the message.
+
+    Raises:
+        ConfigurationError: One line with the place and the reason.
+    """
+    try:
+        return yaml.load(text, Loader=_StrictLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigurationError(f"{source}: not valid YAML{where}: {error.problem}") from None
+    except RecursionError:
+        raise ConfigurationError(f"{source}: not valid YAML: nested too deeply; flatten it") from None
+    except (yaml.YAMLError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigurationError(f"{source}: not valid YAML: {reason}") from None
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Safe YAML without aliases, with duplicate keys refused and ``1e-4`` read as a number."""
+
+    def fetch_flow_collection_start(self, TokenClass: type[yaml.Token]) -> None:
+        if self.flow_level >= _MOST_LEVELS:
+            raise yaml.scanner.ScannerError(None, None, "nested too deeply; flatten it", self.get_mark())
+        super().fetch_flow_collection_start(TokenClass)
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.constructor.ConstructorError(
+                None, None, "aliases (*name) are not accepted; write the value out", event.start_mark
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        if not isinstance(node, yaml.MappingNode):  # a tag (!!map) says so
+            raise _refusal(node, "wanted a mapping of keys to values")
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = key_node.value
+            if isinstance(key_node, yaml.ScalarNode) and key in seen:
+                raise _refusal(key_node, f"key '{key}' is given twice; keep one of them")
+            if isinstance(key_node, yaml.ScalarNode):
+                seen.add(key)
+        mapping = super().construct_mapping(node, deep)
+        for key in mapping:
+            if not isinstance(key, str):
+                raise _refusal(node, f"the key {key!r} is no string; put it in quotes")
+        return mapping
+
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        """A whole number of 64 bits or a finite one, also where a tag (``!!int x``) asks for one."""
+        is_whole = node.tag.endswith(":int")
+        try:
+            number = self.construct_yaml_int(node) if is_whole else self.construct_yaml_float(node)
+        except (ValueError, LookupError, ArithmeticError):  # an IndexError for an empty one
+            raise _refusal(node, f"{node.value!r} is no number") from None
+        if isinstance(number, int) and number.bit_length() > _MOST_INTEGER_BITS:
+            raise _refusal(node, "a whole number beyond 64 bits")
+        if not math.isfinite(number):
+            raise _refusal(node, f"{node.value} is no finite number; write one out")
+        return number
+
+    def construct_tagged(self, node: yaml.ScalarNode) -> Any:
+        """A boolean or a date; PyYAML ends in errors of its own where only the tag says so."""
+        construct = self.construct_yaml_bool if node.tag.endswith(":bool") else self.construct_yaml_timestamp
+        try:
+            return construct(node)
+        except (ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            reason = str(error) if isinstance(error, ValueError) else f"not a {node.tag.rpartition(':')[2]}"
+            raise _refusal(node, f"{node.value!r}: {reason}") from None
+
+
+def _refusal(node: yaml.Node, problem: str) -> yaml.constructor.ConstructorError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+for _tag, _construct in {
+    "int": _StrictLoader.construct_number,
+    "float": _StrictLoader.construct_number,
+    "bool": _StrictLoader.construct_tagged,
+    "timestamp": _StrictLoader.construct_tagged,
+}.items():
+    _StrictLoader.add_constructor(f"tag:yaml.org,2002:{_tag}", _construct)
+
+# YAML 1.1 wants "1.0e-4"; everybody writes "1e-4".
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)

@@ -1,0 +1,246 @@
+"""Bad input to every command: one line with the next step, exit code 2, and nothing changed on the disk."""
+
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy_selection import resolve_strategy
+from megatron_fssdp.data.manifest import BuiltFile, DataManifest
+from megatron_fssdp.megatron_adapter.launcher import launch
+from megatron_fssdp.reporting.run_records import IterationMetrics, LayerMetrics, LoadsWriter, MetricsWriter
+
+from .damaged_files import ANY_FILE, LOADS_FILE, METRICS_FILE, RUN_FILE, YAML_FILE, Damage, contents
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with one good file of every kind; the rows below name them relative to it."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    place = tmp_path / "place"
+    (place / "data").mkdir(parents=True)
+    (place / "data" / "text.bin").write_bytes(b"12")
+    DataManifest("f", "bpe", 1000, 999, 1, 1, {"text.bin": BuiltFile(2, "")}).write(place / "data")
+    shutil.copy(CONFIGS / "gpt_moe_tiny.yaml", place / "run.yaml")
+    shutil.copy(CONFIGS / "clusters" / "hpwnv.yaml", place / "cluster.yaml")
+    (place / "text.txt").write_text("some words " * 20)
+    (place / "strategy.yaml").write_text("slots: 2\n")
+    done = place / "done"
+    with MetricsWriter(done) as metrics, LoadsWriter(done, [1, 2, 3, 4]) as loads:
+        for iteration in (1, 2):
+            layers = tuple(LayerMetrics(layer, 1.5, 1.1, 2, 3, 4, 5) for layer in (1, 2, 3, 4))
+            metrics.append(IterationMetrics(iteration, 2.0, 1.0, 1.0, 1e3, layers))
+            loads.append(iteration, np.full((4, 4, 8), 128))
+    shutil.copy(CONFIGS / "gpt_moe_tiny.yaml", done / "config.yaml")
+    (done / "checkpoints").mkdir()
+    (done / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2\n")
+    monkeypatch.chdir(place)
+    return place
+
+
+def train(*more: object) -> tuple[object, ...]:
+    return ("train", "run.yaml", "--set", "data.path=data", *more)
+
+
+RESUME = train("--out", "done", "--resume")
+SIMULATE = (
+    *("simulate", "--loads", "done", "--cluster", "cluster.yaml", "--cluster-set", "devices_per_node=2"),
+    *("--model", "run.yaml", "--out", "new", "--no-break-even", "--no-plots"),
+)
+ROOFLINE = ("roofline", "done", "--cluster", "cluster.yaml", "--cluster-set", "devices_per_node=2")
+COMPARE = ("compare", "done", "done")
+PROFILE = ("profile", "--nproc", 2, "--out", "new.yaml", "--model", "run.yaml")
+BUILD = ("data", "build", "text.txt", "--out", "new", "--tokenizer", "bytes")
+
+# Which kind of file each command reads. What it does with a good one is tested elsewhere.
+READERS: list[tuple[tuple[object, ...], str, dict[str, Damage]]] = [
+    (train("--out", "new"), "run.yaml", RUN_FILE),
+    (train("--out", "new"), "data/manifest.json", ANY_FILE),
+    (RESUME, "done/config.yaml", RUN_FILE),
+    (RESUME, "done/checkpoints/latest_checkpointed_iteration.txt", ANY_FILE),
+    (PROFILE, "run.yaml", RUN_FILE),
+    (("doctor", "--config", "run.yaml"), "run.yaml", RUN_FILE),
+    (SIMULATE, "run.yaml", RUN_FILE),
+    (SIMULATE, "cluster.yaml", YAML_FILE),
+    (SIMULATE, "done/loads.npz", LOADS_FILE),
+    (ROOFLINE, "cluster.yaml", YAML_FILE),
+    (ROOFLINE, "done/config.yaml", RUN_FILE),
+    (ROOFLINE, "done/loads.npz", LOADS_FILE),
+    (COMPARE, "done/metrics.jsonl", METRICS_FILE),
+    (("report", "done"), "done/metrics.jsonl", METRICS_FILE),
+    # Of this one it wants the strategy's name only.
+    (
+        COMPARE,
+        "done/config.yaml",
+        {name: YAML_FILE[name] for name in ("folder", "binary", "empty", "aliases")},
+    ),
+    (BUILD, "text.txt", {"missing": ANY_FILE["missing"]}),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "file", "damage"),
+    [
+        pytest.param(arguments, file, damage, id=f"{arguments[0]}-{file}-{name}")
+        for arguments, file, damages in READERS
+        for name, damage in damages.items()
+    ],
+)
+def test_damaged_files(place: Path, command: Callable, arguments, file: str, damage: Damage) -> None:
+    damage(place / file)
+    before = contents(place)
+    code, out, err = command(*arguments)
+    assert_refused(code, out, err)
+    assert Path(file).name in err or str(Path(file).parent) in err
+    assert contents(place) == before
+
+
+@pytest.mark.parametrize("damage", YAML_FILE.values(), ids=YAML_FILE)
+def test_damaged_strategy_file(place: Path, damage: Damage) -> None:
+    damage(place / "strategy.yaml")
+    if (place / "strategy.yaml").is_file() and not (place / "strategy.yaml").read_bytes():
+        return  # no settings are good settings
+    with pytest.raises(ConfigurationError) as refused:
+        resolve_strategy("fssdp", place / "strategy.yaml")
+    assert "strategy.yaml" in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        # numbers
+        (train("--nproc", 0), "parallelism.nproc_per_node: got 0"),
+        (train("--nproc", -4), "parallelism.nproc_per_node: got -4"),
+        (train("--nproc", "four"), "--nproc"),
+        (train("--iters", -1), "training.iterations: got -1"),
+        (train("--set", "training.lr=.nan"), "no finite number"),
+        (train("--set", "model.num_layers=1000000000000"), "model.num_layers"),
+        (train("--set", "model.num_experts=0"), "model.num_experts: got 0"),
+        (train("--set", "data.vocab_size=3"), "data.vocab_size: got 3"),
+        ((*SIMULATE, "--iterations", 0), "--iterations"),
+        ((*SIMULATE, "--seed", -1), "--seed"),
+        ((*SIMULATE, "--loads", "W0", "--iterations", 10**12), "--iterations"),
+        ((*SIMULATE, "--cluster-set", "num_nodes=0"), "num_nodes: got 0"),
+        ((*SIMULATE, "--cluster-set", "expert_flops_per_s=-1"), "expert_flops_per_s: got -1"),
+        ((*SIMULATE, "--strategies", ","), "--strategies"),
+        ((*ROOFLINE, "--cluster-set", "devices_per_node=0"), "devices_per_node: got 0"),
+        ((*PROFILE, "--repetitions", 0), "--repetitions 0"),
+        ((*PROFILE, "--least-bytes", -1), "--least-bytes -1"),
+        ((*PROFILE, "--nodes", 0), "--nodes 0"),
+        ((*PROFILE, "--nproc", 0), "a link needs two ends"),
+        ((*BUILD, "--shards", 0), "shards: got 0"),
+        ((*BUILD, "--tokenizer", "bpe", "--vocab-size", -1), "vocab size: got -1"),
+        # names and files that are not there
+        (("train", "nowhere.yaml"), "nowhere.yaml: no such file"),
+        (("train",), "CONFIG.yaml"),
+        (train("--moe-strategy", "fsdp"), "did you mean 'fssdp'"),
+        (train("--set", "model=3"), "model"),
+        (train("--set", "a\nb=3"), "a\\nb"),
+        (train("--set", "data.path=nowhere"), "no built data"),
+        (train("--resume", "--out", "nowhere"), "no checkpoint"),
+        (train("--out", "done"), "holds a run already"),
+        (("doctor", "--config", "nowhere.yaml"), "nowhere.yaml: no such file"),
+        (("doctor", "--nproc", 3), "--nproc"),
+        ((*SIMULATE, "--loads", "nowhere"), "or give the folder of a run"),
+        ((*SIMULATE, "--loads", "run.yaml"), "run.yaml"),
+        ((*SIMULATE, "--cluster", "nowhere"), "unknown cluster"),
+        (("roofline", "nowhere", "--cluster", "cluster.yaml"), "nowhere"),
+        (("compare", "nowhere", "done"), "nowhere"),
+        (("report", "nowhere"), "nowhere"),
+        (("report", "done", "--out", "run.yaml/below.html"), "cannot be written"),
+        (("report", "done", "--out", "done"), "cannot be written"),
+        (("configs", "nowhere.yaml"), "nowhere.yaml"),
+        (("compare", "done"), "compare: got one run"),
+        (("data", "build", "nowhere", "--out", "new"), "nowhere: no such file or folder"),
+        (("data", "built"), "No such command 'built'"),
+        (("schema", "run.yaml"), "run.yaml"),
+        (("version", "--long"), "--long"),
+        (("frobnicate",), "No such command 'frobnicate'"),
+        # outputs that cannot be
+        (train("--out", "run.yaml"), "--out run.yaml: is a file"),
+        (train("--out", "run.yaml/below"), "run.yaml/below"),
+        ((*SIMULATE, "--out", "run.yaml"), "--out run.yaml: cannot be written"),
+        ((*SIMULATE, "--out", "run.yaml/below"), "--out run.yaml/below: cannot be written"),
+        ((*ROOFLINE, "--out", "run.yaml"), "--out run.yaml: cannot be written"),
+        ((*COMPARE, "--png", "run.yaml/loads.png"), "cannot be written"),
+        ((*COMPARE, "--png", "done"), "--png done"),
+        ((*COMPARE, "--png", "loads.gigantic"), "--png"),
+        ((*PROFILE, "--out", "done"), "is a folder"),
+        ((*PROFILE, "--out", "nowhere/c.yaml"), "the folder nowhere does not exist"),
+        ((*BUILD, "--out", "run.yaml"), "run.yaml"),
+        ((*BUILD, "--out", "run.yaml/below"), "run.yaml"),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+def test_wrong_words_and_numbers(place: Path, command: Callable, arguments, words: str) -> None:
+    before = contents(place)
+    code, out, err = command(*arguments)
+    assert_refused(code, out, err)
+    assert words in err
+    assert contents(place) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "room_bytes"),
+    [
+        (train("--out", "new"), 100),
+        (SIMULATE, 100),
+        (SIMULATE, 2000),
+        (ROOFLINE, 100),
+        ((*COMPARE, "--png", "loads.png"), 1000),
+        (BUILD, 100),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else str(value),
+)
+def test_a_full_disk(place: Path, command: Callable, arguments, room_bytes: int) -> None:
+    before = contents(place)
+    with room_for(room_bytes):
+        code, _, err = command(*arguments)
+    assert code == 2, err
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1
+    assert "cannot be written (File too large)" in err
+    left = {name: content for name, content in contents(place).items() if before.get(name) != content}
+    # A build goes on with what is finished; its data counts only with a manifest.
+    assert all(
+        content is None or ".building-" in name or name == "new/.lock" for name, content in left.items()
+    )
+
+
+@contextmanager
+def room_for(num_bytes: int) -> Iterator[None]:
+    """Within, no file gets larger: the system refuses as on a full disk, in the middle of a write."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("script", [[], ["nowhere.py"], ["done"], ["a\nb.py"]])
+def test_launching_what_is_no_script(
+    place: Path, capsys: pytest.CaptureFixture[str], script: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        launch(script)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("[fssdp] error: ")
+    assert len(error.splitlines()) == 1
+
+
+def assert_refused(code: int, out: str, err: str) -> None:
+    assert code == 2, out + err
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1, err
+    assert "Traceback" not in out + err

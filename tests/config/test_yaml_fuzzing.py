@@ -1,0 +1,149 @@
+"""Whatever is in a YAML file, it loads to something valid or is refused in one line that names the file."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron_fssdp.config.cluster_files import cluster_yaml, load_cluster
+from megatron_fssdp.config.composition import load_run
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.loading import apply_overrides, load_yaml, validate
+from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY, strategy_settings
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+RUN = (CONFIGS / "gpt_moe_tiny.yaml").read_bytes()
+CLUSTER = (CONFIGS / "clusters" / "hpwnv.yaml").read_bytes()
+
+# Pieces that mean something to YAML or to the readers, so that mutations get past the first character.
+PIECES = [
+    *("{", "}", "[", "]", ": ", "- ", "? ", "\n", "\n  ", "&a ", "*a", "<<: ", "!!int ", "!!bool ", "!!map "),
+    *("!!binary ", "!!timestamp ", "!!set ", "!!python/name:os.x ", "|\n", "'", '"', "#", "%", "\t", "---\n"),
+    *("null", "true", "-1", "0", "1e400", ".nan", "1_0:59", "0x", "2026-01-01", "99999999999999999999", "~"),
+    *(
+        "include: [part.yaml]\n",
+        "include: 3\n",
+        "model: ",
+        "num_layers",
+        "\\ud800",
+        "\\0",
+        "\u2028",
+        "\ufeff",
+    ),
+]
+CHANGES = st.lists(
+    st.tuples(
+        st.floats(0, 1), st.integers(0, 30), st.sampled_from(PIECES).map(str.encode) | st.binary(max_size=4)
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def changed(content: bytes, changes: list[tuple[float, int, bytes]]) -> bytes:
+    """Some bytes replaced by others, at places given as shares of the length."""
+    for place, num_removed, added in changes:
+        at = round(place * len(content))
+        content = content[:at] + added + content[at + num_removed :]
+    return content
+
+
+def refused_in_one_line(error: ConfigurationError, *names: str) -> None:
+    message = str(error)
+    assert len(message.splitlines()) == 1
+    assert any(name in message for name in names), message
+
+
+@given(CHANGES)
+@example([(0.5, 0, b"- " * 5000)])
+@example([(1.0, 0, b"x: " + b"{a: " * 90 + b"1" + b"}" * 90)])
+@example([(0.0, 10**6, b"strategy: {name: fssdp, settings: {slots: [[[1]]]}}")])
+@settings(max_examples=150, deadline=None)
+def test_a_changed_run_is_valid_or_refused(changes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "run.yaml")
+        file.write_bytes(changed(RUN, changes))
+        Path(folder, "part.yaml").write_text("training: {seed: 7}")
+        try:
+            run = load_run([file])
+        except ConfigurationError as error:
+            refused_in_one_line(error, str(file))
+            return
+    assert run.model.moe_layers
+    again = yaml.safe_load(yaml.safe_dump(run.model_dump(mode="json")))
+    assert validate(RunConfig, again, "again") == run
+
+
+@given(CHANGES)
+@settings(max_examples=100, deadline=None)
+def test_a_changed_cluster_is_valid_or_refused(changes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "cluster.yaml")
+        file.write_bytes(changed(CLUSTER, changes))
+        try:
+            cluster = load_cluster(file)
+        except ConfigurationError as error:
+            refused_in_one_line(error, str(file))
+            return
+        file.write_text(cluster_yaml(cluster), encoding="utf-8")
+        assert load_cluster(file) == cluster
+
+
+SCALARS = st.none() | st.booleans() | st.integers(1 - (1 << 63), (1 << 63) - 1) | st.text(max_size=8)
+KEYS = st.text(max_size=8) | st.sampled_from(["model", "training", "num_layers", "slots", "name", "include"])
+TREES = st.recursive(
+    SCALARS | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(KEYS, TREES, max_size=4))
+@settings(max_examples=100, deadline=None)
+def test_what_is_written_is_read(data: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "data.yaml")
+        file.write_text(yaml.safe_dump(data), encoding="utf-8")
+        assert load_yaml(file) == data
+
+
+@given(
+    st.lists(st.text(max_size=20) | st.builds("{}={}".format, KEYS, st.text(max_size=12)), max_size=3),
+    st.sampled_from(sorted(SETTINGS_BY_STRATEGY)),
+)
+@settings(max_examples=150, deadline=None)
+def test_overrides_are_valid_or_refused(overrides: list[str], name: str) -> None:
+    try:
+        data = apply_overrides({}, overrides)
+    except ConfigurationError as error:
+        refused_in_one_line(error, "override '")
+        return
+    try:
+        strategy_settings(name, data, "--moe-strategy-set")
+    except ConfigurationError as error:
+        refused_in_one_line(error, "--moe-strategy-set")
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))
+@settings(max_examples=60, deadline=None)
+def test_includes_end_or_are_refused(edges: list[tuple[int, int]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for file in range(6):
+            included = [f"{target}.yaml" for source, target in edges if source == file]
+            Path(folder, f"{file}.yaml").write_text(
+                f"include: {included}\ndata: {{vocab_size: {file + 300}}}"
+            )
+        top = Path(folder, "0.yaml")
+        try:
+            load_run([top])
+        except ConfigurationError as error:
+            refused_in_one_line(
+                error, f"{top}: files include each other in a circle", f"{top}: model: missing"
+            )
+        else:
+            pytest.fail("there is no model")

@@ -1,0 +1,141 @@
+"""Whatever is in a run's files, they load to something valid or are refused in one line with the name."""
+
+import io
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from rich.console import Console
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.data.manifest import MANIFEST_FILE, BuiltFile, DataManifest, read_manifest
+from megatron_fssdp.reporting.comparison_table import comparison_table
+from megatron_fssdp.reporting.recorded_run import read_run
+from megatron_fssdp.reporting.run_records import (
+    LOADS_FILE,
+    METRICS_FILE,
+    IterationMetrics,
+    LayerMetrics,
+    MetricsWriter,
+    read_loads,
+)
+
+CHANGES = st.lists(
+    st.tuples(st.floats(0, 1), st.integers(0, 40), st.binary(max_size=6)), min_size=1, max_size=5
+)
+
+
+def changed(content: bytes, changes: list[tuple[float, int, bytes]]) -> bytes:
+    """Some bytes replaced by others, at places given as shares of the length."""
+    for place, num_removed, added in changes:
+        at = round(place * len(content))
+        content = content[:at] + added + content[at + num_removed :]
+    return content
+
+
+def loads_file(compressed: bool) -> bytes:
+    file = io.BytesIO()
+    save = np.savez_compressed if compressed else np.savez
+    counts = np.random.default_rng(0).integers(0, 99, (3, 2, 4, 8), dtype=np.int32)
+    save(file, counts_ILDE=counts, iterations=np.arange(1, 4), layers=np.arange(1, 3))
+    return file.getvalue()
+
+
+def loads_or_refusal(content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, LOADS_FILE).write_bytes(content)
+        try:
+            loads = read_loads(folder)
+        except ConfigurationError as error:
+            refused_in_one_line(error, Path(folder, LOADS_FILE))
+            return
+    assert loads.counts_ILDE.dtype == np.int32
+    assert loads.counts_ILDE.shape[:2] == (len(loads.iterations), len(loads.layers))
+    assert loads.counts_ILDE.min(initial=0) >= 0
+
+
+def refused_in_one_line(error: ConfigurationError, file: Path) -> None:
+    assert len(str(error).splitlines()) == 1
+    assert str(file) in str(error)
+
+
+@given(CHANGES, st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_changed_loads(changes, compressed: bool) -> None:
+    loads_or_refusal(changed(loads_file(compressed), changes))
+
+
+ANY_ARRAY = arrays.arrays(
+    arrays.scalar_dtypes() | st.just(np.dtype("U3")), arrays.array_shapes(min_dims=0, max_dims=5, min_side=0)
+)
+
+
+@given(st.dictionaries(st.sampled_from(["counts_ILDE", "iterations", "layers", "other"]), ANY_ARRAY))
+@settings(max_examples=100, deadline=None)
+def test_loads_of_any_arrays(content) -> None:
+    file = io.BytesIO()
+    np.savez(file, **content)
+    loads_or_refusal(file.getvalue())
+
+
+def metrics_file() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        with MetricsWriter(folder) as writer:
+            for iteration in (1, 2, 3):
+                layers = tuple(LayerMetrics(layer, 1.5, 1.25, 2, 3, 4, 5, 0.5, 0.25) for layer in (1, 2))
+                writer.append(IterationMetrics(iteration, 2.5, 1.0, 0.5, 1e3, layers))
+        return Path(folder, METRICS_FILE).read_bytes()
+
+
+def run_or_refusal(content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, METRICS_FILE).write_bytes(content)
+        try:
+            run = read_run(Path(folder))
+        except ConfigurationError as error:
+            refused_in_one_line(error, Path(folder))
+            return
+        Console(file=io.StringIO(), markup=False).print(comparison_table(run, run))
+
+
+@given(CHANGES)
+@example([(0.0, 0, b'{"iteration": 1e3, ')])
+@settings(max_examples=150, deadline=None)
+def test_changed_metrics(changes) -> None:
+    run_or_refusal(changed(metrics_file(), changes))
+
+
+VALUES = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.just([]) | st.just({})
+)
+
+
+@given(st.sampled_from(["of the iteration", "of a layer"]), st.data())
+@settings(max_examples=150, deadline=None)
+def test_metrics_with_any_value(where: str, data: st.DataObject) -> None:
+    lines = [json.loads(line) for line in metrics_file().splitlines()]
+    record = lines[data.draw(st.integers(0, 2))]
+    record = record if where == "of the iteration" else record["layers"][1]
+    record[data.draw(st.sampled_from(sorted(record)))] = data.draw(VALUES)
+    run_or_refusal("\n".join(map(json.dumps, lines)).encode())
+
+
+@given(CHANGES)
+@settings(max_examples=100, deadline=None)
+def test_changed_manifest(changes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "text.bin").write_bytes(b"12")
+        DataManifest("f", "bpe", 300, 299, 1, 2, {"text.bin": BuiltFile(2, "ab")}).write(Path(folder))
+        file = Path(folder, MANIFEST_FILE)
+        file.write_bytes(changed(file.read_bytes(), changes))
+        try:
+            manifest = read_manifest(Path(folder))
+        except ConfigurationError as error:
+            refused_in_one_line(error, Path(folder))
+            return
+        assert isinstance(manifest.vocab_size, int)
+        assert isinstance(manifest.eod_id, int)

@@ -1,0 +1,109 @@
+"""Two nodes with networks of their own, joined by a cable: started by run_node.sh, one torchrun each.
+
+They have addresses and host names as machines of a cluster have; rendezvous, connections and ranks are real.
+Only the file system and the cores are the same.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_fssdp.reporting.run_records import read_loads, read_metrics
+
+from .two_nodes import ROOT, TwoNodes
+
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.testbed.links import INTERFACE, Nodes
+from benchmarks.testbed.node_commands import NodeCommands, built_nodes
+from benchmarks.testbed.processes import namespaces_refusal
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+ON_NETWORK = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": INTERFACE}
+ITERATIONS, SAVED_EVERY = 40, 5
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[NodeCommands]:
+    if os.geteuid() != 0:
+        pytest.skip("only root may enter the namespaces of another process")
+    if refusal := namespaces_refusal():
+        pytest.skip(f"no network namespaces: {refusal}")
+    with built_nodes(Nodes(2, 10**9)) as nodes:
+        yield nodes
+
+
+def losses(run: TwoNodes) -> list[float]:
+    records = read_metrics(run.out)
+    assert [record.iteration for record in records] == list(range(1, ITERATIONS + 1))
+    return [record.lm_loss for record in records]
+
+
+@pytest.fixture(scope="module")
+def one_node(network: NodeCommands, tmp_path_factory: pytest.TempPathFactory) -> TwoNodes:
+    """The same ranks on one node."""
+    folder = tmp_path_factory.mktemp("one")
+    with TwoNodes(folder, network.on, iterations=ITERATIONS) as run:
+        run.start(nodes=1, ranks_per_node=2, **ON_NETWORK)
+        assert run.exit_codes() == [0], run.said()
+    return run
+
+
+def test_two_nodes_have_the_losses_of_one(one_node: TwoNodes, network: NodeCommands, tmp_path: Path) -> None:
+    with TwoNodes(tmp_path, network.on, iterations=ITERATIONS) as run:
+        run.start(**ON_NETWORK)
+        assert run.exit_codes() == [0, 0], run.said()
+    assert losses(run) == pytest.approx(losses(one_node), rel=1e-6)
+    assert losses(run)[-1] != losses(run)[0]
+    assert (read_loads(run.out).counts_ILDE == read_loads(one_node.out).counts_ILDE).all()
+    crossed = [sum(layer.cross_node_tokens for layer in record.layers) for record in read_metrics(run.out)]
+    assert min(crossed) > 0
+    assert not any(layer.cross_node_tokens for layer in read_metrics(one_node.out)[0].layers)
+
+
+def test_a_node_that_died_comes_back(one_node: TwoNodes, network: NodeCommands, tmp_path: Path) -> None:
+    """The other one starts its ranks again, waits for it, and both go on from the last checkpoint."""
+    with TwoNodes(tmp_path, network.on, iterations=ITERATIONS, save_interval=SAVED_EVERY) as run:
+        run.start(**ON_NETWORK, MAX_RESTARTS="2")
+        tracker = run.out / "checkpoints" / "latest_checkpointed_iteration.txt"
+        while not tracker.exists() or run.num_iterations() < 2 * SAVED_EVERY:
+            assert all(process.poll() is None for process in run.processes), run.said()
+            time.sleep(0.05)
+        kill_node(network, 1)
+        run.processes[1].wait()
+        saved, reached = int(tracker.read_text()), run.num_iterations()
+        assert reached < ITERATIONS, "the node died after the end"
+        assert run.processes[0].poll() is None, run.said()
+        run.processes[1] = run.start_node(1)
+        assert run.exit_codes() == [0, 0], run.said()
+    assert losses(run) == pytest.approx(losses(one_node), rel=1e-6)
+    assert f"going on from iteration {saved} of {ITERATIONS}" in (tmp_path / "log-1").read_text()
+    assert run.num_iterations() == ITERATIONS + reached - saved
+
+
+def kill_node(network: NodeCommands, node: int) -> None:
+    """What a power cut does to a node: its torchrun, ranks and script are gone at once."""
+    name = NodeCommands.name(node)
+    words = [
+        "nsenter",
+        "--target",
+        str(network.keeper),
+        "--net",
+        "--mount",
+        "--",
+        "ip",
+        "netns",
+        "pids",
+        name,
+    ]
+    pids = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+    assert len(pids) >= 3
+    for pid in map(int, pids):
+        os.kill(pid, signal.SIGKILL)

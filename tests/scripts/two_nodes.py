@@ -1,0 +1,110 @@
+"""Two "nodes" of this machine, each started as a scheduler would: by scripts/run_node.sh."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+NODE = ROOT / "scripts" / "run_node.sh"
+UNFINISHED = 75
+
+RUN = {
+    "model": {
+        **{"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4},
+        **{"seq_length": 16, "num_experts": 4, "moe_top_k": 2, "moe_balancing": "none"},
+    },
+    "data": {"external": True},
+    "parallelism": {"expert": 2},
+    "training": {"iterations": 60, "micro_batch_size": 1, "global_batch_size": 4, "device": "cpu"},
+    "strategy": {"name": "fssdp", "settings": {"slots": 1, "overlap_degree": 2}},
+    "megatron_args": ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "257"],
+}
+
+
+class TwoNodes:
+    """A run on nodes with real ranks, which share a file system.
+
+    Args:
+        folder: For the run and the logs.
+        prefix: What to put before a node's command; nothing where all are on this machine's loopback.
+        settings: Of the section ``training``.
+    """
+
+    def __init__(
+        self, folder: Path, prefix: Callable[[int], list[str]] | None = None, **settings: Any
+    ) -> None:
+        self.folder, self.out, self.config = folder, folder / "out", folder / "two_nodes.yaml"
+        self.config.write_text(yaml.safe_dump({**RUN, "training": {**RUN["training"], **settings}}))
+        self.prefix = prefix or (lambda node: [])
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        modules = {"megatron-fssdp": "megatron_fssdp.cli.app", "torchrun": "torch.distributed.run"}
+        for name, module in modules.items():
+            (self.bin / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
+            (self.bin / name).chmod(0o755)
+        self.processes: list[subprocess.Popen] = []
+
+    def start(self, nodes: int = 2, ranks_per_node: int = 1, **env: str) -> None:
+        """Start all nodes; variables of the environment win over those that a scheduler sets."""
+        scheduler = {
+            **{"NUM_NODES": str(nodes), "RANKS_PER_NODE": str(ranks_per_node)},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())},
+        }
+        self.env = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "PATH": f"{self.bin}:{os.environ['PATH']}",
+            **scheduler,
+            **env,
+        }
+        self.processes = [self.start_node(node) for node in range(nodes)]
+
+    def start_node(self, node: int) -> subprocess.Popen:
+        """Start one node, again perhaps."""
+        with (self.folder / f"log-{node}").open("a") as log:
+            return subprocess.Popen(
+                [*self.prefix(node), "bash", NODE, self.config, self.out],
+                env={**self.env, "RANK": str(node)},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    @property
+    def metrics(self) -> Path:
+        return self.out / "metrics.jsonl"
+
+    def num_iterations(self) -> int:
+        """How many are recorded; those that were repeated count again."""
+        return self.metrics.read_text().count("\n") if self.metrics.exists() else 0
+
+    def exit_codes(self) -> list[int]:
+        return [process.wait(timeout=400) for process in self.processes]
+
+    def said(self) -> str:
+        return "\n".join(log.read_text()[-3000:] for log in sorted(self.folder.glob("log-*")))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.terminate()  # which the ranks obey
+        self.exit_codes()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
