@@ -50,7 +50,7 @@ def _python_blocks(source: str) -> list[str]:
 def _docstrings(source: str) -> Iterator[tuple[int, str]]:
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -75,7 +75,7 @@ def _comments(source: str) -> Iterator[tuple[int, str]]:
             text = token.string.lstrip("#").removeprefix(" ").removeprefix(":")
             # A line without brackets and assignments is one of words, even where Python would take it.
             lines.append("" if _CODE_SIGNS.search(text) and _is_code(text) else text)
-    except (tokenize.TokenError, SyntaxError):
+    except (tokenize.TokenError, SyntaxError, ValueError):  # the last of odd characters
         pass
     if lines:
         yield first, "\n".join(lines)
