@@ -31,11 +31,11 @@ def is_tested(distribution: str, version: str) -> bool | None:
     return SpecifierSet(TESTED_VERSIONS[distribution]).contains(base)
 
 
-def tested_requirement(distribution: str) -> str:
+def requirement_of(distribution: str) -> str:
     """The tested versions of a distribution, as pip's requirement."""
     return distribution + TESTED_VERSIONS[distribution]
 
 
 def pip_install(distribution: str) -> str:
     """The command that installs a tested version."""
-    return f"pip install '{tested_requirement(distribution)}'"
+    return f"pip install '{requirement_of(distribution)}'"

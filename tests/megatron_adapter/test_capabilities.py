@@ -7,7 +7,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.megatron_adapter.tested_versions import tested_requirement
+from megatron_fssdp.megatron_adapter.tested_versions import requirement_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,21 +35,21 @@ def test_a_missing_seam_is_named(module: str, path: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(capabilities, "_TRAINING_SEAMS", (seam,))
     with pytest.raises(ConfigurationError, match=path) as refusal:
         capabilities.check_training()
-    assert tested_requirement("megatron-core") in str(refusal.value)
+    assert requirement_of("megatron-core") in str(refusal.value)
 
 
 def test_the_tested_range_is_said_in_one_place() -> None:
     """What scripts install and what README says; pyproject.toml is held to it in ``test_diagnosis``."""
-    tested = Requirement(tested_requirement("megatron-core"))
+    tested = Requirement(requirement_of("megatron-core"))
     constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     (installed_by_scripts,) = [
         line.partition("==")[2] for line in constraints.splitlines() if line.startswith(f"{tested.name}==")
     ]
     assert tested.specifier.contains(installed_by_scripts)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"`{tested_requirement('megatron-core')}`" in readme
+    assert f"`{requirement_of('megatron-core')}`" in readme
 
 
 def test_the_installed_megatron_is_in_the_tested_range() -> None:
-    tested = Requirement(tested_requirement("megatron-core"))
+    tested = Requirement(requirement_of("megatron-core"))
     assert tested.specifier.contains(importlib.metadata.version(tested.name))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fssdp.megatron_adapter.tested_versions import tested_requirement
+from megatron_fssdp.megatron_adapter.tested_versions import requirement_of
 from megatron_fssdp.reporting.run_records import read_metrics
 
 from .training_run import SCRIPT, train, train_on_all_ranks
@@ -104,7 +104,7 @@ def test_an_unsupported_megatron_is_refused_with_the_tested_range(text_data: Pat
     (run,) = train_on_all_ranks(1, "--moe-strategy ep", text_data, before=remove_a_seam)
     assert run.exit_code == 2
     assert "MoELayer.routed_experts_compute" in run.errors
-    assert tested_requirement("megatron-core") in run.errors
+    assert requirement_of("megatron-core") in run.errors
 
 
 def remove_a_seam() -> None:
