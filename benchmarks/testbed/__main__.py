@@ -305,6 +305,12 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
     samples = reports[0].samples
     found = report.summaries(samples)
     control = report.control_difference(found, CONTROL)
+    chosen = [
+        one
+        for variant in variants
+        if variant.strategy == "auto"
+        for one in report.against_best(samples, variant.name, [CONTROL])
+    ]
     record = {
         "host": facts,
         "cpu_shares": shares,
@@ -315,10 +321,14 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
         "worst_difference_from_ep": differences,
         "heat": heats,
         "control_difference": control,
+        "auto_against_best": [asdict(one) for one in chosen],
         "summaries": found,
         "samples": [asdict(sample) for sample in samples],
     }
     _write(options, "testbed", record, report.table(found, heats))
+    for one in chosen:
+        over = "" if one.over_reference is None else f", {one.over_reference:.3f} times as fast as `none`"
+        print(f"[testbed] {one.workload}: auto took {one.over_best:.3f} of {one.best}'s seconds{over}")
     for name, difference in control.items():
         print(f"[testbed] {name}: `none` a second time took {100 * difference:+.1f} %")
     print(

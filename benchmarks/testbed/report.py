@@ -4,6 +4,7 @@ import os
 import platform
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
@@ -79,6 +80,53 @@ def control_difference(found: Sequence[Mapping[str, Any]], control: str) -> dict
         for (workload, variant), seconds in medians.items()
         if variant == control and (workload, REFERENCE) in medians
     }
+
+
+@dataclass(frozen=True)
+class AgainstBest:
+    """What a variant that chooses took, beside the best of those that do not.
+
+    Attributes:
+        workload: Its name.
+        best: The variant with the fewest seconds over all repetitions, the reference aside.
+        over_best: The variant's seconds over the best one's, both of all repetitions together.
+        over_reference: The reference's seconds over the variant's, likewise; above 1 is faster.
+    """
+
+    workload: str
+    best: str
+    over_best: float
+    over_reference: float | None
+
+
+def against_best(samples: Sequence[Sample], chooser: str, without: Sequence[str] = ()) -> list[AgainstBest]:
+    """A choosing variant against the best fixed one of each workload, in seconds of all repetitions.
+
+    A training pays for every iteration, so sums count here and not medians.
+
+    Args:
+        samples: Of a run.
+        chooser: The variant's name.
+        without: Variants that are not compared with.
+    """
+    total_s: dict[tuple[str, str], float] = {}
+    for sample in samples:
+        key = (sample.workload, sample.variant)
+        total_s[key] = total_s.get(key, 0.0) + sample.seconds
+    found = []
+    for workload in dict.fromkeys(workload for workload, variant in total_s if variant == chooser):
+        own_s = total_s[workload, chooser]
+        others = {
+            variant: seconds
+            for (of, variant), seconds in total_s.items()
+            if of == workload and variant not in (chooser, REFERENCE, *without)
+        }
+        if others:
+            best = min(others, key=others.__getitem__)
+            reference_s = total_s.get((workload, REFERENCE))
+            over_reference = None if reference_s is None else reference_s / own_s
+            found.append(AgainstBest(workload, best, own_s / others[best], over_reference))
+    return found
 
 
 def heat(counts_LIDE: np.ndarray) -> dict[str, float]:

@@ -20,7 +20,14 @@ from benchmarks.testbed import processes  # noqa: E402
 from benchmarks.testbed.layer_stack import LayerInput  # noqa: E402
 from benchmarks.testbed.links import Nodes, parse_rate, payload_bytes_per_s  # noqa: E402
 from benchmarks.testbed.measurement import Sample  # noqa: E402
-from benchmarks.testbed.report import control_difference, cpu_shares, quartiles, summaries  # noqa: E402
+from benchmarks.testbed.report import (  # noqa: E402
+    AgainstBest,
+    against_best,
+    control_difference,
+    cpu_shares,
+    quartiles,
+    summaries,
+)
 from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape  # noqa: E402
 
 SIZES = {"nodes": 2, "ranks-per-node": 1, "hidden": 16, "ffn": 32, "tokens": 32, "experts": 8, "layers": 2}
@@ -66,6 +73,18 @@ def test_speed_ups_are_of_pairs_and_the_ceiling_is_the_best_balanced_median() ->
     assert skewed["sprs_hidden_share"] is None
     assert control_difference(found, "none again") == {"W1": pytest.approx(0.1)}
     assert quartiles([5.0]) == [5.0] * 3
+
+
+def test_a_chooser_is_compared_with_the_fewest_seconds_of_all_iterations() -> None:
+    """Not with the best median: c is fast most of the time and very slow once."""
+    seconds = {"none": [8, 8, 8], "a": [4, 4, 4], "c": [1, 1, 20], "auto": [5, 4, 4], "none again": [1, 1, 1]}
+    samples = [
+        Sample("W1", variant, index, index, one, (0, 0), (0, 0), (0, 0), (0, 0), 0, 0)
+        for variant, of in seconds.items()
+        for index, one in enumerate(of)
+    ]
+    assert against_best(samples, "auto", ["none again"]) == [AgainstBest("W1", "a", 13 / 12, 24 / 13)]
+    assert against_best([one for one in samples if one.variant == "auto"], "auto") == []
 
 
 def test_shares_of_the_cores() -> None:
