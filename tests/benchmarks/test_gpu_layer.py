@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_toy_size_on_the_cpu(tmp_path: Path) -> None:
     out = tmp_path / "layer.json"
     words = [sys.executable, "benchmarks/gpu_layer.py", "--cpu", "--size", "toy", "--repetitions", "2"]

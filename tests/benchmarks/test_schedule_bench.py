@@ -4,6 +4,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.testbed.schedule_bench import (
@@ -21,6 +23,7 @@ def measured(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
     return measure_schedule_grid(plan)
 
 
+@pytest.mark.slow
 def test_all_schedules_run_and_agree_on_four_ranks() -> None:
     shapes = (Shape(32, 8, 1.0), Shape(32, 8, 0.5))
     plan = Plan(2, 2, 2, shapes, num_experts=4, flops_per_s=1e12, repetitions=1, warm_up=0, seed=0)

@@ -156,6 +156,7 @@ def test_without_torch_and_megatron_the_command_still_answers(tmp_path: Path) ->
     assert verdicts["GPUs"] == "note"
 
 
+@pytest.mark.slow
 def test_this_machine_has_no_problem(tmp_path: Path) -> None:
     """The real thing, with what is installed here; nothing but the report is on stdout."""
     words = ("-m", "megatron_fssdp.cli.app", "doctor", "--json", "--checkpoints", str(tmp_path))

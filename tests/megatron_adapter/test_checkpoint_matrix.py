@@ -134,7 +134,10 @@ def _compare(cell: Cell, shelf: Shelf) -> None:
     assert relative_difference(rest.grad_norms, wanted.grad_norms[-len(rest.losses) :]) <= 1e-4
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer",
+    [name if name == "distributed" else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS],
+)
 def test_a_lost_optimizer_state_would_be_noticed(optimizer: str, shelf: Shelf) -> None:
     rest = shelf.read((optimizer, "moved", 2, "none", 2), "--no-load-optim")
     wanted = shelf.wanted(optimizer, 2, 2)

@@ -47,12 +47,10 @@ DISTRIBUTED_OPTIMIZERS = {
 }
 
 
-SLOW = ("edp1", "edp2_bf16", "edp2_of_4_fully_reshardable", "edp1_bf16_fully_reshardable")
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in DISTRIBUTED_OPTIMIZERS],
+    DISTRIBUTED_OPTIMIZERS,
 )
 def test_distributed_optimizer_resumes_exactly(name: str, text_data: Path, tmp_path: Path) -> None:
     world_size, layout = DISTRIBUTED_OPTIMIZERS[name]

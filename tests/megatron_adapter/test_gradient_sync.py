@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from .training_run import relative_difference, train
 
 OVERLAPS = (
@@ -10,6 +12,7 @@ OVERLAPS = (
 )
 
 
+@pytest.mark.slow
 def test_stale_parameters_would_be_noticed(text_data: Path) -> None:
     """Without the parameters' pre-hooks, the experts train on last iteration's weights."""
     stock = train(4, OVERLAPS.replace("--moe-strategy ep", ""), text_data)

@@ -179,6 +179,7 @@ def test_a_script_registers_once_also_under_the_launcher(
     assert len(run.losses) == 3
 
 
+@pytest.mark.slow
 def test_bad_input_to_a_script_that_registers_itself_is_one_line(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -51,7 +51,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_output_and_all_gradients_equal_the_reference(world_size: int) -> None:
     results = run_megatron_ranks(_compare_cases, world_size, ep=world_size)
     for name, (worst, num_replicas) in results[0].items():

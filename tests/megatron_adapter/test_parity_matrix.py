@@ -86,7 +86,11 @@ DEFAULT = {
     ),
 }
 # Of these, the ones whose features other tests meet by default as well.
-SLOW = ("experts_in_tensor_parallel_parts", "interleaved_pipeline_overlaps")
+SLOW = (
+    "experts_in_tensor_parallel_parts",
+    "interleaved_pipeline_overlaps",
+    "recomputed_moe_expert_bias_calibrated",
+)
 
 MORE = {
     "biases_on_declared_nodes": Layout(

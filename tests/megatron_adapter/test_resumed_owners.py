@@ -38,7 +38,7 @@ LAYOUTS = {
         f"--expert-model-parallel-size 2 --expert-tensor-parallel-size 2 --swiglu {DISTRIBUTED}",
     ),
 }
-SLOW = ("distributed_in_parts", "interleaved_pipeline", "expert_tensor_parallel_swiglu")
+SLOW = ("plain", "distributed_in_parts", "interleaved_pipeline", "expert_tensor_parallel_swiglu")
 
 
 @dataclass(frozen=True)

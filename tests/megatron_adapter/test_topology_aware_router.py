@@ -130,6 +130,7 @@ def _check_router(options: dict[str, Any]) -> None:
     torch.testing.assert_close(gradient, stock_gradient)
 
 
+@pytest.mark.slow
 def test_training_keeps_tokens_in_their_node_and_strategies_agree(text_data: Path, tmp_path: Path) -> None:
     gate = "router=topology_aware leaving_share=0.25 nodes=2 reshard_interval=0 slots=2 overlap_degree=3"
     losses = {}

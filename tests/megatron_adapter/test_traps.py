@@ -81,6 +81,10 @@ def test_a_rank_with_no_expert_of_a_layer(text_data: Path) -> None:
     stock = train(2, LAYOUT, text_data)
     ours = train(2, f"{LAYOUT} {OWNERS_ONLY}", text_data, before=gather_layers_on_one_device)
     assert relative_difference(ours.losses, stock.losses) <= SILENT
+
+
+@pytest.mark.slow
+def test_a_rank_that_forgets_its_rows_would_be_noticed(text_data: Path) -> None:
     with pytest.raises(RankError):
         train(
             2,
@@ -109,6 +113,7 @@ def forget_rows_without_experts() -> None:
 # ---------------------------------------------------------------- 3: stale parameters
 
 
+@pytest.mark.slow
 def test_parameters_of_slots_in_other_layers_are_up_to_date(text_data: Path) -> None:
     """For slots where Megatron has them: test_gradient_sync.py."""
     # Gathers of a bucket: every layer's experts have their own.
@@ -194,6 +199,7 @@ def gather_layers_and_refuse_nothing() -> None:
 # ---------------------------------------------------------------- 5: late gradients
 
 
+@pytest.mark.slow
 def test_gradients_reach_slots_of_other_model_chunks_in_time(text_data: Path) -> None:
     arguments = (
         f"{LAYOUT} --pipeline-model-parallel-size 2 --num-layers 4 --overlap-grad-reduce "

@@ -41,7 +41,7 @@ WRITERS = {
 }
 
 
-SLOW = ("ep4", "ep2_bf16_swiglu_dense_layers", "ep2_of_4_pp2_swiglu", "ep2_of_4")
+SLOW = ("ep4", "ep2_bf16_swiglu_dense_layers", "ep2_of_4_pp2_swiglu", "ep2_of_4", "ep2_distributed_optimizer")
 
 
 @pytest.mark.parametrize(

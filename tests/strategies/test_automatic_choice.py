@@ -207,7 +207,7 @@ def test_keys_that_no_candidate_can_have_are_refused(keys: dict[str, object], me
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=6), st.integers(1, 3))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_what_is_chosen_is_never_modelled_above_doing_nothing(seeds: list[int], micro_batches: int) -> None:
     strategy = automatic()
     context = replace(CONTEXT, profile=replace(PROFILE, num_micro_batches=micro_batches))
