@@ -21,7 +21,8 @@ class LayerChoosing:
 
     Args:
         strategy: Chooses.
-        groups: Over all of them together, ranks that plan alike or share owners agree.
+        groups: The expert-parallel ranks first; over all of them together, ranks that plan alike or
+            share owners agree.
         device: Where collectives' tensors lie.
     """
 
@@ -51,15 +52,20 @@ class LayerChoosing:
         num_known = executors[0].history.num_seen if is_measured else 0
         if not self._strategy.chooses_at(iteration, num_known):
             return None
-        seconds_LC = self._strategy.price(
-            [executor.context for executor in executors], [executor.history for executor in executors]
+        # Ranks of a group know the same loads, so each prices its part of the layers.
+        group = self._groups[0]
+        own = range(group.rank(), len(executors), group.size())
+        prices = self._strategy.price(
+            [executors[layer].context for layer in own], [executors[layer].history for layer in own]
         )
+        seconds_LC = np.zeros((len(executors), prices.shape[1]))
+        seconds_LC[list(own)] = prices
         # The first iteration after a change allocates and fills caches.
         spread = IterationSpread.of(list(self._seconds)[1:])
         measured = [0.0, 0.0, 0.0] if spread is None else [spread.low_s, spread.median_s, spread.high_s]
         agreed = torch.from_numpy(np.concatenate([seconds_LC.ravel(), measured])).to(self._device)
         for group in self._groups:
-            # The slowest of the ranks, for which the others wait.
+            # Of copies with other loads, and of clocks, the slowest counts: the others wait for it.
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
         numbers = agreed.cpu().numpy()
         if spread is not None:
