@@ -79,7 +79,7 @@ def start(on_cpu: bool) -> bool:
     on_gpu = torch.cuda.is_available() and not on_cpu
     if not on_gpu:
         os.environ["MEGATRON_FSSDP_DEVICE"] = "cpu"
-        from megatron_fssdp.megatron_adapter import cpu_runtime
+        from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 
         cpu_runtime.install()
     else:
@@ -202,7 +202,7 @@ def relative_difference(got: Any, wanted: Any) -> float:
 
 def take_turns(calls: dict[str, Callable[[], Any]], device: Any, repetitions: int) -> dict[str, list[float]]:
     """Seconds of each call in each round, in an order drawn anew for each."""
-    from megatron_fssdp.collectives.device_timing import elapsed_s
+    from megatron_fssdp.collectives.probes.device_timing import elapsed_s
 
     order, seconds = random.Random(0), {name: [] for name in calls}
     for number in range(_WARM_UP + repetitions):
@@ -217,8 +217,8 @@ def ffn_against_ceiling(size: LayerSize, device: Any, dtype: Any, repetitions: i
     """FLOP/s of our grouped FFN, both passes, and of one matrix product of the same sizes."""
     import torch
 
-    from megatron_fssdp.collectives.device_timing import elapsed_s
-    from megatron_fssdp.runtime.compute_probe import LayerShape, expert_flops_per_s
+    from megatron_fssdp.collectives.probes.device_timing import elapsed_s
+    from megatron_fssdp.runtime.experts.compute_probe import LayerShape, expert_flops_per_s
 
     rows = size.num_tokens * size.top_k
     shape = LayerShape(
@@ -245,7 +245,7 @@ def ffn_against_ceiling(size: LayerSize, device: Any, dtype: Any, repetitions: i
 
 def host_overhead(layer: Any, call: Callable[[], Any], device: Any, repetitions: int) -> list[float]:
     """Host seconds of planning and of preparing the dispatch, in one iteration of a layer."""
-    from megatron_fssdp.collectives.device_timing import synchronize
+    from megatron_fssdp.collectives.probes.device_timing import synchronize
 
     executor, spent_s, totals = layer.executor, [0.0], []
 

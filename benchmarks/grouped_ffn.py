@@ -1,6 +1,6 @@
 """One grouped matrix product against a loop over experts, forward and backward, in one run.
 
-Decides where ``grouped_mm`` pays (``megatron_fssdp/runtime/grouped_ffn.py``). Takes the GPU when
+Decides where ``grouped_mm`` pays (``megatron_fssdp/runtime/experts/grouped_ffn.py``). Takes the GPU when
 there is one. Both forms get the same experts and rows and take turns; ratios are pair by pair.
 
     python benchmarks/grouped_ffn.py [REPETITIONS]
@@ -13,9 +13,9 @@ import time
 import torch
 from torch.nn import functional
 
-from megatron_fssdp.runtime import grouped_ffn
-from megatron_fssdp.runtime.expert_activation import ExpertActivation
-from megatron_fssdp.runtime.expert_layout import ExpertWeights
+from megatron_fssdp.runtime.experts import grouped_ffn
+from megatron_fssdp.runtime.experts.expert_activation import ExpertActivation
+from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights
 
 # experts present, model dim, ffn dim, rows
 CPU_SHAPES = ((2, 64, 128, 512), (4, 256, 512, 1024), (8, 256, 1024, 2048))

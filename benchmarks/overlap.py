@@ -186,8 +186,8 @@ def train_on_rank(rank: int, world_size: int, argv: list[str], traced: bool) -> 
     """
     from megatron.training import training
 
-    from megatron_fssdp.megatron_adapter.launcher import launch
-    from megatron_fssdp.runtime.moe_runtime import MoERuntime
+    from megatron_fssdp.megatron_adapter.entry.launcher import launch
+    from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
 
     logging.disable(logging.WARNING)
     report = RankReport()

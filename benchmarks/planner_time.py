@@ -13,25 +13,25 @@ from typing import get_args
 
 import numpy as np
 
-from megatron_fssdp.planning.cost_model import ClusterCost, LinkCost
-from megatron_fssdp.planning.layer_profile import LayerProfile
-from megatron_fssdp.planning.materialization_planner import plan_materialization
-from megatron_fssdp.planning.placement import ExpertPlacement, even_owners
-from megatron_fssdp.planning.priced_materialization import priced_materialization
-from megatron_fssdp.planning.prophet_planner import ProphetModel, plan_layer
-from megatron_fssdp.planning.quota_planner import quota_assignment
-from megatron_fssdp.planning.replica_refinement import refine_replicas
-from megatron_fssdp.planning.replica_routing import (
+from megatron_fssdp.planning.balanced.materialization_planner import plan_materialization
+from megatron_fssdp.planning.balanced.priced_materialization import priced_materialization
+from megatron_fssdp.planning.balanced.quota_planner import quota_assignment
+from megatron_fssdp.planning.balanced.replica_refinement import refine_replicas
+from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.dispatch.even_dispatch import (
     device_tokens_D,
     dispatch_from_source,
     dispatch_to_device,
     expected_device_load_D,
 )
-from megatron_fssdp.planning.shadow_selection import ShadowingCosts, select_shadows
-from megatron_fssdp.planning.sparse_materialization import sparse_materialization
-from megatron_fssdp.planning.token_dispatch import DispatchPolicy, plan_dispatch
-from megatron_fssdp.planning.topology import Topology
-from megatron_fssdp.planning.transfer_plan import two_level_transfer
+from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy, plan_dispatch
+from megatron_fssdp.planning.papers.prophet_planner import ProphetModel, plan_layer
+from megatron_fssdp.planning.papers.shadow_selection import ShadowingCosts, select_shadows
+from megatron_fssdp.planning.papers.sparse_materialization import sparse_materialization
+from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 
 DEVICES_PER_NODE = 8
 TOKENS_PER_DEVICE = 8192  # (token, k) pairs a device and layer, e.g. 4096 tokens with top-2

@@ -13,7 +13,7 @@ import sys
 
 _CODE = """
 import time
-from megatron_fssdp.megatron_adapter import cpu_runtime
+from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 started_s = time.perf_counter()
 import megatron.training.arguments, megatron.training.training
 import megatron.core.models.gpt.gpt_model, megatron.core.models.gpt.gpt_layer_specs

@@ -26,23 +26,23 @@ def register() -> None:
     """Add the plugin to Megatron; call it before Megatron parses its arguments.
 
     On a machine without an accelerator this also lets Megatron run on the CPU, see
-    ``megatron_adapter.cpu_runtime``.
+    ``megatron_adapter.cpu.cpu_runtime``.
     """
-    from megatron_fssdp.megatron_adapter import registration
+    from megatron_fssdp.megatron_adapter.entry import registration
 
     registration.register()
 
 
 def start_session(strategy: str, settings: Any = None) -> Any:
-    """Start a strategy for one model's layers; see ``megatron_adapter.layer_specs``."""
-    from megatron_fssdp.megatron_adapter import layer_specs
+    """Start a strategy for one model's layers; see ``megatron_adapter.entry.layer_specs``."""
+    from megatron_fssdp.megatron_adapter.entry import layer_specs
 
     return layer_specs.start_session(strategy, settings)
 
 
 def get_moe_module_spec(*args: Any, **kwargs: Any) -> Any:
-    """Megatron's MoE module spec with a strategy in it; see ``megatron_adapter.layer_specs``."""
-    from megatron_fssdp.megatron_adapter import layer_specs
+    """Megatron's MoE module spec with a strategy in it; see ``megatron_adapter.entry.layer_specs``."""
+    from megatron_fssdp.megatron_adapter.entry import layer_specs
 
     return layer_specs.get_moe_module_spec(*args, **kwargs)
 
@@ -50,14 +50,14 @@ def get_moe_module_spec(*args: Any, **kwargs: Any) -> Any:
 def get_gpt_decoder_block_spec(
     config: Any, use_transformer_engine: bool | None = None, *, vp_stage: int | None = None, **kwargs: Any
 ) -> Any:
-    """Megatron's decoder block spec with a strategy in it; see ``megatron_adapter.layer_specs``."""
-    from megatron_fssdp.megatron_adapter import layer_specs
+    """Megatron's decoder block spec with a strategy in it; see ``megatron_adapter.entry.layer_specs``."""
+    from megatron_fssdp.megatron_adapter.entry import layer_specs
 
     return layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine, vp_stage=vp_stage, **kwargs)
 
 
 def get_bert_layer_spec(config: Any, use_transformer_engine: bool | None = None, **kwargs: Any) -> Any:
-    """A spec of Megatron's BERT layers with a strategy in it; see ``megatron_adapter.layer_specs``."""
-    from megatron_fssdp.megatron_adapter import layer_specs
+    """A spec of Megatron's BERT layers with a strategy in it; see ``megatron_adapter.entry.layer_specs``."""
+    from megatron_fssdp.megatron_adapter.entry import layer_specs
 
     return layer_specs.get_bert_layer_spec(config, use_transformer_engine, **kwargs)

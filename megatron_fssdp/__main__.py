@@ -1,4 +1,4 @@
-"""``python -m megatron_fssdp SCRIPT.py ARGS…``: see ``megatron_adapter.launcher``.
+"""``python -m megatron_fssdp SCRIPT.py ARGS…``: see ``megatron_adapter.entry.launcher``.
 
 ``python -m megatron_fssdp profile ARGS…`` and ``… doctor ARGS…`` are the commands of those names, as ranks
 that torchrun starts.
@@ -12,6 +12,6 @@ if __name__ == "__main__":
 
         main()
     else:
-        from megatron_fssdp.megatron_adapter.launcher import launch
+        from megatron_fssdp.megatron_adapter.entry.launcher import launch
 
         launch(sys.argv[1:])

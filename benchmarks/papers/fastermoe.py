@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks.papers.setting import PROFILED, Model, Relation, Setting
-from megatron_fssdp.planning.cost_model import BACKWARD_PER_FORWARD
+from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 
 MODELS = {  # Table 2
     "MoE-GPT-S": Model(1024, 1024, 12),

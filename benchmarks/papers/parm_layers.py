@@ -21,7 +21,12 @@ from dataclasses import dataclass
 from functools import cache
 
 from benchmarks.papers.parm_testbeds import AS_TAKEN, Assumptions, Testbed
-from megatron_fssdp.planning.tensor_schedules import Schedule, ScheduleCosts, ScheduledLayer, best_schedule
+from megatron_fssdp.planning.cost.tensor_schedules import (
+    Schedule,
+    ScheduleCosts,
+    ScheduledLayer,
+    best_schedule,
+)
 from megatron_fssdp.simulation.tensor_schedule_timeline import ScheduledSeconds, scheduled_seconds
 
 BATCHES = (2, 4, 8)

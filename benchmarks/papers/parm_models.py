@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from benchmarks.papers.parm_layers import COLUMNS, seconds_of
 from benchmarks.papers.parm_testbeds import AS_TAKEN, Assumptions, Testbed
-from megatron_fssdp.planning.cost_model import BACKWARD_PER_FORWARD
-from megatron_fssdp.planning.tensor_schedules import ScheduledLayer
+from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
+from megatron_fssdp.planning.cost.tensor_schedules import ScheduledLayer
 from megatron_fssdp.simulation.tensor_schedule_timeline import NUM_PASSES
 
 N_MP = N_ESP = 4

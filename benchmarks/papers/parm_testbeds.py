@@ -20,8 +20,8 @@ from typing import Literal
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.cluster_files import load_cluster
-from megatron_fssdp.planning.cost_model import LinkCost
-from megatron_fssdp.planning.tensor_schedules import Group, Kind, ScheduleCosts
+from megatron_fssdp.planning.cost.cost_model import LinkCost
+from megatron_fssdp.planning.cost.tensor_schedules import Group, Kind, ScheduleCosts
 
 PUBLISHED_ALL_GATHER = {"parm-a": (6.64e-4, 5.38e-10), "parm-b": (1.09e-4, 7.14e-10)}
 """Alpha in seconds and beta in seconds an element of MP-AllGather (§VI-B; per element: §V-A)."""

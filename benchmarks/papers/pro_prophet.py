@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from benchmarks.papers.setting import PROFILED, Model, Relation, Setting
-from megatron_fssdp.planning.load_statistics import balance_ratio
+from megatron_fssdp.planning.loads.load_statistics import balance_ratio
 from megatron_fssdp.simulation.simulator import StrategyOutcome
 
 SHAPES = {  # Table III: layers, embedding; hidden is twice the embedding

@@ -14,7 +14,7 @@ from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.config.loading import validate
 from megatron_fssdp.config.run_config import RunConfig
 from megatron_fssdp.config.strategy_selection import strategy_settings
-from megatron_fssdp.planning.topology import Topology
+from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.simulation.job_loads import fitted_loads
 from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run
 from megatron_fssdp.simulation.simulator import StrategyOutcome, simulate

@@ -114,7 +114,7 @@ def _prepare_imports() -> None:
     os.environ["MEGATRON_FSSDP_DEVICE"] = "cpu"
     import torch.distributed  # noqa: F401
 
-    from megatron_fssdp.megatron_adapter import cpu_runtime
+    from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 
     cpu_runtime.install()
     import megatron.core.transformer.moe.token_dispatcher  # noqa: F401
@@ -220,9 +220,9 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
     )
     from benchmarks.testbed.processes import run_on_nodes
     from megatron_fssdp.config.cluster_files import load_cluster
-    from megatron_fssdp.planning.cluster_cost import cluster_cost
-    from megatron_fssdp.planning.layer_profile import LayerProfile
-    from megatron_fssdp.planning.topology import Topology
+    from megatron_fssdp.planning.cost.cluster_cost import cluster_cost
+    from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+    from megatron_fssdp.planning.placement.topology import Topology
     from megatron_fssdp.reporting.chrome_trace import write_chrome_trace
 
     facts = report.host_facts()

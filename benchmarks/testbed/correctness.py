@@ -11,8 +11,8 @@ from benchmarks.testbed.layer_stack import IterationInput, StackSize, make_param
 from benchmarks.testbed.measurement import Variant, make_groups, make_stack
 from benchmarks.testbed.pacing import Timeline
 from megatron_fssdp.config.strategy_settings import EpSettings
-from megatron_fssdp.planning.layer_profile import LayerProfile
-from megatron_fssdp.planning.placement import even_owners
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.placement.placement import even_owners
 
 TOLERANCE = 1e-5
 """Largest accepted difference of fp32 numbers, relative to the largest value of a tensor."""

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_fssdp.collectives import exchange_slots
-from megatron_fssdp.planning.owner_map import OwnerMap, SlotMove
-from megatron_fssdp.planning.spare_map import SpareMap
-from megatron_fssdp.runtime.expert_layout import ExpertLayout
-from megatron_fssdp.runtime.moe_runtime import MoERuntime
+from megatron_fssdp.collectives.sparse.slot_exchange import exchange_slots
+from megatron_fssdp.planning.placement.owner_map import OwnerMap, SlotMove
+from megatron_fssdp.planning.placement.resident_map import SpareMap
+from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
+from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
 from megatron_fssdp.strategies.strategy import ResidentStrategy
 
 MOMENTS = 2

@@ -16,20 +16,20 @@ from torch.nn import functional
 
 from benchmarks.testbed.expert_moves import ExpertMoves, Parameters
 from benchmarks.testbed.pacing import Timeline, paced, paced_experts
-from megatron_fssdp.planning.cost_model import ClusterCost, LinkCost, all_to_all_s, dispatch_tokens_DD
-from megatron_fssdp.planning.layer_profile import LayerProfile
-from megatron_fssdp.planning.placement import ExpertPlacement, even_owners
-from megatron_fssdp.planning.token_dispatch import EvenDispatch
-from megatron_fssdp.planning.topology import Topology
-from megatron_fssdp.runtime.expert_activation import ExpertActivation
-from megatron_fssdp.runtime.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.expert_layout import ExpertWeights
-from megatron_fssdp.runtime.grouped_ffn import grouped_ffn
-from megatron_fssdp.runtime.layer_choosing import LayerChoosing
-from megatron_fssdp.runtime.layer_executor import MicroBatch
-from megatron_fssdp.runtime.layer_load import LayerLoad
-from megatron_fssdp.runtime.layer_pass import run_layer
-from megatron_fssdp.runtime.moe_runtime import MoERuntime
+from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost, all_to_all_s, dispatch_tokens_DD
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.dispatch.token_dispatch import EvenDispatch
+from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.execution.layer_executor import MicroBatch
+from megatron_fssdp.runtime.execution.layer_load import LayerLoad
+from megatron_fssdp.runtime.execution.layer_pass import run_layer
+from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
+from megatron_fssdp.runtime.execution.strategy_selector import LayerChoosing
+from megatron_fssdp.runtime.experts.expert_activation import ExpertActivation
+from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights
+from megatron_fssdp.runtime.experts.grouped_ffn import grouped_ffn
 from megatron_fssdp.strategies.strategy import ChoosingStrategy, LayerContext, ResidentStrategy, Strategy
 
 ELEMENT_BYTES = 4  # fp32

@@ -23,12 +23,12 @@ from benchmarks.testbed.layer_stack import (
 from benchmarks.testbed.links import INTERFACE, sent_and_received_bytes
 from benchmarks.testbed.pacing import Timeline
 from megatron_fssdp.config.strategy_settings import PlacementSettings, SteppedSettings
-from megatron_fssdp.planning.group_ring import GroupRing
-from megatron_fssdp.planning.layer_profile import LayerProfile
-from megatron_fssdp.planning.placement import even_owners
-from megatron_fssdp.planning.topology import Topology
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.placement.group_ring import GroupRing
+from megatron_fssdp.planning.placement.placement import even_owners
+from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.reporting.chrome_trace import TraceSpan
-from megatron_fssdp.runtime.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
 from megatron_fssdp.strategies.registry import build_strategy
 
 

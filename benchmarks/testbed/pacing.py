@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron_fssdp.planning.cost_model import BACKWARD_PER_FORWARD
+from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 
 
 @dataclass

@@ -19,27 +19,27 @@ from torch.nn import functional
 
 from benchmarks.testbed.pacing import Timeline, paced_experts
 from benchmarks.testbed.report import quartiles
-from megatron_fssdp.collectives.model_parallel import gather_tokens, split_tokens
-from megatron_fssdp.collectives.uneven_all_to_all import gather_counts
+from megatron_fssdp.collectives.rows.model_parallel import gather_tokens, split_tokens
+from megatron_fssdp.collectives.rows.uneven_all_to_all import gather_counts
 from megatron_fssdp.config.strategy_settings import EpSettings
-from megatron_fssdp.planning.placement import even_owners
-from megatron_fssdp.planning.tensor_schedules import (
+from megatron_fssdp.planning.cost.tensor_schedules import (
     Schedule,
     ScheduledLayer,
     best_schedule,
     predicted_seconds,
     rows_of_device,
 )
-from megatron_fssdp.planning.topology import Topology
-from megatron_fssdp.runtime.expert_activation import ExpertActivation
-from megatron_fssdp.runtime.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.expert_layout import ExpertWeights
-from megatron_fssdp.runtime.grouped_ffn import grouped_ffn
-from megatron_fssdp.runtime.layer_executor import LayerExecutor
-from megatron_fssdp.runtime.layer_pass import run_layer
-from megatron_fssdp.runtime.moe_runtime import MoERuntime
-from megatron_fssdp.runtime.row_exchanges import exchange_of
-from megatron_fssdp.runtime.schedule_costs import measured_costs
+from megatron_fssdp.planning.placement.placement import even_owners
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.exchange.row_exchanges import exchange_of
+from megatron_fssdp.runtime.exchange.schedule_costs import measured_costs
+from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
+from megatron_fssdp.runtime.execution.layer_pass import run_layer
+from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
+from megatron_fssdp.runtime.experts.expert_activation import ExpertActivation
+from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights
+from megatron_fssdp.runtime.experts.grouped_ffn import grouped_ffn
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import LayerContext
 

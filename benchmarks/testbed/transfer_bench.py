@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from benchmarks.testbed.measurement import make_groups
 from benchmarks.testbed.report import quartiles
-from megatron_fssdp.collectives.sparse_transfer import SparseTransfer
+from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.config.cluster_description import ClusterDescription
-from megatron_fssdp.megatron_adapter.cluster_profiler import ProfileSettings, measure_cluster
-from megatron_fssdp.planning.message_size import message_bytes
-from megatron_fssdp.planning.placement import ExpertPlacement
-from megatron_fssdp.planning.topology import Topology
-from megatron_fssdp.planning.transfer_plan import plain_transfer, two_level_transfer
+from megatron_fssdp.megatron_adapter.diagnosis.cluster_profiler import ProfileSettings, measure_cluster
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.message_size import message_bytes
+from megatron_fssdp.planning.transfer.transfer_plan import plain_transfer, two_level_transfer
 
 
 def reaches(topology: Topology) -> dict[str, list[int]]:

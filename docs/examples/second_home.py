@@ -7,9 +7,9 @@ import numpy as np
 from pydantic import Field
 
 from megatron_fssdp.config.strategy_settings import ExchangeSettings
-from megatron_fssdp.planning.load_history import LoadHistory
-from megatron_fssdp.planning.placement import ExpertPlacement
-from megatron_fssdp.planning.transfer_plan import two_level_transfer
+from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.fixed_owners import FixedOwners
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 

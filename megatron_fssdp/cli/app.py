@@ -120,7 +120,7 @@ def profile_command(
     """Measure links and compute of the ranks that torchrun started, or of new ones on this machine."""
     from megatron_fssdp.cli.profile_command import ProfileRequest, profile
     from megatron_fssdp.config.composition import load_run
-    from megatron_fssdp.megatron_adapter.cluster_profiler import ProfileSettings
+    from megatron_fssdp.megatron_adapter.diagnosis.cluster_profiler import ProfileSettings
 
     settings = ProfileSettings(
         name=name or out.stem,

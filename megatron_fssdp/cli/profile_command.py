@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megatron_fssdp.config.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from megatron_fssdp.megatron_adapter.cluster_profiler import ProfileSettings
+    from megatron_fssdp.megatron_adapter.diagnosis.cluster_profiler import ProfileSettings
 
 _EXIT_INTERRUPTED = 130
 
@@ -70,7 +70,7 @@ def _measure(request: ProfileRequest) -> int:
 
     from megatron_fssdp.config.cluster_files import cluster_yaml
     from megatron_fssdp.config.written_files import written_whole
-    from megatron_fssdp.megatron_adapter.cluster_profiler import profile_cluster
+    from megatron_fssdp.megatron_adapter.diagnosis.cluster_profiler import profile_cluster
     from megatron_fssdp.reporting.cluster_table import cluster_table
 
     cluster = profile_cluster(request.settings, lambda line: print(line, flush=True))

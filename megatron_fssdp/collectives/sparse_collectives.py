@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_fssdp.collectives.sparse_transfer import SparseTransfer
-from megatron_fssdp.planning.placement import ExpertPlacement
+from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
 
 
 class SparseAllGather(torch.autograd.Function):

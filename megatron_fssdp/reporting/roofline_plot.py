@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from megatron_fssdp.planning.ddl_roofline import RooflinePoint, ideal_flops_per_s, semi_ideal_flops_per_s
 from megatron_fssdp.reporting.figures import COLOURS, DPI, new_figure
+from megatron_fssdp.simulation.ddl_roofline import RooflinePoint, ideal_flops_per_s, semi_ideal_flops_per_s
 
 _MARKERS = "osD^vP*X"
 _UNITS = ((1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"), (1.0, "FLOP/s"))

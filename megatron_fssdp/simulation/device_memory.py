@@ -5,8 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
-from megatron_fssdp.planning.held_replicas import ReplicaLife
-from megatron_fssdp.planning.memory_accounting import ExpertMemory, expert_memory, optimizer_state_bytes
+from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.planning.memory.memory_accounting import (
+    ExpertMemory,
+    expert_memory,
+    optimizer_state_bytes,
+)
 from megatron_fssdp.simulation.layer_ledger import LayerLedger
 from megatron_fssdp.simulation.moe_job import MoeJob
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from megatron_fssdp.planning.layer_traffic import (
+from megatron_fssdp.planning.cost.layer_traffic import (
     BusiestLinks,
     DispatchTraffic,
     TransferTraffic,
 )
-from megatron_fssdp.planning.topology import Topology
+from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies.strategy import LayerPlan
 
 _LINKS = tuple(field.name for field in fields(BusiestLinks))

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_fssdp.config.cluster_description import ClusterDescription, CollectiveName
-from megatron_fssdp.planning.cluster_cost import collective_link, link_cost
-from megatron_fssdp.planning.cost_model import LinkCost
-from megatron_fssdp.planning.layer_traffic import BusiestLinks
-from megatron_fssdp.planning.topology import Topology
+from megatron_fssdp.planning.cost.cluster_cost import collective_link, link_cost
+from megatron_fssdp.planning.cost.cost_model import LinkCost
+from megatron_fssdp.planning.cost.layer_traffic import BusiestLinks
+from megatron_fssdp.planning.placement.topology import Topology
 
 COUNT_BYTES = 8
 """One entry of the router counts that all devices gather."""

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, replace
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.model_settings import ModelSettings
 from megatron_fssdp.config.run_config import RunConfig
-from megatron_fssdp.planning.held_replicas import HeldReplicas, ReplicaLife
-from megatron_fssdp.planning.memory_accounting import FP32_BYTES, ExpertOptimizer
-from megatron_fssdp.planning.message_size import message_bytes
-from megatron_fssdp.planning.parameter_count import (
+from megatron_fssdp.planning.memory.held_replicas import HeldReplicas, ReplicaLife
+from megatron_fssdp.planning.memory.memory_accounting import FP32_BYTES, ExpertOptimizer
+from megatron_fssdp.planning.memory.pipeline_stage import PipelineStage
+from megatron_fssdp.planning.transfer.message_size import message_bytes
+from megatron_fssdp.simulation.parameter_count import (
     attention_elements,
     count_parameters,
     expert_elements,
     mlp_matrix_elements,
 )
-from megatron_fssdp.planning.pipeline_stage import PipelineStage
 
 ACTIVATIONS_PER_HIDDEN = 15 / 2
 """Elements kept for backward of each element of a layer's hidden states, without the MLP and the

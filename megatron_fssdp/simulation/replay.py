@@ -8,17 +8,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_fssdp.planning.layer_profile import LayerProfile
-from megatron_fssdp.planning.layer_traffic import (
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.cost.layer_traffic import (
     NO_TRANSFER,
     DispatchTraffic,
     pairs_traffic,
     transfer_traffic,
 )
-from megatron_fssdp.planning.load_history import LoadHistory
-from megatron_fssdp.planning.owner_map import OwnerMap
-from megatron_fssdp.planning.topology import Topology
-from megatron_fssdp.planning.transfer_plan import additional_transfer
+from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.planning.placement.owner_map import OwnerMap
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer
 from megatron_fssdp.simulation.layer_ledger import LayerLedger
 from megatron_fssdp.strategies.strategy import (
     ChoosingStrategy,

@@ -1,7 +1,7 @@
 """Simulated strategies as points of the DDL-Roofline (FasterMoE, §3.3)."""
 
-from megatron_fssdp.planning.cost_model import BACKWARD_PER_FORWARD
-from megatron_fssdp.planning.ddl_roofline import RooflinePoint
+from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
+from megatron_fssdp.simulation.ddl_roofline import RooflinePoint
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import StrategyOutcome
 

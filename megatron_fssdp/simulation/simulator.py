@@ -15,13 +15,13 @@ from megatron_fssdp.config.strategy_settings import (
     SteppedSettings,
     StrategySettings,
 )
-from megatron_fssdp.planning.cluster_cost import cluster_cost
-from megatron_fssdp.planning.cost_model import BACKWARD_PER_FORWARD
-from megatron_fssdp.planning.group_ring import GroupRing
-from megatron_fssdp.planning.held_replicas import ReplicaLife
-from megatron_fssdp.planning.layer_profile import LayerProfile
-from megatron_fssdp.planning.materialization_limits import memory_capacity
-from megatron_fssdp.planning.memory_accounting import FP32_BYTES
+from megatron_fssdp.planning.cost.cluster_cost import cluster_cost
+from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.planning.memory.materialization_limits import memory_capacity
+from megatron_fssdp.planning.memory.memory_accounting import FP32_BYTES
+from megatron_fssdp.planning.placement.group_ring import GroupRing
 from megatron_fssdp.simulation.device_memory import DeviceMemory, device_memory
 from megatron_fssdp.simulation.iteration_timeline import PARTS, IterationTimeline, LayerSeconds, OnSpan
 from megatron_fssdp.simulation.layer_ledger import LayerLedger, TransferColumns

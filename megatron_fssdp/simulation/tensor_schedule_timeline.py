@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from megatron_fssdp.planning.cost_model import BACKWARD_PER_FORWARD
-from megatron_fssdp.planning.tensor_schedules import (
+from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
+from megatron_fssdp.planning.cost.tensor_schedules import (
     Schedule,
     ScheduleCosts,
     ScheduledLayer,

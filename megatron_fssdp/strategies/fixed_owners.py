@@ -11,8 +11,8 @@ from megatron_fssdp.config.strategy_settings import (
     QuotaSettings,
     SmartmoeSettings,
 )
-from megatron_fssdp.planning.held_replicas import ReplicaLife
-from megatron_fssdp.planning.owner_map import OwnerMap
+from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.strategies.replica_limits import described_slots, slots_of
 from megatron_fssdp.strategies.strategy import LayerContext
 

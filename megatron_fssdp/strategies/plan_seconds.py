@@ -9,11 +9,11 @@ Shape legend: D devices of the expert-parallel group, E experts of a layer.
 
 import numpy as np
 
-from megatron_fssdp.planning import cost_model
-from megatron_fssdp.planning.held_replicas import ReplicaLife
-from megatron_fssdp.planning.layer_profile import LayerProfile
-from megatron_fssdp.planning.topology import Topology
-from megatron_fssdp.planning.transfer_plan import TransferPlan, additional_transfer
+from megatron_fssdp.planning.cost import cost_model
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, additional_transfer
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 

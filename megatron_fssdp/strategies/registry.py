@@ -4,14 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_fssdp.config.strategy_settings import AutoSettings, PlacementSettings
-from megatron_fssdp.strategies.automatic_choice import AutomaticChoice
-from megatron_fssdp.strategies.dynamic_shadowing import DynamicShadowing
-from megatron_fssdp.strategies.exact_quotas import ExactQuotas
-from megatron_fssdp.strategies.expert_exchange import ExpertExchange
-from megatron_fssdp.strategies.expert_parallelism import ExpertParallelism
-from megatron_fssdp.strategies.persistent_replicas import PersistentReplicas
-from megatron_fssdp.strategies.pro_prophet import ProProphet
-from megatron_fssdp.strategies.sharded_data_parallelism import FullyShardedSparseDataParallelism
+from megatron_fssdp.strategies.auto.auto_strategy import AutomaticChoice
+from megatron_fssdp.strategies.ep import ExpertParallelism
+from megatron_fssdp.strategies.fastermoe import DynamicShadowing
+from megatron_fssdp.strategies.flexmoe import PersistentReplicas
+from megatron_fssdp.strategies.fssdp import FullyShardedSparseDataParallelism
+from megatron_fssdp.strategies.prophet import ProProphet
+from megatron_fssdp.strategies.quota import ExactQuotas
+from megatron_fssdp.strategies.smartmoe import ExpertExchange
 from megatron_fssdp.strategies.strategy import Strategy
 
 

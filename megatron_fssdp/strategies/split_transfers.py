@@ -1,8 +1,8 @@
 """How a layer's transfers are split over the compute before them, by measured costs (Pro-Prophet, §V-B)."""
 
-from megatron_fssdp.planning.cost_model import transfer_s
-from megatron_fssdp.planning.transfer_plan import TransferPlan
-from megatron_fssdp.planning.transfer_split import WHOLE, TransferSplit, split_transfers
+from megatron_fssdp.planning.cost.cost_model import transfer_s
+from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit, split_transfers
+from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 from megatron_fssdp.strategies.strategy import LayerContext
 
 

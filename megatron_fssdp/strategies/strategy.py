@@ -9,19 +9,19 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from megatron_fssdp.planning.held_replicas import ReplicaLife
-from megatron_fssdp.planning.iteration_spread import IterationSpread
-from megatron_fssdp.planning.layer_profile import LayerProfile
-from megatron_fssdp.planning.layer_traffic import DispatchTraffic, dispatch_traffic, quota_traffic
-from megatron_fssdp.planning.load_history import LoadHistory
-from megatron_fssdp.planning.owner_map import OwnerMap
-from megatron_fssdp.planning.placement import ExpertPlacement
-from megatron_fssdp.planning.quota_planner import quota_dispatch, split_among_peers
-from megatron_fssdp.planning.token_dispatch import DispatchPolicy, TokenDispatch, plan_dispatch
-from megatron_fssdp.planning.topology import Topology
-from megatron_fssdp.planning.transfer_plan import TransferPlan
-from megatron_fssdp.planning.transfer_split import WHOLE, TransferSplit
-from megatron_fssdp.strategies.choice_report import ChoiceReport
+from megatron_fssdp.planning.balanced.quota_planner import quota_dispatch, split_among_peers
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.cost.layer_traffic import DispatchTraffic, dispatch_traffic, quota_traffic
+from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
+from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy, TokenDispatch, plan_dispatch
+from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.planning.placement.owner_map import OwnerMap
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
+from megatron_fssdp.strategies.auto.iteration_spread import IterationSpread
+from megatron_fssdp.strategies.auto.selection_report import ChoiceReport
 
 
 @dataclass(frozen=True, eq=False)

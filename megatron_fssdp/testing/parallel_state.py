@@ -8,7 +8,7 @@ from megatron_fssdp.testing.ranks import DEFAULT_PRELOAD, run_ranks
 
 MEGATRON_PRELOAD = (
     *DEFAULT_PRELOAD,
-    "megatron_fssdp.megatron_adapter.cpu_runtime:install",
+    "megatron_fssdp.megatron_adapter.cpu.cpu_runtime:install",
     "megatron.core",
     "megatron.core.parallel_state",
     "megatron.core.tensor_parallel",
@@ -17,7 +17,7 @@ MEGATRON_PRELOAD = (
     "megatron.training.training",
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.tokenizers.text",
-    "megatron_fssdp.megatron_adapter.training_hooks",
+    "megatron_fssdp.megatron_adapter.training.training_hooks",
 )
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_fssdp.planning.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
 
 
 def random_placement(rng: np.random.Generator, num_experts: int, num_devices: int) -> ExpertPlacement:

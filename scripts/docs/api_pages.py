@@ -18,10 +18,15 @@ def pages() -> dict[str, str]:
     """Markdown by path below docs/."""
     found = {"reference/api/index.md": _index()}
     for room in ROOMS:
-        modules = sorted(path.stem for path in (PACKAGE / room).glob("*.py") if _is_public(path))
-        parts = [f"# `{room}`: {ROOMS[room]}", *(f"::: megatron_fssdp.{room}.{module}" for module in modules)]
+        parts = [f"# `{room}`: {ROOMS[room]}", *(f"::: {module}" for module in _modules(PACKAGE / room))]
         found[f"reference/api/{room}.md"] = "\n\n".join(parts) + "\n"
     return found
+
+
+def _modules(room: Path) -> list[str]:
+    """Dotted names of a room's public modules, those of its sub-rooms included."""
+    files = (path for path in room.rglob("*.py") if _is_public(path))
+    return sorted(".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) for file in files)
 
 
 def _is_public(path: Path) -> bool:

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from megatron_fssdp.megatron_adapter import capabilities, supported_features
-from megatron_fssdp.megatron_adapter.tested_versions import TESTED_VERSIONS
+from megatron_fssdp.megatron_adapter.support import capabilities, supported_features
+from megatron_fssdp.megatron_adapter.support.tested_versions import TESTED_VERSIONS
 
 
 def tables() -> dict[str, str]:

@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from benchmarks.papers.parm_testbeds import Testbed
-from megatron_fssdp.planning.tensor_schedules import (
+from megatron_fssdp.planning.cost.tensor_schedules import (
     SCHEDULES,
     Collective,
     Schedule,

@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.papers import fastermoe, hecate, parm, pro_prophet
 from benchmarks.papers.setting import Model, Setting, kept_in_nodes
-from megatron_fssdp.planning.topology import Topology
+from megatron_fssdp.planning.placement.topology import Topology
 
 
 @pytest.mark.parametrize("leaving_share", [0.0, 0.2, 1.0])

@@ -1,8 +1,8 @@
 import numpy as np
 import torch.distributed as dist
 
-from megatron_fssdp.collectives import check_agreement
-from megatron_fssdp.planning.placement import ExpertPlacement
+from megatron_fssdp.collectives.plan_agreement import check_agreement
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.testing import run_ranks
 
 

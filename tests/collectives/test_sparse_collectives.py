@@ -3,10 +3,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.collectives import SparseTransfer, sparse_all_gather, sparse_reduce_scatter
-from megatron_fssdp.planning.placement import ExpertPlacement
-from megatron_fssdp.planning.topology import Topology
-from megatron_fssdp.planning.transfer_plan import two_level_transfer
+from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
+from megatron_fssdp.collectives.sparse_collectives import sparse_all_gather, sparse_reduce_scatter
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.testing import run_ranks
 from megatron_fssdp.testing.random_placement import random_placement
 

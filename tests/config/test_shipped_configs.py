@@ -14,7 +14,7 @@ from megatron_fssdp.config.loading import apply_overrides, validate
 from megatron_fssdp.config.megatron_arguments import Installation, TokenizedData, megatron_arguments
 from megatron_fssdp.config.run_config import RunConfig
 from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
-from megatron_fssdp.planning.parameter_count import ParameterCount, count_parameters
+from megatron_fssdp.simulation.parameter_count import ParameterCount, count_parameters
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"

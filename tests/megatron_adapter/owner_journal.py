@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_fssdp.planning.owner_map import OwnerMap
+from megatron_fssdp.planning.placement.owner_map import OwnerMap
 
 from .uneven_owners import optimizer_tensors
 
@@ -83,7 +83,7 @@ def _entry(optimizer: Any) -> dict[str, Any]:
     from megatron.core import parallel_state
     from megatron.training import get_args
 
-    from megatron_fssdp.megatron_adapter.registration import active_choice
+    from megatron_fssdp.megatron_adapter.entry.registration import active_choice
 
     choice = active_choice()
     assert choice is not None

@@ -156,7 +156,7 @@ def _train_on_rank(
     import torch
     from megatron.training import training
 
-    from megatron_fssdp.megatron_adapter.launcher import launch
+    from megatron_fssdp.megatron_adapter.entry.launcher import launch
 
     losses: list[float] = []
     other_losses: list[float] = []

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.megatron_adapter.stage_owners import StageOwners
-from megatron_fssdp.planning.owner_map import OwnerMap
+from megatron_fssdp.megatron_adapter.experts.stage_owners import StageOwners
+from megatron_fssdp.planning.placement.owner_map import OwnerMap
 
 
 def random_stage(
@@ -94,7 +94,7 @@ def permute_contents(model: Sequence[torch.nn.Module], optimizer: Any, stage: St
 
 def follow_all(experts: Sequence[Any], current: Callable[[], StageOwners | None]) -> None:
     """Make the expert modules of a stock model follow an owner map, in the order of its layers."""
-    from megatron_fssdp.megatron_adapter.expert_checkpoint import follow_owners
+    from megatron_fssdp.megatron_adapter.checkpoints.expert_checkpoint import follow_owners
 
     for layer, module in enumerate(experts):
         follow_owners(module, layer, current)

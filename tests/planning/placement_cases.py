@@ -3,8 +3,8 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from megatron_fssdp.planning.placement import ExpertPlacement
-from megatron_fssdp.planning.topology import Topology
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.topology import Topology
 
 
 @st.composite

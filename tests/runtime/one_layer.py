@@ -4,11 +4,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.planning.placement import even_owners
-from megatron_fssdp.planning.topology import Topology
-from megatron_fssdp.runtime.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.layer_executor import LayerExecutor
-from megatron_fssdp.runtime.moe_runtime import MoERuntime
+from megatron_fssdp.planning.placement.placement import even_owners
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
+from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
 from megatron_fssdp.strategies.strategy import LayerContext, Strategy
 
 

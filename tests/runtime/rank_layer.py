@@ -16,23 +16,23 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
-from megatron_fssdp.planning.cost_model import ClusterCost, LinkCost
-from megatron_fssdp.planning.group_ring import GroupRing
-from megatron_fssdp.planning.layer_profile import LayerProfile
-from megatron_fssdp.planning.load_history import LoadHistory
-from megatron_fssdp.planning.placement import ExpertPlacement, even_owners
-from megatron_fssdp.planning.token_dispatch import DispatchPolicy
-from megatron_fssdp.planning.topology import Topology
-from megatron_fssdp.planning.transfer_plan import plain_transfer, two_level_transfer
-from megatron_fssdp.runtime.expert_activation import ExpertActivation
-from megatron_fssdp.runtime.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.expert_layout import ExpertLayout
-from megatron_fssdp.runtime.grouped_ffn import grouped_ffn
-from megatron_fssdp.runtime.layer_executor import LayerExecutor
-from megatron_fssdp.runtime.layer_pass import run_layer
-from megatron_fssdp.runtime.moe_runtime import MoERuntime
-from megatron_fssdp.runtime.row_exchanges import TwoStepExchange
-from megatron_fssdp.runtime.token_exchange import DispatchRecord
+from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
+from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.planning.placement.group_ring import GroupRing
+from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.transfer_plan import plain_transfer, two_level_transfer
+from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.exchange.row_exchanges import TwoStepExchange
+from megatron_fssdp.runtime.exchange.token_exchange import DispatchRecord
+from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
+from megatron_fssdp.runtime.execution.layer_pass import run_layer
+from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
+from megatron_fssdp.runtime.experts.expert_activation import ExpertActivation
+from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
+from megatron_fssdp.runtime.experts.grouped_ffn import grouped_ffn
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 

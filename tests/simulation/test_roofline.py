@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_fssdp.planning.ddl_roofline import ideal_flops_per_s, semi_ideal_flops_per_s
+from megatron_fssdp.simulation.ddl_roofline import ideal_flops_per_s, semi_ideal_flops_per_s
 from megatron_fssdp.simulation.roofline import roofline_point
 from megatron_fssdp.simulation.simulator import simulate
 

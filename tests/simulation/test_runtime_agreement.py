@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from megatron_fssdp.config.strategy_selection import strategy_settings
-from megatron_fssdp.planning.cost_model import ClusterCost, LinkCost
-from megatron_fssdp.planning.layer_profile import LayerProfile
-from megatron_fssdp.planning.placement import ExpertPlacement
-from megatron_fssdp.planning.topology import Topology
-from megatron_fssdp.runtime.layer_executor import LayerExecutor, MicroBatch
+from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor, MicroBatch
 from megatron_fssdp.simulation.replay import replay_strategy
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import LayerPlan, ResidentStrategy

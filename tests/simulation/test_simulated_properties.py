@@ -8,12 +8,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
-from megatron_fssdp.planning.held_replicas import ReplicaLife
-from megatron_fssdp.planning.layer_traffic import dispatch_traffic, pairs_traffic, transfer_traffic
-from megatron_fssdp.planning.placement import ExpertPlacement
-from megatron_fssdp.planning.token_dispatch import plan_dispatch
-from megatron_fssdp.planning.topology import Topology
-from megatron_fssdp.planning.transfer_plan import two_level_transfer
+from megatron_fssdp.planning.cost.layer_traffic import dispatch_traffic, pairs_traffic, transfer_traffic
+from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
+from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.simulation.iteration_timeline import LANES
 from megatron_fssdp.simulation.simulator import StrategyOutcome, layer_profile, simulate
 from tests.simulation.small_jobs import cluster_of, job_of, loads, settings_of

@@ -4,8 +4,8 @@ from typing import get_args
 
 import pytest
 
-from megatron_fssdp.planning.cost_model import LinkCost
-from megatron_fssdp.planning.tensor_schedules import (
+from megatron_fssdp.planning.cost.cost_model import LinkCost
+from megatron_fssdp.planning.cost.tensor_schedules import (
     SCHEDULES,
     Group,
     Kind,

@@ -28,7 +28,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from torch.nn.functional import cross_entropy
 
 from megatron_fssdp.data.wordpiece import WordPieceTokenizer
-from megatron_fssdp.megatron_adapter.bert_layers import stock_spec, with_experts
+from megatron_fssdp.megatron_adapter.layer.bert_layers import stock_spec, with_experts
 
 _BATCH_KEYS = ("text", "types", "labels", "is_random", "loss_mask", "padding_mask")
 

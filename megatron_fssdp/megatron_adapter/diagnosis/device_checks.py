@@ -174,7 +174,7 @@ def check_context(devices: Devices, has_engine: bool, context: int, wanted: str)
 
 def _nodes(world_size: int, per_node: int, source: str) -> tuple[str, bool]:
     """Nodes in words, by the rule of a run, and whether they are equal."""
-    from megatron_fssdp.planning.topology import Topology  # needs numpy, which may be broken, too
+    from megatron_fssdp.planning.placement.topology import Topology  # needs numpy, which may be broken, too
 
     topology = Topology.from_labels([rank // per_node for rank in range(world_size)])
     sizes = [len(devices) for devices in topology.devices_by_node]

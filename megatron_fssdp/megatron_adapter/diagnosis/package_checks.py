@@ -2,7 +2,7 @@
 
 from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding, Verdict
 from megatron_fssdp.megatron_adapter.diagnosis.installed_packages import ApexPackage, InstalledPackage
-from megatron_fssdp.megatron_adapter.tested_versions import TESTED_VERSIONS, is_tested, pip_install
+from megatron_fssdp.megatron_adapter.support.tested_versions import TESTED_VERSIONS, is_tested, pip_install
 
 _NVIDIAS_INSTRUCTIONS = "by NVIDIA's own instructions"
 

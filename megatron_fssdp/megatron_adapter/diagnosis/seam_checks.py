@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_fssdp.megatron_adapter.capabilities import Seam, absence, optional_seams, training_seams
 from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding, Verdict
 from megatron_fssdp.megatron_adapter.diagnosis.installed_packages import one_line
-from megatron_fssdp.megatron_adapter.tested_versions import pip_install
+from megatron_fssdp.megatron_adapter.support.capabilities import Seam, absence, optional_seams, training_seams
+from megatron_fssdp.megatron_adapter.support.tested_versions import pip_install
 
 CHECK = "Megatron's seams"
 

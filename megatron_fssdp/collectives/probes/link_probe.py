@@ -1,0 +1,86 @@
+"""Measures what a message costs between devices of a group, inside a node and between nodes.
+
+Shape letters: D devices, N nodes.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.collectives.probes.device_timing import elapsed_s
+from megatron_fssdp.planning.cost.cost_model import LEAST_BETA_S_PER_BYTE, LinkCost, fit_link_cost
+from megatron_fssdp.planning.placement.topology import Topology
+
+_MESSAGE_BYTES = (1 << 16, 1 << 19, 1 << 22)
+_REPETITIONS = 4
+
+
+def measure_links(
+    group: dist.ProcessGroup, topology: Topology, device: torch.device
+) -> tuple[LinkCost, LinkCost]:
+    """Cost of one direction of a link inside a node and of a node's NIC; collective.
+
+    All links of a class are busy at the same time, in a ring, as they are in a dispatch.
+    Where there is no link of a class, it has the cost of the other one.
+
+    Args:
+        group: The expert-parallel group.
+        topology: Nodes of its ranks.
+        device: Where the messages lie.
+
+    Returns:
+        Intra-node and inter-node cost, the same on all ranks.
+    """
+    rings = (
+        [list(devices) for devices in topology.devices_by_node if len(devices) > 1],
+        [[devices[0] for devices in topology.devices_by_node]] if topology.num_nodes > 1 else [],
+    )
+    measured = [_measure(group, ring, device) if ring else None for ring in rings]
+    intra = measured[0] or measured[1] or LinkCost(0.0, LEAST_BETA_S_PER_BYTE)
+    return intra, measured[1] or intra
+
+
+def _measure(group: dist.ProcessGroup, rings: Sequence[Sequence[int]], device: torch.device) -> LinkCost:
+    rank = group.rank()
+    ring = next((ring for ring in rings if rank in ring), None)
+    seconds = torch.zeros(len(_MESSAGE_BYTES), dtype=torch.float64)
+    for i, num_bytes in enumerate(_MESSAGE_BYTES):
+        taken_s = [
+            _exchange_s(group, ring, num_bytes, device) if ring is not None else 0.0
+            for _ in range(_REPETITIONS)
+        ]
+        seconds[i] = min(taken_s[1:])  # the first one may connect
+    # The slowest link of a class stands for it.
+    seconds = seconds.to(device)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=group)
+    return fit_link_cost(_MESSAGE_BYTES, seconds.tolist())
+
+
+def _exchange_s(group: dist.ProcessGroup, ring: Sequence[int], num_bytes: int, device: torch.device) -> float:
+    outgoing = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    incoming = torch.empty_like(outgoing)
+    return elapsed_s(lambda: pass_on(group, ring, outgoing, incoming), device)
+
+
+def pass_on(
+    group: dist.ProcessGroup, ring: Sequence[int], outgoing: torch.Tensor, incoming: torch.Tensor
+) -> None:
+    """Send to the next one of a ring, receive from the one before; all of the ring call it.
+
+    Args:
+        group: The ranks.
+        ring: Some of them, this one too, by their rank in the group.
+        outgoing: What to send.
+        incoming: Filled; as large as what the one before sends.
+    """
+    position = ring.index(group.rank())
+    ahead, behind = ring[(position + 1) % len(ring)], ring[position - 1]
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, outgoing, group=group, group_peer=ahead),
+            dist.P2POp(dist.irecv, incoming, group=group, group_peer=behind),
+        ]
+    )
+    for work in works:
+        work.wait()

@@ -1,0 +1,1 @@
+"""SparseAllGather and SparseReduceScatter along a transfer plan, and the exchange of slots."""

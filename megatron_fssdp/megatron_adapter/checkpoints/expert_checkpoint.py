@@ -1,0 +1,263 @@
+"""Sharded state dicts of experts that are not where Megatron registered them.
+
+A ``torch_dist`` checkpoint knows an expert by its layer and number only. Megatron derives
+both from the module and its place in the expert-parallel group; here they come from the
+owner map. Keys, global shapes and replica numbers stay Megatron's, the state dict's own
+keys keep naming the local slot, and optimizer state follows by the identity of the
+Parameters. Under an even map Megatron's own methods run.
+
+A layer is an axis of the stored tensor where a decoder's layers are alike, and a number in
+its key where they are not. The number is written by ``TransformerBlock`` after the layer
+has returned, so it is set right once the block is through.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, sharded_state_dict_default
+
+from megatron_fssdp.megatron_adapter.experts.stage_owners import SlotContent, StageOwners
+
+ShardedStateDict = dict[str, Any]
+Offsets = tuple[tuple[int, int, int], ...]
+CurrentOwners = Callable[[], StageOwners | None]
+
+_OWNER_LAYER = "layer_number_by_fssdp"
+
+
+_blocks_wrapped = False
+
+
+def follow_owners(experts: Any, layer: int, current: CurrentOwners) -> None:
+    """Make an expert module's sharded state dict follow the owner map.
+
+    Done when the layer is built, because models are built in several ways and checkpoints are
+    loaded soon after.
+
+    Args:
+        experts: Expert module of a layer of the owner map; its method is replaced, and the one of
+            ``TransformerBlock``, once, which changes nothing for other layers.
+        layer: Index of the layer in the map.
+        current: Gives the owners at the time of a save or load; ``None`` means even.
+    """
+    experts.sharded_state_dict = MethodType(_state_by_owner(layer, current), experts)
+    _wrap_blocks()
+
+
+def _wrap_blocks() -> None:
+    global _blocks_wrapped
+    if _blocks_wrapped:
+        return
+    _blocks_wrapped = True
+    stock = TransformerBlock.sharded_state_dict
+
+    @wraps(stock)
+    def block_state(self: Any, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        state = stock(self, prefix, sharded_offsets, metadata)
+        correct_layer_keys(state, f"{prefix}layers.")
+        return state
+
+    TransformerBlock.sharded_state_dict = block_state
+
+
+def _state_by_owner(layer: int, current: CurrentOwners) -> Callable[..., ShardedStateDict]:
+    def sharded_state_dict(
+        self: Any, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> ShardedStateDict:
+        device = self.ep_group.rank()
+        return expert_sharded_state_dict(self, layer, device, current(), prefix, sharded_offsets, metadata)
+
+    return sharded_state_dict
+
+
+def expert_sharded_state_dict(
+    experts: Any,
+    layer: int,
+    device: int,
+    stage: StageOwners | None,
+    prefix: str = "",
+    sharded_offsets: Any = (),
+    metadata: dict[str, Any] | None = None,
+) -> ShardedStateDict:
+    """Sharded state dict of a layer's expert module, every slot under its content's name.
+
+    Args:
+        experts: ``SequentialMLP`` or ``TEGroupedMLP``.
+        layer: Index in the map of the layer that the module was registered for.
+        device: This rank in the expert-parallel group.
+        stage: The owners; ``None`` where no map is in force.
+        prefix: As Megatron's method of the same name.
+        sharded_offsets: As Megatron's: the layer axis, or nothing.
+        metadata: As Megatron's.
+
+    Raises:
+        ValueError: A slot crosses between the decoder and multi-token prediction.
+    """
+    if stage is None or stage.contents(device, layer) == stage.registered(device, layer):
+        return type(experts).sharded_state_dict(experts, prefix, sharded_offsets, metadata)
+    contents = stage.contents(device, layer)
+    number = stage.layer_numbers[layer]
+    _check_stays_in_decoder(number, contents, experts.config.num_layers)
+    metadata = ensure_metadata_has_dp_cp_group(metadata)
+    # One tensor for each expert with its number in the key, instead of an axis.
+    singleton = bool(metadata.get("singleton_local_shards", False))
+    places = [
+        _place(content, number, tuple(sharded_offsets), stage.owners.num_experts, singleton)
+        for content in contents
+    ]
+    if hasattr(experts, "local_experts"):
+        return _sequential(experts, places, prefix, metadata)
+    return _grouped(experts, places, prefix, tuple(sharded_offsets), metadata)
+
+
+def correct_layer_keys(state: ShardedStateDict, layers_prefix: str) -> None:
+    """Give entries whose slot belongs to another layer that layer's number in the key, in place.
+
+    Args:
+        state: What a transformer block returned.
+        layers_prefix: Prefix of its layers' keys, up to the layer number.
+
+    Raises:
+        ValueError: An entry's key does not have the form that Megatron gives it.
+    """
+    for entry in state.values():
+        number = getattr(entry, _OWNER_LAYER, None)
+        if number is None:
+            continue
+        written, dot, rest = entry.key.removeprefix(layers_prefix).partition(".")
+        if not entry.key.startswith(layers_prefix) or not dot or not written.isdigit():
+            raise ValueError(
+                f"checkpoint key: got {entry.key}, wanted {layers_prefix} and a layer number; this "
+                "Megatron names the layers of its checkpoints in another way than the tested range"
+            )
+        entry.key = f"{layers_prefix}{number - 1}.{rest}"
+        delattr(entry, _OWNER_LAYER)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where in a checkpoint the content of one slot belongs.
+
+    Attributes:
+        expert: The content's number in its layer.
+        offsets: Its axes before those of the tensor: layer, expert, each where there is one.
+        num_layer_axes: 1, or 0 where the layer's number is in the key.
+        layer_in_key: That number, or ``None`` where it is an axis.
+        expert_in_key: Whether the expert's number is in the key as well.
+    """
+
+    expert: int
+    offsets: Offsets
+    num_layer_axes: int
+    layer_in_key: int | None
+    expert_in_key: bool
+
+    def mark(self, entry: ShardedBase) -> None:
+        """Remember the layer where it must go into the key."""
+        if self.layer_in_key is not None:
+            setattr(entry, _OWNER_LAYER, self.layer_in_key)
+
+
+def _place(
+    content: SlotContent, number: int, layer_offsets: Offsets, num_experts: int, singleton: bool
+) -> _Place:
+    if [offset[:2] for offset in layer_offsets] not in ([], [(0, number - 1)]):
+        raise ValueError(
+            f"sharded offsets of layer {number}: got {layer_offsets}, wanted none or (0, {number - 1}, "
+            "layers); this Megatron numbers layers in another way than the tested range"
+        )
+    offsets: Offsets = tuple((axis, content.layer_number - 1, size) for axis, _, size in layer_offsets)
+    if not singleton:
+        offsets = (*offsets, (len(layer_offsets), content.expert, num_experts))
+    return _Place(
+        expert=content.expert,
+        offsets=offsets,
+        num_layer_axes=len(layer_offsets),
+        layer_in_key=None if layer_offsets else content.layer_number,
+        expert_in_key=singleton,
+    )
+
+
+def _check_stays_in_decoder(number: int, contents: Sequence[SlotContent], num_layers: int) -> None:
+    foreign = [held for held in contents if held.layer_number > num_layers or number > num_layers]
+    if foreign:
+        raise ValueError(
+            f"owner map: got slots of layer {number} that hold experts of layers "
+            f"{sorted({held.layer_number for held in contents})} of a decoder with {num_layers} layers; "
+            "wanted layers of multi-token prediction to keep Megatron's own split: their checkpoint keys "
+            "have another form. Leave them out of re-sharding"
+        )
+
+
+def _sequential(
+    experts: Any, places: Sequence[_Place], prefix: str, metadata: dict[str, Any]
+) -> ShardedStateDict:
+    state: ShardedStateDict = {}
+    for index, (expert, place) in enumerate(zip(experts.local_experts, places, strict=True)):
+        slot_prefix = f"{prefix}local_experts.{index}."
+        slot_state = expert.sharded_state_dict(slot_prefix, place.offsets, metadata)
+        number = f"{place.expert}." if place.expert_in_key else ""
+        replace_prefix_for_sharding(slot_state, slot_prefix, f"{prefix}experts.{number}")
+        for entry in slot_state.values():
+            # Copies of an expert are its data-parallel ones, not those of the dense layers.
+            entry.replica_id = (*entry.replica_id[:2], experts.dp_group.rank())
+            place.mark(entry)
+        state.update(slot_state)
+    return state
+
+
+def _grouped(
+    experts: Any, places: Sequence[_Place], prefix: str, layer_offsets: Offsets, metadata: dict[str, Any]
+) -> ShardedStateDict:
+    state: ShardedStateDict = {}
+    first = experts.ep_group.rank() * len(places)
+    for name, module in experts._modules.items():
+        entries = sharded_state_dict_default(
+            module, f"{name}.", layer_offsets, metadata, tp_group=experts.tp_group
+        )
+        for index, place in enumerate(places):
+            # Transformer Engine's own name of the first extra state has no number.
+            suffixes = (f"weight{index}", f"bias{index}", f"_extra_state{index or ''}")
+            for key in (f"{name}.{suffix}" for suffix in suffixes):
+                if key not in entries:
+                    continue
+                _relabel(entries[key], first + index, place)
+                if name == "linear_fc1" and experts.config.gated_linear_unit and "_extra_state" not in key:
+                    entries[key] = apply_swiglu_sharded_factory(
+                        entries[key],
+                        place.offsets,
+                        place.expert_in_key,
+                        tp_group=experts.tp_group,
+                        dp_group=metadata["dp_cp_group"],
+                    )
+                place.mark(entries[key])
+        # As SequentialMLP names them, so that either loads the other's checkpoints.
+        singleton = places[0].expert_in_key
+        old, new = ("", f"{prefix}experts.") if singleton else (f"{name}.", f"{prefix}experts.{name}.")
+        replace_prefix_for_sharding(entries, old, new)
+        state.update({f"{prefix}{key}": entry for key, entry in entries.items()})
+    return state
+
+
+def _relabel(entry: ShardedTensor | ShardedObject, registered: int, place: _Place) -> None:
+    """Move an entry that Megatron made for the registered expert to the place of its content."""
+    if place.expert_in_key:
+        entry.key = f"{place.expert}.{entry.key.removeprefix(f'{registered}.')}"
+        return
+    offset = list(entry.global_offset)
+    axis = place.num_layer_axes
+    if offset[axis] != registered:
+        raise ValueError(
+            f"{entry.key}: got {offset[axis]} on its expert axis, wanted {registered}; this Megatron lays "
+            "out grouped experts in another way than the tested range"
+        )
+    for position, index, _ in place.offsets:
+        offset[position] = index
+    entry.global_offset = tuple(offset)

@@ -1,0 +1,65 @@
+"""Collectives of torch as NCCL understands them, on gloo.
+
+Megatron's expert tensor parallelism gathers and reduce-scatters as many rows as each rank
+happens to have. NCCL serves lists of tensors of different sizes, gloo refuses them; its
+uneven all-to-all does the same work.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.collectives.rows.uneven_all_gather import fill_from_all, sum_of_own
+
+
+def without_device_ids(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.distributed.barrier`` without an argument that only NCCL takes."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("device_ids", None)
+        return original(*args, **kwargs)
+
+    return call
+
+
+def uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.distributed.all_gather`` that also fills a list of tensors of different sizes."""
+
+    @functools.wraps(original)
+    def all_gather(
+        tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if async_op or _equal_sizes(tensor_list):
+            return original(tensor_list, tensor, group=group, async_op=async_op)
+        fill_from_all(tensor_list, tensor, group)
+        return None
+
+    return all_gather
+
+
+def uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.distributed.reduce_scatter`` that also sums a list of tensors of different sizes."""
+
+    @functools.wraps(original)
+    def reduce_scatter(
+        output: torch.Tensor,
+        input_list: list[torch.Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if async_op or op != dist.ReduceOp.SUM or _equal_sizes(input_list):
+            return original(output, input_list, op=op, group=group, async_op=async_op)
+        sum_of_own(output, input_list, group)
+        return None
+
+    return reduce_scatter
+
+
+def _equal_sizes(tensors: Sequence[torch.Tensor]) -> bool:
+    # All ranks have lists of the same sizes and decide alike.
+    return len({tensor.shape for tensor in tensors}) <= 1

@@ -1,0 +1,185 @@
+"""Layer specs for people who build models from megatron-core's specs.
+
+The strategy's layer sits in the spec like Megatron's own. Layers that are to share one
+strategy's loads and clock share a session; each call without one starts a new session.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy_selection import strategy_settings
+from megatron_fssdp.config.strategy_settings import PlacementSettings
+from megatron_fssdp.megatron_adapter.entry.registration import active_choice
+from megatron_fssdp.megatron_adapter.layer.bert_layers import stock_spec, with_experts
+from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
+from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
+from megatron_fssdp.megatron_adapter.support.capabilities import check_core
+
+
+def start_session(strategy: str, settings: Mapping[str, Any] | None = None) -> StrategySession | None:
+    """A strategy for the layers of one model.
+
+    Args:
+        strategy: Name of a strategy; ``none`` gives ``None``.
+        settings: The strategy's keys, as in its YAML file.
+
+    Raises:
+        ConfigurationError: Unknown strategy, or settings that do not fit it.
+    """
+    check_core()
+    validated = strategy_settings(strategy, dict(settings or {}), "settings")
+    if not isinstance(validated, PlacementSettings):
+        return None
+    return StrategySession(strategy, validated)
+
+
+def get_moe_module_spec(
+    use_te: bool | None = None,
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool = False,
+    *,
+    strategy: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    session: StrategySession | None = None,
+) -> Any:
+    """Megatron's MoE module spec with a strategy's dispatcher and experts in it.
+
+    Args:
+        use_te: Build the experts with Transformer Engine; by default when it is installed.
+        num_experts: Routed experts of a layer.
+        moe_grouped_gemm: As for Megatron's function of the same name.
+        strategy: Name of a strategy; by default the one chosen on the command line.
+        settings: The strategy's keys, as in its YAML file.
+        session: Share this session instead of starting one.
+
+    Returns:
+        A builder to put where Megatron expects a layer's ``mlp``.
+
+    Raises:
+        ConfigurationError: No strategy is named, or settings that do not fit it.
+    """
+    session = _session(strategy, settings, session)
+    stock = moe_module_specs.get_moe_module_spec(
+        use_te=HAVE_TE if use_te is None else use_te,
+        num_experts=num_experts,
+        moe_grouped_gemm=moe_grouped_gemm,
+    )
+    return _with_session(stock, session)
+
+
+def get_gpt_decoder_block_spec(
+    config: Any,
+    use_transformer_engine: bool | None = None,
+    normalization: str | None = None,
+    qk_l2_norm: bool | None = None,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+    *,
+    strategy: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    session: StrategySession | None = None,
+) -> Any:
+    """Megatron's GPT decoder block spec with a strategy in its MoE layers.
+
+    Usable as ``--spec megatron_fssdp get_gpt_decoder_block_spec``: the strategy is then
+    the one of ``--moe-strategy``.
+
+    Args:
+        config: Megatron's ``TransformerConfig``.
+        use_transformer_engine: By default when it is installed and the config asks for it.
+        normalization: By default the config's.
+        qk_l2_norm: By default the config's.
+        vp_stage: As for Megatron's function of the same name.
+        pp_rank: As for Megatron's function of the same name.
+        strategy: Name of a strategy; by default the one chosen on the command line.
+        settings: The strategy's keys, as in its YAML file.
+        session: Share this session instead of starting one.
+
+    Raises:
+        ConfigurationError: No strategy is named, or settings that do not fit it.
+    """
+    session = _session(strategy, settings, session)
+    if use_transformer_engine is None:
+        use_transformer_engine = HAVE_TE and config.transformer_impl == "transformer_engine"
+    block = gpt_layer_specs.get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=use_transformer_engine,
+        normalization=config.normalization if normalization is None else normalization,
+        qk_l2_norm=config.qk_l2_norm if qk_l2_norm is None else qk_l2_norm,
+        vp_stage=vp_stage,
+        pp_rank=pp_rank,
+    )
+    for layer in block.layer_specs:
+        layer.submodules.mlp = _with_session(layer.submodules.mlp, session)
+    return block
+
+
+def get_bert_layer_spec(
+    config: Any,
+    use_transformer_engine: bool | None = None,
+    *,
+    strategy: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    session: StrategySession | None = None,
+) -> Any:
+    """A spec of Megatron's BERT layers, with a strategy in those that have experts.
+
+    Megatron has no such spec; see ``megatron_adapter.layer.bert_layers``.
+
+    Args:
+        config: Megatron's ``TransformerConfig``.
+        use_transformer_engine: By default when it is installed and the config asks for it.
+        strategy: Name of a strategy; by default the one chosen on the command line.
+        settings: The strategy's keys, as in its YAML file.
+        session: Share this session instead of starting one.
+
+    Returns:
+        What ``BertModel`` takes as ``transformer_layer_spec``.
+
+    Raises:
+        ConfigurationError: No strategy is named, or settings that do not fit it; the model has no experts.
+    """
+    if config.num_moe_experts is None:
+        raise ConfigurationError("spec: got a config without num_moe_experts, wanted a model with experts")
+    session = _session(strategy, settings, session)
+    if use_transformer_engine is None:
+        use_transformer_engine = HAVE_TE and config.transformer_impl == "transformer_engine"
+    spec = with_experts(stock_spec(use_transformer_engine), config)
+    experts = spec.params["experts"]
+    experts.mlp = _with_session(experts.mlp, session)
+    return spec
+
+
+def _session(
+    strategy: str | None, settings: Mapping[str, Any] | None, session: StrategySession | None
+) -> StrategySession | None:
+    if session is not None:
+        if strategy is not None or settings is not None:
+            raise ConfigurationError(
+                "spec: got a session and a strategy, wanted one of them; a session has its strategy"
+            )
+        return session
+    if strategy is not None:
+        return start_session(strategy, settings)
+    choice = active_choice()
+    if choice is None:
+        raise ConfigurationError(
+            "spec: got no strategy, wanted one; pass strategy='fssdp' (or ep, none), or start the script "
+            "with python -m megatron_fssdp and --moe-strategy"
+        )
+    return choice.session
+
+
+def _with_session(mlp: Any, session: StrategySession | None) -> Any:
+    """Swap the layer class of an MoE builder; other builders pass unchanged."""
+    is_moe = isinstance(mlp, partial) and isinstance(mlp.func, type) and issubclass(mlp.func, MoELayer)
+    if session is None or not is_moe:
+        return mlp
+    keywords = {key: value for key, value in mlp.keywords.items() if key != "session"}
+    return partial(StrategyMoELayer, *mlp.args, session=session, **keywords)

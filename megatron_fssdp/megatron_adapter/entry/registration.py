@@ -1,0 +1,167 @@
+"""Hangs the plugin onto Megatron's command line and training loop.
+
+All wrapping of Megatron's functions for a script run happens here, once, each with its
+reason. What cannot be reached by a layer spec or a subclass is wrapped: the argument
+parser, its checks, the class that Megatron's specs build, the built model's check and
+the mark of iterations.
+"""
+
+from datetime import timedelta
+from enum import Enum
+from functools import partial, wraps
+from importlib.util import find_spec
+from typing import Any
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy_settings import PlacementSettings
+from megatron_fssdp.megatron_adapter.checkpoints import optimizer_repairs, overwritten_checkpoint
+from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_arguments import check_checkpoint_arguments
+from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import CheckpointHint, wrap_checkpointing
+from megatron_fssdp.megatron_adapter.checkpoints.owner_hint import OwnerHint
+from megatron_fssdp.megatron_adapter.checkpoints.strategy_hint import ChoiceHint
+from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
+from megatron_fssdp.megatron_adapter.entry.arguments import add_strategy_arguments, resolve_arguments
+from megatron_fssdp.megatron_adapter.entry.error_report import report_uncaught
+from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategyChoice, StrategySession
+from megatron_fssdp.megatron_adapter.support.capabilities import check_training
+from megatron_fssdp.megatron_adapter.support.node_detection import check_declared_nodes
+from megatron_fssdp.megatron_adapter.support.started_ranks import check_started_as_rank
+from megatron_fssdp.strategies.strategy import ChoosingStrategy
+
+
+class _Registered(Enum):
+    """Who has registered the plugin in this process."""
+
+    NOBODY = "nobody"
+    LAUNCHER = "the launcher"
+    SCRIPT = "the script"
+
+
+_registered = _Registered.NOBODY
+_choice: StrategyChoice | None = None
+
+
+def active_choice() -> StrategyChoice | None:
+    """The strategy of the parsed command line; ``None`` before arguments are parsed."""
+    return _choice
+
+
+def register(by_launcher: bool = False) -> None:
+    """Add the plugin to Megatron; call before Megatron parses its arguments.
+
+    The launcher does it for unmodified scripts; in a script that does it itself, the launcher's
+    registration stands. Under ``--moe-strategy none``, the default, everything that Megatron
+    computes is bitwise what it is without the plugin; but its BERT gets the experts that ``--num-experts``
+    asks for, which Megatron leaves out. A script that lets a
+    :class:`ConfigurationError` through ends with one line and exit code 2.
+
+    Args:
+        by_launcher: The launcher calls, which reports errors itself.
+
+    Raises:
+        ConfigurationError: The installed Megatron lacks something the plugin needs.
+        RuntimeError: Called twice.
+    """
+    global _registered
+    if _registered is _Registered.LAUNCHER and not by_launcher:
+        _registered = _Registered.SCRIPT  # its only call
+        return
+    if _registered is not _Registered.NOBODY:
+        raise RuntimeError(
+            "megatron_fssdp.register() was called twice; call it once, before parsing arguments"
+        )
+    if not by_launcher:
+        report_uncaught()
+    cpu_runtime.install()  # before anything else touches Megatron; does nothing on a GPU run
+    check_training()
+    optimizer_repairs.install()
+    _registered = _Registered.LAUNCHER if by_launcher else _Registered.SCRIPT
+
+    from megatron.training import arguments, training
+
+    # The parser is built inside parse_args by this module global.
+    add_arguments = arguments.add_megatron_arguments
+
+    @wraps(add_arguments)
+    def add_megatron_arguments(parser: Any) -> Any:
+        return add_strategy_arguments(add_arguments(parser))
+
+    arguments.add_megatron_arguments = add_megatron_arguments
+
+    # --yaml-cfg replaces the whole namespace and would drop our flags silently.
+    parse = arguments.parse_args
+
+    @wraps(parse)
+    def parse_args(*args: Any, **kwargs: Any) -> Any:
+        parsed = parse(*args, **kwargs)
+        if not hasattr(parsed, "moe_strategy"):
+            raise ConfigurationError(
+                "--yaml-cfg: got Megatron's experimental YAML arguments, which replace --moe-strategy; "
+                "wanted command-line arguments, e.g. through megatron-fssdp train CONFIG.yaml"
+            )
+        return parsed
+
+    arguments.parse_args = parse_args
+
+    # The last step before process groups exist: refuse bad input here.
+    validate = arguments.validate_args
+
+    @wraps(validate)
+    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        cpu_runtime.check_arguments(args)
+        check_started_as_rank()
+        _choose(args)
+        return validate(args, *rest, **kwargs)
+
+    arguments.validate_args = validate_args
+
+    # setup_model_and_optimizer and train_step are looked up as module globals.
+    from megatron_fssdp.megatron_adapter.training import training_hooks
+
+    training_hooks.wrap_training(training, active_choice)
+
+    # Megatron's BERT drops --num-experts without a word, under every strategy, `none` included.
+    if find_spec("megatron.core.models.bert") is not None:
+        from megatron_fssdp.megatron_adapter.layer import bert_layers
+
+        bert_layers.install()
+
+
+def _choose(args: Any) -> None:
+    global _choice
+    name, settings = resolve_arguments(args)
+    session = None
+    if isinstance(settings, PlacementSettings):
+        session = StrategySession(name, settings, timedelta(minutes=args.distributed_timeout_minutes))
+        session.check_model(args)
+        if session.reshards:
+            check_checkpoint_arguments(args)
+        if settings.nodes is not None:
+            check_declared_nodes(settings.nodes, args.world_size)
+        _build_our_layer(session)
+        _follow_in_checkpoints(session)
+    _choice = StrategyChoice(name, settings, session)
+
+
+def _build_our_layer(session: StrategySession) -> None:
+    """Make Megatron's MoE specs build the strategy's layer: they look the class up at call time."""
+    from megatron.core.models.gpt import moe_module_specs
+
+    from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
+
+    moe_module_specs.MoELayer = partial(StrategyMoELayer, session=session)
+
+
+def _follow_in_checkpoints(session: StrategySession) -> None:
+    """Let owner map and choices travel in a checkpoint's common state, and no half written one be loaded."""
+    from megatron.training import checkpointing
+
+    # Without re-sharding owners stay Megatron's: any checkpoint format may then be saved.
+    hints: list[CheckpointHint] = []
+    if session.reshards:
+        hints.append(OwnerHint(session.stage_owners, session.slots.adopt))
+    if isinstance(session.strategy, ChoosingStrategy):
+        hints.append(ChoiceHint(session.strategy, session.layer_numbers))
+    if hints:
+        wrap_checkpointing(checkpointing, hints)
+    overwritten_checkpoint.wrap_save(checkpointing.dist_checkpointing)

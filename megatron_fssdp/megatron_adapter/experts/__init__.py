@@ -1,0 +1,1 @@
+"""Experts' Parameters, gradients and optimizer states in Megatron, and how they move."""

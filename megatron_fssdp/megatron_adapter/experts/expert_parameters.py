@@ -1,0 +1,90 @@
+"""Reads Megatron's expert modules: their parameters by expert, and their activation."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_geglu import quick_gelu, weighted_bias_quick_geglu_impl
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from torch.nn import functional
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.runtime.experts.expert_activation import ExpertActivation
+
+Parameters = tuple[torch.nn.Parameter, ...]
+Activation = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
+
+
+def expert_parameters(experts: Any, num_experts: int) -> list[Parameters]:
+    """Parameters of each local expert, in the order of ``ExpertWeights``.
+
+    The modules and their Parameters stay as Megatron registered them: initial weights,
+    optimizer groups and checkpoint keys are stock.
+
+    Args:
+        experts: ``SequentialMLP`` or ``TEGroupedMLP``.
+        num_experts: Local experts of the module.
+
+    Raises:
+        ConfigurationError: A module with another way of keeping its weights.
+    """
+    if hasattr(experts, "local_experts"):
+        return [_of_linears(mlp.linear_fc1, mlp.linear_fc2, "") for mlp in experts.local_experts]
+    if hasattr(experts, "linear_fc1") and hasattr(experts.linear_fc1, "weight0"):
+        return [_of_linears(experts.linear_fc1, experts.linear_fc2, str(i)) for i in range(num_experts)]
+    raise ConfigurationError(
+        f"experts: got a {type(experts).__name__}, wanted SequentialMLP or TEGroupedMLP; "
+        "build the layer from Megatron's local or Transformer Engine MoE specs"
+    )
+
+
+def _of_linears(fc1: Any, fc2: Any, index: str) -> Parameters:
+    names = (f"weight{index}", f"bias{index}")
+    weights: Parameters = (getattr(fc1, names[0]), getattr(fc2, names[0]))
+    biases = (getattr(fc1, names[1], None), getattr(fc2, names[1], None))
+    # Transformer Engine keeps an empty tensor where there is no bias.
+    return weights + tuple(bias for bias in biases if bias is not None and bias.numel() > 0)
+
+
+def expert_activation(experts: Any) -> Activation:
+    """The activation that Megatron's own expert module computes under its config.
+
+    Uses Megatron's fused kernels where the config asks for them, so that results stay
+    equal to stock also in bf16.
+    """
+    config = experts.config
+    # Only the grouped module knows interleaved gates; one expert at a time ignores the setting.
+    interleave = None if hasattr(experts, "local_experts") else config.moe_mlp_glu_interleave_size
+    plain = ExpertActivation(
+        function=config.activation_func,
+        gated=config.gated_linear_unit,
+        clamp=config.activation_func_clamp_value,
+        linear_offset=config.glu_linear_offset,
+        interleave=interleave if config.gated_linear_unit else None,
+    )
+    if not (config.bias_activation_fusion and config.gated_linear_unit) or plain.interleave is not None:
+        return plain
+    if config.activation_func is functional.silu and config.activation_func_clamp_value is None:
+
+        def swiglu(x: torch.Tensor, bias: torch.Tensor | None, probs: torch.Tensor) -> torch.Tensor:
+            if bias is not None:  # Megatron's kernel takes none
+                return plain(x, bias, probs)
+            return weighted_bias_swiglu_impl(
+                x, None, probs.unsqueeze(-1), config.activation_func_fp8_input_store
+            )
+
+        return swiglu
+    if config.activation_func is quick_gelu:
+
+        def quick_geglu(x: torch.Tensor, bias: torch.Tensor | None, probs: torch.Tensor) -> torch.Tensor:
+            return weighted_bias_quick_geglu_impl(
+                x,
+                bias,
+                probs.unsqueeze(-1),
+                config.activation_func_fp8_input_store,
+                config.glu_linear_offset,
+                config.activation_func_clamp_value,
+            )
+
+        return quick_geglu
+    return plain

@@ -1,0 +1,257 @@
+"""Turns what the ranks hold of the experts into quantities that slots can exchange.
+
+Slots are interchangeable when an expert trains the same way in each of them. All ranks that
+keep a pipeline stage's experts compare this before anything moves, so that either all of them
+go on or all of them refuse.
+
+Shape letters: S slots of a device, P Parameters of a slot, N moving slots, C elements of a piece.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy_settings import KEEP_OWNERS
+from megatron_fssdp.megatron_adapter.experts.slot_states import (
+    A_TENSOR,
+    PARAMETERS,
+    ParameterState,
+    Profile,
+    parameter_states,
+)
+
+Layout = tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class PartedQuantity:
+    """One quantity of all slots of a device, of which each rank may hold only parts.
+
+    Implements :class:`megatron_fssdp.collectives.SlotQuantity`.
+
+    Attributes:
+        name: What it is called in messages.
+        num_elements: Elements of one slot, its Parameters one after another.
+        dtype: Of all elements.
+        device: Where the elements are.
+        parts_S: For each slot, where a part begins in the slot and the part's elements, flat.
+        part_group: The ranks that hold a slot's parts, every element on one of them; ``None``
+            when this rank holds all elements.
+    """
+
+    name: str
+    num_elements: int
+    dtype: torch.dtype
+    device: torch.device
+    parts_S: Sequence[Sequence[tuple[int, Tensor]]]
+    part_group: dist.ProcessGroup | None
+
+    def read(self, slots: Sequence[int], start: int, out_NC: Tensor) -> None:
+        """Collect the elements, with the ranks of ``part_group`` if there is one."""
+        if self.part_group is not None:
+            out_NC.zero_()
+        for slot, row_C in zip(slots, out_NC, strict=True):
+            for piece, target in self._overlaps(slot, start, row_C):
+                target.copy_(piece)
+        if self.part_group is not None and len(slots):
+            # As integers: adding zeros as floating-point numbers loses the sign of a negative zero.
+            dist.all_reduce(out_NC.view(torch.int32), group=self.part_group)
+
+    def write(self, slots: Sequence[int], start: int, rows_NC: Tensor) -> None:
+        """Keep the elements that belong to this rank's parts."""
+        for slot, row_C in zip(slots, rows_NC, strict=True):
+            for piece, source in self._overlaps(slot, start, row_C):
+                piece.copy_(source)
+
+    def _overlaps(self, slot: int, start: int, row_C: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The stretches of the parts that lie in a piece, and the same stretches of its row."""
+        overlaps = []
+        for offset, part in self.parts_S[slot]:
+            first = max(offset, start)
+            last = min(offset + part.numel(), start + row_C.numel())
+            if first < last:
+                overlaps.append((part[first - offset : last - offset], row_C[first - start : last - start]))
+        return overlaps
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What one rank, or several together, tell the others about their slots."""
+
+    problem: str | None
+    layout: Layout = ()
+    profiles_P: tuple[frozenset[Profile], ...] = ()
+    ranges: tuple[tuple[int, int, int], ...] = ()
+    """Of every trained Parameter: where the rank's part begins, where it ends, elements of the whole."""
+
+
+def slot_quantities(
+    slots: Sequence[Sequence[Parameter]],
+    optimizer: Any,
+    *,
+    expert_parallel: dist.ProcessGroup,
+    expert_data_parallel: dist.ProcessGroup,
+) -> list[PartedQuantity]:
+    """Everything that travels with an expert: parameters, masters, optimizer states.
+
+    All ranks of both groups have to call it. Before the first optimizer step there are no states.
+
+    Args:
+        slots: Parameters of each of this rank's slots.
+        optimizer: Megatron's optimizer.
+        expert_parallel: The ranks that share the experts.
+        expert_data_parallel: The ranks that hold the same experts as this one.
+
+    Raises:
+        ConfigurationError: The slots are not interchangeable, or an optimizer keeps what cannot be
+            moved. Raised on all ranks of the pipeline stage's experts.
+    """
+    try:
+        states_SP = parameter_states(slots, optimizer)
+        own = _describe(slots, states_SP)
+    except ConfigurationError as error:
+        own = _Report(str(error))
+    copies = _gathered(own, expert_data_parallel)
+    in_parts, problem = _are_parts(copies)
+    agreed = _merge(_gathered(_merge(copies, problem), expert_parallel))
+    if agreed.problem is not None:
+        raise ConfigurationError(agreed.problem)
+    return _quantities(states_SP, agreed, expert_data_parallel if in_parts else None)
+
+
+def _describe(slots: Sequence[Sequence[Parameter]], states_SP: Sequence[Sequence[ParameterState]]) -> _Report:
+    layouts = [
+        tuple((tuple(p.shape), p.dtype, state.trained) for p, state in zip(slot, states, strict=True))
+        for slot, states in zip(slots, states_SP, strict=True)
+    ]
+    different = next((layout for layout in layouts if layout != layouts[0]), None)
+    if different is not None:
+        return _Report(_not_alike(layouts[0], different))
+    profiles_P = tuple(
+        frozenset(state.profile for state in states if state.profile is not None)
+        for states in zip(*states_SP, strict=True)
+    )
+    ranges = tuple(
+        (state.start, state.start + state.num_elements, state.parameter.numel())
+        for states in states_SP
+        for state in states
+        if state.trained
+    )
+    return _Report(None, (len(layouts), *layouts[:1]), profiles_P, ranges)
+
+
+def _gathered(report: _Report, group: dist.ProcessGroup) -> list[_Report]:
+    reports: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(reports, report, group=group)
+    return reports
+
+
+def _are_parts(copies: Sequence[_Report]) -> tuple[bool, str | None]:
+    """Whether the ranks of the same experts hold parts of one optimizer state, or each all of it."""
+    if any(copy.problem is not None or copy.layout != copies[0].layout for copy in copies):
+        return False, None
+    if all(last - first == size for copy in copies for first, last, size in copy.ranges):
+        return False, None
+    for ranges in zip(*(copy.ranges for copy in copies), strict=True):
+        size = ranges[0][2]
+        parts = sorted((first, last) for first, last, _ in ranges if first < last)
+        ends, starts = [0, *(last for _, last in parts)], [*(first for first, _ in parts), size]
+        if ends != starts:
+            return True, (
+                f"re-sharding: got optimizer states of the parts {parts} of an expert's parameter of {size} "
+                "elements, wanted every element on one rank of the expert-data-parallel group; use one "
+                "instance of the distributed optimizer, --num-distributed-optimizer-instances 1"
+            )
+    return True, None
+
+
+def _merge(reports: Sequence[_Report], problem: str | None = None) -> _Report:
+    first = reports[0]
+    problem = problem or next((report.problem for report in reports if report.problem is not None), None)
+    if problem is not None:
+        return _Report(problem)
+    for report in reports:
+        if report.layout != first.layout:
+            return _Report(_not_alike(first.layout, report.layout))
+    profiles_P = tuple(
+        frozenset().union(*profiles)
+        for profiles in zip(*(report.profiles_P for report in reports), strict=True)
+    )
+    for position, profiles in enumerate(profiles_P):
+        if len(profiles) > 1:
+            return _Report(_trained_differently(position, profiles))
+    return _Report(None, first.layout, profiles_P)
+
+
+def _quantities(
+    states_SP: Sequence[Sequence[ParameterState]], agreed: _Report, part_group: dist.ProcessGroup | None
+) -> list[PartedQuantity]:
+    if not states_SP:
+        return []
+    dtypes_P = [state.parameter.dtype for state in states_SP[0]]
+    tensors_P = [
+        {name for profile in profiles for name, value in profile if value == A_TENSOR}
+        for profiles in agreed.profiles_P
+    ]
+    # Name, dtype and positions of each quantity.
+    kinds = [
+        (PARAMETERS, dtype, [p for p, other in enumerate(dtypes_P) if other == dtype])
+        for dtype in dict.fromkeys(dtypes_P)
+    ] + [
+        (name, torch.float32, [p for p, names in enumerate(tensors_P) if name in names])
+        for name in sorted(set().union(*tensors_P))
+    ]
+    quantities = []
+    for name, dtype, positions in kinds:
+        sizes = [states_SP[0][p].parameter.numel() for p in positions]
+        offsets = list(accumulate(sizes, initial=0))
+        parts_S = [
+            [_part(states[p], name, offset) for p, offset in zip(positions, offsets, strict=False)]
+            for states in states_SP
+        ]
+        quantities.append(
+            PartedQuantity(
+                name,
+                offsets[-1],
+                dtype,
+                states_SP[0][0].parameter.device,
+                [[part for part in parts if part[1].numel()] for parts in parts_S],
+                None if name == PARAMETERS else part_group,
+            )
+        )
+    return quantities
+
+
+def _part(state: ParameterState, name: str, offset: int) -> tuple[int, Tensor]:
+    if name == PARAMETERS:
+        return offset, state.parameter
+    return offset + state.start, state.tensors.get(name, state.parameter[:0])
+
+
+def _not_alike(one: Layout, other: Layout) -> str:
+    return (
+        f"re-sharding: got experts' slots with parameters {one} and {other}, wanted the same number of slots "
+        f"on all devices and the same shapes and dtypes in all slots; {KEEP_OWNERS}"
+    )
+
+
+def _trained_differently(position: int, profiles: frozenset[Profile]) -> str:
+    options = [dict(profile) for profile in sorted(profiles)]
+    names = sorted(set().union(*options))
+    differing = [
+        f"{name}: {' and '.join(sorted({str(option.get(name, 'none')) for option in options}))}"
+        for name in names
+        if len({option.get(name) for option in options}) > 1
+    ]
+    return (
+        f"re-sharding: parameter {position} of the experts does not train the same way in all slots, got "
+        f"{'; '.join(differing)}; wanted the same for all experts of a pipeline stage. Drop the overrides "
+        f"for single layers, or {KEEP_OWNERS}"
+    )

@@ -1,0 +1,37 @@
+"""Starts a layer's SparseAllGather where its transformer layer begins, under the attention."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
+
+
+def install_launch_hooks(model: Iterable[torch.nn.Module]) -> None:
+    """Hook every transformer layer that holds one of our MoE layers.
+
+    A forward pre-hook also runs inside recomputed regions, so that launch and use of a
+    gather stay in one region.
+
+    Args:
+        model: The model chunks of this rank, each of which is one forward pass.
+    """
+    for chunk in model:
+        first = True
+        for module in chunk.modules():
+            if isinstance(module, TransformerLayer) and isinstance(module.mlp, StrategyMoELayer):
+                _hook(module, module.mlp, first)
+                first = False
+
+
+def _hook(layer: TransformerLayer, moe: StrategyMoELayer, first: bool) -> None:
+    def launch(
+        module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (moe.launch(args[0], first=first), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": moe.launch(kwargs["hidden_states"], first=first)}
+
+    layer.register_forward_pre_hook(launch, with_kwargs=True)

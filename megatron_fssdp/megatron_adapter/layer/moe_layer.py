@@ -1,0 +1,189 @@
+"""Megatron's MoE layer with a strategy's dispatcher and experts.
+
+Router, shared experts, latent projections, recompute and checkpoint keys are inherited;
+only what depends on where experts are is replaced.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+
+from megatron_fssdp.collectives.failure_place import naming_failures
+from megatron_fssdp.megatron_adapter.checkpoints.expert_checkpoint import follow_owners
+from megatron_fssdp.megatron_adapter.experts import gradient_sync
+from megatron_fssdp.megatron_adapter.experts.expert_parameters import expert_activation, expert_parameters
+from megatron_fssdp.megatron_adapter.layer.placement_dispatcher import PlacementTokenDispatcher
+from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
+from megatron_fssdp.megatron_adapter.routing.divided_tokens import DividedTokens, OneRank
+from megatron_fssdp.megatron_adapter.routing.topology_aware_router import install_gate
+from megatron_fssdp.planning.placement.placement import even_owners
+from megatron_fssdp.runtime.exchange.row_exchanges import exchange_of
+from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights
+from megatron_fssdp.runtime.experts.grouped_ffn import grouped_ffn
+from megatron_fssdp.strategies.strategy import LayerContext
+
+
+class StrategyMoELayer(MoELayer):
+    """An MoE layer whose experts are placed by a strategy.
+
+    Built from a layer spec exactly as Megatron's own, with one more argument.
+
+    Args:
+        config: Megatron's ``TransformerConfig``.
+        submodules: Builders of experts, shared experts and router.
+        layer_number: Megatron's number of the layer; may be told later.
+        pg_collection: Process groups; Megatron's global ones by default.
+        is_mtp_layer: Whether the layer belongs to multi-token prediction.
+        name: Module instance name.
+        session: The strategy and the runtime that the model's layers share.
+
+    Raises:
+        ConfigurationError: The config has something the strategy cannot serve.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: MoESubmodules | None = None,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        is_mtp_layer: bool = False,
+        name: str | None = None,
+        *,
+        session: StrategySession,
+    ) -> None:
+        session.check_model(config)
+        if pg_collection is None:
+            pg_collection = get_default_pg_collection()
+        super().__init__(config, submodules, layer_number, pg_collection, is_mtp_layer, name)
+        local = expert_parameters(self.experts, self.num_local_experts)
+        gradient_sync.take_over(chain.from_iterable(local), session.runtime.finish_gradients)
+        self._activation = expert_activation(self.experts)
+        has_equal_tokens = pg_collection.tp.size() > 1 and not config.sequence_parallel
+        groups = session.expert_groups(
+            self.ep_group,
+            pg_collection.expt_tp,
+            parts=getattr(pg_collection, "tp_ep", None),
+            tensor_parallel=pg_collection.tp if has_equal_tokens else None,
+        )
+        owner_E = even_owners(config.num_moe_experts, groups.num_devices)
+        self.executor = session.runtime.add_layer(
+            LayerContext(self._global_number(), owner_E, groups.topology),
+            groups,
+            dict(zip(self.local_expert_indices, local, strict=True)),
+        )
+        if (leaving_share := session.settings.leaving_share) is not None:
+            install_gate(
+                self.router,
+                lambda: self.executor.context.owner_E,
+                self.ep_group.rank(),
+                groups.topology,
+                leaving_share,
+            )
+        self._schedule = session.schedule_choice(
+            config, groups, pg_collection.tp.size(), pg_collection.tp_dp_cp
+        )
+        self._divided: DividedTokens | None = None
+        self._own_tokens: torch.Tensor | None = None
+        if has_equal_tokens:
+            self._divided = DividedTokens(self.router, pg_collection)
+            self.attn_tp_group = OneRank()
+        self._session, self._slots = session, session.slots
+        # Layers of multi-token prediction keep their owners: their checkpoint keys have another form.
+        self._index: int | None = None
+        if not is_mtp_layer:
+            self._index = session.slots.add_layer(self.executor, self.experts, local)
+            follow_owners(self.experts, self._index, session.stage_owners)
+        self.token_dispatcher = PlacementTokenDispatcher(self.executor, config, pg_collection)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Megatron tells the layer its number after building it."""
+        super().set_layer_number(layer_number)
+        self.executor.renumber(self._global_number())
+
+    def _global_number(self) -> int:
+        # Layers of multi-token prediction are numbered from 1 again; count them after the decoder's.
+        return (self.layer_number or 0) + (self.config.num_layers if self.is_mtp_layer else 0)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As Megatron's; an error says in which layer it happened."""
+        with naming_failures(f"the forward pass of MoE layer {self.executor.context.layer}"):
+            return super().forward(*args, **kwargs)
+
+    def launch(self, hidden_states: torch.Tensor, *, first: bool) -> torch.Tensor:
+        """Start to gather this layer's replicas; where its transformer layer begins.
+
+        Args:
+            hidden_states: The transformer layer's input, threaded through.
+            first: Whether this is the model chunk's first MoE layer.
+        """
+        self._await_parameters()
+        return self.executor.launch(hidden_states, first=first)
+
+    def _await_parameters(self) -> None:
+        if self._index is None:
+            gradient_sync.await_parameters(self.experts)
+        else:
+            self._slots.await_parameters(self._index)
+
+    def route(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
+        """Plan from the loads of past iterations, then run the gate."""
+        self.executor.prepare()
+        self.executor.load.strategy = self._session.chosen(self.executor.context.layer)
+        owners_only = self._session.has_owners_only(self.executor.context.layer)
+        decision, divided = self._schedule.of(hidden_states, owners_only=owners_only), self._divided
+        if divided is not None or self.executor.groups.num_parts > 1:
+            load = self.executor.load
+            load.schedule = decision.schedule
+            load.schedule_predicted_s = {str(name): s for name, s in decision.predicted_s.items()}
+        exchange = exchange_of(decision.schedule, self.executor.groups, simultaneous=decision.simultaneous)
+        if divided is None:
+            self.token_dispatcher.use(exchange)
+            return super().route(hidden_states, padding_mask)
+        self.token_dispatcher.use(
+            exchange, divided.group if divided.divides_first(decision.schedule) else None
+        )
+        self._own_tokens, *routed = divided.route(hidden_states, padding_mask, decision.schedule)
+        return tuple(routed)
+
+    def preprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make sure that the owned parameters are up to date, then permute for dispatch."""
+        self._await_parameters()
+        if self._own_tokens is not None:
+            hidden_states, self._own_tokens = self._own_tokens, None
+        return super().preprocess(hidden_states, probs, routing_map)
+
+    def routed_experts_compute(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """The present experts, owned and replicated, on the dispatched rows."""
+        dispatcher = self.token_dispatcher
+        if dispatcher.is_pipelined:
+            return dispatcher.run_pipeline(hidden_states, probs, self._compute), None
+        rows, rows_per_expert, row_probs = dispatcher.dispatch_postprocess(hidden_states, probs)
+        with self.executor.computing(rows.shape[0], rows.device):
+            output = self._compute(rows, row_probs, rows_per_expert.tolist(), dispatcher.take_experts())
+        return dispatcher.combine_preprocess(self.executor.computed(output)), None
+
+    def _compute(
+        self,
+        rows: torch.Tensor,
+        probs: torch.Tensor,
+        rows_per_expert: Sequence[int],
+        experts: Sequence[ExpertWeights],
+    ) -> torch.Tensor:
+        return grouped_ffn(
+            rows,
+            probs,
+            rows_per_expert,
+            experts,
+            self._activation,
+            probs_on_input=self.config.moe_apply_probs_on_input,
+        )

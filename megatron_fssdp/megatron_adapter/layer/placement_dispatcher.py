@@ -1,0 +1,153 @@
+"""Megatron's six dispatcher phases for any placement of the experts.
+
+Shape legend: S sequence, B batch, T tokens of this rank, M model dim, E experts.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+
+from megatron_fssdp.collectives.rows.model_parallel import gather_tokens
+from megatron_fssdp.runtime.exchange import token_exchange
+from megatron_fssdp.runtime.exchange.pipelined_experts import ExpertCompute
+from megatron_fssdp.runtime.exchange.row_exchanges import TwoStepExchange
+from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor, MicroBatch
+from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights
+from megatron_fssdp.runtime.replicas.materialization import Materialization
+
+
+class PlacementTokenDispatcher(MoETokenDispatcher):
+    """Sends tokens to wherever the running placement has their experts.
+
+    Megatron calls the phases of one forward pass one after the other, so what they share
+    lives here between the first and the last, and nowhere longer; the backward pass has
+    its own copies in the autograd graph.
+    """
+
+    def __init__(self, executor: LayerExecutor, config: Any, pg_collection: Any) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.executor = executor
+        self._next_exchange: TwoStepExchange | None = None
+        self._exchange: TwoStepExchange | None = None
+        self._divided_among: dist.ProcessGroup | None = None
+        self._materialization: Materialization | None = None
+        self._micro_batch: MicroBatch | None = None
+        self._experts: list[ExpertWeights] = []
+        self._hidden_shape = torch.Size()
+        self._probs_dtype = torch.float32
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether dispatch, experts and combine run in steps."""
+        return self.executor.groups.ring is not None
+
+    def use(self, exchange: TwoStepExchange, divided_among: dist.ProcessGroup | None = None) -> None:
+        """Tell how the next forward pass exchanges its rows.
+
+        Args:
+            exchange: Of that pass alone.
+            divided_among: The tensor-parallel ranks, if each brings a part of their tokens; in the end all
+                get all results.
+        """
+        self._next_exchange, self._divided_among = exchange, divided_among
+
+    @property
+    def exchange(self) -> TwoStepExchange:
+        """That of the forward pass under way."""
+        if self._exchange is None:
+            raise RuntimeError(
+                "dispatcher phases out of order: dispatch_preprocess starts a forward pass, "
+                "combine_postprocess ends it"
+            )
+        return self._exchange
+
+    def take_experts(self) -> list[ExpertWeights]:
+        """Weights of the experts present in this forward pass, ascending; once a pass."""
+        experts, self._experts = self._experts, []
+        return experts
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Phase 1: exchange counts, materialize the experts, permute the tokens.
+
+        Args:
+            hidden_states: ``[S, B, M]``.
+            routing_map: bool ``[T, E]``.
+            probs: ``[T, E]``.
+        """
+        self._hidden_shape = hidden_states.shape
+        self._probs_dtype = probs.dtype  # in which Megatron sums the parts of an expert's results
+        exchange, self._next_exchange = self._next_exchange or TwoStepExchange(self.executor.groups), None
+        self._exchange = exchange
+        tokens, probs, routing_map = exchange.gather(
+            hidden_states.reshape(-1, hidden_states.shape[-1]), probs, routing_map
+        )
+        self._micro_batch = micro_batch = self.executor.begin_micro_batch(routing_map, exchange.groups)
+        self._materialization = micro_batch.materialization
+        if self.is_pipelined:
+            tokens, self._experts = self._materialization.apply(tokens, wait=False)
+        elif not self._materialization.beside_dispatch:
+            tokens, self._experts = self._materialization.apply(tokens)
+        exchange.start(micro_batch.exchange, micro_batch.plan.placement)
+        return exchange.permute(tokens, probs)
+
+    def token_dispatch(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Phase 2: all-to-all to the experts' devices; in :meth:`run_pipeline` if that is in steps."""
+        if self.is_pipelined:
+            return hidden_states, probs
+        rows, probs = self.exchange.dispatch(hidden_states, probs, self.executor.plan_following)
+        if self._materialization is not None and self._materialization.beside_dispatch:
+            rows, self._experts = self._materialization.apply(rows)
+        return rows, probs
+
+    def run_pipeline(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor, compute: ExpertCompute
+    ) -> torch.Tensor:
+        """Phases 2 to 5 in steps: results of the rows that this rank sends.
+
+        Args:
+            hidden_states: ``[A, M]`` in the order of sending.
+            probs: ``[A]``.
+            compute: The experts.
+        """
+        assert self._micro_batch is not None
+        pipeline = self.executor.pipeline(self._micro_batch, compute)
+        assert pipeline is not None
+        return pipeline.run(hidden_states, probs, self.take_experts())
+
+    def dispatch_postprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Phase 3: gather the peers' rows, sort by present expert; also the rows of each, on the host."""
+        record = self.exchange.record
+        rows, probs = token_exchange.sort_by_expert(*self.exchange.gather_peers(hidden_states, probs), record)
+        # The CPU dtype and device that Megatron's dispatcher returns.
+        rows_per_expert = torch.tensor(record.rows_per_expert, dtype=torch.long, device="cpu")
+        return rows, rows_per_expert, probs
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Phase 4: back into the order of arrival, and the sum of the peers' parts."""
+        if self._materialization is not None:
+            hidden_states = self._materialization.end_use(hidden_states)
+        rows = token_exchange.sort_by_source(hidden_states, self.exchange.record)
+        return self.exchange.sum_peers(rows, self._probs_dtype)
+
+    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Phase 5: all-to-all back to the tokens' ranks."""
+        if self.is_pipelined:
+            return hidden_states
+        return self.exchange.combine(hidden_states)
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Phase 6: sum each token's results, in the shape of the input."""
+        output = self.exchange.unpermute(hidden_states)
+        if self._materialization is not None:
+            output = self._materialization.release(output)
+        self._exchange = self._materialization = self._micro_batch = None
+        output = output.view(self._hidden_shape)
+        return output if self._divided_among is None else gather_tokens(output, self._divided_among)

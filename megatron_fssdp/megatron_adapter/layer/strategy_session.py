@@ -1,0 +1,270 @@
+"""One chosen strategy and the runtime that the layers of a model share."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_fssdp.collectives.plan_agreement import check_agreement
+from megatron_fssdp.collectives.rows.uneven_all_to_all import gather_counts
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy_settings import (
+    AutoSettings,
+    ExchangeSettings,
+    ParmSettings,
+    PlacementSettings,
+    SteppedSettings,
+    StrategySettings,
+)
+from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
+from megatron_fssdp.megatron_adapter.experts.stage_owners import StageOwners
+from megatron_fssdp.megatron_adapter.layer.schedule_selector import ScheduleChoice
+from megatron_fssdp.megatron_adapter.routing.topology_aware_router import check_gate
+from megatron_fssdp.megatron_adapter.support.node_detection import detect_topology
+from megatron_fssdp.megatron_adapter.support.supported_features import (
+    RESIDENT_REFUSALS,
+    check_supported,
+    refuse,
+)
+from megatron_fssdp.planning.cost.tensor_schedules import Schedule
+from megatron_fssdp.planning.placement.group_ring import GroupRing
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
+from megatron_fssdp.strategies.registry import build_strategy
+from megatron_fssdp.strategies.strategy import ChoosingStrategy, ResidentStrategy
+
+
+class StrategySession:
+    """What layer specs carry: the strategy's name, its settings and its runtime.
+
+    Args:
+        strategy_name: A placement strategy; ``none`` has no session.
+        settings: The strategy's validated settings.
+        timeout: Of the process groups that are made; torch's default if ``None``.
+    """
+
+    def __init__(
+        self, strategy_name: str, settings: PlacementSettings, timeout: timedelta | None = None
+    ) -> None:
+        self.strategy_name = strategy_name
+        self.settings = settings
+        self.timeout = timeout
+        self.strategy = build_strategy(strategy_name, settings)
+        self.runtime = MoERuntime(
+            self.strategy,
+            measure=settings.record_dir is not None,
+            check_plans=settings.check_plans,
+        )
+        self.slots = ExpertSlots()
+        self._groups: dict[str, ExpertGroups] = {}
+        self._choices: dict[str, ScheduleChoice] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StrategySession":
+        # Megatron deep-copies layer specs; their layers still belong to one session.
+        return self
+
+    @property
+    def reshards(self) -> bool:
+        """Whether owners may move."""
+        if isinstance(self.settings, AutoSettings):
+            return bool(self.settings.smartmoe)
+        return getattr(self.settings, "reshard_interval", 0) > 0
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether transfers may run beside the dispatch."""
+        return isinstance(self.settings, AutoSettings) or getattr(self.settings, "overlap", False)
+
+    def chosen(self, layer: int) -> str | None:
+        """The strategy that a layer has chosen, if it can choose."""
+        strategy = self.strategy
+        return strategy.chosen(layer) if isinstance(strategy, ChoosingStrategy) else None
+
+    def has_owners_only(self, layer: int) -> bool:
+        """Whether a layer's experts are with their owners and nowhere else for now, whatever the loads."""
+        return (self.chosen(layer) or self.strategy_name) in ("ep", "parm", "smartmoe")
+
+    def layer_numbers(self) -> tuple[int, ...]:
+        """Megatron's numbers of this pipeline stage's layers, without those of multi-token prediction."""
+        return self.slots.layer_numbers
+
+    def stage_owners(self) -> StageOwners | None:
+        """Who keeps the experts of this pipeline stage; ``None`` without MoE layers."""
+        return StageOwners(self.slots.owners, self.slots.layer_numbers) if self.slots else None
+
+    def expert_groups(
+        self,
+        expert_parallel: dist.ProcessGroup,
+        expert_tensor_parallel: dist.ProcessGroup,
+        *,
+        parts: dist.ProcessGroup | None = None,
+        tensor_parallel: dist.ProcessGroup | None = None,
+    ) -> ExpertGroups:
+        """The groups of a layer; collective over the ranks of all of them at its first call.
+
+        Args:
+            expert_parallel: The ranks that share the layer's experts.
+            expert_tensor_parallel: The ranks that share each expert; a single one where it is whole.
+            parts: The expert-parallel groups of all these together.
+            tensor_parallel: The ranks with the same tokens, if there are more than one.
+        """
+        if expert_parallel.group_name not in self._groups:
+            transfers: Any = None
+            if self._overlaps and expert_parallel.size() > 1:
+                # Transfers run beside the dispatch, so they need a group of their own. Megatron keeps
+                # a list of its groups, whose time-outs it may change after the first iteration.
+                transfers = parallel_state.create_group(
+                    dist.get_process_group_ranks(expert_parallel),
+                    timeout=self.timeout,
+                    use_local_synchronization=True,
+                    group_desc="FSSDP_TRANSFER_GROUP",
+                )
+            topology = detect_topology(expert_parallel, self.settings.nodes)
+            peers = expert_tensor_parallel if expert_tensor_parallel.size() > 1 else None
+            if peers is not None:
+                # Plans follow from it, and peers must have the same plans.
+                check_agreement(repr(topology).encode(), peers, "the experts' node layout")
+            devices: list[int] = []
+            if tensor_parallel is not None:
+                device = "cuda" if dist.get_backend(tensor_parallel) == "nccl" else "cpu"
+                own = torch.tensor([expert_parallel.rank()], device=device)
+                devices = gather_counts(own, tensor_parallel).view(-1).tolist()
+            self._groups[expert_parallel.group_name] = ExpertGroups(
+                expert_parallel,
+                topology,
+                transfers,
+                peers,
+                self._ring(expert_parallel, topology, peers),
+                parts if peers is not None else None,
+                tensor_parallel,
+                tuple(devices),
+            )
+        return self._groups[expert_parallel.group_name]
+
+    def schedule_choice(
+        self, config: Any, groups: ExpertGroups, n_mp: int, everyone: dist.ProcessGroup
+    ) -> ScheduleChoice:
+        """What decides about the order of a layer's collectives; one for all layers of the same groups.
+
+        Args:
+            config: Megatron's ``TransformerConfig``.
+            groups: The layer's.
+            n_mp: Tensor-parallel ranks.
+            everyone: All ranks of the pipeline stage.
+        """
+        name = groups.expert_parallel.group_name
+        if name not in self._choices:
+            self._choices[name] = ScheduleChoice(
+                self.schedule,
+                config,
+                groups,
+                n_mp,
+                everyone,
+                self._simultaneous,
+                self._cluster,
+                self.settings.nodes,
+            )
+        return self._choices[name]
+
+    @property
+    def schedule(self) -> Schedule | Literal["auto"]:
+        """In which order collectives carry a layer's rows, where experts or tokens are shared by ranks."""
+        if isinstance(self.settings, ParmSettings):
+            return self.settings.schedule
+        if isinstance(self.settings, AutoSettings):
+            return "auto"
+        fused = isinstance(self.settings, ExchangeSettings) and self.settings.exchange == "fused"
+        return "s1" if fused else "megatron"
+
+    @property
+    def _simultaneous(self) -> bool:
+        """Whether schedule s2 hands results on slice by slice."""
+        return getattr(self.settings, "simultaneous", True)
+
+    @property
+    def _cluster(self) -> Path | None:
+        return getattr(self.settings, "cluster", None)
+
+    def _ring(
+        self, expert_parallel: dist.ProcessGroup, topology: Topology, peers: dist.ProcessGroup | None
+    ) -> GroupRing | None:
+        """The groups of the pipelined schedule."""
+        settings = self.settings
+        if (
+            not isinstance(settings, SteppedSettings)
+            or settings.schedule == "plain"
+            or topology.num_devices == 1
+        ):
+            return None
+        if peers is not None:
+            raise ConfigurationError(
+                f"schedule: got pipelined with expert tensor parallelism over {peers.size()} ranks, wanted "
+                "whole experts; use schedule=plain or --expert-tensor-parallel-size 1"
+            )
+        try:
+            return GroupRing.of(expert_parallel.rank(), topology, settings.group_size)
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from None
+
+    def check_model(self, config: Any) -> None:
+        """Refuse a model that the strategy cannot serve, or settings that do not fit it.
+
+        Args:
+            config: Megatron's parsed arguments or a ``TransformerConfig``.
+
+        Raises:
+            ConfigurationError: With what does not fit and the next step.
+        """
+        check_supported(self.strategy_name, config)
+        if isinstance(self.strategy, ResidentStrategy):
+            refuse(f"--moe-strategy {self.strategy_name}", RESIDENT_REFUSALS, config)
+        if self.settings.router == "topology_aware":
+            check_gate(config)
+        self._check_equal_tokens(config)
+        num_experts = getattr(config, "num_moe_experts", None) or config.num_experts
+        for key in ("slots", "overlap_degree"):
+            value = getattr(self.settings, key, None)
+            if value is not None and value > num_experts:
+                raise ConfigurationError(
+                    f"{key}: got {value}, wanted 0 to {num_experts}, the number of experts of a layer; "
+                    f"lower it with --moe-strategy-set {key}={num_experts}"
+                )
+
+    def _check_equal_tokens(self, config: Any) -> None:
+        """Refuse what goes wrong where tensor-parallel ranks have the same tokens."""
+        n_mp = getattr(config, "tensor_model_parallel_size", 1) or 1
+        if n_mp == 1 or getattr(config, "sequence_parallel", False):
+            return
+        if getattr(config, "moe_latent_size", None):
+            raise ConfigurationError(
+                f"--moe-latent-size with {n_mp} tensor-parallel ranks: its projections see a part of the "
+                "tokens; add --sequence-parallel"
+            )
+        if self.settings.router == "topology_aware" and self.schedule not in ("s1", "megatron"):
+            raise ConfigurationError(
+                f"router topology_aware with schedule {self.schedule}: tensor-parallel ranks have to choose "
+                "the same experts, and this gate chooses by the rank's node; use schedule=s1 or "
+                "--sequence-parallel"
+            )
+        seq_length = getattr(config, "seq_length", None)
+        tokens = seq_length // (getattr(config, "context_parallel_size", 1) or 1) if seq_length else 0
+        if self.schedule in ("s1", "megatron") and tokens % n_mp:
+            raise ConfigurationError(
+                f"--seq-length {seq_length}: got {tokens} tokens of a sequence on {n_mp} tensor-parallel "
+                "ranks, wanted a multiple; change it, or use --moe-strategy parm --moe-strategy-set "
+                "schedule=s2"
+            )
+
+
+@dataclass(frozen=True)
+class StrategyChoice:
+    """What the command line asked for; ``session`` is ``None`` under ``none``."""
+
+    name: str
+    settings: StrategySettings
+    session: StrategySession | None

@@ -1,0 +1,1 @@
+"""Supported Megatron versions, features and machines; what is refused, with the reason."""

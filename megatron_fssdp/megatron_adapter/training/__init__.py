@@ -1,0 +1,1 @@
+"""What happens around Megatron's training loop: iterations, records, memory and failures."""

@@ -1,0 +1,95 @@
+"""Finds the MoE layer in which NaN or infinity came up, once Megatron has refused a loss or gradient.
+
+A healthy iteration pays four small kernels a layer and no synchronization: what entered and what
+left each layer is summed, and 0 times the sum, which is 0 or NaN, is added to a mark on the device.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+
+from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
+
+_ENTERED, _LEFT = 0, 1
+
+
+class FiniteWatch:
+    """Watches the hidden states around the MoE layers of this rank.
+
+    Args:
+        model: The model chunks of this rank; their MoE layers are hooked.
+    """
+
+    def __init__(self, model: Iterable[torch.nn.Module]) -> None:
+        layers = [m for chunk in model for m in chunk.modules() if isinstance(m, StrategyMoELayer)]
+        self._layers = sorted(layers, key=_number)
+        self._marks_L2: torch.Tensor | None = None
+        for index, layer in enumerate(self._layers):
+            layer.register_forward_hook(partial(self._see, index), with_kwargs=True)
+
+    def clear(self) -> None:
+        """Forget what was seen; before an iteration."""
+        if self._marks_L2 is not None:
+            self._marks_L2.zero_()
+
+    def finding(self) -> str | None:
+        """Where non-finite numbers came up on this rank since the last :meth:`clear`; ``None`` for nowhere.
+
+        Waits for the device.
+        """
+        return self._finding_in_forward() or self._finding_in_gradients()
+
+    def _see(
+        self, index: int, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        entered = args[0] if args else kwargs["hidden_states"]
+        if self._marks_L2 is None:
+            self._marks_L2 = torch.zeros(len(self._layers), 2, device=entered.device)
+        for column, hidden in ((_ENTERED, entered), (_LEFT, output[0])):
+            self._marks_L2[index, column].add_(hidden.detach().sum(dtype=torch.float32), alpha=0)
+
+    def _finding_in_forward(self) -> str | None:
+        if self._marks_L2 is None:
+            return None
+        for layer, (entered, left) in zip(self._layers, self._marks_L2.isnan().tolist(), strict=True):
+            number = _number(layer)
+            if entered:
+                return (
+                    f"the hidden states were not finite any more when they came to MoE layer {number}, and "
+                    "no MoE layer before it on this rank had made them so: look at the layers before it"
+                )
+            if left:
+                return f"MoE layer {number} made non-finite hidden states of finite ones{_bad_experts(layer)}"
+        return None
+
+    def _finding_in_gradients(self) -> str | None:
+        for layer in reversed(self._layers):
+            experts = chain.from_iterable(layer.executor.parameters.values())
+            for parameter in chain(layer.router.parameters(), experts):
+                gradient = getattr(parameter, "main_grad", parameter.grad)
+                if gradient is not None and not _is_finite(gradient):
+                    return (
+                        "the hidden states of all MoE layers were finite; gradients are not, from MoE layer "
+                        f"{_number(layer)} on downwards"
+                    )
+        return None
+
+
+def _bad_experts(layer: StrategyMoELayer) -> str:
+    bad = [
+        expert
+        for expert, parameters in layer.executor.parameters.items()
+        if not all(_is_finite(parameter) for parameter in parameters)
+    ]
+    return f"; parameters of its experts {bad}, which this rank owns, are not finite" if bad else ""
+
+
+def _number(layer: StrategyMoELayer) -> int:
+    return layer.executor.context.layer
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return bool(torch.isfinite(tensor.detach()).all())

@@ -1,0 +1,290 @@
+"""What happens between two iterations of a Megatron training: measuring, choosing, re-sharding, planning.
+
+Everything here is collective: all ranks of a pipeline stage's experts come here in the same
+iterations and decide alike.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+from megatron_fssdp.megatron_adapter.experts.resharding import ExpertResharding, ReshardReport
+from megatron_fssdp.megatron_adapter.experts.resident_experts import SpareExperts
+from megatron_fssdp.megatron_adapter.experts.slot_quantities import slot_quantities
+from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
+from megatron_fssdp.megatron_adapter.training.finite_watch import FiniteWatch
+from megatron_fssdp.megatron_adapter.training.memory_report import (
+    expert_optimizer,
+    held_replicas,
+    report_memory,
+)
+from megatron_fssdp.megatron_adapter.training.stopped_training import report_non_finite
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.runtime.execution.layer_load import LayerLoad
+from megatron_fssdp.runtime.execution.layer_profiling import profile_layers
+from megatron_fssdp.runtime.execution.layer_stopwatch import LayerStopwatch
+from megatron_fssdp.runtime.execution.strategy_selector import LayerChoosing
+from megatron_fssdp.strategies.strategy import ChoosingStrategy, LayerContext, ResidentStrategy
+
+logger = logging.getLogger(__name__)
+
+
+class IterationDriver:
+    """Begins and ends the iterations of one training under a strategy.
+
+    Args:
+        session: The strategy and its runtime.
+        model: DDP's chunks of the model on this rank.
+        optimizer: Megatron's optimizer.
+        args: Megatron's arguments.
+
+    Attributes:
+        held: When replicas are on this rank.
+        reshard: What was re-sharded before the running iteration; ``None`` if nothing was.
+
+    Raises:
+        ConfigurationError: Re-sharding is on, and the slots cannot be exchanged.
+    """
+
+    def __init__(self, session: StrategySession, model: Sequence[Any], optimizer: Any, args: Any) -> None:
+        self._session = session
+        self._model = model
+        self._optimizer = optimizer
+        self._args = args
+        self.held = held_replicas(session, model, args)
+        self.reshard: ReshardReport | None = None
+        self._iterations_to_measure = 0
+        self._passes_begun = 0
+        self._began_s = 0.0
+        self._choosing: LayerChoosing | None = None
+        self._spares: SpareExperts | None = None
+        # Where Megatron does not stop at such numbers, fp16 with its loss scaling, they are nothing unusual.
+        self._watch = FiniteWatch(model) if args.check_for_nan_in_loss_and_grad else None
+        layers = session.runtime.layers
+        if isinstance(session.strategy, ResidentStrategy) and args.expert_model_parallel_size > 1:
+            self._spares = SpareExperts(
+                session.slots,
+                session.strategy.spares,
+                model,
+                optimizer,
+                parallel_state.get_expert_data_parallel_group(),
+            )
+        if not layers or layers[0].context.num_devices == 1:
+            return
+        if session.reshards:
+            # Found out now and not a hundred iterations later.
+            slot_quantities(
+                session.slots.parameters,
+                optimizer,
+                expert_parallel=self._expert_parallel,
+                expert_data_parallel=parallel_state.get_expert_data_parallel_group(),
+            )
+        if isinstance(session.strategy, ChoosingStrategy) and session.slots:
+            self._choosing = LayerChoosing(session.strategy, self._groups_of_owners, self._device)
+        self._iterations_to_measure = session.strategy.profile_iterations
+        if self._iterations_to_measure:
+            for layer in layers:
+                layer.stopwatch = LayerStopwatch()
+        report_memory(session, args, self.held)
+
+    @property
+    def _expert_parallel(self) -> dist.ProcessGroup:
+        return self._session.runtime.layers[0].groups.expert_parallel
+
+    @property
+    def _groups_of_owners(self) -> list[dist.ProcessGroup]:
+        """Over all of them together, ranks that plan alike or share owners agree."""
+        return [
+            self._expert_parallel,
+            parallel_state.get_expert_tensor_parallel_group(),
+            parallel_state.get_expert_data_parallel_group(),
+        ]
+
+    @property
+    def _device(self) -> torch.device:
+        # A layer may own nothing here; a session has Parameters.
+        layers = self._session.runtime.layers
+        return next(ps[0].device for layer in layers for ps in layer.parameters.values())
+
+    def begin(self, iteration: int, num_micro_batches: int) -> None:
+        """Before an iteration's first forward pass.
+
+        Args:
+            iteration: Iterations that the model has been trained for.
+            num_micro_batches: Of the iteration to come.
+        """
+        session = self._session
+        if self._watch is not None:
+            self._watch.clear()
+        if self._iterations_to_measure:
+            self._iterations_to_measure -= 1
+        elif session.runtime.layers and session.runtime.layers[0].stopwatch is not None:
+            self._profile(num_micro_batches)
+        if self._choosing is not None:
+            self._choose(self._choosing, iteration)
+        resharding = session.reshards and session.strategy.reshards_at(iteration)
+        self.reshard = self._reshard() if resharding else self._replicate(iteration)
+        session.runtime.begin_iteration(num_micro_batches, iteration + 1)
+        self._passes_begun = 0
+        self._began_s = time.perf_counter()
+
+    def begin_passes(self) -> None:
+        """Before the forward and backward passes of an iteration, which Megatron may run again."""
+        self._passes_begun += 1
+        if self._spares is not None:
+            self._spares.zero_gradients()
+        if self._passes_begun > 1:
+            self._session.runtime.repeat_iteration()
+
+    def end(self) -> list[LayerLoad]:
+        """After the optimizer's step; what each layer did."""
+        if self._choosing is not None:
+            self._choosing.note(time.perf_counter() - self._began_s)
+        return self._session.runtime.end_iteration()
+
+    def report_non_finite(self) -> None:
+        """Log where the numbers came up for which Megatron ends the run, if it does so for that."""
+        if self._watch is None:
+            return
+        finding = self._watch.finding()
+        if finding is None and get_rerun_state_machine().rerun_requested:
+            finding = (
+                "Megatron refused a loss or gradient of this rank, and all its MoE layers made finite hidden "
+                "states and gradients: look at the other layers, the last ones first, and the loss"
+            )
+        if finding is not None:
+            report_non_finite(self._args, finding)
+
+    def _profile(self, num_micro_batches: int) -> None:
+        layers = self._session.runtime.layers
+        layout = layers[0].layout_of_all()
+        copies = parallel_state.get_expert_data_parallel_group()
+        profile_layers(
+            layers,
+            self._groups_of_owners,
+            free_bytes=_free_bytes(),
+            token_bytes=self._args.hidden_size * layout.dtype.itemsize,
+            owned_bytes=expert_optimizer(self._args).owned_bytes(
+                layout.numel, layout.dtype.itemsize, copies.size()
+            ),
+            num_micro_batches=num_micro_batches,
+            held=self.held,
+            device=self._device,
+        )
+        if _speaks_for_stage():
+            logger.warning(_described_profile(layers[0].context, self._session.strategy))
+        report_memory(self._session, self._args, self.held)
+
+    def _reshard(self) -> ReshardReport | None:
+        slots = self._session.slots
+        executors = slots.executors
+        if not executors or executors[0].context.num_devices == 1:
+            return None
+        load_LE = self._mean_over_copies(np.stack([layer.history.total_DE() for layer in executors])).sum(
+            axis=1
+        )
+        old = slots.owners
+        new = self._session.strategy.reshard(self._contexts_of_copies(), load_LE, old)
+        if not old.moves_to(new):
+            return None
+        report = ExpertResharding(
+            slots.parameters,
+            self._expert_parallel,
+            parallel_state.get_expert_data_parallel_group(),
+            self._model,
+            self._optimizer,
+        ).execute(old, new)
+        slots.adopt(new)
+        return report
+
+    def _choose(self, choosing: LayerChoosing, iteration: int) -> None:
+        """Let every layer choose its strategy anew, if it is time to; MTP layers stay as they are."""
+        report = choosing.choose(self._session.slots.executors, iteration)
+        if report is not None and _speaks_for_stage():
+            for line in report.describe():
+                logger.warning(f"[fssdp] auto, after iteration {iteration}: {line}")
+
+    def _replicate(self, iteration: int) -> ReshardReport | None:
+        """Let the strategy think over the replicas that stay, if it is time to."""
+        strategy = self._session.strategy
+        if (
+            self._spares is None
+            or not isinstance(strategy, ResidentStrategy)
+            or not strategy.replicates_at(iteration)
+            or not self._session.slots
+        ):
+            return None
+        executors = self._session.slots.executors
+        load_LDE = self._mean_over_copies(np.stack([layer.history.total_DE() for layer in executors]))
+        placements = [
+            strategy.replicate(context, load_DE)
+            for context, load_DE in zip(self._contexts_of_copies(), load_LDE, strict=True)
+        ]
+        report = self._spares.hold(placements)
+        if report is not None and _speaks_for_stage():
+            logger.warning(
+                f"[fssdp] replicas: {sum(one.num_replicas for one in placements)} are kept, "
+                f"{report.experts_moved} of them new: {report.bytes_moved / 1e6:.1f} MB of parameters and "
+                f"optimizer states in {report.seconds:.3f} s"
+            )
+        return report
+
+    def _mean_over_copies(self, total_LDE: np.ndarray) -> np.ndarray:
+        """Loads of an iteration; groups that keep copies of the same experts decide by all their loads."""
+        copies = parallel_state.get_expert_data_parallel_group()
+        total = torch.from_numpy(total_LDE).to(self._device)
+        dist.all_reduce(total, group=copies)
+        num_seen = len(self._session.slots.executors[0].history)
+        mean_LDE: np.ndarray = total.cpu().numpy() / (max(num_seen, 1) * copies.size())
+        return mean_LDE
+
+    def _contexts_of_copies(self) -> list[LayerContext]:
+        """The layers with the nodes of the first of the groups that keep copies of the same experts."""
+        executors = self._session.slots.executors
+        copies = parallel_state.get_expert_data_parallel_group()
+        nodes = torch.tensor(executors[0].context.topology.node_of_device, device=self._device)
+        dist.broadcast(nodes, src=dist.get_global_rank(copies, 0), group=copies)
+        topology = Topology(tuple(nodes.tolist()))
+        return [replace(executor.context, topology=topology) for executor in executors]
+
+
+def _described_profile(context: LayerContext, strategy: Any) -> str:
+    profile = context.profile
+    assert profile is not None
+    cluster = profile.cluster
+    return (
+        f"[fssdp] measured in {strategy.profile_iterations} iterations: compute before a layer "
+        f"{profile.non_moe_s * 1e3:.3f} ms, links inside a node {_described(cluster.intra)}, between nodes "
+        f"{_described(cluster.inter)}, experts {cluster.expert_flops_per_s / 1e9:.2f} GFLOP/s a device, "
+        f"{profile.expert_bytes} bytes an expert; {strategy.limits(context)}"
+    )
+
+
+def _described(link: Any) -> str:
+    return f"{link.alpha_s * 1e6:.0f} us + {1e-9 / link.beta_s_per_byte:.2f} GB/s"
+
+
+def _free_bytes() -> int:
+    """Memory that is free at an iteration's peak."""
+    if torch.cuda.is_available():
+        free, _ = torch.cuda.mem_get_info()
+        return max(0, free + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated())
+    return int(psutil.virtual_memory().available) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def _speaks_for_stage() -> bool:
+    return (
+        parallel_state.get_expert_model_parallel_rank() == 0
+        and parallel_state.get_expert_data_parallel_rank() == 0
+        and parallel_state.get_expert_tensor_parallel_rank() == 0
+    )

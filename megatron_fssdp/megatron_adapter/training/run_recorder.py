@@ -1,0 +1,259 @@
+"""Collects one iteration's loss and loads from all ranks, for files and boards."""
+
+import atexit
+import math
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+from megatron.training.global_vars import get_args
+
+from megatron_fssdp.megatron_adapter.experts.resharding import ReshardReport
+from megatron_fssdp.megatron_adapter.training.training_boards import write_to_boards
+from megatron_fssdp.planning.loads.load_statistics import balance_ratio, load_similarity, max_over_mean
+from megatron_fssdp.reporting.placement_records import PlacementsWriter
+from megatron_fssdp.reporting.run_records import IterationMetrics, LayerMetrics, LoadsWriter, MetricsWriter
+from megatron_fssdp.runtime.execution.layer_load import LayerLoad
+
+_KIND_OF_MEMORY = {True: "allocated", False: "resident"}
+
+
+@dataclass(frozen=True, eq=False)
+class _StageRecord:
+    """What a rank has to tell of one iteration, for its pipeline stage."""
+
+    loss: float | None
+    loads: list[LayerLoad]
+    reshard: ReshardReport
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of an iteration on this rank.
+
+    Attributes:
+        iteration_s: Wall clock.
+        passes_s: Of these, forward and backward passes with the reduction of gradients.
+    """
+
+    iteration_s: float
+    passes_s: float = 0.0
+
+
+@dataclass(eq=False)
+class _Files:
+    """A run's files, on global rank 0; those of layers are opened with the first layers."""
+
+    record_dir: Path
+    metrics: MetricsWriter
+    loads: LoadsWriter | None = None
+    placements: PlacementsWriter | None = None
+
+    def append(self, metrics: IterationMetrics, loads: list[LayerLoad]) -> None:
+        self.metrics.append(metrics)
+        if not loads:
+            return
+        numbers = [load.layer for load in loads]
+        self.loads = self.loads or LoadsWriter(self.record_dir, numbers)
+        self.loads.append(metrics.iteration, np.stack([load.counts_DE for load in loads]))
+        self.placements = self.placements or PlacementsWriter(self.record_dir, numbers)
+        self.placements.append(
+            metrics.iteration,
+            owned_LED=np.stack([load.owned_ED() for load in loads]),
+            present_LED=np.stack([load.present_ED() for load in loads]),
+            ep_tokens_LD=np.stack([load.owner_D for load in loads]),
+            tokens_LD=np.stack([load.device_D for load in loads]),
+        )
+
+    def close(self) -> None:
+        for writer in (self.metrics, self.loads, self.placements):
+            if writer is not None:
+                writer.close()
+
+
+class RunRecorder:
+    """Writes a run's records while Megatron trains: to files, and to the boards that Megatron has open.
+
+    Loads are gathered over the expert-data-parallel ranks (whose source devices are put
+    side by side, so D counts all ranks of a pipeline stage) and then over the pipeline. The
+    peers of expert tensor parallelism count as one device; their loads are one load already.
+    Seconds of transfers and of re-shards are those of device 0 of every expert-parallel group.
+
+    Args:
+        record_dir: Folder of the run's files; without one there are none.
+        to_boards: Whether to write to the boards at Megatron's log interval.
+    """
+
+    def __init__(self, record_dir: Path | None, *, to_boards: bool = False) -> None:
+        self._writes_files = record_dir is not None
+        self._to_boards = to_boards
+        self._last_load_E: dict[int, np.ndarray] = {}
+        self._files: _Files | None = None
+        if record_dir is not None and dist.get_rank() == 0:
+            self._files = _Files(record_dir, MetricsWriter(record_dir))
+        # Megatron leaves its training loop through sys.exit as well.
+        atexit.register(self.close)
+
+    @property
+    def wants_iteration(self) -> bool:
+        """Whether the running iteration is recorded; the same on all ranks."""
+        return self._writes_files or (self._to_boards and _is_logged())
+
+    def record(
+        self,
+        step_result: Any,
+        loads: list[LayerLoad],
+        times: StepTimes,
+        reshard: ReshardReport | None = None,
+    ) -> None:
+        """Record one iteration, where :attr:`wants_iteration`; collective.
+
+        Args:
+            step_result: What Megatron's ``train_step`` returned.
+            loads: The layers' loads of this rank.
+            times: Seconds of the step on this rank.
+            reshard: What was re-sharded before the step, if anything was.
+        """
+        if not self.wants_iteration:
+            return
+        args = get_args()
+        iteration, is_logged = args.curr_iteration + 1, _is_logged()
+        losses, grad_norm = step_result[0], step_result[5]
+        loss = float(next(iter(losses.values()))) if losses else None
+        stages = _gather_stages(_StageRecord(loss, loads, reshard or ReshardReport(0, 0, 0.0)))
+        # At the first and the last iteration too, so that a short run has them.
+        peaks = _gather_peaks() if is_logged or iteration in (1, args.train_iters) else ()
+        metrics: IterationMetrics | None = None
+        all_loads = sorted((load for stage in stages for load in stage.loads), key=lambda load: load.layer)
+        if dist.get_rank() == 0:
+            tokens = get_current_global_batch_size() * args.seq_length
+            metrics = IterationMetrics(
+                iteration=iteration,
+                lm_loss=next((stage.loss for stage in reversed(stages) if stage.loss is not None), math.nan),
+                grad_norm=None if grad_norm is None else float(grad_norm),
+                iteration_s=times.iteration_s,
+                tokens_per_s=tokens / times.iteration_s,
+                layers=tuple(_layer_metrics(load, self._last_load_E.get(load.layer)) for load in all_loads),
+                resharded_experts=sum(stage.reshard.experts_moved for stage in stages),
+                reshard_bytes=sum(stage.reshard.bytes_moved for stage in stages),
+                reshard_s=max(stage.reshard.seconds for stage in stages),
+                passes_s=times.passes_s,
+                rank_peak_bytes=peaks,
+                rank_memory=_KIND_OF_MEMORY[torch.cuda.is_available()] if peaks else None,
+            )
+            self._last_load_E = {load.layer: load.counts_DE.sum(axis=0) for load in all_loads}
+            if self._files is not None:
+                self._files.append(metrics, all_loads)
+        if self._to_boards and is_logged:
+            write_to_boards(metrics, all_loads)
+
+    def close(self) -> None:
+        """Flush the files."""
+        if self._files is not None:
+            self._files.close()
+
+
+def _is_logged() -> bool:
+    """Whether Megatron writes a line of the running iteration."""
+    args = get_args()
+    return bool((args.curr_iteration + 1) % args.log_interval == 0)
+
+
+def _gather_stages(own: _StageRecord) -> list[_StageRecord]:
+    """Each pipeline stage's record, on global rank 0; empty elsewhere."""
+    # Every rank of an expert-parallel group knows the whole group's loads.
+    if parallel_state.get_expert_model_parallel_rank() != 0:
+        return []
+    copies: list[_StageRecord] = _gather(own, parallel_state.get_expert_data_parallel_group())
+    if not copies:
+        return []
+    num_peers = parallel_state.get_expert_tensor_parallel_world_size()
+    first = copies[0]
+    # Every copy moves the same experts, and every peer its part of them.
+    moved_bytes = num_peers * sum(copy.reshard.bytes_moved for copy in copies)
+    stage = _StageRecord(
+        first.loss,
+        [_side_by_side(loads) for loads in zip(*(copy.loads for copy in copies), strict=True)],
+        ReshardReport(first.reshard.experts_moved, moved_bytes, max(copy.reshard.seconds for copy in copies)),
+    )
+    return _gather(stage, parallel_state.get_pipeline_model_parallel_group())
+
+
+def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Everyone's value on the group's first rank; empty elsewhere."""
+    if group.size() == 1:
+        return [value]
+    gathered: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
+    dist.gather_object(value, gathered, dst=dist.get_global_rank(group, 0), group=group)
+    return gathered or []
+
+
+def _gather_peaks() -> tuple[int, ...]:
+    """Most bytes that each rank has had, on global rank 0; empty elsewhere. Collective."""
+    if torch.cuda.is_available():
+        device, peak = torch.device("cuda", torch.cuda.current_device()), torch.cuda.max_memory_allocated()
+    else:
+        # In KiB on Linux.
+        device, peak = torch.device("cpu"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    own = torch.tensor([peak], dtype=torch.int64, device=device)
+    if dist.get_backend() == "gloo":
+        own = own.cpu()
+    ranks = range(dist.get_world_size())
+    gathered = [torch.empty_like(own) for _ in ranks] if dist.get_rank() == 0 else None
+    dist.gather(own, gathered, dst=0)
+    return tuple(int(one.item()) for one in gathered or ())
+
+
+def _side_by_side(loads: tuple[LayerLoad, ...]) -> LayerLoad:
+    """One layer's loads in all its expert-parallel groups as if they were one group."""
+    # Expert-tensor-parallel peers move equal parts of the same experts; one of them reports.
+    num_peers = parallel_state.get_expert_tensor_parallel_world_size()
+    return LayerLoad(
+        layer=loads[0].layer,
+        counts_DE=np.concatenate([load.counts_DE for load in loads]),
+        owner_D=np.concatenate([load.owner_D for load in loads]),
+        device_D=np.concatenate([load.device_D for load in loads]),
+        num_replicas=sum(load.num_replicas for load in loads),
+        spag_bytes=num_peers * sum(load.spag_bytes for load in loads),
+        sprs_bytes=num_peers * sum(load.sprs_bytes for load in loads),
+        cross_node_tokens=sum(load.cross_node_tokens for load in loads),
+        spag_s=_mean([load.spag_s for load in loads]),
+        spag_exposed_s=_mean([load.spag_exposed_s for load in loads]),
+        sprs_s=_mean([load.sprs_s for load in loads]),
+        sprs_exposed_s=_mean([load.sprs_exposed_s for load in loads]),
+        placements=tuple(placement for load in loads for placement in load.placements),
+        schedule=loads[0].schedule,
+        schedule_predicted_s=loads[0].schedule_predicted_s,
+        strategy=loads[0].strategy,
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _layer_metrics(load: LayerLoad, before_E: np.ndarray | None) -> LayerMetrics:
+    return LayerMetrics(
+        layer=load.layer,
+        ep_load_max_over_mean=max_over_mean(load.owner_D),
+        load_max_over_mean=max_over_mean(load.device_D),
+        num_replicas=load.num_replicas,
+        spag_bytes=load.spag_bytes,
+        sprs_bytes=load.sprs_bytes,
+        cross_node_tokens=load.cross_node_tokens,
+        spag_s=load.spag_s,
+        spag_exposed_s=load.spag_exposed_s,
+        sprs_s=load.sprs_s,
+        sprs_exposed_s=load.sprs_exposed_s,
+        load_similarity=None if before_E is None else load_similarity(load.counts_DE.sum(axis=0), before_E),
+        balance_ratio=balance_ratio(load.owner_D, load.device_D),
+        schedule=load.schedule,
+        schedule_predicted_s=load.schedule_predicted_s or None,
+        strategy=load.strategy,
+    )

@@ -1,0 +1,175 @@
+"""Marks iterations in Megatron's training loop, checks the built model, feeds the recorder."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.utils import log_single_rank
+from megatron.training.global_vars import get_args
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter.layer.launch_hooks import install_launch_hooks
+from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
+from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategyChoice
+from megatron_fssdp.megatron_adapter.training.iteration_driver import IterationDriver
+from megatron_fssdp.megatron_adapter.training.run_recorder import RunRecorder, StepTimes
+from megatron_fssdp.megatron_adapter.training.stopped_training import reporting_stop
+from megatron_fssdp.megatron_adapter.training.training_boards import boards_are_asked_for
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Passes:
+    """Clock of an iteration's forward and backward passes."""
+
+    seconds: float = 0.0
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        started_s = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            # The optimizer waits for the gradients' norm anyway.
+            torch.cuda.synchronize()
+        self.seconds += time.perf_counter() - started_s
+
+
+def wrap_training(training: Any, choice: Callable[[], StrategyChoice | None]) -> None:
+    """Wrap the functions of ``megatron.training.training`` that a run passes through.
+
+    Args:
+        training: The module; the functions are looked up in it at call time.
+        choice: Gives the strategy of the parsed command line.
+    """
+    setup = training.setup_model_and_optimizer
+    step = training.train_step
+    recorder: list[RunRecorder] = []
+    drivers: list[IterationDriver] = []
+    passes = _Passes()
+
+    @wraps(setup)
+    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+        chosen = choice()
+        to_boards = chosen is not None and boards_are_asked_for()
+        if to_boards and chosen is not None and chosen.session is not None:
+            chosen.session.runtime.measure = True  # before its layers are built
+        built = setup(*args, **kwargs)
+        if chosen is not None:
+            if chosen.session is not None:
+                report_installation(built[0], chosen)
+                install_launch_hooks(built[0])
+                drivers.append(IterationDriver(chosen.session, built[0], built[1], get_args()))
+            if chosen.settings.record_dir is not None or to_boards:
+                recorder.append(RunRecorder(chosen.settings.record_dir, to_boards=to_boards))
+        return built
+
+    @wraps(step)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        started_s = time.perf_counter()
+        passes.seconds = 0.0
+        driver = drivers[-1] if drivers else None
+        if driver is not None:
+            driver.begin(get_args().curr_iteration, get_num_microbatches())
+        try:
+            result = step(*args, **kwargs)
+        except Exception:
+            if driver is not None:
+                with suppress(RuntimeError):  # of a device that does not work any more
+                    driver.report_non_finite()
+            raise
+        refused = result[3]  # a loss or a gradient, and Megatron ends the run
+        if refused and driver is not None:
+            driver.report_non_finite()
+        loads = driver.end() if driver is not None else []
+        if recorder and recorder[0].wants_iteration and not refused:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # the step's kernels belong to its time
+            reshard = driver.reshard if driver is not None else None
+            times = StepTimes(time.perf_counter() - started_s, passes.seconds)
+            recorder[0].record(result, loads, times, reshard)
+        return result
+
+    # Megatron's rerun state machine repeats an iteration's passes inside train_step.
+    get_schedule = training.get_forward_backward_func
+
+    @wraps(get_schedule)
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+        schedule = get_schedule(*args, **kwargs)
+
+        @wraps(schedule)
+        def forward_backward(*args: Any, **kwargs: Any) -> Any:
+            if drivers and not kwargs.get("forward_only", False):
+                drivers[-1].begin_passes()
+            with passes.timed() if recorder and recorder[0].wants_iteration else nullcontext():
+                return schedule(*args, **kwargs)
+
+        return forward_backward
+
+    train = training.train
+
+    @wraps(train)
+    def train_reporting_stop(*args: Any, **kwargs: Any) -> Any:
+        with reporting_stop(get_args()) if drivers else nullcontext():
+            return train(*args, **kwargs)
+
+    training.setup_model_and_optimizer = setup_model_and_optimizer
+    training.train_step = train_step
+    training.get_forward_backward_func = get_forward_backward_func
+    training.train = train_reporting_stop
+
+
+def report_installation(model: list[torch.nn.Module], choice: StrategyChoice) -> None:
+    """Check that the strategy's layers were really built, and say so in one log line.
+
+    A bad ``--spec`` gives Megatron's default model without a word.
+
+    Args:
+        model: The built model chunks of this rank.
+        choice: The strategy of the command line.
+
+    Raises:
+        ConfigurationError: Some MoE layer, or the whole model, is not the strategy's.
+    """
+    layers = [module for chunk in model for module in chunk.modules() if isinstance(module, MoELayer)]
+    foreign = [layer for layer in layers if not isinstance(layer, StrategyMoELayer)]
+    counts = torch.tensor([len(layers), len(foreign)], device=_collective_device())
+    dist.all_reduce(counts)
+    total, not_ours = counts.tolist()
+    if total == 0 or not_ours:
+        raise ConfigurationError(
+            f"--moe-strategy {choice.name}: got {not_ours} MoE layers of {total} that are not the "
+            "strategy's; wanted all of them. Build the model from Megatron's MoE specs or with --spec "
+            "megatron_fssdp get_gpt_decoder_block_spec, or use --moe-strategy none"
+        )
+    log_single_rank(
+        logger,
+        logging.WARNING,  # shown whatever --logging-level says
+        f"[fssdp] strategy {choice.name}: installed in {_describe(layers)}; "
+        f"settings {choice.settings.model_dump(exclude_none=True, mode='json')}",
+    )
+
+
+def _describe(layers: list[StrategyMoELayer]) -> str:
+    if not layers:
+        return "the MoE layers of the other pipeline stages, this one has none"
+    context = layers[0].executor.context
+    numbers = ", ".join(str(layer.executor.context.layer) for layer in layers)
+    return (
+        f"{len(layers)} MoE layers of this pipeline stage (layers {numbers}), "
+        f"{context.num_experts} experts on {context.num_devices} devices "
+        f"in {context.topology.num_nodes} node(s)"
+    )
+
+
+def _collective_device() -> torch.device:
+    on_gpu = torch.cuda.is_available() and dist.get_backend() != "gloo"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -1,0 +1,164 @@
+"""How many experts to replicate when their transfers cost more than compute hides.
+
+Ours, beyond the papers. Hecate (§4.2) replicates as many experts as travel under the compute
+before the layer and no more. But one more may save more than its transfer exposes, and one less may cost
+nothing; so here the modelled seconds of the layer decide, plain expert parallelism included.
+
+Shape letters: E experts, D devices, K replicated experts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_fssdp.planning.balanced.materialization_planner import (
+    FEW_DEVICES,
+    plan_materialization,
+    quick_look,
+)
+from megatron_fssdp.planning.balanced.traffic_of_first import dispatch_of_first, transfer_of_first
+from megatron_fssdp.planning.cost import cost_model
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
+
+LEAST_SAVING, LEAST_FURTHER_SAVING = 0.01, 0.001
+"""Parts of plain expert parallelism's seconds that replicas must save together, and more replicas besides:
+less is within what the model does not know."""
+
+LEAST_CONSIDERED, CONSIDERED_OVER_HIDDEN = 16, 2
+"""At most so many experts are considered, or so many times those whose transfers hide: more would cost the
+host more than they save a device."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPrice:
+    """Modelled seconds of one layer in an iteration under a placement: all-to-alls, experts, transfers.
+
+    Tokens are split evenly among holders, without rounding; balanced dispatch is not dearer.
+
+    Attributes:
+        load_DE: (token, k) pairs of an iteration by source and expert, ``[D, E]``.
+        topology: Nodes of the devices.
+        profile: Measured costs.
+        rematerialize: Whether every micro-batch gathers twice and reduces once, instead of an iteration.
+    """
+
+    load_DE: np.ndarray
+    topology: Topology
+    profile: LayerProfile
+    rematerialize: bool = False
+
+    def seconds(self, placement: ExpertPlacement) -> float:
+        """All-to-alls, experts, and what attention does not hide of spAG and spRS."""
+        return float(self.seconds_of_first(placement, replicated_experts(placement))[-1])
+
+    def seconds_of_first(self, placement: ExpertPlacement, experts: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The same if only the first 0, 1, … K experts have their replicas, [K+1].
+
+        Args:
+            placement: Owners and all replicas.
+            experts: All replicated experts, in the order in which they get their replicas.
+        """
+        profile = self.profile
+        dispatch = dispatch_of_first(self.load_DE, placement, experts, self.topology)
+        gather_s, reduce_s = self.exposed_s(placement, experts)
+        return cost_model.layer_s(
+            all_to_all_s=cost_model.link_time_s(
+                dispatch.near_K, dispatch.far_of_node_K, profile.token_bytes, profile.cluster
+            ),
+            expert_forward_s=dispatch.tokens_K * profile.flops_per_token / profile.cluster.expert_flops_per_s,
+            exposed_gather_s=gather_s,
+            exposed_reduce_s=reduce_s,
+        )
+
+    def exposed_s(
+        self, placement: ExpertPlacement, experts: Sequence[int] | np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of spAG and of spRS that compute does not hide, [K+1] each.
+
+        They hide under the compute before the layer, in its backward pass under twice as much.
+        """
+        profile = self.profile
+        moved = transfer_of_first(two_level_transfer(placement, self.topology), experts, self.topology)
+        gather_s, reduce_s = cost_model.pipelined_s(
+            moved.near_K,
+            moved.far_of_node_K,
+            moved.max_depth_K,
+            np.array([[profile.expert_bytes], [profile.reduced_bytes]]),
+            profile.cluster,
+        )
+        forward_s, backward_s = profile.non_moe_s, cost_model.BACKWARD_PER_FORWARD * profile.non_moe_s
+        if not self.rematerialize:
+            return cost_model.exposed_s(gather_s, forward_s), cost_model.exposed_s(reduce_s, backward_s)
+        # Every micro-batch gathers, gathers again beside the backward pass, and reduces.
+        times = profile.num_micro_batches
+        return (
+            times * cost_model.exposed_s(gather_s, forward_s),
+            times * cost_model.exposed_s(gather_s + reduce_s, backward_s),
+        )
+
+
+def replicated_experts(placement: ExpertPlacement) -> np.ndarray:
+    """The experts with a replica, ascending, int64 [K]."""
+    return np.flatnonzero(np.count_nonzero(placement.present_ED, axis=1) > 1)
+
+
+def priced_materialization(
+    owner_E: np.ndarray,
+    load_DE: np.ndarray,
+    topology: Topology,
+    *,
+    slots: int,
+    profile: LayerProfile,
+    rematerialize: bool = False,
+) -> ExpertPlacement:
+    """The cheapest of several placements by :class:`LayerPrice`.
+
+    A quick search plans for many experts. Of its result the replicas of the most loaded 0, 1, 2, …
+    experts are compared; the fewest that cost the least are then planned anew, because a search that
+    may replicate only so many places them otherwise.
+
+    Args:
+        owner_E: Owner of every expert, integers [E].
+        load_DE: Expected load of an iteration by source and expert, [D, E].
+        topology: Nodes of the devices.
+        slots: Most replicas a device may hold, m.
+        profile: Measured costs, the same numbers on all ranks.
+        rematerialize: Whether replicas are gathered and reduced with every micro-batch.
+
+    Returns:
+        A placement whose modelled seconds are at most the owners-only one's.
+    """
+    considered = max(LEAST_CONSIDERED, CONSIDERED_OVER_HIDDEN * profile.overlap_degree(topology))
+    look = quick_look(owner_E, load_DE, topology, overlap_degree=considered, slots=slots)
+    many = look.placement
+    if not many.num_replicas:
+        return many
+    price = LayerPrice(np.asarray(load_DE), topology, profile, rematerialize)
+    experts = replicated_experts(many)
+    experts = experts[np.argsort(-price.load_DE.sum(axis=0)[experts], kind="stable")]
+    seconds_K = price.seconds_of_first(many, experts)
+    plain_s, least_s = seconds_K[0], seconds_K.min()
+    if not least_s < (1 - LEAST_SAVING) * plain_s:
+        return ExpertPlacement.owners_only(owner_E, topology.num_devices)
+    number = 1 + int((seconds_K[1:] <= least_s + LEAST_FURTHER_SAVING * plain_s).argmax())
+    if topology.num_devices <= FEW_DEVICES:
+        again = plan_materialization(owner_E, load_DE, topology, overlap_degree=number, slots=slots)
+    elif number >= look.least_degree:
+        return many
+    else:  # Further starts lower the price by 0.1 %, and take most of the time.
+        again = quick_look(owner_E, load_DE, topology, overlap_degree=number, slots=slots).placement
+    if price.seconds(again) < seconds_K[number]:
+        return again
+    return _of_experts(many, experts[:number])
+
+
+def _of_experts(placement: ExpertPlacement, experts: np.ndarray) -> ExpertPlacement:
+    """The owners, and the replicas of some experts only."""
+    present_ED = np.zeros_like(placement.present_ED)
+    present_ED[np.arange(placement.num_experts), placement.owner_E] = True
+    present_ED[experts] = placement.present_ED[experts]
+    return ExpertPlacement(placement.owner_E, present_ED, slots=placement.slots)

@@ -1,0 +1,236 @@
+"""Local search over replicas that only ever lowers the modelled maximum device load.
+
+Ours, beyond the papers: Alg. 1 counts replicas without asking where their load lands, so it
+can leave, or make, one device the straggler. Shape letters: E experts, D devices, N nodes.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_fssdp.planning.loads.even_dispatch_model import EvenDispatchModel
+from megatron_fssdp.planning.loads.layer_demand import LayerDemand, checked_load
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.topology import Topology
+
+BALANCED_RATIO = 1.01
+"""Maximum device load over its lower bound, most often the mean, at which the search stops."""
+
+ROUNDING = 1e-12
+"""Relative difference at which loads summed in another order count as equal."""
+
+MIN_GAIN = 2e-3
+"""Smallest relief of the most loaded device worth a move, as a part of the mean device load."""
+
+NUM_CANDIDATES = 8
+"""Least loaded devices tried as the place of a new replica."""
+
+NUM_NODE_CANDIDATES = 4
+"""Least loaded devices of the most loaded device's own node tried besides."""
+
+DEFAULT_MAX_MOVES = 256
+"""Most moves of one search."""
+
+
+def refine_replicas(
+    placement: ExpertPlacement,
+    load_DE: np.ndarray,
+    topology: Topology,
+    *,
+    slots: int,
+    max_moves: int = DEFAULT_MAX_MOVES,
+    max_replicated: int | None = None,
+) -> ExpertPlacement:
+    """Moves replicas while that lowers the most loaded device under even dispatch.
+
+    Each move relieves the most loaded device: a new replica of one of its experts on a free slot,
+    the same in exchange for a replica there, or the end of one of its own replicas. Of the moves
+    tried (its experts by descending share; with many devices, until one lets the next device be
+    the most loaded), the one whose most loaded affected device ends lowest is made; all must end
+    below the present maximum, so it never rises and the search ends: when balanced, when nothing
+    helps, or after ``max_moves``.
+
+    The search starts from the input, or from the owners alone if it would end worse than those.
+
+    Args:
+        placement: Where to start.
+        load_DE: Expected load by source and expert, [D, E].
+        topology: Nodes of the devices.
+        slots: Most replicas a device may hold.
+        max_moves: Most moves made.
+        max_replicated: Most experts with replicas, Alg. 1's overlap degree; None: no bound.
+
+    Returns:
+        A placement whose modelled maximum device load (``expected_device_load_D``) is at most
+        the input's and at most the owners-only placement's.
+    """
+    load = checked_load(load_DE, placement.num_devices, placement.num_experts)
+    replicas_D = placement.replicas_per_device_D
+    if int(replicas_D.max()) > slots:
+        device = int(replicas_D.argmax())
+        raise ValueError(
+            f"device {device} holds {int(replicas_D[device])} replicas: wanted at most slots = {slots}; "
+            "plan the placement to refine with the same slots"
+        )
+    if max_replicated is None:
+        max_replicated = placement.num_experts
+    layer = LayerDemand.of(placement.owner_E, load, topology, slots, max_replicated)
+    model = layer.model_of(placement)
+    num_moves = search(model, layer, max_moves)
+    if model.most_loaded()[0] > layer.owners_max * (1 + ROUNDING):
+        model = layer.owners_model()
+        num_moves = 1 + search(model, layer, max_moves)
+    return ExpertPlacement(placement.owner_E, model.present_ED(), slots=slots) if num_moves else placement
+
+
+def search(model: EvenDispatchModel, layer: LayerDemand, max_moves: int) -> int:
+    """Makes the best move until balanced, nothing helps or ``max_moves`` are made.
+
+    Args:
+        model: The placement and its loads; changed in place.
+        layer: What it is for.
+        max_moves: Most moves made.
+
+    Returns:
+        The number of moves made.
+    """
+    for num_moves in range(max_moves):
+        if model.most_loaded()[0] <= BALANCED_RATIO * layer.lower_bound:
+            return num_moves
+        move = _best_move(model, layer, MIN_GAIN * model.mean)
+        if move is None:
+            return num_moves
+        for expert, device in move.ends:
+            model.remove(expert, device)
+        for expert, device in move.begins:
+            model.add(expert, device)
+    return max_moves
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """Replicas, as (expert, device), that end and begin together."""
+
+    ends: tuple[tuple[int, int], ...] = ()
+    begins: tuple[tuple[int, int], ...] = ()
+
+
+def _best_move(model: EvenDispatchModel, layer: LayerDemand, min_gain: float) -> _Move | None:
+    """The move after which the most loaded of the devices it affects is lowest."""
+    node_of, replicas, ascending, slots = model.node_of, model.replicas, model.ascending, layer.slots
+    highest, device = ascending[-1]
+    best = highest - min_gain  # a move must leave every device it affects below this
+    move: _Move | None = None
+    node = node_of[device]
+    targets = _targets(model, layer)
+    endings_on: dict[int, list[tuple[int, float, float, float]]] = {}
+    may_widen = model.num_replicated < layer.max_replicated
+
+    # Below the next device's load a move lowers the maximum no further; few devices are searched fully.
+    enough = ascending[-2][0] if len(ascending) > NUM_CANDIDATES else -1.0
+    here_shares = [(model.share_on(e, device), e) for e in model.owned[device] + replicas[device]]
+    here_shares.sort(reverse=True)
+    for share_here, expert in here_shares:
+        if highest - share_here >= best or (move is not None and best <= enough):
+            break
+        shares = model.shares(expert)
+        near_here, far = shares.near[node], shares.far
+        if highest - near_here - far >= best:
+            continue  # what the device routes to the expert itself stays
+        own, near, unserved = shares.own, shares.near, shares.unserved
+        holders, holders_in, node_load = shares.holders, shares.holders_in, shares.node_load
+        num_after = len(holders) + 1
+        is_new = num_after == 2
+        here_without_far = highest - far
+        far_if_served = unserved / num_after  # after a replica in a node that has one already
+        here_if_served = here_without_far + far_if_served
+        for target_load, target in targets:
+            if target in holders:
+                continue
+            target_node = node_of[target]
+            if target_node in holders_in:
+                here = here_if_served
+                if target_node != node and here >= best:
+                    continue
+                count = holders_in[target_node]
+                near_after = (near[target_node] * count - own[target]) / (count + 1)
+                if target_node == node:
+                    here += near_after - near_here
+                there = target_load + own[target] + near_after + far_if_served
+            else:
+                far_after = (unserved - node_load[target_node]) / num_after
+                here = here_without_far + far_after
+                there = target_load + node_load[target_node] + far_after
+            if here >= best:
+                continue
+            if len(replicas[target]) < slots:
+                if there < best and (may_widen or not is_new):
+                    best = here if here > there else there
+                    move = _Move(begins=((expert, target),))
+                continue
+            endings = endings_on.get(target)
+            if endings is None:
+                endings = endings_on[target] = [
+                    _ending(model, replica, target, device) for replica in replicas[target]
+                ]
+            for replica, share, worst, growth_here in endings:
+                if worst < best and there - share < best and here + growth_here < best:
+                    if is_new and not may_widen and len(model.holders[replica]) > 2:
+                        continue  # one more replicated expert, and none less
+                    best = max(worst, there - share, here + growth_here)
+                    move = _Move(ends=((replica, target),), begins=((expert, target),))
+
+    if move is not None and best <= enough:
+        return move
+    for replica in replicas[device]:
+        _, share, worst, _ = _ending(model, replica, device, device)
+        worst = max(worst, highest - share)
+        if worst < best:
+            best = worst
+            move = _Move(ends=((replica, device),))
+    return move
+
+
+def _targets(model: EvenDispatchModel, layer: LayerDemand) -> list[tuple[float, int]]:
+    """(load, device) of the devices to try: the least loaded ones, and some of the most loaded one's node."""
+    loads, ascending = model.loads, model.ascending
+    device = ascending[-1][1]
+    if len(loads) <= NUM_CANDIDATES:
+        return ascending[:-1]
+    targets = ascending[:NUM_CANDIDATES]
+    last = targets[-1]
+    members = layer.topology.devices_by_node[model.node_of[device]]
+    for entry in sorted([(loads[other], other) for other in members])[:NUM_NODE_CANDIDATES]:
+        if entry > last and entry[1] != device:  # not among the targets already
+            targets.append(entry)
+    return targets
+
+
+def _ending(
+    model: EvenDispatchModel, expert: int, device: int, apart: int
+) -> tuple[int, float, float, float]:
+    """What the end of a replica on ``device`` does to the loads.
+
+    Returns:
+        The expert, what ``device`` loses, the highest load of its other holders but ``apart``
+        afterwards, and what ``apart`` gains.
+    """
+    shares, loads, node_of = model.shares(expert), model.loads, model.node_of
+    node = node_of[device]
+    holders, near, far = shares.holders, shares.near[node], shares.far
+    count, num_left = shares.holders_in[node], len(holders) - 1
+    own = shares.own[device]
+    if count == 1:
+        growth_near = growth_far = (shares.unserved + shares.node_load[node]) / num_left - far
+    else:
+        growth_far = shares.unserved / num_left - far
+        growth_near = growth_far + (near * count + own) / (count - 1) - near
+    worst = growth_apart = 0.0
+    for holder in holders:
+        if holder != device:
+            growth = growth_near if node_of[holder] == node else growth_far
+            if holder == apart:
+                growth_apart = growth
+            elif loads[holder] + growth > worst:
+                worst = loads[holder] + growth
+    return expert, own + near + far, worst, growth_apart

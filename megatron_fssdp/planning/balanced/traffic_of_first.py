@@ -1,0 +1,138 @@
+"""Traffic of a layer when only the first n of its replicated experts have their replicas, for every n.
+
+Under even dispatch an expert's tokens go their ways whatever the other experts do, and so do its
+parameters. So the traffic of every n is a running sum over the experts, without a plan for each.
+
+Shape letters: E experts, D devices, N nodes, K replicated experts, P edges,
+C columns, R rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
+
+ROUNDING = 1e-12
+"""Less than this part of all tokens is what is left of differences between equal numbers."""
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchOfFirst:
+    """One dispatch with the replicas of the first 0, 1, … K experts; float64 [K+1] each.
+
+    Attributes:
+        tokens_K: (token, k) pairs on the device that computes the most.
+        near_K: Pairs on the busiest link between a device and others of its node.
+        far_of_node_K: Pairs on the busiest link between a node and other nodes.
+    """
+
+    tokens_K: np.ndarray
+    near_K: np.ndarray
+    far_of_node_K: np.ndarray
+
+
+def dispatch_of_first(
+    load_DE: np.ndarray, placement: ExpertPlacement, experts: Sequence[int] | np.ndarray, topology: Topology
+) -> DispatchOfFirst:
+    """What even dispatch sends, without rounding.
+
+    Args:
+        load_DE: (token, k) pairs by source and expert, [D, E]; need not be whole numbers.
+        placement: Owners and all replicas.
+        experts: The replicated experts, in the order in which they get their replicas, [K].
+        topology: Nodes of the devices.
+    """
+    experts, num_experts = np.asarray(experts, dtype=np.int64), placement.num_experts
+    # All experts with their owners alone (columns up to E), then the replicated ones with their replicas.
+    expert_C = np.concatenate([np.arange(num_experts), experts])
+    present_DC = placement.present_ED[expert_C].T.copy()
+    present_DC[:, :num_experts] = False
+    present_DC[placement.owner_E, np.arange(num_experts)] = True
+    traffic_LDC = _by_column(np.take(load_DE, expert_C, axis=1), present_DC, topology)
+    owned_LDE, replicated_LDK = traffic_LDC[:, :, :num_experts], traffic_LDC[:, :, num_experts:]
+    total_LDK = np.empty((*traffic_LDC.shape[:2], 1 + len(experts)))
+    total_LDK[:, :, 0] = np.cumsum(owned_LDE, axis=2)[:, :, -1]
+    np.subtract(replicated_LDK, owned_LDE[:, :, experts], out=total_LDK[:, :, 1:])
+    np.cumsum(total_LDK, axis=2, out=total_LDK)
+    total_LDK[total_LDK < ROUNDING * load_DE.sum()] = 0.0
+    own_DK, near_in_DK, near_out_DK, far_in_DK, far_out_DK = total_LDK
+    return DispatchOfFirst(
+        (own_DK + near_in_DK + far_in_DK).max(axis=0),
+        np.maximum(near_in_DK, near_out_DK).max(axis=0),
+        np.maximum(topology.sum_over_nodes(far_in_DK), topology.sum_over_nodes(far_out_DK)).max(axis=0),
+    )
+
+
+def _by_column(load_DC: np.ndarray, present_DC: np.ndarray, topology: Topology) -> np.ndarray:
+    """Own pairs, those in from and out to the node, those in from and out to other nodes: [5, D, C].
+
+    Args:
+        load_DC: Pairs of some experts by source.
+        present_DC: Their holders.
+        topology: Nodes of the devices.
+    """
+    traffic_LDC = np.empty((5, *load_DC.shape))
+    own_DC, near_in_DC, near_out_DC, far_in_DC, far_out_DC = traffic_LDC
+    node_D = topology.node_of_device_D
+    np.multiply(load_DC, present_DC, out=own_DC)
+    load_NC, own_NC = topology.sum_over_nodes(load_DC), topology.sum_over_nodes(own_DC)
+    holders_NC = topology.sum_over_nodes(present_DC.astype(np.int64))
+    is_far_NC = holders_NC == 0
+    near_NC = (load_NC - own_NC) / np.maximum(holders_NC, 1)  # by holder, of which there may be none
+    np.multiply(near_NC[node_D], present_DC, out=near_in_DC)
+    np.multiply((load_NC * is_far_NC).sum(axis=0) / holders_NC.sum(axis=0), present_DC, out=far_in_DC)
+    np.multiply(load_DC, is_far_NC[node_D], out=far_out_DC)
+    np.subtract(load_DC - far_out_DC, own_DC, out=near_out_DC)
+    return traffic_LDC
+
+
+@dataclass(frozen=True, eq=False)
+class TransferOfFirst:
+    """One SparseAllGather of the replicas of the first 0, 1, … K experts; float64 [K+1] each.
+
+    Attributes:
+        near_K: Experts on the busiest link between a device and others of its node.
+        far_of_node_K: Experts on the busiest link between a node and other nodes.
+        max_depth_K: Depth of the deepest edge, 0 where nothing moves.
+    """
+
+    near_K: np.ndarray
+    far_of_node_K: np.ndarray
+    max_depth_K: np.ndarray
+
+
+def transfer_of_first(
+    plan: TransferPlan, experts: Sequence[int] | np.ndarray, topology: Topology
+) -> TransferOfFirst:
+    """What a plan's edges move.
+
+    Args:
+        plan: Of all replicas.
+        experts: All experts that it moves, in the order in which they get their replicas, [K].
+        topology: Nodes of the devices.
+    """
+    num_columns, num_devices, num_nodes = len(experts) + 1, plan.num_devices, topology.num_nodes
+    edges = np.fromiter(chain.from_iterable(plan.edges), np.int64, 4 * plan.num_transfers)
+    expert_P, source_P, to_P, depth_P = edges.reshape(-1, 4).T
+    column_of_E = np.zeros(int(expert_P.max(initial=-1)) + 1, dtype=np.int64)
+    column_of_E[experts] = np.arange(1, num_columns)
+    column_P = column_of_E[expert_P]
+    from_P, into_P = topology.node_of_device_D[source_P], topology.node_of_device_D[to_P]
+    is_near_P = from_P == into_P
+    # Rows: in to and out of each device inside its node, then in to and out of each node.
+    in_P = np.where(is_near_P, to_P, 2 * num_devices + into_P)
+    out_P = np.where(is_near_P, num_devices + source_P, 2 * num_devices + num_nodes + from_P)
+    num_rows = 2 * (num_devices + num_nodes)
+    places = np.concatenate([in_P, out_P]) * num_columns + np.concatenate([column_P, column_P])
+    moved_RK = np.bincount(places, minlength=num_rows * num_columns).reshape(num_rows, num_columns)
+    near_K, far_of_node_K = np.maximum.reduceat(np.cumsum(moved_RK, axis=1), [0, 2 * num_devices], axis=0)
+    max_depth_K = np.zeros(num_columns)
+    np.maximum.at(max_depth_K, column_P, depth_P)
+    return TransferOfFirst(
+        near_K.astype(np.float64), far_of_node_K.astype(np.float64), np.maximum.accumulate(max_depth_K)
+    )

@@ -1,0 +1,1 @@
+"""How many seconds links, expert compute and transfers take, by measured or described costs."""

@@ -1,0 +1,218 @@
+"""What a layer's dispatch and transfers put on the busiest device, link and NIC.
+
+Counted without the [D, E, D] tensor, from who leaves a device, a node, or neither.
+
+Shape letters: E experts, D devices, N nodes.
+"""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from megatron_fssdp.planning.dispatch.even_dispatch import even_pair_tokens
+from megatron_fssdp.planning.dispatch.quota_dispatch import QuotaDispatch
+from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy, plan_dispatch
+from megatron_fssdp.planning.placement.holder_groups import holder_groups
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
+
+
+@dataclass(frozen=True)
+class BusiestLinks:
+    """Units on the busiest of each kind of link, in its busier direction.
+
+    Attributes:
+        near: Between a device and others of its node.
+        far_of_device: Between a device and other nodes.
+        far_of_node: Between a node and other nodes.
+        far_of_mean_node: The same of a node on average: what all NICs are busy with at once.
+    """
+
+    near: float = 0.0
+    far_of_device: float = 0.0
+    far_of_node: float = 0.0
+    far_of_mean_node: float = 0.0
+
+    def times(self, number: int) -> "BusiestLinks":
+        """So often as much."""
+        return BusiestLinks(**{field.name: number * getattr(self, field.name) for field in fields(self)})
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchTraffic:
+    """One dispatch; combine is its transpose.
+
+    Attributes:
+        tokens_D: (token, k) pairs that each device computes, int64 [D].
+        busiest: Pairs on the busiest links.
+        cross_node: Pairs sent to another node.
+    """
+
+    tokens_D: np.ndarray
+    busiest: BusiestLinks
+    cross_node: int
+
+    def times(self, number: int) -> "DispatchTraffic":
+        """So many dispatches like this one."""
+        return DispatchTraffic(number * self.tokens_D, self.busiest.times(number), number * self.cross_node)
+
+
+def dispatch_traffic(
+    policy: DispatchPolicy, counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology
+) -> DispatchTraffic:
+    """What :func:`plan_dispatch` sends, by device and node.
+
+    Args:
+        policy: How an expert's tokens are split among its holders.
+        counts_DE: (token, k) pairs by source and expert, int64 [D, E].
+        placement: Where the experts are.
+        topology: Nodes of the devices.
+    """
+    if not placement.num_replicas:
+        return _of_owners(counts_DE, placement.owner_E, topology)
+    dispatch = plan_dispatch(policy, counts_DE, placement, topology)
+    if isinstance(dispatch, QuotaDispatch):
+        return quota_traffic(dispatch)
+    groups = holder_groups(placement, topology)
+    pairs = even_pair_tokens(counts_DE, placement, topology)
+    own_D, near_in_D, far_in_D = (
+        np.bincount(groups.device_P, weights=tokens_P, minlength=topology.num_devices)
+        for tokens_P in (pairs.own_P, pairs.near_P, pairs.far_P)
+    )
+    # A source's tokens of an expert stay in its node, all of them, where a holder is.
+    near_DE = (groups.holders_EN > 0).T[topology.node_of_device_D]
+    far_out_D = np.where(near_DE, 0, counts_DE).sum(axis=1)
+    near_out_D = counts_DE.sum(axis=1) - far_out_D - own_D
+    return _summed(own_D, near_out_D, near_in_D, far_out_D, far_in_D, topology)
+
+
+def quota_traffic(dispatch: QuotaDispatch) -> DispatchTraffic:
+    """What a dispatch by quotas sends, by device and node."""
+    own_D, near_in_D, far_in_D, near_out_D = (
+        tokens_DE.sum(axis=1).astype(float)
+        for tokens_DE in (dispatch.own_DE, dispatch.near_DE, dispatch.far_DE, dispatch.sent_near_DE)
+    )
+    far_out_D = dispatch.counts_DE.sum(axis=1) - own_D - near_out_D
+    return _summed(own_D, near_out_D, near_in_D, far_out_D, far_in_D, dispatch.topology)
+
+
+def _of_owners(counts_DE: np.ndarray, owner_E: np.ndarray, topology: Topology) -> DispatchTraffic:
+    node_D = topology.node_of_device_D
+    num_devices, num_experts = counts_DE.shape
+    experts = np.arange(num_experts)
+    own_E = counts_DE[owner_E, experts]
+    of_node_E = topology.sum_over_nodes(counts_DE)[node_D[owner_E], experts]
+    far_out_D = np.where(node_D[:, None] == node_D[owner_E][None, :], 0, counts_DE).sum(axis=1)
+    own_D, near_in_D, far_in_D = (
+        np.bincount(owner_E, weights=values_E, minlength=num_devices)
+        for values_E in (own_E, of_node_E - own_E, counts_DE.sum(axis=0) - of_node_E)
+    )
+    near_out_D = counts_DE.sum(axis=1) - far_out_D - own_D
+    return _summed(own_D, near_out_D, near_in_D, far_out_D, far_in_D, topology)
+
+
+def _summed(
+    own_D: np.ndarray,
+    near_out_D: np.ndarray,
+    near_in_D: np.ndarray,
+    far_out_D: np.ndarray,
+    far_in_D: np.ndarray,
+    topology: Topology,
+) -> DispatchTraffic:
+    node_D = topology.node_of_device_D
+    of_node = max(
+        np.bincount(node_D, weights=far_out_D).max(),
+        np.bincount(node_D, weights=far_in_D).max(),
+    )
+    busiest = BusiestLinks(
+        near=float(max(near_out_D.max(), near_in_D.max())),
+        far_of_device=float(max(far_out_D.max(), far_in_D.max())),
+        far_of_node=float(of_node),
+        far_of_mean_node=float(far_out_D.sum()) / topology.num_nodes,
+    )
+    tokens_D = np.rint(own_D + near_in_D + far_in_D).astype(np.int64)
+    return DispatchTraffic(tokens_D, busiest, int(far_out_D.sum()))
+
+
+@dataclass(frozen=True)
+class TransferTraffic:
+    """One SparseAllGather; SparseReduceScatter is its transpose.
+
+    Attributes:
+        busiest: Experts on the busiest links.
+        fill_hops: (hops inside a node, hops between nodes) before the last hop, of the path on
+            which they take longest; what a pipelined transfer adds to its busiest link's time.
+        num_experts: Experts moved, one a replica.
+        num_between_nodes: Of these, the ones that cross from node to node.
+    """
+
+    busiest: BusiestLinks = BusiestLinks()
+    fill_hops: tuple[int, int] = (0, 0)
+    num_experts: int = 0
+    num_between_nodes: int = 0
+
+    def there_and_back(self) -> "TransferTraffic":
+        """Sums to the owners, and then from there: both directions of the same edges, one after the other."""
+        near, far = self.fill_hops
+        return TransferTraffic(
+            self.busiest.times(2), (2 * near, 2 * far), 2 * self.num_experts, 2 * self.num_between_nodes
+        )
+
+
+NO_TRANSFER = TransferTraffic()
+
+
+def transfer_traffic(plan: TransferPlan, topology: Topology) -> TransferTraffic:
+    """What a transfer plan moves.
+
+    Args:
+        plan: Device to device, parents before children.
+        topology: Nodes of the devices.
+    """
+    if not plan.edges:
+        return NO_TRANSFER
+    node_of, num_devices = topology.node_of_device, plan.num_devices
+    near_out, near_in, far_out, far_in = ([0] * num_devices for _ in range(4))
+    node_out, node_in = [0] * topology.num_nodes, [0] * topology.num_nodes
+    hops_to: dict[int, tuple[int, int]] = {}
+    # Between nodes a hop is the longer one.
+    deepest, num_between = (0, 0), 0
+    for edge in plan.edges:
+        source, to = edge.source, edge.destination
+        far, near = hops_to.get(edge.expert * num_devices + source, (0, 0))
+        deepest = max(deepest, (far, near))
+        if node_of[source] == node_of[to]:
+            near_out[source] += 1
+            near_in[to] += 1
+            near += 1
+        else:
+            num_between += 1
+            far_out[source] += 1
+            far_in[to] += 1
+            node_out[node_of[source]] += 1
+            node_in[node_of[to]] += 1
+            far += 1
+        hops_to[edge.expert * num_devices + to] = (far, near)
+    busiest = BusiestLinks(
+        float(max(max(near_out), max(near_in))),
+        float(max(max(far_out), max(far_in))),
+        float(max(max(node_out), max(node_in))),
+        num_between / topology.num_nodes,
+    )
+    return TransferTraffic(busiest, (deepest[1], deepest[0]), len(plan.edges), num_between)
+
+
+def pairs_traffic(traffic_DD: np.ndarray, topology: Topology) -> BusiestLinks:
+    """Busiest links of what each device sends to each, [D, D]."""
+    node_D = topology.node_of_device_D
+    same_DD = node_D[:, None] == node_D[None, :]
+    near_DD = np.where(same_DD & ~np.eye(len(node_D), dtype=bool), traffic_DD, 0)
+    far_DD = np.where(same_DD, 0, traffic_DD)
+    far_out_D, far_in_D = far_DD.sum(axis=1), far_DD.sum(axis=0)
+    return BusiestLinks(
+        float(max(near_DD.sum(axis=1).max(), near_DD.sum(axis=0).max())),
+        float(max(far_out_D.max(), far_in_D.max())),
+        float(max(np.bincount(node_D, weights=far_out_D).max(), np.bincount(node_D, weights=far_in_D).max())),
+        float(far_out_D.sum()) / topology.num_nodes,
+    )

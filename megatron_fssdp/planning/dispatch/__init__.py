@@ -1,0 +1,1 @@
+"""Which device computes which tokens, for a given placement and given counts."""

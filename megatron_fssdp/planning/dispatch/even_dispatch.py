@@ -1,0 +1,252 @@
+"""Even dispatch: which holder of an expert each source's tokens go to (Hecate, §4.4).
+
+If the source has the expert, its tokens stay; else they are split evenly over the
+expert's holders in the source's node; else evenly over all holders. A remainder of
+``r`` tokens over ``n`` holders goes one each to the ``r`` holders from position
+``(source + expert) mod n`` of the ascending holder list, cyclically. Every rank derives
+its own row (what it sends) and column (what it receives) from the same counts; the
+[D, E, D] tensor is never built.
+
+Shape letters: T tokens, M model dim, F ffn dim, E experts, D devices, N nodes, L layers,
+P (expert, holder) pairs.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_fssdp.planning.placement.holder_groups import HolderGroups, holder_groups
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.topology import Topology
+
+MOST_CELLS_AT_ONCE = 1 << 12
+"""Sources times experts up to which :func:`even_pair_tokens` handles all cells at once."""
+
+
+def dispatch_from_source(
+    counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology, source: int
+) -> np.ndarray:
+    """What one source sends: int64 [E, D], row ``e`` sums to ``counts_DE[source, e]``.
+
+    Args:
+        counts_DE: (token, k) pairs by source and expert, integers [D, E].
+        placement: Where the experts are.
+        topology: Nodes of the devices.
+        source: The sending device.
+    """
+    groups = _groups(counts_DE, placement, topology)
+    row = groups.row(source)
+    counts_E = counts_DE[source]
+    share_E = counts_E // row.num_chosen_E
+    rest_E = counts_E - share_E * row.num_chosen_E
+    dispatch_ED = np.zeros((placement.num_experts, placement.num_devices), dtype=np.int64)
+    dispatch_ED.reshape(-1)[row.flat_P] = share_E[row.expert_P] + (row.turn_P < rest_E[row.expert_P])
+    return dispatch_ED
+
+
+def dispatch_to_device(
+    counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology, device: int
+) -> np.ndarray:
+    """What one device receives: int64 [D, E], by source and expert.
+
+    Equals ``[dispatch_from_source(..., s)[:, device] for s in devices]``.
+
+    Args:
+        counts_DE: (token, k) pairs by source and expert, integers [D, E].
+        placement: Where the experts are.
+        topology: Nodes of the devices.
+        device: The receiving device.
+    """
+    groups = _groups(counts_DE, placement, topology)
+    column = groups.column(device)
+    counts_P = counts_DE[column.source_P, column.expert_P]
+    share_P = counts_P // column.num_chosen_P
+    rest_P = counts_P - share_P * column.num_chosen_P
+    dispatch_DE = np.zeros((placement.num_devices, placement.num_experts), dtype=np.int64)
+    dispatch_DE.reshape(-1)[column.flat_P] = share_P + (column.turn_P < rest_P)
+    return dispatch_DE
+
+
+@dataclass(frozen=True, eq=False)
+class PairTokens:
+    """Tokens of every (expert, holder) pair under even dispatch, by how far they come; [P].
+
+    Attributes:
+        own_P: The holder's own tokens.
+        near_P: Those of other devices of its node.
+        far_P: Those of other nodes.
+    """
+
+    own_P: np.ndarray
+    near_P: np.ndarray
+    far_P: np.ndarray
+
+
+def even_pair_tokens(counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> PairTokens:
+    """What every holder computes of every expert under even dispatch, exactly.
+
+    The pairs are ordered by expert, then device.
+    """
+    groups = _groups(counts_DE, placement, topology)
+    expert_P, device_P = groups.expert_P, groups.device_P
+    own_P = counts_DE[device_P, expert_P].astype(np.int64)
+    moving_DE = np.array(counts_DE, dtype=np.int64)
+    moving_DE[device_P, expert_P] = 0
+    none_P = np.zeros_like(own_P)
+    if topology.num_nodes == 1:
+        return PairTokens(own_P, _over_all_holders_P(moving_DE, groups), none_P)
+    near_P = _take_near_tokens_P(moving_DE, groups, topology)
+    return PairTokens(own_P, near_P, _over_all_holders_P(moving_DE, groups))
+
+
+def device_tokens_D(counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> np.ndarray:
+    """Tokens every device computes under even dispatch, exactly: int64 [D]."""
+    pairs = even_pair_tokens(counts_DE, placement, topology)
+    tokens_D = np.zeros(placement.num_devices, dtype=np.int64)
+    np.add.at(tokens_D, holder_groups(placement, topology).device_P, pairs.own_P + pairs.near_P + pairs.far_P)
+    return tokens_D
+
+
+def _over_all_holders_P(moving_DE: np.ndarray, groups: HolderGroups) -> np.ndarray:
+    """Splits all tokens over all holders of their experts: int64 [P]."""
+    if moving_DE.size > MOST_CELLS_AT_ONCE:
+        return _split_by_size(moving_DE, groups)
+    source_R, expert_R = np.nonzero(moving_DE)
+    size_R, first_R = groups.num_holders_E[expert_R], groups.first_E[expert_R]
+    return _split_cells(
+        moving_DE[source_R, expert_R], source_R + expert_R, size_R, first_R, groups.expert_P.size
+    )
+
+
+def _take_near_tokens_P(moving_DE: np.ndarray, groups: HolderGroups, topology: Topology) -> np.ndarray:
+    """Takes the tokens whose expert has a holder in their node out of ``moving_DE`` and splits them."""
+    node_D = topology.node_of_device_D
+    near_DE = (groups.holders_EN > 0).T[node_D]
+    source_R, expert_R = np.nonzero(near_DE)
+    counts_R = moving_DE[source_R, expert_R]
+    moving_DE[source_R, expert_R] = 0
+    node_R = node_D[source_R]
+    tokens_P = np.empty(groups.expert_P.size, dtype=np.int64)
+    tokens_P[groups.by_node_P] = _split_cells(
+        counts_R,
+        source_R + expert_R,
+        groups.holders_EN[expert_R, node_R],
+        groups.node_first_EN[expert_R, node_R],
+        tokens_P.size,
+    )
+    return tokens_P
+
+
+def _split_cells(
+    counts_R: np.ndarray, turn_R: np.ndarray, size_R: np.ndarray, first_R: np.ndarray, num_pairs: int
+) -> np.ndarray:
+    """Splits the tokens of each cell (source, expert) over a range of pairs: int64 [P].
+
+    Args:
+        counts_R: Tokens of every cell.
+        turn_R: Source plus expert, from which the remainder is dealt.
+        size_R: Length of the range.
+        first_R: Where it begins.
+        num_pairs: Number of pairs, P.
+    """
+    share_R = counts_R // size_R
+    rest_R = counts_R - share_R * size_R
+    # Shares, and remainders dealt from ``start`` on, cyclically: a running sum of what is added
+    # where a range opens and taken away where it closes.
+    steps = np.zeros(num_pairs + 1, dtype=np.int64)
+    np.add.at(steps, first_R, share_R)
+    np.subtract.at(steps, first_R + size_R, share_R)
+    start_R = turn_R % size_R
+    stop_R = start_R + rest_R
+    wraps_R = stop_R > size_R
+    opens = np.concatenate([first_R + start_R, first_R[wraps_R]])
+    closes = np.concatenate([first_R + np.minimum(stop_R, size_R), (first_R + stop_R - size_R)[wraps_R]])
+    steps += np.bincount(opens, minlength=num_pairs + 1) - np.bincount(closes, minlength=num_pairs + 1)
+    return np.cumsum(steps)[:num_pairs]
+
+
+def _split_by_size(moving_DE: np.ndarray, groups: HolderGroups) -> np.ndarray:
+    """Splits each expert's tokens over all its holders, the experts with equally many at a time.
+
+    The numbers of :func:`_split_cells` without its arrays of one entry a cell and step, which take
+    most of the time in large groups. With ``n`` holders, source ``s`` deals its remainder ``r`` from
+    position ``s mod n`` on, counted from position ``expert mod n``. All sources together open their
+    ranges the same for every expert; only where they close, ``s mod n + r``, needs counting.
+    """
+    num_devices = moving_DE.shape[0]
+    moving_E = moving_DE.sum(axis=0)
+    single_E = groups.num_holders_E == 1
+    tokens_P = np.zeros(groups.expert_P.size, dtype=np.int64)
+    tokens_P[groups.first_E[single_E]] = moving_E[single_E]
+    source_D = np.arange(num_devices)
+    for size in np.unique(groups.num_holders_E[~single_E & (moving_E > 0)]).tolist():
+        expert_K = np.flatnonzero((groups.num_holders_E == size) & (moving_E > 0))
+        counts_DK = moving_DE[:, expert_K]
+        rest_DK = counts_DK - counts_DK // size * size
+        start_D = source_D % size
+        row_K = np.arange(expert_K.size) * (2 * size)
+        rest_DK += start_D[:, None]
+        rest_DK += row_K
+        closes = np.bincount(rest_DK.reshape(-1), minlength=2 * size * expert_K.size)
+        closes_KC = closes.reshape(expert_K.size, 2 * size)
+        wrapped_KC = closes_KC[:, size:]
+        steps_KC = np.bincount(start_D, minlength=size) - closes_KC[:, :size] - wrapped_KC
+        steps_KC[:, 0] += wrapped_KC.sum(axis=1)
+        dealt_KC = np.cumsum(steps_KC, axis=1)
+        share_K = (moving_E[expert_K] - dealt_KC.sum(axis=1)) // size
+        position_KC = (np.arange(size) + expert_K[:, None]) % size
+        tokens_P[groups.first_E[expert_K, None] + position_KC] = share_K[:, None] + dealt_KC
+    return tokens_P
+
+
+def cross_node_tokens(counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> int:
+    """Number of (token, k) pairs sent to another node.
+
+    A source's tokens for an expert cross nodes all together or not at all: they do when no
+    device of its node holds the expert.
+    """
+    groups = _groups(counts_DE, placement, topology)
+    absent_DE = (groups.holders_EN == 0).T[topology.node_of_device_D]
+    return int(np.asarray(counts_DE)[absent_DE].sum())
+
+
+def expected_device_load_D(load_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> np.ndarray:
+    """Load of every device under even dispatch, without rounding: float64 [D].
+
+    Args:
+        load_DE: Load by source and expert, [D, E]; need not be whole numbers.
+        placement: Where the experts are.
+        topology: Nodes of the devices.
+    """
+    shares = expected_pair_loads(load_DE, placement, topology)
+    device_P = holder_groups(placement, topology).device_P
+    share_P = shares.own_P + shares.near_P + shares.far_P
+    return np.bincount(device_P, weights=share_P, minlength=placement.num_devices)
+
+
+def expected_pair_loads(load_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> PairTokens:
+    """:func:`even_pair_tokens` without rounding, float64 [P].
+
+    A holder of an expert computes its own tokens, an even share of the tokens of its
+    node's devices without the expert, and an even share of the tokens of nodes without it.
+    """
+    groups = _groups(load_DE, placement, topology)
+    load = np.ascontiguousarray(load_DE, dtype=np.float64)
+    expert_P, device_P, group_P = groups.expert_P, groups.device_P, groups.group_P
+    num_experts, num_nodes = groups.holders_EN.shape
+    load_EN = np.ascontiguousarray(topology.sum_over_nodes(load).T)
+    own_P = load[device_P, expert_P]
+    own_EN = np.bincount(group_P, weights=own_P, minlength=num_experts * num_nodes)
+    far_E = np.where(groups.holders_EN == 0, load_EN, 0.0).sum(axis=1)
+    near_P = (load_EN.reshape(-1)[group_P] - own_EN[group_P]) / groups.holders_EN.reshape(-1)[group_P]
+    return PairTokens(own_P, near_P, (far_E / groups.num_holders_E)[expert_P])
+
+
+def _groups(values_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> HolderGroups:
+    """The placement's holder groups, after checking that the three arguments fit together."""
+    if values_DE.shape != (placement.num_devices, placement.num_experts):
+        raise ValueError(
+            f"the loads have shape {values_DE.shape}: wanted ({placement.num_devices}, "
+            f"{placement.num_experts}), by source device and expert, as the placement has them"
+        )
+    return holder_groups(placement, topology)

@@ -1,0 +1,124 @@
+"""The latest router counts of one layer and their window mean.
+
+Shape letters: T tokens, M model dim, F ffn dim, E experts, D devices, L layers.
+"""
+
+from collections import deque
+
+import numpy as np
+
+from megatron_fssdp.planning.loads.load_statistics import has_jumped
+from megatron_fssdp.planning.placement.array_freezing import frozen_array
+
+
+class LoadHistory:
+    """Counts of the latest iterations; their mean predicts the next one (Hecate, §4.2).
+
+    Attributes:
+        window: Most iterations kept, w.
+        num_devices: Number of source devices, D.
+        num_experts: Number of experts, E.
+    """
+
+    def __init__(self, window: int, num_devices: int, num_experts: int) -> None:
+        for name, value in (("window", window), ("num_devices", num_devices), ("num_experts", num_experts)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}: wanted 1 or more")
+        self.window = window
+        self.num_devices = num_devices
+        self.num_experts = num_experts
+        self.num_seen = 0
+        self._latest: deque[np.ndarray] = deque()
+        self._load_E: deque[np.ndarray] = deque(maxlen=window)
+        self._num_settled = 0
+        # A running sum of integers is exact, so the mean does not depend on how it was reached.
+        self._sum_DE = np.zeros((num_devices, num_experts), dtype=np.int64)
+
+    def append(self, counts_DE: np.ndarray) -> None:
+        """Adds one iteration's (token, k) pairs by source and expert, integers [D, E]."""
+        counts = np.asarray(counts_DE)
+        if counts.shape != (self.num_devices, self.num_experts):
+            raise ValueError(
+                f"counts_DE has shape {counts.shape}: wanted ({self.num_devices}, {self.num_experts}), "
+                "the counts of every source device for every expert"
+            )
+        if counts.dtype.kind not in "iu":
+            raise ValueError(f"counts_DE has dtype {counts.dtype}: wanted integers, numbers of tokens")
+        if counts.size and int(counts.min()) < 0:
+            source, expert = (int(i) for i in np.argwhere(counts < 0)[0])
+            raise ValueError(
+                f"counts_DE[{source}, {expert}] is {int(counts[source, expert])}: wanted 0 or more tokens"
+            )
+        kept = frozen_array(counts, np.int64)
+        self.num_seen += 1
+        load_E = kept.sum(axis=0)
+        settled = list(self._load_E)[len(self._load_E) - self._num_settled :]
+        if settled and has_jumped(load_E, np.sum(settled, axis=0)):
+            self._num_settled = 0
+        self._num_settled = min(self._num_settled + 1, self.window)
+        self._load_E.append(load_E)
+        self._latest.append(kept)
+        self._sum_DE += kept
+        if len(self._latest) > self.window:
+            self._sum_DE -= self._latest.popleft()
+
+    def excerpt(self, window: int, *, without_latest: int = 0) -> "LoadHistory":
+        """What a shorter history would be, perhaps some iterations ago.
+
+        Args:
+            window: Of that history, at most this one's.
+            without_latest: How many of the latest iterations it has not seen yet.
+        """
+        if not 0 <= without_latest <= len(self._latest):
+            raise ValueError(
+                f"without_latest is {without_latest}: wanted 0 to {len(self._latest)}, the iterations kept"
+            )
+        shorter = LoadHistory(window, self.num_devices, self.num_experts)
+        known = list(self._latest)[: len(self._latest) - without_latest]
+        # Iterations before the window only say since when the loads have been settled.
+        known = known[-2 * window :]
+        shorter.num_seen = self.num_seen - without_latest - len(known)
+        for counts_DE in known:
+            shorter.append(counts_DE)
+        return shorter
+
+    def __len__(self) -> int:
+        return len(self._latest)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no iteration has been seen yet."""
+        return not self._latest
+
+    def mean_DE(self) -> np.ndarray:
+        """Mean counts over the window, float64 [D, E]; zeros when nothing was seen."""
+        return self._sum_DE / max(len(self._latest), 1)
+
+    def settled_mean_DE(self) -> np.ndarray:
+        """Mean counts since the loads last jumped, within the window; float64 [D, E], zeros without any.
+
+        What lies before a jump says nothing of the next iteration (ours, beyond Hecate §4.2).
+        """
+        if self._num_settled == len(self._latest):
+            return self.mean_DE()
+        return np.mean([self._latest[-1 - age] for age in range(self._num_settled)], axis=0)
+
+    def mean_E(self) -> np.ndarray:
+        """Mean load of every expert over the window, float64 [E]."""
+        return self._sum_DE.sum(axis=0) / max(len(self._latest), 1)
+
+    def total_DE(self) -> np.ndarray:
+        """Counts over the whole window, int64 [D, E]."""
+        return self._sum_DE.copy()
+
+    def counts_DE(self, age: int) -> np.ndarray:
+        """The counts of ``age`` iterations before the latest, int64 [D, E], read-only."""
+        if not 0 <= age < len(self._latest):
+            raise ValueError(f"age is {age}: wanted 0 up to {len(self._latest) - 1}, the iterations kept")
+        return self._latest[-1 - age]
+
+    def latest_DE(self) -> np.ndarray:
+        """The latest iteration's counts, int64 [D, E], read-only."""
+        if not self._latest:
+            raise ValueError("the load history is empty: wanted at least one append before latest_DE")
+        return self._latest[-1]

@@ -1,0 +1,153 @@
+"""FlexMoE: replicas that stay, and step by step expand, shrink and migrate (Hecate §2.3, §5.1).
+
+A replica here outlives iterations and has an optimizer state, so each one that is new somewhere has
+to be paid for. Owners stay where they are: they are the replicas that a checkpoint holds.
+
+Shape letters: E experts, D devices, N nodes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from megatron_fssdp.planning.cost import cost_model
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.dispatch.even_dispatch import expected_device_load_D
+from megatron_fssdp.planning.loads.load_statistics import max_over_mean
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer, two_level_transfer
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaPrice:
+    """Modelled seconds of a layer with persistent replicas.
+
+    Attributes:
+        counts_DE: (token, k) pairs of an iteration by source and expert, integers ``[D, E]``.
+        topology: Nodes of the devices.
+        profile: Measured costs.
+        num_iterations: For which a placement is kept.
+    """
+
+    counts_DE: np.ndarray
+    topology: Topology
+    profile: LayerProfile
+    num_iterations: int
+
+    def iteration_s(self, placement: ExpertPlacement) -> float:
+        """All-to-alls, experts, and what is not hidden of the all-reduce of gradients among replicas."""
+        profile, topology = self.profile, self.topology
+        layer_s = cost_model.dispatched_layer_s(
+            self.counts_DE,
+            placement,
+            topology,
+            cluster=profile.cluster,
+            token_bytes=profile.token_bytes,
+            flops_per_token=profile.flops_per_token,
+        )
+        # Sums travel to the owner and back to the replicas, beside the backward pass of the compute before.
+        plan = two_level_transfer(placement, topology)
+        summed_s = 2 * cost_model.transfer_s(plan, profile.reduced_bytes, topology, profile.cluster)
+        return layer_s + cost_model.exposed_s(summed_s, cost_model.BACKWARD_PER_FORWARD * profile.non_moe_s)
+
+    def move_s(self, before: ExpertPlacement, after: ExpertPlacement) -> float:
+        """Bringing parameters, masters and optimizer states to the replicas that are new."""
+        appearing = ExpertPlacement(before.owner_E, before.present_ED | after.present_ED)
+        plan = additional_transfer(before, appearing, self.topology)
+        return cost_model.transfer_s(plan, self.profile.moved_bytes, self.topology, self.profile.cluster)
+
+    def saving_s(self, before: ExpertPlacement, after: ExpertPlacement) -> float:
+        """Seconds won by going over from one to the other, as long as it is kept."""
+        saved_s = self.iteration_s(before) - self.iteration_s(after)
+        return self.num_iterations * saved_s - self.move_s(before, after)
+
+
+def scheduled_replicas(
+    placement: ExpertPlacement, price: ReplicaPrice, *, slots: int, threshold: float, most_steps: int
+) -> ExpertPlacement:
+    """The next placement: the old one after some steps, each of which pays for itself.
+
+    While the most loaded device has more than ``threshold`` times the mean load: the expert with the most
+    load a replica expands to the least loaded device; if that has no room, its replica with the least load
+    shrinks first. Replicas then migrate to nodes that hold their expert
+    already. A step is taken if what it saves until the next time is more than what it moves.
+
+    Args:
+        placement: The present one.
+        price: Of steps.
+        slots: Most replicas a device may hold.
+        threshold: Of the devices' max/mean load.
+        most_steps: Of expansions, and of migrations.
+
+    Returns:
+        A placement with the same owners; ``placement`` itself if nothing pays.
+    """
+    for _ in range(most_steps):
+        load_D = expected_device_load_D(price.counts_DE, placement, price.topology)
+        if max_over_mean(load_D) <= threshold:
+            break
+        step = next(_paying(placement, _expansions(placement, price, load_D, slots), price), None)
+        if step is None:
+            break
+        placement = step
+    for _ in range(most_steps):
+        step = next(_paying(placement, _migrations(placement, price.topology, slots), price), None)
+        if step is None:
+            break
+        placement = step
+    return placement
+
+
+def _paying(
+    placement: ExpertPlacement, steps: Iterator[ExpertPlacement], price: ReplicaPrice
+) -> Iterator[ExpertPlacement]:
+    return (step for step in steps if price.saving_s(placement, step) > 0)
+
+
+TRIED = 4
+"""Experts that may expand, and devices for each of them, before a search gives up."""
+
+
+def _expansions(
+    placement: ExpertPlacement, price: ReplicaPrice, load_D: np.ndarray, slots: int
+) -> Iterator[ExpertPlacement]:
+    """Placements with one replica more, best guesses first; where there is no room, another one less."""
+    present_ED, owner_E = placement.present_ED, placement.owner_E
+    load_E = price.counts_DE.sum(axis=0)
+    each_E = load_E / np.count_nonzero(present_ED, axis=1)
+    for expert in np.argsort(-each_E, kind="stable")[:TRIED].tolist():
+        for device in islice(_candidates(present_ED[expert], load_D), TRIED):
+            grown_ED = present_ED.copy()
+            grown_ED[expert, device] = True
+            here_E = present_ED[:, device] & (owner_E != device)
+            if np.count_nonzero(here_E) >= slots:
+                replicas = np.flatnonzero(here_E)
+                if not slots or not len(replicas):
+                    continue
+                grown_ED[replicas[np.argmin(each_E[replicas])], device] = False
+            yield ExpertPlacement(owner_E, grown_ED, slots=slots)
+
+
+def _candidates(present_D: np.ndarray, load_D: np.ndarray) -> Iterator[int]:
+    """Devices without the expert, the least loaded one first."""
+    return (device for device in np.argsort(load_D, kind="stable").tolist() if not present_D[device])
+
+
+def _migrations(placement: ExpertPlacement, topology: Topology, slots: int) -> Iterator[ExpertPlacement]:
+    """Placements in which one replica has left a node for one that holds its expert already."""
+    node_D = np.asarray(topology.node_of_device)
+    room_D = slots - placement.replicas_per_device_D
+    for expert in range(placement.num_experts):
+        holders = placement.holders(expert)
+        per_node_N = np.bincount(node_D[list(holders)], minlength=topology.num_nodes)
+        for device in holders:
+            if device == placement.owner_E[expert] or per_node_N[node_D[device]] > 1:
+                continue
+            for other in np.flatnonzero((room_D > 0) & ~placement.present_ED[expert]).tolist():
+                if other != device and per_node_N[node_D[other]]:
+                    moved_ED = placement.present_ED.copy()
+                    moved_ED[expert, device], moved_ED[expert, other] = False, True
+                    yield ExpertPlacement(placement.owner_E, moved_ED, slots=slots)

@@ -1,0 +1,136 @@
+"""Index tables of a placement's holders by expert and node, computed once a placement.
+
+Shape letters: E experts, D devices, N nodes, P (expert, holder) pairs.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_fssdp.planning.placement.kept_results import kept_on
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.topology import Topology
+
+
+@dataclass(frozen=True)
+class SourceRow:
+    """The holders one source's tokens may go to: an entry per (expert, chosen holder)."""
+
+    num_chosen_E: np.ndarray  # over how many holders the tokens of each expert are split
+    expert_P: np.ndarray
+    flat_P: np.ndarray  # expert * D + holder
+    turn_P: np.ndarray  # how late the holder is in the dealing of a remainder
+
+
+@dataclass(frozen=True)
+class DeviceColumn:
+    """The sources that may send to one device: an entry per (source, expert)."""
+
+    source_P: np.ndarray
+    expert_P: np.ndarray
+    num_chosen_P: np.ndarray
+    flat_P: np.ndarray  # source * E + expert
+    turn_P: np.ndarray
+
+
+class HolderGroups:
+    """Holders of every expert, in the whole group and in each node.
+
+    Attributes:
+        expert_P: Expert of every pair; pairs are ordered by expert, then device.
+        device_P: Holder of every pair.
+        group_P: ``expert * N + node`` of every pair.
+        holders_EN: How many holders an expert has in a node.
+        num_holders_E: How many holders an expert has.
+        first_E: Position of an expert's first pair.
+        by_node_P: Positions of the pairs in the order of expert, node, device.
+        node_first_EN: Where the pairs of an expert and node begin in that order.
+        rank_P: Position of a pair among its expert's holders.
+        node_rank_P: Position of a pair among its expert's holders in its node.
+    """
+
+    def __init__(self, placement: ExpertPlacement, topology: Topology) -> None:
+        if placement.num_devices != topology.num_devices:
+            raise ValueError(
+                f"the placement has {placement.num_devices} devices and the topology "
+                f"{topology.num_devices}: wanted the same devices in both"
+            )
+        num_experts, num_nodes = placement.num_experts, topology.num_nodes
+        self._placement, self._topology = placement, topology
+        self.expert_P, self.device_P = np.nonzero(placement.present_ED)
+        node_P = topology.node_of_device_D[self.device_P]
+        self.group_P = self.expert_P * num_nodes + node_P
+        holders_G = np.bincount(self.group_P, minlength=num_experts * num_nodes)
+        self.holders_EN = holders_G.reshape(num_experts, num_nodes)
+        self.num_holders_E = self.holders_EN.sum(axis=1)
+        self.first_E = np.cumsum(self.num_holders_E) - self.num_holders_E
+        node_first_G = np.cumsum(holders_G) - holders_G
+        self.node_first_EN = node_first_G.reshape(num_experts, num_nodes)
+        position_P = np.arange(self.expert_P.size)
+        self.by_node_P = np.argsort(self.group_P, kind="stable")
+        self.rank_P = position_P - self.first_E[self.expert_P]
+        self.node_rank_P = np.empty_like(position_P)
+        self.node_rank_P[self.by_node_P] = position_P - node_first_G[self.group_P[self.by_node_P]]
+        self._rows: dict[int, SourceRow] = {}
+        self._columns: dict[int, DeviceColumn] = {}
+
+    def row(self, source: int) -> SourceRow:
+        """The row of a source, kept for the next call."""
+        if source not in self._rows:
+            self._rows[source] = self._build_row(source)
+        return self._rows[source]
+
+    def column(self, device: int) -> DeviceColumn:
+        """The column of a device, kept for the next call."""
+        if device not in self._columns:
+            self._columns[device] = self._build_column(device)
+        return self._columns[device]
+
+    def _build_row(self, source: int) -> SourceRow:
+        _check_device("source", source, self._topology)
+        node = self._topology.node_of_device[source]
+        expert_P, device_P = self.expert_P, self.device_P
+        local_E = self._placement.present_ED[:, source]
+        in_node_E = self.holders_EN[:, node]
+        near_E = in_node_E > 0
+        num_chosen_E = np.where(local_E, 1, np.where(near_E, in_node_E, self.num_holders_E))
+        near_P = near_E[expert_P]
+        same_node_P = self._topology.node_of_device_D[device_P] == node
+        chosen_P = np.where(local_E[expert_P], device_P == source, same_node_P | ~near_P)
+        rank_P = np.where(near_P, self.node_rank_P, self.rank_P)[chosen_P]
+        expert_P, device_P = expert_P[chosen_P], device_P[chosen_P]
+        turn_P = (rank_P - source - expert_P) % num_chosen_E[expert_P]
+        flat_P = expert_P * self._placement.num_devices + device_P
+        return SourceRow(num_chosen_E, expert_P, flat_P, turn_P)
+
+    def _build_column(self, device: int) -> DeviceColumn:
+        _check_device("device", device, self._topology)
+        node_D = self._topology.node_of_device_D
+        node = node_D[device]
+        pair_K = np.flatnonzero(self.device_P == device)
+        expert_K = self.expert_P[pair_K]
+        present_DK = self._placement.present_ED[expert_K].T
+        in_node_DK = self.holders_EN[expert_K].T[node_D]
+        near_DK = in_node_DK > 0
+        same_node_D1 = (node_D == node)[:, None]
+        chosen_DK = ~present_DK & (same_node_D1 | ~near_DK)
+        chosen_DK[device] = True
+        source_P, column_P = np.nonzero(chosen_DK)
+        expert_P = expert_K[column_P]
+        near_P = near_DK[source_P, column_P]
+        num_chosen_P = np.where(near_P, in_node_DK[source_P, column_P], self.num_holders_E[expert_P])
+        num_chosen_P[source_P == device] = 1
+        rank_P = np.where(near_P, self.node_rank_P[pair_K][column_P], self.rank_P[pair_K][column_P])
+        turn_P = (rank_P - source_P - expert_P) % num_chosen_P
+        flat_P = source_P * self._placement.num_experts + expert_P
+        return DeviceColumn(source_P, expert_P, num_chosen_P, flat_P, turn_P)
+
+
+def holder_groups(placement: ExpertPlacement, topology: Topology) -> HolderGroups:
+    """The holder groups of a placement, kept on it for as long as the same topology asks."""
+    return kept_on(placement, topology, HolderGroups)
+
+
+def _check_device(name: str, device: int, topology: Topology) -> None:
+    if not 0 <= device < topology.num_devices:
+        raise ValueError(f"{name} is {device}: wanted a device from 0 to {topology.num_devices - 1}")

@@ -1,0 +1,1 @@
+"""How weights travel from owners to replicas, device to device; gradients take the same way back."""

@@ -1,0 +1,65 @@
+"""How experts spread from the devices that have them to others, link by link.
+
+Shape letters: D devices, N nodes.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+from megatron_fssdp.planning.placement.topology import Topology
+
+
+class TransferGrowth:
+    """Finds the transfers by which experts come to further devices.
+
+    Attributes:
+        found: The edges so far: (depth, inside a node, expert, source, destination).
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self.found: list[tuple[int, bool, int, int, int]] = []
+        self._node_of = topology.node_of_device
+        self._messages = [0] * topology.num_devices  # sent, and received from other nodes
+        self._crossings = [0] * topology.num_nodes
+
+    def add(self, expert: int, owner: int, holders: Sequence[int], added: Sequence[int]) -> None:
+        """Brings one expert from its holders to the added devices."""
+        has, wants = self._by_node(holders), self._by_node(added)
+        after_owner = partial(self._nodes_after, self._node_of[owner])
+        starts = sorted(sorted(has, key=after_owner), key=self._crossings.__getitem__)
+        chains = [(self._least_busy(has[node]), -1) for node in starts]
+        for i, node in enumerate(sorted(wants.keys() - has.keys(), key=after_owner)):
+            source, depth = chains[i % len(chains)]
+            leader = self._least_busy(wants[node])
+            self.found.append((depth + 1, False, expert, source, leader))
+            self._crossings[self._node_of[source]] += 1
+            self._messages[source] += 1
+            self._messages[leader] += 1
+            chains[i % len(chains)] = leader, depth + 1
+            self._fill(expert, depth + 1, [leader], [device for device in wants[node] if device != leader])
+        for node, devices in wants.items():
+            if node in has:
+                self._fill(expert, -1, sorted(has[node], key=self._messages.__getitem__), devices)
+
+    def _fill(self, expert: int, depth: int, level: list[int], devices: list[int]) -> None:
+        """Inside a node, from the devices of a level (which got the expert at ``depth``) on."""
+        while devices:
+            depth += 1
+            fed, devices = devices[: 2 * len(level)], devices[2 * len(level) :]
+            for i, device in enumerate(fed):
+                source = level[i % len(level)]
+                self.found.append((depth, True, expert, source, device))
+                self._messages[source] += 1
+            level = fed
+
+    def _by_node(self, devices: Sequence[int]) -> dict[int, list[int]]:
+        members: dict[int, list[int]] = {}
+        for device in devices:
+            members.setdefault(self._node_of[device], []).append(device)
+        return members
+
+    def _nodes_after(self, first: int, node: int) -> int:
+        return (node - first) % len(self._crossings)
+
+    def _least_busy(self, devices: list[int]) -> int:
+        return min(devices, key=self._messages.__getitem__)

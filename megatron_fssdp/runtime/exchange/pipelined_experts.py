@@ -1,0 +1,213 @@
+"""Dispatch, experts and combine as one autograd node that runs them group by group (FasterMoE, §4.2).
+
+Forward and backward are the same exchange in steps: rows there and results back, results' gradients
+there and rows' gradients back. Each step has an autograd graph of its own for the experts. What it
+saves is not handed to hooks around the layer: those of non-reentrant recomputation would run a forward
+pass in the middle of the backward exchange, which other ranks would wait for. So there the experts'
+activations are kept.
+
+Shape legend: A rows sent by this rank, R rows of a step, M model dim.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_fssdp.collectives.rows.grouped_exchange import exchange_in_steps
+from megatron_fssdp.planning.placement.group_ring import GroupRing
+from megatron_fssdp.runtime.exchange.chunk_permutation import chunk_permutation, select, transposed_order
+from megatron_fssdp.runtime.exchange.token_exchange import DispatchRecord
+from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights
+
+ExpertCompute = Callable[[Tensor, Tensor, Sequence[int], Sequence[ExpertWeights]], Tensor]
+"""From rows ``[R, M]`` by present expert, their probabilities ``[R]``, the rows of each expert and the
+experts' weights to results ``[R, M]``."""
+
+
+def _nothing() -> None:
+    """Nothing to do."""
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertPipeline:
+    """One micro-batch's exchange in steps.
+
+    Attributes:
+        record: Where the rows go and come from.
+        ring: The groups of ranks.
+        group: The expert-parallel ranks.
+        compute: The experts.
+        before_forward: Called when the first rows are on their way.
+        await_weights: Waits for the experts that are still on theirs. Called in the backward pass before the
+            first step, and forward before the first step with rows for such an expert, at the latest
+            the last one: what has arrived is computed meanwhile (FasterMoE, §4.2, Fig. 7).
+        travels_G: Whether each of the present experts may be on its way.
+    """
+
+    record: DispatchRecord
+    ring: GroupRing
+    group: dist.ProcessGroup
+    compute: ExpertCompute
+    before_forward: Callable[[], object] = _nothing
+    await_weights: Callable[[], object] = _nothing
+    travels_G: Sequence[bool] = ()
+
+    def run(self, rows: Tensor, probs: Tensor, experts: Sequence[ExpertWeights]) -> Tensor:
+        """Results of the rows sent: ``[A, M]``.
+
+        Every rank of the group has to call it, also without rows; ``rows`` must require a gradient on all
+        ranks or on none, and so must ``probs``.
+
+        Args:
+            rows: ``[A, M]`` in the order of sending.
+            probs: ``[A]``.
+            experts: Weights of the present experts, ascending.
+        """
+        tensors = [tensor for expert in experts for tensor in expert.tensors()]
+        per_expert = len(tensors) // len(experts) if experts else 0
+        builds = torch.is_grad_enabled()
+        results: Tensor = _PipelinedExperts.apply(self, per_expert, builds, rows, probs, *tensors)
+        return results
+
+    def needs_weights(self, step: int) -> bool:
+        """Whether a step has rows for an expert that may be on its way, or is the last one."""
+        received_SG = self.record.received_SG[list(self.ring.senders(step))]
+        return step == self.ring.num_steps - 1 or bool(received_SG[:, np.flatnonzero(self.travels_G)].any())
+
+    def of_step(self, step: int, rows: Tensor, probs: Tensor, experts: Sequence[ExpertWeights]) -> Tensor:
+        """The experts' results for one step's rows, in the order in which they came."""
+        received_SG = self.record.received_SG[list(self.ring.senders(step))]
+        sizes, shape = received_SG.reshape(-1), received_SG.shape
+        by_expert = chunk_permutation(sizes, transposed_order(*shape), rows.device)
+        by_source = chunk_permutation(
+            received_SG.T.reshape(-1), transposed_order(shape[1], shape[0]), rows.device
+        )
+        results = self.compute(
+            select(rows, by_expert), select(probs, by_expert), received_SG.sum(axis=0).tolist(), experts
+        )
+        return select(results, by_source)
+
+
+class _PipelinedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        pipeline: ExpertPipeline,
+        per_expert: int,
+        builds: bool,
+        rows: Tensor,
+        probs: Tensor,
+        *tensors: Tensor,
+    ) -> Tensor:
+        needs = ctx.needs_input_grad[3:]
+        builds = builds and any(needs)
+        leaves = [
+            x.detach().requires_grad_(builds and need) for x, need in zip(tensors, needs[2:], strict=True)
+        ]
+        experts = [
+            ExpertWeights.from_tensors(leaves[i : i + per_expert])
+            for i in range(0, len(leaves), per_expert or 1)
+        ]
+        kept: list[tuple[Tensor, Tensor, Tensor]] = []
+
+        def compute(step: int, received: Sequence[Tensor]) -> list[Tensor]:
+            if not step:
+                pipeline.before_forward()
+            if pipeline.needs_weights(step):
+                pipeline.await_weights()
+            inputs = [
+                x.detach().requires_grad_(builds and need) for x, need in zip(received, needs, strict=False)
+            ]
+            with torch.set_grad_enabled(builds), saved_tensors_hooks(_as_it_is, _as_it_is):
+                output = pipeline.of_step(step, inputs[0], inputs[1], experts)
+            if builds:
+                kept.append((inputs[0], inputs[1], output))
+            return [output.detach()]
+
+        results = torch.empty_like(rows)
+        record = pipeline.record
+        exchange_in_steps(
+            [rows.contiguous(), probs.contiguous()],
+            [results],
+            record.send_D,
+            record.receive_D,
+            compute,
+            pipeline.ring,
+            pipeline.group,
+        )
+        ctx.pipeline, ctx.kept, ctx.leaves = pipeline, kept, leaves
+        ctx.like = rows.new_empty(0), probs.new_empty(0)
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        pipeline, kept, leaves = ctx.pipeline, ctx.kept, ctx.leaves
+        ctx.pipeline = ctx.leaves = None  # the graph may be kept for longer than the weights
+        needs_rows, needs_probs, *needs_weights = ctx.needs_input_grad[3:]
+        record = pipeline.record
+        wanted_leaves = [leaf for leaf, need in zip(leaves, needs_weights, strict=True) if need]
+        sums: list[Tensor | None] = [None] * len(wanted_leaves)
+
+        def compute(step: int, received: Sequence[Tensor]) -> list[Tensor]:
+            if not step:
+                pipeline.await_weights()
+            rows, probs, output = kept[step]
+            kept[step] = None  # its activations are free from here on
+            inputs = [x for x, need in ((rows, needs_rows), (probs, needs_probs)) if need]
+            found: Sequence[Tensor | None] = [None] * (len(inputs) + len(wanted_leaves))
+            if output.requires_grad:
+                found = torch.autograd.grad(output, inputs + wanted_leaves, received[0], allow_unused=True)
+            for i, grad in enumerate(found[len(inputs) :]):
+                total = sums[i]
+                if grad is not None:
+                    sums[i] = grad if total is None else total + grad
+            return [
+                torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found, strict=False)
+            ]
+
+        like_rows, like_probs = ctx.like
+        num_rows = sum(record.send_D)
+        back: list[Tensor] = []
+        if needs_rows:
+            back.append(like_rows.new_empty(num_rows, *gradient.shape[1:]))
+        if needs_probs:
+            back.append(like_probs.new_empty(num_rows))
+        exchange_in_steps(
+            [gradient.contiguous()],
+            back,
+            record.send_D,
+            record.receive_D,
+            compute,
+            pipeline.ring,
+            pipeline.group,
+        )
+        of_weights = iter(sums)
+        weights = [
+            _or_zeros(next(of_weights), leaf) if need else None
+            for leaf, need in zip(leaves, needs_weights, strict=True)
+        ]
+        gradients = iter(back)
+        return (
+            None,
+            None,
+            None,
+            next(gradients) if needs_rows else None,
+            next(gradients) if needs_probs else None,
+            *weights,
+        )
+
+
+def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if gradient is None else gradient

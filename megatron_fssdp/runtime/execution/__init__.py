@@ -1,0 +1,1 @@
+"""The execution of plans: layer executors, iterations, measurements and the model's runtime."""

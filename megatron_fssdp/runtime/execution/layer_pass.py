@@ -1,0 +1,78 @@
+"""One forward pass through a layer, from tokens to their results.
+
+The adapter's ``placement_dispatcher.py`` takes the same steps in the phases in which Megatron calls it; this
+is for whoever drives a layer without Megatron.
+
+Shape legend: T tokens of this rank, M model dim, E experts.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import Tensor
+
+from megatron_fssdp.runtime.exchange import token_exchange
+from megatron_fssdp.runtime.exchange.pipelined_experts import ExpertCompute
+from megatron_fssdp.runtime.exchange.row_exchanges import TwoStepExchange
+from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor, MicroBatch
+
+Span = Callable[[str], AbstractContextManager[object]]
+"""From the name of a step to what is entered around it."""
+
+
+def _untimed(step: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def run_layer(
+    executor: LayerExecutor,
+    hidden: Tensor,
+    probs: Tensor,
+    routing_map: Tensor,
+    compute: ExpertCompute,
+    *,
+    exchange: TwoStepExchange | None = None,
+    span: Span = _untimed,
+) -> tuple[Tensor, MicroBatch]:
+    """Send tokens to their experts, compute, and sum each token's results.
+
+    Args:
+        executor: The layer.
+        hidden: ``[T, M]``.
+        probs: ``[T, E]``.
+        routing_map: bool ``[T, E]``.
+        compute: The experts.
+        exchange: In which order collectives carry rows, of this pass alone; by default in two steps.
+        span: Entered around ``counts and plan``, ``dispatch`` and ``combine``, or, where all is pipelined,
+            around ``dispatch, experts and combine``.
+
+    Returns:
+        ``[T, M]``, and what was decided for this pass.
+    """
+    exchange = exchange or TwoStepExchange(executor.groups)
+    hidden, probs, routing_map = exchange.gather(hidden, probs, routing_map)
+    with span("counts and plan"):
+        micro_batch = executor.begin_micro_batch(routing_map, exchange.groups)
+    record, materialization = micro_batch.exchange, micro_batch.materialization
+    exchange.start(record, micro_batch.plan.placement)
+    pipeline = executor.pipeline(micro_batch, compute)
+    if pipeline is not None:
+        hidden, experts = materialization.apply(hidden, wait=False)
+        with span("dispatch, experts and combine"):
+            rows = pipeline.run(*exchange.permute(hidden, probs), experts)
+        return materialization.release(exchange.unpermute(rows)), micro_batch
+    if not materialization.beside_dispatch:
+        hidden, experts = materialization.apply(hidden)
+    rows, row_probs = exchange.permute(hidden, probs)
+    with span("dispatch"):
+        rows, row_probs = exchange.dispatch(rows, row_probs, executor.plan_following)
+    if materialization.beside_dispatch:
+        rows, experts = materialization.apply(rows)
+    rows, row_probs = token_exchange.sort_by_expert(*exchange.gather_peers(rows, row_probs), record)
+    with executor.computing(rows.shape[0], rows.device):
+        rows = compute(rows, row_probs, record.rows_per_expert, experts)
+    rows = materialization.end_use(executor.computed(rows))
+    rows = exchange.sum_peers(token_exchange.sort_by_source(rows, record), rows.dtype)
+    with span("combine"):
+        rows = exchange.combine(rows)
+    return materialization.release(exchange.unpermute(rows)), micro_batch

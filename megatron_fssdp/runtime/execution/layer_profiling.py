@@ -1,0 +1,92 @@
+"""From a run's first iterations to the costs that its planners use."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.collectives.probes.link_probe import measure_links
+from megatron_fssdp.planning.cost.cost_model import ClusterCost
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.memory.held_replicas import HeldReplicas
+from megatron_fssdp.planning.memory.materialization_limits import memory_capacity
+from megatron_fssdp.planning.memory.memory_accounting import FP32_BYTES
+from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
+
+
+def profile_layers(
+    layers: Sequence[LayerExecutor],
+    groups: Sequence[dist.ProcessGroup],
+    *,
+    free_bytes: int,
+    token_bytes: int,
+    owned_bytes: int,
+    num_micro_batches: int,
+    held: HeldReplicas,
+    device: torch.device,
+) -> None:
+    """Give the layers' contexts what their stopwatches saw; collective over all groups.
+
+    Layers of one shape cost the same: their times are put together, which also evens out
+    the noise of few iterations. All ranks that plan together, or that share owners, end
+    with the same numbers: the slowest compute, the least memory.
+
+    Args:
+        layers: This rank's layers, not empty.
+        groups: Expert-parallel, expert-tensor-parallel and expert-data-parallel ranks.
+        free_bytes: Memory free on this rank's device at an iteration's peak.
+        token_bytes: One token's hidden state.
+        owned_bytes: What moves with one expert when its owner changes.
+        num_micro_batches: Of an iteration.
+        held: When replicas are going to be there, and of how many layers.
+        device: Where collectives' tensors lie.
+    """
+    first = layers[0]
+    layout = first.layout_of_all()
+    flops_per_token = 2.0 * sum(shape.numel() for shape in layout.shapes if len(shape) == 2)
+    watches = [layer.stopwatch for layer in layers if layer.stopwatch is not None]
+    rows, experts_s = sum(w.num_rows for w in watches), sum(w.experts_s() for w in watches)
+    before_s = [w.before_s() for w in watches]
+    intra, inter = measure_links(first.groups.expert_parallel, first.groups.topology, device)
+    numbers = torch.tensor(
+        [
+            # Compute that hides a transfer has to hide it on every rank: take the shortest.
+            -min(before_s, default=0.0),
+            experts_s / rows / flops_per_token if rows else 0.0,
+            intra.alpha_s,
+            intra.beta_s_per_byte,
+            inter.alpha_s,
+            inter.beta_s_per_byte,
+            -float(free_bytes),
+        ],
+        dtype=torch.float64,
+        device=device,
+    )
+    for group in groups:
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+    non_moe, flop_s, intra_alpha, intra_beta, inter_alpha, inter_beta, free = numbers.tolist()
+    profile = LayerProfile(
+        non_moe_s=-non_moe,
+        cluster=ClusterCost(
+            replace(intra, alpha_s=intra_alpha, beta_s_per_byte=intra_beta),
+            replace(inter, alpha_s=inter_alpha, beta_s_per_byte=inter_beta),
+            expert_flops_per_s=1 / flop_s if flop_s else 1e15,
+        ),
+        expert_bytes=layout.num_bytes,
+        token_bytes=token_bytes,
+        flops_per_token=flops_per_token,
+        memory_capacity=memory_capacity(
+            int(-free),
+            expert_bytes=layout.num_bytes,
+            gradient_bytes_per_expert=layout.numel * FP32_BYTES,
+            num_experts=first.context.num_experts,
+            held=held,
+        ),
+        gradient_bytes=layout.numel * FP32_BYTES if held.sums_gradients else layout.num_bytes,
+        num_micro_batches=num_micro_batches,
+        owned_bytes=owned_bytes,
+    )
+    for layer in layers:
+        layer.context = replace(layer.context, profile=profile)
+        layer.stopwatch = None

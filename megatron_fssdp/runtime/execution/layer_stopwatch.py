@@ -1,0 +1,81 @@
+"""Seconds of the compute around and in a layer's forward passes, on the clock of its device."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_fssdp.runtime.replicas.materialization import in_backward
+
+
+@dataclass(eq=False)
+class _Span:
+    """One stretch of compute."""
+
+    is_cuda: bool
+    begin: "float | torch.cuda.Event" = 0.0
+    end: "float | torch.cuda.Event" = 0.0
+
+    def seconds(self) -> float:
+        if isinstance(self.begin, float) or isinstance(self.end, float):
+            assert isinstance(self.begin, float)
+            assert isinstance(self.end, float)
+            return self.end - self.begin
+        self.end.synchronize()
+        return self.begin.elapsed_time(self.end) / 1e3
+
+
+def _now(is_cuda: bool) -> "float | torch.cuda.Event":
+    if not is_cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+@dataclass(eq=False)
+class LayerStopwatch:
+    """Times of one layer's forward passes; a recomputed one is a part of backward and not counted.
+
+    Attributes:
+        num_rows: Rows that the experts were timed with.
+    """
+
+    num_rows: int = 0
+    _before: list[_Span] = field(default_factory=list)
+    _experts: list[_Span] = field(default_factory=list)
+    _open: _Span | None = None
+
+    def layer_begins(self, device: torch.device) -> None:
+        """The compute before the layer starts."""
+        is_cuda = device.type == "cuda"
+        self._open = None if in_backward() else _Span(is_cuda, _now(is_cuda))
+
+    def tokens_ready(self) -> None:
+        """The compute before the layer, with the gate, is over."""
+        if self._open is not None:
+            self._open.end = _now(self._open.is_cuda)
+            self._before.append(self._open)
+            self._open = None
+
+    @contextmanager
+    def experts(self, num_rows: int, device: torch.device) -> Iterator[None]:
+        """Around the experts' forward pass on ``num_rows`` rows."""
+        is_cuda = device.type == "cuda"
+        span = _Span(is_cuda, _now(is_cuda))
+        yield
+        if not in_backward():
+            span.end = _now(is_cuda)
+            self._experts.append(span)
+            self.num_rows += num_rows
+
+    def before_s(self) -> float:
+        """Median seconds of the compute before the layer; 0 where none was seen."""
+        times_s = sorted(span.seconds() for span in self._before)
+        return times_s[len(times_s) // 2] if times_s else 0.0
+
+    def experts_s(self) -> float:
+        """Seconds of the experts' forward passes together."""
+        return sum(span.seconds() for span in self._experts)

@@ -1,0 +1,80 @@
+"""All layers of a stage choose their strategies anew, all ranks alike."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
+from megatron_fssdp.strategies.auto.iteration_spread import IterationSpread
+from megatron_fssdp.strategies.auto.selection_report import ChoiceReport
+from megatron_fssdp.strategies.strategy import ChoosingStrategy
+
+LATEST = 200
+"""Iterations whose seconds are looked at, at most."""
+
+
+class LayerChoosing:
+    """Lets a strategy choose when it is time to, and remembers how long iterations took since.
+
+    Args:
+        strategy: Chooses.
+        groups: The expert-parallel ranks first; over all of them together, ranks that plan alike or
+            share owners agree.
+        device: Where collectives' tensors lie.
+    """
+
+    def __init__(
+        self, strategy: ChoosingStrategy, groups: Sequence[dist.ProcessGroup], device: torch.device
+    ) -> None:
+        self._strategy = strategy
+        self._groups = groups
+        self._device = device
+        self._seconds: deque[float] = deque(maxlen=LATEST)
+
+    def note(self, seconds: float) -> None:
+        """Take in what an iteration took on this rank."""
+        self._seconds.append(seconds)
+
+    def choose(self, executors: Sequence[LayerExecutor], iteration: int) -> ChoiceReport | None:
+        """Choose before the iteration after ``iteration`` of them, if it is time to; collective.
+
+        Args:
+            executors: The layers of this pipeline stage that may choose.
+            iteration: Iterations that the model has been trained for.
+
+        Returns:
+            What was chosen; ``None`` if nothing was thought over.
+        """
+        is_measured = executors[0].context.profile is not None
+        num_known = executors[0].history.num_seen if is_measured else 0
+        if not self._strategy.chooses_at(iteration, num_known):
+            return None
+        # Ranks of a group know the same loads, so each prices its part of the layers.
+        group = self._groups[0]
+        own = range(group.rank(), len(executors), group.size())
+        prices = self._strategy.price(
+            [executors[layer].context for layer in own], [executors[layer].history for layer in own]
+        )
+        seconds_LC = np.zeros((len(executors), prices.shape[1]))
+        seconds_LC[list(own)] = prices
+        # The first iteration after a change allocates and fills caches.
+        spread = IterationSpread.of(list(self._seconds)[1:])
+        measured = [0.0, 0.0, 0.0] if spread is None else [spread.low_s, spread.median_s, spread.high_s]
+        agreed = torch.from_numpy(np.concatenate([seconds_LC.ravel(), measured])).to(self._device)
+        for group in self._groups:
+            # Of copies with other loads, and of clocks, the slowest counts: the others wait for it.
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
+        numbers = agreed.cpu().numpy()
+        if spread is not None:
+            spread = IterationSpread(spread.num_seen, *numbers[-3:].tolist())
+        report = self._strategy.choose(
+            [executor.context.layer for executor in executors],
+            numbers[:-3].reshape(seconds_LC.shape),
+            spread,
+        )
+        if report.changes:
+            self._seconds.clear()
+        return report

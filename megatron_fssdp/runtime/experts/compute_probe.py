@@ -1,0 +1,129 @@
+"""Measures what a device reaches in the compute of a transformer layer, forward and backward.
+
+Shape letters: T tokens, M model dim, F ffn dim, G experts present on this device.
+"""
+
+import os
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from megatron_fssdp.collectives.probes.device_timing import elapsed_s
+from megatron_fssdp.runtime.experts.expert_activation import ExpertActivation
+from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights
+from megatron_fssdp.runtime.experts.grouped_ffn import grouped_ffn
+
+PASSES = 3
+"""Flops of forward and backward by those of the forward: the backward computes gradients of inputs and of
+weights (FasterMoE, Eq. 7)."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of the layer that is computed.
+
+    Attributes:
+        model_dim: M.
+        ffn_dim: F of one expert.
+        num_experts: G, on one device.
+        num_rows: Rows of all of them together.
+        gated: Whether the activation is gated, so that ``fc1`` is ``[2F, M]``.
+        num_heads: Attention heads.
+        seq_length: Tokens of a sample.
+        num_samples: Samples of a micro-batch.
+        dtype: Of everything.
+    """
+
+    model_dim: int
+    ffn_dim: int
+    num_experts: int
+    num_rows: int
+    gated: bool
+    num_heads: int
+    seq_length: int
+    num_samples: int
+    dtype: torch.dtype
+
+    @property
+    def expert_flops(self) -> float:
+        """Of the experts' forward: two matrices of each row, three when gated."""
+        return 2.0 * self.num_rows * self.model_dim * self.ffn_dim * (3 if self.gated else 2)
+
+    @property
+    def attention_flops(self) -> float:
+        """Of attention's forward: four projections, scores and their product with the values."""
+        tokens = self.num_samples * self.seq_length
+        return tokens * self.model_dim * (8.0 * self.model_dim + 4.0 * self.seq_length)
+
+
+def expert_flops_per_s(shape: LayerShape, device: torch.device, num_repetitions: int) -> float:
+    """What the device reaches in the experts, all with equally many rows.
+
+    Args:
+        shape: The layer.
+        device: What computes.
+        num_repetitions: Their median counts; one more warms up.
+    """
+
+    def weight(*size: int) -> torch.Tensor:
+        return (torch.randn(*size, device=device) * 0.02).to(shape.dtype).requires_grad_()
+
+    experts = [
+        ExpertWeights(
+            weight(shape.ffn_dim * (2 if shape.gated else 1), shape.model_dim),
+            weight(shape.model_dim, shape.ffn_dim),
+        )
+        for _ in range(shape.num_experts)
+    ]
+    share, rest = divmod(shape.num_rows, shape.num_experts)
+    rows = [share + (expert < rest) for expert in range(shape.num_experts)]
+    x = torch.randn(shape.num_rows, shape.model_dim, device=device).to(shape.dtype).requires_grad_()
+    probs = torch.ones(shape.num_rows, device=device)
+    activation = ExpertActivation(functional.silu if shape.gated else functional.gelu, gated=shape.gated)
+    upstream = torch.ones_like(x)
+    inputs = [x, *(tensor for expert in experts for tensor in expert.tensors())]
+
+    def both_passes() -> None:
+        torch.autograd.grad(grouped_ffn(x, probs, rows, experts, activation), inputs, upstream)
+
+    return PASSES * shape.expert_flops / _median_s(both_passes, device, num_repetitions)
+
+
+def attention_flops_per_s(shape: LayerShape, device: torch.device, num_repetitions: int) -> float:
+    """What the device reaches in attention: projections and scaled dot products, without a mask."""
+    sample = (shape.num_samples, shape.seq_length, shape.model_dim)
+    x = torch.randn(sample, device=device).to(shape.dtype).requires_grad_()
+    into, out = (
+        (torch.randn(size * shape.model_dim, shape.model_dim, device=device) * 0.02)
+        .to(shape.dtype)
+        .requires_grad_()
+        for size in (3, 1)
+    )
+    upstream = torch.ones_like(x)
+
+    def both_passes() -> None:
+        heads = functional.linear(x, into).unflatten(-1, (3, shape.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(*heads.unbind())
+        y = functional.linear(mixed.transpose(1, 2).flatten(-2), out)
+        torch.autograd.grad(y, [x, into, out], upstream)
+
+    return PASSES * shape.attention_flops / _median_s(both_passes, device, num_repetitions)
+
+
+def device_memory_bytes(device: torch.device, num_sharers: int) -> int:
+    """Memory of a device; a CPU rank's is its share of the machine's.
+
+    Args:
+        device: The device.
+        num_sharers: Ranks on this machine.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_sharers
+
+
+def _median_s(action: Callable[[], None], device: torch.device, num_repetitions: int) -> float:
+    return statistics.median([elapsed_s(action, device) for _ in range(1 + num_repetitions)][1:])

@@ -1,0 +1,157 @@
+"""The experts' feed-forward network over tokens sorted by expert.
+
+Shape legend: T tokens, M model dim, F ffn dim, G experts present on this device.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights
+
+Activation = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
+
+
+def grouped_ffn(
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    tokens_per_expert: Sequence[int],
+    experts: Sequence[ExpertWeights],
+    activation: Activation,
+    *,
+    probs_on_input: bool = False,
+) -> torch.Tensor:
+    """Every present expert on its own rows.
+
+    Every expert is computed, also with zero rows, and with no expert at all the
+    result still depends on ``x`` and ``probs``: each rank's graph then holds the same
+    collectives, and no backward waits for one that another rank never enters.
+
+    Args:
+        x: ``[T, M]``, sorted by expert.
+        probs: ``[T]`` routing probabilities.
+        tokens_per_expert: Rows of each present expert; sums to T.
+        experts: Weights of the present experts, in the same order.
+        activation: ``(x, bias, probs) -> [T, F]``, see ``ExpertActivation``.
+        probs_on_input: Weight the input instead of the activation (top-1 only).
+
+    Returns:
+        ``[T, M]`` in the dtype of ``x``.
+    """
+    if probs_on_input:
+        x = (probs.unsqueeze(-1) * x).to(x.dtype)
+        probs = torch.ones_like(probs)
+    if not experts:
+        return (x * probs.unsqueeze(-1)).to(x.dtype)
+    ffn = _grouped if _grouped_matmul_pays(x, experts) else _one_by_one
+    return ffn(x, probs, tokens_per_expert, experts, activation)
+
+
+def _one_by_one(
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    tokens_per_expert: Sequence[int],
+    experts: Sequence[ExpertWeights],
+    activation: Activation,
+) -> torch.Tensor:
+    rows = torch.split(x, list(tokens_per_expert))
+    row_probs = torch.split(probs, list(tokens_per_expert))
+    outputs = []
+    for weights, x_e, probs_e in zip(experts, rows, row_probs, strict=True):
+        hidden = activation(functional.linear(x_e, weights.fc1), weights.fc1_bias, probs_e)
+        output = functional.linear(hidden, weights.fc2)
+        if weights.fc2_bias is not None:
+            output = _add_bias(output, weights.fc2_bias, probs_e)
+        outputs.append(output)
+    return torch.cat(outputs)
+
+
+def _grouped(
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    tokens_per_expert: Sequence[int],
+    experts: Sequence[ExpertWeights],
+    activation: Activation,
+) -> torch.Tensor:
+    # On some devices grouped_mm leaves the gradient of a group without rows unwritten.
+    filled = [weights for weights, num in zip(experts, tokens_per_expert, strict=True) if num]
+    idle = [weights for weights, num in zip(experts, tokens_per_expert, strict=True) if not num]
+    # Not torch.tensor(..., device=...): that makes the host wait for the device.
+    rows_G = torch.tensor([num for num in tokens_per_expert if num]).to(x.device, non_blocking=True)
+    ends_G = rows_G.cumsum(0).to(torch.int32)
+    num_rows = x.shape[0]
+
+    def per_row(biases: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(biases).repeat_interleave(rows_G, dim=0, output_size=num_rows)
+
+    fc1_bias = [w.fc1_bias for w in filled if w.fc1_bias is not None]
+    fc2_bias = [w.fc2_bias for w in filled if w.fc2_bias is not None]
+    hidden = _GroupedLinear.apply(x, ends_G, *(w.fc1 for w in filled))
+    hidden = activation(hidden, per_row(fc1_bias) if fc1_bias else None, probs)
+    output = _GroupedLinear.apply(hidden, ends_G, *(w.fc2 for w in filled))
+    if fc2_bias:
+        output = _add_bias(output, per_row(fc2_bias), probs)
+    if idle:
+        output = _ZeroGradients.apply(output, *(tensor for weights in idle for tensor in weights.tensors()))
+    return output
+
+
+def _add_bias(output: torch.Tensor, bias: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    # Rounded once, as in Megatron, where probabilities have more digits than the rows.
+    return (output + bias * probs.unsqueeze(-1)).to(output.dtype)
+
+
+def _grouped_matmul_pays(x: torch.Tensor, experts: Sequence[ExpertWeights]) -> bool:
+    """Whether one grouped kernel beats a loop: several bf16 experts on a CUDA device.
+
+    The kernel wants rows of 16 bytes. On the CPU, ``grouped_mm`` is itself a loop
+    and only adds the copy of the weights.
+    """
+    return (
+        x.is_cuda
+        and x.dtype is torch.bfloat16
+        and len(experts) > 1
+        and x.shape[0] > 0
+        and hasattr(functional, "grouped_mm")
+        and all(size % 8 == 0 for size in experts[0].fc1.shape + experts[0].fc2.shape)
+    )
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """``[T, K] x G of [N, K] -> [T, N]``, rows of group g between ``ends_G[g-1]`` and ``ends_G[g]``.
+
+    The stacked weights are made for the kernel and made again in the backward pass. Kept until
+    then they would double the experts' memory, and outlive replicas that are released.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ends_G: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, ends_G, *weights)
+        return functional.grouped_mm(x, torch.stack(weights).transpose(-2, -1), offs=ends_G)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, ends_G, *weights = ctx.saved_tensors
+        grad = gradients[0].contiguous()  # grouped_mm rejects zero strides, which a sum's gradient has
+        of_x: torch.Tensor | None = None
+        of_weights: Sequence[torch.Tensor | None] = (None,) * len(weights)
+        if ctx.needs_input_grad[0]:
+            of_x = functional.grouped_mm(grad, torch.stack(weights), offs=ends_G)
+        if any(ctx.needs_input_grad[2:]):
+            of_weights = functional.grouped_mm(grad.t(), x, offs=ends_G).unbind()
+        return of_x, None, *of_weights
+
+
+class _ZeroGradients(torch.autograd.Function):
+    """Identity of its first input; the others, which nothing is computed from, get zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *unused: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*unused)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return grad, *(torch.zeros_like(tensor) for tensor in ctx.saved_tensors)

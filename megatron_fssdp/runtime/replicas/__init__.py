@@ -1,0 +1,1 @@
+"""Replicas on this rank: weights that arrive, gradients that go home, their place in autograd."""

@@ -1,0 +1,179 @@
+"""Gradients of one layer's experts: added up here, sent home, added to the owners'."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
+from megatron_fssdp.collectives.sparse.transfer_cargo import accumulation_dtype
+from megatron_fssdp.collectives.transfer_lane import PendingTransfer
+from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
+
+Parameters = Mapping[int, Sequence[torch.nn.Parameter]]
+
+
+@dataclass(eq=False)
+class _Flight:
+    """Gradients on their way home, and the parts of them that have not left yet.
+
+    Attributes:
+        parts: Transfers of consecutive elements that are still to be started.
+        held: Flat gradients of this device's replicas.
+        dtype: Theirs.
+        sums: Flat sums over the replicas of this device's experts, as far as they have come.
+        layout: Shapes of one expert's tensors.
+        parameters: Of the experts that this rank owns.
+        pending: What is on its way.
+        num_started: Elements that have left.
+    """
+
+    parts: deque[SparseTransfer]
+    held: dict[int, torch.Tensor]
+    dtype: torch.dtype
+    sums: dict[int, torch.Tensor]
+    layout: ExpertLayout
+    parameters: Parameters
+    pending: list[PendingTransfer] = field(default_factory=list)
+    num_started: int = 0
+
+    def start(self) -> None:
+        """Start SparseReduceScatter of the next part."""
+        transfer = self.parts.popleft()
+        elements = slice(self.num_started, self.num_started + transfer.num_elements)
+        self.num_started = elements.stop
+        self.pending.append(
+            transfer.start_reduce_scatter(
+                {expert: flat[elements] for expert, flat in self.held.items()},
+                dtype=self.dtype,
+                # Sums are formed in fp32; rounding them to half precision would buy nothing.
+                result_dtype=accumulation_dtype(self.layout.dtype),
+                out={expert: flat[elements] for expert, flat in self.sums.items()},
+            )
+        )
+
+    def wait(self) -> None:
+        """Wait for what has been started."""
+        for pending in self.pending:
+            pending.wait()
+        self.pending.clear()
+
+
+class ReplicaGradients:
+    """What this device's replicas owe their owners, and what their replicas owe this device.
+
+    All ranks of the group make the same calls in the same order; only the numbers of
+    backward passes decide, never what a rank happens to hold.
+
+    Attributes:
+        num_unsent: Backward passes whose gradients are still summed here.
+    """
+
+    def __init__(self) -> None:
+        self.num_unsent = 0
+        self._sums: dict[int, torch.Tensor] = {}
+        self._flights: deque[_Flight] = deque()
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether sums have left, or a part of them, that owners' gradients do not have yet."""
+        return bool(self._flights)
+
+    def accumulate(self, layout: ExpertLayout, gradients: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """Add one micro-batch's gradients of this device's replicas to their sums, in fp32 or wider.
+
+        Args:
+            layout: Shapes of one expert's tensors.
+            gradients: Gradients of each replica, in the order of the layout.
+        """
+        self.num_unsent += 1
+        for expert, tensors in gradients.items():
+            if expert in self._sums:
+                for part, gradient in zip(layout.unpack(self._sums[expert]), tensors, strict=True):
+                    part.add_(gradient)
+            else:
+                self._sums[expert] = layout.pack(tensors).to(accumulation_dtype(layout.dtype))
+
+    def send_sums(
+        self, parts: Sequence[SparseTransfer], layout: ExpertLayout, parameters: Parameters
+    ) -> None:
+        """Start SparseReduceScatter of the sums so far; nothing to do where there are none.
+
+        Args:
+            parts: Transfers of consecutive elements, together all of an expert's. The first one starts now,
+                the others with :meth:`send_rest`.
+            layout: Shapes of one expert's tensors.
+            parameters: Of the experts that this rank owns.
+        """
+        if not self.num_unsent:
+            return
+        held = dict(self._sums)
+        self._sums, self.num_unsent = {}, 0
+        self._send(parts, layout, parameters, held, accumulation_dtype(layout.dtype))
+
+    def send(
+        self,
+        parts: Sequence[SparseTransfer],
+        layout: ExpertLayout,
+        parameters: Parameters,
+        gradients: Mapping[int, Sequence[torch.Tensor]],
+    ) -> None:
+        """Start SparseReduceScatter of one micro-batch's gradients, as :meth:`send_sums` does."""
+        held = {expert: layout.pack(tensors) for expert, tensors in gradients.items()}
+        self._send(parts, layout, parameters, held, layout.dtype)
+
+    def send_rest(self) -> None:
+        """Start the parts that have not left yet."""
+        for flight in self._flights:
+            while flight.parts:
+                flight.start()
+
+    def settle(self) -> None:
+        """Wait for what has left; add to the owners' gradients what has come whole."""
+        for flight in self._flights:
+            flight.wait()
+        while self._flights and not self._flights[0].parts:
+            flight = self._flights.popleft()
+            for expert, summed in flight.sums.items():
+                add_to_owner(flight.parameters[expert], flight.layout.unpack(summed))
+
+    def _send(
+        self,
+        parts: Sequence[SparseTransfer],
+        layout: ExpertLayout,
+        parameters: Parameters,
+        held: dict[int, torch.Tensor],
+        dtype: torch.dtype,
+    ) -> None:
+        # An owner's own part is in its gradient already.
+        sums = {
+            expert: torch.empty(layout.numel, dtype=accumulation_dtype(layout.dtype), device=parts[0].device)
+            for expert in parts[0].shared_experts
+        }
+        flight = _Flight(deque(parts), held, dtype, sums, layout, parameters)
+        flight.start()
+        self._flights.append(flight)
+
+
+def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """``main_grad``, or ``grad`` without Megatron's DDP; ``None`` before there is any."""
+    main_grad = getattr(parameter, "main_grad", None)
+    return parameter.grad if main_grad is None else main_grad
+
+
+def add_to_owner(parameters: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor]) -> None:
+    """Add raw gradients to ``main_grad``, or to ``grad`` without Megatron's DDP.
+
+    Args:
+        parameters: Of one owned expert.
+        gradients: In the same order and shapes.
+    """
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if not parameter.requires_grad:
+            continue
+        so_far = gradient_of(parameter)
+        if so_far is not None:
+            so_far.add_(gradient)
+        else:
+            parameter.grad = gradient.to(parameter.dtype, copy=True)

@@ -1,0 +1,81 @@
+"""Gradients of experts with Parameters on several devices: summed at the owner, then given back."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
+from megatron_fssdp.collectives.transfer_lane import PendingTransfer
+from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
+from megatron_fssdp.runtime.replicas.replica_gradients import add_to_owner, gradient_of
+
+Parameters = Mapping[int, Sequence[torch.nn.Parameter]]
+
+
+class ResidentGradients:
+    """One layer's all-reduce of an iteration's gradients among the holders of each expert.
+
+    It takes SparseReduceScatter and SparseAllGather of the sums. Each step is ended where other work has
+    hidden it; :meth:`finish` makes up for what is missing. All ranks of the group make the same calls in
+    the same order.
+
+    Args:
+        transfer: For all elements of an expert, in the dtype of the sums.
+        layout: Shapes of one expert's tensors.
+        parameters: Of the experts that are present here.
+    """
+
+    def __init__(self, transfer: SparseTransfer, layout: ExpertLayout, parameters: Parameters) -> None:
+        self._transfer, self._layout, self._parameters = transfer, layout, parameters
+        self._reduction: PendingTransfer | None = None
+        self._return: PendingTransfer | None = None
+        self._sums: dict[int, torch.Tensor] = {}
+        self._is_started = False
+        self.is_finished = False
+        """Whether all holders have the sums."""
+
+    def reduce(self) -> None:
+        """Start to sum, after the last backward pass of the layer."""
+        if self._is_started:
+            return
+        self._is_started = True
+        held = {
+            expert: self._gradient(expert)
+            for expert in (*self._transfer.received_experts, *self._transfer.shared_experts)
+        }
+        dtype = self._transfer.dtype
+        self._reduction = self._transfer.start_reduce_scatter(held, dtype=dtype, result_dtype=dtype)
+
+    def advance(self) -> None:
+        """End the step that is under way, and start the next one."""
+        if self._reduction is not None:
+            self._sums, self._reduction = self._reduction.wait(), None
+            self._return = self._transfer.start_all_gather(self._sums)
+        elif self._return is not None:
+            sums, self._return = {**self._sums, **self._return.wait()}, None
+            for expert, total in sums.items():
+                self._replace_gradient(expert, total)
+            self._sums = {}
+            self.is_finished = True
+
+    def finish(self) -> None:
+        """Bring the sums into the gradients of all holders; nothing to do the second time."""
+        self.reduce()
+        while not self.is_finished:
+            self.advance()
+
+    def _replace_gradient(self, expert: int, total: torch.Tensor) -> None:
+        parameters = self._parameters[expert]
+        for parameter in parameters:
+            if (gradient := gradient_of(parameter)) is not None:
+                gradient.zero_()
+        add_to_owner(parameters, self._layout.unpack(total))
+
+    def _gradient(self, expert: int) -> torch.Tensor:
+        gradients = [gradient_of(parameter) for parameter in self._parameters[expert]]
+        return self._layout.pack(
+            [
+                torch.zeros_like(parameter) if gradient is None else gradient
+                for parameter, gradient in zip(self._parameters[expert], gradients, strict=True)
+            ]
+        ).to(self._transfer.dtype)

@@ -1,0 +1,1 @@
+"""The ``auto`` strategy: it selects a strategy for every layer by modelled seconds."""

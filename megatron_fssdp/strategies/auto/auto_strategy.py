@@ -1,0 +1,234 @@
+"""``auto``: every layer runs under the strategy that is modelled to take the fewest seconds (ours).
+
+Plans are data, so a layer can change its strategy between any two iterations: the runtime executes what it
+gets, and losses do not change. Only owners that have moved stay where they are.
+
+Shape legend: D devices, E experts, L layers, C candidates.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_fssdp.config.strategy_settings import AutoSettings
+from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.planning.placement.owner_map import OwnerMap
+from megatron_fssdp.strategies.auto.iteration_spread import LEAST_SEEN, IterationSpread
+from megatron_fssdp.strategies.auto.selection_by_seconds import choose_by_seconds
+from megatron_fssdp.strategies.auto.selection_report import ChoiceReport, LayerChoice, SeenSaving
+from megatron_fssdp.strategies.plan_seconds import plan_seconds
+from megatron_fssdp.strategies.smartmoe import ExpertExchange, exchange_s
+from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
+
+NOTHING = "ep"
+BARRED_CHOICES = 5
+"""Choices for which a layer does not change again to a strategy that made iterations slower."""
+
+
+@dataclass(frozen=True)
+class _Change:
+    """The last change: what was there before it, and what it was to save."""
+
+    before: dict[int, str]
+    saving_s: float
+    spread: IterationSpread | None
+
+
+class AutomaticChoice:
+    """Asks the strategy that a layer has chosen; chooses anew every so many iterations.
+
+    Args:
+        settings: Candidates among them.
+        candidates: Built from these, by name, doing nothing first.
+    """
+
+    replica_life = ReplicaLife.CHOSEN
+
+    def __init__(self, settings: AutoSettings, candidates: Mapping[str, Strategy]) -> None:
+        self.settings = settings
+        self.candidates = dict(candidates)
+        self._chosen: dict[int, str] = {}
+        self._has_chosen = False
+        self._exchange_due: set[int] = set()
+        self._change: _Change | None = None
+        self._barred: dict[tuple[int, str], int] = {}
+
+    @property
+    def window(self) -> int:
+        """As long as any candidate's, before the first of the iterations that are compared."""
+        longest = max(candidate.window for candidate in self.candidates.values())
+        return longest + self.settings.compared_iterations
+
+    @property
+    def profile_iterations(self) -> int:
+        """Iterations to measure."""
+        return self.settings.profile_iterations
+
+    def check(self, context: LayerContext) -> None:
+        """Nothing to refuse: a candidate that cannot serve the layer is not chosen."""
+
+    def limits(self, context: LayerContext) -> str:
+        """What can be chosen."""
+        able = [name for name in self.candidates if self.serves(name, context)]
+        return f"each layer chooses among {', '.join(able)} every {self.settings.choice_interval} iterations"
+
+    def slots(self, context: LayerContext) -> int:
+        """Most replicas that any candidate puts on a device."""
+        return max(candidate.slots(context) for candidate in self.candidates.values())
+
+    def chosen(self, layer: int) -> str:
+        """The strategy that a layer has."""
+        return self._chosen.get(layer, NOTHING)
+
+    def resume(self, chosen: Mapping[int, str]) -> None:
+        """Start with the choices of another run of the same model.
+
+        Args:
+            chosen: Names by layer number; those that are no candidates here are left out.
+        """
+        self._chosen = {layer: name for layer, name in chosen.items() if name in self.candidates}
+
+    def chooses_at(self, iteration: int, num_known: int) -> bool:
+        """Whether strategies are thought over before the iteration after ``iteration`` of them.
+
+        Args:
+            iteration: Iterations that the model has been trained for.
+            num_known: Iterations that this process has seen, once costs are measured; else 0.
+        """
+        # The first iteration is no measure, and as many as quartiles need have to come before a change.
+        if num_known <= LEAST_SEEN:
+            return False
+        return not self._has_chosen or iteration % self.settings.choice_interval == 0
+
+    def price(self, contexts: Sequence[LayerContext], histories: Sequence[LoadHistory]) -> np.ndarray:
+        """Modelled seconds of an iteration under every candidate, [L, C].
+
+        Each candidate plans for the latest iterations from what was known before them, and its plans
+        are charged for the loads that then came. Moving owners is shared out over the iterations until
+        the next choice.
+
+        Args:
+            contexts: The layers, with profiles.
+            histories: Their loads, with two iterations at least.
+        """
+        return np.array(
+            [
+                [self._price(name, context, history) for name in self.candidates]
+                for context, history in zip(contexts, histories, strict=True)
+            ]
+        ).reshape(len(contexts), len(self.candidates))
+
+    def choose(
+        self, layers: Sequence[int], seconds_LC: np.ndarray, since_change: IterationSpread | None
+    ) -> ChoiceReport:
+        """Choose anew for all layers; the same arguments on all ranks that share owners.
+
+        A change that made iterations slower is taken back first, and not made again for a while.
+
+        Args:
+            layers: Numbers of the layers.
+            seconds_LC: What :meth:`price` said, agreed on.
+            since_change: Seconds of the iterations since the last change, or since the start.
+        """
+        self._has_chosen = True
+        before = {layer: self.chosen(layer) for layer in layers}
+        seen = self._seen(since_change)
+        self._barred = {key: left - 1 for key, left in self._barred.items() if left > 1}
+        if seen is not None and seen.is_slower and self._change is not None:
+            for layer, name in before.items():
+                if name != (earlier := self._change.before.get(layer, NOTHING)):
+                    self._barred[layer, name] = BARRED_CHOICES
+                    self._chosen[layer] = earlier
+        names = list(self.candidates)
+        present_L = np.array([names.index(self.chosen(layer)) for layer in layers], np.int64)
+        barred_LC = np.array([[(layer, name) in self._barred for name in names] for layer in layers])
+        chosen_L = choose_by_seconds(
+            seconds_LC, present_L, least_gain=self.settings.least_gain, barred_LC=barred_LC
+        )
+        choices = tuple(
+            LayerChoice(layer, names[chosen], before[layer], dict(zip(names, of_layer.tolist(), strict=True)))
+            for layer, chosen, of_layer in zip(layers, chosen_L, seconds_LC, strict=True)
+        )
+        report = ChoiceReport(choices, since_change, seen)
+        if not (seen is not None and seen.is_slower) and report.is_too_little:
+            choices = tuple(replace(choice, strategy=choice.before) for choice in choices)
+            report = ChoiceReport(choices, since_change, seen, report.saving_s)
+        for choice in report.changes:
+            self._chosen[choice.layer] = choice.strategy
+            if isinstance(self.candidates[choice.strategy], ExpertExchange):
+                self._exchange_due.add(choice.layer)
+        if report.changes:
+            self._change = _Change(before, report.saving_s, since_change)
+        elif seen is not None:
+            self._change = None
+        return report
+
+    def reshards_at(self, iteration: int) -> bool:
+        """Where a layer that exchanges experts is due, or has just begun to."""
+        return bool(self._exchange_due) or any(
+            self.candidates[name].reshards_at(iteration) for name in set(self._chosen.values())
+        )
+
+    def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
+        """New owners for the layers that have chosen to exchange experts."""
+        self._exchange_due.clear()
+        device_LE = owners.device_LE.copy()
+        for index, context in enumerate(contexts):
+            candidate = self.candidates[self.chosen(context.layer)]
+            if isinstance(candidate, ExpertExchange):
+                context = replace(context, owner_E=owners.device_LE[index])
+                device_LE[index] = candidate.exchanged_owners(context, load_LE[index])
+        return owners.with_owners(device_LE)
+
+    def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
+        """What the chosen strategy plans."""
+        candidate = self.candidates[self.chosen(context.layer)]
+        return candidate.before_gate(context, history.excerpt(candidate.window))
+
+    def after_gate(
+        self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
+    ) -> LayerPlan:
+        """What the chosen strategy makes of it."""
+        candidate = self.candidates[self.chosen(context.layer)]
+        return candidate.after_gate(context, counts_DE, plan, num_micro_batches)
+
+    def _price(self, name: str, context: LayerContext, history: LoadHistory) -> float:
+        if not self.serves(name, context):
+            return float("inf")
+        candidate, profile = self.candidates[name], context.profile
+        assert profile is not None
+        moving_s = 0.0
+        if isinstance(candidate, ExpertExchange):
+            old_E = context.owner_E
+            load_E = history.excerpt(candidate.window).mean_E()
+            context = replace(context, owner_E=candidate.exchanged_owners(context, load_E))
+            moving_s = exchange_s(old_E, context.owner_E, profile, context.topology)
+        times = profile.num_micro_batches
+        seconds = []
+        for age in range(min(self.settings.compared_iterations, len(history) - 1)):
+            counts_DE = history.counts_DE(age)
+            planned = candidate.before_gate(
+                context, history.excerpt(candidate.window, without_latest=age + 1)
+            )
+            plan = candidate.after_gate(context, counts_DE // times, planned, times)
+            seconds.append(plan_seconds(plan, counts_DE, context, num_micro_batches=times, planned=planned))
+        return float(np.mean(seconds)) + moving_s / self.settings.choice_interval
+
+    def serves(self, name: str, context: LayerContext) -> bool:
+        """Whether a candidate can have a layer."""
+        try:
+            self.candidates[name].check(context)
+        except ValueError:
+            return False
+        return True
+
+    def _seen(self, since_change: IterationSpread | None) -> SeenSaving | None:
+        """What the last change was to bring and has brought; ``None`` where there is nothing to compare."""
+        change = self._change
+        if change is None or change.spread is None or since_change is None:
+            return None
+        if min(change.spread.num_seen, since_change.num_seen) < LEAST_SEEN:
+            return None
+        return SeenSaving(change.saving_s, change.spread, since_change)

@@ -1,0 +1,52 @@
+"""FasterMoE: the hottest experts of every micro-batch on all devices (FasterMoE §4.1)."""
+
+import numpy as np
+
+from megatron_fssdp.config.strategy_settings import FastermoeSettings
+from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.planning.papers.shadow_selection import ShadowingCosts, select_shadows
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
+from megatron_fssdp.strategies.fixed_owners import MeasuredReplicas
+from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
+
+
+class DynamicShadowing(MeasuredReplicas[FastermoeSettings]):
+    """``fastermoe``: shadows are chosen after the gate, by the exact counts."""
+
+    window = 1
+    replica_life = ReplicaLife.MICRO_BATCH
+
+    def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
+        """Nothing is known yet."""
+        return LayerPlan.owners_only(context, each_micro_batch=True)
+
+    def after_gate(
+        self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
+    ) -> LayerPlan:
+        """The shadows of this micro-batch (FasterMoE, Alg. 1), once costs are measured."""
+        profile = context.profile
+        if profile is None:
+            return plan
+        costs = ShadowingCosts(
+            token_bytes=profile.token_bytes,
+            expert_bytes=profile.expert_bytes,
+            gradient_bytes=profile.expert_bytes,
+            flops_per_token=profile.flops_per_token,
+            flops_per_s=profile.cluster.expert_flops_per_s,
+            bytes_per_s=1 / profile.slowest_link(context.topology).beta_s_per_byte,
+        )
+        shadowed = select_shadows(
+            context.owner_E,
+            counts_DE,
+            costs,
+            most=self.slots(context),
+            remaining_exchange=self.settings.latency == "complete",
+        )
+        if not shadowed:
+            return plan
+        present_ED = plan.placement.present_ED.copy()
+        present_ED[list(shadowed)] = True
+        placement = ExpertPlacement(context.owner_E, present_ED)
+        return LayerPlan(placement, two_level_transfer(placement, context.topology), each_micro_batch=True)

@@ -1,0 +1,114 @@
+"""Pro-Prophet: hot experts on a subset of the devices, planned from an earlier iteration (§IV, §V)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_fssdp.config.strategy_settings import ProphetSettings
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.cost.transfer_split import WHOLE
+from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.planning.papers.calibration import doubling
+from megatron_fssdp.planning.papers.prophet_planner import ProphetModel, plan_layer
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
+from megatron_fssdp.strategies.fixed_owners import MeasuredReplicas
+from megatron_fssdp.strategies.plan_seconds import plan_seconds
+from megatron_fssdp.strategies.split_transfers import split_of
+from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """A plan, the context it was made for, and after how many iterations."""
+
+    plan: LayerPlan
+    context: LayerContext
+    num_seen: int
+
+
+class ProProphet(MeasuredReplicas[ProphetSettings]):
+    """``prophet``: replicas where most of an expert's tokens come from; others go to its owner."""
+
+    def __init__(self, settings: ProphetSettings) -> None:
+        super().__init__(settings)
+        self._kept: dict[int, _Kept] = {}
+
+    @property
+    def window(self) -> int:
+        """As long as a plan is kept, so that it can be made again."""
+        return self.settings.plan_interval
+
+    def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
+        """The plan of the last planning point (§IV-C, locality); the owners alone until costs are known."""
+        if context.profile is None or history.is_empty:
+            return LayerPlan.owners_only(context)
+        age = (history.num_seen - 1) % self.settings.plan_interval
+        made_at = history.num_seen - age
+        kept = self._kept.get(context.layer)
+        if kept is None or kept.context is not context or kept.num_seen != made_at:
+            counts_DE = history.counts_DE(age)
+            kept = _Kept(self._planned(context, context.profile, counts_DE), context, made_at)
+            self._kept[context.layer] = kept
+        return kept.plan
+
+    def after_gate(
+        self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
+    ) -> LayerPlan:
+        """The plan as it is."""
+        return plan
+
+    def _planned(self, context: LayerContext, profile: LayerProfile, counts_DE: np.ndarray) -> LayerPlan:
+        most, left_out = context.num_devices - 1, self.settings.left_out
+        found = [
+            plan_layer(
+                context.owner_E,
+                counts_DE,
+                _model(profile, context.topology, min(number, most), overlaps=self.settings.overlap),
+                balance=self.settings.balance,
+                slots=self.slots(context),
+            ).placement
+            for number in ([0, *doubling(most)] if left_out is None else [left_out])
+        ]
+        plans = [self._plan_of(placement, counts_DE, context) for placement in found]
+        if left_out is not None:
+            return plans[0]
+        # Eq. 4 takes an expert for fewer devices to cost less, which a link between nodes does not
+        # notice. Links as they are decide between the searches, and whether any of them pays.
+        return min(
+            [LayerPlan.owners_only(context), *plans],
+            key=lambda plan: plan_seconds(
+                plan, counts_DE, context, num_micro_batches=profile.num_micro_batches
+            ),
+        )
+
+    def _plan_of(self, placement: ExpertPlacement, counts_DE: np.ndarray, context: LayerContext) -> LayerPlan:
+        transfer = two_level_transfer(placement, context.topology)
+        is_split = self.settings.overlap and self.settings.split
+        return LayerPlan(
+            placement,
+            transfer,
+            gather_ahead=self.settings.overlap,
+            dispatch_policy="owner",
+            split=split_of(transfer, float(counts_DE.sum()), context) if is_split else WHOLE,
+        )
+
+
+def _model(profile: LayerProfile, topology: Topology, num_left_out: int, *, overlaps: bool) -> ProphetModel:
+    cluster, link = profile.cluster, profile.slowest_link(topology)
+    # The devices of a node share its link to others; one expert's transfer crosses it once.
+    num_sharing = topology.num_devices // topology.num_nodes if link is cluster.inter else 1
+    return ProphetModel(
+        num_devices=topology.num_devices,
+        num_left_out=num_left_out,
+        input_bytes=profile.token_bytes,
+        expert_bytes=profile.expert_bytes,
+        gradient_bytes=profile.reduced_bytes,
+        bytes_per_s=1 / link.beta_s_per_byte / num_sharing,
+        inputs_per_s=cluster.expert_flops_per_s / profile.flops_per_token,
+        non_expert_s=profile.non_moe_s,
+        overlaps=overlaps,
+        transfer_bytes_per_s=1 / link.beta_s_per_byte,
+        start_s=link.alpha_s,
+    )

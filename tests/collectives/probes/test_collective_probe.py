@@ -1,0 +1,132 @@
+"""What collectives cost: of messages that really travel, and of times given in their place."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.collectives.probes import collective_probe
+from megatron_fssdp.collectives.probes.collective_probe import COLLECTIVES, measure_collective
+from megatron_fssdp.planning.cost.cost_model import LEAST_BETA_S_PER_BYTE, LinkFit
+from megatron_fssdp.testing import run_ranks
+
+CPU = torch.device("cpu")
+SIZES = (1 << 10, 1 << 14, 1 << 18)
+
+
+def pairs(rank: int) -> dist.ProcessGroup:
+    """The group of this rank: two groups of two."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    return groups[rank // 2]
+
+
+def measure_all(rank: int, world_size: int) -> list[LinkFit]:
+    return [
+        measure_collective(name, group, dist.group.WORLD, CPU, message_bytes=SIZES, num_repetitions=3)
+        for group in (pairs(rank), dist.group.WORLD)
+        for name in COLLECTIVES
+    ]
+
+
+def test_all_ranks_measure_the_same_positive_costs() -> None:
+    of_ranks = run_ranks(measure_all, 4)
+    assert all(of_rank == of_ranks[0] for of_rank in of_ranks)
+    for fit in of_ranks[0]:
+        assert 1e-6 < fit.cost.time_s(SIZES[-1]) < 1
+        assert fit.cost.beta_s_per_byte >= LEAST_BETA_S_PER_BYTE
+        assert fit.worst_relative_error >= 0
+        assert fit.r_squared <= 1
+
+
+def measure_given_times(rank: int, world_size: int) -> LinkFit:
+    """The call is made, its time is planted: rank r needs r + 1 ms, r + 1 ns a byte, and once far more."""
+    sent: list[int] = []
+    original = collective_probe._prepare
+
+    def prepare(name, num_bytes, group, device, num_near):
+        call, sent_bytes = original(name, num_bytes, group, device)
+
+        def noted():
+            sent.append(sent_bytes)
+            return call()
+
+        return noted, sent_bytes
+
+    def given_s(call, device):
+        call()
+        outlier_s = 5.0 if len(sent) % 6 in (1, 3) else 0.0  # the first one connects, the third one is late
+        return (rank + 1) * (1e-3 + 1e-9 * sent[-1]) + outlier_s
+
+    collective_probe._prepare, collective_probe.elapsed_s = prepare, given_s
+    return measure_collective(
+        "all_to_all", dist.group.WORLD, dist.group.WORLD, CPU, message_bytes=SIZES, num_repetitions=5
+    )
+
+
+def test_the_slowest_rank_median_is_fitted() -> None:
+    for fit in run_ranks(measure_given_times, 3):
+        assert fit.cost.alpha_s == pytest.approx(3e-3)
+        assert fit.cost.beta_s_per_byte == pytest.approx(3e-9)
+        assert fit.worst_relative_error == pytest.approx(0, abs=1e-9)
+
+
+def measure_one_pair(rank: int, world_size: int) -> LinkFit:
+    """Ranks 0 and 1 exchange, the others keep still."""
+    groups = [dist.new_group([0, 1]), None]
+    group = groups[rank // 2]
+    return measure_collective(
+        "point_to_point", group, dist.group.WORLD, CPU, message_bytes=SIZES, num_repetitions=1
+    )
+
+
+def test_some_may_keep_still() -> None:
+    first, *others = run_ranks(measure_one_pair, 3)
+    assert first.cost.time_s(SIZES[-1]) > 1e-6
+    assert all(other == first for other in others)
+
+
+def sent_bytes(rank: int, world_size: int, num_bytes: int) -> dict[str, int]:
+    group = dist.group.WORLD
+    return {name: collective_probe._prepare(name, num_bytes, group, CPU)[1] for name in COLLECTIVES}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sizes_are_what_the_busiest_device_sends(world_size: int) -> None:
+    for of_rank in run_ranks(sent_bytes, world_size, 12_000):
+        assert of_rank == dict.fromkeys(COLLECTIVES, 12_000)
+
+
+def test_what_goes_to_the_own_node_is_not_counted() -> None:
+    """Of 4 ranks, one is near: a part of 6 kB goes to each of three others, two of them count."""
+    assert run_ranks(part_of_exchange, 4) == [12_000] * 4
+
+
+def part_of_exchange(rank: int, world_size: int) -> int:
+    call, sent = collective_probe._prepare("row_exchange", 12_000, dist.group.WORLD, CPU, 1)
+    call()
+    return sent
+
+
+def results(rank: int, world_size: int) -> None:
+    """Each call does the collective of its name."""
+    group = dist.group.WORLD
+    with pytest.raises(ValueError, match=r"collective 'gather'.*point_to_point, row_exchange, all_to_all"):
+        collective_probe._prepare("gather", 8, group, CPU)
+    made: list[torch.Tensor] = []
+    zeros = torch.zeros
+
+    def numbered(*args, **kwargs):
+        made.append(zeros(*args, **kwargs).fill_(rank + 1))
+        return made[-1]
+
+    torch.zeros = numbered
+    try:
+        for name, wanted in (("broadcast", 1.0), ("all_reduce", 6.0), ("reduce_scatter", 6.0)):
+            call, _ = collective_probe._prepare(name, 48, group, CPU)
+            call()
+            assert made[-1].unique().tolist() == [wanted], name
+    finally:
+        torch.zeros = zeros
+
+
+def test_calls_do_what_their_names_say() -> None:
+    run_ranks(results, 3)

@@ -1,0 +1,204 @@
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_fssdp.collectives.sparse.slot_exchange import exchange_slots
+from megatron_fssdp.planning.placement.owner_map import OwnerMap, SlotMove
+from megatron_fssdp.testing import run_ranks
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@dataclass
+class Rows:
+    """A quantity in one tensor [slots, elements]; notes what it was asked for."""
+
+    name: str
+    values: torch.Tensor
+    reads: list = field(default_factory=list)
+
+    num_elements = property(lambda self: self.values.shape[1])
+    dtype = property(lambda self: self.values.dtype)
+    device = property(lambda self: self.values.device)
+
+    def read(self, slots, start, out_NC):
+        self.reads.append((start, out_NC.shape[1]))
+        for slot, row in zip(slots, out_NC, strict=True):
+            row.copy_(self.values[slot, start : start + len(row)])
+
+    def write(self, slots, start, rows_NC):
+        for slot, row in zip(slots, rows_NC, strict=True):
+            self.values[slot, start : start + len(row)].copy_(row)
+
+
+class AllocatedBytes(TorchDispatchMode):
+    """Sums the bytes of every new storage: an upper bound of what is alive at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if torch.is_tensor(t)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if torch.is_tensor(tensor) and tensor.untyped_storage().data_ptr() not in known:
+                self.total += tensor.untyped_storage().nbytes()
+        return result
+
+
+def copy_some(rank: int, world_size: int) -> list[torch.Tensor]:
+    """Slots 0-2 are read, slots 3-5 filled; every element says where it was."""
+    rng = np.random.default_rng(3)
+    values = 1000 * rank + 10 * torch.arange(6)[:, None] + torch.arange(7)[None, :]
+    quantity = Rows("parameters", values.double())
+    filled = [(device, slot) for device in range(world_size) for slot in (3, 4, 5) if rng.random() < 0.7]
+    copies = [
+        SlotMove(0, i, int(rng.integers(world_size)), int(rng.integers(3)), device, slot)
+        for i, (device, slot) in enumerate(filled)
+    ]
+    before = quantity.values.clone()
+    exchange_slots(dist.group.WORLD, copies, [quantity], buffer_bytes=200, are_copies=True)
+    wanted = before.clone()
+    for copy in copies:
+        if copy.device == rank:
+            start = 1000 * copy.source_device + 10 * copy.source_slot
+            wanted[copy.slot] = torch.arange(start, start + 7)
+    return [quantity.values, wanted, torch.tensor(len(copies))]
+
+
+def test_copies_fill_other_slots_and_leave_what_is_read() -> None:
+    for got, wanted, num_copies in run_ranks(copy_some, 3):
+        assert torch.equal(got, wanted)
+        assert num_copies > 4
+
+
+@pytest.mark.parametrize(
+    "copies",
+    [
+        [SlotMove(0, 0, 0, 0, 1, 3), SlotMove(0, 1, 1, 1, 1, 3)],
+        [SlotMove(0, 0, 0, 0, 1, 3), SlotMove(0, 1, 1, 3, 0, 4)],
+    ],
+    ids=["filled twice", "filled and read"],
+)
+def test_copies_that_overwrite_are_refused(copies: list[SlotMove]) -> None:
+    run_ranks(refuse_copies, 2, copies)
+
+
+def refuse_copies(rank: int, world_size: int, copies: list[SlotMove]) -> None:
+    with pytest.raises(ValueError, match="wanted each filled once and none of them read"):
+        exchange_slots(dist.group.WORLD, copies, [], are_copies=True)
+
+
+def random_map(rng, num_layers, num_experts, num_devices):
+    places = rng.permutation(num_layers * num_experts).reshape(num_layers, num_experts)
+    slots = num_layers * num_experts // num_devices
+    return OwnerMap(places // slots, places % slots, num_devices)
+
+
+def contents(owner_map, device, num_elements, dtype, seed):
+    """What the slots of a device hold under a map: a function of (layer, expert) alone."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (owner_map.num_layers, owner_map.num_experts, num_elements)
+    of_expert = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    slots = range(owner_map.slots_per_device)
+    return torch.stack([of_expert[owner_map.expert_in(device, slot)] for slot in slots])
+
+
+def permute(rank, world_size, cases):
+    for seed, num_layers, experts_per_device, sizes, buffer_bytes in cases:
+        rng = np.random.default_rng(seed)
+        shape = (num_layers, experts_per_device * world_size, world_size)
+        old, new = random_map(rng, *shape), random_map(rng, *shape)
+        if seed % 3 == 0:  # only two experts change places, most devices move nothing
+            flat = rng.permutation(old.device_LE.size)[:2]
+            device_LE, slot_LE = old.device_LE.copy(), old.slot_LE.copy()
+            device_LE.flat[flat], slot_LE.flat[flat] = device_LE.flat[flat[::-1]], slot_LE.flat[flat[::-1]]
+            new = OwnerMap(device_LE, slot_LE, world_size)
+        kinds = [(size, DTYPES[(seed + i) % len(DTYPES)], seed + i) for i, size in enumerate(sizes)]
+        quantities = [Rows(str(i), contents(old, rank, *kind)) for i, kind in enumerate(kinds)]
+        moves = old.moves_to(new)
+        least = 2 * old.slots_per_device * 8
+        for quantity, kind in zip(quantities, kinds, strict=True):
+            budget = max(buffer_bytes, least)
+            with AllocatedBytes() as allocated:
+                exchange_slots(dist.group.WORLD, moves, [quantity], buffer_bytes=budget)
+            assert allocated.total <= budget
+            assert torch.equal(quantity.values, contents(new, rank, *kind))
+            covered = [i for start, length in quantity.reads for i in range(start, start + length)]
+            assert covered == (list(range(kind[0])) if moves else [])
+        calls = [None] * world_size
+        dist.all_gather_object(calls, [quantity.reads for quantity in quantities])
+        assert all(other == calls[0] for other in calls), "another number of collectives"
+        # And back, all quantities in one call.
+        exchange_slots(dist.group.WORLD, new.moves_to(old), quantities)
+        for quantity, kind in zip(quantities, kinds, strict=True):
+            assert torch.equal(quantity.values, contents(old, rank, *kind))
+    return True
+
+
+CASES = st.tuples(
+    st.integers(0, 10_000),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.lists(st.integers(0, 70), min_size=1, max_size=3),
+    st.integers(1, 2000),
+)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+# Shrinking would start ranks for minutes.
+@settings(max_examples=3, deadline=None, phases=[Phase.generate])
+@given(cases=st.lists(CASES, min_size=6, max_size=12))
+def test_contents_arrive_within_the_memory_budget(world_size, cases):
+    assert run_ranks(permute, world_size, cases) == [True] * world_size
+
+
+def misuse(rank, world_size):
+    quantity = Rows("weights", torch.arange(12.0).view(2, 6))
+    before = quantity.values.clone()
+
+    def exchange(moves, **options):
+        exchange_slots(dist.group.WORLD, moves, [quantity], **options)
+
+    with pytest.raises(ValueError, match="the same slots, each once"):
+        exchange([SlotMove(0, 0, 0, 0, 1, 0)])
+    with pytest.raises(ValueError, match="the same slots, each once"):
+        exchange([SlotMove(0, 0, 0, 0, 1, 0), SlotMove(0, 1, 0, 0, 0, 0), SlotMove(0, 2, 1, 0, 0, 0)])
+    with pytest.raises(ValueError, match="wanted 0 to 1"):
+        exchange([SlotMove(0, 0, 0, 0, 2, 0), SlotMove(0, 1, 2, 0, 0, 0)])
+    swap = [SlotMove(0, 0, 0, 0, 1, 0), SlotMove(0, 1, 1, 0, 0, 0)]
+    with pytest.raises(ValueError, match="buffer_bytes: got 7, wanted at least 8: one element of weights"):
+        exchange(swap, buffer_bytes=7)
+    exchange([])
+    assert torch.equal(quantity.values, before)
+    assert not quantity.reads
+    exchange(swap, buffer_bytes=8)
+    assert quantity.reads == [(start, 1) for start in range(6)]
+    return True
+
+
+def test_what_is_no_permutation_or_does_not_fit_is_refused():
+    assert run_ranks(misuse, 2) == [True, True]
+
+
+def permute_in_part_of_the_world(rank, world_size):
+    groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    group, device = groups[rank % 2], rank // 2
+    rng = np.random.default_rng(rank % 2)  # the groups follow maps of their own
+    old, new = OwnerMap.even(2, 4, 2), random_map(rng, 2, 4, 2)
+    quantity = Rows("weights", contents(old, device, 33, torch.float32, rank % 2))
+    exchange_slots(group, old.moves_to(new), [quantity], buffer_bytes=100)
+    assert torch.equal(quantity.values, contents(new, device, 33, torch.float32, rank % 2))
+    return True
+
+
+def test_groups_of_their_own_do_not_mix():
+    assert run_ranks(permute_in_part_of_the_world, 4) == [True] * 4

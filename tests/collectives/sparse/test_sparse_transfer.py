@@ -1,0 +1,235 @@
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.collectives.sparse import sparse_transfer
+from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.transfer_plan import plain_transfer, two_level_transfer
+from megatron_fssdp.testing import RankError, run_ranks
+from megatron_fssdp.testing.random_placement import random_placement
+
+
+def draw_case(rng, num_devices):
+    """Placement, plan, chunk_bytes, elements, dtype; the same on every rank."""
+    placement = random_placement(rng, int(rng.integers(1, 9)), num_devices)
+    nodes = [n for n in (1, 2, 4) if num_devices % n == 0]
+    topology = Topology.uniform(num_devices, int(rng.choice(nodes)))
+    plan = two_level_transfer(placement, topology) if rng.random() < 0.7 else plain_transfer(placement)
+    num_elements = int(rng.integers(1, 60))
+    dtype = [torch.float32, torch.bfloat16, torch.float64, torch.float16][rng.integers(4)]
+    chunk_bytes = [None, 1, 16, 64, 10_000][rng.integers(5)]
+    return placement, plan, chunk_bytes, num_elements, dtype
+
+
+def weights_of(case, num_experts, num_elements, dtype):
+    generator = torch.Generator().manual_seed(1000 + case)
+    return torch.randn(num_experts, num_elements, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def parts_of(case, rank, num_experts, num_elements, dtype):
+    generator = torch.Generator().manual_seed(7919 * case + rank)
+    return torch.randn(num_experts, num_elements, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def check_gather(case, transfer, placement, out):
+    weights = weights_of(case, placement.num_experts, transfer.num_elements, transfer.dtype)
+    owned = {e: weights[e].clone() for e in transfer.shared_experts}
+    storage = {e: torch.empty_like(weights[e]) for e in transfer.received_experts} if out else None
+    replicas = transfer.all_gather(owned, out=storage)
+    assert tuple(sorted(replicas)) == placement.replicas_on(transfer.rank)
+    for e, replica in replicas.items():
+        assert torch.equal(replica, weights[e])
+        assert storage is None or replica is storage[e]
+
+
+def check_reduction(case, transfer, placement, result_dtype):
+    shape = (placement.num_experts, transfer.num_elements, transfer.dtype)
+    held = (*transfer.shared_experts, *transfer.received_experts)
+    own = parts_of(case, transfer.rank, *shape)
+    partial = {e: own[e].clone() for e in held}
+    sums = transfer.reduce_scatter(partial, result_dtype=result_dtype)
+    again = transfer.reduce_scatter(partial, result_dtype=result_dtype)
+    assert all(torch.equal(partial[e], own[e]) for e in held), "the parts were written to"
+    assert tuple(sorted(sums)) == transfer.shared_experts
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+    for e, got in sums.items():
+        assert got.dtype == (result_dtype or transfer.dtype)
+        parts = [parts_of(case, holder, *shape)[e].double() for holder in placement.holders(e)]
+        wanted = torch.stack(parts).sum(0)
+        scale = torch.stack(parts).abs().sum(0)
+        limit = max(tolerance[transfer.dtype], tolerance[got.dtype])
+        assert ((got.double() - wanted).abs() <= limit * scale + 1e-12).all()
+        assert torch.equal(got, again[e])
+
+
+def run_cases(rank, world_size, seed, num_cases, group_ranks=None):
+    if group_ranks is None:
+        groups, group_ranks = [dist.group.WORLD], [range(world_size)]
+    else:
+        groups = [dist.new_group(ranks) for ranks in group_ranks]
+    rng = np.random.default_rng(seed)
+    for case in range(num_cases):
+        for group, ranks in zip(groups, group_ranks, strict=True):
+            placement, plan, chunk_bytes, num_elements, dtype = draw_case(rng, len(ranks))
+            if rank not in ranks:
+                continue
+            transfer = SparseTransfer(
+                group, plan, num_elements=num_elements, dtype=dtype, chunk_bytes=chunk_bytes
+            )
+            check_gather(case, transfer, placement, out=case % 2)
+            check_reduction(case, transfer, placement, [None, torch.float32, torch.float64][case % 3])
+    return True
+
+
+@pytest.mark.parametrize(("world_size", "num_cases"), [(1, 5), (2, 30), (4, 40), (8, 20)])
+def test_equals_dense_collectives_on_random_placements(world_size, num_cases):
+    assert run_ranks(run_cases, world_size, world_size, num_cases) == [True] * world_size
+
+
+def test_sub_groups_whose_ranks_are_not_the_worlds():
+    assert run_ranks(run_cases, 4, 5, 20, [[1, 3], [0, 2], [1, 2, 3]]) == [True] * 4
+
+
+def add_small_to_large(rank, world_size):
+    placement = ExpertPlacement(np.array([0]), np.ones((1, world_size), dtype=bool))
+    transfer = SparseTransfer.plain(dist.group.WORLD, placement, num_elements=3, dtype=torch.bfloat16)
+    part = torch.full((3,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
+    into = {0: torch.empty(3, dtype=torch.float64)} if rank == 0 else {}
+    sums = [
+        transfer.reduce_scatter({0: part}),
+        transfer.reduce_scatter({0: part}, result_dtype=torch.float32),
+        transfer.reduce_scatter({0: part}, out=into),
+    ]
+    return [(s[0].dtype, s[0].tolist()) for s in sums] if rank == 0 else sums
+
+
+def test_half_precision_is_added_in_fp32_and_rounded_once():
+    # In bf16, 256 + 1 is 256.
+    owner, *others = run_ranks(add_small_to_large, 4)
+    assert owner == [
+        (torch.bfloat16, [260.0] * 3),
+        (torch.float32, [259.0] * 3),
+        (torch.float64, [259.0] * 3),
+    ]
+    assert others == [[{}, {}, {}]] * 3
+
+
+def count_messages(rank, world_size, chunk_bytes, num_elements):
+    rng = np.random.default_rng(11)
+    records = []
+    original = sparse_transfer._post
+
+    def counting(messages, *where):
+        sends.extend((one.peer, one.tensor.nbytes) for one in messages if not one.is_receive)
+        return original(messages, *where)
+
+    sparse_transfer._post = counting
+    for case in range(6):
+        placement = random_placement(rng, 6, world_size)
+        plan = two_level_transfer(placement, Topology.uniform(world_size, 2))
+        transfer = SparseTransfer(
+            dist.group.WORLD, plan, num_elements=num_elements, dtype=torch.float32, chunk_bytes=chunk_bytes
+        )
+        weights = weights_of(case, 6, num_elements, torch.float32)
+        sends = []
+        replicas = transfer.all_gather({e: weights[e] for e in transfer.shared_experts})
+        gather_sends, sends = sends, []
+        transfer.reduce_scatter({**{e: weights[e] for e in transfer.shared_experts}, **replicas})
+        records.append((gather_sends, sends))
+    return records
+
+
+def test_messages_and_bytes_are_those_of_the_plan():
+    num_elements, chunk_bytes, world_size = 10, 16, 4
+    num_chunks = 3  # 4 + 4 + 2 elements
+    results = run_ranks(count_messages, world_size, chunk_bytes, num_elements)
+    rng = np.random.default_rng(11)
+    for case in range(6):
+        placement = random_placement(rng, 6, world_size)
+        plan = two_level_transfer(placement, Topology.uniform(world_size, 2))
+        wanted = Counter((edge.source, edge.destination) for edge in plan.edges)
+        for direction in (0, 1):
+            messages, sent_bytes = Counter(), Counter()
+            for rank in range(world_size):
+                for peer, nbytes in results[rank][case][direction]:
+                    edge = (peer, rank) if direction else (rank, peer)
+                    messages[edge] += 1
+                    sent_bytes[edge] += nbytes
+            assert messages == {edge: n * num_chunks for edge, n in wanted.items()}
+            assert sent_bytes == {edge: n * num_elements * 4 for edge, n in wanted.items()}
+            assert sent_bytes.total() == plan.total_bytes(num_elements * 4)
+
+
+def overlap_transfers(rank, world_size):
+    """Several transfers open at once, waited for in another order, while the caller uses another group."""
+    group = dist.new_group(list(range(world_size)))
+    rng = np.random.default_rng(21)
+    transfers, pending, weights = [], [], []
+    for case in range(8):
+        placement = random_placement(rng, 6, world_size)
+        plan = two_level_transfer(placement, Topology.uniform(world_size, 2))
+        transfer = SparseTransfer(group, plan, num_elements=5000, dtype=torch.float32, chunk_bytes=4096)
+        full = weights_of(case, 6, 5000, torch.float32)
+        transfers.append(transfer)
+        weights.append(full)
+        pending.append(transfer.start_all_gather({e: full[e] for e in transfer.shared_experts}))
+        held = (*transfer.shared_experts, *transfer.received_experts)
+        pending.append(transfer.start_reduce_scatter({e: torch.ones(5000) for e in held}))
+        total = torch.ones(3)
+        dist.all_reduce(total)
+        assert total.eq(world_size).all()
+    for case in reversed(range(8)):
+        for e, total in pending[2 * case + 1].wait().items():
+            num_holders = 1 + sum(edge.expert == e for edge in transfers[case].plan.edges)
+            assert total.eq(num_holders).all()
+        for e, replica in pending[2 * case].wait().items():
+            assert torch.equal(replica, weights[case][e])
+    return True
+
+
+def test_transfers_run_behind_the_callers_back_in_the_order_of_their_start():
+    assert run_ranks(overlap_transfers, 4) == [True] * 4
+
+
+def lose_a_peer(rank, world_size):
+    placement = ExpertPlacement(np.array([0]), np.ones((1, 2), dtype=bool))
+    transfer = SparseTransfer.plain(dist.group.WORLD, placement, num_elements=4, dtype=torch.float32)
+    if rank == 0:
+        raise KeyError("gone")
+    transfer.all_gather({})
+
+
+def test_a_lost_peer_raises_and_does_not_hang():
+    with pytest.raises(RankError, match="gone"):
+        run_ranks(lose_a_peer, 2, timeout_s=20)
+
+
+def misuse(rank, world_size):
+    placement = ExpertPlacement(np.array([0, 1]), np.ones((2, 2), dtype=bool))
+    transfer = SparseTransfer.plain(dist.group.WORLD, placement, num_elements=4, dtype=torch.float32)
+    good = torch.ones(4)
+    with pytest.raises(ValueError, match=r"owned has experts \[\], wanted"):
+        transfer.all_gather({})
+    with pytest.raises(ValueError, match=r"'shape': \(5,\)"):
+        transfer.all_gather({rank: torch.ones(5)})
+    with pytest.raises(ValueError, match=r"torch.float64"):
+        transfer.all_gather({rank: good.double()})
+    with pytest.raises(ValueError, match="not contiguous"):
+        transfer.all_gather({rank: torch.ones(8)[::2]})
+    with pytest.raises(ValueError, match="partial has experts"):
+        transfer.reduce_scatter({rank: good})
+    three = ExpertPlacement(np.array([0]), np.ones((1, 3), dtype=bool))
+    with pytest.raises(ValueError, match="plan is for 3 devices, the group has 2"):
+        SparseTransfer.plain(dist.group.WORLD, three, num_elements=4, dtype=torch.float32)
+    with pytest.raises(ValueError, match="chunk_bytes"):
+        SparseTransfer(dist.group.WORLD, transfer.plan, num_elements=4, dtype=torch.float32, chunk_bytes=0)
+    return True
+
+
+def test_misuse_is_refused_with_what_was_got_and_wanted():
+    assert run_ranks(misuse, 2) == [True] * 2

@@ -1,0 +1,69 @@
+import numpy as np
+import pytest
+
+from megatron_fssdp.collectives.sparse.wavefront import Wavefront
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.transfer_plan import plain_transfer, two_level_transfer
+from megatron_fssdp.testing.random_placement import random_placement
+
+
+def plans(num_cases=40):
+    rng = np.random.default_rng(0)
+    for _ in range(num_cases):
+        num_nodes = int(rng.choice([1, 2, 4]))
+        num_devices = num_nodes * int(rng.integers(1, 5))
+        placement = random_placement(rng, int(rng.integers(1, 9)), num_devices)
+        yield plain_transfer(placement)
+        yield two_level_transfer(placement, Topology.uniform(num_devices, num_nodes))
+
+
+@pytest.mark.parametrize("build", [Wavefront.of_gather, Wavefront.of_reduction])
+@pytest.mark.parametrize("num_chunks", [0, 1, 3])
+def test_what_is_sent_in_a_step_is_received_in_it_in_the_same_order(build, num_chunks):
+    for plan in plans():
+        devices = range(plan.num_devices)
+        waves = [build(plan, device, num_chunks) for device in devices]
+        assert sum(w.num_sends for w in waves) == num_chunks * plan.num_transfers
+        for t in range(-1, waves[0].num_steps + 1):
+            steps = [wave.step(t) for wave in waves]
+            for a in devices:
+                for b in devices:
+                    sent = [(m.expert, m.chunk) for m in steps[a].sends if m.peer == b]
+                    received = [(m.expert, m.chunk) for m in steps[b].receives if m.peer == a]
+                    assert sent == received
+        assert sum(len(w.step(t).sends) for w in waves for t in range(w.num_steps)) == sum(
+            w.num_sends for w in waves
+        )
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3])
+def test_nothing_is_passed_on_before_it_is_complete(num_chunks):
+    for plan in plans():
+        for device in range(plan.num_devices):
+            gather = Wavefront.of_gather(plan, device, num_chunks)
+            got = {(e, c) for e in {edge.expert for edge in plan.edges} for c in range(num_chunks)}
+            got -= {(e, c) for _, _, e in gather.receive_routes for c in range(num_chunks)}
+            reduction = Wavefront.of_reduction(plan, device, num_chunks)
+            missing = {e: len(plan.children(e, device)) * num_chunks for e, _ in got}
+            left = {(e, c): n // num_chunks for e, n in missing.items() for c in range(num_chunks)}
+            for t in range(gather.num_steps):
+                assert all((m.expert, m.chunk) in got for m in gather.step(t).sends)
+                got |= {(m.expert, m.chunk) for m in gather.step(t).receives}
+                for m in reduction.step(t).sends:
+                    assert left.get((m.expert, m.chunk), 0) == 0
+                for m in reduction.step(t).receives:
+                    if (m.expert, m.chunk) in left:
+                        left[m.expert, m.chunk] -= 1
+
+
+def test_levels_overlap_and_the_reduction_mirrors_the_gather():
+    placement = random_placement(np.random.default_rng(3), 6, 8)
+    plan = two_level_transfer(placement, Topology.uniform(8, 4))
+    assert plan.max_depth >= 2
+    for device in range(8):
+        gather = Wavefront.of_gather(plan, device, 5)
+        reduction = Wavefront.of_reduction(plan, device, 5)
+        assert gather.num_steps == reduction.num_steps == 5 + plan.max_depth
+        forward = [len(gather.step(t).sends) for t in range(gather.num_steps)]
+        backward = [len(reduction.step(t).receives) for t in range(gather.num_steps)]
+        assert forward == backward[::-1]

@@ -1,0 +1,58 @@
+"""Checkpoint options that would lose experts without a word are refused."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_arguments import check_checkpoint_arguments
+
+SAFE = {
+    "save": "folder",
+    "ckpt_format": "torch_dist",
+    "ckpt_convert_format": None,
+    "non_persistent_ckpt_type": None,
+    "non_persistent_save_interval": None,
+    "use_distributed_optimizer": False,
+    "dist_ckpt_optim_fully_reshardable": False,
+    "no_save_optim": None,
+    "ckpt_assume_constant_structure": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"ckpt_format": "torch"}, "use --ckpt-format torch_dist"),
+        ({"ckpt_format": "torch_dcp"}, "use --ckpt-format torch_dist"),
+        ({"ckpt_convert_format": "torch", "save": None}, "--moe-strategy none"),
+        ({"non_persistent_ckpt_type": "local"}, "--non-persistent-ckpt-type global"),
+        ({"use_distributed_optimizer": True}, "add --dist-ckpt-optim-fully-reshardable"),
+        ({"use_layer_wise_distributed_optimizer": True}, "add --dist-ckpt-optim-fully-reshardable"),
+        (
+            {"use_distributed_optimizer": True, "save": None, "non_persistent_save_interval": 5},
+            "add --dist-ckpt-optim-fully-reshardable",
+        ),
+        ({"ckpt_assume_constant_structure": True}, "drop the flag"),
+    ],
+)
+def test_refuses(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match) as refusal:
+        check_checkpoint_arguments(SimpleNamespace(**{**SAFE, **options}))
+    assert "reshard_interval=0" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True},
+        {"use_distributed_optimizer": True, "no_save_optim": True},
+        {"save": None, "ckpt_format": "torch", "use_distributed_optimizer": True},
+        {"non_persistent_ckpt_type": "global", "non_persistent_save_interval": 5},
+    ],
+)
+def test_lets_pass(options: dict[str, Any]) -> None:
+    check_checkpoint_arguments(SimpleNamespace(**{**SAFE, **options}))

@@ -1,0 +1,230 @@
+"""What a sharded state dict calls its entries, under any owner map, against stock Megatron."""
+
+import itertools
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from megatron_fssdp.megatron_adapter.experts.stage_owners import StageOwners
+from megatron_fssdp.testing.parallel_state import run_megatron_ranks
+
+from ..grouped_linear import fake_grouped_experts
+from ..uneven_owners import even_stage, expert_modules, follow_all, random_stage
+
+EXPERTS, DRAWS = 4, 4
+SWIGLU = {"activation_func": functional.silu, "gated_linear_unit": True}
+DENSE_BETWEEN = {"moe_layer_freq": [1, 1, 0, 1]}
+
+# name: (config, parallel sizes, metadata, grouped experts)
+CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any], bool]] = {
+    "gelu, biases": ({"add_bias_linear": True}, {"ep": 2}, {}, False),
+    "swiglu, biases": ({**SWIGLU, "add_bias_linear": True}, {"ep": 2}, {}, False),
+    "swiglu, every rank a copy": (SWIGLU, {"ep": 1}, {}, False),
+    "dense layers in between": ({**SWIGLU, **DENSE_BETWEEN}, {"ep": 2}, {}, False),
+    "one tensor an expert": (SWIGLU, {"ep": 2}, {"singleton_local_shards": True}, False),
+    "grouped, gelu, biases": ({"add_bias_linear": True}, {"ep": 2}, {}, True),
+    "grouped, swiglu, dense layers in between": ({**SWIGLU, **DENSE_BETWEEN}, {"ep": 2}, {}, True),
+    "grouped, one tensor an expert": (
+        {**SWIGLU, "add_bias_linear": True},
+        {"ep": 2},
+        {"singleton_local_shards": True},
+        True,
+    ),
+}
+CASES_OF_4_RANKS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any], bool]] = {
+    "2 stages": (SWIGLU, {"ep": 2, "pp": 2}, {}, False),
+    "2 stages, dense layers in between": (
+        {"add_bias_linear": True, **DENSE_BETWEEN},
+        {"ep": 2, "pp": 2},
+        {},
+        False,
+    ),
+    "2 stages of 2 chunks": (SWIGLU, {"ep": 2, "pp": 2, "vpp": 2}, {}, False),
+    "2 stages of 2 chunks, key numbers": (
+        {**SWIGLU, "moe_layer_freq": [1, 1, 1, 1]},
+        {"ep": 2, "pp": 2, "vpp": 2},
+        {},
+        False,
+    ),
+    "tensor parallel experts": (SWIGLU, {"ep": 2, "tp": 2, "etp": 2}, {}, False),
+    "grouped, tensor parallel experts": (SWIGLU, {"ep": 2, "tp": 2, "etp": 2}, {}, True),
+    "copies of each expert": (SWIGLU, {"ep": 2}, {}, False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_expert_is_stored_once_under_its_own_name(name: str) -> None:
+    _compare(2, *CASES[name])
+
+
+@pytest.mark.parametrize("name", CASES_OF_4_RANKS)
+def test_so_it_is_on_four_ranks(name: str) -> None:
+    _compare(4, *CASES_OF_4_RANKS[name])
+
+
+def _compare(
+    world_size: int,
+    config: dict[str, Any],
+    sizes: dict[str, int],
+    metadata: dict[str, Any],
+    grouped: bool,
+) -> None:
+    ranks = run_megatron_ranks(_entries_on_rank, world_size, config, sizes, metadata, grouped, **sizes)
+    moved = 0
+    for draw in range(1 + DRAWS):
+        stock = [entry for rank in ranks for entry in rank[0]]
+        ours = [entry for rank in ranks for entry in rank[1][draw]]
+        assert len({entry[:3] for entry in stock if entry[-2]}) == len([e for e in stock if e[-2]]) > 0
+        # The same pieces of the same tensors with the same contents, no more and no fewer of them.
+        assert sorted(ours) == sorted(stock)
+        slots = [[entry[:3] for entry in rank[1][draw]] for rank in ranks]
+        moved += slots != [[entry[:3] for entry in rank[0]] for rank in ranks]
+        assert draw or not moved
+    assert moved >= DRAWS - 1
+
+
+def _entries_on_rank(
+    rank: int,
+    world_size: int,
+    config: dict[str, Any],
+    sizes: dict[str, int],
+    metadata: dict[str, Any],
+    grouped: bool,
+) -> Any:
+    from megatron.core import parallel_state
+
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True), **metadata}
+    model = build_model(config, sizes, grouped)
+    modules = expert_modules(model)
+    device = parallel_state.get_expert_model_parallel_group().rank()
+    draws = [
+        random_stage(np.random.default_rng(seed), sorted(modules), EXPERTS, sizes.get("ep", 1))
+        for seed in range(DRAWS)
+    ]
+    even = even_stage(draws[0])
+    _fill(modules, even, device)
+    stock = _entries(model, metadata)
+    current = [even]
+    follow_all([modules[number] for number in even.layer_numbers], lambda: current[0])
+    results = []
+    for stage in (even, *draws):
+        current[0] = stage
+        _fill(modules, stage, device)
+        results.append(_entries(model, metadata))
+    return stock, results
+
+
+def _fill(modules: dict[int, Any], stage: StageOwners, device: int) -> None:
+    """Values from which layer, expert, parameter and element can be told."""
+    for layer, number in enumerate(stage.layer_numbers):
+        experts = modules[number]
+        for index, held in enumerate(stage.contents(device, layer)):
+            parameters = _slot_parameters(experts, index)
+            for position, (_, parameter) in enumerate(sorted(parameters.items())):
+                base = 1000 * (position + 10 * (held.expert + EXPERTS * held.layer_number))
+                base += 1e6 * experts.tp_group.rank()
+                parameter.data.copy_(base + torch.arange(parameter.numel()).view_as(parameter))
+
+
+def _slot_parameters(experts: Any, index: int) -> dict[str, torch.nn.Parameter]:
+    if hasattr(experts, "local_experts"):
+        return dict(experts.local_experts[index].named_parameters())
+    named = dict(experts.named_parameters())
+    return {name: named[name] for name in named if name.endswith((f"weight{index}", f"bias{index}"))}
+
+
+def _entries(model: list[torch.nn.Module], metadata: dict[str, Any]) -> list[tuple[Any, ...]]:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
+    from megatron.core.dist_checkpointing.utils import nested_values
+
+    entries = []
+    for chunk in model:
+        state = chunk.sharded_state_dict(metadata=dict(metadata))
+        names = set(state)
+        assert names >= {f"{name}" for name, _ in chunk.named_parameters() if "experts" in name}
+        apply_factories(state)
+        for entry in nested_values(state):
+            is_tensor = isinstance(entry, ShardedTensor)
+            values = entry.data.detach().reshape(-1)[:2].tolist() if is_tensor else []
+            entries.append(
+                (
+                    entry.key,
+                    tuple(entry.global_offset),
+                    tuple(entry.global_shape),
+                    type(entry).__name__,
+                    (entry.local_shape, entry.axis_fragmentations, entry.prepend_axis_num)
+                    if is_tensor
+                    else (),
+                    entry.replica_id,
+                    is_main_replica(entry.replica_id),
+                    values if "experts" in entry.key else [],
+                )
+            )
+    return entries
+
+
+def build_model(config: dict[str, Any], sizes: dict[str, int], grouped: bool) -> list[torch.nn.Module]:
+    """Stock GPT of four layers, the chunks of this rank."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    settings = TransformerConfig(
+        **{
+            "num_layers": 4,
+            "hidden_size": 8,
+            "num_attention_heads": 2,
+            "num_moe_experts": EXPERTS,
+            "ffn_hidden_size": 16,
+            "moe_ffn_hidden_size": 16,
+            "use_cpu_initialization": True,
+            "add_bias_linear": False,
+            "expert_model_parallel_size": sizes.get("ep", 1),
+            "pipeline_model_parallel_size": sizes.get("pp", 1),
+            "tensor_model_parallel_size": sizes.get("tp", 1),
+            "expert_tensor_parallel_size": sizes.get("etp", 1),
+            "sequence_parallel": sizes.get("tp", 1) > 1,
+            "pipeline_dtype": torch.float32,
+            **({"virtual_pipeline_model_parallel_size": sizes["vpp"]} if "vpp" in sizes else {}),
+            **config,
+        }
+    )
+    chunks = []
+    for stage in range(sizes["vpp"]) if "vpp" in sizes else [None]:
+        spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=False, vp_stage=stage)
+        if grouped:
+            for layer in spec.layer_specs:
+                mlp = layer.submodules.mlp
+                if hasattr(mlp.keywords["submodules"], "experts"):
+                    layer.submodules.mlp = partial(mlp.func, submodules=fake_grouped_experts(mlp))
+        chunks.append(
+            GPTModel(
+                settings,
+                spec,
+                vocab_size=16,
+                max_sequence_length=8,
+                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+                vp_stage=stage,
+            )
+        )
+    return chunks
+
+
+def test_layers_of_multi_token_prediction_stay() -> None:
+    from megatron_fssdp.megatron_adapter.checkpoints.expert_checkpoint import expert_sharded_state_dict
+
+    stages = (random_stage(np.random.default_rng(seed), [1, 2, 3], EXPERTS, 2) for seed in itertools.count())
+    stage = next(s for s in stages if any(held.layer_number == 3 for held in s.contents(0, 0)))
+    with pytest.raises(ValueError, match="multi-token prediction"):
+        expert_sharded_state_dict(_Experts(), 0, 0, stage)
+
+
+class _Experts:
+    class config:  # noqa: N801
+        num_layers = 2

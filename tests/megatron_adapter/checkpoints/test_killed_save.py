@@ -1,0 +1,88 @@
+"""A run that is killed while it saves: what is left, and what a resume makes of it."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_fssdp.testing.ranks import RankError
+
+from ..training_run import train
+from .test_uneven_checkpoint import differing_keys, stored_tensors
+
+LAYOUT = (
+    "--expert-model-parallel-size 2 --ckpt-format torch_dist --no-load-rng --no-save-rng --train-iters 4 "
+    "--save-interval 2"
+)
+
+
+@pytest.mark.slow
+def test_the_former_checkpoint_stays_the_latest(text_data: Path, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    losses = train(2, f"{LAYOUT} --save {whole}", text_data).losses
+    with pytest.raises(RankError):
+        train(2, f"{LAYOUT} --save {killed}", text_data, before=die_in_second_save)
+    half = killed / "iter_0000004"
+    assert list(half.glob("*.distcp"))
+    assert not (half / ".metadata").exists()
+    assert _latest(killed) == "2"
+    with pytest.raises(RankError, match=r"unknown checkpoint format in .*iter_0000004"):
+        train(2, f"{LAYOUT} --load {killed} --ckpt-step 4", text_data)
+
+    resumed = train(2, f"{LAYOUT} --load {killed} --save {killed}", text_data)
+    assert resumed.losses == losses[2:]
+    assert _latest(killed) == "4"
+    assert differing_keys(stored_tensors(whole, 4), stored_tensors(killed, 4)) == []
+
+
+@pytest.mark.slow
+def test_a_complete_checkpoint_that_is_written_over_is_none(text_data: Path, tmp_path: Path) -> None:
+    train(2, f"{LAYOUT} --save {tmp_path}", text_data)
+    again = f"{LAYOUT} --load {tmp_path} --ckpt-step 2 --save {tmp_path}"
+    with pytest.raises(RankError):
+        train(2, again, text_data, before=take_marks_and_die_in_save)
+    # Megatron named it the latest when it was complete.
+    assert _latest(tmp_path) == "4"
+    with pytest.raises(RankError, match=r"unknown checkpoint format in .*iter_0000004"):
+        train(2, f"{LAYOUT} --load {tmp_path}", text_data)
+    assert len(train(2, f"{LAYOUT} --load {tmp_path} --ckpt-step 2", text_data).losses) == 2
+
+
+def _latest(folder: Path) -> str:
+    return (folder / "latest_checkpointed_iteration.txt").read_text()
+
+
+def die_in_second_save() -> None:
+    """Rank 1 is killed when it has written its data for the second time."""
+    _die_after_writing(times=2)
+
+
+def take_marks_and_die_in_save() -> None:
+    """As above for the first time, in a folder whose marks are taken first."""
+    from megatron.core import dist_checkpointing
+
+    from megatron_fssdp.megatron_adapter.checkpoints.overwritten_checkpoint import wrap_save
+
+    wrap_save(dist_checkpointing)
+    _die_after_writing(times=1)
+
+
+def _die_after_writing(times: int) -> None:
+    import multiprocessing
+    import os
+    import signal
+
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    results = FileSystemWriterAsync.retrieve_write_results
+    written: list[object] = []
+
+    def retrieve_write_results(self: object) -> object:
+        written.append(results(self))
+        if len(written) == times:
+            for child in multiprocessing.active_children():  # they would outlive a killed parent
+                child.kill()
+            if os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
+        return written[-1]
+
+    FileSystemWriterAsync.retrieve_write_results = retrieve_write_results

@@ -1,0 +1,164 @@
+"""The owner map in a checkpoint: taken where it fits, ignored elsewhere, unknown to stock Megatron."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.megatron_adapter.experts.stage_owners import StageOwners
+from megatron_fssdp.planning.placement.owner_map import OwnerMap
+from megatron_fssdp.testing.parallel_state import run_megatron_ranks
+
+from ..training_run import train
+from ..uneven_owners import even_stage, expert_modules, follow_all, permute_contents, random_stage
+from .test_uneven_checkpoint import differing_keys, stored_tensors
+
+LAYOUT = "--ckpt-format torch_dist --no-load-rng --no-save-rng --train-iters 4 --save-interval 2"
+
+
+def _stages() -> list[StageOwners]:
+    rng = np.random.default_rng(1)
+    return [random_stage(rng, numbers, 4, 2) for numbers in ([1, 2], [3, 4])]
+
+
+def _hint(stages: list[StageOwners]) -> dict[str, Any]:
+    return {"stages": [stage.as_lists() for stage in stages]}
+
+
+def test_a_fitting_hint_is_the_saved_map() -> None:
+    from megatron_fssdp.megatron_adapter.checkpoints.owner_hint import fitting_owners
+
+    stages = _stages()
+    for rank, stage in enumerate(stages):
+        owners = fitting_owners(_hint(stages), {}, even_stage(stage), rank, 2)
+        assert owners is not None
+        assert owners.digest() == stage.owners.digest()
+    assert fitting_owners({"stages": [None]}, {}, even_stage(stages[0]), 0, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("hint", "metadata", "stage", "match"),
+    [
+        (_hint(_stages()[:1]), {}, _stages()[0], "1 pipeline stages, wanted 2"),
+        (_hint(_stages()[::-1]), {}, _stages()[0], r"layers \[3, 4\] on stage 0, wanted \[1, 2\]"),
+        (_hint(_stages()), {}, None, "wanted none"),
+        (
+            _hint(_stages()),
+            {},
+            StageOwners(OwnerMap.even(2, 4, 4), (1, 2)),
+            "2 expert-parallel devices, wanted 4",
+        ),
+        (_hint(_stages()), {}, StageOwners(OwnerMap.even(2, 8, 2), (1, 2)), "4 experts of a layer, wanted 8"),
+        (
+            _hint(_stages()),
+            {"distrib_optim_sharding_type": "dp_reshardable"},
+            _stages()[0],
+            "bucket position",
+        ),
+        ([1], {}, _stages()[0], "cannot be read"),
+        ({"stages": [{"layer_numbers": [1]}, None]}, {}, _stages()[0], "cannot be read"),
+        (
+            {"stages": [{**_stages()[0].as_lists(), "slot_LE": [[0] * 4] * 2}, None]},
+            {},
+            _stages()[0],
+            "used twice",
+        ),
+    ],
+)
+def test_other_hints_do_not_fit(hint: Any, metadata: Any, stage: StageOwners | None, match: str) -> None:
+    from megatron_fssdp.megatron_adapter.checkpoints.owner_hint import fitting_owners
+
+    with pytest.raises(ValueError, match=match):
+        fitting_owners(hint, metadata, stage, 0, 2)
+
+
+def test_all_ranks_gather_the_same_hint() -> None:
+    hints = run_megatron_ranks(_gather, 4, ep=2, pp=2)
+    stages = _stages()
+    assert [hint["stages"] for hint, _, _ in hints] == [[None, stages[1].as_lists()]] * 4
+    assert [none for _, none, _ in hints] == [None] * 4
+    # One line on rank 0 of why a hint is not used; its run goes on.
+    assert [len(lines) for _, _, lines in hints] == [1, 0, 0, 0]
+    assert "not used: got one of 1 pipeline stages, wanted 2" in hints[0][2][0]
+
+
+def _gather(rank: int, world_size: int) -> Any:
+    from megatron.core import parallel_state
+
+    from megatron_fssdp.megatron_adapter.checkpoints import owner_hint
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    owner_hint.logger.addHandler(handler)
+    stage = _stages()[parallel_state.get_pipeline_model_parallel_rank()]
+    mine = stage if stage.layer_numbers == (3, 4) else even_stage(stage)
+    hints = owner_hint.gather_hint(mine), owner_hint.gather_hint(even_stage(stage))
+    adopted: list[OwnerMap] = []
+    assert owner_hint.take_hint({"stages": [None]}, {}, stage, adopted.append) is None
+    assert not adopted
+    return *hints, lines
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_saved_owners(text_data: Path, tmp_path: Path) -> None:
+    layout = f"{LAYOUT} --expert-model-parallel-size 2"
+    first = train(2, f"{layout} --save {tmp_path} --exit-interval 2", text_data, before=save_with_hint)
+    stock = train(2, f"{layout} --load {tmp_path}", text_data, launcher=False)
+    assert len(first.losses) == len(stock.losses) == 2
+    again = tmp_path / "again"
+    train(2, f"{layout} --load {tmp_path} --save {again}", text_data, before=load_with_hint)
+    assert differing_keys(stored_tensors(tmp_path, 2), stored_tensors(again, 2)) == []
+
+
+def save_with_hint() -> None:
+    """Experts are in random slots when the run saves."""
+    from megatron.training import checkpointing, training
+
+    from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import wrap_checkpointing
+    from megatron_fssdp.megatron_adapter.checkpoints.owner_hint import OwnerHint
+
+    save = training.save_checkpoint
+
+    def save_checkpoint(iteration: int, model: Any, optimizer: Any, *rest: Any, **kwargs: Any) -> None:
+        modules = expert_modules(model)
+        stage = _saved_stage(modules)
+        permute_contents(model, optimizer, stage)
+        follow_all([modules[number] for number in stage.layer_numbers], lambda: stage)
+        wrap_checkpointing(checkpointing, [OwnerHint(lambda: stage, lambda owners: None)])
+        save(iteration, model, optimizer, *rest, **kwargs)
+
+    training.save_checkpoint = save_checkpoint
+
+
+def load_with_hint() -> None:
+    """The load finds the owners in the checkpoint; what it loaded under them is saved, and the run ends."""
+    from megatron.training import checkpointing, training
+
+    from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import wrap_checkpointing
+    from megatron_fssdp.megatron_adapter.checkpoints.owner_hint import OwnerHint
+
+    load = training.load_checkpoint
+
+    def load_checkpoint(model: Any, optimizer: Any, scheduler: Any, *rest: Any, **kwargs: Any) -> None:
+        modules = expert_modules(model)
+        saved = _saved_stage(modules)
+        current = [even_stage(saved)]
+
+        def adopt(owners: OwnerMap) -> None:
+            current[0] = StageOwners(owners, saved.layer_numbers)
+
+        follow_all([modules[number] for number in saved.layer_numbers], lambda: current[0])
+        wrap_checkpointing(checkpointing, [OwnerHint(lambda: current[0], adopt)])
+        iteration, flops = load(model, optimizer, scheduler, *rest, **kwargs)
+        assert current[0].owners.digest() == saved.owners.digest()
+        training.save_checkpoint(iteration, model, optimizer, scheduler, flops)
+        raise SystemExit(0)
+
+    training.load_checkpoint = load_checkpoint
+
+
+def _saved_stage(modules: dict[int, Any]) -> StageOwners:
+    return random_stage(np.random.default_rng(3), sorted(modules), 8, 2)

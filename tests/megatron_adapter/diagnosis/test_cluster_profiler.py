@@ -1,0 +1,120 @@
+"""From measurements to a cluster's description."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fssdp.config.cluster_description import ClusterDescription
+from megatron_fssdp.config.cluster_files import cluster_yaml, load_cluster
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.loading import load_yaml, validate
+from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.megatron_adapter.diagnosis import cluster_profiler
+from megatron_fssdp.megatron_adapter.diagnosis.cluster_profiler import ProfileSettings, measure_cluster
+from megatron_fssdp.planning.cost.cost_model import LinkCost, LinkFit
+from megatron_fssdp.testing import run_ranks
+
+CPU = torch.device("cpu")
+TINY = Path(__file__).parents[3] / "configs" / "gpt_moe_tiny.yaml"
+SETTINGS = ProfileSettings("box", least_bytes=1 << 10, most_bytes=1 << 14, num_repetitions=1)
+
+
+def measure(rank: int, world_size: int, num_nodes: int) -> tuple[ClusterDescription, list[str]]:
+    lines: list[str] = []
+    run = validate(RunConfig, load_yaml(TINY), str(TINY))
+    return measure_cluster(replace(SETTINGS, model=run), num_nodes, CPU, world_size, lines.append), lines
+
+
+def test_ranks_agree_and_rank_0_tells_every_step(tmp_path: Path) -> None:
+    (cluster, lines), *others = run_ranks(measure, 4, 2)
+    assert all(other == (cluster, []) for other in others)
+    assert [line.partition("]")[0] for line in lines[1:]] == [f"[{step:2}/17" for step in range(1, 18)]
+    assert (cluster.num_nodes, cluster.devices_per_node) == (2, 2)
+    assert all(set(classes) == {"intra_node", "inter_node"} for classes in cluster.collectives.values())
+    assert len(cluster.collectives) == 7
+    assert 1e6 < cluster.expert_flops_per_s < 1e14
+    assert 1e6 < cluster.non_expert_flops_per_s < 1e14
+    assert (
+        "hidden size 64, expert 128, 2 experts, 1024 rows, sequence 128"
+        in (cluster.sources["expert_flops_per_s"])
+    )
+    path = tmp_path / "box.yaml"
+    path.write_text(cluster_yaml(cluster), encoding="utf-8")
+    assert load_cluster(path) == cluster
+
+
+def measure_planted(rank: int, world_size: int, num_nodes: int) -> tuple[ClusterDescription, list[Any]]:
+    """Links cost by the group that is asked for: 1 ns a byte inside a node, 100 ns between nodes."""
+    asked: list[Any] = []
+
+    def planted(name, group, everyone, device, **how):
+        members = None if group is None else torch.distributed.get_process_group_ranks(group)
+        asked.append((name, members))
+        per_node = world_size // num_nodes
+        inside = members is not None and members[-1] // per_node == members[0] // per_node
+        assert how["num_near"] == (per_node - 1 if members is not None and len(members) == 4 else 0)
+        cost = LinkCost(1e-5, 1e-9) if inside else LinkCost(1e-4, 1e-7)
+        return LinkFit(cost, 0.99, 0.02)
+
+    cluster_profiler.measure_collective = planted
+    cluster_profiler.expert_flops_per_s = lambda *_: 1e9 + rank
+    cluster_profiler.attention_flops_per_s = lambda *_: 2e9 - rank
+    return measure_cluster(SETTINGS, num_nodes, CPU, world_size, print), asked
+
+
+def test_a_node_s_nics_are_measured_with_all_its_devices() -> None:
+    results = run_ranks(measure_planted, 4, 2)
+    for rank, (_, asked) in enumerate(results):
+        node, place = divmod(rank, 2)
+        assert asked[0] == ("point_to_point", [2 * node, 2 * node + 1])
+        assert asked[7] == ("point_to_point", [place, place + 2])  # all at once
+        assert asked[8] == ("point_to_point", [0, 2] if place == 0 else None)  # one device alone
+        assert asked[9] == ("row_exchange", [0, 1, 2, 3])
+    cluster = results[0][0]
+    assert cluster.intra_node.bandwidth_bytes_per_s == pytest.approx(1e9)
+    assert cluster.inter_node.bandwidth_bytes_per_s == pytest.approx(2e7), "both devices' shares"
+    assert cluster.inter_node.alpha_s == 1e-4
+    between = cluster.collectives["all_to_all"]["inter_node"]
+    assert between.bandwidth_bytes_per_s == pytest.approx(1e7), "of one device"
+    assert (between.r_squared, between.worst_relative_error) == (0.99, 0.02)
+    assert cluster.expert_flops_per_s == 1e9, "that of the slowest"
+    assert cluster.non_expert_flops_per_s == 2e9 - 3
+    assert "all devices of a node at once" in cluster.sources["inter_node"]
+
+
+@pytest.mark.parametrize(("num_nodes", "kind"), [(1, "intra_node"), (2, "inter_node")])
+def test_without_links_of_a_class_the_other_one_stands_in(num_nodes: int, kind: str) -> None:
+    cluster = run_ranks(measure_planted, 2, num_nodes)[0][0]
+    assert cluster.intra_node == cluster.inter_node
+    assert all(list(classes) == [kind] for classes in cluster.collectives.values())
+    missing = "inter_node" if kind == "intra_node" else "intra_node"
+    assert f"so as {kind}" in cluster.sources[missing]
+
+
+def test_message_sizes_are_fourfold_and_end_with_the_largest() -> None:
+    assert SETTINGS.message_bytes() == [1 << 10, 1 << 12, 1 << 14]
+    assert replace(SETTINGS, most_bytes=5000).message_bytes() == [1 << 10, 1 << 12, 5000]
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"backend": "mpi"}, "--backend mpi: wanted gloo or nccl"),
+        ({"num_nodes": 0}, "--nodes 0"),
+        ({"most_bytes": 1024}, "two sizes"),
+        ({"num_repetitions": 0}, "--repetitions 0"),
+    ],
+)
+def test_bad_settings_are_refused(changes: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(ConfigurationError, match=wanted):
+        replace(SETTINGS, **changes)
+
+
+def test_ranks_that_cannot_be_measured_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="two ends"):
+        SETTINGS.check_ranks(1)
+    with pytest.raises(ConfigurationError, match="divisor of the 4 ranks"):
+        replace(SETTINGS, num_nodes=3).check_ranks(4)

@@ -1,0 +1,92 @@
+"""Spec functions: what they build, share and refuse."""
+
+import copy
+
+import pytest
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.testing.parallel_state import run_megatron_ranks
+
+
+def test_specs() -> None:
+    run_megatron_ranks(_check_specs, 2, ep=2)
+
+
+def _check_specs(rank: int, world_size: int) -> None:
+    from functools import partial
+
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    import megatron_fssdp
+    from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
+
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=16,
+        num_attention_heads=1,
+        num_moe_experts=4,
+        expert_model_parallel_size=2,
+        moe_layer_freq=[0, 1, 0, 1],
+        moe_ffn_hidden_size=16,
+        use_cpu_initialization=True,
+    )
+    block = megatron_fssdp.get_gpt_decoder_block_spec(config, False, strategy="fssdp", settings={"slots": 1})
+    builders = [layer.submodules.mlp for layer in block.layer_specs]
+    ours = [b for b in builders if isinstance(b, partial) and b.func is StrategyMoELayer]
+    assert len(ours) == 2, builders
+    assert ours[0].keywords["session"] is ours[1].keywords["session"]
+    assert copy.deepcopy(ours[0]).keywords["session"] is ours[0].keywords["session"]
+
+    stock = megatron_fssdp.get_gpt_decoder_block_spec(config, False, strategy="none")
+    assert [layer.submodules.mlp.func for layer in stock.layer_specs[1::2]] == [MoELayer, MoELayer]
+
+    session = megatron_fssdp.start_session("ep")
+    spec = megatron_fssdp.get_moe_module_spec(use_te=False, num_experts=4, session=session)
+    first, second = (spec(config=config, pg_collection=None) for _ in range(2))
+    second.set_layer_number(4)
+    assert [executor.context.layer for executor in session.runtime.layers] == [0, 4]
+    assert set(first.state_dict()) == set(MoELayer(config, spec.keywords["submodules"]).state_dict())
+
+    with pytest.raises(ConfigurationError, match="strategy='fssdp'"):
+        megatron_fssdp.get_moe_module_spec(use_te=False, num_experts=4)
+    with pytest.raises(ConfigurationError, match="wanted one of them"):
+        megatron_fssdp.get_moe_module_spec(use_te=False, num_experts=4, session=session, strategy="ep")
+    with pytest.raises(ConfigurationError, match="slots: got 5, wanted 0 to 4"):
+        megatron_fssdp.get_moe_module_spec(
+            use_te=False, num_experts=4, strategy="fssdp", settings={"slots": 5}
+        )(config=config, pg_collection=None)
+    config.moe_shared_expert_overlap = True
+    with pytest.raises(ConfigurationError, match="--moe-shared-expert-overlap"):
+        spec(config=config, pg_collection=None)
+
+
+def test_initial_weights_are_stock() -> None:
+    assert all(run_megatron_ranks(_same_weights, 2, ep=2))
+
+
+def _same_weights(rank: int, world_size: int) -> bool:
+    import torch
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    import megatron_fssdp
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=1,
+        num_moe_experts=4,
+        expert_model_parallel_size=2,
+        moe_ffn_hidden_size=16,
+        use_cpu_initialization=True,
+    )
+    states = []
+    for strategy in ("none", "fssdp"):
+        model_parallel_cuda_manual_seed(5)
+        torch.manual_seed(5)
+        spec = megatron_fssdp.get_moe_module_spec(use_te=False, num_experts=4, strategy=strategy)
+        states.append(spec(config=config, pg_collection=None).state_dict())
+    tensors = [{k: v for k, v in state.items() if torch.is_tensor(v)} for state in states]
+    assert tensors[0].keys() == tensors[1].keys()
+    return all(torch.equal(tensors[0][key], tensors[1][key]) for key in tensors[0])

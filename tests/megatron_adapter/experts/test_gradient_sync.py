@@ -1,0 +1,28 @@
+"""Where the experts' gradients meet Megatron's overlapped reductions."""
+
+from pathlib import Path
+
+import pytest
+
+from ..training_run import relative_difference, train
+
+OVERLAPS = (
+    "--expert-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce "
+    "--overlap-param-gather --train-iters 6 --moe-strategy ep"
+)
+
+
+@pytest.mark.slow
+def test_stale_parameters_would_be_noticed(text_data: Path) -> None:
+    """Without the parameters' pre-hooks, the experts train on last iteration's weights."""
+    stock = train(4, OVERLAPS.replace("--moe-strategy ep", ""), text_data)
+    assert relative_difference(train(4, OVERLAPS, text_data).losses, stock.losses) <= 1e-6
+    broken = train(4, OVERLAPS, text_data, before=never_await_parameters)
+    assert relative_difference(broken.losses, stock.losses) > 1e-5
+
+
+def never_await_parameters() -> None:
+    """Take the fix out."""
+    from megatron_fssdp.megatron_adapter.experts import gradient_sync
+
+    gradient_sync.await_parameters = lambda experts: None

@@ -1,0 +1,182 @@
+"""Replicas that stay: they remain what their owners are, and checkpoints do not know them."""
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy_settings import FlexmoeSettings, SmartmoeSettings
+from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
+
+from ..training.test_strategy_parity import cheap_links
+from ..training_run import relative_difference, train
+
+FLEXMOE = (
+    "--moe-strategy flexmoe --moe-strategy-set slots=2 --moe-strategy-set placement_interval=2 "
+    "--moe-strategy-set window=2 --moe-strategy-set threshold=1.01 --moe-strategy-set profile_iterations=1"
+)
+# A schedule of learning rate and weight decay, and a norm that clips.
+CHANGING = (
+    "--lr-decay-style cosine --lr-warmup-iters 2 --weight-decay-incr-style linear --start-weight-decay 0.01 "
+    "--end-weight-decay 0.1 --clip-grad 0.5 --adam-beta1 0.8 --adam-beta2 0.9"
+)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        f"--expert-model-parallel-size 2 --bf16 --use-distributed-optimizer {CHANGING}",
+        pytest.param(f"--expert-model-parallel-size 4 {CHANGING}", marks=pytest.mark.slow),
+        pytest.param(f"--expert-model-parallel-size 2 --bf16 {CHANGING}", marks=pytest.mark.slow),
+        pytest.param("--expert-model-parallel-size 2 --optimizer sgd", marks=pytest.mark.slow),
+    ],
+)
+def test_replicas_stay_what_their_owners_are(layout: str, text_data: Path, tmp_path: Path) -> None:
+    train(
+        4,
+        f"{layout} --train-iters 8 {FLEXMOE}",
+        text_data,
+        before=compare_in_training,
+        env={"MEASURED": str(tmp_path)},
+    )
+    of_ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    assert sum(found["compared"] for found in of_ranks) > 8, "hardly any replica was there"
+    for found in of_ranks:
+        # Sums over data-parallel ranks may be formed in another order for a replica.
+        assert found["difference"] <= (1e-2 if "bf16" in layout else 1e-6)
+        assert found["allocated"] == found["accounted"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"])
+def test_checkpoints_hold_each_expert_once(optimizer: str, text_data: Path, tmp_path: Path) -> None:
+    layout = (
+        f"--expert-model-parallel-size 2 {optimizer} --ckpt-format torch_dist --no-load-rng --no-save-rng "
+        f"--train-iters 8 {CHANGING}"
+    )
+    whole = train(2, f"{layout} --moe-strategy ep", text_data)
+    keys = {}
+    for writer, readers in (("ep", [FLEXMOE]), ("flexmoe", ["--moe-strategy ep", FLEXMOE])):
+        folder = tmp_path / writer
+        chosen = FLEXMOE if writer == "flexmoe" else "--moe-strategy ep"
+        begun = train(
+            2,
+            f"{layout} {chosen} --exit-interval 5 --save {folder} --save-interval 5",
+            text_data,
+            before=cheap_links,
+        )
+        assert relative_difference(begun.losses, whole.losses[:5]) <= 1e-5
+        metadata = FileSystemReader(folder / "iter_0000005").read_metadata()
+        keys[writer] = {
+            key: getattr(value, "size", None) for key, value in metadata.state_dict_metadata.items()
+        }
+        for reader in readers:
+            rest = train(2, f"{layout} {reader} --load {folder}", text_data, before=cheap_links)
+            assert relative_difference(rest.losses, whole.losses[5:]) <= 1e-5
+    assert keys["flexmoe"] == keys["ep"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("fp16", "does not support fp16"),
+        ("calculate_per_token_loss", "does not support --calculate-per-token-loss"),
+    ],
+)
+def test_what_would_go_wrong_is_refused(setting: str, message: str) -> None:
+    sessions = [
+        StrategySession("flexmoe", FlexmoeSettings()),
+        StrategySession("smartmoe", SmartmoeSettings()),
+    ]
+    model = SimpleNamespace(num_moe_experts=8, expert_model_parallel_size=2)
+    for session in sessions:
+        session.check_model(model)
+    setattr(model, setting, True)
+    with pytest.raises(ConfigurationError, match=message):
+        sessions[0].check_model(model)
+    sessions[1].check_model(model)
+
+
+# ---------------------------------------------------------------- on the ranks
+
+
+def compare_in_training() -> None:
+    """At the end of every iteration, compare all that replicas have with what their owners have."""
+    from megatron_fssdp.megatron_adapter.training.iteration_driver import IterationDriver
+    from megatron_fssdp.megatron_adapter.training.memory_report import account_memory
+
+    cheap_links()
+    end = IterationDriver.end
+    found: dict[str, Any] = {"compared": 0, "difference": 0.0}
+
+    def end_and_compare(driver: Any) -> Any:
+        loads = end(driver)
+        spares, slots = driver._spares, driver._session.slots
+        device = dist.get_rank(driver._expert_parallel)
+        owners, per_layer = slots.owners, spares._map.slots
+        places: dict[tuple[str, int, int], int] = {}
+        for layer in range(owners.num_layers):
+            for expert, slot in owners.slots_on(device, layer).items():
+                places["owned", layer, expert] = slot
+            for expert, slot in spares._map.held_by(device, layer).items():
+                places["replica", layer, expert] = owners.slots_per_device + layer * per_layer + slot
+        here = {key: [] for key in places}
+        for quantity in spares._quantities():
+            rows = torch.empty(len(places), quantity.num_elements, dtype=quantity.dtype)
+            quantity.read(list(places.values()), 0, rows)
+            for key, row in zip(places, rows, strict=True):
+                here[key].append(row)
+        everywhere: list[Any] = [None] * dist.get_world_size(driver._expert_parallel)
+        dist.all_gather_object(everywhere, here, group=driver._expert_parallel)
+        owned = {key[1:]: rows for held in everywhere for key, rows in held.items() if key[0] == "owned"}
+        for (kind, *expert), rows in here.items():
+            if kind == "replica":
+                found["compared"] += 1
+                for got, wanted in zip(rows, owned[tuple(expert)], strict=True):
+                    scale = float(wanted.abs().max()) or 1.0
+                    difference = float((got.float() - wanted.float()).abs().max()) / scale
+                    found["difference"] = max(found["difference"], difference)
+        memory = account_memory(driver._session, driver._args, driver.held)
+        parameters = [parameter for slot in spares.parameters for parameter in slot]
+        found["allocated"] = {
+            "parameters": sum(p.numel() * p.element_size() for p in parameters),
+            "optimizer": _of_all_copies(driver, _state_bytes(spares._spare_optimizer)),
+        }
+        copies = driver._args.data_parallel_size // dist.get_world_size(driver._expert_parallel)
+        found["accounted"] = {
+            "parameters": memory.replica_parameters_bytes,
+            "optimizer": copies * memory.replica_optimizer_bytes,
+        }
+        (Path(os.environ["MEASURED"]) / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+        return loads
+
+    IterationDriver.end = end_and_compare
+
+
+def _state_bytes(optimizer: Any) -> int:
+    """States of parameters' sizes, and masters that are no views of them."""
+    total = 0
+    for member in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if getattr(member, "is_stub_optimizer", False):
+            continue
+        for group in member.optimizer.param_groups:
+            for master in group["params"]:
+                states = member.optimizer.state.get(master, {}).values()
+                total += sum(4 * s.numel() for s in states if torch.is_tensor(s) and s.dim())
+                total += 4 * master.numel() if member.config.bf16 else 0
+    return total
+
+
+def _of_all_copies(driver: Any, num_bytes: int) -> int:
+    from megatron.core import parallel_state
+
+    total = torch.tensor(num_bytes)
+    dist.all_reduce(total, group=parallel_state.get_expert_data_parallel_group())
+    return int(total)

@@ -1,0 +1,233 @@
+"""Ways in which owners and replicas anywhere hang, crash or silently go wrong in Megatron.
+
+Each is a whole training that has to lose as stock Megatron does, and the same training with
+the one thing that prevents it taken out, which has to be noticed.
+
+One rank keeps all experts of the first half of a pipeline stage's layers, the other one those
+of the second half, so that slots hold experts of other layers, of other model chunks too.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.planning.placement.owner_map import OwnerMap
+from megatron_fssdp.testing.ranks import RankError
+
+from ..training_run import relative_difference, train, train_on_all_ranks
+
+LAYOUT = "--expert-model-parallel-size 2 --train-iters 6 --disable-bias-linear --lr 5e-3"
+FSSDP = "--moe-strategy fssdp --moe-strategy-set reshard_interval=2"
+REPLICAS = f"{FSSDP} --moe-strategy-set slots=2 --moe-strategy-set overlap_degree=4"
+OWNERS_ONLY = f"{FSSDP} --moe-strategy-set slots=0 --moe-strategy-set overlap_degree=0"
+DISTRIBUTED = "--use-distributed-optimizer"
+SILENT = 1e-6  # relative; what ours and stock Megatron's losses differ by is below
+HANGS_S = 15  # several times what the training takes
+
+
+def gather_layers_on_one_device() -> None:
+    """Re-shard to the map of this file, whatever the loads."""
+    from megatron_fssdp.strategies.fssdp import FullyShardedSparseDataParallelism
+
+    def reshard(self: Any, contexts: Sequence[Any], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
+        del self, contexts, load_LE
+        layer_L = np.arange(owners.num_layers) * owners.num_devices // owners.num_layers
+        return owners.with_owners(np.repeat(layer_L[:, None], owners.num_experts, axis=1))
+
+    FullyShardedSparseDataParallelism.reshard = reshard  # type: ignore[method-assign]
+
+
+# ---------------------------------------------------------------- 1: a hang
+
+
+def test_a_rank_that_only_holds_replicas_of_a_layer(text_data: Path) -> None:
+    stock = train(2, LAYOUT, text_data)
+    ours = train(2, f"{LAYOUT} {REPLICAS}", text_data, before=gather_layers_on_one_device)
+    assert relative_difference(ours.losses, stock.losses) <= SILENT
+    with pytest.raises(RankError):
+        train(
+            2,
+            f"{LAYOUT} {REPLICAS}",
+            text_data,
+            before=thread_owned_parameters_only,
+            timeout_s=HANGS_S,
+        )
+
+
+def thread_owned_parameters_only() -> None:
+    """The gather depends on what a rank owns and not on the hidden states."""
+    import torch
+
+    from megatron_fssdp.runtime.replicas import materialization
+
+    gather_layers_on_one_device()
+    apply = materialization._Materialize.apply
+
+    def without_hidden_states(this: Any, anchor: torch.Tensor, hidden: torch.Tensor) -> Any:
+        anchor.requires_grad_(bool(this.parameters))
+        _, *tensors = apply(this, anchor, hidden.detach())
+        return (hidden, *tensors)
+
+    materialization._Materialize.apply = without_hidden_states  # type: ignore[method-assign]
+
+
+# ---------------------------------------------------------------- 2: a crash
+
+
+def test_a_rank_with_no_expert_of_a_layer(text_data: Path) -> None:
+    stock = train(2, LAYOUT, text_data)
+    ours = train(2, f"{LAYOUT} {OWNERS_ONLY}", text_data, before=gather_layers_on_one_device)
+    assert relative_difference(ours.losses, stock.losses) <= SILENT
+
+
+@pytest.mark.slow
+def test_a_rank_that_forgets_its_rows_would_be_noticed(text_data: Path) -> None:
+    with pytest.raises(RankError):
+        train(
+            2,
+            f"{LAYOUT} {OWNERS_ONLY}",
+            text_data,
+            before=forget_rows_without_experts,
+            timeout_s=HANGS_S,
+        )
+
+
+def forget_rows_without_experts() -> None:
+    """Without experts, nothing is computed from the rows that did not come."""
+    from megatron_fssdp.megatron_adapter.layer import moe_layer
+
+    gather_layers_on_one_device()
+    compute = moe_layer.grouped_ffn
+
+    def grouped_ffn(x: Any, probs: Any, rows: Any, experts: Any, *rest: Any, **kwargs: Any) -> Any:
+        if not experts:
+            return x.new_zeros(x.shape)
+        return compute(x, probs, rows, experts, *rest, **kwargs)
+
+    moe_layer.grouped_ffn = grouped_ffn
+
+
+# ---------------------------------------------------------------- 3: stale parameters
+
+
+@pytest.mark.slow
+def test_parameters_of_slots_in_other_layers_are_up_to_date(text_data: Path) -> None:
+    """For slots where Megatron has them: test_gradient_sync.py."""
+    # Gathers of a bucket: every layer's experts have their own.
+    arguments = f"{LAYOUT} {DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 8000"
+    stock = train(4, arguments, text_data)
+    ours = train(4, f"{arguments} {OWNERS_ONLY}", text_data, before=gather_layers_on_one_device)
+    assert relative_difference(ours.losses, stock.losses) <= SILENT
+    broken = train(4, f"{arguments} {OWNERS_ONLY}", text_data, before=await_the_layers_own_slots)
+    assert relative_difference(broken.losses, stock.losses) > 10 * SILENT
+
+
+def await_the_layers_own_slots() -> None:
+    """A layer waits for the parameters that it was built with."""
+    from megatron_fssdp.megatron_adapter.experts import gradient_sync
+    from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
+
+    gather_layers_on_one_device()
+
+    def await_parameters(self: ExpertSlots, layer: int) -> None:
+        gradient_sync.await_parameters(self._layers[layer].experts)
+
+    ExpertSlots.await_parameters = await_parameters  # type: ignore[method-assign]
+
+
+# ---------------------------------------------------------------- 4: optimizer state by bucket position
+
+
+@pytest.mark.parametrize("what", ["", "--moe-strategy-set reshard_interval=100"])
+def test_state_by_bucket_position_is_refused_where_owners_may_move(
+    what: str, text_data: Path, tmp_path: Path
+) -> None:
+    """Re-sharding is on by default. One of two ranks would wait for ever in a collective."""
+    (run,) = train_on_all_ranks(
+        1,
+        f"{LAYOUT} {DISTRIBUTED} --moe-strategy fssdp {what} --save {tmp_path}",
+        text_data,
+        env={"WORLD_SIZE": "2"},
+    )
+    assert run.exit_code == 2
+    (line,) = [line for line in run.errors.splitlines() if "[fssdp]" in line]
+    assert "add --dist-ckpt-optim-fully-reshardable" in line
+    assert "reshard_interval=0" in line
+
+
+def test_all_ranks_refuse(text_data: Path, tmp_path: Path) -> None:
+    """More options that are refused: test_checkpoint_arguments.py."""
+    runs = train_on_all_ranks(2, f"{LAYOUT} {FSSDP} --save {tmp_path} --ckpt-format torch", text_data)
+    assert [run.exit_code for run in runs] == [2, 2]
+    assert "--ckpt-format torch_dist" in runs[0].errors
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_state_by_bucket_position_would_go_to_wrong_experts(text_data: Path, tmp_path: Path) -> None:
+    arguments = f"{LAYOUT} {DISTRIBUTED} --ckpt-format torch_dist"
+    stock = train(2, arguments, text_data)
+    differences = {}
+    for name, before, option in (
+        ("refused", gather_layers_and_refuse_nothing, ""),
+        ("wanted", gather_layers_on_one_device, "--dist-ckpt-optim-fully-reshardable"),
+    ):
+        folder = tmp_path / name
+        train(
+            2,
+            f"{arguments} {OWNERS_ONLY} {option} --save {folder} --save-interval 3 --exit-interval 3",
+            text_data,
+            before=before,
+        )
+        rest = train(2, f"{arguments} {option} --load {folder}", text_data)
+        differences[name] = relative_difference(rest.losses, stock.losses[3:])
+    assert differences["wanted"] <= SILENT
+    assert differences["refused"] > 10 * SILENT
+
+
+def gather_layers_and_refuse_nothing() -> None:
+    """Let the default format through."""
+    from megatron_fssdp.megatron_adapter.entry import registration
+
+    gather_layers_on_one_device()
+    registration.check_checkpoint_arguments = lambda args: None
+
+
+# ---------------------------------------------------------------- 5: late gradients
+
+
+@pytest.mark.slow
+def test_gradients_reach_slots_of_other_model_chunks_in_time(text_data: Path) -> None:
+    arguments = (
+        f"{LAYOUT} --pipeline-model-parallel-size 2 --num-layers 4 --overlap-grad-reduce "
+        "--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 16"
+    )
+    stock = train(4, arguments, text_data)
+    ours = train(4, f"{arguments} {REPLICAS}", text_data, before=gather_layers_on_one_device)
+    assert relative_difference(ours.losses, stock.losses) <= SILENT
+    assert relative_difference(ours.grad_norms, stock.grad_norms) <= 10 * SILENT
+    broken = train(4, f"{arguments} {REPLICAS}", text_data, before=reduce_when_megatron_starts)
+    assert relative_difference(broken.grad_norms, stock.grad_norms) > 100 * SILENT
+
+
+def reduce_when_megatron_starts() -> None:
+    """Reduce a bucket's gradients when the schedule starts it, and bring home the rest at the end."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+    from megatron_fssdp.megatron_adapter.experts import gradient_sync
+
+    gather_layers_on_one_device()
+    gradient_sync._installed = True
+    finish = _ParamAndGradBucketGroup.finish_grad_sync
+
+    def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
+        finish_gradients = gradient_sync._finish_gradients(self)
+        result = finish(self, *args, **kwargs)
+        if finish_gradients is not None:
+            finish_gradients()
+        return result
+
+    _ParamAndGradBucketGroup.finish_grad_sync = finish_grad_sync

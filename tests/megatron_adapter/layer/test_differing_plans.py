@@ -1,0 +1,57 @@
+"""Ranks that plan differently, under ``check_plans``: all of them stop."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fssdp.testing.ranks import RankError
+
+from ..training_run import train
+
+TRAINING = (
+    "--expert-model-parallel-size 2 --train-iters 4 --moe-strategy fssdp --moe-strategy-set slots=2 "
+    "--moe-strategy-set overlap_degree=4"
+)
+DIFFERENT_IN = 3
+
+
+def plan_alone() -> None:
+    """From an iteration on, rank 1 wants no replicas in layer 2."""
+    from megatron.training.global_vars import get_args
+
+    from megatron_fssdp.planning.placement.placement import ExpertPlacement
+    from megatron_fssdp.planning.transfer.transfer_plan import plain_transfer
+    from megatron_fssdp.strategies.fssdp import FullyShardedSparseDataParallelism
+
+    before_gate = FullyShardedSparseDataParallelism.before_gate
+
+    def other_plan(self: Any, context: Any, history: Any) -> Any:
+        plan = before_gate(self, context, history)
+        if os.environ["RANK"] != "1" or context.layer != 2 or get_args().curr_iteration + 1 < DIFFERENT_IN:
+            return plan
+        placement = ExpertPlacement.owners_only(context.owner_E, context.num_devices)
+        return replace(plan, placement=placement, transfer=plain_transfer(placement))
+
+    FullyShardedSparseDataParallelism.before_gate = other_plan  # type: ignore[method-assign]
+
+
+def test_all_ranks_stop_and_name_layer_and_iteration(text_data: Path) -> None:
+    with pytest.raises(RankError) as caught:
+        train(2, f"{TRAINING} --moe-strategy-set check_plans=true", text_data, before=plan_alone, grace_s=60)
+    assert sorted(caught.value.ranks) == [0, 1]
+    message = str(caught.value)
+    for rank in range(2):
+        assert f"[fssdp] rank {rank} stopped in iteration {DIFFERENT_IN}: RuntimeError: [fssdp] " in message
+    wanted = f"the placement of layer 2 in iteration {DIFFERENT_IN} is not the same on all 2 ranks: ranks [1]"
+    assert message.count(wanted) >= 2
+
+
+def test_plans_that_agree_pass(text_data: Path) -> None:
+    checked, unchecked = (
+        train(2, f"{TRAINING} --moe-strategy-set check_plans={value}", text_data)
+        for value in ("true", "false")
+    )
+    assert checked.losses == unchecked.losses

@@ -1,0 +1,184 @@
+"""Whole trainings of a BERT-MoE: masked words and the order of sentences, under every strategy."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..training_run import BERT, relative_difference, train, train_on_all_ranks
+from .test_parity_matrix import (
+    AUX_LOSS,
+    DISTRIBUTED,
+    INTERLEAVED,
+    NO_BIAS,
+    OVERLAPS,
+    PP2,
+    RECOMPUTE,
+    RECOMPUTE_MOE,
+    SHARED,
+    TP2,
+    Layout,
+    Record,
+    compare,
+)
+from .test_strategy_parity import compare_strategies
+
+EVERY_OTHER = "--num-layers 4 --moe-layer-freq 2"
+
+DEFAULT = {
+    "biases_aux_loss_every_other_layer": Layout(
+        2,
+        2,
+        f"{EVERY_OTHER} {AUX_LOSS} --untie-embeddings-and-output-weights",
+        "slots=2 overlap_degree=3 check_plans=true",
+        num_iterations=4,
+    ),
+}
+MORE = {
+    "biases_on_declared_nodes": Layout(
+        4,
+        4,
+        f"{RECOMPUTE_MOE} --untie-embeddings-and-output-weights --global-batch-size 16",
+        "slots=2 overlap_degree=3 nodes=2",
+    ),
+    "copies_overlaps_recomputed": Layout(
+        4, 2, f"{OVERLAPS} {RECOMPUTE} --swiglu {NO_BIAS}", "slots=2 overlap_degree=3"
+    ),
+    "tensor_parallel_parts": Layout(4, 2, f"{TP2} {DISTRIBUTED} {NO_BIAS}", "slots=2 overlap_degree=3"),
+    "tensor_parallel_whole_experts_rope": Layout(
+        4,
+        4,
+        f"{TP2} --expert-tensor-parallel-size 1 --position-embedding-type rope {SHARED} {NO_BIAS}",
+        "slots=2 overlap_degree=2",
+    ),
+    "pipeline_micro_batches": Layout(
+        4,
+        2,
+        f"{PP2} --num-layers 4 --moe-layer-freq ([1]*3+[0]) {DISTRIBUTED} --global-batch-size 16",
+        "slots=2 overlap_degree=2 rematerialize=true",
+    ),
+    "interleaved_pipeline_overlaps_recomputed_moe": Layout(
+        4, 2, f"{INTERLEAVED} {OVERLAPS} {RECOMPUTE_MOE} {NO_BIAS}", "slots=2 overlap_degree=2"
+    ),
+    "bf16_distributed_no_order_head": Layout(
+        4, 2, f"--bf16 {DISTRIBUTED} --bert-no-binary-head {NO_BIAS}", "slots=2 overlap_degree=2"
+    ),
+}
+TENSOR_PARALLEL = f"--tensor-model-parallel-size 2 {NO_BIAS}"
+
+
+@pytest.mark.parametrize("name", [*DEFAULT, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+def test_losses_equal_stock_megatron(
+    name: str, sentence_data: Path, tmp_path: Path, record_property: Record
+) -> None:
+    compare({**DEFAULT, **MORE}[name], sentence_data, tmp_path, record_property, BERT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_losses_of_every_strategy_equal_plain_expert_parallelism(
+    name: str, sentence_data: Path, tmp_path: Path
+) -> None:
+    compare_strategies(MORE[name], sentence_data, tmp_path, BERT)
+
+
+@pytest.mark.slow
+def test_parm_trains_it_without_sequence_parallelism(sentence_data: Path, tmp_path: Path) -> None:
+    arguments = f"--expert-model-parallel-size 2 {TENSOR_PARALLEL}"
+    # Megatron's initial weights are others under sequence parallelism: all start from one checkpoint.
+    stock = f"{arguments} --sequence-parallel --moe-strategy none"
+    save = f"--save {tmp_path} --save-interval 1 --ckpt-format torch_dist"
+    train(4, f"{stock} --train-iters 1 {save}", sentence_data, model=BERT)
+    load = f"--load {tmp_path} --finetune --no-load-optim --no-load-rng --train-iters 5"
+    wanted = train(4, f"{stock} {load}", sentence_data, model=BERT)
+    for schedule in ("s1", "s2", "auto"):
+        chosen = f"--moe-strategy parm --moe-strategy-set schedule={schedule}"
+        run = train(4, f"{arguments} {load} {chosen}", sentence_data, model=BERT)
+        assert relative_difference(run.losses, wanted.losses) <= 1e-5, schedule
+        assert relative_difference(run.other_losses, wanted.other_losses) <= 1e-5, schedule
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["--calculate-per-token-loss", "--qk-layernorm", "--rotary-base 5000", "--position-embedding-type none"],
+)
+def test_what_the_model_would_leave_out_is_refused(arguments: str, sentence_data: Path) -> None:
+    (run,) = train_on_all_ranks(1, f"--train-iters 1 {arguments}", sentence_data, model=BERT)
+    assert run.exit_code == 1
+    assert not run.losses
+
+
+def test_none_is_bitwise_the_bare_script(sentence_data: Path) -> None:
+    arguments = "--expert-model-parallel-size 2 --train-iters 2"
+    bare = train(2, arguments, sentence_data, model=BERT, launcher=False, before=count_experts)
+    none = train(2, arguments, sentence_data, model=BERT)
+    assert none.losses == bare.losses
+    assert none.other_losses == bare.other_losses
+    assert none.grad_norms == bare.grad_norms
+    assert len(bare.other_losses) == len(bare.losses) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "MEGATRON_LM_PATH" not in os.environ, reason="needs a Megatron-LM checkout (MEGATRON_LM_PATH)"
+)
+def test_megatrons_script_trains_the_same_model(sentence_data: Path) -> None:
+    script = Path(os.environ["MEGATRON_LM_PATH"]) / "examples" / "bert" / "pretrain_bert.py"
+    for strategy in ("none", "fssdp --moe-strategy-set slots=2 --moe-strategy-set overlap_degree=2"):
+        arguments = f"--expert-model-parallel-size 2 --train-iters 4 --moe-strategy {strategy}"
+        own = train(2, arguments, sentence_data, model=BERT)
+        stock = train(
+            2,
+            f"{arguments} --spec local",
+            sentence_data,
+            model=BERT,
+            script=script,
+            before=load_words_from_file,
+        )
+        assert stock.grad_norms == own.grad_norms
+        # For the log it sums in another order.
+        assert relative_difference(stock.losses, own.losses) <= 1e-6
+        assert relative_difference(stock.other_losses, own.other_losses) <= 1e-6
+
+
+@pytest.mark.skipif(
+    "MEGATRON_LM_PATH" not in os.environ, reason="needs a Megatron-LM checkout (MEGATRON_LM_PATH)"
+)
+@pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="has Transformer Engine")
+def test_megatrons_script_says_what_it_needs(sentence_data: Path) -> None:
+    script = Path(os.environ["MEGATRON_LM_PATH"]) / "examples" / "bert" / "pretrain_bert.py"
+    (run,) = train_on_all_ranks(
+        1, "--train-iters 1", sentence_data, model=BERT, script=script, before=load_words_from_file
+    )
+    assert run.exit_code == 2
+    (line,) = [line for line in run.errors.splitlines() if line.startswith("[fssdp]")]
+    assert "--spec local" in line
+
+
+def load_words_from_file() -> None:
+    """Give Megatron's script our tokenizer; its own types need the package transformers."""
+    from megatron.core.tokenizers.utils import build_tokenizer
+    from megatron.training import global_vars
+
+    from megatron_fssdp.data.wordpiece import WordPieceTokenizer
+
+    assert global_vars.build_tokenizer is build_tokenizer.build_tokenizer  # which stays
+    build_tokenizer.build_tokenizer = lambda args: WordPieceTokenizer.load(Path(args.tokenizer_model))
+
+
+def count_experts() -> None:
+    """Fail when the model that is trained has other MoE layers than its two, or others than Megatron's."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.training import training
+
+    setup = training.setup_model_and_optimizer
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        built = setup(*args, **kwargs)
+        layers = [type(module) for chunk in built[0] for module in chunk.modules()]
+        assert layers.count(MoELayer) == 2
+        return built
+
+    training.setup_model_and_optimizer = checked

@@ -1,0 +1,82 @@
+"""A forced hot expert, in a real training, as the recorded metrics see it.
+
+40 % of the assignments go to one of 8 experts, top-2, on 4 devices with 2 experts each:
+under plain expert parallelism its device carries 0.4 + 0.6 / 7 of all, 1.94 times the mean.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+from megatron_fssdp.reporting.run_records import read_loads, read_metrics
+
+from ..training_run import train
+
+ITERATIONS = 8
+ARGUMENTS = (
+    f"--expert-model-parallel-size 4 --train-iters {ITERATIONS} "
+    "--seq-length 256 --max-position-embeddings 256"
+)
+
+
+def force_hot_expert() -> None:
+    """Replace the gate's choice: 80 % of the tokens take expert 5, the rest is uniform."""
+    import torch
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+
+    def routing(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        flat = logits.reshape(-1, logits.shape[-1])
+        num_tokens, num_experts = flat.shape
+        others = torch.rand(num_tokens, num_experts, generator=generator)
+        others[:, 5] = -1
+        others[: round(0.8 * num_tokens), 5] = 2
+        chosen = others.topk(2, dim=-1).indices
+        routing_map = torch.zeros_like(flat, dtype=torch.bool).scatter_(1, chosen, True)
+        return torch.softmax(flat.float(), dim=-1) * routing_map, routing_map
+
+    TopKRouter.routing = routing
+
+
+@pytest.mark.parametrize(
+    ("settings", "slots", "bound"),
+    [
+        ("slots=2", 2, 1.10),
+        # All experts everywhere: every token stays where it is. By measured seconds fewer may do.
+        ("slots=8 overlap_degree=8", 8, 1.01),
+    ],
+)
+def test_fssdp_flattens_a_forced_hot_expert(
+    settings: str, slots: int, bound: float, text_data: Path, tmp_path: Path
+) -> None:
+    given = "".join(f" --moe-strategy-set {one}" for one in settings.split())
+    train(
+        4,
+        f"{ARGUMENTS} --moe-strategy fssdp{given} --moe-strategy-set record_dir={tmp_path}",
+        text_data,
+        before=force_hot_expert,
+    )
+    metrics = read_metrics(tmp_path)
+    assert len(metrics) == ITERATIONS
+    for entry in metrics:
+        for layer in entry.layers:
+            assert layer.ep_load_max_over_mean == pytest.approx(1.94, abs=0.05)
+    for entry in metrics[1:]:
+        for layer in entry.layers:
+            assert layer.load_max_over_mean <= bound
+            assert 0 < layer.num_replicas <= 4 * slots
+    assert metrics[0].layers[0].load_max_over_mean == metrics[0].layers[0].ep_load_max_over_mean
+
+    loads = read_loads(tmp_path)
+    tokens = 8 * 256 * 2  # global batch · sequence · k
+    assert loads.counts_ILDE.shape == (ITERATIONS, 2, 4, 8)
+    assert (loads.counts_ILDE.sum(axis=(2, 3)) == tokens).all()
+    hot = loads.counts_ILDE[..., 5].sum(axis=2) / tokens
+    assert_allclose(hot, 0.4, atol=0.01)
+    owner_D = loads.counts_ILDE.sum(axis=2).reshape(ITERATIONS, 2, 4, 2).sum(axis=-1)
+    recorded = np.array([[layer.ep_load_max_over_mean for layer in entry.layers] for entry in metrics])
+    assert_allclose(owner_D.max(axis=-1) / owner_D.mean(axis=-1), recorded)

@@ -1,0 +1,189 @@
+"""A rank that is killed in the middle of a training: how the other one ends, and how the run goes on."""
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fssdp.testing.ranks import RankError
+
+from ..checkpoints.test_killed_save import die_in_second_save
+from ..checkpoints.test_uneven_checkpoint import differing_keys, stored_tensors
+from ..training_run import SCRIPT, TINY_GPT_MOE, relative_difference, train
+
+TRAINING = (
+    "--expert-model-parallel-size 2 --moe-strategy fssdp --moe-strategy-set slots=2 "
+    "--moe-strategy-set overlap_degree=4 --moe-strategy-set reshard_interval=2 --train-iters 4 "
+    "--save-interval 2 --no-save-rng --no-load-rng"
+)
+KILLED_IN = 3  # the iteration after the first save and the first re-shard
+NOTICED_S = 60  # a lost connection is noticed at once; the groups' own time-out is 10 minutes
+
+
+@pytest.fixture(scope="module")
+def whole(text_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[float, ...], Path]:
+    """Losses and checkpoints of a run that nobody killed."""
+    folder = tmp_path_factory.mktemp("whole")
+    return train(2, f"{TRAINING} --save {folder}", text_data).losses, folder
+
+
+def die_in_all_gather() -> None:
+    """Rank 1 is killed when it has handed over a piece of an expert."""
+    from megatron_fssdp.collectives.sparse.transfer_cargo import GatherCargo
+
+    _die_after(GatherCargo, "outgoing")
+
+
+def die_in_reduce_scatter() -> None:
+    """Rank 1 is killed when it has handed over a piece of a gradient."""
+    from megatron_fssdp.collectives.sparse.transfer_cargo import ReductionCargo
+
+    _die_after(ReductionCargo, "outgoing")
+
+
+def die_in_forward() -> None:
+    """Rank 1 is killed between the gate and the dispatch of a layer."""
+    from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
+
+    _die_after(StrategyMoELayer, "route")
+
+
+def die_in_reshard() -> None:
+    """Rank 1 is killed when the first piece of the moving experts has been exchanged and written."""
+    from megatron_fssdp.megatron_adapter.experts import resharding
+
+    exchange = resharding.exchange_slots
+
+    def exchange_slots(group: Any, moves: Any, quantities: Sequence[Any], **options: Any) -> None:
+        for kind in {type(quantity) for quantity in quantities}:
+            _die_after(kind, "write")
+        exchange(group, moves, quantities, **options)
+
+    resharding.exchange_slots = exchange_slots
+
+
+IN_TURN = "--moe-strategy-set overlap=false"
+CASES = [
+    # The other rank may first miss the counts of the layer's tokens.
+    pytest.param(die_in_all_gather, "", "MoE layer ", id="in spAG"),
+    pytest.param(
+        die_in_all_gather, IN_TURN, "SparseAllGather of layer ", id="in spAG alone", marks=pytest.mark.slow
+    ),
+    pytest.param(die_in_reshard, "", "a re-shard", id="in a re-shard", marks=pytest.mark.slow),
+    pytest.param(
+        die_in_forward, "", "the forward pass of MoE layer 1", id="in forward", marks=pytest.mark.slow
+    ),
+    pytest.param(
+        die_in_reduce_scatter, "", "SparseReduceScatter of layer ", id="in spRS", marks=pytest.mark.slow
+    ),
+]
+
+
+@pytest.mark.parametrize(("die", "options", "place"), CASES)
+def test_the_other_rank_ends_and_the_run_goes_on(
+    die: Callable[[], None],
+    options: str,
+    place: str,
+    whole: tuple[tuple[float, ...], Path],
+    text_data: Path,
+    tmp_path: Path,
+) -> None:
+    losses, folder = whole
+    with pytest.raises(RankError) as caught:
+        train(2, f"{TRAINING} {options} --save {tmp_path}", text_data, before=die, grace_s=NOTICED_S)
+    message = str(caught.value)
+    assert caught.value.ranks == (1, 0), message  # both by themselves
+    assert "rank 1 was ended by signal 9" in message
+    (line,) = re.findall(r"\[fssdp\] rank 0 stopped .*", message)
+    print("\n" + line)
+    assert line.startswith(f"[fssdp] rank 0 stopped in iteration {KILLED_IN}, in ")
+    assert place in line
+    assert f"The last complete checkpoint is of iteration 2: restart with --load {tmp_path}" in line
+
+    assert differing_keys(stored_tensors(folder, 2), stored_tensors(tmp_path, 2)) == []
+    resumed = train(2, f"{TRAINING} --load {tmp_path}", text_data)
+    assert relative_difference(resumed.losses, losses[2:]) <= 1e-6
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_in_a_save(
+    whole: tuple[tuple[float, ...], Path], text_data: Path, tmp_path: Path
+) -> None:
+    losses, folder = whole
+    with pytest.raises(RankError) as caught:
+        train(2, f"{TRAINING} --save {tmp_path}", text_data, before=die_in_second_save, grace_s=NOTICED_S)
+    assert caught.value.ranks == (1, 0)
+    (line,) = re.findall(r"\[fssdp\] rank 0 stopped .*", str(caught.value))
+    print("\n" + line)
+    assert line.startswith(f"[fssdp] rank 0 stopped in iteration 4, in saving {tmp_path}/iter_0000004: ")
+    assert f"The last complete checkpoint is of iteration 2: restart with --load {tmp_path}" in line
+
+    assert differing_keys(stored_tensors(folder, 2), stored_tensors(tmp_path, 2)) == []
+    resumed = train(2, f"{TRAINING} --load {tmp_path}", text_data)
+    assert relative_difference(resumed.losses, losses[2:]) <= 1e-6
+
+
+@pytest.mark.slow
+def test_a_real_process_ends_without_anyones_help(text_data: Path, tmp_path: Path) -> None:
+    """No agent as torchrun's, that ends the other ranks, and no test server."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[3])!r}); import torch; "
+        "torch.compiler.set_stance('force_eager'); "
+        "from tests.megatron_adapter.test_killed_ranks import die_in_reduce_scatter; "
+        "from megatron_fssdp.megatron_adapter.entry.launcher import launch; "
+        "die_in_reduce_scatter(); launch(sys.argv[1:])"
+    )
+    arguments = [
+        *shlex.split(f"{SCRIPT} {TINY_GPT_MOE} --data-path {text_data} {TRAINING} --save {tmp_path}"),
+        *("--data-cache-path", str(text_data.parent / "cache")),
+    ]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            env={
+                **os.environ,
+                **{"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+                **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            },
+            stdout=(tmp_path / f"rank{rank}.txt").open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert processes[1].wait(200) == -signal.SIGKILL
+        died_s = time.monotonic()
+        assert processes[0].wait(NOTICED_S) == 1
+        print(f"\nthe other rank ended after {time.monotonic() - died_s:.1f} s")
+    finally:
+        for process in processes:
+            process.kill()
+    output = (tmp_path / "rank0.txt").read_text()
+    assert f"[fssdp] rank 0 stopped in iteration {KILLED_IN}, in SparseReduceScatter of layer " in output
+
+
+def _die_after(owner: Any, name: str) -> None:
+    """Have rank 1 killed after a method's first call in an iteration."""
+    from megatron.training.global_vars import get_args
+
+    method = getattr(owner, name)
+
+    def and_die(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        if os.environ["RANK"] == "1" and get_args().curr_iteration + 1 == KILLED_IN:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, and_die)

@@ -1,0 +1,199 @@
+"""NaN and infinity: a run stops and names iteration and layer, as Megatron's own rules want it."""
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.reporting.run_records import read_loads
+from megatron_fssdp.testing.ranks import RankError
+
+from ..training_run import TrainingRun, relative_difference, train, train_on_all_ranks
+
+TRAINING = "--expert-model-parallel-size 2 --train-iters 5"
+EP = "--moe-strategy ep"
+FSSDP = "--moe-strategy fssdp --moe-strategy-set slots=2 --moe-strategy-set overlap_degree=4"
+DISABLED = "--rerun-mode disabled"
+SPOILED_IN = 3
+# Megatron's exit codes: the result came again, or another one did.
+AGAIN, ANOTHER = 16, 17
+
+
+def spoil_experts(value: float) -> None:
+    """Rank 1's experts of layer 2 get a wrong number before an iteration."""
+    from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
+
+    begin = MoERuntime.begin_iteration
+
+    def begin_iteration(self: MoERuntime, *args: Any) -> None:
+        begin(self, *args)
+        if self.clock.iteration == SPOILED_IN and os.environ["RANK"] == "1":
+            for parameters in self.layers[1].parameters.values():
+                parameters[0].data.view(-1)[0] = value
+
+    MoERuntime.begin_iteration = begin_iteration  # type: ignore[method-assign, assignment]
+
+
+def spoil_experts_with_nan() -> None:
+    spoil_experts(float("nan"))
+
+
+def spoil_experts_with_infinity() -> None:
+    spoil_experts(float("inf"))
+
+
+def spoil_embedding() -> None:
+    """Rank 1 looks up NaN once; the next time all is well."""
+    _spoil_once("megatron.core.models.common.embeddings.language_model_embedding", "LanguageModelEmbedding")
+
+
+def spoil_layer_once() -> None:
+    """One output of a MoE layer, Megatron's own or ours, is NaN; the next time all is well."""
+    _spoil_once("megatron.core.transformer.moe.moe_layer", "MoELayer")
+
+
+def spoil_gradients() -> None:
+    """The gradient of what the last layer makes is NaN on rank 1."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    forward = MoELayer.forward
+
+    def spoiling(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output, bias = forward(self, *args, **kwargs)
+        if _is_spoiled_iteration() and self.layer_number == 2:
+            output.register_hook(lambda gradient: gradient * float("nan"))
+        return output, bias
+
+    MoELayer.forward = spoiling
+
+
+def run_passes_twice() -> None:
+    """Megatron repeats every iteration's passes in a mode that its command line does not let through."""
+    from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
+
+    start = RerunStateMachine.__init__
+
+    def start_reporting(self: Any, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **{**kwargs, "mode": RerunMode.REPORT_DETERMINISM_STATS})
+
+    RerunStateMachine.__init__ = start_reporting
+
+
+@pytest.mark.parametrize(
+    ("strategy", "spoil"),
+    [
+        pytest.param(FSSDP, spoil_experts_with_nan, id="fssdp-NaN", marks=pytest.mark.slow),
+        pytest.param(EP, spoil_experts_with_infinity, id="ep-inf", marks=pytest.mark.slow),
+    ],
+)
+def test_an_expert_that_is_not_finite(
+    strategy: str, spoil: Callable[[], None], text_data: Path, tmp_path: Path
+) -> None:
+    # Megatron saves the spoiled model, for a rerun on another device.
+    runs = train_on_all_ranks(
+        2, f"{TRAINING} {strategy} --save {tmp_path} --save-interval 100", text_data, before=spoil
+    )
+    assert [run.exit_code for run in runs] == [AGAIN, AGAIN]
+    line = _error(runs[1])
+    assert f"on rank 1: iteration {SPOILED_IN}: MoE layer 2 made non-finite hidden states of finite" in line
+    assert re.search(r"parameters of its experts \[[\d, ]+\], which this rank owns, are not finite", line)
+    assert "No checkpoint has been completed" in line
+
+
+@pytest.mark.parametrize(
+    ("strategy", "spoil"),
+    [
+        pytest.param(EP, spoil_experts_with_nan, id="ep-NaN"),
+        pytest.param(FSSDP, spoil_experts_with_infinity, id="fssdp-inf", marks=pytest.mark.slow),
+    ],
+)
+def test_no_rank_hangs_where_megatron_raises(
+    strategy: str, spoil: Callable[[], None], text_data: Path
+) -> None:
+    with pytest.raises(RankError) as caught:
+        train(2, f"{TRAINING} {strategy} {DISABLED}", text_data, before=spoil, grace_s=60)
+    assert sorted(caught.value.ranks) == [0, 1]
+    message = str(caught.value)
+    assert f"[fssdp] error on rank 1: iteration {SPOILED_IN}: MoE layer 2 made non-finite" in message
+    assert f"[fssdp] rank 1 stopped in iteration {SPOILED_IN}" in message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spoil", "finding"),
+    [
+        (spoil_embedding, "not finite any more when they came to MoE layer 1"),
+        (spoil_gradients, "all MoE layers were finite; gradients are not, from MoE layer 2 on downwards"),
+    ],
+)
+def test_numbers_that_another_layer_spoils(spoil: Callable[[], None], finding: str, text_data: Path) -> None:
+    with pytest.raises(RankError, match=finding):
+        train(2, f"{TRAINING} {FSSDP} {DISABLED}", text_data, before=spoil, grace_s=60)
+
+
+def test_an_error_that_does_not_come_again_ends_as_in_megatron(text_data: Path, tmp_path: Path) -> None:
+    whole = train(2, f"{TRAINING} {FSSDP} --micro-batch-size 4", text_data)
+    results = {}
+    for strategy in ("--moe-strategy none", FSSDP):
+        journal = tmp_path / f"{len(results)}.txt"
+        runs = train_on_all_ranks(
+            2,
+            f"{TRAINING} {strategy} --micro-batch-size 4 --result-rejected-tracker-filename {journal}",
+            text_data,
+            before=spoil_layer_once,
+        )
+        assert [run.exit_code for run in runs] == [ANOTHER, ANOTHER]
+        first, second = re.findall(r"rank=1 iteration=\d+ status=\S+ result=(\S+) ", journal.read_text())
+        assert first == "nan"
+        results[strategy] = float(second)
+        assert runs[1].losses == pytest.approx(whole.losses[: SPOILED_IN - 1], rel=1e-6)
+    assert f"iteration {SPOILED_IN}: MoE layer 2 made non-finite hidden states" in _error(runs[1])
+    assert results[FSSDP] == pytest.approx(results["--moe-strategy none"], rel=1e-5)
+
+
+@pytest.mark.parametrize("more", ["", pytest.param("rematerialize=true", marks=pytest.mark.slow)])
+def test_a_repeated_iteration_leaves_no_trace(more: str, text_data: Path, tmp_path: Path) -> None:
+    """Plans follow from loads, so they may not count twice."""
+    runs = []
+    extra = f"--moe-strategy-set {more}" if more else ""
+    for name, before in (("once", None), ("twice", run_passes_twice)):
+        record = f"--moe-strategy-set record_dir={tmp_path / name}"
+        runs.append(train(2, f"{TRAINING} {FSSDP} {extra} {record}", text_data, before=before))
+    once, twice = runs
+    assert relative_difference(twice.losses, once.losses) == 0
+    assert relative_difference(twice.grad_norms, once.grad_norms) == 0
+    loads = [read_loads(tmp_path / name).counts_ILDE for name in ("once", "twice")]
+    np.testing.assert_array_equal(loads[0], loads[1])
+
+
+def _error(run: TrainingRun) -> str:
+    (line,) = [message for message in run.messages if message.startswith("[fssdp] error")]
+    print("\n" + line)
+    return line
+
+
+def _is_spoiled_iteration() -> bool:
+    from megatron.training.global_vars import get_args
+
+    return os.environ["RANK"] == "1" and get_args().curr_iteration + 1 == SPOILED_IN
+
+
+def _spoil_once(module: str, name: str) -> None:
+    import importlib
+
+    kind = getattr(importlib.import_module(module), name)
+    forward = kind.forward
+    spoiled: list[None] = []
+
+    def spoiling(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        if not spoiled and _is_spoiled_iteration() and getattr(self, "layer_number", 2) == 2:
+            spoiled.append(None)
+            (output[0] if isinstance(output, tuple) else output).data.mul_(float("nan"))
+        return output
+
+    kind.forward = spoiling

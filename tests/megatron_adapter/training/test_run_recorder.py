@@ -1,0 +1,123 @@
+"""What is recorded when loads are spread over expert-data-parallel groups and pipeline stages."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.reporting.placement_records import read_placements
+from megatron_fssdp.reporting.run_records import IterationMetrics, read_loads, read_metrics
+
+from ..training_run import relative_difference, train
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_sources"),
+    [
+        ("--expert-model-parallel-size 2", 4),
+        ("--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 16", 2),
+        (
+            "--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
+            "--disable-bias-linear",
+            2,
+        ),
+    ],
+    ids=["two expert-data-parallel groups", "two pipeline stages", "two expert-tensor-parallel peers"],
+)
+def test_all_devices_and_layers_are_recorded(
+    layout: str, num_sources: int, text_data: Path, tmp_path: Path
+) -> None:
+    run = train(
+        4,
+        f"{layout} --train-iters 3 --moe-strategy fssdp --moe-strategy-set record_dir={tmp_path}",
+        text_data,
+    )
+    metrics, loads = read_metrics(tmp_path), read_loads(tmp_path)
+    assert [entry.iteration for entry in metrics] == [1, 2, 3]
+    assert relative_difference(tuple(entry.lm_loss for entry in metrics), run.losses) == 0
+    assert relative_difference(tuple(entry.grad_norm or 0 for entry in metrics), run.grad_norms) <= 1e-6
+    assert all([layer.layer for layer in entry.layers] == [1, 2] for entry in metrics)
+    assert loads.layers.tolist() == [1, 2]
+    assert loads.counts_ILDE.shape == (3, 2, num_sources, 8)
+    batch = 16 if "pipeline" in layout else 8
+    assert (loads.counts_ILDE.sum(axis=(2, 3)) == batch * 16 * 2).all()
+    moved = [layer.spag_bytes for entry in metrics[1:] for layer in entry.layers]
+    assert any(moved)
+    replicas = [layer.num_replicas for entry in metrics[1:] for layer in entry.layers]
+    biases = 0 if "--disable-bias-linear" in layout else 64 + 32
+    whole_expert_bytes = 4 * (2 * 32 * 64 + biases)
+    assert moved == [number * whole_expert_bytes for number in replicas]
+    assert moved == [layer.sprs_bytes for entry in metrics[1:] for layer in entry.layers]
+    for layer in (layer for entry in metrics for layer in entry.layers):
+        assert (layer.spag_s > 0) == (layer.spag_bytes > 0)
+        assert (layer.sprs_s > 0) == (layer.sprs_bytes > 0)
+        assert 0 <= layer.spag_exposed_s <= layer.spag_s
+        assert 0 <= layer.sprs_exposed_s <= layer.sprs_s
+    assert all(0 < entry.passes_s < entry.iteration_s for entry in metrics)
+    # No logged iteration: the first and the last one.
+    assert [len(entry.rank_peak_bytes) for entry in metrics] == [4, 0, 4]
+    assert min(metrics[0].rank_peak_bytes) > 2**20
+    check_placements(tmp_path, metrics, num_sources)
+    assert all(entry.resharded_experts == entry.reshard_bytes == entry.reshard_s == 0 for entry in metrics)
+
+
+def check_placements(record_dir: Path, metrics: list[IterationMetrics], num_devices: int) -> None:
+    """Against what the metrics say of the same iterations."""
+    placements = read_placements(record_dir)
+    assert placements.iterations.tolist() == [entry.iteration for entry in metrics]
+    assert placements.present_ILED.shape == (3, 2, 8, num_devices)
+    # Every group of two devices has every expert.
+    assert (placements.owned_ILED.sum(axis=3) == num_devices // 2).all()
+    for key, values_IL in (
+        ("num_replicas", placements.replicas_IL),
+        ("load_max_over_mean", placements.tokens_ILD.max(axis=2) / placements.tokens_ILD.mean(axis=2)),
+        (
+            "ep_load_max_over_mean",
+            placements.ep_tokens_ILD.max(axis=2) / placements.ep_tokens_ILD.mean(axis=2),
+        ),
+    ):
+        recorded = [[getattr(layer, key) for layer in entry.layers] for entry in metrics]
+        np.testing.assert_allclose(values_IL, recorded)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_copies"),
+    [
+        ("", 2),
+        ("--pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size 16", 1),
+    ],
+    ids=["two expert-data-parallel groups", "two pipeline stages"],
+)
+def test_reshards_are_recorded_where_they_happen(
+    layout: str, num_copies: int, text_data: Path, tmp_path: Path
+) -> None:
+    run = train(
+        4,
+        f"--expert-model-parallel-size 2 {layout} --train-iters 5 --moe-strategy fssdp --moe-strategy-set "
+        f"record_dir={tmp_path} --moe-strategy-set reshard_interval=3 --moe-strategy-set overlap_degree=1 "
+        "--moe-strategy-set slots=1",
+        text_data,
+    )
+    metrics = read_metrics(tmp_path)
+    assert relative_difference(tuple(entry.lm_loss for entry in metrics), run.losses) == 0
+    assert [entry.resharded_experts > 0 for entry in metrics] == [False, False, False, True, False]
+    assert [entry.reshard_bytes > 0 for entry in metrics] == [False, False, False, True, False]
+    moved = metrics[3]
+    assert 0 < moved.reshard_s < moved.iteration_s
+    slot_bytes = 3 * 4 * (2 * 32 * 64 + 64 + 32)  # the weights and Adam's two moments
+    leaving, rest = divmod(moved.reshard_bytes, num_copies * slot_bytes)
+    assert rest == 0
+    assert 0 < leaving <= moved.resharded_experts
+    assert moved.resharded_experts <= 8 * len(moved.layers)
+
+
+def test_none_records_losses_without_layers(text_data: Path, tmp_path: Path) -> None:
+    run = train(
+        2,
+        f"--expert-model-parallel-size 2 --train-iters 2 --moe-strategy-set record_dir={tmp_path}",
+        text_data,
+    )
+    metrics = read_metrics(tmp_path)
+    assert relative_difference(tuple(entry.lm_loss for entry in metrics), run.losses) == 0
+    assert all(entry.layers == () and entry.tokens_per_s > 0 for entry in metrics)
+    assert not (tmp_path / "loads.npz").exists()

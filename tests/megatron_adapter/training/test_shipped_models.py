@@ -1,0 +1,151 @@
+"""Megatron takes the arguments of every experiment and builds models with the parameters that are counted.
+
+On a meta device, so at full width; models of more than four layers with two of them.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fssdp.config.composition import load_run
+from megatron_fssdp.config.megatron_arguments import Installation, TokenizedData, megatron_arguments
+from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.simulation.parameter_count import count_parameters
+from megatron_fssdp.testing.parallel_state import run_megatron_ranks
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+EXPERIMENTS = sorted((CONFIGS / "experiments").glob("*.yaml"))
+
+# What no shipped model has: overrides of the tiny ones.
+BERTS = {
+    "BERT every other layer": [],
+    "BERT without a head for the order": ["model.order_head=false", "model.tie_embeddings=false"],
+    "dense BERT": ["model.num_experts=null", "parallelism.expert=1", "strategy={name: none}"],
+}
+OTHERS = {
+    "dense": ["model.num_experts=null", "parallelism.expert=1", "strategy={name: none}"],
+    "biases of gated experts behind a dense layer": [
+        "model.linear_bias=true",
+        "model.activation=quick_geglu",
+        "model.moe_layer_freq=[0, 1, 1, 1]",
+    ],
+    "norms of wide heads": ["model.qk_layernorm=true", "model.kv_channels=24"],
+    "no positions": ["model.position_embedding=none", "model.tie_embeddings=false"],
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank is to build.
+
+    Attributes:
+        words: Megatron's arguments.
+        num_ranks: Of the run.
+        strategy: Of the run.
+        vocab_size: Token ids.
+        family: Of the model.
+    """
+
+    words: list[str]
+    num_ranks: int
+    strategy: str
+    vocab_size: int
+    family: str
+
+
+def job_of(run: RunConfig) -> Job:
+    on_cpu, vocab_size = run.training.device != "cuda", run.data.vocab_size
+    data = TokenizedData(Path("d/text"), vocab_size, vocab_size - 1, 50, Path("d/cache"))
+    machine = Installation(on_cpu, has_transformer_engine=False)
+    words = megatron_arguments(run, data, machine, Path("runs/x"), resume=False)
+    return Job(words, run.parallelism.world_size, run.strategy.name, vocab_size, run.model.family)
+
+
+def shallow(path: Path) -> RunConfig:
+    model = load_run([path]).model
+    if model.num_layers <= 4:
+        return load_run([path])
+    frequency = [] if isinstance(model.moe_layer_freq, int) else ["model.moe_layer_freq=[0, 1]"]
+    return load_run([path], ["model.num_layers=2", *frequency])
+
+
+@pytest.mark.timeout(300)
+def test_megatron_builds_what_is_counted() -> None:
+    runs = {path.stem: shallow(path) for path in EXPERIMENTS}
+    runs |= {name: load_run([CONFIGS / "gpt_moe_tiny.yaml"], more) for name, more in OTHERS.items()}
+    runs |= {name: load_run([CONFIGS / "bert_moe_tiny.yaml"], more) for name, more in BERTS.items()}
+    jobs = {name: job_of(run) for name, run in runs.items()}
+    built = run_megatron_ranks(_built_elements, 1, jobs, timeout_s=240)[0]
+    assert built == {
+        name: count_parameters(run.model, run.data.vocab_size).total for name, run in runs.items()
+    }
+
+
+def _built_elements(rank: int, world_size: int, jobs: dict[str, Job]) -> dict[str, int]:
+    return {name: _elements(job) for name, job in jobs.items()}
+
+
+def _elements(job: Job) -> int:
+    import sys
+
+    import torch
+    from megatron.training.argument_utils import core_transformer_config_from_args
+    from megatron.training.arguments import parse_args, validate_args
+
+    from megatron_fssdp.megatron_adapter.entry.arguments import add_strategy_arguments, resolve_arguments
+    from megatron_fssdp.megatron_adapter.support.supported_features import (
+        RESIDENT_REFUSALS,
+        check_supported,
+        refuse,
+    )
+
+    sys.argv = [f"pretrain_{job.family}.py", *job.words]
+    args = parse_args(add_strategy_arguments)
+    args.world_size = job.num_ranks
+    validate_args(args)
+    assert resolve_arguments(args)[0] == job.strategy
+    if job.strategy != "none":
+        check_supported(job.strategy, args)
+    if job.strategy == "flexmoe":
+        refuse(job.strategy, RESIDENT_REFUSALS, args)
+
+    config = core_transformer_config_from_args(args)
+    # One rank has it all.
+    config.tensor_model_parallel_size = config.expert_model_parallel_size = 1
+    config.expert_tensor_parallel_size = 1
+    config.sequence_parallel = config.perform_initialization = False
+    config.use_cpu_initialization = True
+    with torch.device("meta"):
+        model = _bert(config, args, job) if job.family == "bert" else _gpt(config, args, job)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _gpt(config: Any, args: Any, job: Job) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+    )
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    return GPTModel(
+        config,
+        get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+        if args.num_experts
+        else get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization),
+        vocab_size=job.vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        position_embedding_type=args.position_embedding_type,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        rotary_base=args.rotary_base,
+    )
+
+
+def _bert(config: Any, args: Any, job: Job) -> Any:
+    from megatron_fssdp.cli.pretraining import pretrain_bert
+
+    args.padded_vocab_size = job.vocab_size  # as it is, without Megatron's padding
+    pretrain_bert.get_args = lambda: args
+    return pretrain_bert.build_model(config=config)

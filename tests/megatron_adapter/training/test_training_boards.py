@@ -1,0 +1,116 @@
+"""What Megatron's own boards are told while it trains: TensorBoard's files, and a faked Weights & Biases."""
+
+import json
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.reporting.run_records import read_loads, read_metrics
+
+from ..training_run import train
+
+# Rank 0, which gathers, and the last rank, which has the boards, are on different pipeline stages.
+LAYOUT = (
+    "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 16 --train-iters 4 "
+    "--log-interval 2 --moe-strategy fssdp --moe-strategy-set slots=1 --moe-strategy-set overlap_degree=2"
+)
+
+
+def test_boards_have_the_scalars_and_histograms_of_logged_iterations(text_data: Path, tmp_path: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    board, records, told = tmp_path / "board", tmp_path / "records", tmp_path / "told.jsonl"
+    train(
+        4,
+        f"{LAYOUT} --tensorboard-dir {board} --moe-strategy-set record_dir={records} "
+        f"{wandb_arguments(tmp_path)}",
+        text_data,
+        before=fake_wandb,
+        env={"TOLD": str(told)},
+    )
+    events = accumulators.EventAccumulator(str(board), size_guidance={"histograms": 0, "scalars": 0})
+    events.Reload()
+    metrics = {entry.iteration: entry for entry in read_metrics(records)}
+    logged = [2, 4]
+
+    def scalar(name: str) -> dict[int, float]:
+        return {event.step: event.value for event in events.Scalars(name)}
+
+    assert scalar("fssdp/seconds") == pytest.approx({i: metrics[i].iteration_s for i in logged})
+    for number in (1, 2):
+        for key, name in (
+            ("load_max_over_mean", "device load, max over mean"),
+            ("ep_load_max_over_mean", "device load under plain EP, max over mean"),
+            ("num_replicas", "replicas"),
+            ("spag_bytes", "spAG bytes"),
+            ("sprs_bytes", "spRS bytes"),
+        ):
+            wanted = {i: getattr(metrics[i].layers[number - 1], key) for i in logged}
+            assert scalar(f"fssdp {name}/layer {number}") == pytest.approx(wanted), name
+    loads = read_loads(records)
+    tokens_LE = loads.counts_ILDE[3].sum(axis=1)
+    for number, tokens_E in enumerate(tokens_LE, start=1):
+        histograms = events.Histograms(f"fssdp tokens of an expert/layer {number}")
+        assert [event.step for event in histograms] == logged
+        last = histograms[-1].histogram_value
+        assert (last.num, last.sum, last.max) == (8, tokens_E.sum(), tokens_E.max())
+    assert "lm loss" in events.Tags()["scalars"]  # the board is Megatron's
+    ours = told_by_us(told)
+    assert [step for step, _ in ours] == logged
+    for step, values in ours:
+        scalars = {name: value for name, value in values.items() if not isinstance(value, list)}
+        assert scalars == pytest.approx({name: scalar(name)[step] for name in scalars})
+        assert len(scalars) == len([name for name in events.Tags()["scalars"] if name.startswith("fssdp")])
+    assert values["fssdp tokens of an expert/layer 2"] == tokens_LE[1].tolist()
+
+
+@pytest.mark.slow
+def test_a_board_needs_no_record_dir(text_data: Path, tmp_path: Path) -> None:
+    told = tmp_path / "told.jsonl"
+    train(
+        4,
+        f"{LAYOUT} {wandb_arguments(tmp_path)}",
+        text_data,
+        before=fake_wandb,
+        env={"TOLD": str(told)},
+    )
+    ours = told_by_us(told)
+    assert [step for step, _ in ours] == [2, 4]
+    for _, values in ours:
+        assert values["fssdp/seconds"] > values["fssdp/seconds of passes"] > 0
+        assert values["fssdp device load, max over mean/layer 2"] >= 1
+        # Two groups of two devices route 16 samples of 16 tokens to 2 experts each.
+        assert sum(values["fssdp tokens of an expert/layer 1"]) == 16 * 16 * 2
+    assert {path.name for path in tmp_path.iterdir()} <= {told.name, "wandb"}
+
+
+def wandb_arguments(folder: Path) -> str:
+    return f"--wandb-project p --wandb-exp-name e --wandb-save-dir {folder}"
+
+
+def told_by_us(told: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Steps and values of what is not Megatron's."""
+    lines = map(json.loads, told.read_text().splitlines())
+    return [(step, values) for step, values in lines if any(name.startswith("fssdp") for name in values)]
+
+
+def fake_wandb() -> None:
+    """On each rank: a module that writes what it is told."""
+    module: Any = types.ModuleType("wandb")
+
+    def log(values: dict[str, Any], step: int | None = None) -> None:
+        with Path(os.environ["TOLD"]).open("a") as file:
+            plain = {name: np.asarray(value).tolist() for name, value in values.items()}
+            file.write(json.dumps([step, plain]) + "\n")
+
+    module.init = lambda **_: None
+    module.log = log
+    module.Histogram = lambda sequence: sequence
+    module.config = types.SimpleNamespace(update=lambda *_, **__: None)
+    module.finish = lambda *_: None
+    module.run = types.SimpleNamespace(dir="", log_artifact=lambda *_: None)
+    sys.modules["wandb"] = module

@@ -1,0 +1,77 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fssdp.planning.balanced.quota_planner import quota_assignment, quota_dispatch, split_among_peers
+from megatron_fssdp.planning.placement.placement import even_owners
+from megatron_fssdp.planning.placement.topology import Topology
+
+TOPOLOGY, OWNERS = Topology.uniform(4, 2), even_owners(8, 4)
+
+
+def test_overflow_goes_to_the_node_that_it_comes_from() -> None:
+    """Expert 0 of device 0 has 40 tokens, all of node 1's; everything else is empty."""
+    counts_DE = np.zeros((4, 8), np.int64)
+    counts_DE[2, 0] = 40
+    tokens_ED = quota_assignment(OWNERS, counts_DE, TOPOLOGY, slots=1)
+    assert tokens_ED[0].tolist() == [10, 10, 10, 10]
+    # With a ceiling of 20 one other device is enough, and it is one of node 1.
+    one = quota_assignment(OWNERS[:2], counts_DE[:2, :2] + [[0, 0], [8, 0]], Topology.uniform(2, 2), slots=1)
+    assert one[0].tolist() == [4, 4]
+
+
+def test_nothing_spills_without_slots_or_need() -> None:
+    counts_DE = np.array([[4, 1, 1, 1, 1, 0, 0, 0]] * 4)
+    assert np.count_nonzero(quota_assignment(OWNERS, counts_DE, TOPOLOGY, slots=0)) == 5
+    even_DE = np.ones((4, 8), np.int64)
+    assert np.count_nonzero(quota_assignment(OWNERS, even_DE, TOPOLOGY, slots=4)) == 8
+
+
+@given(seed=st.integers(0, 10_000), slots=st.integers(0, 4), devices_per_node=st.sampled_from([1, 2, 4]))
+def test_all_tokens_are_assigned_within_the_slots(seed: int, slots: int, devices_per_node: int) -> None:
+    rng = np.random.default_rng(seed)
+    topology = Topology.uniform(4, 4 // devices_per_node)
+    counts_DE = rng.poisson(rng.gamma(0.4, 30, 8), (4, 8))
+    tokens_ED = quota_assignment(OWNERS, counts_DE, topology, slots=slots)
+    load_E = counts_DE.sum(axis=0)
+    assert tokens_ED.min() >= 0
+    assert tokens_ED.sum(axis=1).tolist() == load_E.tolist()
+    others_ED = tokens_ED > 0
+    others_ED[np.arange(8), OWNERS] = False
+    assert others_ED.sum(axis=0).max() <= slots
+    owned_D = np.bincount(OWNERS, weights=load_E, minlength=4)
+    assert tokens_ED.sum(axis=0).max() <= owned_D.max()
+    if slots >= 8:
+        assert tokens_ED.sum(axis=0).max() <= -(-load_E.sum() // 4) * 1.01 + 1
+
+
+@given(seed=st.integers(0, 10_000), devices_per_node=st.sampled_from([1, 2, 4]))
+def test_dispatch_fills_the_quotas_nearest_first(seed: int, devices_per_node: int) -> None:
+    rng = np.random.default_rng(seed)
+    topology = Topology.uniform(4, 4 // devices_per_node)
+    counts_DE = rng.poisson(rng.gamma(0.4, 30, 8), (4, 8))
+    tokens_ED = np.stack([rng.multinomial(load, rng.dirichlet(np.ones(4))) for load in counts_DE.sum(axis=0)])
+    dispatch = quota_dispatch(tokens_ED, counts_DE, topology)
+    sent_DED = np.stack([dispatch.from_source(source) for source in range(4)])
+    assert np.array_equal(sent_DED.sum(axis=2), counts_DE)
+    assert np.array_equal(sent_DED.sum(axis=0), tokens_ED)
+    for device in range(4):
+        assert np.array_equal(dispatch.to_device(device), sent_DED[:, :, device])
+    own_DE = np.stack([sent_DED[device, :, device] for device in range(4)])
+    assert np.array_equal(own_DE, np.minimum(counts_DE, tokens_ED.T))
+
+
+@given(seed=st.integers(0, 10_000), num_peers=st.integers(1, 3))
+def test_peers_share_the_quotas(seed: int, num_peers: int) -> None:
+    rng = np.random.default_rng(seed)
+    load_XE = rng.poisson(10, (num_peers, 8))
+    tokens_ED = np.stack([rng.multinomial(load, np.full(4, 0.25)) for load in load_XE.sum(axis=0)])
+    quotas_XED = split_among_peers(tokens_ED, load_XE)
+    assert np.array_equal(quotas_XED.sum(axis=2), load_XE)
+    assert np.array_equal(quotas_XED.sum(axis=0), tokens_ED)
+
+
+def test_negative_slots_are_refused() -> None:
+    with pytest.raises(ValueError, match="slots is -1"):
+        quota_assignment(OWNERS, np.ones((4, 8), np.int64), TOPOLOGY, slots=-1)

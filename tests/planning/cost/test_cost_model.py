@@ -1,0 +1,158 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fssdp.planning.cost import cost_model
+from megatron_fssdp.planning.cost.cost_model import (
+    LEAST_BETA_S_PER_BYTE,
+    ClusterCost,
+    LinkCost,
+    LinkFit,
+    fit_link_cost,
+)
+from megatron_fssdp.planning.cost.layer_traffic import BusiestLinks, pairs_traffic
+from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.transfer_plan import plain_transfer, two_level_transfer
+
+FAST = ClusterCost(LinkCost(0.0, 1.0), LinkCost(0.0, 10.0), expert_flops_per_s=100.0)
+
+
+def test_link_time_is_alpha_beta():
+    link = LinkCost(alpha_s=2.0, beta_s_per_byte=0.5)
+    assert link.time_s(8) == 6.0
+    assert link.time_s(0) == 0.0
+
+
+SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)
+
+
+def test_fit_finds_the_line_that_times_lie_on():
+    wanted = LinkCost(alpha_s=2e-5, beta_s_per_byte=3e-10)
+    fitted = fit_link_cost(SIZES, [wanted.time_s(size) for size in SIZES])
+    assert fitted.alpha_s == pytest.approx(wanted.alpha_s)
+    assert fitted.beta_s_per_byte == pytest.approx(wanted.beta_s_per_byte)
+
+
+def test_fit_weighs_errors_by_the_time_that_a_message_takes():
+    """10 % more for the largest message must not hide what a small one costs."""
+    wanted = LinkCost(alpha_s=2e-5, beta_s_per_byte=3e-10)
+    seconds = [wanted.time_s(size) for size in SIZES]
+    seconds[-1] *= 1.1
+    fitted = fit_link_cost(SIZES, seconds)
+    assert fitted.time_s(SIZES[0]) == pytest.approx(seconds[0], rel=0.05)
+    assert fitted.time_s(SIZES[-1]) == pytest.approx(seconds[-1], rel=0.1)
+
+
+def test_fit_to_noise_is_a_cost_still():
+    faster_when_larger = fit_link_cost((1000, 2000, 3000), (3e-5, 2e-5, 1e-5))
+    assert faster_when_larger.beta_s_per_byte == LEAST_BETA_S_PER_BYTE
+    assert faster_when_larger.alpha_s > 0
+    below_the_origin = fit_link_cost((1000, 2000, 3000), (1e-6, 3e-6, 5e-6))
+    assert below_the_origin.alpha_s == 0.0
+    assert below_the_origin.beta_s_per_byte > 0
+
+
+@given(
+    alpha_s=st.floats(1e-7, 1e-2),
+    beta_s_per_byte=st.floats(1e-12, 1e-7),
+    noise=st.lists(st.floats(-0.05, 0.05), min_size=len(SIZES), max_size=len(SIZES)),
+)
+def test_fit_recovers_a_planted_line_and_says_how_well(alpha_s, beta_s_per_byte, noise):
+    planted = LinkCost(alpha_s, beta_s_per_byte)
+    exact = LinkFit.of(SIZES, [planted.time_s(size) for size in SIZES])
+    share = alpha_s / planted.time_s(SIZES[0])  # what can be seen of alpha at all
+    assert exact.cost.alpha_s == pytest.approx(alpha_s, rel=1e-6 / share)
+    seen = beta_s_per_byte * SIZES[-1] / planted.time_s(SIZES[-1])
+    assert exact.cost.beta_s_per_byte == pytest.approx(beta_s_per_byte, rel=1e-6 / seen)
+    assert exact.worst_relative_error < 1e-6
+    seconds = [planted.time_s(size) * (1 + error) for size, error in zip(SIZES, noise, strict=True)]
+    noisy = LinkFit.of(SIZES, seconds)
+    # Least squares cannot do worse in the sum than the planted line itself.
+    squares = sum((noisy.cost.time_s(n) / s - 1) ** 2 for n, s in zip(SIZES, seconds, strict=True))
+    assert squares <= sum((error / (1 + error)) ** 2 for error in noise) + 1e-9
+    assert noisy.worst_relative_error <= squares**0.5 + 1e-9
+    assert noisy.r_squared <= 1
+
+
+def test_a_cost_at_its_limit_leaves_the_best_other_one():
+    below_the_origin = LinkFit.of((1000, 2000, 3000), (1e-6, 3e-6, 5e-6))
+    for factor in (0.99, 1.01):
+        other = below_the_origin.cost.beta_s_per_byte * factor
+        squares = [
+            sum((beta * n / s - 1) ** 2 for n, s in ((1000, 1e-6), (2000, 3e-6), (3000, 5e-6)))
+            for beta in (below_the_origin.cost.beta_s_per_byte, other)
+        ]
+        assert squares[0] < squares[1]
+
+
+def test_r_squared_is_that_of_the_seconds():
+    fit = LinkFit.of((1, 2, 3), (1.0, 3.0, 2.0))
+    fitted = [fit.cost.time_s(size) for size in (1, 2, 3)]
+    residual = sum((a - b) ** 2 for a, b in zip(fitted, (1.0, 3.0, 2.0), strict=True))
+    assert fit.r_squared == pytest.approx(1 - residual / 2)
+    assert LinkFit.of((1, 2), (1.0, 1.0)).r_squared == pytest.approx(1)
+
+
+def test_all_to_all_waits_for_the_busiest_link():
+    topology = Topology.uniform(4, 2)
+    tokens_DD = np.array([[9, 5, 1, 0], [0, 9, 0, 2], [0, 0, 9, 0], [0, 0, 0, 9]])
+    assert pairs_traffic(tokens_DD, topology) == BusiestLinks(
+        near=5, far_of_device=2, far_of_node=3, far_of_mean_node=1.5
+    )
+    # NIC: 3 tokens * 2 bytes * 10 s/byte; device: 5 * 2 * 1.
+    assert cost_model.all_to_all_s(tokens_DD, 2, topology, FAST) == 60.0
+    assert cost_model.all_to_all_s(tokens_DD, 2, Topology.single_node(4), FAST) == 12.0  # device 0 sends 6
+
+
+def test_dispatch_tokens_are_those_of_the_placement():
+    placement = ExpertPlacement(np.array([0]), np.array([[True, True, False]]))
+    tokens_DD = cost_model.dispatch_tokens_DD(
+        plan_dispatch("even", np.array([[3], [4], [6]]), placement, Topology.single_node(3)), 3
+    )
+    assert tokens_DD.tolist() == [[3, 0, 0], [0, 4, 0], [3, 3, 0]]
+
+
+def test_expert_compute():
+    tokens_D = np.array([3, 7, 1])
+    assert cost_model.expert_forward_s(tokens_D, 50.0, FAST) == 3.5
+    assert cost_model.expert_backward_s(tokens_D, 50.0, FAST) == 7.0
+
+
+def test_transfer_time_is_the_busiest_links():
+    topology = Topology.uniform(4, 2)
+    placement = ExpertPlacement(np.array([0]), np.ones((1, 4), dtype=bool))
+    star, tree = plain_transfer(placement), two_level_transfer(placement, topology)
+    assert cost_model.transfer_s(star, 3, topology, FAST) == 60.0  # crosses twice
+    assert cost_model.transfer_s(tree, 3, topology, FAST) == 30.0  # crosses once
+    slow_start = ClusterCost(LinkCost(1.0, 1.0), LinkCost(2.0, 10.0), 1.0)
+    assert cost_model.transfer_s(tree, 3, topology, slow_start) == 32.0 + tree.max_depth * 2.0
+    owners = plain_transfer(ExpertPlacement.owners_only(np.array([0]), 4))
+    assert cost_model.transfer_s(owners, 3, topology, slow_start) == 0.0
+
+
+def test_overlap_degree_is_floored():
+    assert cost_model.overlap_degree(0.002, 1e9, 600_000) == 3
+    assert cost_model.overlap_degree(0.0, 1e9, 600_000) == 0
+
+
+def test_layer_time():
+    assert cost_model.exposed_s(5.0, 3.0) == 2.0
+    assert cost_model.exposed_s(2.0, 3.0) == 0.0
+    seconds = cost_model.layer_s(
+        all_to_all_s=1.0, expert_forward_s=10.0, exposed_gather_s=0.5, exposed_reduce_s=0.25
+    )
+    assert seconds == 34.75
+
+
+def test_bad_costs_say_what_was_wanted():
+    with pytest.raises(ValueError, match="beta_s_per_byte is -1"):
+        LinkCost(0.0, -1.0)
+    with pytest.raises(ValueError, match="expert_flops_per_s is 0"):
+        ClusterCost(LinkCost(0, 0), LinkCost(0, 0), 0.0)
+    with pytest.raises(ValueError, match="expert_bytes is 0"):
+        cost_model.overlap_degree(1.0, 1.0, 0)
+    with pytest.raises(ValueError, match="non_moe_s is -1"):
+        cost_model.overlap_degree(-1.0, 1.0, 1)

@@ -1,0 +1,33 @@
+import pytest
+
+from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.placement.topology import Topology
+
+
+def profile(intra_beta: float, inter_beta: float, non_moe_s: float = 0.5) -> LayerProfile:
+    cluster = ClusterCost(LinkCost(1e-3, intra_beta), LinkCost(1e-3, inter_beta), expert_flops_per_s=1e9)
+    return LayerProfile(
+        non_moe_s, cluster, expert_bytes=1000, token_bytes=20, flops_per_token=300.0, memory_capacity=2
+    )
+
+
+@pytest.mark.parametrize(
+    ("intra_beta", "inter_beta", "num_nodes", "wanted"),
+    [
+        (2.0**-16, 2.0**-14, 1, 32),  # 0.5 s at 64 KiB/s are 32.8 experts
+        (2.0**-16, 2.0**-14, 2, 8),  # a quarter of it between nodes
+        (2.0**-14, 2.0**-16, 2, 8),  # a faster network does not make the links inside faster
+        (2.0**-14, 2.0**-16, 1, 8),
+        (0.0, 0.0, 2, 0),  # nothing measured
+    ],
+)
+def test_the_slower_link_in_use_counts(
+    intra_beta: float, inter_beta: float, num_nodes: int, wanted: int
+) -> None:
+    topology = Topology.uniform(4, num_nodes)
+    assert profile(intra_beta, inter_beta).overlap_degree(topology) == wanted
+
+
+def test_no_compute_hides_no_transfer() -> None:
+    assert profile(1e-9, 1e-9, non_moe_s=0.0).overlap_degree(Topology.single_node(2)) == 0

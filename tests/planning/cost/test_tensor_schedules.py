@@ -1,0 +1,117 @@
+"""Parm's schedules in numbers: a layer worked by hand, and relations for all layers."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fssdp.planning.cost.cost_model import LinkCost
+from megatron_fssdp.planning.cost.tensor_schedules import (
+    SCHEDULES,
+    ScheduledLayer,
+    best_schedule,
+    collectives_of,
+    is_known,
+    predicted_seconds,
+    rows_of_device,
+    schedule_seconds,
+)
+
+# B·L = 100 tokens of M = 10 numbers of 4 bytes; k·f = 1.5: x = 4,000, E·T·M = 6,000, y = 12,000 bytes.
+LAYER = ScheduledLayer(num_tokens=100, hidden_size=10, num_rows=150, n_mp=4, n_esp=2, n_ep=2)
+SPLIT = ScheduledLayer(num_tokens=100, hidden_size=10, num_rows=150, n_mp=4, n_esp=2, n_ep=2, is_split=True)
+
+
+def sizes(schedule, layer):
+    return [(found.kind, found.over, found.num_bytes) for found in collectives_of(schedule, layer)]
+
+
+def test_collectives_of_equation_1():
+    assert sizes("baseline", LAYER) == [
+        ("all_gather", "esp", 8000),
+        ("all_to_all", "ep", 12000),
+        ("all_reduce", "esp", 12000),
+        ("all_to_all", "ep", 12000),
+    ]
+
+
+def test_collectives_of_equations_11_and_14():
+    assert sizes("s1", LAYER) == [
+        ("all_to_all", "ep_esp", 3000),
+        ("all_to_all", "ep_esp", 3000),
+        ("all_gather", "mp", 4000),
+    ]
+    assert sizes("s2", LAYER) == [
+        ("all_to_all", "ep_esp", 3000),
+        ("overlapped_all_to_all", "ep_esp", 3000),
+        ("all_gather", "mp", 6000),
+    ]
+
+
+def test_megatrons_two_steps():
+    assert sizes("megatron", LAYER) == [
+        ("all_to_all", "ep", 1500),
+        ("all_gather", "esp", 3000),
+        ("reduce_scatter", "esp", 3000),
+        ("all_to_all", "ep", 1500),
+        ("all_gather", "mp", 4000),
+    ]
+
+
+def test_under_sequence_parallelism_nothing_is_gathered_in_the_end():
+    assert sizes("s1", SPLIT) == sizes("s2", SPLIT) == sizes("s1", LAYER)[:2]
+    assert sizes("megatron", SPLIT) == sizes("megatron", LAYER)[:-1]
+    assert [size for *_, size in sizes("baseline", SPLIT)] == [2000, 3000, 3000, 3000]
+
+
+def test_only_the_baseline_computes_everything_again():
+    assert rows_of_device("baseline", LAYER) == 300
+    assert rows_of_device("baseline", SPLIT) == 75
+    assert {rows_of_device(schedule, LAYER) for schedule in ("s1", "s2", "megatron")} == {75}
+
+
+def test_seconds_are_alpha_and_beta_of_each():
+    costs = {
+        ("all_to_all", "ep_esp"): LinkCost(1.0, 0.001),
+        ("overlapped_all_to_all", "ep_esp"): LinkCost(0.5, 0.0005),
+        ("all_gather", "mp"): LinkCost(0.25, 0.0001),
+    }
+    assert schedule_seconds("s1", LAYER, costs) == pytest.approx(2 * (1 + 3) + 0.25 + 0.4)
+    assert schedule_seconds("s2", LAYER, costs) == pytest.approx((1 + 3) + (0.5 + 1.5) + 0.25 + 0.6)
+    predicted = predicted_seconds(LAYER, costs, SCHEDULES)
+    assert list(predicted) == ["s1", "s2"], "of the others nothing is known"
+    assert best_schedule(predicted) == "s2"
+    assert best_schedule({"s1": 1.0, "s2": 1.0}) == "s1", "Alg. 1, line 6"
+
+
+def test_groups_of_nobody_are_refused():
+    with pytest.raises(ValueError, match="n_esp 0"):
+        ScheduledLayer(num_tokens=1, hidden_size=1, num_rows=1, n_esp=0)
+
+
+@st.composite
+def layers(draw):
+    size = st.sampled_from([1, 2, 4])
+    return ScheduledLayer(
+        num_tokens=draw(st.integers(1, 4096)),
+        hidden_size=draw(st.integers(1, 4096)),
+        num_rows=draw(st.integers(1, 8192)),
+        n_mp=draw(size),
+        n_esp=draw(size),
+        n_ep=draw(size),
+        is_split=draw(st.booleans()),
+    )
+
+
+@given(layers(), st.floats(1e-9, 1e-6))
+def test_without_start_up_times_the_schedules_beat_the_baseline(layer, beta):
+    # Parm, Eq. 6 and 10: an all-to-all over more ranks and a gather inside a node cost no more a byte.
+    kinds = ("all_to_all", "all_gather", "reduce_scatter", "overlapped_all_to_all")
+    costs = {(kind, group): LinkCost(0.0, beta) for kind in kinds for group in ("mp", "esp", "ep", "ep_esp")}
+    costs["all_reduce", "esp"] = LinkCost(0.0, 2 * beta)
+    if layer.n_mp > 1 and not layer.is_split and layer.num_rows < layer.num_tokens:
+        return  # S1 gathers all tokens, however few rows there are
+    if layer.n_ep > 1 and layer.n_esp > 1:
+        for schedule in ("s1", "s2"):
+            assert is_known(schedule, layer, costs)
+            seconds = schedule_seconds(schedule, layer, costs)
+            assert seconds <= schedule_seconds("baseline", layer, costs) * (1 + 1e-9)

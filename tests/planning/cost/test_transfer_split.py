@@ -1,0 +1,46 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fssdp.planning.cost.transfer_split import TransferSplit, split_transfers
+
+
+def test_by_hand() -> None:
+    """10 s of weights: 6 s fit under attention, the other 4 of 5 s under the experts: 40 %.
+
+    20 s of gradients have 12 s of attention behind them, and 8 of 10 s of experts: 40 % as well.
+    """
+    assert split_transfers(10.0, 20.0, non_expert_s=6.0, expert_s=5.0) == TransferSplit(0.4, 0.4)
+
+
+def test_what_fits_is_not_split() -> None:
+    assert split_transfers(6.0, 12.0, non_expert_s=6.0, expert_s=5.0) == TransferSplit()
+    assert split_transfers(0.0, 0.0, non_expert_s=0.0, expert_s=0.0) == TransferSplit()
+
+
+def test_what_nothing_hides_stays_with_the_compute_between() -> None:
+    assert split_transfers(100.0, 0.0, non_expert_s=6.0, expert_s=5.0) == TransferSplit(0.05, 0.0)
+
+
+@given(
+    gather_s=st.floats(0, 1e3),
+    reduce_s=st.floats(0, 1e3),
+    non_expert_s=st.floats(0, 1e3),
+    expert_s=st.floats(0, 1e3),
+)
+def test_no_more_is_exposed_than_eq_8_says(
+    gather_s: float, reduce_s: float, non_expert_s: float, expert_s: float
+) -> None:
+    """Pro-Prophet, Eq. 8: what is exposed is the transfer less both pieces of compute."""
+    split = split_transfers(gather_s, reduce_s, non_expert_s=non_expert_s, expert_s=expert_s)
+    for busy_s, share, factor in ((gather_s, split.gather, 1), (reduce_s, split.reduce, 2)):
+        under_experts, between = share * busy_s, (1 - share) * busy_s
+        exposed = max(0, under_experts - factor * expert_s) + max(0, between - factor * non_expert_s)
+        wanted = max(0, busy_s - factor * (non_expert_s + expert_s))
+        assert exposed == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+def test_shares_are_shares(share: float) -> None:
+    with pytest.raises(ValueError, match="wanted a share"):
+        TransferSplit(gather=share)

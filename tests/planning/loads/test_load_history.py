@@ -1,0 +1,61 @@
+import numpy as np
+import pytest
+
+from megatron_fssdp.planning.loads.load_history import LoadHistory
+
+
+def test_mean_is_over_the_latest_iterations_only():
+    history = LoadHistory(window=2, num_devices=2, num_experts=3)
+    assert history.is_empty
+    assert history.mean_DE().tolist() == [[0, 0, 0], [0, 0, 0]]
+    for scale in (100, 1, 4):
+        history.append(np.arange(6).reshape(2, 3) * scale)
+    assert len(history) == 2
+    assert not history.is_empty
+    np.testing.assert_array_equal(history.mean_DE(), np.arange(6).reshape(2, 3) * 2.5)
+    np.testing.assert_array_equal(history.mean_E(), [7.5, 12.5, 17.5])
+    np.testing.assert_array_equal(history.latest_DE(), np.arange(6).reshape(2, 3) * 4)
+    assert history.mean_DE().dtype == np.float64
+
+
+def test_appended_counts_are_copied():
+    history = LoadHistory(5, 1, 2)
+    counts_DE = np.array([[1, 2]])
+    history.append(counts_DE)
+    counts_DE[:] = 9
+    assert history.latest_DE().tolist() == [[1, 2]]
+
+
+def test_bad_counts_say_what_was_wanted():
+    history = LoadHistory(5, 2, 2)
+    with pytest.raises(ValueError, match=r"shape \(2,\): wanted \(2, 2\)"):
+        history.append(np.array([1, 2]))
+    with pytest.raises(ValueError, match="dtype float64: wanted integers"):
+        history.append(np.zeros((2, 2)))
+    with pytest.raises(ValueError, match=r"counts_DE\[1, 0\] is -3"):
+        history.append(np.array([[0, 0], [-3, 0]]))
+    with pytest.raises(ValueError, match="window is 0"):
+        LoadHistory(0, 1, 1)
+    with pytest.raises(ValueError, match="at least one append"):
+        history.latest_DE()
+
+
+def test_what_lies_before_a_jump_is_forgotten() -> None:
+    """Two even iterations, then the load goes over to expert 1: the last two count."""
+    history = LoadHistory(5, 2, 4)
+    even, jumped = np.full((2, 4), 100), np.array([[0, 400, 0, 0], [10, 380, 10, 0]])
+    assert not history.settled_mean_DE().any()
+    for counts_DE in (even, even, jumped, jumped + 2):
+        history.append(counts_DE)
+    np.testing.assert_array_equal(history.settled_mean_DE(), jumped + 1)
+    assert history.mean_DE()[0, 0] > 50
+    history.append(jumped)
+    np.testing.assert_allclose(history.settled_mean_DE(), jumped + 2 / 3)
+
+
+def test_without_a_jump_all_of_the_window_counts() -> None:
+    history = LoadHistory(3, 2, 4)
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        history.append(rng.multinomial(100, [0.4, 0.3, 0.2, 0.1], size=2))
+    np.testing.assert_allclose(history.settled_mean_DE(), history.mean_DE())

@@ -1,0 +1,199 @@
+"""Bytes of experts: numbers by hand, and what must hold for all of them."""
+
+from dataclasses import fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fssdp.planning.memory.held_replicas import HeldReplicas, ReplicaLife
+from megatron_fssdp.planning.memory.memory_accounting import (
+    ExpertMemory,
+    ExpertOptimizer,
+    expert_memory,
+    optimizer_state_bytes,
+)
+from megatron_fssdp.planning.memory.pipeline_stage import PipelineStage
+
+
+def held(life=ReplicaLife.ITERATION, num_micro_batches=1, *, layers=(3,), **place):
+    """Three layers without a pipeline."""
+    return HeldReplicas(life, PipelineStage(layers, **place), num_micro_batches)
+
+
+# 3 layers, 6 slots (2 experts a layer), 100 elements an expert, bf16 with fp32 gradients.
+HALF = {
+    "held": held(),
+    "slots_per_device": 6,
+    "replicas_per_layer": 4,
+    "owned_per_layer": 2,
+    "expert_elements": 100,
+    "dtype_bytes": 2,
+    "gradient_bytes": 4,
+    "optimizer": ExpertOptimizer(has_master_weights=True),
+}
+
+
+def test_half_precision_by_hand():
+    memory = expert_memory(**HALF)
+    assert memory.slot_parameters_bytes == 6 * 200
+    assert memory.slot_gradients_bytes == 6 * 400
+    assert memory.optimizer_bytes == 6 * 1200  # both moments and the master weights
+    assert memory.replica_parameters_bytes == 3 * 4 * 200
+    assert memory.replica_gradients_bytes == 4 * 200
+    assert memory.packed_experts_bytes == 4 * 200  # gradients of replicas; the two experts were sent before
+    assert memory.reduction_buffers_bytes == 3 * (2 + 4) * 200 + 2 * 400
+    assert memory.transfer_buffers_bytes == 5200
+    assert memory.expert_parallelism_bytes == 10800
+    assert memory.above_expert_parallelism_bytes == 2400 + 800 + 5200
+    assert memory.total_bytes == 19200
+
+
+def test_lasting_replicas_have_gradients_and_optimizer_states():
+    lasting = {**HALF, "held": held(ReplicaLife.LASTING, 4)}
+    memory = expert_memory(**lasting)
+    assert memory.replica_parameters_bytes == 3 * 4 * 200
+    assert memory.replica_gradients_bytes == 4 * 200 + 3 * 4 * 400
+    assert memory.replica_optimizer_bytes == 3 * 4 * 1200
+    # Two layers' gradients, of what is owned and of replicas, in fp32.
+    assert memory.packed_experts_bytes == 2 * (2 + 4) * 400
+    assert memory.above_expert_parallelism_bytes == 2400 + 5600 + 14400 + memory.transfer_buffers_bytes
+    assert "optimizer 14.1 KiB, transfers" in memory.describe()
+    shared = {**lasting, "optimizer": ExpertOptimizer(has_master_weights=True, is_distributed=True)}
+    assert expert_memory(**shared, expert_data_parallel_size=2).replica_optimizer_bytes == 7200
+    assert expert_memory(**HALF).replica_optimizer_bytes == 0
+
+
+def test_full_precision_by_hand():
+    memory = expert_memory(**{**HALF, "dtype_bytes": 4, "optimizer": ExpertOptimizer()})
+    assert memory.slot_parameters_bytes == memory.slot_gradients_bytes == 6 * 400
+    assert memory.optimizer_bytes == 6 * 800
+    assert memory.replica_parameters_bytes == 3 * 4 * 400
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "ranks", "wanted"),
+    [
+        (ExpertOptimizer(), 4, 8 * 10),
+        (ExpertOptimizer(has_master_weights=True), 4, 12 * 10),
+        (ExpertOptimizer(is_distributed=True), 4, 8 * 3),  # 10 elements over 4 ranks: 3 at most
+        (ExpertOptimizer(has_master_weights=True, is_distributed=True), 5, 12 * 2),
+        (ExpertOptimizer(num_state_tensors=0), 1, 0),
+        (ExpertOptimizer(num_state_tensors=1, has_master_weights=True), 1, 8 * 10),
+    ],
+)
+def test_optimizers(optimizer, ranks, wanted):
+    assert optimizer_state_bytes(10, optimizer, expert_data_parallel_size=ranks) == wanted
+
+
+def test_what_moves_with_an_owner():
+    """100 elements in bf16: 200 bytes, and 12 for each element that two copies may share."""
+    half = ExpertOptimizer(has_master_weights=True)
+    assert half.owned_bytes(100, 2, 2) == 200 + 1200
+    assert ExpertOptimizer(has_master_weights=True, is_distributed=True).owned_bytes(100, 2, 2) == 200 + 600
+    assert ExpertOptimizer(num_state_tensors=0).owned_bytes(100, 4, 1) == 400
+
+
+def test_rematerialization_keeps_one_layer():
+    memory = expert_memory(**{**HALF, "held": held(ReplicaLife.LAYER_PASS, 8)})
+    assert memory.replica_parameters_bytes == 4 * 200
+    assert memory.replica_gradients_bytes == 4 * 200
+    # One layer's experts are gathered again while another one's gradients are on their way.
+    assert memory.packed_experts_bytes == (2 + 4) * 200
+    alone = expert_memory(**{**HALF, "held": held(ReplicaLife.LAYER_PASS, 8, layers=(1,))})
+    assert alone.packed_experts_bytes == 4 * 200
+
+
+def test_sums_over_micro_batches_are_kept_for_all_layers():
+    memory = expert_memory(**{**HALF, "held": held(num_micro_batches=2)})
+    assert memory.replica_parameters_bytes == 3 * 4 * 200
+    assert memory.replica_gradients_bytes == 3 * 4 * 400 + 4 * 200
+    assert memory.packed_experts_bytes == 2 * 200  # the sums are sent as they are
+    assert memory.reduction_buffers_bytes == 3 * (2 + 4) * 400 + 2 * 400  # they travel in fp32
+
+
+def test_gradients_of_a_micro_batchs_own_replicas_are_not_summed():
+    """They go home with it, as those of an iteration's only micro-batch do."""
+    memory = expert_memory(**{**HALF, "held": held(ReplicaLife.MICRO_BATCH, 8)})
+    assert memory == expert_memory(**HALF)
+    assert memory.replica_gradients_bytes == 4 * 200
+
+
+def test_every_micro_batch_in_flight_has_replicas_of_its_own():
+    first = held(ReplicaLife.MICRO_BATCH, 8, num_stages=4, stage=0)
+    memory = expert_memory(**{**HALF, "held": first})
+    assert memory.replica_parameters_bytes == 4 * (3 * 4 * 200)
+    last = held(ReplicaLife.MICRO_BATCH, 8, num_stages=4, stage=3)
+    assert expert_memory(**{**HALF, "held": last}) == expert_memory(**HALF)
+    # Only one of them is in its backward pass.
+    assert memory.replica_gradients_bytes == 4 * 200
+    assert memory.transfer_buffers_bytes == expert_memory(**HALF).transfer_buffers_bytes
+    # Those of an iteration are gathered once.
+    iteration = held(num_micro_batches=8, num_stages=4)
+    assert expert_memory(**{**HALF, "held": iteration}).replica_parameters_bytes == 3 * 4 * 200
+
+
+def test_chunks_bound_the_reductions_buffers():
+    assert expert_memory(**HALF, chunk_bytes=50).reduction_buffers_bytes == 3 * 6 * 50 + 2 * 400
+    assert expert_memory(**HALF, chunk_bytes=1000).reduction_buffers_bytes == 3 * 6 * 200 + 2 * 400
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "life": st.sampled_from(ReplicaLife),
+            "num_layers": st.integers(0, 6),
+            "num_stages": st.integers(1, 4),
+            "slots_per_device": st.integers(0, 40),
+            "replicas_per_layer": st.integers(0, 20),
+            "owned_per_layer": st.integers(0, 20),
+            "expert_elements": st.integers(0, 10**9),
+            "dtype_bytes": st.sampled_from([2, 4]),
+            "gradient_bytes": st.sampled_from([2, 4]),
+            "optimizer": st.builds(ExpertOptimizer, st.integers(0, 3), st.booleans(), st.booleans()),
+            "expert_data_parallel_size": st.integers(1, 8),
+            "num_micro_batches": st.integers(1, 4),
+            "chunk_bytes": st.none() | st.integers(0, 10**6),
+        }
+    )
+)
+def test_replicas_are_all_there_is_above_expert_parallelism(arguments):
+    life, num_layers, num_stages, num_micro_batches = (
+        arguments.pop(name) for name in ("life", "num_layers", "num_stages", "num_micro_batches")
+    )
+
+    def living(life, num_layers=num_layers):
+        return held(life, num_micro_batches, layers=(num_layers,), num_stages=num_stages)
+
+    arguments["held"] = living(life)
+    memory = expert_memory(**arguments)
+    parts = [getattr(memory, field.name) for field in fields(memory)]
+    assert all(isinstance(part, int) and part >= 0 for part in parts)
+    assert memory.total_bytes == sum(parts)
+    without = expert_memory(**{**arguments, "replicas_per_layer": 0})
+    assert without.above_expert_parallelism_bytes == 0
+    assert without.total_bytes == memory.expert_parallelism_bytes
+    assert without.optimizer_bytes == memory.optimizer_bytes
+    released = expert_memory(**{**arguments, "held": living(ReplicaLife.LAYER_PASS)})
+    assert released.above_expert_parallelism_bytes <= memory.above_expert_parallelism_bytes
+    one_layer = expert_memory(**{**arguments, "held": living(ReplicaLife.ITERATION, min(num_layers, 1))})
+    assert released.replica_parameters_bytes == one_layer.replica_parameters_bytes
+
+
+def test_description():
+    mebibyte = 2**20
+    memory = ExpertMemory(100 * mebibyte, 200 * mebibyte, 900 * mebibyte, 3 * 2**29, 512, 0, 1536, 0)
+    assert memory.describe() == (
+        "experts 2.7 GiB: parameters 100.0 MiB, gradients 200.0 MiB, optimizer 900.0 MiB, "
+        "replicas at most 1.5 GiB (parameters 1.5 GiB, gradients 512 B, optimizer 0 B, transfers 1.5 KiB)"
+    )
+    assert "experts 2.0 TiB" in ExpertMemory(2 * 2**40, 0, 0, 0, 0, 0, 0, 0).describe()
+
+
+def test_bad_arguments_say_what_was_wanted():
+    with pytest.raises(ValueError, match="replicas_per_layer is -1: wanted 0 or more"):
+        expert_memory(**{**HALF, "replicas_per_layer": -1})
+    with pytest.raises(ValueError, match="num_micro_batches is 0: wanted 1 or more"):
+        held(num_micro_batches=0)
+    with pytest.raises(ValueError, match="num_state_tensors is -1"):
+        ExpertOptimizer(num_state_tensors=-1)

@@ -1,0 +1,175 @@
+"""Calibration adds replicas only where the modelled gain is positive, and only within the limits."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_fssdp.planning.balanced.materialization_planner import plan_materialization
+from megatron_fssdp.planning.cost import cost_model
+from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
+from megatron_fssdp.planning.papers.calibration import (
+    calibrated_placement,
+    sparse_materialization_by_source,
+)
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer, two_level_transfer
+
+from ..placement_cases import brute_force_dispatch_DED, owned_layers, random_counts_DE
+
+# A second a byte inside a node and ten across, a second a flop.
+SLOW = ClusterCost(LinkCost(0.0, 1.0), LinkCost(0.0, 10.0), expert_flops_per_s=1.0)
+
+
+def calibrate(planned, counts_DE, topology, **changed):
+    arguments = {
+        "overlap_degree": 1,
+        "slots": 1,
+        "planner": sparse_materialization_by_source,
+        "cluster": SLOW,
+        "expert_bytes": 1,
+        "token_bytes": 1.0,
+        "flops_per_token": 1.0,
+    }
+    return calibrated_placement(planned, np.array(counts_DE), topology, **{**arguments, **changed})
+
+
+def test_a_layer_by_hand():
+    # Both devices send their 10 tokens to expert 0 on device 0: all-to-alls 4 * 10 s, experts 3 * 20 s.
+    # With a replica on device 1: no all-to-all, experts 3 * 10 s; 70 s less.
+    planned = ExpertPlacement.owners_only(np.array([0, 1]), 2)
+    counts_DE, topology = [[10, 0], [10, 0]], Topology.single_node(2)
+    costs = {"cluster": SLOW, "token_bytes": 1.0, "flops_per_token": 1.0}
+    assert cost_model.dispatched_layer_s(np.array(counts_DE), planned, topology, **costs) == 100.0
+    everywhere = planned.with_replicas([(0, 1)])
+    assert cost_model.dispatched_layer_s(np.array(counts_DE), everywhere, topology, **costs) == 30.0
+    # It travels there and its gradient back.
+    assert calibrate(planned, counts_DE, topology, expert_bytes=34) == everywhere
+    assert calibrate(planned, counts_DE, topology, expert_bytes=35) is None
+    assert calibrate(planned, counts_DE, topology, expert_bytes=35, num_micro_batches=2) == everywhere
+    assert calibrate(planned, counts_DE, topology, expert_bytes=70, num_micro_batches=2) is None
+    # A gradient of twice the bytes; a reduction that hides.
+    assert calibrate(planned, counts_DE, topology, expert_bytes=23, gradient_bytes=46) == everywhere
+    assert calibrate(planned, counts_DE, topology, expert_bytes=24, gradient_bytes=48) is None
+    assert calibrate(planned, counts_DE, topology, expert_bytes=69, reduce_hidden_under_s=69.0) == everywhere
+    assert calibrate(planned, counts_DE, topology, expert_bytes=69, reduce_hidden_under_s=67.0) is None
+
+
+def test_what_is_there_stays_and_takes_its_slot():
+    # Planned for expert 0, but the tokens go to expert 1.
+    planned = ExpertPlacement.owners_only(np.array([0, 0]), 2).with_replicas([(0, 1)], slots=1)
+    counts_DE, topology = [[0, 50], [0, 50]], Topology.single_node(2)
+    assert calibrate(planned, counts_DE, topology, slots=1) is None
+    assert calibrate(planned, counts_DE, topology, slots=2) == planned.with_replicas([(1, 1)])
+    assert calibrate(planned, counts_DE, topology, slots=2, overlap_degree=0) is None
+
+
+def test_only_the_experts_that_pay():
+    # Device 1 sends 90 tokens to expert 0 and 4 to expert 1, both on device 0. A replica of expert 0
+    # on device 1 takes 4 * 90 s off the all-to-alls and 3 * 4 s off the experts. One of expert 1
+    # too takes off 4 * 4 s and adds 3 * 4 s: it may travel for less than 4 s.
+    planned = ExpertPlacement.owners_only(np.array([0, 0, 0, 1]), 2)
+    counts_DE, topology = [[0, 0, 0, 0], [90, 4, 0, 0]], Topology.single_node(2)
+    limits = {"overlap_degree": 2, "slots": 2, "reduce_hidden_under_s": 1e9}
+    hot = planned.with_replicas([(0, 1)])
+    assert calibrate(planned, counts_DE, topology, expert_bytes=20, **limits) == hot
+    assert calibrate(planned, counts_DE, topology, expert_bytes=3, **limits) == planned.with_replicas(
+        [(0, 1), (1, 1)]
+    )
+
+
+def test_no_planning_where_nothing_can_pay():
+    def planner(*_, **__):
+        raise AssertionError("planned although nothing can pay")
+
+    planned = ExpertPlacement.owners_only(np.array([0, 1]), 2)
+    topology = Topology.single_node(2)
+    assert calibrate(planned, [[10, 0], [0, 10]], topology, planner=planner) is None
+    assert calibrate(planned, [[0, 0], [0, 0]], topology, planner=planner) is None
+    assert calibrate(planned, [[10, 0], [10, 0]], topology, planner=planner, expert_bytes=70) is None
+    with pytest.raises(AssertionError):
+        calibrate(planned, [[10, 0], [10, 0]], topology, planner=planner, expert_bytes=69)
+
+
+@st.composite
+def calibrations(draw):
+    """(planned, counts_DE, topology, arguments) of a layer planned from other counts."""
+    topology, owner_E = draw(owned_layers())
+    num_devices, num_experts = topology.num_devices, owner_E.size
+    planner = draw(st.sampled_from([plan_materialization, sparse_materialization_by_source]))
+    before_DE, counts_DE = (
+        random_counts_DE(draw(st.integers(0, 2**32 - 1)), num_devices, num_experts) for _ in range(2)
+    )
+    limits = {"overlap_degree": draw(st.integers(0, num_experts)), "slots": draw(st.integers(0, 4))}
+    fewer = {**limits, "slots": draw(st.integers(0, limits["slots"]))}
+    planned = planner(owner_E, before_DE, topology, **fewer)
+    arguments = {
+        **limits,
+        "planner": planner,
+        "cluster": ClusterCost(LinkCost(2.0, 1.0), LinkCost(5.0, 3.0), expert_flops_per_s=1.0),
+        "expert_bytes": draw(st.sampled_from([1, 20, 200])),
+        "token_bytes": 1.0,
+        "flops_per_token": draw(st.sampled_from([0.0, 1.0, 10.0])),
+        "num_micro_batches": draw(st.integers(1, 3)),
+    }
+    return planned, counts_DE, topology, arguments
+
+
+def gain_s(planned, placement, counts_DE, topology, arguments):
+    """What the placement saves, from the dispatch token by token."""
+    cluster, expert_bytes = arguments["cluster"], arguments["expert_bytes"]
+
+    def layer_s(of):
+        tokens_DD = brute_force_dispatch_DED(counts_DE, of, topology).sum(axis=1)
+        all_to_all_s = cost_model.all_to_all_s(tokens_DD, arguments["token_bytes"], topology, cluster)
+        return 4 * all_to_all_s + 3 * tokens_DD.sum(axis=0).max() * arguments["flops_per_token"]
+
+    def transfer_s(plan):
+        return cost_model.transfer_s(plan, expert_bytes, topology, cluster)
+
+    saved_s = arguments["num_micro_batches"] * (layer_s(planned) - layer_s(placement))
+    gather_s = transfer_s(additional_transfer(planned, placement, topology))
+    reductions_s = [transfer_s(two_level_transfer(of, topology)) for of in (planned, placement)]
+    return saved_s - gather_s - max(0.0, reductions_s[1] - reductions_s[0])
+
+
+@settings(max_examples=200, deadline=None)
+@given(calibrations())
+def test_within_the_limits_and_worth_it(case):
+    planned, counts_DE, topology, arguments = case
+    overlap_degree, slots = arguments["overlap_degree"], arguments["slots"]
+    got = calibrated_placement(planned, counts_DE, topology, **arguments)
+    wanted = arguments["planner"](
+        planned.owner_E, counts_DE, topology, overlap_degree=overlap_degree, slots=slots
+    )
+    union_ED = planned.present_ED | wanted.present_ED
+    full_gain_s = 0.0
+    if (union_ED.sum(axis=0) - planned.owned_per_device_D <= slots).all():
+        union = ExpertPlacement(planned.owner_E, union_ED)
+        full_gain_s = gain_s(planned, union, counts_DE, topology, arguments)
+    if got is None:
+        assert full_gain_s <= 1e-9
+        return
+    assert np.array_equal(got.owner_E, planned.owner_E)
+    assert (got.present_ED >= planned.present_ED).all()
+    assert (got.present_ED <= union_ED).all()
+    assert int(got.replicas_per_device_D.max()) <= slots
+    assert np.count_nonzero((got.present_ED != planned.present_ED).any(axis=1)) <= overlap_degree
+    gained_s = gain_s(planned, got, counts_DE, topology, arguments)
+    assert gained_s > 0
+    assert gained_s >= full_gain_s - 1e-9
+    assert calibrated_placement(planned, counts_DE.copy(), topology, **arguments) == got
+
+
+def test_bad_arguments_say_what_was_wanted():
+    planned = ExpertPlacement.owners_only(np.array([0, 1]), 2)
+    counts_DE, topology = [[10, 0], [10, 0]], Topology.single_node(2)
+    with pytest.raises(ValueError, match=r"wanted integers \(2, 2\)"):
+        calibrate(planned, [[10.0, 0.0], [10.0, 0.0]], topology)
+    with pytest.raises(ValueError, match=r"counts_DE\[1, 0\] is -1"):
+        calibrate(planned, [[10, 0], [-1, 0]], topology)
+    with pytest.raises(ValueError, match="num_micro_batches is 0"):
+        calibrate(planned, counts_DE, topology, num_micro_batches=0)
+    with pytest.raises(ValueError, match="wanted at most slots = 0"):
+        calibrate(planned.with_replicas([(0, 1)]), counts_DE, topology, slots=0)

@@ -1,0 +1,33 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fssdp.planning.papers.expert_permutation import check_exchangeable, permuted_owners
+from megatron_fssdp.planning.placement.placement import even_owners
+
+
+def test_hot_experts_are_spread() -> None:
+    """Loads 8, 7 | 2, 1: 8 stays, 7 goes to the other device, then 2, and 1 fills the first."""
+    assert permuted_owners(even_owners(4, 2), np.array([8, 7, 2, 1]), 2).tolist() == [0, 1, 1, 0]
+
+
+def test_of_equal_devices_the_present_owner_is_taken() -> None:
+    owners = np.array([1, 0, 1, 0])
+    assert permuted_owners(owners, np.array([5, 5, 1, 1]), 2).tolist() == owners.tolist()
+
+
+@given(seed=st.integers(0, 10_000), per_device=st.integers(2, 4))
+def test_every_device_keeps_its_number_of_experts(seed: int, per_device: int) -> None:
+    rng = np.random.default_rng(seed)
+    owners = rng.permutation(even_owners(4 * per_device, 4))
+    new_E = permuted_owners(owners, rng.gamma(0.5, 10, 4 * per_device), 4)
+    assert np.bincount(new_E, minlength=4).tolist() == [per_device] * 4
+
+
+def test_one_expert_a_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="every device owns one expert: wanted two or more"):
+        permuted_owners(even_owners(4, 4), np.ones(4), 4)
+    with pytest.raises(ValueError, match=r"devices own \[3, 1\] experts: wanted 2 on each"):
+        permuted_owners(np.array([0, 0, 0, 1]), np.ones(4), 2)
+    assert check_exchangeable(np.zeros(1, np.int64), 1) == 1

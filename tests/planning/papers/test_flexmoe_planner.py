@@ -1,0 +1,129 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.papers.flexmoe_planner import ReplicaPrice, scheduled_replicas
+from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
+from megatron_fssdp.planning.placement.topology import Topology
+
+# A token takes a second to compute and nothing to send; an expert's gradient 2 s, its states 20 s.
+PROFILE = LayerProfile(
+    non_moe_s=1.0,
+    cluster=ClusterCost(LinkCost(0, 1.0), LinkCost(0, 1.0), expert_flops_per_s=1.0),
+    expert_bytes=1,
+    token_bytes=0,
+    flops_per_token=1.0,
+    memory_capacity=8,
+    gradient_bytes=2,
+    owned_bytes=20,
+)
+FOUR = Topology.single_node(4)
+# Expert 1 has 40 of 64 pairs, every other one 8.
+HOT = np.array([[2, 10, 2, 2]] * 4)
+
+
+def price(
+    counts_DE: np.ndarray, topology: Topology = FOUR, *, owned_bytes: int = 20, num_iterations: int = 10
+) -> ReplicaPrice:
+    profile = dataclasses.replace(PROFILE, owned_bytes=owned_bytes)
+    return ReplicaPrice(counts_DE, topology, profile, num_iterations)
+
+
+def owners_only(num_experts: int = 4, num_devices: int = 4) -> ExpertPlacement:
+    return ExpertPlacement.owners_only(even_owners(num_experts, num_devices), num_devices)
+
+
+def plan(
+    placement: ExpertPlacement, of: ReplicaPrice, slots: int = 2, threshold: float = 1.1
+) -> ExpertPlacement:
+    return scheduled_replicas(placement, of, slots=slots, threshold=threshold, most_steps=16)
+
+
+def test_prices_by_hand() -> None:
+    """3 passes of 40 pairs; with one more holder 28 (8, 10 of its own, 10 of the others).
+
+    And 2 · 2 s for gradients, of which 2 · 1 s of backward compute hide half.
+    """
+    of = price(HOT)
+    grown = owners_only().with_replicas([(1, 0)])
+    assert of.iteration_s(owners_only()) == 3 * 40
+    assert of.iteration_s(grown) == 3 * 28 + 2 * 2 - 2 * 1
+    assert of.move_s(owners_only(), grown) == 20
+    assert of.move_s(grown, owners_only()) == 0
+    assert of.saving_s(owners_only(), grown) == 10 * (120 - 86) - 20
+
+
+def test_the_hot_expert_expands() -> None:
+    found = plan(owners_only(), price(HOT))
+    assert len(found.holders(1)) > 1
+    assert all(len(found.holders(expert)) == 1 for expert in (0, 2, 3))
+
+
+def test_states_that_weigh_too_much_stay() -> None:
+    assert plan(owners_only(), price(HOT, owned_bytes=10**6)) == owners_only()
+    assert plan(owners_only(), price(HOT, num_iterations=0)) == owners_only()
+    assert plan(owners_only(), price(HOT), slots=0) == owners_only()
+
+
+def test_what_is_balanced_is_left_alone() -> None:
+    before = owners_only().with_replicas([(2, 0)])
+    assert plan(before, price(np.full((4, 4), 5)), threshold=1.5) == before
+
+
+def test_a_cold_replica_makes_room() -> None:
+    """Every slot is taken by replicas that nobody wants now."""
+    before = owners_only().with_replicas([(3, 0), (3, 1), (3, 2), (2, 3)])
+    found = plan(before, price(HOT), slots=1)
+    assert len(found.holders(1)) > 1
+    assert len(found.holders(3)) + len(found.holders(2)) < 4 + 2
+    assert found.replicas_per_device_D.max() <= 1
+
+
+def test_replicas_migrate_to_fewer_nodes() -> None:
+    """Nothing is overloaded; the gradient of a replica in the owner's node need not cross nodes."""
+    topology = Topology.uniform(4, 2)
+    slow = dataclasses.replace(
+        PROFILE, cluster=ClusterCost(LinkCost(0, 0.0), LinkCost(0, 1.0), expert_flops_per_s=1e9)
+    )
+    counts_DE = np.full((4, 4), 5)
+    before = owners_only().with_replicas([(0, 3)])
+    of = dataclasses.replace(price(counts_DE, topology), profile=slow)
+    found = plan(before, of, slots=1, threshold=9.0)
+    assert found.holders(0) == (0, 1)
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    slots=st.integers(0, 3),
+    owned_bytes=st.integers(1, 2000),
+    num_iterations=st.integers(1, 50),
+)
+@settings(max_examples=60, deadline=None)
+def test_never_dearer_than_doing_nothing(
+    seed: int, slots: int, owned_bytes: int, num_iterations: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    topology = Topology.uniform(4, int(rng.choice([1, 2, 4])))
+    counts_DE = rng.poisson(rng.gamma(0.5, 30, 8), (4, 8))
+    before = owners_only(8)
+    for expert, device in rng.integers(0, (8, 4), (4, 2)).tolist():
+        if before.owner_E[expert] != device and len(before.replicas_on(device)) < slots:
+            before = before.with_replicas([(expert, device)])
+    profile = dataclasses.replace(PROFILE, token_bytes=int(rng.integers(0, 3)), owned_bytes=owned_bytes)
+    of = ReplicaPrice(counts_DE, topology, profile, num_iterations)
+    found = plan(before, of, slots=slots)
+    assert found.replicas_per_device_D.max() <= slots
+    assert np.array_equal(found.owner_E, before.owner_E)
+    saved_s = num_iterations * (of.iteration_s(before) - of.iteration_s(found))
+    assert saved_s >= of.move_s(before, found) - 1e-6 or found == before
+
+
+@pytest.mark.parametrize("most_steps", [0, 1])
+def test_steps_are_bounded(most_steps: int) -> None:
+    found = scheduled_replicas(owners_only(), price(HOT), slots=2, threshold=1.0, most_steps=most_steps)
+    assert found.num_replicas == most_steps

@@ -1,0 +1,192 @@
+"""Hecate, Alg. 2 against examples by hand and a slow reference."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_fssdp.planning.papers.heterogeneous_sharding import heterogeneous_sharding
+from megatron_fssdp.planning.placement.owner_map import OwnerMap
+from megatron_fssdp.planning.placement.topology import Topology
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[OwnerMap, np.ndarray, Topology, int]:
+    """(a map after some moves, whole loads with many ties, any nodes, overlap degree)."""
+    num_layers, local, num_devices = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 6))
+    even = OwnerMap.even(num_layers, local * num_devices, num_devices)
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    owners = even.with_owners(rng.permutation(even.device_LE.reshape(-1)).reshape(even.device_LE.shape))
+    load_LE = rng.integers(0, draw(st.sampled_from([1, 3, 100])), size=even.device_LE.shape, endpoint=True)
+    labels = draw(st.lists(st.integers(0, 2), min_size=num_devices, max_size=num_devices))
+    return owners, load_LE, Topology.from_labels(labels), draw(st.integers(0, local * num_devices + 1))
+
+
+def reference(owners, load_LE, topology, overlap_degree, *, prefer_owner=True):
+    """Alg. 2 word by word: every choice looks at all nodes and devices anew."""
+    num_layers, num_experts = load_LE.shape
+    devices = range(owners.num_devices)
+    free = [owners.slots_per_device] * owners.num_devices
+    placed = {}  # (layer, expert) -> device
+    ranked = [sorted(range(num_experts), key=lambda e: -load_LE[layer, e]) for layer in range(num_layers)]
+    set_aside = [experts[:overlap_degree] for experts in ranked]
+    remaining = [experts[overlap_degree:] for experts in ranked]
+
+    def load_on(layer, device):
+        return sum(int(load_LE[at]) for at, d in placed.items() if at[0] == layer and d == device)
+
+    def assign(layer, expert, device):
+        placed[layer, expert] = device
+        free[device] -= 1
+
+    def place(experts_L):
+        order = [layer for layer in range(num_layers) if experts_L[layer]]
+        for layer in sorted(order, key=lambda i: -load_LE[i, first_of[i]]):
+            for expert in experts_L[layer]:
+                owner = owners.device_LE[layer, expert] if prefer_owner else -1
+
+                def node_key(node, layer=layer, owner=owner):
+                    members = topology.devices_of_node(node)
+                    load = sum(load_on(layer, d) for d in members) / len(members)
+                    return load, sum(free[d] for d in members) / len(members), owner not in members, node
+
+                def device_key(device, layer=layer, owner=owner):
+                    return load_on(layer, device), free[device], device != owner, device
+
+                node = min((topology.node_of_device[d] for d in devices if free[d]), key=node_key)
+                assign(
+                    layer, expert, min((d for d in topology.devices_of_node(node) if free[d]), key=device_key)
+                )
+
+    first_of = [experts[0] if experts else -1 for experts in remaining]
+    place(remaining)
+    everything = [(layer, expert) for layer in range(num_layers) for expert in set_aside[layer]]
+    for layer, expert in sorted(everything, key=lambda at: (-load_LE[at], at)):
+        if free[owners.device_LE[layer, expert]]:
+            assign(layer, expert, owners.device_LE[layer, expert])
+    first_of = [experts[0] if experts else -1 for experts in set_aside]
+    place([[e for e in experts if (layer, e) not in placed] for layer, experts in enumerate(set_aside)])
+    return np.array([[placed[layer, e] for e in range(num_experts)] for layer in range(num_layers)])
+
+
+def layer_loads_LD(owners, load_LE):
+    return np.stack(
+        [
+            np.bincount(device_E, weights=load_E, minlength=owners.num_devices)
+            for device_E, load_E in zip(owners.device_LE, load_LE, strict=True)
+        ]
+    )
+
+
+def test_memory_is_shared_by_the_layers():
+    # Two layers of two experts on two devices, nothing set aside. Layer 1 has the hottest expert
+    # and goes first: 9 to its owner 0, 1 to device 1. In layer 0 the experts weigh 5 and 4: all
+    # is equal for the 5, so it stays on device 0, and the 4 goes to the device without load.
+    owners = OwnerMap.even(2, 2, 2)
+    new = heterogeneous_sharding(
+        owners, np.array([[5, 4], [9, 1]]), Topology.single_node(2), overlap_degree=0
+    )
+    assert new.device_LE.tolist() == [[0, 1], [0, 1]]
+    # Three remaining experts of layer 0 (7, 6, 5; the 9 is set aside) and three of layer 1
+    # (3, 2, 1; the 8 is set aside) on two devices of four slots. Layer 0: the 7 stays on 1, the
+    # 6 to device 0, the 5 to device 0 (6 < 7): free slots are 2 and 3. Layer 1: the 3 to device 0
+    # (no load anywhere, fewer free slots), the 2 and, 2 < 3, the 1 to device 1: 1 and 1 free.
+    # What was set aside stays: the 9 on 0, the 8 on 1.
+    owners = OwnerMap.even(2, 4, 2)
+    load_LE = np.array([[9, 5, 6, 7], [3, 2, 8, 1]])
+    new = heterogeneous_sharding(owners, load_LE, Topology.single_node(2), overlap_degree=1)
+    assert new.device_LE.tolist() == [[0, 0, 0, 1], [0, 1, 1, 1]]
+    assert [sorted(new.slots_on(device, 0)) for device in (0, 1)] == [[0, 1, 2], [3]]
+
+
+def test_the_node_comes_before_the_device():
+    # Devices 0, 1 and 2, 3. The 8 stays on device 0; the 5 goes to node 1, where its owner 2 is; the 4 too
+    # (5 < 8), to device 3; node 0 has 8 of load against 9 for the last.
+    owners = OwnerMap.even(1, 4, 4)
+    new = heterogeneous_sharding(owners, np.array([[8, 4, 5, 1]]), Topology.uniform(4, 2), overlap_degree=0)
+    assert new.device_LE.tolist() == [[0, 3, 2, 1]]
+
+
+def test_nodes_of_different_sizes_share_by_device():
+    # Node 0 is device 0, node 1 devices 1 and 2; two slots each. Ones: node 1 takes two for each of node 0.
+    owners = OwnerMap.even(1, 6, 3)
+    topology = Topology.from_labels("abb")
+    new = heterogeneous_sharding(owners, np.ones((1, 6)), topology, overlap_degree=0)
+    assert np.bincount(new.device_LE[0], minlength=3).tolist() == [2, 2, 2]
+    new = heterogeneous_sharding(owners, np.array([[6, 3, 3, 0, 0, 0]]), topology, overlap_degree=0)
+    assert layer_loads_LD(new, np.array([[6, 3, 3, 0, 0, 0]])).tolist() == [[6, 3, 3]]
+
+
+def test_a_shard_may_hold_any_number_of_experts():
+    # The 90 stays on device 1, so all three tens of its layer go to device 0, which has no slot
+    # left but one for the other layer.
+    owners = OwnerMap.even(2, 4, 2)
+    load_LE = np.array([[1, 1, 1, 1], [10, 10, 10, 90]])
+    new = heterogeneous_sharding(owners, load_LE, Topology.single_node(2), overlap_degree=0)
+    assert new.device_LE[1].tolist() == [0, 0, 0, 1]
+    assert np.bincount(new.device_LE[0], minlength=2).tolist() == [1, 3]
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_equals_the_reference(case):
+    owners, load_LE, topology, overlap_degree = case
+    new = heterogeneous_sharding(owners, load_LE, topology, overlap_degree=overlap_degree)
+    assert new.device_LE.tolist() == reference(owners, load_LE, topology, overlap_degree).tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_the_same_loads_again_move_nothing(case):
+    owners, load_LE, topology, overlap_degree = case
+    new = heterogeneous_sharding(owners, load_LE, topology, overlap_degree=overlap_degree)
+    again = heterogeneous_sharding(new, load_LE * 3.0, topology, overlap_degree=overlap_degree)
+    assert new.moves_to(again) == ()
+    if overlap_degree >= owners.num_experts:
+        assert owners.moves_to(new) == ()
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_preferring_the_owner_costs_no_balance_on_one_node(case):
+    owners, load_LE, _, overlap_degree = case
+    topology = Topology.single_node(owners.num_devices)
+    remaining = np.argsort(-load_LE, axis=1, kind="stable")[:, overlap_degree:]
+    remaining_LE = np.zeros_like(load_LE)
+    np.put_along_axis(remaining_LE, remaining, np.take_along_axis(load_LE, remaining, axis=1), axis=1)
+    new = heterogeneous_sharding(owners, load_LE, topology, overlap_degree=overlap_degree)
+    lowest_first = reference(owners, load_LE, topology, overlap_degree, prefer_owner=False)
+    wanted = layer_loads_LD(owners.with_owners(lowest_first), remaining_LE)
+    got = layer_loads_LD(new, remaining_LE)
+    assert np.sort(got, axis=1).tolist() == np.sort(wanted, axis=1).tolist()
+
+
+def test_remaining_load_is_better_balanced_than_evenly_sharded():
+    rng = np.random.default_rng(3)
+    topology = Topology.uniform(8, 2)
+    for _ in range(10):
+        load_LE = rng.lognormal(sigma=1.0, size=(6, 64))
+        even = OwnerMap.even(6, 64, 8)
+        new = heterogeneous_sharding(even, load_LE, topology, overlap_degree=4)
+        load_LE[load_LE >= np.sort(load_LE, axis=1)[:, [-4]]] = 0
+        before, after = layer_loads_LD(even, load_LE), layer_loads_LD(new, load_LE)
+        assert after.max(axis=1).mean() < 0.85 * before.max(axis=1).mean()
+        node_before, node_after = (loads.reshape(6, 2, 4).sum(axis=2) for loads in (before, after))
+        assert node_after.max(axis=1).mean() < node_before.max(axis=1).mean()
+
+
+def test_bad_arguments_say_what_was_wanted():
+    owners, topology = OwnerMap.even(2, 4, 2), Topology.single_node(2)
+    good = np.ones((2, 4))
+    with pytest.raises(ValueError, match=r"shape \(4,\): wanted \(2, 4\)"):
+        heterogeneous_sharding(owners, good[0], topology, overlap_degree=0)
+    with pytest.raises(ValueError, match=r"load_LE\[1, 2\] is -1"):
+        heterogeneous_sharding(
+            owners, good - 2 * (np.arange(8) == 6).reshape(2, 4), topology, overlap_degree=0
+        )
+    with pytest.raises(ValueError, match=r"load_LE\[0, 0\] is nan"):
+        heterogeneous_sharding(owners, good * np.nan, topology, overlap_degree=0)
+    with pytest.raises(ValueError, match="2 devices and the topology 4"):
+        heterogeneous_sharding(owners, good, Topology.single_node(4), overlap_degree=0)
+    with pytest.raises(ValueError, match="overlap_degree is -1"):
+        heterogeneous_sharding(owners, good, topology, overlap_degree=-1)

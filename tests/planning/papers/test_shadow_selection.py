@@ -1,0 +1,110 @@
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fssdp.planning.papers.shadow_selection import ShadowingCosts, select_shadows
+from megatron_fssdp.planning.placement.placement import even_owners
+
+# A token takes a second on the network, and a third of one in each of the three passes; an expert 2 s.
+COSTS = ShadowingCosts(
+    token_bytes=1, expert_bytes=2, gradient_bytes=2, flops_per_token=1, flops_per_s=3, bytes_per_s=1
+)
+# FasterMoE's Fig. 6 in numbers: three workers, and worker 1's expert is the one that all want.
+FIGURE_6 = np.array([[1, 4, 1], [1, 4, 1], [0, 5, 1]])
+
+
+def test_latencies_by_hand() -> None:
+    assert COSTS.imbalanced_s(13) == 13 + 4 * 13  # Eq. 7
+    assert COSTS.shadowed_s(1, 6) == 6 + 2 * 2  # Eq. 8
+
+
+def test_figure_6_shadows_the_popular_expert() -> None:
+    """Worker 1 has 13 tokens; with its expert everywhere the workers have 6, 4 and 8. No more is gained."""
+    assert select_shadows(even_owners(3, 3), FIGURE_6, COSTS) == (1,)
+
+
+def test_shadows_that_cost_more_than_they_save_are_not_taken() -> None:
+    heavy = ShadowingCosts(1, 100, 100, 1, 3, 1)
+    assert select_shadows(even_owners(3, 3), FIGURE_6, heavy) == ()
+    assert select_shadows(even_owners(3, 3), FIGURE_6, COSTS, most=0) == ()
+
+
+@given(seed=st.integers(0, 10_000), expert_bytes=st.integers(1, 500))
+def test_closed_forms_of_the_first_shadow(seed: int, expert_bytes: int) -> None:
+    """One expert a worker: taken if and only if Eq. 9 or Eq. 10 holds, in the units of their derivation."""
+    rng = np.random.default_rng(seed)
+    counts_DE = rng.multinomial(200, rng.dirichlet(np.full(4, 0.6)), size=4)
+    flops_per_s = float(rng.integers(1, 50))
+    # The paper's expert has 2αH² numbers and 4αH² operations a token; a token has H numbers.
+    hidden = 4.0
+    alpha = expert_bytes / (2 * hidden**2)
+    costs = ShadowingCosts(hidden, expert_bytes, expert_bytes, 4 * alpha * hidden**2, flops_per_s, 1.0)
+    load_E = counts_DE.sum(axis=0)
+    first = int(np.argmax(load_E))
+    after_D = load_E + counts_DE[:, first]
+    after_D[first] -= load_E[first]
+    most, most_after = float(load_E.max()), float(after_D.max())
+    saved_compute_s = 3 * (most - most_after) * 4 * alpha * hidden**2 / flops_per_s
+    added_s = 2 * 2 * alpha * hidden**2 - 4 * most * hidden
+    taken = select_shadows(even_owners(4, 4), counts_DE, costs, most=1)
+    if not np.isclose(saved_compute_s, added_s):
+        assert (taken == (first,)) == (saved_compute_s > added_s)
+    if most > alpha * hidden and most_after <= most:
+        assert taken == (first,)  # Eq. 9: tokens weigh more than the model
+
+
+def test_balanced_loads_are_left_alone_once_all_exchanges_count() -> None:
+    """Nothing gets lighter by one shadow of eight; Eq. 8 believes that all of the dispatch goes away."""
+    counts_DE = np.full((4, 8), 10)
+    costs = ShadowingCosts(1, 20, 20, 1, 3, 1)
+    assert select_shadows(even_owners(8, 4), counts_DE, costs) == (0,)
+    assert select_shadows(even_owners(8, 4), counts_DE, costs, remaining_exchange=True) == ()
+
+
+def test_figure_6_with_all_exchanges() -> None:
+    """13 + 52 s without shadows; 8 + 4 + 4·3 = 24 s with expert 1, then 7 + 8 + 4·2 = 23, then 6 + 12."""
+    assert select_shadows(even_owners(3, 3), FIGURE_6, COSTS, remaining_exchange=True) == (1, 2, 0)
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    per_device=st.integers(1, 3),
+    expert_bytes=st.integers(1, 2000),
+    complete=st.booleans(),
+)
+def test_stops_exactly_where_the_latency_no_longer_falls(
+    seed: int, per_device: int, expert_bytes: int, complete: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    num_experts = 4 * per_device
+    owners = even_owners(num_experts, 4)
+    counts_DE = rng.poisson(rng.gamma(0.4, 40, num_experts), (4, num_experts))
+    costs = ShadowingCosts(2.0, expert_bytes, expert_bytes, 3.0, 5.0, 7.0)
+    taken = select_shadows(owners, counts_DE, costs, remaining_exchange=complete)
+    order = np.argsort(-counts_DE.sum(axis=0), kind="stable").tolist()
+    assert list(taken) == order[: len(taken)]
+
+    def latency_s(number: int) -> float:
+        tokens_D, received_D = np.zeros(4), np.zeros(4)
+        for expert in range(num_experts):
+            if expert in order[:number]:
+                tokens_D += counts_DE[:, expert]
+            else:
+                tokens_D[owners[expert]] += counts_DE[:, expert].sum()
+                received_D[owners[expert]] += counts_DE[:, expert].sum()
+        most = tokens_D.max()
+        exchange_s = costs.exchange_s(received_D.max()) if complete else 0
+        return costs.shadowed_s(number, most) + exchange_s if number else costs.imbalanced_s(most)
+
+    seconds = [latency_s(number) for number in range(num_experts + 1)]
+    assert all(later < earlier for earlier, later in pairwise(seconds[: len(taken) + 1]))
+    if len(taken) < num_experts:
+        assert seconds[len(taken) + 1] >= seconds[len(taken)]
+
+
+def test_counts_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"counts_DE has shape \(3, 3\).*wanted integers \(3, 4\)"):
+        select_shadows(even_owners(4, 2), FIGURE_6, COSTS)

@@ -1,0 +1,177 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_fssdp.planning.papers.sparse_materialization import apportion_replicas, sparse_materialization
+from megatron_fssdp.planning.placement.placement import even_owners
+from megatron_fssdp.planning.placement.topology import Topology
+
+from ..placement_cases import owned_layers
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def holders(placement):
+    return [placement.holders(expert) for expert in range(placement.num_experts)]
+
+
+def test_enough_memory_puts_the_top_experts_everywhere():
+    # t = 2 <= slots = 3: the two most loaded experts go to all four devices.
+    placement = sparse_materialization(
+        np.array([0, 1, 2, 3]), np.array([1, 9, 2, 8]), Topology.single_node(4), overlap_degree=2, slots=3
+    )
+    assert holders(placement) == [(0,), (0, 1, 2, 3), (2,), (0, 1, 2, 3)]
+
+
+def test_ties_of_load_go_to_the_lowest_expert():
+    placement = sparse_materialization(
+        np.array([0, 1]), np.array([5, 5]), Topology.single_node(2), overlap_degree=1, slots=1
+    )
+    assert holders(placement) == [(0, 1), (1,)]
+
+
+def test_scarce_slots_on_one_node_by_hand():
+    # 4 slots, t = 3: shares of [8, 4, 4] are 2, 1, 1. Expert 0 (owner 0) takes devices 1 and 2,
+    # expert 1 (owner 1) takes 0 (free slot, lowest rank), expert 2 (owner 2) takes 3.
+    placement = sparse_materialization(
+        np.array([0, 1, 2, 3]), np.array([8, 4, 4, 1]), Topology.single_node(4), overlap_degree=3, slots=1
+    )
+    assert holders(placement) == [(0, 1, 2), (0, 1), (2, 3), (3,)]
+
+
+def test_scarce_slots_on_two_nodes_by_hand():
+    # Nodes (0, 1) and (2, 3); 4 slots over loads [6, 2]: 3 and 1 replicas. Expert 0 (owner 0)
+    # goes first to the node without it (device 2), then to the node with more free slots: node 0
+    # has 2 and its free device is 1; then node 1 has 1 left, device 3. Expert 1 (owner 3) gets
+    # the slot on device 0.
+    placement = sparse_materialization(
+        np.array([0, 3]), np.array([6, 2]), Topology.uniform(4, 2), overlap_degree=2, slots=1
+    )
+    assert holders(placement) == [(0, 1, 2, 3), (0, 3)]
+
+
+def test_a_node_without_the_expert_comes_before_a_freer_one():
+    # Nodes (0, 1, 2) and (3,): the single replica of expert 0 crosses to device 3 although
+    # node 0 has three free slots.
+    placement = sparse_materialization(
+        np.array([0, 1]), np.array([3, 1]), Topology((0, 0, 0, 1)), overlap_degree=2, slots=1
+    )
+    assert 3 in placement.holders(0)
+
+
+def test_what_cannot_be_placed_passes_on():
+    # Device 1 owns experts 0 and 1 and only device 0 could take their replicas; its one slot goes
+    # to expert 0, device 1's slot to expert 2.
+    placement = sparse_materialization(
+        np.array([1, 1, 0]), np.array([9, 9, 1]), Topology.single_node(2), overlap_degree=3, slots=1
+    )
+    assert holders(placement) == [(0, 1), (1,), (0, 1)]
+
+
+@pytest.mark.parametrize(("overlap_degree", "slots"), [(0, 4), (4, 0)])
+def test_nothing_to_overlap_or_no_slots_means_owners_only(overlap_degree, slots):
+    placement = sparse_materialization(
+        even_owners(4, 2),
+        np.ones(4),
+        Topology.single_node(2),
+        overlap_degree=overlap_degree,
+        slots=slots,
+    )
+    assert placement.num_replicas == 0
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_unused_experts_get_no_replicas(slots):
+    topology = Topology.single_node(2)
+    idle = sparse_materialization(even_owners(4, 2), np.zeros(4), topology, overlap_degree=4, slots=slots)
+    assert idle.num_replicas == 0
+    one = sparse_materialization(
+        even_owners(4, 2), np.array([0, 0, 7, 0]), topology, overlap_degree=4, slots=slots
+    )
+    assert holders(one) == [(0,), (0,), (0, 1), (1,)]
+
+
+@pytest.mark.parametrize(
+    ("loads", "total", "most", "numbers"),
+    [
+        ([8.0, 4.0, 4.0], 4, 3, [2, 1, 1]),
+        ([5.0, 3.0, 2.0], 4, 9, [2, 1, 1]),  # shares 2, 1.2, 0.8
+        ([4.0, 4.0, 4.0], 4, 9, [2, 1, 1]),  # equal remainders: first come
+        ([90.0, 6.0, 4.0], 8, 3, [3, 3, 2]),  # 7.2 capped at 3, the other 5 again in proportion
+        ([1.0], 8, 3, [3]),
+        ([1.0, 1.0], 8, 0, [0, 0]),
+    ],
+)
+def test_apportioning(loads, total, most, numbers):
+    assert apportion_replicas(loads, total, most) == numbers
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=12), st.integers(0, 60), st.integers(0, 9))
+def test_apportioning_uses_every_slot_that_fits(loads, total, most):
+    loads = sorted(loads, reverse=True)
+    numbers = apportion_replicas(loads, total, most)
+    assert sum(numbers) == min(total, most * len(loads))
+    assert all(0 <= number <= most for number in numbers)
+    assert numbers == sorted(numbers, reverse=True) or len(set(loads)) < len(loads)
+
+
+def literal_alg1(owner_E, load_E, topology, num_top, slots):
+    """Alg. 1 one replica at a time, straight from the design page."""
+    num_experts, num_devices = owner_E.size, topology.num_devices
+    present = np.zeros((num_experts, num_devices), dtype=bool)
+    present[np.arange(num_experts), owner_E] = True
+    num_top = min(num_top, num_experts)
+    slots = min(slots, num_top)
+    top = sorted(range(num_experts), key=lambda e: (-load_E[e], e))[:num_top]
+    top = [expert for expert in top if load_E[expert] > 0]
+    if slots == num_top:
+        present[top] = True
+        return present
+    free = [slots] * num_devices
+    numbers = apportion_replicas([load_E[e] for e in top], num_devices * slots, num_devices - 1)
+    unplaced = 0
+    for expert, number in zip(top, numbers, strict=True):
+        for _ in range(min(number + unplaced, num_devices - 1)):
+
+            def key(device, expert=expert):
+                node = topology.devices_of_node(topology.node_of_device[device])
+                has = any(present[expert, other] for other in node)
+                return (has, -sum(free[other] for other in node), -free[device], device)
+
+            allowed = [d for d in range(num_devices) if free[d] and not present[expert, d]]
+            if allowed:
+                device = min(allowed, key=key)
+                present[expert, device] = True
+                free[device] -= 1
+        unplaced += number - (present[expert].sum() - 1)
+    return present
+
+
+@settings(max_examples=200, deadline=None)
+@given(owned_layers(), SEEDS, st.integers(0, 11), st.integers(0, 4), st.sampled_from([0.0, 0.5, 2.0]))
+def test_equals_the_literal_algorithm(case, seed, overlap_degree, slots, sigma):
+    topology, owner_E = case
+    load_E = np.round(np.random.default_rng(seed).lognormal(1, sigma, owner_E.size))
+    placement = sparse_materialization(owner_E, load_E, topology, overlap_degree=overlap_degree, slots=slots)
+    np.testing.assert_array_equal(
+        placement.present_ED, literal_alg1(owner_E, load_E, topology, overlap_degree, slots)
+    )
+    assert placement.replicas_per_device_D.max() <= slots
+    assert (np.count_nonzero(placement.present_ED, axis=1) > 1).sum() <= overlap_degree
+    strided = np.repeat(load_E, 3)[::3]
+    again = sparse_materialization(
+        owner_E.astype(np.int32), strided, topology, overlap_degree=overlap_degree, slots=slots
+    )
+    assert placement == again
+
+
+def test_bad_arguments_say_what_was_wanted():
+    topology = Topology.single_node(2)
+    with pytest.raises(ValueError, match=r"load_E has shape \(3,\): wanted \(2,\)"):
+        sparse_materialization(np.array([0, 1]), np.ones(3), topology, overlap_degree=1, slots=1)
+    with pytest.raises(ValueError, match=r"load_E\[1\] is nan"):
+        sparse_materialization(np.array([0, 1]), np.array([1, np.nan]), topology, overlap_degree=1, slots=1)
+    with pytest.raises(ValueError, match="slots is -1"):
+        sparse_materialization(np.array([0, 1]), np.ones(2), topology, overlap_degree=1, slots=-1)

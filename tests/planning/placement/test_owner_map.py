@@ -1,0 +1,79 @@
+"""Every expert has one slot, every slot one expert, whatever moves."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fssdp.planning.placement.owner_map import OwnerMap
+
+
+@st.composite
+def owner_maps(draw: st.DrawFn) -> tuple[OwnerMap, np.ndarray]:
+    """A map after some moves, and other owners with as many experts a device."""
+    num_layers, local, num_devices = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    even = OwnerMap.even(num_layers, local * num_devices, num_devices)
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+
+    def shuffled() -> np.ndarray:
+        return rng.permutation(even.device_LE.reshape(-1)).reshape(even.device_LE.shape)
+
+    return even.with_owners(shuffled()), shuffled()
+
+
+def test_even_is_what_megatron_registers() -> None:
+    even = OwnerMap.even(num_layers=2, num_experts=4, num_devices=2)
+    assert even.device_LE.tolist() == [[0, 0, 1, 1]] * 2
+    assert even.slot_LE.tolist() == [[0, 1, 0, 1], [2, 3, 2, 3]]
+    assert even.is_even
+    assert even.slots_on(1, 1) == {2: 2, 3: 3}
+    assert even.expert_in(1, 3) == (1, 3)
+
+
+@given(owner_maps())
+def test_moves_lead_from_one_map_to_the_other(case: tuple[OwnerMap, np.ndarray]) -> None:
+    old, device_LE = case
+    new = old.with_owners(device_LE)
+    assert np.array_equal(new.device_LE, device_LE)
+    stays = old.device_LE == device_LE
+    assert np.array_equal(new.slot_LE[stays], old.slot_LE[stays])
+    moves = old.moves_to(new)
+    assert len(moves) == int((~stays).sum())
+    for move in moves:
+        assert old.expert_in(move.source_device, move.source_slot) == (move.layer, move.expert)
+        assert new.expert_in(move.device, move.slot) == (move.layer, move.expert)
+    # What moves out of slots and what moves in are the same slots: a permutation of contents.
+    assert {(m.source_device, m.source_slot) for m in moves} == {(m.device, m.slot) for m in moves}
+    assert old.moves_to(old) == ()
+    assert (new.digest() == old.digest()) == (not moves)
+
+
+@given(owner_maps())
+def test_lists_give_the_map_back(case: tuple[OwnerMap, np.ndarray]) -> None:
+    old, _ = case
+    again = OwnerMap.from_lists(old.as_lists())
+    assert np.array_equal(again.device_LE, old.device_LE)
+    assert np.array_equal(again.slot_LE, old.slot_LE)
+    assert again.digest() == old.digest()
+
+
+@given(owner_maps())
+def test_every_device_keeps_its_number_of_slots(case: tuple[OwnerMap, np.ndarray]) -> None:
+    old, _ = case
+    for device in range(old.num_devices):
+        slots = [slot for layer in range(old.num_layers) for slot in old.slots_on(device, layer).values()]
+        assert sorted(slots) == list(range(old.slots_per_device))
+
+
+def test_refuses_maps_that_lose_an_expert() -> None:
+    even = OwnerMap.even(1, 4, 2)
+    with pytest.raises(ValueError, match="used twice"):
+        OwnerMap(even.device_LE, [[0, 0, 0, 1]], 2)
+    with pytest.raises(ValueError, match="used twice"):
+        OwnerMap([[0, 0, 0, 1]], [[0, 1, 2, 0]], 2)
+    with pytest.raises(ValueError, match="wanted as"):
+        even.with_owners(np.array([[0, 0, 0, 1]]))
+    with pytest.raises(ValueError, match="multiple"):
+        OwnerMap.even(1, 5, 2)
+    with pytest.raises(ValueError, match="shape"):
+        even.with_owners(np.zeros((2, 4)))

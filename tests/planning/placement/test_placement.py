@@ -1,0 +1,85 @@
+import pickle
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
+
+
+@pytest.fixture
+def placement():
+    present_ED = np.array([[1, 0, 1], [1, 0, 0], [0, 1, 0], [1, 1, 1]], dtype=bool)
+    return ExpertPlacement(np.array([0, 0, 1, 2]), present_ED, slots=1)
+
+
+def test_views_of_a_placement(placement):
+    assert (placement.num_experts, placement.num_devices, placement.num_replicas) == (4, 3, 3)
+    assert placement.holders(0) == (0, 2)
+    assert placement.experts_on(0) == (0, 1, 3)
+    assert placement.owned_by(0) == (0, 1)
+    assert [placement.replicas_on(d) for d in range(3)] == [(3,), (3,), (0,)]
+    assert placement.replicas_per_device_D.tolist() == [1, 1, 1]
+    assert placement.owned_per_device_D.tolist() == [2, 1, 1]
+
+
+def test_contents_are_copied_and_read_only():
+    owner_E, present_ED = np.array([0, 1], dtype=np.int32), np.eye(2, dtype=bool)
+    placement = ExpertPlacement(owner_E, present_ED)
+    owner_E[0] = 1
+    assert placement.owner_E.tolist() == [0, 1]
+    assert placement.owner_E.dtype == np.int64
+    with pytest.raises(ValueError, match="read-only"):
+        placement.present_ED[0, 1] = True
+
+
+def test_equality_hash_and_digest_are_by_value(placement):
+    same = ExpertPlacement(
+        placement.owner_E.astype(np.int32), np.asfortranarray(placement.present_ED), slots=None
+    )
+    other = placement.with_replicas([(1, 1)])
+    assert placement == same
+    assert hash(placement) == hash(same)
+    assert placement.digest() == same.digest()
+    assert placement != other
+    assert placement.digest() != other.digest()
+    assert placement != "placement"
+    assert pickle.loads(pickle.dumps(placement)) == placement
+
+
+def test_digest_is_stable_across_processes_and_releases():
+    digest = ExpertPlacement.owners_only(even_owners(4, 2), 2).digest().hex()
+    assert digest == "b6a4d7d854008faed0083eb73fb08b26"
+
+
+def test_owners_only():
+    placement = ExpertPlacement.owners_only(np.array([2, 0]), 3)
+    assert placement.num_replicas == 0
+    assert placement.holders(0) == (2,)
+
+
+def test_even_owners():
+    assert even_owners(6, 3).tolist() == [0, 0, 1, 1, 2, 2]
+    with pytest.raises(ValueError, match="6 experts cannot be shared evenly by 4 devices"):
+        even_owners(6, 4)
+
+
+@pytest.mark.parametrize(
+    ("owner_E", "present_ED", "slots", "message"),
+    [
+        ([0.0], [[True]], None, "dtype float64: wanted one integer"),
+        ([0, 1], [[True, True]], None, r"shape \(1, 2\): wanted \(2, D\)"),
+        ([0], [[1.0]], None, "dtype float64: wanted bool"),
+        ([0, 2], np.ones((2, 2), bool), None, "expert 1 is owned by device 2: wanted a device from 0 to 1"),
+        ([0, 1], [[True, False], [True, False]], None, "expert 1 is not present on its owner, device 1"),
+        ([0, 0, 1], np.ones((3, 2), bool), 1, "device 1 holds 2 replicas: wanted at most slots = 1"),
+        ([0], [[True]], -1, "slots is -1"),
+    ],
+)
+def test_bad_placements_say_what_was_wanted(owner_E, present_ED, slots, message):
+    with pytest.raises(ValueError, match=message):
+        ExpertPlacement(np.array(owner_E), np.array(present_ED), slots=slots)
+
+
+def test_owners_only_names_a_bad_owner():
+    with pytest.raises(ValueError, match="expert 0 is owned by device 5"):
+        ExpertPlacement.owners_only(np.array([5]), 2)

@@ -1,0 +1,10 @@
+from megatron_fssdp.planning.transfer.message_size import (
+    CUDA_MESSAGE_BYTES,
+    HOST_MESSAGE_BYTES,
+    message_bytes,
+)
+
+
+def test_by_where_the_tensors_lie() -> None:
+    assert message_bytes(on_cuda=False) == HOST_MESSAGE_BYTES == 128 * 1024
+    assert message_bytes(on_cuda=True) == CUDA_MESSAGE_BYTES == 1024 * 1024

@@ -1,0 +1,43 @@
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_fssdp.runtime.exchange.chunk_permutation import chunk_permutation, select, transposed_order
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def chunked_rows(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    sizes = draw(st.lists(st.integers(0, 4), min_size=1, max_size=12))
+    return np.array(sizes), np.array(draw(st.permutations(range(len(sizes)))))
+
+
+@given(chunked_rows())
+@settings(max_examples=60, deadline=None)
+def test_brings_chunks_into_the_wanted_order(case: tuple[np.ndarray, np.ndarray]) -> None:
+    sizes, order = case
+    rows = torch.arange(int(sizes.sum()))
+    chunks = torch.split(rows, sizes.tolist())
+    wanted = torch.cat([chunks[chunk] for chunk in order])
+    index = chunk_permutation(sizes, order, CPU)
+    assert torch.equal(select(rows, index), wanted)
+    assert (index is None) == torch.equal(rows, wanted)
+
+
+@given(chunked_rows())
+@settings(max_examples=60, deadline=None)
+def test_the_inverse_order_undoes_it(case: tuple[np.ndarray, np.ndarray]) -> None:
+    sizes, order = case
+    rows = torch.randn(int(sizes.sum()), 2)
+    there = select(rows, chunk_permutation(sizes, order, CPU))
+    back = select(there, chunk_permutation(sizes[order], np.argsort(order), CPU))
+    assert torch.equal(back, rows)
+
+
+@given(st.integers(1, 5), st.integers(0, 5))
+@settings(max_examples=60, deadline=None)
+def test_transposed_order(rows: int, columns: int) -> None:
+    grid = [(row, column) for row in range(rows) for column in range(columns)]
+    assert [grid[i] for i in transposed_order(rows, columns)] == sorted(grid, key=lambda cell: cell[::-1])

@@ -1,0 +1,50 @@
+"""The exchange in steps gives what the exchange with all at once gives: the reference's numbers."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.planning.placement.group_ring import GroupRing
+from megatron_fssdp.runtime.exchange.pipelined_experts import ExpertPipeline
+from megatron_fssdp.testing import run_ranks
+
+from ..rank_layer import LayerCase, compare_with_reference
+from ..replicas.test_materialization import CASES, TOLERANCE
+
+PIPELINED = [
+    replace(case, name=f"{case.name}-by-{group_size}", group_size=group_size)
+    for case, group_size in zip(CASES, [1, 2, 4] * len(CASES), strict=False)
+]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(PIPELINED[::2], id="some"),
+        pytest.param(PIPELINED[1::2], id="others", marks=pytest.mark.slow),
+    ],
+)
+def test_equals_the_reference(cases: list[LayerCase]) -> None:
+    results = run_ranks(compare_with_reference, 4, cases, timeout_s=180)
+    for case in cases:
+        for result in (of_rank[case.name] for of_rank in results):
+            worst = max(result.errors.values())
+            assert worst <= TOLERANCE[case.dtype], (case.name, result.errors)
+
+
+def test_weights_are_awaited_where_rows_need_them() -> None:
+    """Four ranks by one; expert 1 of the two that are present may be on its way."""
+    received_SG = np.array([[0, 5], [3, 0], [2, 1], [4, 0]])  # from ranks 0 to 3
+
+    def steps_that_wait(travels_G: tuple[bool, ...], own_last: bool) -> list[int]:
+        ring = GroupRing(0, 4, 1, own_last)
+        record = SimpleNamespace(received_SG=received_SG)
+        pipeline = ExpertPipeline(record, ring, None, None, travels_G=travels_G)  # type: ignore[arg-type]
+        return [step for step in range(4) if pipeline.needs_weights(step)]
+
+    assert steps_that_wait((False, True), own_last=False) == [0, 2, 3]
+    # The own rows' turn comes last: rank 1's are computed before anybody waits.
+    assert steps_that_wait((False, True), own_last=True) == [1, 3]
+    assert steps_that_wait((False, False), own_last=True) == [3]

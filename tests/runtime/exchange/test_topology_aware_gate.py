@@ -1,0 +1,73 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fssdp.runtime.exchange.topology_aware_gate import choose_experts
+
+NEAR = torch.tensor([True, True, False, False])
+
+
+def test_by_hand() -> None:
+    """Tokens 0 to 2 want expert 2 or 3, which are far; one may go, the one that fits best."""
+    fit_TE = torch.tensor(
+        [
+            [0.1, 0.2, 0.6, 0.1],  # wants 2 by 0.6
+            [0.1, 0.0, 0.1, 0.8],  # wants 3 by 0.8: goes
+            [0.3, 0.2, 0.5, 0.0],  # wants 2 by 0.5
+            [0.7, 0.1, 0.1, 0.1],  # stays by itself
+        ]
+    )
+    assert choose_experts(fit_TE, 1, NEAR, 1).tolist() == [[1], [3], [0], [0]]
+    # Second choices: of what is left, tokens 0 and 2 still want expert 2 most, by 0.6 and 0.5; one goes.
+    assert choose_experts(fit_TE, 2, NEAR, 1).tolist() == [[1, 2], [3, 0], [0, 1], [0, 1]]
+
+
+def test_all_may_leave_is_the_plain_choice() -> None:
+    fit_TE = torch.rand(50, 4, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(choose_experts(fit_TE, 2, NEAR, 50), fit_TE.topk(2, dim=1).indices)
+
+
+def test_ties_go_to_the_lowest() -> None:
+    fit_TE = torch.tensor([[0.0, 0.0, 1.0, 1.0]]).repeat(3, 1)
+    assert choose_experts(fit_TE, 1, NEAR, 2).tolist() == [[2], [2], [0]]
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    num_choices=st.integers(1, 3),
+    most_leaving=st.integers(0, 40),
+    few_values=st.booleans(),
+)
+def test_exactly_as_many_leave_as_may_and_no_expert_is_chosen_twice(
+    seed: int, num_choices: int, most_leaving: int, few_values: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    is_near_E = torch.zeros(8, dtype=torch.bool)
+    is_near_E[torch.randperm(8, generator=generator)[: 3 + seed % 6]] = True
+    fit_TE = torch.rand(30, 8, generator=generator)
+    if few_values:
+        fit_TE = (4 * fit_TE).round()
+    chosen_TK = choose_experts(fit_TE, num_choices, is_near_E, most_leaving)
+    is_taken_TE = torch.zeros_like(fit_TE, dtype=torch.bool)
+    for choice in range(num_choices):
+        chosen_T = chosen_TK[:, choice]
+        assert not is_taken_TE.gather(1, chosen_T[:, None]).any(), "an expert twice"
+        open_TE = fit_TE.masked_fill(is_taken_TE, -1.0)
+        best_T = open_TE.amax(dim=1)
+        fit_T = fit_TE.gather(1, chosen_T[:, None])[:, 0]
+        # Ties between near and far experts are decided by number, so count with it.
+        wants_T = ~is_near_E[(open_TE == best_T[:, None]).int().argmax(dim=1)]
+        leaves_T = ~is_near_E[chosen_T]
+        assert leaves_T.sum() == min(most_leaving, int(wants_T.sum()))
+        stays_T = wants_T & ~leaves_T
+        if stays_T.any() and leaves_T.any():
+            assert best_T[leaves_T].min() >= best_T[stays_T].max(), "the best fits go"
+        nearest_T = open_TE.masked_fill(~is_near_E, -1.0).amax(dim=1)
+        assert (fit_T == torch.where(stays_T, nearest_T, best_T)).all()
+        is_taken_TE[torch.arange(30), chosen_T] = True
+
+
+def test_too_few_near_experts_are_refused() -> None:
+    with pytest.raises(ValueError, match="has 2 experts in this rank's node, wanted at least the 3"):
+        choose_experts(torch.rand(5, 4), 3, NEAR, 1)

@@ -1,0 +1,113 @@
+import time
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megatron_fssdp.runtime.execution import layer_stopwatch
+from megatron_fssdp.runtime.execution.layer_stopwatch import LayerStopwatch
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """Goes on only when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def passes(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(layer_stopwatch, "_now", lambda is_cuda: clock.now_s)
+    return clock
+
+
+def test_compute_before_is_a_median_and_experts_are_a_sum(clock: Clock) -> None:
+    watch = LayerStopwatch()
+    for before_s in (0.25, 8.0, 0.5):  # the long one is out of the ordinary
+        watch.layer_begins(CPU)
+        clock.passes(before_s)
+        watch.tokens_ready()
+        clock.passes(16)  # dispatch
+        with watch.experts(5, CPU):
+            clock.passes(before_s)
+        clock.passes(32)
+    assert watch.before_s() == 0.5
+    assert watch.experts_s() == 8.75
+    assert watch.num_rows == 15
+
+
+def test_a_stopwatch_that_saw_nothing_knows_no_times() -> None:
+    watch = LayerStopwatch()
+    assert (watch.before_s(), watch.experts_s(), watch.num_rows) == (0.0, 0.0, 0)
+    watch.tokens_ready()  # a layer whose begin nobody marks
+    assert watch.before_s() == 0.0
+
+
+def test_a_begin_counts_once(clock: Clock) -> None:
+    watch = LayerStopwatch()
+    watch.layer_begins(CPU)
+    clock.passes(0.5)
+    watch.tokens_ready()
+    clock.passes(4)
+    watch.tokens_ready()
+    assert watch.before_s() == 0.5
+
+
+def test_real_time_passes() -> None:
+    watch = LayerStopwatch()
+    watch.layer_begins(CPU)
+    time.sleep(0.01)
+    watch.tokens_ready()
+    with watch.experts(1, CPU):
+        time.sleep(0.01)
+    assert watch.before_s() >= 0.01
+    assert watch.experts_s() >= 0.01
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_recomputed_pass_is_not_counted(use_reentrant: bool, clock: Clock) -> None:
+    watch = LayerStopwatch()
+    passes: list[int] = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        passes.append(len(passes))
+        watch.layer_begins(CPU)
+        y = x.sin()
+        clock.passes(0.5 if len(passes) == 1 else 8.0)
+        watch.tokens_ready()
+        with watch.experts(7, CPU):
+            clock.passes(0.25 if len(passes) == 1 else 8.0)
+            return y.cos()
+
+    x = torch.ones(3, requires_grad=True)
+    checkpoint(forward, x, use_reentrant=use_reentrant).sum().backward()
+    assert len(passes) == 2
+    assert watch.num_rows == 7
+    assert watch.before_s() == 0.5
+    assert watch.experts_s() == 0.25
+
+
+@pytest.mark.gpu
+def test_kernels_are_timed_where_they_run() -> None:
+    device = torch.device("cuda")
+    x = torch.randn(4096, 4096, device=device)
+    torch.mm(x, x)
+    torch.cuda.synchronize()
+    watch = LayerStopwatch()
+    started_s = time.perf_counter()
+    watch.layer_begins(device)
+    for _ in range(50):
+        torch.mm(x, x)
+    watch.tokens_ready()
+    with watch.experts(3, device):
+        for _ in range(50):
+            torch.mm(x, x)
+    queued_s = time.perf_counter() - started_s
+    assert watch.before_s() > queued_s / 2
+    assert watch.experts_s() > queued_s / 2

@@ -1,0 +1,179 @@
+"""Transfers in two parts, beside the experts of the layer before: the same numbers, started earlier."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megatron_fssdp.planning.cost.transfer_split import TransferSplit
+from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.planning.placement.placement import even_owners
+from megatron_fssdp.runtime.execution import layer_iteration
+from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
+from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
+from megatron_fssdp.testing import run_ranks
+
+from ..rank_layer import ACTIVATIONS, DrawnPlacements, LayerCase, build_layer, draw_inputs, moe_forward
+from ..reference_layer import draw_weights
+
+WORLD, LAYERS = 4, 3
+SPLITS = {
+    "whole": TransferSplit(),
+    "both": TransferSplit(0.4, 0.7),
+    "weights": TransferSplit(gather=0.01),
+    "gradients": TransferSplit(reduce=0.999),
+}
+CASES = (
+    LayerCase("one", transfers="once", num_nodes=2),
+    LayerCase("micro-batches", transfers="once", schedule="FBFB", biases=True),
+    LayerCase("in flight", transfers="once", schedule="FFBB", placement="everywhere"),
+    LayerCase("recomputed", transfers="once", schedule="FFBB", recompute="reentrant"),
+    LayerCase("owns nothing", transfers="once", schedule="FB", owners=(0, 0, 2, 2, 2, 3, 3, 0)),
+    LayerCase("re-materialized", transfers="rematerialized", schedule="FB"),
+)
+
+
+class SplitPlacements(DrawnPlacements):
+    """Drawn placements whose transfers are split."""
+
+    def __init__(self, case: LayerCase, split: TransferSplit) -> None:
+        super().__init__(case)
+        self.split = split
+
+    def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
+        """The same draws under every split."""
+        return replace(super().before_gate(context, history), split=self.split)
+
+
+@dataclass
+class Outcome:
+    """What a rank has in the end, and how its transfers went.
+
+    Attributes:
+        tensors: Outputs and gradients of two iterations.
+        started: (layer, elements, whether a gather) of every transfer, in the order of their starts.
+        bytes_moved: Of both iterations, by layer.
+    """
+
+    tensors: list[Tensor]
+    started: list[tuple[int, int, bool]]
+    bytes_moved: list[tuple[int, int]]
+
+
+def run_stack(rank: int, world_size: int, case: LayerCase, split: TransferSplit) -> Outcome:
+    runtime = MoERuntime(SplitPlacements(case, split), measure=True)
+    owner_E = even_owners(8, world_size) if case.owners is None else np.array(case.owners)
+    weights = [draw_weights(seed, 8, 5, 6, case.activation, case.biases) for seed in range(LAYERS)]
+    built = [build_layer(case, owner_E, weights[layer], runtime) for layer in range(LAYERS)]
+    for number, (executor, _) in enumerate(built):
+        executor.renumber(number + 1)
+    outcome = Outcome([], [], [])
+    _note_starts(outcome)
+    rng = np.random.default_rng(case.seed)
+    for iteration in range(2):
+        runtime.begin_iteration(case.schedule.count("F"), iteration)
+        outputs: list[Tensor] = []
+        leaves: list[Tensor] = []
+        for step in case.schedule:
+            if step == "F":
+                batch = draw_inputs(case, owner_E, world_size, rng)
+                leaf = batch.of_rank(batch.hidden, rank).clone().requires_grad_()
+                routing_map = batch.of_rank(batch.routing_map, rank)
+                probs = batch.of_rank(batch.probs, rank)
+                hidden = leaf
+                for number, (executor, _) in enumerate(built):
+
+                    def layer(hidden: Tensor, executor=executor, number=number, rest=(probs, routing_map)):
+                        activation = ACTIVATIONS[case.activation]
+                        return hidden + moe_forward(executor, hidden, *rest, activation, first=number == 0)
+
+                    hidden = (
+                        checkpoint(layer, hidden, use_reentrant=True) if case.recompute else layer(hidden)
+                    )
+                outputs.append(hidden)
+                leaves.append(leaf)
+            else:
+                outputs.pop(0).square().sum().backward()
+        runtime.finish_gradients()
+        loads = runtime.end_iteration()
+        outcome.bytes_moved += [(load.spag_bytes, load.sprs_bytes) for load in loads]
+        outcome.tensors += [leaf.grad for leaf in leaves if leaf.grad is not None]
+        for _, parameters in built:
+            for tensors in parameters.values():
+                for parameter in tensors:
+                    outcome.tensors.append(parameter.grad.clone())
+                    parameter.grad = None
+    return outcome
+
+
+def _note_starts(outcome: Outcome) -> None:
+    class Noted(layer_iteration.SparseTransfer):
+        def start_all_gather(self, *args, **kwargs):
+            outcome.started.append((int(self._what.split()[1]), self.num_elements, True))
+            return super().start_all_gather(*args, **kwargs)
+
+        def start_reduce_scatter(self, *args, **kwargs):
+            outcome.started.append((int(self._what.split()[1]), self.num_elements, False))
+            return super().start_reduce_scatter(*args, **kwargs)
+
+    layer_iteration.SparseTransfer = Noted
+
+
+def run_cases(rank: int, world_size: int) -> dict[tuple[str, str], Outcome]:
+    found = {}
+    original = layer_iteration.SparseTransfer
+    for case in CASES:
+        for name, split in SPLITS.items():
+            dist.barrier()
+            found[case.name, name] = run_stack(rank, world_size, case, split)
+            layer_iteration.SparseTransfer = original
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[tuple[str, str], Outcome]]:
+    return run_ranks(run_cases, WORLD, timeout_s=120)
+
+
+@pytest.mark.parametrize("split", [name for name in SPLITS if name != "whole"])
+@pytest.mark.parametrize("case", [case.name for case in CASES])
+def test_not_one_bit_differs(outcomes: list[dict[tuple[str, str], Outcome]], case: str, split: str) -> None:
+    for of_rank in outcomes:
+        whole, parts = of_rank[case, "whole"], of_rank[case, split]
+        assert len(whole.tensors) == len(parts.tensors) > 0
+        for wanted, got in zip(whole.tensors, parts.tensors, strict=True):
+            assert torch.equal(wanted, got)
+
+
+@pytest.mark.parametrize("split", list(SPLITS))
+@pytest.mark.parametrize("case", [case.name for case in CASES])
+def test_parts_start_where_they_should(
+    outcomes: list[dict[tuple[str, str], Outcome]], case: str, split: str
+) -> None:
+    whole, found = outcomes[0][case, "whole"], outcomes[0][case, split]
+    assert found.bytes_moved == whole.bytes_moved
+    assert sum(gathered for gathered, _ in found.bytes_moved) > 0
+    numel = max(elements for _, elements, _ in found.started)
+    per_iteration = len(found.started) // 2
+    gathers = [entry for entry in found.started[:per_iteration] if entry[2]]
+    reductions = [entry for entry in found.started[:per_iteration] if not entry[2]]
+    if case == "re-materialized" or split == "whole":
+        assert all(elements == numel for _, elements, _ in found.started)
+        return
+    shares = SPLITS[split]
+    early, late = round(shares.gather * numel), min(round(shares.reduce * numel), numel - 1)
+    # The first layer has none before it; of the others a part leaves before the layer begins.
+    wanted_gathers = [(1, numel)]
+    for layer in range(2, LAYERS + 1):
+        wanted_gathers += [(layer, early), (layer, numel - early)] if early else [(layer, numel)]
+    assert [(layer, elements) for layer, elements, _ in gathers] == wanted_gathers
+    wanted: list[tuple[int, int]] = []
+    for layer in range(LAYERS, 0, -1):
+        # The rest leaves in the backward pass of the experts below, before that layer's own gradients.
+        wanted += [(layer + 1, late)] if late and layer < LAYERS else []
+        wanted += [(layer, numel - late)] if late and layer > 1 else [(layer, numel)]
+    assert [(layer, elements) for layer, elements, _ in reductions] == wanted

@@ -1,0 +1,62 @@
+"""Flops are those of the matrix products that really run."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_fssdp.runtime.experts import compute_probe
+from megatron_fssdp.runtime.experts.compute_probe import (
+    PASSES,
+    LayerShape,
+    attention_flops_per_s,
+    device_memory_bytes,
+    expert_flops_per_s,
+)
+
+CPU = torch.device("cpu")
+SHAPE = LayerShape(32, 48, 3, 16, False, 4, 8, 2, torch.float32)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """A pass takes as many seconds as it has flops, so that a right count gives 1 flop/s."""
+
+    def flops(action, device):
+        with FlopCounterMode(display=False) as counter:
+            action()
+        return float(counter.get_total_flops())
+
+    monkeypatch.setattr(compute_probe, "elapsed_s", flops)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_expert_flops_are_counted(counted, gated):
+    assert expert_flops_per_s(replace(SHAPE, gated=gated), CPU, 1) == pytest.approx(1.0)
+
+
+def test_attention_flops_are_counted(monkeypatch):
+    """The backward of fused attention computes the scores again, which is not useful work: forward only."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def flops(action, device):
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            action()
+        return float(counter.get_total_flops())
+
+    monkeypatch.setattr(compute_probe, "elapsed_s", flops)
+    assert attention_flops_per_s(SHAPE, CPU, 1) == pytest.approx(1.0)
+    assert PASSES * SHAPE.attention_flops == 3 * 16 * (4 * 2 * 32 * 32 + 2 * 2 * 8 * 32)
+
+
+def test_bf16_runs_and_is_timed():
+    shape = replace(SHAPE, dtype=torch.bfloat16)
+    assert expert_flops_per_s(shape, CPU, 2) > 0
+    assert attention_flops_per_s(shape, CPU, 2) > 0
+
+
+def test_ranks_share_the_machines_memory():
+    whole = device_memory_bytes(CPU, 1)
+    assert whole > 1 << 28
+    assert device_memory_bytes(CPU, 4) == whole // 4

@@ -1,0 +1,116 @@
+"""Parameters counted by hand, and as the papers' tables state them."""
+
+import pytest
+
+from megatron_fssdp.config.model_settings import ModelSettings
+from megatron_fssdp.simulation.parameter_count import count_parameters
+
+TINY = ModelSettings(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=4, num_experts=4)
+
+
+def changed(**keys: object) -> ModelSettings:
+    return ModelSettings.model_validate({**TINY.model_dump(), **keys})
+
+
+def test_a_plain_model() -> None:
+    count = count_parameters(TINY, 10)
+    assert count.embeddings == 10 * 8
+    assert count.attention == 2 * 4 * 8 * 8
+    assert count.routers == 2 * 8 * 4
+    assert count.chosen_experts == count.other_experts == 2 * 2 * (2 * 8 * 32)
+    assert count.norms_and_biases == 2 * (2 * 2 + 1) * 8  # weight and bias of two norms a layer, and the last
+    zero = (count.dense_mlps, count.shared_experts, count.output_layer, count.chosen_expert_biases)
+    assert zero == (0, 0, 0, 0)
+    assert count.total - count.activated == count.other_experts
+    assert count.routed_experts == 2 * count.chosen_experts
+    assert count.total == (
+        count.matrices_of_layers + count.embeddings + count.output_layer + count.norms_and_biases
+    )
+
+
+def test_dense_layers_shared_experts_and_gates_of_activations() -> None:
+    count = count_parameters(
+        changed(
+            moe_layer_freq=(0, 1),
+            ffn_hidden_size=20,
+            moe_ffn_hidden_size=6,
+            moe_shared_expert_size=12,
+            activation="swiglu",
+            tie_embeddings=False,
+        ),
+        10,
+    )
+    assert count.dense_mlps == 3 * 8 * 20
+    assert count.shared_experts == 3 * 8 * 12
+    assert count.routed_experts == 4 * 3 * 8 * 6
+    assert count.routers == 8 * 4
+    assert count.output_layer == 80
+
+
+def test_heads_of_their_own_width_in_groups_with_norms() -> None:
+    keys = {"num_query_groups": 1, "kv_channels": 6, "qk_layernorm": True, "normalization": "RMSNorm"}
+    count = count_parameters(changed(**keys), 10)
+    assert count.attention == 2 * 8 * (2 * 12 + 2 * 6)
+    assert count.norms_and_biases == 2 * (2 * 8 + 2 * 6) + 8
+
+
+def test_biases_and_positions() -> None:
+    count = count_parameters(
+        changed(linear_bias=True, position_embedding="learned_absolute", moe_layer_freq=(0, 1)), 10
+    )
+    plain = count_parameters(changed(moe_layer_freq=(0, 1)), 10)
+    assert count.embeddings == (10 + 4) * 8
+    assert count.chosen_expert_biases == count.other_expert_biases == 2 * (32 + 8)
+    # Queries, keys, values and results of both layers, a dense feed-forward layer, a gate.
+    assert count.norms_and_biases - plain.norms_and_biases == 2 * 4 * 8 + (32 + 8) + 4
+    assert count.matrices_of_layers == plain.matrices_of_layers
+
+
+def test_a_dense_model_is_activated_whole() -> None:
+    count = count_parameters(changed(num_experts=None), 10)
+    assert count.dense_mlps == 2 * 2 * 8 * 32
+    assert count.routed_experts == count.routers == 0
+    assert count.activated == count.total
+
+
+def test_bert_has_two_parts_of_a_text_and_heads_for_two_losses() -> None:
+    gpt, bert = count_parameters(TINY, 10), count_parameters(changed(family="bert"), 10)
+    words = (8 * 8 + 8) + 2 * 8 + 10  # a dense layer, its norm, the output layer's biases
+    order = (8 * 8 + 8) + (2 * 8 + 2)
+    assert bert.embeddings - gpt.embeddings == 2 * 8
+    assert bert.loss_heads == words + order
+    assert bert.total - gpt.total == 2 * 8 + words + order
+    without = count_parameters(changed(family="bert", order_head=False), 10)
+    assert without.total - gpt.total == without.loss_heads == words
+    assert gpt.loss_heads == 0
+
+
+@pytest.mark.parametrize(
+    ("stated", "layers", "hidden", "experts"),
+    [
+        ("1.84", 12, 768, 64),  # Hecate, Table 1; the GPTs
+        ("7.36", 12, 1536, 64),
+        ("3.27", 12, 1024, 64),  # and the BERTs, one of which is FasterMoE's too
+        ("6.54", 24, 1024, 64),
+        ("0.86", 12, 1024, 16),  # FasterMoE, Table 2; the GPTs
+        ("3.42", 12, 2048, 16),
+        ("13.7", 12, 4096, 16),
+        ("1.71", 24, 1024, 16),  # and the BERTs
+        ("27.4", 24, 4096, 16),
+        ("13.1", 12, 2048, 64),
+    ],
+)
+def test_the_papers_tables_count_the_matrices_of_layers_that_all_have_experts(
+    stated: str, layers: int, hidden: int, experts: int
+) -> None:
+    """BERT's layers have the same matrices as GPT's: one reading gives all rows, to the last digit."""
+    model = ModelSettings(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=hidden // 64,
+        seq_length=1024,
+        num_experts=experts,
+        moe_ffn_hidden_size=2 * hidden,
+    )
+    digits = len(stated.partition(".")[2])
+    assert f"{count_parameters(model, 50257).matrices_of_layers / 1e9:.{digits}f}" == stated

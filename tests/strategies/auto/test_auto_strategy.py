@@ -1,0 +1,222 @@
+"""``auto``: what it chooses, from what, and when it takes a choice back."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy_selection import strategy_settings
+from megatron_fssdp.config.strategy_settings import AutoSettings
+from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.planning.placement.owner_map import OwnerMap
+from megatron_fssdp.planning.placement.placement import even_owners
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.strategies.auto.auto_strategy import BARRED_CHOICES, AutomaticChoice
+from megatron_fssdp.strategies.auto.iteration_spread import IterationSpread
+from megatron_fssdp.strategies.plan_seconds import plan_seconds
+from megatron_fssdp.strategies.registry import build_strategy
+from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
+
+TOPOLOGY = Topology.uniform(4, 2)
+LINK = LinkCost(0.0, 1e-9)
+PROFILE = LayerProfile(1e-3, ClusterCost(LINK, LINK, 1e9), 10_000, 1000, 1e5, 2)
+CONTEXT = LayerContext(1, even_owners(8, 4), TOPOLOGY, PROFILE)
+EVEN = np.full((4, 8), 100)
+HOT = EVEN + 600 * (np.arange(8) == 3)
+
+
+def automatic(**keys: object) -> AutomaticChoice:
+    found = build_strategy("auto", AutoSettings.model_validate(keys))
+    assert isinstance(found, AutomaticChoice)
+    return found
+
+
+def history_of(strategy: AutomaticChoice, *counts_DE: np.ndarray) -> LoadHistory:
+    history = LoadHistory(strategy.window, 4, 8)
+    for one_DE in counts_DE:
+        history.append(one_DE)
+    return history
+
+
+def choose(strategy: AutomaticChoice, *counts_DE: np.ndarray, since: IterationSpread | None = None) -> str:
+    """What layer 1 has after a look at these loads."""
+    history = history_of(strategy, *counts_DE)
+    strategy.choose([1], strategy.price([CONTEXT], [history]), since)
+    return strategy.chosen(1)
+
+
+def seconds(*values: float) -> IterationSpread:
+    found = IterationSpread.of(values)
+    assert found is not None
+    return found
+
+
+def test_nothing_is_done_under_balanced_loads() -> None:
+    strategy = automatic()
+    assert strategy.chosen(1) == "ep"
+    assert choose(strategy, *[EVEN] * 6) == "ep"
+
+
+def test_a_hot_expert_is_replicated_and_given_up_when_it_cools() -> None:
+    strategy = automatic()
+    assert choose(strategy, *[HOT] * 6) not in ("ep", "smartmoe")
+    plan = strategy.before_gate(CONTEXT, history_of(strategy, HOT))
+    plan = strategy.after_gate(CONTEXT, HOT, plan, 1)
+    assert plan.placement.num_replicas
+    assert choose(strategy, *[EVEN] * 12) == strategy.chosen(1), "equal under all, so it stays"
+    strategy = automatic(fssdp=False, prophet=False, fastermoe=False, quota=False)
+    assert choose(strategy, *[HOT] * 6) == "ep", "one hot expert is no better elsewhere"
+
+
+def test_loads_that_the_past_does_not_tell_are_left_to_exact_counts() -> None:
+    """Another hot expert every iteration: what was planned from the past is wrong."""
+    changing = [EVEN + 900 * (np.arange(8) == 2 * index % 8) for index in range(8)]
+    assert choose(automatic(), *changing) in ("fastermoe", "quota")
+
+
+def test_the_price_is_that_of_the_candidates_own_plans() -> None:
+    """Each candidate knows what came before an iteration, and is charged for what came then."""
+    strategy = automatic(compared_iterations=2)
+    loads = [EVEN, HOT, HOT + EVEN, EVEN + 50 * np.arange(8), HOT]
+    history = history_of(strategy, *loads)
+    prices = dict(zip(strategy.candidates, strategy.price([CONTEXT], [history])[0].tolist(), strict=True))
+    plain = LayerPlan.owners_only(CONTEXT)
+    assert prices["ep"] == pytest.approx(np.mean([plan_seconds(plain, c, CONTEXT) for c in loads[-2:]]))
+    for name in ("fssdp", "prophet", "fastermoe", "quota"):
+        fixed = build_strategy(name, strategy.settings.candidates[name])
+        charged = []
+        for upto in (4, 3):
+            past = LoadHistory(fixed.window, 4, 8)
+            for counts_DE in loads[:upto]:
+                past.append(counts_DE)
+            planned = fixed.before_gate(CONTEXT, past)
+            plan = fixed.after_gate(CONTEXT, loads[upto], planned, 1)
+            charged.append(plan_seconds(plan, loads[upto], CONTEXT, planned=planned))
+        assert prices[name] == pytest.approx(np.mean(charged)), name
+
+
+def test_plans_are_those_of_the_chosen_strategy() -> None:
+    strategy = automatic(fssdp={"slots": 1, "window": 2})
+    for name in strategy.candidates:
+        strategy.resume({1: name, 2: "flexmoe"})
+        assert (strategy.chosen(1), strategy.chosen(2)) == (name, "ep"), "what is no candidate is left out"
+        fixed = build_strategy(name, strategy.settings.candidates[name])
+        history = history_of(strategy, EVEN, HOT, EVEN, HOT)
+        plan = strategy.before_gate(CONTEXT, history)
+        wanted = fixed.before_gate(CONTEXT, history.excerpt(fixed.window))
+        assert plan.placement == wanted.placement
+        assert plan.each_micro_batch == wanted.each_micro_batch
+        plan, wanted = (one.after_gate(CONTEXT, HOT, p, 1) for one, p in ((strategy, plan), (fixed, wanted)))
+        assert plan.placement == wanted.placement
+
+
+def test_moving_experts_has_its_price() -> None:
+    """Two hot experts on one device: an exchange evens them out, if it pays until the next choice."""
+    hot = EVEN + 600 * np.isin(np.arange(8), (2, 3))
+    only = {"fssdp": False, "prophet": False, "fastermoe": False, "quota": False}
+    cheap = automatic(**only, smartmoe={"reshard_interval": 1000})
+    assert choose(cheap, *[hot] * 6) == "smartmoe"
+    owners = OwnerMap.even(1, 8, 4)
+    assert cheap.reshards_at(7), "at once"
+    moved = cheap.reshard([CONTEXT], hot.sum(axis=0)[None].astype(float), owners)
+    assert owners.moves_to(moved)
+    assert not cheap.reshards_at(7)
+    assert cheap.reshards_at(1000)
+    dear = replace(CONTEXT, profile=replace(PROFILE, owned_bytes=10**9))
+    strategy = automatic(**only, smartmoe={"reshard_interval": 10**6}, choice_interval=2)
+    history = history_of(strategy, *[hot] * 6)
+    strategy.choose([1], strategy.price([dear], [history]), None)
+    assert strategy.chosen(1) == "ep", "moved seconds are shared out over two iterations"
+
+
+def test_a_candidate_that_cannot_serve_a_layer_is_not_chosen() -> None:
+    one_each = LayerContext(1, even_owners(4, 4), TOPOLOGY, PROFILE)
+    strategy = automatic()
+    history = LoadHistory(strategy.window, 4, 4)
+    for _ in range(3):
+        history.append(np.full((4, 4), 10))
+    prices = dict(zip(strategy.candidates, strategy.price([one_each], [history])[0], strict=True))
+    assert np.isinf(prices["smartmoe"])
+    assert "smartmoe" not in strategy.limits(one_each)
+
+
+def test_a_change_that_made_iterations_slower_is_taken_back() -> None:
+    strategy = automatic()
+    first = choose(strategy, *[HOT] * 6, since=seconds(1e-2, 1.1e-2, 1.2e-2, 1.3e-2))
+    assert first != "ep"
+    history = history_of(strategy, *[HOT] * 6)
+    prices = strategy.price([CONTEXT], [history])
+    slower = seconds(2e-2, 2.1e-2, 2.2e-2, 2.3e-2)
+    report = strategy.choose([1], prices, slower)
+    assert report.seen is not None
+    assert report.seen.is_slower
+    assert report.seen.seen_s == pytest.approx(-1e-2)
+    assert strategy.chosen(1) != first
+    assert "taken back" in report.describe()[0]
+    for _ in range(BARRED_CHOICES - 1):
+        strategy.choose([1], prices, seconds(1e-2))
+        assert strategy.chosen(1) != first, "not again for a while"
+
+
+def test_a_change_that_helped_is_said_to_have() -> None:
+    strategy = automatic()
+    choose(strategy, *[HOT] * 6, since=seconds(99.0, 99.0, 99.0, 99.0))
+    assert strategy.chosen(1) == "ep", "milliseconds of a minute and more cannot be seen"
+    choose(strategy, *[HOT] * 6, since=seconds(2e-2, 2e-2, 2e-2, 2e-2))
+    assert strategy.chosen(1) != "ep"
+    history = history_of(strategy, *[HOT] * 6)
+    report = strategy.choose([1], strategy.price([CONTEXT], [history]), seconds(1.5e-2, 1.5e-2))
+    assert report.seen is None, "too few iterations to say"
+    report = strategy.choose([1], strategy.price([CONTEXT], [history]), seconds(*[1.5e-2] * 5))
+    assert report.seen is not None
+    assert not report.changes
+    lines = report.describe()
+    assert "seen: 25.0 % (5.00 ms) (20.0 ms before, 15.0 ms since)" in lines[0]
+    assert lines[1].startswith("nothing changes: ")
+
+
+def test_choices_come_at_their_interval_and_not_before_costs_are_known() -> None:
+    strategy = automatic(choice_interval=10)
+    assert next(n for n in range(12) if strategy.chooses_at(3, n)) == 5
+    choose(strategy, *[EVEN] * 6)
+    assert not strategy.chooses_at(11, 9)
+    assert not strategy.chooses_at(20, 0)
+    assert strategy.chooses_at(20, 9)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"fssdp": {"nodes": 2}}, "fssdp.nodes has no meaning for a candidate"),
+        ({"fssdp": {"reshard_interval": 5}}, "fssdp.reshard_interval has no meaning"),
+        ({"quota": {"overlap": False}}, "quota.overlap has no meaning"),
+        ({"fssdp": {"slots": 0, "overlap_degree": 1}}, "exclude each other"),
+        ({"fssdp": {"slotz": 0}}, "did you mean 'slots'"),
+        ({"fssdp": 3}, "wanted true or false or a mapping"),
+        ({"slots": 3}, "has no meaning under strategy 'auto'"),
+    ],
+)
+def test_keys_that_no_candidate_can_have_are_refused(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        strategy_settings("auto", keys, "test")
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=6), st.integers(1, 3))
+@settings(max_examples=15, deadline=None)
+def test_what_is_chosen_is_never_modelled_above_doing_nothing(seeds: list[int], micro_batches: int) -> None:
+    strategy = automatic()
+    context = replace(CONTEXT, profile=replace(PROFILE, num_micro_batches=micro_batches))
+    loads = [np.random.default_rng(seed).poisson(50, (4, 8)) ** 2 // 10 for seed in seeds]
+    history = history_of(strategy, *loads)
+    prices_LC = strategy.price([context], [history])
+    report = strategy.choose([1], prices_LC, None)
+    modelled = report.choices[0].modelled_s
+    assert modelled[strategy.chosen(1)] <= modelled["ep"]
+    again = automatic()
+    again.choose([1], prices_LC, None)
+    assert again.chosen(1) == strategy.chosen(1)
