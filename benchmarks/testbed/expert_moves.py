@@ -13,7 +13,7 @@ import torch
 
 from megatron_fssdp.collectives.sparse.slot_exchange import exchange_slots
 from megatron_fssdp.planning.placement.owner_map import OwnerMap, SlotMove
-from megatron_fssdp.planning.placement.resident_map import SpareMap
+from megatron_fssdp.planning.placement.resident_map import ResidentMap
 from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
 from megatron_fssdp.strategies.strategy import ResidentStrategy
@@ -68,11 +68,11 @@ class ExpertMoves:
         first = layers[0]
         self._group, self._device = first.groups.expert_parallel, first.groups.device
         self._owners = OwnerMap.even(len(layers), first.context.num_experts, first.context.num_devices)
-        self._spares = SpareMap.empty(len(layers), first.context.num_devices, 0)
+        self._spares = ResidentMap.empty(len(layers), first.context.num_devices, 0)
         slots = [tensors for layer in layers for tensors in layer.parameters.values()]
         self._layout = ExpertLayout.of(slots[0])
         if isinstance(self._strategy, ResidentStrategy):
-            self._spares = SpareMap.empty(len(layers), first.context.num_devices, self._strategy.spares)
+            self._spares = ResidentMap.empty(len(layers), first.context.num_devices, self._strategy.spares)
             num_spares = len(layers) * self._strategy.spares
             slots += [[torch.nn.Parameter(torch.zeros_like(t)) for t in slots[0]] for _ in range(num_spares)]
         self._slots = slots

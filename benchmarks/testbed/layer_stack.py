@@ -26,7 +26,7 @@ from megatron_fssdp.runtime.execution.layer_executor import MicroBatch
 from megatron_fssdp.runtime.execution.layer_load import LayerLoad
 from megatron_fssdp.runtime.execution.layer_pass import run_layer
 from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
-from megatron_fssdp.runtime.execution.strategy_selector import LayerChoosing
+from megatron_fssdp.runtime.execution.strategy_selector import StrategySelector
 from megatron_fssdp.runtime.experts.expert_activation import ExpertActivation
 from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights
 from megatron_fssdp.runtime.experts.grouped_ffn import grouped_ffn
@@ -400,9 +400,9 @@ class RuntimeStack(LayerStack):
         for executor in self.runtime.layers:
             executor.measure = True  # on every rank; the runtime itself lets only the first one
         self._moves = ExpertMoves(self.runtime)
-        self._choosing: LayerChoosing | None = None
+        self._choosing: StrategySelector | None = None
         if isinstance(strategy, ChoosingStrategy):
-            self._choosing = LayerChoosing(strategy, [groups.expert_parallel], torch.device("cpu"))
+            self._choosing = StrategySelector(strategy, [groups.expert_parallel], torch.device("cpu"))
         self._num_done = 0
 
     def _owned(self) -> Sequence[Mapping[int, Sequence[torch.nn.Parameter]]]:

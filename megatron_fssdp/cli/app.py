@@ -28,7 +28,7 @@ data_app = typer.Typer(help="Training data.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 
 
-class TokenizerChoice(StrEnum):
+class TokenizerName(StrEnum):
     """Kinds of tokenizer."""
 
     BPE = "bpe"
@@ -162,9 +162,9 @@ def data_build_command(
         typer.Argument(help="Text files and folders. Default: the standard library's sources."),
     ] = None,
     tokenizer: Annotated[
-        TokenizerChoice,
+        TokenizerName,
         typer.Option(help="Trained byte-level BPE, one token a byte, or BERT's: sentences in WordPiece."),
-    ] = TokenizerChoice.BPE,
+    ] = TokenizerName.BPE,
     vocab_size: Annotated[int, typer.Option(help="Vocabulary of a trained tokenizer.")] = 4096,
     shards: Annotated[int, typer.Option(help="Pieces that an interrupted build does not repeat.")] = 4,
     with_tests: Annotated[

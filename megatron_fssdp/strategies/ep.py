@@ -8,7 +8,7 @@ from megatron_fssdp.strategies.fixed_owners import FixedOwners
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 
-class ExpertParallelism(FixedOwners):
+class EpStrategy(FixedOwners):
     """``ep``: the floor that every other strategy is measured against."""
 
     window = 1

@@ -12,7 +12,7 @@ from megatron_fssdp.strategies.fixed_owners import MeasuredReplicas
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 
-class DynamicShadowing(MeasuredReplicas[FastermoeSettings]):
+class FastermoeStrategy(MeasuredReplicas[FastermoeSettings]):
     """``fastermoe``: shadows are chosen after the gate, by the exact counts."""
 
     window = 1

@@ -12,7 +12,7 @@ from megatron_fssdp.strategies.fixed_owners import DecidedByHistory, FixedOwners
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 
-class PersistentReplicas(DecidedByHistory[FlexmoeSettings], FixedOwners):
+class FlexmoeStrategy(DecidedByHistory[FlexmoeSettings], FixedOwners):
     """``flexmoe``: expand, shrink and migrate every so many iterations (Hecate §2.3, §5.1)."""
 
     replica_life = ReplicaLife.LASTING

@@ -24,7 +24,7 @@ from megatron_fssdp.strategies.split_transfers import split_of
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 
-class FullyShardedSparseDataParallelism:
+class FssdpStrategy:
     """``fssdp``: a fresh placement each iteration, from the mean of the last ``window`` loads."""
 
     def __init__(self, settings: FssdpSettings) -> None:

@@ -28,7 +28,7 @@ class _Kept:
     num_seen: int
 
 
-class ProProphet(MeasuredReplicas[ProphetSettings]):
+class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
     """``prophet``: replicas where most of an expert's tokens come from; others go to its owner."""
 
     def __init__(self, settings: ProphetSettings) -> None:

@@ -13,7 +13,7 @@ from megatron_fssdp.strategies.plan_seconds import plan_seconds
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 
-class ExactQuotas(MeasuredReplicas[QuotaSettings]):
+class QuotaStrategy(MeasuredReplicas[QuotaSettings]):
     """``quota``: the lowest ceiling of all devices' loads, if its critical path is shorter."""
 
     window = 1

@@ -18,7 +18,7 @@ from megatron_fssdp.strategies.fixed_owners import DecidedByHistory
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 
-class ExpertExchange(DecidedByHistory[SmartmoeSettings]):
+class SmartmoeStrategy(DecidedByHistory[SmartmoeSettings]):
     """``smartmoe``: as many experts a device as before, no replicas (Hecate §2.3, §5.1)."""
 
     replica_life = ReplicaLife.ITERATION

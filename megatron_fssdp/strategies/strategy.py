@@ -21,7 +21,7 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 from megatron_fssdp.strategies.auto.iteration_spread import IterationSpread
-from megatron_fssdp.strategies.auto.selection_report import ChoiceReport
+from megatron_fssdp.strategies.auto.selection_report import SelectionReport
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,7 +256,7 @@ class ChoosingStrategy(Strategy, Protocol):
 
     def choose(
         self, layers: Sequence[int], seconds_LC: np.ndarray, since_change: IterationSpread | None
-    ) -> ChoiceReport:
+    ) -> SelectionReport:
         """Choose anew for the layers of these numbers.
 
         Args:

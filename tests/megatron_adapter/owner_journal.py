@@ -83,9 +83,9 @@ def _entry(optimizer: Any) -> dict[str, Any]:
     from megatron.core import parallel_state
     from megatron.training import get_args
 
-    from megatron_fssdp.megatron_adapter.entry.registration import active_choice
+    from megatron_fssdp.megatron_adapter.entry.registration import requested_strategy
 
-    choice = active_choice()
+    choice = requested_strategy()
     assert choice is not None
     assert choice.session is not None
     slots = choice.session.slots

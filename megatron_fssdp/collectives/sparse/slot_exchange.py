@@ -167,7 +167,7 @@ def _check_copies(moves: Sequence[SlotMove]) -> None:
     if len(set(filled)) < len(filled) or set(left) & set(filled):
         raise ValueError(
             f"copies: got slots {left} that are read and {filled} that are filled (device, slot), wanted "
-            "each filled once and none of them read; take the copies from SpareMap.copies_to"
+            "each filled once and none of them read; take the copies from ResidentMap.copies_to"
         )
 
 

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 HINT_KEY = "megatron_fssdp_choices"
 
 
-class ChoiceHint:
+class StrategyHint:
     """The choices of a strategy that makes some.
 
     Args:

@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy_selection import strategy_settings
 from megatron_fssdp.config.strategy_settings import PlacementSettings
-from megatron_fssdp.megatron_adapter.entry.registration import active_choice
+from megatron_fssdp.megatron_adapter.entry.registration import requested_strategy
 from megatron_fssdp.megatron_adapter.layer.bert_layers import stock_spec, with_experts
 from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
@@ -167,7 +167,7 @@ def _session(
         return session
     if strategy is not None:
         return start_session(strategy, settings)
-    choice = active_choice()
+    choice = requested_strategy()
     if choice is None:
         raise ConfigurationError(
             "spec: got no strategy, wanted one; pass strategy='fssdp' (or ep, none), or start the script "

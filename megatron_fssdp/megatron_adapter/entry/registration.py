@@ -18,11 +18,11 @@ from megatron_fssdp.megatron_adapter.checkpoints import optimizer_repairs, overw
 from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_arguments import check_checkpoint_arguments
 from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import CheckpointHint, wrap_checkpointing
 from megatron_fssdp.megatron_adapter.checkpoints.owner_hint import OwnerHint
-from megatron_fssdp.megatron_adapter.checkpoints.strategy_hint import ChoiceHint
+from megatron_fssdp.megatron_adapter.checkpoints.strategy_hint import StrategyHint
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.megatron_adapter.entry.arguments import add_strategy_arguments, resolve_arguments
 from megatron_fssdp.megatron_adapter.entry.error_report import report_uncaught
-from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategyChoice, StrategySession
+from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy, StrategySession
 from megatron_fssdp.megatron_adapter.support.capabilities import check_training
 from megatron_fssdp.megatron_adapter.support.node_detection import check_declared_nodes
 from megatron_fssdp.megatron_adapter.support.started_ranks import check_started_as_rank
@@ -38,10 +38,10 @@ class _Registered(Enum):
 
 
 _registered = _Registered.NOBODY
-_choice: StrategyChoice | None = None
+_choice: RequestedStrategy | None = None
 
 
-def active_choice() -> StrategyChoice | None:
+def requested_strategy() -> RequestedStrategy | None:
     """The strategy of the parsed command line; ``None`` before arguments are parsed."""
     return _choice
 
@@ -118,7 +118,7 @@ def register(by_launcher: bool = False) -> None:
     # setup_model_and_optimizer and train_step are looked up as module globals.
     from megatron_fssdp.megatron_adapter.training import training_hooks
 
-    training_hooks.wrap_training(training, active_choice)
+    training_hooks.wrap_training(training, requested_strategy)
 
     # Megatron's BERT drops --num-experts without a word, under every strategy, `none` included.
     if find_spec("megatron.core.models.bert") is not None:
@@ -140,7 +140,7 @@ def _choose(args: Any) -> None:
             check_declared_nodes(settings.nodes, args.world_size)
         _build_our_layer(session)
         _follow_in_checkpoints(session)
-    _choice = StrategyChoice(name, settings, session)
+    _choice = RequestedStrategy(name, settings, session)
 
 
 def _build_our_layer(session: StrategySession) -> None:
@@ -161,7 +161,7 @@ def _follow_in_checkpoints(session: StrategySession) -> None:
     if session.reshards:
         hints.append(OwnerHint(session.stage_owners, session.slots.adopt))
     if isinstance(session.strategy, ChoosingStrategy):
-        hints.append(ChoiceHint(session.strategy, session.layer_numbers))
+        hints.append(StrategyHint(session.strategy, session.layer_numbers))
     if hints:
         wrap_checkpointing(checkpointing, hints)
     overwritten_checkpoint.wrap_save(checkpointing.dist_checkpointing)

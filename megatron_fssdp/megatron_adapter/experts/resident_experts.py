@@ -30,13 +30,13 @@ from megatron_fssdp.megatron_adapter.experts.resharding import (
 )
 from megatron_fssdp.megatron_adapter.experts.slot_quantities import PartedQuantity, slot_quantities
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.planning.placement.resident_map import SpareMap
+from megatron_fssdp.planning.placement.resident_map import ResidentMap
 
 _KEPT_ATTRIBUTES = ("allreduce", "tensor_model_parallel", "partition_dim", "partition_stride")
 """What Megatron reads of an expert's Parameter to reduce and to optimize it."""
 
 
-class SpareExperts:
+class ResidentExperts:
     """Room for replicas of a pipeline stage's experts, with gradients and optimizer states.
 
     Args:
@@ -102,7 +102,7 @@ class SpareExperts:
         _start_states_like(optimizer, self._spare_optimizer)
         self._quantities()  # found out now and not many iterations later
         optimizer.step = self._stepping(optimizer.step)
-        self._map = SpareMap.empty(num_layers, owned.owners.num_devices, slots)
+        self._map = ResidentMap.empty(num_layers, owned.owners.num_devices, slots)
 
     @property
     def parameters(self) -> list[Parameters]:

@@ -44,7 +44,7 @@ class Decision:
 
 
 @dataclass(eq=False)
-class ScheduleChoice:
+class ScheduleSelector:
     """Decides for all layers of a model that have the same groups; the same on all ranks of a stage.
 
     Attributes:

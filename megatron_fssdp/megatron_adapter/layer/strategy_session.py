@@ -22,7 +22,7 @@ from megatron_fssdp.config.strategy_settings import (
 )
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.experts.stage_owners import StageOwners
-from megatron_fssdp.megatron_adapter.layer.schedule_selector import ScheduleChoice
+from megatron_fssdp.megatron_adapter.layer.schedule_selector import ScheduleSelector
 from megatron_fssdp.megatron_adapter.routing.topology_aware_router import check_gate
 from megatron_fssdp.megatron_adapter.support.node_detection import detect_topology
 from megatron_fssdp.megatron_adapter.support.supported_features import (
@@ -62,7 +62,7 @@ class StrategySession:
         )
         self.slots = ExpertSlots()
         self._groups: dict[str, ExpertGroups] = {}
-        self._choices: dict[str, ScheduleChoice] = {}
+        self._choices: dict[str, ScheduleSelector] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StrategySession":
         # Megatron deep-copies layer specs; their layers still belong to one session.
@@ -148,7 +148,7 @@ class StrategySession:
 
     def schedule_choice(
         self, config: Any, groups: ExpertGroups, n_mp: int, everyone: dist.ProcessGroup
-    ) -> ScheduleChoice:
+    ) -> ScheduleSelector:
         """What decides about the order of a layer's collectives; one for all layers of the same groups.
 
         Args:
@@ -159,7 +159,7 @@ class StrategySession:
         """
         name = groups.expert_parallel.group_name
         if name not in self._choices:
-            self._choices[name] = ScheduleChoice(
+            self._choices[name] = ScheduleSelector(
                 self.schedule,
                 config,
                 groups,
@@ -262,7 +262,7 @@ class StrategySession:
 
 
 @dataclass(frozen=True)
-class StrategyChoice:
+class RequestedStrategy:
     """What the command line asked for; ``session`` is ``None`` under ``none``."""
 
     name: str

@@ -51,7 +51,7 @@ def check_gate(config: Any) -> None:
     refuse("router: topology_aware (router=stock does)", _REFUSALS, config)
 
 
-class TopologyAwareChoice:
+class TopologyAwareTopK:
     """Chooses the experts in place of the router's top-k.
 
     Args:
@@ -124,7 +124,7 @@ def install_gate(
             f"router: got topology_aware with {per_node.min()} experts in a node, wanted at least the "
             f"{config.moe_router_topk} that a token chooses; use fewer nodes, more experts, or router=stock"
         )
-    router.router_replay = TopologyAwareChoice(
+    router.router_replay = TopologyAwareTopK(
         owner_E,
         device,
         topology,

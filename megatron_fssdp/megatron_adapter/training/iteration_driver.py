@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from megatron_fssdp.megatron_adapter.experts.resharding import ExpertResharding, ReshardReport
-from megatron_fssdp.megatron_adapter.experts.resident_experts import SpareExperts
+from megatron_fssdp.megatron_adapter.experts.resident_experts import ResidentExperts
 from megatron_fssdp.megatron_adapter.experts.slot_quantities import slot_quantities
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.megatron_adapter.training.finite_watch import FiniteWatch
@@ -33,7 +33,7 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.execution.layer_load import LayerLoad
 from megatron_fssdp.runtime.execution.layer_profiling import profile_layers
 from megatron_fssdp.runtime.execution.layer_stopwatch import LayerStopwatch
-from megatron_fssdp.runtime.execution.strategy_selector import LayerChoosing
+from megatron_fssdp.runtime.execution.strategy_selector import StrategySelector
 from megatron_fssdp.strategies.strategy import ChoosingStrategy, LayerContext, ResidentStrategy
 
 logger = logging.getLogger(__name__)
@@ -66,13 +66,13 @@ class IterationDriver:
         self._iterations_to_measure = 0
         self._passes_begun = 0
         self._began_s = 0.0
-        self._choosing: LayerChoosing | None = None
-        self._spares: SpareExperts | None = None
+        self._choosing: StrategySelector | None = None
+        self._spares: ResidentExperts | None = None
         # Where Megatron does not stop at such numbers, fp16 with its loss scaling, they are nothing unusual.
         self._watch = FiniteWatch(model) if args.check_for_nan_in_loss_and_grad else None
         layers = session.runtime.layers
         if isinstance(session.strategy, ResidentStrategy) and args.expert_model_parallel_size > 1:
-            self._spares = SpareExperts(
+            self._spares = ResidentExperts(
                 session.slots,
                 session.strategy.spares,
                 model,
@@ -90,7 +90,7 @@ class IterationDriver:
                 expert_data_parallel=parallel_state.get_expert_data_parallel_group(),
             )
         if isinstance(session.strategy, ChoosingStrategy) and session.slots:
-            self._choosing = LayerChoosing(session.strategy, self._groups_of_owners, self._device)
+            self._choosing = StrategySelector(session.strategy, self._groups_of_owners, self._device)
         self._iterations_to_measure = session.strategy.profile_iterations
         if self._iterations_to_measure:
             for layer in layers:
@@ -207,7 +207,7 @@ class IterationDriver:
         slots.adopt(new)
         return report
 
-    def _choose(self, choosing: LayerChoosing, iteration: int) -> None:
+    def _choose(self, choosing: StrategySelector, iteration: int) -> None:
         """Let every layer choose its strategy anew, if it is time to; MTP layers stay as they are."""
         report = choosing.choose(self._session.slots.executors, iteration)
         if report is not None and _speaks_for_stage():

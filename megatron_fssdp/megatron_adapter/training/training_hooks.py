@@ -18,7 +18,7 @@ from megatron.training.global_vars import get_args
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.layer.launch_hooks import install_launch_hooks
 from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
-from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategyChoice
+from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy
 from megatron_fssdp.megatron_adapter.training.iteration_driver import IterationDriver
 from megatron_fssdp.megatron_adapter.training.run_recorder import RunRecorder, StepTimes
 from megatron_fssdp.megatron_adapter.training.stopped_training import reporting_stop
@@ -43,7 +43,7 @@ class _Passes:
         self.seconds += time.perf_counter() - started_s
 
 
-def wrap_training(training: Any, choice: Callable[[], StrategyChoice | None]) -> None:
+def wrap_training(training: Any, choice: Callable[[], RequestedStrategy | None]) -> None:
     """Wrap the functions of ``megatron.training.training`` that a run passes through.
 
     Args:
@@ -127,7 +127,7 @@ def wrap_training(training: Any, choice: Callable[[], StrategyChoice | None]) ->
     training.train = train_reporting_stop
 
 
-def report_installation(model: list[torch.nn.Module], choice: StrategyChoice) -> None:
+def report_installation(model: list[torch.nn.Module], choice: RequestedStrategy) -> None:
     """Check that the strategy's layers were really built, and say so in one log line.
 
     A bad ``--spec`` gives Megatron's default model without a word.

@@ -20,7 +20,7 @@ EMPTY = -1
 
 
 @dataclass(frozen=True, eq=False)
-class SpareMap:
+class ResidentMap:
     """(layer, device, spare slot) -> expert.
 
     Attributes:
@@ -42,7 +42,7 @@ class SpareMap:
                 )
 
     @classmethod
-    def empty(cls, num_layers: int, num_devices: int, slots: int) -> "SpareMap":
+    def empty(cls, num_layers: int, num_devices: int, slots: int) -> "ResidentMap":
         """Nothing in any slot."""
         return cls(np.full((num_layers, num_devices, slots), EMPTY, np.int64))
 
@@ -64,7 +64,7 @@ class SpareMap:
         experts = self.expert_LDm[layer, device].tolist()
         return {expert: experts.index(expert) for expert in sorted(experts) if expert != EMPTY}
 
-    def holding(self, placements: Sequence[ExpertPlacement]) -> "SpareMap":
+    def holding(self, placements: Sequence[ExpertPlacement]) -> "ResidentMap":
         """The map for other replicas: those that stay keep their slots, new ones take the lowest free slots.
 
         Args:
@@ -86,9 +86,9 @@ class SpareMap:
             for slot, expert in enumerate(old_m.tolist()):
                 if expert not in replicas:
                     expert_LDm[layer, device, slot] = new.pop(0) if new else EMPTY
-        return SpareMap(expert_LDm)
+        return ResidentMap(expert_LDm)
 
-    def copies_to(self, new: "SpareMap", owners: OwnerMap) -> list[SlotMove]:
+    def copies_to(self, new: "ResidentMap", owners: OwnerMap) -> list[SlotMove]:
         """What has to be copied from owners into spare slots so that this map becomes ``new``."""
         copies = []
         changed = (new.expert_LDm != self.expert_LDm) & (new.expert_LDm != EMPTY)

@@ -9,14 +9,14 @@ import torch.distributed as dist
 
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
 from megatron_fssdp.strategies.auto.iteration_spread import IterationSpread
-from megatron_fssdp.strategies.auto.selection_report import ChoiceReport
+from megatron_fssdp.strategies.auto.selection_report import SelectionReport
 from megatron_fssdp.strategies.strategy import ChoosingStrategy
 
 LATEST = 200
 """Iterations whose seconds are looked at, at most."""
 
 
-class LayerChoosing:
+class StrategySelector:
     """Lets a strategy choose when it is time to, and remembers how long iterations took since.
 
     Args:
@@ -38,7 +38,7 @@ class LayerChoosing:
         """Take in what an iteration took on this rank."""
         self._seconds.append(seconds)
 
-    def choose(self, executors: Sequence[LayerExecutor], iteration: int) -> ChoiceReport | None:
+    def choose(self, executors: Sequence[LayerExecutor], iteration: int) -> SelectionReport | None:
         """Choose before the iteration after ``iteration`` of them, if it is time to; collective.
 
         Args:

@@ -16,10 +16,10 @@ from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.strategies.auto.iteration_spread import LEAST_SEEN, IterationSpread
-from megatron_fssdp.strategies.auto.selection_by_seconds import choose_by_seconds
-from megatron_fssdp.strategies.auto.selection_report import ChoiceReport, LayerChoice, SeenSaving
+from megatron_fssdp.strategies.auto.selection_by_seconds import select_by_seconds
+from megatron_fssdp.strategies.auto.selection_report import LayerSelection, SeenSaving, SelectionReport
 from megatron_fssdp.strategies.plan_seconds import plan_seconds
-from megatron_fssdp.strategies.smartmoe import ExpertExchange, exchange_s
+from megatron_fssdp.strategies.smartmoe import SmartmoeStrategy, exchange_s
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 
 NOTHING = "ep"
@@ -36,7 +36,7 @@ class _Change:
     spread: IterationSpread | None
 
 
-class AutomaticChoice:
+class AutoStrategy:
     """Asks the strategy that a layer has chosen; chooses anew every so many iterations.
 
     Args:
@@ -122,7 +122,7 @@ class AutomaticChoice:
 
     def choose(
         self, layers: Sequence[int], seconds_LC: np.ndarray, since_change: IterationSpread | None
-    ) -> ChoiceReport:
+    ) -> SelectionReport:
         """Choose anew for all layers; the same arguments on all ranks that share owners.
 
         A change that made iterations slower is taken back first, and not made again for a while.
@@ -144,20 +144,22 @@ class AutomaticChoice:
         names = list(self.candidates)
         present_L = np.array([names.index(self.chosen(layer)) for layer in layers], np.int64)
         barred_LC = np.array([[(layer, name) in self._barred for name in names] for layer in layers])
-        chosen_L = choose_by_seconds(
+        chosen_L = select_by_seconds(
             seconds_LC, present_L, least_gain=self.settings.least_gain, barred_LC=barred_LC
         )
         choices = tuple(
-            LayerChoice(layer, names[chosen], before[layer], dict(zip(names, of_layer.tolist(), strict=True)))
+            LayerSelection(
+                layer, names[chosen], before[layer], dict(zip(names, of_layer.tolist(), strict=True))
+            )
             for layer, chosen, of_layer in zip(layers, chosen_L, seconds_LC, strict=True)
         )
-        report = ChoiceReport(choices, since_change, seen)
+        report = SelectionReport(choices, since_change, seen)
         if not (seen is not None and seen.is_slower) and report.is_too_little:
             choices = tuple(replace(choice, strategy=choice.before) for choice in choices)
-            report = ChoiceReport(choices, since_change, seen, report.saving_s)
+            report = SelectionReport(choices, since_change, seen, report.saving_s)
         for choice in report.changes:
             self._chosen[choice.layer] = choice.strategy
-            if isinstance(self.candidates[choice.strategy], ExpertExchange):
+            if isinstance(self.candidates[choice.strategy], SmartmoeStrategy):
                 self._exchange_due.add(choice.layer)
         if report.changes:
             self._change = _Change(before, report.saving_s, since_change)
@@ -177,7 +179,7 @@ class AutomaticChoice:
         device_LE = owners.device_LE.copy()
         for index, context in enumerate(contexts):
             candidate = self.candidates[self.chosen(context.layer)]
-            if isinstance(candidate, ExpertExchange):
+            if isinstance(candidate, SmartmoeStrategy):
                 context = replace(context, owner_E=owners.device_LE[index])
                 device_LE[index] = candidate.exchanged_owners(context, load_LE[index])
         return owners.with_owners(device_LE)
@@ -200,7 +202,7 @@ class AutomaticChoice:
         candidate, profile = self.candidates[name], context.profile
         assert profile is not None
         moving_s = 0.0
-        if isinstance(candidate, ExpertExchange):
+        if isinstance(candidate, SmartmoeStrategy):
             old_E = context.owner_E
             load_E = history.excerpt(candidate.window).mean_E()
             context = replace(context, owner_E=candidate.exchanged_owners(context, load_E))

@@ -6,7 +6,7 @@ Shape letters: L layers, C candidates.
 import numpy as np
 
 
-def choose_by_seconds(
+def select_by_seconds(
     seconds_LC: np.ndarray,
     present_L: np.ndarray,
     *,

@@ -10,7 +10,7 @@ LEAST_OF_ITERATION = 0.01
 
 
 @dataclass(frozen=True)
-class LayerChoice:
+class LayerSelection:
     """One layer's strategy.
 
     Attributes:
@@ -57,7 +57,7 @@ class SeenSaving:
 
 
 @dataclass(frozen=True)
-class ChoiceReport:
+class SelectionReport:
     """One look at all layers of a pipeline stage.
 
     Attributes:
@@ -67,7 +67,7 @@ class ChoiceReport:
         left_s: Modelled seconds of an iteration that other strategies would save, and that are too few.
     """
 
-    choices: tuple[LayerChoice, ...]
+    choices: tuple[LayerSelection, ...]
     measured: IterationSpread | None
     seen: SeenSaving | None
     left_s: float = 0.0
@@ -78,7 +78,7 @@ class ChoiceReport:
         return self.measured is not None and self.saving_s < LEAST_OF_ITERATION * self.measured.median_s
 
     @property
-    def changes(self) -> tuple[LayerChoice, ...]:
+    def changes(self) -> tuple[LayerSelection, ...]:
         """The layers that change."""
         return tuple(choice for choice in self.choices if choice.strategy != choice.before)
 

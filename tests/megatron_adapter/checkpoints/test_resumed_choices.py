@@ -7,7 +7,7 @@ import pytest
 
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.reporting.run_records import read_metrics
-from megatron_fssdp.strategies.auto.auto_strategy import AutomaticChoice
+from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
 from megatron_fssdp.strategies.strategy import LayerContext
 
 from ..training_run import relative_difference, train, train_on_all_ranks
@@ -21,7 +21,7 @@ WANTED = {1: "fssdp", 2: "smartmoe"}
 
 
 def each_its_own(
-    choosing: AutomaticChoice, contexts: list[LayerContext], histories: list[LoadHistory]
+    choosing: AutoStrategy, contexts: list[LayerContext], histories: list[LoadHistory]
 ) -> np.ndarray:
     """Layer 1 is told that fssdp costs nothing, layer 2 that smartmoe does."""
     names = list(choosing.candidates)
@@ -34,7 +34,7 @@ def each_its_own(
 
 def told_what_to_choose() -> None:
     """Run on every rank before the launch."""
-    AutomaticChoice.price = each_its_own  # type: ignore[method-assign]
+    AutoStrategy.price = each_its_own  # type: ignore[method-assign]
 
 
 def test_a_run_goes_on_with_its_choices(text_data: Path, tmp_path: Path) -> None:

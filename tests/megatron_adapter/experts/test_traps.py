@@ -30,14 +30,14 @@ HANGS_S = 15  # several times what the training takes
 
 def gather_layers_on_one_device() -> None:
     """Re-shard to the map of this file, whatever the loads."""
-    from megatron_fssdp.strategies.fssdp import FullyShardedSparseDataParallelism
+    from megatron_fssdp.strategies.fssdp import FssdpStrategy
 
     def reshard(self: Any, contexts: Sequence[Any], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
         del self, contexts, load_LE
         layer_L = np.arange(owners.num_layers) * owners.num_devices // owners.num_layers
         return owners.with_owners(np.repeat(layer_L[:, None], owners.num_experts, axis=1))
 
-    FullyShardedSparseDataParallelism.reshard = reshard  # type: ignore[method-assign]
+    FssdpStrategy.reshard = reshard  # type: ignore[method-assign]
 
 
 # ---------------------------------------------------------------- 1: a hang

@@ -24,9 +24,9 @@ def plan_alone() -> None:
 
     from megatron_fssdp.planning.placement.placement import ExpertPlacement
     from megatron_fssdp.planning.transfer.transfer_plan import plain_transfer
-    from megatron_fssdp.strategies.fssdp import FullyShardedSparseDataParallelism
+    from megatron_fssdp.strategies.fssdp import FssdpStrategy
 
-    before_gate = FullyShardedSparseDataParallelism.before_gate
+    before_gate = FssdpStrategy.before_gate
 
     def other_plan(self: Any, context: Any, history: Any) -> Any:
         plan = before_gate(self, context, history)
@@ -35,7 +35,7 @@ def plan_alone() -> None:
         placement = ExpertPlacement.owners_only(context.owner_E, context.num_devices)
         return replace(plan, placement=placement, transfer=plain_transfer(placement))
 
-    FullyShardedSparseDataParallelism.before_gate = other_plan  # type: ignore[method-assign]
+    FssdpStrategy.before_gate = other_plan  # type: ignore[method-assign]
 
 
 def test_all_ranks_stop_and_name_layer_and_iteration(text_data: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.routing.topology_aware_router import (
-    TopologyAwareChoice,
+    TopologyAwareTopK,
     check_gate,
     install_gate,
 )
@@ -28,7 +28,7 @@ def test_logits_are_compared_after_a_softmax() -> None:
     """The second token's logit is higher and its probability lower: the first may leave."""
     logits = torch.tensor([[0.0, 0, 0, 0, 9, 0, 0, 0], [19.0, 0, 0, 0, 20, 0, 0, 0]])
     for is_logits, wanted in ((True, [4, 0]), (False, [0, 4])):
-        choice = TopologyAwareChoice(lambda: OWNERS, 0, TWO_NODES, 0.5, scores_are_logits=is_logits)
+        choice = TopologyAwareTopK(lambda: OWNERS, 0, TWO_NODES, 0.5, scores_are_logits=is_logits)
         scores, indices = choice.get_replay_topk(logits, 1, None, None, None)
         assert indices[:, 0].tolist() == wanted
         assert torch.equal(scores, logits.gather(1, indices))
@@ -36,7 +36,7 @@ def test_logits_are_compared_after_a_softmax() -> None:
 
 def test_owners_that_moved_are_followed() -> None:
     owners = OWNERS.copy()
-    choice = TopologyAwareChoice(lambda: owners, 0, TWO_NODES, 0.0, scores_are_logits=False)
+    choice = TopologyAwareTopK(lambda: owners, 0, TWO_NODES, 0.0, scores_are_logits=False)
     scores = torch.tensor([[0.0, 0.1, 0.2, 0.3, 0.9, 0.0, 0.0, 0.0]])
     assert choice.get_replay_topk(scores, 1)[1].tolist() == [[3]]
     owners[[3, 4]] = owners[[4, 3]]

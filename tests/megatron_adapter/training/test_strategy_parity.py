@@ -14,7 +14,7 @@ from megatron_fssdp.planning.cost.cost_model import LinkCost
 from megatron_fssdp.planning.cost.transfer_split import TransferSplit
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.reporting.run_records import read_metrics
-from megatron_fssdp.strategies.auto.auto_strategy import AutomaticChoice
+from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
 from megatron_fssdp.strategies.strategy import LayerContext
 
 from ..training_run import GPT, Model, TrainingRun, relative_difference, train_on_all_ranks
@@ -51,11 +51,11 @@ def cheap_links() -> None:
     layer_profiling.measure_links = lambda *_: (cost, cost)
     split_transfers.split_transfers = lambda *_, **__: TransferSplit(0.4, 0.6)
     automatic_choice.LEAST_SEEN = 0
-    automatic_choice.AutomaticChoice.price = next_in_turn
+    automatic_choice.AutoStrategy.price = next_in_turn
 
 
 def next_in_turn(
-    choosing: AutomaticChoice, contexts: list[LayerContext], histories: list[LoadHistory]
+    choosing: AutoStrategy, contexts: list[LayerContext], histories: list[LoadHistory]
 ) -> np.ndarray:
     """Each layer takes another strategy every time, so that trainings change from each to each."""
     names = list(choosing.candidates)

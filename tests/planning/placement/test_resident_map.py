@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.planning.placement.resident_map import EMPTY, SpareMap
+from megatron_fssdp.planning.placement.resident_map import EMPTY, ResidentMap
 
 
 def drawn(rng: np.random.Generator, owner_E: np.ndarray, num_devices: int, slots: int) -> ExpertPlacement:
@@ -35,7 +35,7 @@ def test_copies_make_the_new_map_of_the_old_one(
         for device in range(num_devices)
         for slot in range(owners.slots_per_device)
     }
-    spares = SpareMap.empty(num_layers, num_devices, slots)
+    spares = ResidentMap.empty(num_layers, num_devices, slots)
     for _ in range(3):
         placements = [drawn(rng, owner_E, num_devices, slots) for owner_E in owners.device_LE]
         new = spares.holding(placements)
@@ -65,9 +65,9 @@ def test_a_device_without_room_is_refused() -> None:
     owner_E = np.array([0, 0, 1, 1])
     placement = ExpertPlacement(owner_E, np.ones((4, 2), bool))
     with pytest.raises(ValueError, match=r"layer 0, device 0: got 2 replicas, wanted at most 1"):
-        SpareMap.empty(1, 2, 1).holding([placement])
+        ResidentMap.empty(1, 2, 1).holding([placement])
 
 
 def test_an_expert_twice_on_a_device_is_refused() -> None:
     with pytest.raises(ValueError, match="wanted each once"):
-        SpareMap(np.array([[[2, 2]]]))
+        ResidentMap(np.array([[[2, 2]]]))

@@ -16,7 +16,7 @@ from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.strategies.auto.auto_strategy import BARRED_CHOICES, AutomaticChoice
+from megatron_fssdp.strategies.auto.auto_strategy import BARRED_CHOICES, AutoStrategy
 from megatron_fssdp.strategies.auto.iteration_spread import IterationSpread
 from megatron_fssdp.strategies.plan_seconds import plan_seconds
 from megatron_fssdp.strategies.registry import build_strategy
@@ -30,20 +30,20 @@ EVEN = np.full((4, 8), 100)
 HOT = EVEN + 600 * (np.arange(8) == 3)
 
 
-def automatic(**keys: object) -> AutomaticChoice:
+def automatic(**keys: object) -> AutoStrategy:
     found = build_strategy("auto", AutoSettings.model_validate(keys))
-    assert isinstance(found, AutomaticChoice)
+    assert isinstance(found, AutoStrategy)
     return found
 
 
-def history_of(strategy: AutomaticChoice, *counts_DE: np.ndarray) -> LoadHistory:
+def history_of(strategy: AutoStrategy, *counts_DE: np.ndarray) -> LoadHistory:
     history = LoadHistory(strategy.window, 4, 8)
     for one_DE in counts_DE:
         history.append(one_DE)
     return history
 
 
-def choose(strategy: AutomaticChoice, *counts_DE: np.ndarray, since: IterationSpread | None = None) -> str:
+def choose(strategy: AutoStrategy, *counts_DE: np.ndarray, since: IterationSpread | None = None) -> str:
     """What layer 1 has after a look at these loads."""
     history = history_of(strategy, *counts_DE)
     strategy.choose([1], strategy.price([CONTEXT], [history]), since)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from megatron_fssdp.strategies.auto.selection_by_seconds import choose_by_seconds
+from megatron_fssdp.strategies.auto.selection_by_seconds import select_by_seconds
 
 shapes = st.tuples(st.integers(1, 5), st.integers(1, 6))
 
@@ -27,7 +27,7 @@ shapes = st.tuples(st.integers(1, 5), st.integers(1, 6))
 )
 def test_by_hand(seconds: list[float], present: int, barred: tuple[int, ...], wanted: int) -> None:
     barred_LC = np.array([[index in barred for index in range(len(seconds))]])
-    chosen_L = choose_by_seconds(
+    chosen_L = select_by_seconds(
         np.array([seconds]), np.array([present]), least_gain=0.03, barred_LC=barred_LC
     )
     assert chosen_L.tolist() == [wanted]
@@ -41,15 +41,15 @@ def test_every_layer_ends_close_to_the_best_or_where_it_was(
     num_layers, num_candidates = seconds_LC.shape
     present_L = np.array([data.draw(st.integers(0, num_candidates - 1)) for _ in range(num_layers)])
     gain = data.draw(st.floats(0, 0.5))
-    chosen_L = choose_by_seconds(seconds_LC, present_L, least_gain=gain)
+    chosen_L = select_by_seconds(seconds_LC, present_L, least_gain=gain)
     for seconds_C, present, chosen in zip(seconds_LC, present_L, chosen_L, strict=True):
         if chosen != present:
             assert seconds_C[chosen] < (1 - gain) * seconds_C[present]
             assert seconds_C[chosen] <= (1 + gain) * seconds_C.min()
-    again_L = choose_by_seconds(seconds_LC, chosen_L, least_gain=gain)
+    again_L = select_by_seconds(seconds_LC, chosen_L, least_gain=gain)
     assert again_L.tolist() == chosen_L.tolist(), "chosen once, chosen for good"
 
 
 def test_unknown_seconds_are_refused() -> None:
     with pytest.raises(ValueError, match="wanted a number"):
-        choose_by_seconds(np.array([[np.nan, 1.0]]), np.array([0]), least_gain=0.0)
+        select_by_seconds(np.array([[np.nan, 1.0]]), np.array([0]), least_gain=0.0)
