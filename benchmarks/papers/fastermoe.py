@@ -22,7 +22,7 @@ MODELS = {  # Table 2
 ON_JOHNNY = ("MoE-GPT-S", "MoE-GPT", "MoE-BERT-Deep")
 ON_TREVOR = ("MoE-BERT-Wide",)
 SHADOWS = {"overlap": False}
-SMART = {"schedule": "pipelined"}
+SMART = {"smart_schedule": True}
 SEQUENCES = 8
 
 

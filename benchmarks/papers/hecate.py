@@ -25,7 +25,7 @@ MODELS = {  # Table 1, and sequences a device
 }
 HECATE: dict[str, object] = {"planner": "hecate"}
 BASELINES: dict[str, dict[str, object]] = {
-    "fastermoe": {"schedule": "pipelined"},
+    "fastermoe": {"smart_schedule": True},
     "smartmoe": {"reshard_interval": 5, "window": 5},
     "flexmoe": {"placement_interval": 5, "window": 5, "slots": 2},
 }

@@ -43,7 +43,7 @@ TABLE_V = {  # likewise; 8 GPUs, 4,096 tokens
     (2, "MoE-GPT-DM"): (1.25, 1.58),
 }
 # FasterMoE as a whole, and Pro-Prophet.
-SYSTEMS = {"FasterMoE": ("fastermoe", {"schedule": "pipelined"}), "Pro-Prophet": ("prophet", {})}
+SYSTEMS = {"FasterMoE": ("fastermoe", {"smart_schedule": True}), "Pro-Prophet": ("prophet", {})}
 
 
 def _setting(model: str, cluster: str, devices: int, tokens: int, top_k: int, sigma: float) -> Setting:

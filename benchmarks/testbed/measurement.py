@@ -190,7 +190,7 @@ def make_stack(
     if variant.settings is None:
         return MegatronStack(size, groups, parameters, pace, timeline)
     strategy = build_strategy(variant.strategy, variant.settings)
-    if isinstance(variant.settings, SteppedSettings) and variant.settings.schedule == "pipelined":
+    if isinstance(variant.settings, SteppedSettings) and variant.settings.smart_schedule:
         ring = GroupRing.of(groups.device, groups.topology, variant.settings.group_size)
         groups = replace(groups, ring=ring)
     return RuntimeStack(size, groups, parameters, pace, timeline, strategy=strategy, profile=profile)

@@ -6,11 +6,12 @@ from pathlib import Path
 import yaml
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.loading import load_yaml, validate
+from megatron_fssdp.config.renamed_settings import RECORDED_RUN_HEADER
 from megatron_fssdp.config.run_config import RunConfig
 from megatron_fssdp.config.training_settings import TrainingSettings
 from megatron_fssdp.config.written_files import written_whole
 from megatron_fssdp.reporting.placement_records import PLACEMENTS_FILE
+from megatron_fssdp.reporting.recorded_run import run_config_of
 from megatron_fssdp.reporting.run_records import LOADS_FILE, METRICS_FILE
 
 # What a checkpoint's optimizer state belongs to.
@@ -91,7 +92,7 @@ class RunFolder:
         Raises:
             ConfigurationError: It differs from the run's own configuration, or that is damaged.
         """
-        before = validate(RunConfig, load_yaml(self.config), str(self.config))
+        before = run_config_of(self.path)
         for section in ("model", "training"):
             then, now = getattr(before, section), getattr(config, section)
             for name in type(now).model_fields:
@@ -109,9 +110,8 @@ class RunFolder:
             ConfigurationError: It cannot be written.
         """
         text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-        header = "# What this run was started with; `megatron-fssdp train` takes it as it is.\n"
         with written_whole(self.path, "--out") as partial:
-            (partial / self.config.name).write_text(header + text, encoding="utf-8")
+            (partial / self.config.name).write_text(RECORDED_RUN_HEADER + text, encoding="utf-8")
 
 
 def last_checkpoint(folder: Path, asked_by: str) -> int:

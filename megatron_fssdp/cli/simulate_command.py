@@ -11,6 +11,7 @@ from megatron_fssdp.config.cluster_files import cluster_yaml, load_cluster
 from megatron_fssdp.config.composition import load_run
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides, validate
+from megatron_fssdp.config.renamed_settings import refuse_renamed_settings
 from megatron_fssdp.config.run_config import RunConfig
 from megatron_fssdp.config.strategy_selection import strategy_settings
 from megatron_fssdp.config.strategy_settings import EpSettings, StrategySettings
@@ -223,6 +224,7 @@ def settings_of(name: str, run: RunConfig, overrides: Sequence[str] = ()) -> Str
         ConfigurationError: Unknown strategy, or something in its settings is wrong.
     """
     data = dict(run.strategy.settings) if run.strategy.name == name else {}
+    refuse_renamed_settings(apply_overrides({}, overrides), "--moe-strategy-set")
     known = set(type(strategy_settings(name, {}, "--strategies")).model_fields)
     chosen = [override for override in overrides if override.partition("=")[0].strip() in known]
     return strategy_settings(name, apply_overrides(data, chosen), f"--strategies {name}")

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides, describe_value, load_yaml, validate
+from megatron_fssdp.config.renamed_settings import is_recorded_run, with_new_spellings
 from megatron_fssdp.config.run_config import RunConfig
 from megatron_fssdp.config.shipped_files import closest_run, shipped_run
 
@@ -173,6 +174,8 @@ def _layers(file: Path, above: tuple[Path, ...]) -> Iterator[Layer]:
         data = load_yaml(file)
     except ConfigurationError as error:
         raise ConfigurationError(f"{above[-1]}: include: {error}" if above else str(error)) from None
+    if is_recorded_run(file):
+        data = with_new_spellings(data)
     for name in _included(data, file):
         beside = Path(os.path.normpath(file.parent / name))
         yield from _layers(beside if beside.exists() else shipped_run(name) or beside, (*above, file))

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides, load_yaml, unknown_name, validate
+from megatron_fssdp.config.renamed_settings import refuse_renamed_settings
 from megatron_fssdp.config.strategy_settings import (
     AutoSettings,
     EpSettings,
@@ -75,6 +76,7 @@ def strategy_settings(name: str, data: dict[str, Any], source: str) -> StrategyS
     """
     if name not in SETTINGS_BY_STRATEGY:
         raise ConfigurationError(unknown_name("MoE strategy", name, SETTINGS_BY_STRATEGY))
+    refuse_renamed_settings(data, source, SETTINGS_BY_STRATEGY[name].model_fields)
     _refuse_keys_of_other_strategies(name, data, source)
     settings = validate(SETTINGS_BY_STRATEGY[name], data, f"{source} (strategy {name})")
     if isinstance(settings, PlacementSettings):

@@ -63,43 +63,43 @@ class PlacementSettings(StrategySettings):
 
 
 class SteppedSettings(PlacementSettings):
-    """Keys of the strategies that may exchange tokens in steps."""
+    """Keys of the strategies that can run under FasterMoE's smart schedule."""
 
-    schedule: Literal["plain", "pipelined"] = Field(
-        default="plain",
+    smart_schedule: bool = Field(
+        default=False,
         description=(
-            "'pipelined' is FasterMoE's smart schedule (§4.2) for any placement: tokens are exchanged with "
-            "one group of ranks after another, and experts compute on one group's while the next ones travel."
+            "FasterMoE's smart schedule (§4.2) for any placement: tokens are exchanged with one group of "
+            "ranks after another, and experts compute on one group's tokens while the next ones travel."
         ),
     )
     group_size: int | None = Field(
         default=None,
         ge=1,
         description=(
-            "Ranks of a group of the pipelined schedule; divides the expert-parallel ranks. Default: the "
-            "ranks of a node, in one node a single rank."
+            "Ranks of a group of the smart schedule; must divide the number of expert-parallel ranks. "
+            "Default: the ranks of a node; within one node a single rank."
         ),
     )
 
 
-class ExchangeSettings(SteppedSettings):
-    """Keys of the strategies for which it is also open over which ranks tokens get to their experts."""
+class ScheduleSettings(SteppedSettings):
+    """Keys of the strategies that can run under two of Parm's schedules."""
 
-    exchange: Literal["two_step", "fused"] = Field(
-        default="two_step",
+    schedule: Literal["megatron", "s1"] = Field(
+        default="megatron",
         description=(
-            "Where expert tensor parallelism cuts experts: 'two_step' is Megatron's order, tokens to one "
-            "part of an expert and from there to the others; 'fused' is Parm's EP&ESP-AlltoAll, to all parts "
-            "at once, in fewer steps and with more bytes between nodes."
+            "Order of collectives under expert tensor parallelism: 'megatron' sends tokens to one part of an "
+            "expert and from there to the others; 's1' is Parm's EP&ESP-AlltoAll, which sends them to all "
+            "parts at once, in fewer steps and with more bytes between nodes."
         ),
     )
 
 
-class EpSettings(ExchangeSettings):
+class EpSettings(ScheduleSettings):
     """``ep``: plain expert parallelism on our runtime; every expert stays with its owner."""
 
 
-class MeasuringSettings(ExchangeSettings):
+class MeasuringSettings(ScheduleSettings):
     """Keys of the strategies that decide by measured costs."""
 
     profile_iterations: int = Field(

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import load_yaml, validate
+from megatron_fssdp.config.renamed_settings import with_new_spellings
 from megatron_fssdp.config.run_config import RunConfig
 from megatron_fssdp.reporting.run_records import IterationMetrics, read_metrics
 
@@ -121,7 +122,7 @@ def run_config_of(path: Path) -> RunConfig:
         ConfigurationError: The folder has none, or a damaged one.
     """
     config = path / "config.yaml"
-    return validate(RunConfig, load_yaml(config), str(config))
+    return validate(RunConfig, with_new_spellings(load_yaml(config)), str(config))
 
 
 def distinct_names(*runs: RecordedRun) -> list[str]:

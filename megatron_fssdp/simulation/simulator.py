@@ -117,7 +117,7 @@ def simulate(
     )
     links = cluster_links(cluster, is_megatrons=name == "none", on_cuda=job.on_cuda)
     num_steps = 1
-    if isinstance(settings, SteppedSettings) and settings.schedule == "pipelined" and job.num_devices > 1:
+    if isinstance(settings, SteppedSettings) and settings.smart_schedule and job.num_devices > 1:
         num_steps = GroupRing.of(0, topology, settings.group_size).num_steps
     layers = LayerTimes(ledger, cluster, links, job, num_steps)
     context = LayerContext(1, np.arange(job.num_experts) // (job.num_experts // job.num_devices), topology)
@@ -189,7 +189,7 @@ class LayerTimes:
         cluster: Where.
         links: Of the cluster.
         job: Of which job.
-        num_steps: Steps of the pipelined schedule; 1 without.
+        num_steps: Steps of the smart schedule; 1 without.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class LayerTimes:
         # The compute of the source with most tokens; dropped ones are computed there as well.
         slowest_IL = np.maximum(ledger.most_routed_IL / job.pairs_per_device, 1.0)
         s_per_flop_IL = slowest_IL / cluster.non_expert_flops_per_s
-        # The pipelined schedule has no room for split transfers.
+        # The smart schedule has no room for split transfers.
         splits = num_steps == 1
         self._layers = [
             LayerSeconds(

@@ -122,7 +122,7 @@ def roofline(run: Path, *more: str) -> str:
 
 def test_roofline_of_a_recorded_run(tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "run")
-    output = roofline(run, "--strategies", "ep,fastermoe,fssdp", "--moe-strategy-set", "schedule=pipelined")
+    output = roofline(run, "--strategies", "ep,fastermoe,fssdp", "--moe-strategy-set", "smart_schedule=true")
     assert "R_CC" in output
     figures = json.loads((run / "roofline.json").read_text())
     assert list(figures["strategies"]) == ["ep", "fastermoe", "fssdp"]
@@ -141,6 +141,7 @@ def test_roofline_of_a_recorded_run(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         (("--strategies", "fsdp"), "did you mean 'fssdp'"),
+        (("--moe-strategy-set", "exchange=fused"), "--moe-strategy-set: exchange=fused is now schedule=s1"),
         (("--cluster-set", "num_nodes=1"), "roofline: .*whole nodes"),
         (("--out", "{run}/config.yaml"), "--out .*config.yaml: cannot be written"),
     ],

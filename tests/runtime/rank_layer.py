@@ -74,7 +74,7 @@ class LayerCase:
             pass by a plan of its own, with quotas, beside the dispatch) or "each_in_turn"; or "resident"
             (replicas have Parameters, gradients are summed among holders) or "resident_in_turn".
         calibrated: Whether the placement grows when the counts are known.
-        group_size: Ranks of a group of the pipelined schedule; None exchanges with all at once.
+        group_size: Ranks of a group of the smart schedule; None exchanges with all at once.
         inputs: Which of "hidden" and "probs" require a gradient.
     """
 

@@ -14,9 +14,9 @@ from megatron_fssdp.collectives.rows.uneven_all_to_all import gather_counts
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy_settings import (
     AutoSettings,
-    ExchangeSettings,
     ParmSettings,
     PlacementSettings,
+    ScheduleSettings,
     SteppedSettings,
     StrategySettings,
 )
@@ -178,8 +178,7 @@ class StrategySession:
             return self.settings.schedule
         if isinstance(self.settings, AutoSettings):
             return "auto"
-        fused = isinstance(self.settings, ExchangeSettings) and self.settings.exchange == "fused"
-        return "s1" if fused else "megatron"
+        return self.settings.schedule if isinstance(self.settings, ScheduleSettings) else "megatron"
 
     @property
     def _simultaneous(self) -> bool:
@@ -193,18 +192,18 @@ class StrategySession:
     def _ring(
         self, expert_parallel: dist.ProcessGroup, topology: Topology, peers: dist.ProcessGroup | None
     ) -> GroupRing | None:
-        """The groups of the pipelined schedule."""
+        """The groups of the smart schedule."""
         settings = self.settings
         if (
             not isinstance(settings, SteppedSettings)
-            or settings.schedule == "plain"
+            or not settings.smart_schedule
             or topology.num_devices == 1
         ):
             return None
         if peers is not None:
             raise ConfigurationError(
-                f"schedule: got pipelined with expert tensor parallelism over {peers.size()} ranks, wanted "
-                "whole experts; use schedule=plain or --expert-tensor-parallel-size 1"
+                f"smart_schedule: got true with expert tensor parallelism over {peers.size()} ranks, wanted "
+                "whole experts; use smart_schedule=false or --expert-tensor-parallel-size 1"
             )
         try:
             return GroupRing.of(expert_parallel.rank(), topology, settings.group_size)

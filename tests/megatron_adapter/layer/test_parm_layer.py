@@ -71,11 +71,11 @@ def cases() -> list[Case]:
         Case((("schedule", "s1"),), shared=12),
         Case((("schedule", "s2"),), shared=12),
         Case((("schedule", "baseline"),), shared=12),
-        Case((("exchange", "fused"),), strategy="ep"),
-        Case((("exchange", "fused"), ("slots", 2)), strategy="fssdp"),
+        Case((("schedule", "s1"),), strategy="ep"),
+        Case((("schedule", "s1"), ("slots", 2)), strategy="fssdp"),
         Case((("slots", 2),), strategy="fssdp", recompute=True),
-        Case((("slots", 2), ("exchange", "fused")), strategy="fssdp", sequence_parallel=True),
-        Case((("schedule", "pipelined"), ("group_size", 1)), strategy="ep", recompute=True),
+        Case((("slots", 2), ("schedule", "s1")), strategy="fssdp", sequence_parallel=True),
+        Case((("smart_schedule", True), ("group_size", 1)), strategy="ep", recompute=True),
         Case((("schedule", "baseline"),), biases=True),
         Case((("schedule", "s1"),), biases=True),
         Case((("schedule", "s2"),), biases=True, gated=True),
@@ -90,7 +90,7 @@ FIRST = [
     Case((("schedule", "s1"),), sequence_parallel=True, recompute=True),
     Case((("schedule", "s2"),), shared=12, recompute=True),
     Case((("schedule", "s2"), ("simultaneous", False)), capacity=0.6, top_k=1, pads=True),
-    Case((("exchange", "fused"), ("slots", 2)), strategy="fssdp"),
+    Case((("schedule", "s1"), ("slots", 2)), strategy="fssdp"),
 ]
 
 # (tensor parallel, expert tensor parallel, expert parallel)
@@ -129,7 +129,7 @@ def compare_cases(
     for case in cases:
         if case.sequence_parallel and mp == 1:
             continue
-        if (case.biases or ("schedule", "pipelined") in case.settings) and esp > 1:
+        if (case.biases or ("smart_schedule", True) in case.settings) and esp > 1:
             continue  # refused
         # Slices of such small layers would not be handed on by themselves.
         least = patch("megatron_fssdp.planning.cost.tensor_schedules.LEAST_SLICE_BYTES", 0)

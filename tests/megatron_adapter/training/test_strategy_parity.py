@@ -1,4 +1,4 @@
-"""Whole trainings under every other strategy, and the pipelined schedule: the losses of plain EP.
+"""Whole trainings under every other strategy, and the smart schedule: the losses of plain EP.
 
 What is measured decides for these strategies, so links are told to cost next to nothing: then all of
 them move experts. Transfers are split all the same. Layouts are those of the parity matrix.
@@ -26,8 +26,8 @@ STRATEGIES = {
     "quota": "slots=2",
     "smartmoe": "reshard_interval=2 window=2",
     "flexmoe": "slots=2 placement_interval=2 window=2 threshold=1.01",
-    "fssdp": "slots=2 overlap_degree=3 reshard_interval=2 schedule=pipelined",
-    "ep": "schedule=pipelined group_size=1",
+    "fssdp": "slots=2 overlap_degree=3 reshard_interval=2 smart_schedule=true",
+    "ep": "smart_schedule=true group_size=1",
     "auto": "choice_interval=1",
 }
 WHOLE_EXPERTS = "--expert-tensor-parallel-size 1"
@@ -98,7 +98,7 @@ def compare_strategies(layout: Layout, data: Path, folder: Path, model: Model = 
             flag in layout.arguments for flag in ("--fp16", "--calculate-per-token-loss")
         ):
             continue  # refused
-        if "schedule" in settings and _has_parts(layout):
+        if "smart_schedule" in settings and _has_parts(layout):
             continue  # refused: expert tensor parallelism
         _compare(layout, strategy, settings, wanted, data, folder, model)
     return wanted

@@ -154,7 +154,7 @@ def _alive[T](kind: type[T]) -> Iterator[T]:
     return (item for item in gc.get_objects() if isinstance(item, kind))
 
 
-# Steps of an iteration, and the ranks of a group of the pipelined schedule.
+# Steps of an iteration, and the ranks of a group of the smart schedule.
 SCHEDULES = (("FB", None), ("FBFB", None), ("FFBFBB", None), ("FFBFBB", 1))
 
 
