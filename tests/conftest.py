@@ -1,15 +1,45 @@
+"""Profiles of the property tests, the slow tests' selection, and what the suite needs of its process."""
+
 import signal
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+_SEARCH_TIMEOUT_S = 3600
+
+# The default suite draws the same examples every time. A search draws fresh ones, and many more. Neither
+# looks at the clock: the machine is often busy with other things.
+settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "search",
+    max_examples=2000,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
+)
 
 
-def pytest_configure() -> None:
-    # A shell starts what runs in its background with the interrupt ignored, and children inherit that.
+def pytest_configure(config: pytest.Config) -> None:
+    """Load a profile before any test module is imported: their settings take it as the default."""
+    # Hypothesis's own plugin comes after this and loads what --hypothesis-profile names.
+    settings.load_profile("search" if _selects_slow_tests(config) else "repeatable")
+    # A shell starts its background jobs with the interrupt signal ignored, and child processes inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Select searching property tests along with the slow ones, and skip GPU tests without a GPU."""
+    for item in items:
+        if not settings.default.derandomize and getattr(
+            getattr(item, "obj", None), "is_hypothesis_test", False
+        ):
+            item.add_marker(pytest.mark.timeout(_SEARCH_TIMEOUT_S))
+            if _selects_slow_tests(config):
+                item.add_marker("slow")
     gpu_items = [item for item in items if "gpu" in item.keywords]
     if not gpu_items:
         return
@@ -19,3 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in gpu_items:
             item.add_marker(skip)
+
+
+def _selects_slow_tests(config: pytest.Config) -> bool:
+    return "not slow" not in config.option.markexpr

@@ -1,9 +1,13 @@
 """What a folder of built data holds: ``manifest.json``."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.json_records import parse_record
@@ -13,6 +17,9 @@ from megatron_fssdp.data.corpus import Corpus
 MANIFEST_FILE = "manifest.json"
 DATA_NAME = "text"
 _FORMAT = 1
+
+# What a manifest may hold; a damaged one is refused by these.
+_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +31,7 @@ class BuiltFile:
         sha256: Its SHA-256, in hexadecimal.
     """
 
-    num_bytes: int
+    num_bytes: _Count
     sha256: str
 
 
@@ -49,10 +56,10 @@ class DataManifest:
 
     fingerprint: str
     tokenizer: str
-    vocab_size: int
-    eod_id: int
-    num_documents: int
-    num_tokens: int
+    vocab_size: _Count
+    eod_id: _Count
+    num_documents: _Count
+    num_tokens: _Count
     files: dict[str, BuiltFile]
 
     def write(self, folder: Path) -> None:
@@ -102,7 +109,9 @@ def read_manifest(folder: Path) -> DataManifest:
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path}: damaged ({error}); build the data again with --rebuild") from None
     for name, file in manifest.files.items():
-        found = (folder / name).stat().st_size if (folder / name).exists() else None
+        found = None
+        with contextlib.suppress(OSError, ValueError):  # a name with a null byte, or too long a name
+            found = (folder / name).stat().st_size
         if found != file.num_bytes:
             raise ConfigurationError(
                 f"{folder / name}: got {'no file' if found is None else f'{found} bytes'}, wanted "

@@ -7,7 +7,7 @@ there, what was recorded from that iteration on is replaced.
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,21 @@ LAYERS = "layers"
 # A write rewrites the file; it may cost at most this share of the time between two writes.
 _MAX_WRITE_SHARE = 0.05
 _MIN_WRITE_INTERVAL_S = 10.0
+
+
+class ArrayFormat(NamedTuple):
+    """What an array in a file must be.
+
+    Attributes:
+        dtype: Integer data type; smaller integers are converted to it.
+        num_dimensions: Number of dimensions. Each must have at least one entry.
+    """
+
+    dtype: type[np.integer[Any]]
+    num_dimensions: int
+
+
+_INDEX = ArrayFormat(np.int64, 1)
 
 
 class GrowingArrays:
@@ -106,24 +121,58 @@ class GrowingArrays:
         self.write()
 
 
-def read_arrays(path: Path, dtypes: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-    """Read some arrays, iterations and layers, without pickle.
+def read_arrays(path: Path, formats: Mapping[str, ArrayFormat]) -> dict[str, NDArray[Any]]:
+    """Read the named arrays, the iterations and the layers of a file, without pickle.
 
     Args:
-        path: The ``.npz``.
-        dtypes: Of each array; nothing is lost in the conversion.
+        path: The ``.npz`` file.
+        formats: The wanted format of each array, by name.
+
+    Returns:
+        The arrays by name, with ``iterations`` int64 ``[I]`` and ``layers`` int64 ``[L]``. Both ascend and
+        are not negative.
 
     Raises:
         ConfigurationError: The file is missing, damaged or holds something else.
     """
-    wanted = {**dtypes, ITERATIONS: np.int64, LAYERS: np.int64}
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            return {
-                name: arrays[name].astype(dtype, casting="safe", copy=False) for name, dtype in wanted.items()
+        content = np.load(path, allow_pickle=False)
+        if not isinstance(content, np.lib.npyio.NpzFile):
+            raise ValueError("the file is one array, not an archive of arrays")
+        with content:
+            found = {
+                name: _array(content, name, wanted)
+                for name, wanted in {**formats, ITERATIONS: _INDEX, LAYERS: _INDEX}.items()
             }
+        for name in (ITERATIONS, LAYERS):
+            if found[name][0] < 0 or np.any(found[name][1:] <= found[name][:-1]):
+                raise ValueError(f"{name} are not ascending, from 0 or more on")
+        return found
     except Exception as error:  # zipfile, zlib and numpy raise a dozen kinds for damaged files
         raise unreadable(path, error) from None
+
+
+def _array(content: Mapping[str, Any], name: str, wanted: ArrayFormat) -> NDArray[Any]:
+    """One array of a file, as the wanted integers.
+
+    Raises:
+        ValueError: It is missing or has another format; the message says what was got and wanted.
+    """
+    if name not in content:
+        raise ValueError(f"got no array {name}; found: {', '.join(content) or 'no arrays'}")
+    try:
+        array = content[name]
+    except Exception as error:  # zipfile, zlib and numpy raise a dozen kinds for damaged files
+        raise ValueError(f"{name}: {error}") from None
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"{name} is not an array")
+    if array.ndim != wanted.num_dimensions or 0 in array.shape:
+        raise ValueError(
+            f"{name} has shape {array.shape}, wanted {wanted.num_dimensions} dimensions without an empty one"
+        )
+    if array.dtype.kind not in "iu" or not np.can_cast(array.dtype, wanted.dtype):
+        raise ValueError(f"{name} has data type {array.dtype}, wanted {np.dtype(wanted.dtype)} or smaller")
+    return array.astype(wanted.dtype, copy=False)
 
 
 def unreadable(path: Path, error: Exception) -> ConfigurationError:

@@ -12,13 +12,18 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_fssdp.reporting.growing_arrays import GrowingArrays, read_arrays, unreadable
+from megatron_fssdp.reporting.growing_arrays import ArrayFormat, GrowingArrays, read_arrays, unreadable
 
 PLACEMENTS_FILE = "placements.npz"
 
 _OWNED, _PRESENT = "owned_bits", "present_bits"
 _EP_TOKENS, _TOKENS = "ep_tokens_ILD", "tokens_ILD"
-_DTYPES = {_OWNED: np.uint8, _PRESENT: np.uint8, _EP_TOKENS: np.int64, _TOKENS: np.int64}
+_FORMATS = {
+    _OWNED: ArrayFormat(np.uint8, 4),
+    _PRESENT: ArrayFormat(np.uint8, 4),
+    _EP_TOKENS: ArrayFormat(np.int64, 3),
+    _TOKENS: ArrayFormat(np.int64, 3),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,11 +52,13 @@ class RecordedPlacements:
         if len(shape) != 4 or shape[:2] != lead or self.owned_ILED.shape != shape:
             raise ValueError(
                 f"owners have shape {self.owned_ILED.shape} and presence {shape}, "
-                f"wanted {lead} + (E, D) of both"
+                f"wanted {lead} + (E, D) of both by the iterations and layers"
             )
         for name, tokens_ILD in ((_EP_TOKENS, self.ep_tokens_ILD), (_TOKENS, self.tokens_ILD)):
             if tokens_ILD.shape != (*lead, shape[3]):
                 raise ValueError(f"{name} has shape {tokens_ILD.shape}, wanted {(*lead, shape[3])}")
+            if np.any(tokens_ILD < 0):
+                raise ValueError(f"{name} has negative numbers of tokens")
         if np.any(np.diff(self.iterations) <= 0):
             raise ValueError("iterations are not ascending")
         if np.any(self.owned_ILED & ~self.present_ILED):
@@ -74,7 +81,7 @@ class PlacementsWriter:
             layers: Megatron's layer number of each recorded layer, in order.
         """
         path = Path(record_dir) / PLACEMENTS_FILE
-        found = read_arrays(path, _DTYPES) if path.exists() else None
+        found = _read_checked(path)[0] if path.exists() else None
         self._arrays = GrowingArrays(path, np.asarray(layers, dtype=np.int64), found)
 
     def append(
@@ -121,14 +128,30 @@ def read_placements(record_dir: Path | str) -> RecordedPlacements:
     Raises:
         ConfigurationError: The file is missing, damaged or holds something else.
     """
-    path = Path(record_dir) / PLACEMENTS_FILE
-    arrays = read_arrays(path, _DTYPES)
+    return _read_checked(Path(record_dir) / PLACEMENTS_FILE)[1]
+
+
+def _read_checked(path: Path) -> tuple[dict[str, NDArray[Any]], RecordedPlacements]:
+    """The arrays of the file as they are stored, and the placements that they describe.
+
+    Raises:
+        ConfigurationError: The file is missing, damaged or holds something else.
+    """
+    arrays = read_arrays(path, _FORMATS)
+    num_devices = arrays[_TOKENS].shape[-1]
+    wanted_bytes = -(-num_devices // 8)
     try:
-        num_devices = arrays[_TOKENS].shape[-1]
-        owned, present = (
-            np.unpackbits(arrays.pop(name), axis=-1, count=num_devices).astype(np.bool_)
-            for name in (_OWNED, _PRESENT)
+        for name in (_OWNED, _PRESENT):
+            if arrays[name].shape[-1] != wanted_bytes:
+                raise ValueError(
+                    f"{name} has {arrays[name].shape[-1]} bytes for each expert, "
+                    f"wanted {wanted_bytes} for {num_devices} devices"
+                )
+        placements = RecordedPlacements(
+            np.unpackbits(arrays[_OWNED], axis=-1, count=num_devices).astype(np.bool_),
+            np.unpackbits(arrays[_PRESENT], axis=-1, count=num_devices).astype(np.bool_),
+            **{name: array for name, array in arrays.items() if name not in (_OWNED, _PRESENT)},
         )
-        return RecordedPlacements(owned_ILED=owned, present_ILED=present, **arrays)
-    except (ValueError, IndexError) as error:
+    except ValueError as error:
         raise unreadable(path, error) from None
+    return arrays, placements

@@ -22,7 +22,7 @@ from pydantic import BeforeValidator, Field
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.json_records import parse_record
 from megatron_fssdp.config.written_files import cannot_write
-from megatron_fssdp.reporting.growing_arrays import GrowingArrays, read_arrays, unreadable
+from megatron_fssdp.reporting.growing_arrays import ArrayFormat, GrowingArrays, read_arrays, unreadable
 
 METRICS_FILE = "metrics.jsonl"
 LOADS_FILE = "loads.npz"
@@ -131,12 +131,21 @@ class RecordedLoads:
     layers: NDArray[np.int64]
 
     def __post_init__(self) -> None:
+        if self.iterations.ndim != 1 or self.layers.ndim != 1:
+            raise ValueError(
+                f"iterations have shape {self.iterations.shape} and layers {self.layers.shape}, "
+                "wanted one dimension each"
+            )
         wanted = (len(self.iterations), len(self.layers))
         if self.counts_ILDE.ndim != 4 or self.counts_ILDE.shape[:2] != wanted:
-            raise ValueError(f"counts_ILDE has shape {self.counts_ILDE.shape}, wanted {wanted} + (D, E)")
-        if 0 in self.counts_ILDE.shape[1:]:
             raise ValueError(
-                f"counts_ILDE has shape {self.counts_ILDE.shape}, wanted layers, devices, experts"
+                f"counts_ILDE has shape {self.counts_ILDE.shape}, "
+                f"wanted {wanted} + (D, E) by the iterations and layers"
+            )
+        if 0 in self.counts_ILDE.shape:
+            raise ValueError(
+                f"counts_ILDE has shape {self.counts_ILDE.shape}, "
+                "wanted at least one iteration, layer, device and expert"
             )
         if np.any(np.diff(self.iterations) <= 0) or np.any(self.iterations < 0):
             raise ValueError("iterations are not ascending, from 0 or more on")
@@ -295,7 +304,7 @@ def read_loads(record_dir: Path | str) -> RecordedLoads:
         ConfigurationError: The file is missing, damaged or holds something else.
     """
     path = Path(record_dir) / LOADS_FILE
-    arrays = read_arrays(path, {_COUNTS: np.int32})
+    arrays = read_arrays(path, {_COUNTS: ArrayFormat(np.int32, 4)})
     try:
         return RecordedLoads(**arrays)
     except ValueError as error:

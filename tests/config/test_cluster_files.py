@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from megatron_fssdp.config.cluster_description import ClusterDescription, FittedLink, LinkDescription
 from megatron_fssdp.config.cluster_files import cluster_yaml, load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.shipped_files import known_clusters
+from tests.drawn_examples import examples
 
 SECONDS = st.floats(0, 1, allow_subnormal=False)
 RATES = st.floats(1e3, 1e18)
@@ -48,7 +49,7 @@ EXAMPLE = ClusterDescription(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(DESCRIPTIONS)
 def test_what_was_written_is_read(tmp_path: Path, description: ClusterDescription) -> None:
     path = tmp_path / "cluster.yaml"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_fssdp.config.cluster_files import cluster_yaml, load_cluster
@@ -15,6 +15,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides, load_yaml, validate
 from megatron_fssdp.config.run_config import RunConfig
 from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY, strategy_settings
+from tests.drawn_examples import examples
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RUN = (CONFIGS / "gpt_moe_tiny.yaml").read_bytes()
@@ -63,7 +64,7 @@ def refused_in_one_line(error: ConfigurationError, *names: str) -> None:
 @example([(0.5, 0, b"- " * 5000)])
 @example([(1.0, 0, b"x: " + b"{a: " * 90 + b"1" + b"}" * 90)])
 @example([(0.0, 10**6, b"strategy: {name: fssdp, settings: {slots: [[[1]]]}}")])
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_a_changed_run_is_valid_or_refused(changes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "run.yaml")
@@ -80,7 +81,7 @@ def test_a_changed_run_is_valid_or_refused(changes) -> None:
 
 
 @given(CHANGES)
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_a_changed_cluster_is_valid_or_refused(changes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "cluster.yaml")
@@ -104,7 +105,7 @@ TREES = st.recursive(
 
 
 @given(st.dictionaries(KEYS, TREES, max_size=4))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_what_is_written_is_read(data: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "data.yaml")
@@ -116,7 +117,7 @@ def test_what_is_written_is_read(data: dict[str, Any]) -> None:
     st.lists(st.text(max_size=20) | st.builds("{}={}".format, KEYS, st.text(max_size=12)), max_size=3),
     st.sampled_from(sorted(SETTINGS_BY_STRATEGY)),
 )
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_overrides_are_valid_or_refused(overrides: list[str], name: str) -> None:
     try:
         data = apply_overrides({}, overrides)
@@ -130,7 +131,7 @@ def test_overrides_are_valid_or_refused(overrides: list[str], name: str) -> None
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_includes_end_or_are_refused(edges: list[tuple[int, int]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for file in range(6):

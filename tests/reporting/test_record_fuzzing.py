@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from rich.console import Console
@@ -23,6 +23,7 @@ from megatron_fssdp.reporting.run_records import (
     MetricsWriter,
     read_loads,
 )
+from tests.drawn_examples import examples
 
 CHANGES = st.lists(
     st.tuples(st.floats(0, 1), st.integers(0, 40), st.binary(max_size=6)), min_size=1, max_size=5
@@ -64,7 +65,7 @@ def refused_in_one_line(error: ConfigurationError, file: Path) -> None:
 
 
 @given(CHANGES, st.booleans())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_changed_loads(changes, compressed: bool) -> None:
     loads_or_refusal(changed(loads_file(compressed), changes))
 
@@ -75,7 +76,7 @@ ANY_ARRAY = arrays.arrays(
 
 
 @given(st.dictionaries(st.sampled_from(["counts_ILDE", "iterations", "layers", "other"]), ANY_ARRAY))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_loads_of_any_arrays(content) -> None:
     file = io.BytesIO()
     np.savez(file, **content)
@@ -104,7 +105,7 @@ def run_or_refusal(content: bytes) -> None:
 
 @given(CHANGES)
 @example([(0.0, 0, b'{"iteration": 1e3, ')])
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_changed_metrics(changes) -> None:
     run_or_refusal(changed(metrics_file(), changes))
 
@@ -115,7 +116,7 @@ VALUES = (
 
 
 @given(st.sampled_from(["of the iteration", "of a layer"]), st.data())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_metrics_with_any_value(where: str, data: st.DataObject) -> None:
     lines = [json.loads(line) for line in metrics_file().splitlines()]
     record = lines[data.draw(st.integers(0, 2))]
@@ -125,7 +126,7 @@ def test_metrics_with_any_value(where: str, data: st.DataObject) -> None:
 
 
 @given(CHANGES)
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_changed_manifest(changes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "text.bin").write_bytes(b"12")

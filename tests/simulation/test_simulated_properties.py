@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
@@ -16,9 +16,10 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.simulation.iteration_timeline import LANES
 from megatron_fssdp.simulation.simulator import StrategyOutcome, layer_profile, simulate
+from tests.drawn_examples import examples
 from tests.simulation.small_jobs import cluster_of, job_of, loads, settings_of
 
-SLOW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLOW = examples(25)
 SEEDS = st.integers(0, 2**32 - 1)
 KEYS = {"slots": 2, "overlap_degree": 3, "reshard_interval": 2, "window": 2}
 
@@ -99,7 +100,7 @@ def test_lanes_do_one_thing_at_a_time_and_parts_add_up(
         assert busy_s + waited_s + resharded_s == pytest.approx(outcome.iteration_s[iteration])
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(SEEDS, st.sampled_from([(4, 1), (4, 2), (6, 3), (8, 4)]), st.sampled_from(["even", "balanced"]))
 def test_traffic_is_that_of_the_dispatch(seed: int, shape: tuple[int, int], policy: str) -> None:
     """Against the whole [D, E, D] tensor, which the simulator never builds."""

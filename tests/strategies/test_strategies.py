@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
@@ -22,6 +22,7 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import TransferEdge, TransferPlan, plain_transfer
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
+from tests.drawn_examples import examples
 
 PLACEMENT_STRATEGIES = [name for name, s in SETTINGS_BY_STRATEGY.items() if issubclass(s, PlacementSettings)]
 
@@ -70,7 +71,7 @@ def test_the_registry_has_no_strategy_without_settings() -> None:
 
 
 @given(layers(), seeds)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_ep_leaves_every_expert_with_its_owner(context: LayerContext, seeds: list[int]) -> None:
     plan = build_strategy("ep", EpSettings()).before_gate(context, history_of(context, 1, seeds))
     assert plan.placement == ExpertPlacement.owners_only(context.owner_E, context.num_devices)
@@ -78,7 +79,7 @@ def test_ep_leaves_every_expert_with_its_owner(context: LayerContext, seeds: lis
 
 
 @given(layers(), st.sampled_from(PLACEMENT_STRATEGIES), seeds)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_every_strategy_is_deterministic_and_leaves_its_arguments_alone(
     context: LayerContext, name: str, seeds: list[int]
 ) -> None:
@@ -113,7 +114,7 @@ def test_strategies_say_for_how_long_their_replicas_live() -> None:
 
 
 @given(layers(), bounds, bounds)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_fssdp_without_a_history_keeps_to_the_owners(
     context: LayerContext, slots: int | None, degree: int | None
 ) -> None:
@@ -125,7 +126,7 @@ def test_fssdp_without_a_history_keeps_to_the_owners(
 
 
 @given(layers(), bounds, bounds, st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=4))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_fssdp_keeps_its_bounds_and_never_raises_the_modelled_load(
     context: LayerContext, slots: int | None, degree: int | None, seeds: list[int]
 ) -> None:
@@ -317,7 +318,7 @@ def test_counts_change_a_plan_only_with_calibration_and_a_profile(settings: dict
 
 
 @given(layers(), st.booleans(), st.integers(0, 2**32 - 1))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_calibrated_plans_keep_their_limits(context: LayerContext, slow: bool, seed: int) -> None:
     context = dataclasses.replace(context, profile=measured(expert_flops_per_s=1e9 if slow else 1e14))
     strategy = build_strategy("fssdp", FssdpSettings(slots=2, overlap_degree=2, calibrate=True))

@@ -62,7 +62,7 @@ def how_to_go_on(args: Any) -> str:
         args: Megatron's arguments.
     """
     for folder in (args.save, args.load):
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # a damaged tracker must not hide why training stopped
             if folder:
                 iteration = (Path(folder) / _TRACKER).read_text().strip()
                 return (

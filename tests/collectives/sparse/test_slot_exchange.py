@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_fssdp.collectives.sparse.slot_exchange import exchange_slots
 from megatron_fssdp.planning.placement.owner_map import OwnerMap, SlotMove
 from megatron_fssdp.testing import run_ranks
+from tests.drawn_examples import examples
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -155,7 +156,7 @@ CASES = st.tuples(
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 # Shrinking would start ranks for minutes.
-@settings(max_examples=3, deadline=None, phases=[Phase.generate])
+@examples(3, phases=[Phase.generate])
 @given(cases=st.lists(CASES, min_size=6, max_size=12))
 def test_contents_arrive_within_the_memory_budget(world_size, cases):
     assert run_ranks(permute, world_size, cases) == [True] * world_size

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning.balanced.materialization_planner import plan_materialization, quick_look
@@ -11,6 +11,7 @@ from megatron_fssdp.planning.loads.even_dispatch_model import EvenDispatchModel
 from megatron_fssdp.planning.papers.sparse_materialization import sparse_materialization
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
+from tests.drawn_examples import examples
 
 from ..placement_cases import owned_layers, placements, random_counts_DE
 
@@ -60,7 +61,7 @@ def test_alg1_alone_can_raise_the_maximum_and_the_plan_does_not():
     assert raised > 0
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(owned_layers(), SEEDS, st.integers(0, 11), st.integers(0, 4))
 def test_a_plan_is_valid_never_worse_than_plain_and_deterministic(case, seed, overlap_degree, slots):
     topology, owner_E = case
@@ -80,7 +81,7 @@ def test_a_plan_is_valid_never_worse_than_plain_and_deterministic(case, seed, ov
         assert again == plan
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(placements(), SEEDS, st.integers(0, 2), st.integers(0, 40))
 def test_refinement_never_raises_the_maximum(case, seed, spare, max_moves):
     topology, placement = case
@@ -93,7 +94,7 @@ def test_refinement_never_raises_the_maximum(case, seed, spare, max_moves):
     assert refined.replicas_per_device_D.max() <= slots
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(placements(), SEEDS)
 def test_the_incremental_model_keeps_up(case, seed):
     topology, placement = case
@@ -117,7 +118,7 @@ def test_the_incremental_model_keeps_up(case, seed):
     assert model.num_replicated == (np.count_nonzero(now.present_ED, axis=1) > 1).sum()
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(owned_layers(), SEEDS, st.integers(1, 11), st.integers(1, 3), st.sampled_from([0.75, 1.0, 1.1]))
 def test_a_seed_keeps_slots_overlap_degree_and_true_loads(case, seed, max_replicated, slots, owner_ratio):
     topology, owner_E = case

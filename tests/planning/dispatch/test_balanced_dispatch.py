@@ -2,7 +2,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning.balanced.materialization_planner import plan_materialization
@@ -11,6 +11,7 @@ from megatron_fssdp.planning.dispatch.balanced_dispatch import ENOUGH, level_out
 from megatron_fssdp.planning.dispatch.token_dispatch import EvenDispatch, plan_dispatch
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
+from tests.drawn_examples import examples
 
 from ..placement_cases import placements, random_counts_DE
 
@@ -29,7 +30,7 @@ def traffic(dispatch, topology):
     return np.array([dispatch.device_tokens_D().max(), near_D.max(), far_D.max(), far_N.max()])
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(placements(), SEEDS)
 def test_nothing_is_worse_than_under_even_dispatch(case, seed):
     topology, placement = case
@@ -45,7 +46,7 @@ def test_nothing_is_worse_than_under_even_dispatch(case, seed):
         )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(placements(), SEEDS)
 def test_the_highest_load_is_as_low_as_it_can_be(case, seed):
     _, placement = case
@@ -120,7 +121,7 @@ def test_owners_alone_leave_nothing_to_choose():
     assert isinstance(dispatch, EvenDispatch)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.data())
 def test_level_out_deals_everything_and_levels(data):
     size = data.draw(st.integers(1, 6))

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning.dispatch import even_dispatch as replica_routing
@@ -13,6 +13,7 @@ from megatron_fssdp.planning.dispatch.even_dispatch import (
 )
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
+from tests.drawn_examples import examples
 
 from ..placement_cases import brute_force_dispatch_DED, placements, random_counts_DE
 
@@ -61,7 +62,7 @@ def test_remainders_start_at_source_plus_expert():
     assert device_tokens_D(counts_DE, placement, topology).tolist() == [25, 7, 9, 0, 9]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(placements(), SEEDS)
 def test_rows_columns_and_loads_are_those_of_the_full_tensor(case, seed):
     topology, placement = case
@@ -84,7 +85,7 @@ def test_rows_columns_and_loads_are_those_of_the_full_tensor(case, seed):
     assert cross_node_tokens(counts_DE, placement, topology) == full.sum(axis=1)[crossing_DD].sum()
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(placements(), SEEDS)
 def test_large_groups_split_the_same_tokens(case, seed):
     topology, placement = case
@@ -95,7 +96,7 @@ def test_large_groups_split_the_same_tokens(case, seed):
     np.testing.assert_array_equal(large_D, device_tokens_D(counts_DE, placement, topology))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(placements(), SEEDS)
 def test_expected_load_is_the_dispatch_without_rounding(case, seed):
     topology, placement = case

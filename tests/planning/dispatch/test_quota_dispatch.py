@@ -1,10 +1,11 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning.dispatch.quota_dispatch import QuotaDispatch
 from megatron_fssdp.planning.placement.topology import Topology
+from tests.drawn_examples import examples
 
 from ..placement_cases import random_counts_DE, topologies
 
@@ -43,7 +44,7 @@ def dealt(rng, amount, takers):
     return rng.multinomial(amount, shares).astype(np.int64)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(quota_cases())
 def test_rows_and_columns_are_of_one_tensor_and_serve_the_quotas(case):
     topology, counts_DE, own_DE, near_DE, far_DE = case

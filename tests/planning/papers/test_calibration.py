@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning.balanced.materialization_planner import plan_materialization
@@ -15,6 +15,7 @@ from megatron_fssdp.planning.papers.calibration import (
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer, two_level_transfer
+from tests.drawn_examples import examples
 
 from ..placement_cases import brute_force_dispatch_DED, owned_layers, random_counts_DE
 
@@ -134,7 +135,7 @@ def gain_s(planned, placement, counts_DE, topology, arguments):
     return saved_s - gather_s - max(0.0, reductions_s[1] - reductions_s[0])
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(calibrations())
 def test_within_the_limits_and_worth_it(case):
     planned, counts_DE, topology, arguments = case

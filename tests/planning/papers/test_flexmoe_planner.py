@@ -2,7 +2,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
@@ -10,6 +10,7 @@ from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.papers.flexmoe_planner import ReplicaPrice, scheduled_replicas
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
+from tests.drawn_examples import examples
 
 # A token takes a second to compute and nothing to send; an expert's gradient 2 s, its states 20 s.
 PROFILE = LayerProfile(
@@ -103,7 +104,7 @@ def test_replicas_migrate_to_fewer_nodes() -> None:
     owned_bytes=st.integers(1, 2000),
     num_iterations=st.integers(1, 50),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_never_dearer_than_doing_nothing(
     seed: int, slots: int, owned_bytes: int, num_iterations: int
 ) -> None:

@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning.papers.heterogeneous_sharding import heterogeneous_sharding
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.topology import Topology
+from tests.drawn_examples import examples
 
 
 @st.composite
@@ -127,7 +128,7 @@ def test_a_shard_may_hold_any_number_of_experts():
     assert np.bincount(new.device_LE[0], minlength=2).tolist() == [1, 3]
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(cases())
 def test_equals_the_reference(case):
     owners, load_LE, topology, overlap_degree = case
@@ -135,7 +136,7 @@ def test_equals_the_reference(case):
     assert new.device_LE.tolist() == reference(owners, load_LE, topology, overlap_degree).tolist()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(cases())
 def test_the_same_loads_again_move_nothing(case):
     owners, load_LE, topology, overlap_degree = case
@@ -146,7 +147,7 @@ def test_the_same_loads_again_move_nothing(case):
         assert owners.moves_to(new) == ()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(cases())
 def test_preferring_the_owner_costs_no_balance_on_one_node(case):
     owners, load_LE, _, overlap_degree = case

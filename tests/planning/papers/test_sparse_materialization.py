@@ -1,11 +1,12 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning.papers.sparse_materialization import apportion_replicas, sparse_materialization
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
+from tests.drawn_examples import examples
 
 from ..placement_cases import owned_layers
 
@@ -107,7 +108,7 @@ def test_apportioning(loads, total, most, numbers):
     assert apportion_replicas(loads, total, most) == numbers
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=12), st.integers(0, 60), st.integers(0, 9))
 def test_apportioning_uses_every_slot_that_fits(loads, total, most):
     loads = sorted(loads, reverse=True)
@@ -149,7 +150,7 @@ def literal_alg1(owner_E, load_E, topology, num_top, slots):
     return present
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(owned_layers(), SEEDS, st.integers(0, 11), st.integers(0, 4), st.sampled_from([0.0, 0.5, 2.0]))
 def test_equals_the_literal_algorithm(case, seed, overlap_degree, slots, sigma):
     topology, owner_E = case

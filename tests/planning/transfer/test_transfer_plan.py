@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
@@ -12,6 +12,7 @@ from megatron_fssdp.planning.transfer.transfer_plan import (
     plain_transfer,
     two_level_transfer,
 )
+from tests.drawn_examples import examples
 
 from ..placement_cases import placements
 
@@ -93,7 +94,7 @@ def test_owners_only_moves_nothing():
     assert plan == plain_transfer(placement)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(placements())
 def test_every_holder_receives_once_and_the_reduction_is_the_transpose(case):
     topology, placement = case
@@ -120,7 +121,7 @@ def test_every_holder_receives_once_and_the_reduction_is_the_transpose(case):
             assert sums[expert, placement.owner_E[expert]] == len(placement.holders(expert))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(placements())
 def test_an_expert_crosses_nodes_once_for_each_node_that_needs_it(case):
     topology, placement = case
@@ -206,7 +207,7 @@ def extended_placements(draw):
     return topology, ExpertPlacement(calibrated.owner_E, present_ED), calibrated
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(extended_placements())
 def test_additional_transfer_completes_the_placement(case):
     topology, planned, calibrated = case
@@ -236,7 +237,7 @@ def test_additional_transfer_completes_the_placement(case):
     assert additional_transfer(calibrated, calibrated, topology).edges == ()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(placements())
 def test_from_the_owners_alone_it_moves_what_a_two_level_transfer_moves(case):
     topology, placement = case

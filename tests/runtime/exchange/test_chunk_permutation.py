@@ -1,9 +1,10 @@
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.runtime.exchange.chunk_permutation import chunk_permutation, select, transposed_order
+from tests.drawn_examples import examples
 
 CPU = torch.device("cpu")
 
@@ -15,7 +16,7 @@ def chunked_rows(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 
 
 @given(chunked_rows())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_brings_chunks_into_the_wanted_order(case: tuple[np.ndarray, np.ndarray]) -> None:
     sizes, order = case
     rows = torch.arange(int(sizes.sum()))
@@ -27,7 +28,7 @@ def test_brings_chunks_into_the_wanted_order(case: tuple[np.ndarray, np.ndarray]
 
 
 @given(chunked_rows())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_the_inverse_order_undoes_it(case: tuple[np.ndarray, np.ndarray]) -> None:
     sizes, order = case
     rows = torch.randn(int(sizes.sum()), 2)
@@ -37,7 +38,7 @@ def test_the_inverse_order_undoes_it(case: tuple[np.ndarray, np.ndarray]) -> Non
 
 
 @given(st.integers(1, 5), st.integers(0, 5))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_transposed_order(rows: int, columns: int) -> None:
     grid = [(row, column) for row in range(rows) for column in range(columns)]
     assert [grid[i] for i in transposed_order(rows, columns)] == sorted(grid, key=lambda cell: cell[::-1])

@@ -5,7 +5,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy, plan_dispatch
@@ -13,10 +13,11 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.exchange import token_exchange
 from megatron_fssdp.runtime.exchange.token_exchange import plan_exchange, true_positions
 from megatron_fssdp.testing.random_placement import random_placement
+from tests.drawn_examples import examples
 
 
 @given(st.lists(st.booleans(), max_size=30))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_true_positions(mask: list[bool]) -> None:
     got = true_positions(torch.tensor(mask, dtype=torch.bool), sum(mask))
     assert got.tolist() == [i for i, value in enumerate(mask) if value]
@@ -28,7 +29,7 @@ def test_true_positions(mask: list[bool]) -> None:
     st.integers(1, 9),
     st.sampled_from(get_args(DispatchPolicy)),
 )
-@settings(max_examples=120, deadline=None)
+@examples(120)
 def test_every_assignment_is_computed_once_where_its_expert_is(
     seed: int, num_devices: int, num_experts: int, policy: DispatchPolicy
 ) -> None:

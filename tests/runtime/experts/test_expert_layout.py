@@ -1,15 +1,16 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertWeights
+from tests.drawn_examples import examples
 
 shapes = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=2).map(tuple), min_size=1, max_size=4)
 
 
 @given(shapes, st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_unpacking_a_packed_expert_gives_it_back(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
     tensors = [torch.randn(*shape).to(dtype) for shape in shapes]
     layout = ExpertLayout.of(tensors)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.config.errors import ConfigurationError
@@ -21,6 +21,7 @@ from megatron_fssdp.strategies.auto.iteration_spread import IterationSpread
 from megatron_fssdp.strategies.plan_seconds import plan_seconds
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
+from tests.drawn_examples import examples
 
 TOPOLOGY = Topology.uniform(4, 2)
 LINK = LinkCost(0.0, 1e-9)
@@ -207,7 +208,7 @@ def test_keys_that_no_candidate_can_have_are_refused(keys: dict[str, object], me
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=6), st.integers(1, 3))
-@settings(max_examples=15, deadline=None)
+@examples(15)
 def test_what_is_chosen_is_never_modelled_above_doing_nothing(seeds: list[int], micro_batches: int) -> None:
     strategy = automatic()
     context = replace(CONTEXT, profile=replace(PROFILE, num_micro_batches=micro_batches))

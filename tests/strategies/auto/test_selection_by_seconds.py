@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from megatron_fssdp.strategies.auto.selection_by_seconds import select_by_seconds
+from tests.drawn_examples import examples
 
 shapes = st.tuples(st.integers(1, 5), st.integers(1, 6))
 
@@ -34,7 +35,7 @@ def test_by_hand(seconds: list[float], present: int, barred: tuple[int, ...], wa
 
 
 @given(shapes.flatmap(lambda shape: arrays.arrays(float, shape, elements=st.floats(0.001, 1))), st.data())
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_every_layer_ends_close_to_the_best_or_where_it_was(
     seconds_LC: np.ndarray, data: st.DataObject
 ) -> None:
