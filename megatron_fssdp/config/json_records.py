@@ -1,8 +1,11 @@
 """JSON objects that this package writes and reads back as dataclasses."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+"""A number of things in a record: 0 or more, and small enough for NumPy's int64."""
 
 _ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}  # building one takes longer than reading a record
 

@@ -5,21 +5,15 @@ import dataclasses
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import Field
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.json_records import parse_record
+from megatron_fssdp.config.json_records import Count, parse_record
 from megatron_fssdp.config.written_files import written_whole
 from megatron_fssdp.data.corpus import Corpus
 
 MANIFEST_FILE = "manifest.json"
 DATA_NAME = "text"
 _FORMAT = 1
-
-# What a manifest may hold; a damaged one is refused by these.
-_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +25,7 @@ class BuiltFile:
         sha256: Its SHA-256, in hexadecimal.
     """
 
-    num_bytes: _Count
+    num_bytes: Count
     sha256: str
 
 
@@ -56,10 +50,10 @@ class DataManifest:
 
     fingerprint: str
     tokenizer: str
-    vocab_size: _Count
-    eod_id: _Count
-    num_documents: _Count
-    num_tokens: _Count
+    vocab_size: Count
+    eod_id: Count
+    num_documents: Count
+    num_tokens: Count
     files: dict[str, BuiltFile]
 
     def write(self, folder: Path) -> None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.json_records import parse_record
+from megatron_fssdp.config.json_records import Count, parse_record
 from megatron_fssdp.config.written_files import cannot_write
 from megatron_fssdp.reporting.growing_arrays import ArrayFormat, GrowingArrays, read_arrays, unreadable
 
@@ -29,8 +29,7 @@ LOADS_FILE = "loads.npz"
 
 _COUNTS = "counts_ILDE"
 
-# What a record read back may hold; a damaged one is refused by these.
-_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+# What a record read back can hold; a damaged record is refused by it.
 _Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -61,13 +60,13 @@ class LayerMetrics:
         strategy: What the layer had chosen under ``auto``.
     """
 
-    layer: _Count
+    layer: Count
     ep_load_max_over_mean: _Figure
     load_max_over_mean: _Figure
-    num_replicas: _Count
-    spag_bytes: _Count
-    sprs_bytes: _Count
-    cross_node_tokens: _Count
+    num_replicas: Count
+    spag_bytes: Count
+    sprs_bytes: Count
+    cross_node_tokens: Count
     spag_s: _Figure = 0.0
     spag_exposed_s: _Figure = 0.0
     sprs_s: _Figure = 0.0
@@ -102,17 +101,17 @@ class IterationMetrics:
             host's memory, libraries included.
     """
 
-    iteration: _Count
+    iteration: Count
     lm_loss: Annotated[float, BeforeValidator(lambda loss: math.nan if loss is None else loss)]
     grad_norm: _Figure | None
     iteration_s: _Figure
     tokens_per_s: _Figure
     layers: tuple[LayerMetrics, ...] = ()
-    resharded_experts: _Count = 0
-    reshard_bytes: _Count = 0
+    resharded_experts: Count = 0
+    reshard_bytes: Count = 0
     reshard_s: _Figure = 0.0
     passes_s: _Figure = 0.0
-    rank_peak_bytes: tuple[_Count, ...] = ()
+    rank_peak_bytes: tuple[Count, ...] = ()
     rank_memory: str | None = None
 
 
