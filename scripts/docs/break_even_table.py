@@ -1,6 +1,6 @@
-"""Prints the tables of docs/choosing.md, Markdown, from the simulator; some minutes.
+"""Print the Markdown tables of docs/choosing.md, computed by the simulator; takes some minutes.
 
-usage: python scripts/docs/break_even_table.py [JOB…]           (all of them without one)
+usage: python scripts/docs/break_even_table.py [JOB…]           (without JOB: all jobs)
 """
 
 import sys
@@ -19,24 +19,24 @@ WORKLOADS = {
     "W0": "balanced",
     "lognormal-medium": "uneven, steady",
     "W3": "one hot expert",
-    "W6": "the heat moves",
+    "W6": "moving hot device",
 }
 SEARCHED = "lognormal-medium"
-"""The workload for which is searched where a strategy stops paying."""
+"""The workload under which the break-even values are searched."""
 RARE = ("flexmoe", "smartmoe")
-"""Strategies that act every 25 iterations: the few iterations that are searched on say nothing of them."""
+"""Strategies that act every 25 iterations. The search simulates only a few iterations, so it skips them."""
 ITERATIONS = 100
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained where.
+    """A model that is trained on a cluster.
 
     Attributes:
-        title: In words.
-        cluster: A name of ``configs/clusters``.
-        parts: Shipped files that make up the run.
-        overrides: ``key=value`` over them.
+        title: Description of the job, as it stands above its table.
+        cluster: Name of a cluster in ``configs/clusters``.
+        parts: Names of the shipped configuration files that make up the run.
+        overrides: ``key=value`` settings that replace values of these files.
     """
 
     title: str
@@ -45,7 +45,7 @@ class Job:
     overrides: tuple[str, ...]
 
     def request(self, workload: str, out: Path, iterations: int) -> SimulateRequest:
-        """A simulation of all strategies with their default settings."""
+        """Return the request to simulate all strategies with their default settings."""
         return SimulateRequest(
             loads=workload,
             cluster=self.cluster,
@@ -53,7 +53,7 @@ class Job:
             strategies=("ep", *self.strategies),
             out=out,
             iterations=iterations,
-            # Loads differ from layer to layer, compute does not: four layers stand for all.
+            # Loads differ from layer to layer but compute does not, so four layers stand for all.
             overrides=(*self.overrides, "model.num_layers=4"),
             with_break_even=workload == SEARCHED,
             with_plots=False,
@@ -61,7 +61,7 @@ class Job:
 
     @property
     def strategies(self) -> tuple[str, ...]:
-        """Those that serve the job: SmartMoE refuses one expert a device."""
+        """Strategies that can run the job; SmartMoE refuses layers with one expert per device."""
         return STRATEGIES[:-1] if "models/mixtral-8x7b" in self.parts else STRATEGIES
 
 
@@ -76,14 +76,14 @@ def _job(title: str, model: str, cluster: str, batch: int, global_batch: int, *m
 
 JOBS = {
     "slow-network": _job(
-        "GPT-MoE-S (64 experts, top-2) on 4 nodes of 8 V100 with 100 Gb/s a node, 8,192 tokens a rank",
+        "GPT-MoE-S (64 experts, top-2) on 4 nodes of 8 V100 with 100 Gb/s per node, 8,192 tokens per rank",
         "hecate-gpt-moe-s",
         "hecate-a",
         4,
         128,
     ),
     "fast-network": _job(
-        "Qwen3-30B-A3B (128 experts, top-8) on 4 nodes of 8 H200, 3,200 Gb/s a node, 16,384 tokens a rank",
+        "Qwen3-30B-A3B (128 experts, top-8) on 4 nodes of 8 H200, 3,200 Gb/s per node, 16,384 tokens per rank",
         "qwen3-30b-a3b",
         "h200",
         4,
@@ -91,7 +91,7 @@ JOBS = {
         "parallelism.expert=32",
     ),
     "one-node": _job(
-        "Mixtral 8x7B (8 experts, top-2) with EP 8 inside nodes of 8 H200, 16,384 tokens a rank",
+        "Mixtral 8x7B (8 experts, top-2) with EP 8 inside nodes of 8 H200, 16,384 tokens per rank",
         "mixtral-8x7b",
         "h200",
         4,
@@ -101,17 +101,17 @@ JOBS = {
 
 
 def simulated(job: Job, workload: str, iterations: int = ITERATIONS) -> SimulationReport:
-    """What the simulator says of one job under one workload."""
+    """Simulate one job under one workload."""
     with tempfile.TemporaryDirectory() as folder:
         return run_simulation(job.request(workload, Path(folder), iterations), Console(quiet=True))
 
 
 def table(name: str, iterations: int = ITERATIONS) -> str:
-    """One job's table, Markdown.
+    """Return the Markdown table of one job.
 
     Args:
         name: A key of :data:`JOBS`.
-        iterations: To simulate.
+        iterations: Number of iterations to simulate.
     """
     job = JOBS[name]
     reports = {workload: simulated(job, workload, iterations) for workload in WORKLOADS}
@@ -120,9 +120,9 @@ def table(name: str, iterations: int = ITERATIONS) -> str:
     header = [
         "strategy",
         *(f"{words} (`{key}`)" for key, words in WORKLOADS.items()),
-        "pays from, tokens a rank",
+        "pays from, tokens per rank",
     ]
-    lines = [f"**{job.title}**", "", _row([*header, *(["pays up to, Gb/s a node"] if spans_nodes else [])])]
+    lines = [f"**{job.title}**", "", _row([*header, *(["pays up to, Gb/s per node"] if spans_nodes else [])])]
     lines.append("|---" * (len(header) + spans_nodes) + "|")
     for strategy in job.strategies:
         cells = [f"`{strategy}`"]
@@ -142,9 +142,9 @@ def table(name: str, iterations: int = ITERATIONS) -> str:
     ceilings = [f"`{key}` {report.plain_s / report.ceiling_s:.2f}" for key, report in reports.items()]
     lines += [
         "",
-        f"Device load max/mean under `ep`: {', '.join(skews)}. Perfectly balanced routing would be × `ep`:",
+        f"Device load max/mean under `ep`: {', '.join(skews)}.",
+        f"Speed with perfectly balanced routing, relative to `ep`: {', '.join(ceilings)}.",
     ]
-    lines.append(f"{', '.join(ceilings)}.")
     return "\n".join(lines) + "\n"
 
 
