@@ -83,7 +83,8 @@ JOBS = {
         128,
     ),
     "fast-network": _job(
-        "Qwen3-30B-A3B (128 experts, top-8) on 4 nodes of 8 H200, 3,200 Gb/s per node, 16,384 tokens per rank",
+        "Qwen3-30B-A3B (128 experts, top-8) on 4 nodes of 8 H200, 3,200 Gb/s per node, "
+        "16,384 tokens per rank",
         "qwen3-30b-a3b",
         "h200",
         4,
