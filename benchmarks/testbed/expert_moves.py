@@ -16,7 +16,7 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap, SlotMove
 from megatron_fssdp.planning.placement.resident_map import ResidentMap
 from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
-from megatron_fssdp.strategies.strategy import ResidentStrategy
+from megatron_fssdp.strategies.strategy import Strategy
 
 MOMENTS = 2
 Parameters = dict[int, list[torch.nn.Parameter]]
@@ -71,9 +71,10 @@ class ExpertMoves:
         self._spares = ResidentMap.empty(len(layers), first.context.num_devices, 0)
         slots = [tensors for layer in layers for tensors in layer.parameters.values()]
         self._layout = ExpertLayout.of(slots[0])
-        if isinstance(self._strategy, ResidentStrategy):
-            self._spares = ResidentMap.empty(len(layers), first.context.num_devices, self._strategy.spares)
-            num_spares = len(layers) * self._strategy.spares
+        resident_slots = self._strategy.resident_slots
+        if resident_slots:
+            self._spares = ResidentMap.empty(len(layers), first.context.num_devices, resident_slots)
+            num_spares = len(layers) * resident_slots
             slots += [[torch.nn.Parameter(torch.zeros_like(t)) for t in slots[0]] for _ in range(num_spares)]
         self._slots = slots
         weights = [self._flattened(tensors) for tensors in slots]
@@ -87,9 +88,9 @@ class ExpertMoves:
         Returns:
             Parameters of all experts that are here, of every layer.
         """
-        if self._strategy.reshards_at(iteration):
+        if self._strategy.moves_owners and self._strategy.reshards_at(iteration):
             self._reshard()
-        if isinstance(self._strategy, ResidentStrategy) and self._strategy.replicates_at(iteration):
+        if self._strategy.resident_slots and self._strategy.replicates_at(iteration):
             self._replicate(self._strategy)
         return [{**layer.parameters, **layer.residents} for layer in self._runtime.layers]  # type: ignore[dict-item]
 
@@ -104,7 +105,7 @@ class ExpertMoves:
             tensors = {expert: self._slots[slot] for expert, slot in owned.items()}
             layer.own(new.device_LE[index], tensors, self._layout)
 
-    def _replicate(self, strategy: ResidentStrategy) -> None:
+    def _replicate(self, strategy: Strategy) -> None:
         layers = self._runtime.layers
         placements = [strategy.replicate(layer.context, layer.history.mean_DE()) for layer in layers]
         new = self._spares.holding(placements)

@@ -30,7 +30,7 @@ from megatron_fssdp.runtime.execution.strategy_selector import StrategySelector
 from megatron_fssdp.runtime.experts.expert_activation import ExpertActivation
 from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights
 from megatron_fssdp.runtime.experts.grouped_ffn import grouped_ffn
-from megatron_fssdp.strategies.strategy import ChoosingStrategy, LayerContext, ResidentStrategy, Strategy
+from megatron_fssdp.strategies.strategy import LayerContext, Strategy
 
 ELEMENT_BYTES = 4  # fp32
 _ACTIVATION = ExpertActivation(functional.gelu)
@@ -401,7 +401,7 @@ class RuntimeStack(LayerStack):
             executor.measure = True  # on every rank; the runtime itself lets only the first one
         self._moves = ExpertMoves(self.runtime)
         self._choosing: StrategySelector | None = None
-        if isinstance(strategy, ChoosingStrategy):
+        if strategy.selects:
             self._choosing = StrategySelector(strategy, [groups.expert_parallel], torch.device("cpu"))
         self._num_done = 0
 
@@ -410,7 +410,7 @@ class RuntimeStack(LayerStack):
 
     def _begin(self) -> None:
         if self._choosing is not None:
-            report = self._choosing.choose(self.runtime.layers, self._num_done)
+            report = self._choosing.select(self.runtime.layers, self._num_done)
             if report is not None and report.changes and dist.get_rank() == 0:
                 print(
                     f"[testbed] auto, after {self._num_done} iterations: {report.describe()[-1]}", flush=True
@@ -436,9 +436,9 @@ class RuntimeStack(LayerStack):
         return output
 
     def _replica_bytes(self) -> int:
-        if isinstance(self.runtime.strategy, ResidentStrategy):
+        if self.runtime.strategy.resident_slots:
             # Parameters, gradients and both moments, whatever is in them.
-            return self.size.num_layers * self.runtime.strategy.spares * 4 * self.size.expert_bytes
+            return self.size.num_layers * self.runtime.strategy.resident_slots * 4 * self.size.expert_bytes
         of_layers = [one.materialization.weights.resident_bytes for one in self._running.values()]
         # Parameters stay for the iteration, gradients are there for one layer at a time.
         return sum(of_layers) + max(of_layers, default=0)

@@ -22,9 +22,8 @@ from benchmarks.testbed.layer_stack import (
 )
 from benchmarks.testbed.links import INTERFACE, sent_and_received_bytes
 from benchmarks.testbed.pacing import Timeline
-from megatron_fssdp.config.strategy_settings import PlacementSettings, SteppedSettings
+from megatron_fssdp.config.strategy_settings import PlacementSettings
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.placement.group_ring import GroupRing
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.reporting.chrome_trace import TraceSpan
@@ -190,9 +189,7 @@ def make_stack(
     if variant.settings is None:
         return MegatronStack(size, groups, parameters, pace, timeline)
     strategy = build_strategy(variant.strategy, variant.settings)
-    if isinstance(variant.settings, SteppedSettings) and variant.settings.smart_schedule:
-        ring = GroupRing.of(groups.device, groups.topology, variant.settings.group_size)
-        groups = replace(groups, ring=ring)
+    groups = replace(groups, ring=strategy.ring(groups.device, groups.topology))
     return RuntimeStack(size, groups, parameters, pace, timeline, strategy=strategy, profile=profile)
 
 

@@ -6,15 +6,14 @@ Shape letters: D devices, E experts.
 import numpy as np
 from pydantic import Field
 
-from megatron_fssdp.config.strategy_settings import ExchangeSettings
+from megatron_fssdp.config.strategy_settings import ScheduleSettings
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from megatron_fssdp.strategies.fixed_owners import FixedOwners
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
+from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 
 
-class SecondHomeSettings(ExchangeSettings):
+class SecondHomeSettings(ScheduleSettings):
     """Keys of ``second_home``."""
 
     threshold: float = Field(
@@ -22,14 +21,8 @@ class SecondHomeSettings(ExchangeSettings):
     )
 
 
-class SecondHome(FixedOwners):
+class SecondHome(Strategy[SecondHomeSettings]):
     """``second_home``: one replica a layer and iteration, on the least loaded device."""
-
-    window = 1  # iterations of history that it looks at
-    profile_iterations = 0  # it needs no measured costs
-
-    def __init__(self, settings: SecondHomeSettings) -> None:
-        self.settings = settings
 
     def slots(self, context: LayerContext) -> int:
         """Memory for one replica is accounted for."""
@@ -52,9 +45,3 @@ class SecondHome(FixedOwners):
         present_ED[hottest, idlest] = True
         placement = ExpertPlacement(context.owner_E, present_ED)
         return LayerPlan(placement, two_level_transfer(placement, context.topology))
-
-    def after_gate(
-        self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
-    ) -> LayerPlan:
-        """The exact counts change nothing."""
-        return plan

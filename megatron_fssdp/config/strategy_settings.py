@@ -4,6 +4,7 @@ A strategy's keys are relative to it (``--moe-strategy-set slots=2``), so each
 strategy has one flat model here. Common keys live in :class:`StrategySettings`.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,24 @@ class StrategySettings(BaseModel):
         default=None,
         description="Folder that receives metrics.jsonl and loads.npz; nothing is recorded without it.",
     )
+
+
+CollectiveOrder = Literal["auto", "baseline", "megatron", "s1", "s2"]
+
+
+@dataclass(frozen=True)
+class CollectiveSchedule:
+    """In which order collectives carry a layer's rows, where ranks share experts or tokens.
+
+    Attributes:
+        name: The schedule; ``auto`` selects the one with the fewest modelled seconds.
+        simultaneous: Whether schedule s2 hands results on slice by slice (SAA, Parm §III-D).
+        cluster: Description of the cluster whose collectives ``auto`` counts with; measured without it.
+    """
+
+    name: CollectiveOrder = "megatron"
+    simultaneous: bool = True
+    cluster: Path | None = None
 
 
 class NoneSettings(StrategySettings):
@@ -61,6 +80,11 @@ class PlacementSettings(StrategySettings):
         description="Debug: compare a hash of every plan across the ranks and stop at the first difference.",
     )
 
+    @property
+    def collective_schedule(self) -> CollectiveSchedule:
+        """In which order collectives carry rows."""
+        return CollectiveSchedule()
+
 
 class SteppedSettings(PlacementSettings):
     """Keys of the strategies that can run under FasterMoE's smart schedule."""
@@ -93,6 +117,11 @@ class ScheduleSettings(SteppedSettings):
             "parts at once, in fewer steps and with more bytes between nodes."
         ),
     )
+
+    @property
+    def collective_schedule(self) -> CollectiveSchedule:
+        """As set."""
+        return CollectiveSchedule(self.schedule)
 
 
 class EpSettings(ScheduleSettings):
@@ -323,7 +352,7 @@ class FssdpSettings(MeasuringSettings):
 class ParmSettings(PlacementSettings):
     """``parm``: schedules for tensor, expert and expert tensor parallelism together (Parm)."""
 
-    schedule: Literal["auto", "baseline", "megatron", "s1", "s2"] = Field(
+    schedule: CollectiveOrder = Field(
         default="auto",
         description=(
             "'s1' divides the tokens of tensor-parallel ranks before the gate, 's2' behind it (Parm §III-B); "
@@ -346,6 +375,11 @@ class ParmSettings(PlacementSettings):
             "layer's own are measured in the first forward pass."
         ),
     )
+
+    @property
+    def collective_schedule(self) -> CollectiveSchedule:
+        """As set."""
+        return CollectiveSchedule(self.schedule, self.simultaneous, self.cluster)
 
 
 class AutoSettings(SteppedSettings):
@@ -389,6 +423,11 @@ class AutoSettings(SteppedSettings):
     smartmoe: bool | SmartmoeSettings = Field(
         default=True, description="Candidate, likewise; the one that moves owners."
     )
+
+    @property
+    def collective_schedule(self) -> CollectiveSchedule:
+        """By modelled seconds."""
+        return CollectiveSchedule("auto")
 
     @property
     def candidates(self) -> "dict[str, EpSettings | MeasuringSettings]":

@@ -20,13 +20,7 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer
 from megatron_fssdp.simulation.layer_ledger import LayerLedger
-from megatron_fssdp.strategies.strategy import (
-    ChoosingStrategy,
-    LayerContext,
-    LayerPlan,
-    ResidentStrategy,
-    Strategy,
-)
+from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 
 OnPlan = Callable[[int, int, LayerPlan], None]
 
@@ -76,24 +70,25 @@ def replay_strategy(
     for iteration in range(num_iterations):
         if strategy.profile_iterations and iteration == profiled_at:
             contexts = [replace(context, profile=profile) for context in contexts]
-        if isinstance(strategy, ChoosingStrategy):
+        if strategy.selects:
             is_measured = contexts[0].profile is not None
-            if strategy.chooses_at(iteration, histories[0].num_seen if is_measured else 0):
-                strategy.choose(
+            if strategy.selects_at(iteration, histories[0].num_seen if is_measured else 0):
+                strategy.select(
                     [context.layer for context in contexts], strategy.price(contexts, histories), None
                 )
-        if strategy.reshards_at(iteration):
+        if strategy.moves_owners and strategy.reshards_at(iteration):
             owners = _reshard(strategy, contexts, histories, owners, ledger, iteration)
             contexts = [
                 replace(context, owner_E=owners.device_LE[layer]) for layer, context in enumerate(contexts)
             ]
-        if isinstance(strategy, ResidentStrategy) and strategy.replicates_at(iteration):
+        if strategy.resident_slots and strategy.replicates_at(iteration):
             contexts = _replicate(strategy, contexts, histories, ledger, iteration)
         for layer, context in enumerate(contexts):
             counts_DE = counts_ILDE[iteration, layer].astype(np.int64)
-            planned = strategy.before_gate(context, histories[layer])
+            planned = strategy.check_plan(context, strategy.before_gate(context, histories[layer]))
             first_DE = counts_DE if num_micro_batches == 1 else counts_DE // num_micro_batches
             plan = strategy.after_gate(context, first_DE, planned, num_micro_batches)
+            strategy.check_plan(context, plan)
             traffic = plan.traffic(counts_DE, topology, num_micro_batches)
             _record(ledger, iteration, layer, planned, plan, counts_DE, traffic)
             if on_plan is not None:
@@ -149,7 +144,7 @@ def _reshard(
 
 
 def _replicate(
-    strategy: ResidentStrategy,
+    strategy: Strategy,
     contexts: Sequence[LayerContext],
     histories: Sequence[LoadHistory],
     ledger: LayerLedger,

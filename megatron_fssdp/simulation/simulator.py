@@ -12,7 +12,6 @@ from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.strategy_settings import (
     EpSettings,
     PlacementSettings,
-    SteppedSettings,
     StrategySettings,
 )
 from megatron_fssdp.planning.cost.cluster_cost import cluster_cost
@@ -21,7 +20,6 @@ from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.memory.materialization_limits import memory_capacity
 from megatron_fssdp.planning.memory.memory_accounting import FP32_BYTES
-from megatron_fssdp.planning.placement.group_ring import GroupRing
 from megatron_fssdp.simulation.device_memory import DeviceMemory, device_memory
 from megatron_fssdp.simulation.iteration_timeline import PARTS, IterationTimeline, LayerSeconds, OnSpan
 from megatron_fssdp.simulation.layer_ledger import LayerLedger, TransferColumns
@@ -116,9 +114,8 @@ def simulate(
         on_plan=on_plan,
     )
     links = cluster_links(cluster, is_megatrons=name == "none", on_cuda=job.on_cuda)
-    num_steps = 1
-    if isinstance(settings, SteppedSettings) and settings.smart_schedule and job.num_devices > 1:
-        num_steps = GroupRing.of(0, topology, settings.group_size).num_steps
+    ring = strategy.ring(0, topology)
+    num_steps = 1 if ring is None else ring.num_steps
     layers = LayerTimes(ledger, cluster, links, job, num_steps)
     context = LayerContext(1, np.arange(job.num_experts) // (job.num_experts // job.num_devices), topology)
     memory = device_memory(

@@ -8,14 +8,13 @@ from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.shadow_selection import ShadowingCosts, select_shadows
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from megatron_fssdp.strategies.fixed_owners import MeasuredReplicas
+from megatron_fssdp.strategies.measured_replicas import MeasuredReplicas
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 
 class FastermoeStrategy(MeasuredReplicas[FastermoeSettings]):
     """``fastermoe``: shadows are chosen after the gate, by the exact counts."""
 
-    window = 1
     replica_life = ReplicaLife.MICRO_BATCH
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
@@ -49,4 +48,9 @@ class FastermoeStrategy(MeasuredReplicas[FastermoeSettings]):
         present_ED = plan.placement.present_ED.copy()
         present_ED[list(shadowed)] = True
         placement = ExpertPlacement(context.owner_E, present_ED)
-        return LayerPlan(placement, two_level_transfer(placement, context.topology), each_micro_batch=True)
+        return LayerPlan(
+            placement,
+            two_level_transfer(placement, context.topology),
+            gather_ahead=self.settings.overlap,
+            each_micro_batch=True,
+        )

@@ -8,23 +8,37 @@ from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.flexmoe_planner import ReplicaPrice, scheduled_replicas
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from megatron_fssdp.strategies.fixed_owners import DecidedByHistory, FixedOwners
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
+from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 
 
-class FlexmoeStrategy(DecidedByHistory[FlexmoeSettings], FixedOwners):
+class FlexmoeStrategy(Strategy[FlexmoeSettings]):
     """``flexmoe``: expand, shrink and migrate every so many iterations (Hecate §2.3, §5.1)."""
 
     replica_life = ReplicaLife.LASTING
 
     @property
-    def spares(self) -> int:
+    def window(self) -> int:
+        """Iterations whose mean load decides."""
+        return self.settings.window
+
+    @property
+    def profile_iterations(self) -> int:
+        """Iterations to measure: savings are compared with what a change moves."""
+        return self.settings.profile_iterations
+
+    @property
+    def overlaps(self) -> bool:
+        """As set."""
+        return self.settings.overlap
+
+    @property
+    def resident_slots(self) -> int:
         """As set."""
         return self.settings.slots
 
     def slots(self, context: LayerContext) -> int:
         """Most replicas that a device may hold of a layer."""
-        return self.spares
+        return self.resident_slots
 
     def limits(self, context: LayerContext) -> str:
         """How often replicas are thought over."""
@@ -64,9 +78,3 @@ class FlexmoeStrategy(DecidedByHistory[FlexmoeSettings], FixedOwners):
         return LayerPlan(
             placement, two_level_transfer(placement, context.topology), gather_ahead=False, resident=True
         )
-
-    def after_gate(
-        self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
-    ) -> LayerPlan:
-        """The plan as it is."""
-        return plan

@@ -21,14 +21,14 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.replica_limits import described_slots, slots_of
 from megatron_fssdp.strategies.split_transfers import split_of
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
+from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 
 
-class FssdpStrategy:
+class FssdpStrategy(Strategy[FssdpSettings]):
     """``fssdp``: a fresh placement each iteration, from the mean of the last ``window`` loads."""
 
     def __init__(self, settings: FssdpSettings) -> None:
-        self.settings = settings
+        super().__init__(settings)
         self._planner: MaterializationPlanner = (
             sparse_materialization_by_source if settings.planner == "hecate" else plan_materialization
         )
@@ -50,6 +50,16 @@ class FssdpStrategy:
     def replica_life(self) -> ReplicaLife:
         """An iteration, or a layer's pass with re-materialization (Hecate §4.2)."""
         return ReplicaLife.LAYER_PASS if self.settings.rematerialize else ReplicaLife.ITERATION
+
+    @property
+    def overlaps(self) -> bool:
+        """As set."""
+        return self.settings.overlap
+
+    @property
+    def moves_owners(self) -> bool:
+        """Unless ``reshard_interval`` is 0."""
+        return self.settings.reshard_interval > 0
 
     def reshards_at(self, iteration: int) -> bool:
         """Every ``reshard_interval`` iterations, not before the first of them is over."""
@@ -131,9 +141,6 @@ class FssdpStrategy:
     def slots(self, context: LayerContext) -> int:
         """Extra expert slots a device has for one layer (Hecate, Alg. 1, m)."""
         return slots_of(self.settings.slots, context)
-
-    def check(self, context: LayerContext) -> None:
-        """Nothing to refuse."""
 
     def limits(self, context: LayerContext) -> str:
         """Overlap degree and slots."""

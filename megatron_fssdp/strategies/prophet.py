@@ -13,7 +13,7 @@ from megatron_fssdp.planning.papers.prophet_planner import ProphetModel, plan_la
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from megatron_fssdp.strategies.fixed_owners import MeasuredReplicas
+from megatron_fssdp.strategies.measured_replicas import MeasuredReplicas
 from megatron_fssdp.strategies.plan_seconds import plan_seconds
 from megatron_fssdp.strategies.split_transfers import split_of
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
@@ -52,12 +52,6 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
             kept = _Kept(self._planned(context, context.profile, counts_DE), context, made_at)
             self._kept[context.layer] = kept
         return kept.plan
-
-    def after_gate(
-        self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
-    ) -> LayerPlan:
-        """The plan as it is."""
-        return plan
 
     def _planned(self, context: LayerContext, profile: LayerProfile, counts_DE: np.ndarray) -> LayerPlan:
         most, left_out = context.num_devices - 1, self.settings.left_out

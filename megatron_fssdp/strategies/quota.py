@@ -8,7 +8,7 @@ from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from megatron_fssdp.strategies.fixed_owners import MeasuredReplicas
+from megatron_fssdp.strategies.measured_replicas import MeasuredReplicas
 from megatron_fssdp.strategies.plan_seconds import plan_seconds
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
@@ -16,7 +16,6 @@ from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 class QuotaStrategy(MeasuredReplicas[QuotaSettings]):
     """``quota``: the lowest ceiling of all devices' loads, if its critical path is shorter."""
 
-    window = 1
     replica_life = ReplicaLife.MICRO_BATCH
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
@@ -40,7 +39,11 @@ class QuotaStrategy(MeasuredReplicas[QuotaSettings]):
         if not placement.num_replicas:
             return plan
         quotas = LayerPlan(
-            placement, two_level_transfer(placement, topology), each_micro_batch=True, tokens_ED=tokens_ED
+            placement,
+            two_level_transfer(placement, topology),
+            gather_ahead=self.settings.overlap,
+            each_micro_batch=True,
+            tokens_ED=tokens_ED,
         )
         saves = plan_seconds(quotas, counts_DE, context) < plan_seconds(plan, counts_DE, context)
         return quotas if saves else plan

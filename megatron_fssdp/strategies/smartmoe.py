@@ -1,27 +1,36 @@
 """SmartMoE: owners exchanged every so many iterations, where that pays off until the next time."""
 
-from collections.abc import Sequence
-from dataclasses import replace
-
 import numpy as np
 
 from megatron_fssdp.config.strategy_settings import SmartmoeSettings
 from megatron_fssdp.planning.cost import cost_model
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.loads.load_history import LoadHistory
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.expert_permutation import check_exchangeable, permuted_owners
-from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.strategies.fixed_owners import DecidedByHistory
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
+from megatron_fssdp.strategies.owner_moves import exchange_s
+from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 
 
-class SmartmoeStrategy(DecidedByHistory[SmartmoeSettings]):
+class SmartmoeStrategy(Strategy[SmartmoeSettings]):
     """``smartmoe``: as many experts a device as before, no replicas (Hecate §2.3, §5.1)."""
 
-    replica_life = ReplicaLife.ITERATION
+    overlaps = False  # there are no transfers
+
+    @property
+    def window(self) -> int:
+        """Iterations whose mean load decides."""
+        return self.settings.window
+
+    @property
+    def profile_iterations(self) -> int:
+        """Iterations to measure: savings are compared with what a change moves."""
+        return self.settings.profile_iterations
+
+    def may_replicate(self, layer: int) -> bool:
+        """Never."""
+        return False
 
     def check(self, context: LayerContext) -> None:
         """Refuse one expert a device."""
@@ -39,15 +48,7 @@ class SmartmoeStrategy(DecidedByHistory[SmartmoeSettings]):
         """Every ``reshard_interval`` iterations."""
         return iteration > 0 and iteration % self.settings.reshard_interval == 0
 
-    def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
-        """The layers' exchanges whose modelled saving until the next time is above their cost."""
-        device_LE = owners.device_LE.copy()
-        for layer, context in enumerate(contexts):
-            context = replace(context, owner_E=owners.device_LE[layer])
-            device_LE[layer] = self.exchanged_owners(context, load_LE[layer])
-        return owners.with_owners(device_LE)
-
-    def exchanged_owners(self, context: LayerContext, load_E: np.ndarray) -> np.ndarray:
+    def reshard_layer(self, context: LayerContext, load_E: np.ndarray) -> np.ndarray:
         """One layer's owners, exchanged if that pays until the next time."""
         old_E, profile, topology = context.owner_E, context.profile, context.topology
         if profile is None or not load_E.any():
@@ -62,12 +63,6 @@ class SmartmoeStrategy(DecidedByHistory[SmartmoeSettings]):
         """Owners only."""
         return LayerPlan.owners_only(context)
 
-    def after_gate(
-        self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
-    ) -> LayerPlan:
-        """The plan as it is."""
-        return plan
-
 
 def _layer_s(owner_E: np.ndarray, load_E: np.ndarray, profile: LayerProfile, topology: Topology) -> float:
     """An iteration of the layer, every source sending as much to an expert as every other."""
@@ -81,18 +76,3 @@ def _layer_s(owner_E: np.ndarray, load_E: np.ndarray, profile: LayerProfile, top
         token_bytes=profile.token_bytes,
         flops_per_token=profile.flops_per_token,
     )
-
-
-def exchange_s(old_E: np.ndarray, new_E: np.ndarray, profile: LayerProfile, topology: Topology) -> float:
-    """Seconds to move weights and optimizer states of the experts whose device changes.
-
-    Args:
-        old_E: Device of every expert.
-        new_E: Its device afterwards.
-        profile: Of the layer.
-        topology: Nodes of the devices.
-    """
-    experts_DD = np.zeros((topology.num_devices, topology.num_devices), np.int64)
-    moves = old_E != new_E
-    np.add.at(experts_DD, (old_E[moves], new_E[moves]), 1)
-    return cost_model.all_to_all_s(experts_DD, profile.moved_bytes, topology, profile.cluster)

@@ -1,14 +1,16 @@
-"""What a strategy is: questions about a layer, answered with data.
+"""What a strategy is: abilities that it declares, and questions about a layer that it answers with data.
 
-Shape legend: D devices of the expert-parallel group, E experts of a layer.
+Shape legend: D devices of the expert-parallel group, E experts of a layer, L MoE layers of a pipeline stage,
+C candidates.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_fssdp.config.strategy_settings import CollectiveSchedule, PlacementSettings, SteppedSettings
 from megatron_fssdp.planning.balanced.quota_planner import quota_dispatch, split_among_peers
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_traffic import DispatchTraffic, dispatch_traffic, quota_traffic
@@ -16,6 +18,7 @@ from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy, TokenDispatch, plan_dispatch
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.planning.placement.group_ring import GroupRing
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
@@ -159,58 +162,119 @@ class LayerPlan:
         return quota_traffic(one).times(num_micro_batches)
 
 
-class Strategy(Protocol):
-    """Decides for one layer; pure given its arguments, so that all ranks decide alike."""
+class Strategy[Settings: PlacementSettings](ABC):
+    """Decides for one layer at a time: the base class of every strategy.
+
+    A strategy has to implement :meth:`before_gate` only. The defaults of the other members fit a strategy
+    whose replicas live for one iteration and whose experts keep their owners.
+
+    All answers are pure functions of the arguments, so that all ranks decide alike. The runtime and the
+    simulator read the same abilities and ask the same questions in the same order. Both refuse a plan that
+    needs an ability which the strategy does not declare (:meth:`check_plan`).
+
+    Args:
+        settings: The strategy's validated settings.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    # What the strategy has to know.
 
     @property
     def window(self) -> int:
         """Iterations of load history that the strategy looks at; at least 1."""
-        ...
+        return 1
 
     @property
     def profile_iterations(self) -> int:
-        """Iterations to measure before contexts get a profile; 0 if none is needed."""
-        ...
+        """Iterations to measure before contexts get a profile; 0 if the strategy needs no measured costs."""
+        return 0
+
+    # What the strategy can do. These abilities are read before the first layer is built, and do not change.
 
     @property
     def replica_life(self) -> ReplicaLife:
-        """Of all replicas in the strategy's plans, known before there is any: memory is accounted by it."""
-        ...
+        """How long the replicas of the strategy's plans live; memory is accounted by it."""
+        return ReplicaLife.ITERATION
 
-    def check(self, context: LayerContext) -> None:
+    @property
+    def overlaps(self) -> bool:
+        """Whether transfers may run beside the model's compute and the dispatch.
+
+        If so, they get a process group of their own. Plans with ``gather_ahead`` need this ability.
+        """
+        return True
+
+    @property
+    def moves_owners(self) -> bool:
+        """Whether experts may change their owners; by default if the class overrides :meth:`reshards_at`."""
+        return type(self).reshards_at is not Strategy.reshards_at
+
+    @property
+    def resident_slots(self) -> int:
+        """Resident replicas of a layer for which a device has room; 0 if the strategy has none."""
+        return 0
+
+    @property
+    def selects(self) -> bool:
+        """Whether each layer runs under another strategy, which this one selects now and then."""
+        return False
+
+    def may_replicate(self, layer: int) -> bool:
+        """Whether a layer may have replicas for now, whatever the loads.
+
+        Layers without replicas may use more schedules.
+
+        Args:
+            layer: Megatron's layer number.
+        """
+        return True
+
+    @property
+    def collective_schedule(self) -> CollectiveSchedule:
+        """In which order collectives carry rows where ranks share experts or tokens; from the settings."""
+        return self.settings.collective_schedule
+
+    def ring(self, device: int, topology: Topology) -> GroupRing | None:
+        """The steps in which a device exchanges tokens; ``None`` if it exchanges all at once.
+
+        Args:
+            device: Rank in the expert-parallel group.
+            topology: Nodes of the devices.
+
+        Raises:
+            ValueError: The settings' group size does not divide the devices.
+        """
+        settings = self.settings
+        if (
+            not isinstance(settings, SteppedSettings)
+            or not settings.smart_schedule
+            or topology.num_devices == 1
+        ):
+            return None
+        return GroupRing.of(device, topology, settings.group_size)
+
+    # Questions about one layer.
+
+    def check(self, context: LayerContext) -> None:  # noqa: B027
         """Refuse a layer that the strategy cannot serve.
 
         Raises:
             ValueError: With what does not fit and the next step.
         """
-        ...
 
     def limits(self, context: LayerContext) -> str:
         """What follows from a layer's profile, for the log."""
-        ...
+        return f"at most {self.slots(context)} replicas of a layer on a device"
 
     def slots(self, context: LayerContext) -> int:
-        """Most replicas that a device may hold of a layer."""
-        ...
+        """Most replicas of a layer that a device may hold; memory is accounted by it."""
+        return context.num_experts
 
-    def reshards_at(self, iteration: int) -> bool:
-        """Whether owners are thought over before the iteration after ``iteration`` of them."""
-        ...
-
-    def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
-        """New owners for all layers of a pipeline stage, or the same.
-
-        Args:
-            contexts: The layers, in the order of the map.
-            load_LE: Mean load of every expert in an iteration of the history, over all ranks that keep
-                copies of the same owners.
-            owners: The present ones.
-        """
-        ...
-
+    @abstractmethod
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """Plan a layer's iteration from the loads of the iterations before it."""
-        ...
 
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
@@ -226,66 +290,128 @@ class Strategy(Protocol):
         Returns:
             ``plan`` itself, or one whose placement has more replicas.
         """
-        ...
+        return plan
 
+    # Owners: asked of strategies that move owners.
 
-@runtime_checkable
-class ChoosingStrategy(Strategy, Protocol):
-    """A strategy that gives each layer one of several others, and thinks them over now and then."""
+    def reshards_at(self, iteration: int) -> bool:
+        """Whether to reconsider owners once ``iteration`` iterations are complete."""
+        return False
 
-    def chosen(self, layer: int) -> str:
-        """The strategy that a layer has, by the layer's number."""
-        ...
-
-    def resume(self, chosen: Mapping[int, str]) -> None:
-        """Start with choices by layer number; unknown ones are left out."""
-        ...
-
-    def chooses_at(self, iteration: int, num_known: int) -> bool:
-        """Whether strategies are thought over before the iteration after ``iteration`` of them.
+    def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
+        """New owners for all layers of a pipeline stage, or the same; by default layer by layer.
 
         Args:
-            iteration: Iterations that the model has been trained for.
-            num_known: Iterations that this process has seen, once costs are measured; else 0.
+            contexts: The layers, in the order of the map.
+            load_LE: Mean load of every expert in an iteration of the history, over all ranks that keep
+                copies of the same owners, float ``[L, E]``.
+            owners: The present owners.
         """
-        ...
+        device_LE = owners.device_LE.copy()
+        for index, context in enumerate(contexts):
+            context = replace(context, owner_E=owners.device_LE[index])
+            device_LE[index] = self.reshard_layer(context, load_LE[index])
+        return owners.with_owners(device_LE)
 
-    def price(self, contexts: Sequence[LayerContext], histories: Sequence[LoadHistory]) -> np.ndarray:
-        """Modelled seconds of an iteration of each layer under every candidate, [L, C]."""
-        ...
+    def reshard_layer(self, context: LayerContext, load_E: np.ndarray) -> np.ndarray:
+        """New owners of one layer, or the same; every device keeps its number of experts.
 
-    def choose(
-        self, layers: Sequence[int], seconds_LC: np.ndarray, since_change: IterationSpread | None
-    ) -> SelectionReport:
-        """Choose anew for the layers of these numbers.
+        ``auto`` asks this method and never :meth:`reshard`, because its layers differ in their strategies.
 
         Args:
-            layers: Of a pipeline stage.
-            seconds_LC: What :meth:`price` said, agreed on by all ranks that share owners.
-            since_change: Seconds of the iterations since the last change, or since the start.
+            context: The layer, with the present owners.
+            load_E: Mean load of every expert in an iteration of the history, float ``[E]``.
+
+        Returns:
+            Device of each expert, integers ``[E]``.
         """
-        ...
+        return context.owner_E
 
-
-@runtime_checkable
-class ResidentStrategy(Strategy, Protocol):
-    """A strategy whose replicas have Parameters and optimizer states of their own."""
-
-    @property
-    def spares(self) -> int:
-        """Replicas of a layer that a device has room for."""
-        ...
+    # Resident replicas: asked of strategies with resident slots.
 
     def replicates_at(self, iteration: int) -> bool:
-        """Whether replicas are thought over before the iteration after ``iteration`` of them."""
-        ...
+        """Whether to reconsider resident replicas once ``iteration`` iterations are complete."""
+        return False
 
     def replicate(self, context: LayerContext, load_DE: np.ndarray) -> ExpertPlacement:
         """A layer's next placement, with the same owners; ``context.placement`` itself for no change.
 
         Args:
             context: The layer, with the present placement.
-            load_DE: Mean loads of an iteration of the history by source and expert, ``[D, E]``, over all
-                ranks that keep copies of the same experts.
+            load_DE: Mean loads of an iteration of the history by source and expert, float ``[D, E]``, over
+                all ranks that keep copies of the same experts.
         """
-        ...
+        return context.placement
+
+    # Selection: asked of a strategy that selects other strategies for its layers.
+
+    def selected(self, layer: int) -> str | None:
+        """Name of the strategy that a layer runs under, by the layer's number; ``None`` for this one."""
+        return None
+
+    def resume(self, selected: Mapping[int, str]) -> None:  # noqa: B027
+        """Start with the selection of another run, names by layer number; unknown names are left out."""
+
+    def selects_at(self, iteration: int, num_known: int) -> bool:
+        """Whether to reconsider the selection once ``iteration`` iterations are complete.
+
+        Args:
+            iteration: Iterations that the model has been trained for.
+            num_known: Iterations that this process has seen, once costs are measured; else 0.
+        """
+        return False
+
+    def price(self, contexts: Sequence[LayerContext], histories: Sequence[LoadHistory]) -> np.ndarray:
+        """Modelled seconds of an iteration of each layer under every candidate, float ``[L, C]``.
+
+        Args:
+            contexts: The layers, with profiles.
+            histories: Their loads.
+        """
+        return np.zeros((len(contexts), 0))
+
+    def select(
+        self, layers: Sequence[int], seconds_LC: np.ndarray, since_change: IterationSpread | None
+    ) -> SelectionReport:
+        """Select anew for the layers of these numbers.
+
+        Args:
+            layers: Numbers of a pipeline stage's layers.
+            seconds_LC: What :meth:`price` said, agreed on by all ranks that share owners, float ``[L, C]``.
+            since_change: Seconds of the iterations since the last change, or since the start.
+        """
+        return SelectionReport((), since_change, None)
+
+    def check_plan(self, context: LayerContext, plan: LayerPlan) -> LayerPlan:
+        """Refuse a plan that the strategy's declared abilities do not cover; not to be overridden.
+
+        Args:
+            context: The layer.
+            plan: What the strategy answered.
+
+        Returns:
+            The plan itself.
+
+        Raises:
+            ValueError: The plan needs an ability which the strategy does not declare.
+        """
+        if not plan.transfer.edges:
+            return plan
+        wanted = None
+        if not self.may_replicate(context.layer):
+            wanted = f"no replicas, because {type(self).__name__}.may_replicate says no"
+        elif plan.life is not self.replica_life and (
+            self.replica_life is not ReplicaLife.CHOSEN or plan.life is ReplicaLife.LASTING
+        ):
+            wanted = (
+                f"replicas of {type(self).__name__}.replica_life, {self.replica_life.name}; the plan's is "
+                f"{plan.life.name}"
+            )
+        elif plan.gather_ahead and not self.overlaps:
+            wanted = f"gather_ahead=False, because {type(self).__name__}.overlaps says no"
+        if wanted is not None:
+            raise ValueError(
+                f"layer {context.layer}: got a plan with {plan.placement.num_replicas} replicas, wanted "
+                f"{wanted}: change the plan or declare the ability"
+            )
+        return plan

@@ -20,6 +20,7 @@ from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.group_ring import GroupRing
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
@@ -146,20 +147,24 @@ PROFILE = LayerProfile(
 )
 
 
-class DrawnPlacements:
+class DrawnPlacements(Strategy):
     """A strategy for tests: a new random placement of one kind, and a policy, with every plan."""
 
     window = 100  # the history is not looked at; tests count its iterations
+    replica_life = ReplicaLife.ITERATION
 
     def __init__(self, case: LayerCase) -> None:
         self.kind = case.placement
         self.rng = np.random.default_rng(case.seed)
         self.rematerialize = case.transfers == "rematerialized"
+        if case.transfers.startswith("resident"):
+            self.replica_life = ReplicaLife.LASTING
+        elif self.rematerialize:
+            self.replica_life = ReplicaLife.LAYER_PASS
+        elif case.transfers.startswith("each"):
+            self.replica_life = ReplicaLife.MICRO_BATCH
         self.each_micro_batch = case.transfers.startswith("each")
         self.calibrated = case.calibrated
-
-    def check(self, context: LayerContext) -> None:
-        """Every layer will do."""
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """The next placement; all ranks draw the same ones."""

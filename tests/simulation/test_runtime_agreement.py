@@ -16,7 +16,7 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor, MicroBatch
 from megatron_fssdp.simulation.replay import replay_strategy
 from megatron_fssdp.strategies.registry import build_strategy
-from megatron_fssdp.strategies.strategy import LayerPlan, ResidentStrategy
+from megatron_fssdp.strategies.strategy import LayerPlan
 from megatron_fssdp.testing import run_ranks
 from tests.runtime.one_layer import one_layer
 from tests.runtime.rank_layer import ACTIVATIONS, moe_forward
@@ -65,9 +65,9 @@ def run_layers(rank: int, world_size: int) -> list[list[tuple[bytes, np.ndarray,
         for iteration in range(NUM_ITERATIONS):
             if iteration == strategy.profile_iterations and iteration:
                 executor.context = replace(executor.context, profile=PROFILE)
-            if isinstance(strategy, ResidentStrategy) and strategy.replicates_at(iteration):
+            if strategy.resident_slots and strategy.replicates_at(iteration):
                 keep(executor, strategy.replicate(executor.context, executor.history.mean_DE()))
-            runtime.begin_iteration(1 if isinstance(strategy, ResidentStrategy) else None)
+            runtime.begin_iteration(1 if strategy.resident_slots else None)
             # The popular experts change in the middle of the run.
             score_TE = rng.gumbel(size=(NUM_TOKENS, NUM_EXPERTS))
             score_TE[:, (0, 1) if iteration < 4 else (5, 6)] += 2

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import log_single_rank
 
-from megatron_fssdp.strategies.strategy import ChoosingStrategy
+from megatron_fssdp.strategies.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -25,13 +25,14 @@ class StrategyHint:
 
     key = HINT_KEY
 
-    def __init__(self, strategy: ChoosingStrategy, layers: Callable[[], Sequence[int]]) -> None:
+    def __init__(self, strategy: Strategy, layers: Callable[[], Sequence[int]]) -> None:
         self._strategy = strategy
         self._layers = layers
 
     def gather(self) -> dict[str, str]:
         """Names by layer number, as text, of all pipeline stages."""
-        own = {str(layer): self._strategy.chosen(layer) for layer in self._layers()}
+        named = {layer: self._strategy.selected(layer) for layer in self._layers()}
+        own = {str(layer): name for layer, name in named.items() if name is not None}
         group = parallel_state.get_pipeline_model_parallel_group()
         stages: list[dict[str, str]] = [{}] * group.size()
         dist.all_gather_object(stages, own, group=group)

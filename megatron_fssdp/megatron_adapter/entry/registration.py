@@ -26,7 +26,6 @@ from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStra
 from megatron_fssdp.megatron_adapter.support.capabilities import check_training
 from megatron_fssdp.megatron_adapter.support.node_detection import check_declared_nodes
 from megatron_fssdp.megatron_adapter.support.started_ranks import check_started_as_rank
-from megatron_fssdp.strategies.strategy import ChoosingStrategy
 
 
 class _Registered(Enum):
@@ -134,7 +133,7 @@ def _choose(args: Any) -> None:
     if isinstance(settings, PlacementSettings):
         session = StrategySession(name, settings, timedelta(minutes=args.distributed_timeout_minutes))
         session.check_model(args)
-        if session.reshards:
+        if session.strategy.moves_owners:
             check_checkpoint_arguments(args)
         if settings.nodes is not None:
             check_declared_nodes(settings.nodes, args.world_size)
@@ -158,9 +157,9 @@ def _follow_in_checkpoints(session: StrategySession) -> None:
 
     # Without re-sharding owners stay Megatron's: any checkpoint format may then be saved.
     hints: list[CheckpointHint] = []
-    if session.reshards:
+    if session.strategy.moves_owners:
         hints.append(OwnerHint(session.stage_owners, session.slots.adopt))
-    if isinstance(session.strategy, ChoosingStrategy):
+    if session.strategy.selects:
         hints.append(StrategyHint(session.strategy, session.layer_numbers))
     if hints:
         wrap_checkpointing(checkpointing, hints)

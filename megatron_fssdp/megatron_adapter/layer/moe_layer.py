@@ -134,8 +134,9 @@ class StrategyMoELayer(MoELayer):
     def route(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
         """Plan from the loads of past iterations, then run the gate."""
         self.executor.prepare()
-        self.executor.load.strategy = self._session.chosen(self.executor.context.layer)
-        owners_only = self._session.has_owners_only(self.executor.context.layer)
+        layer = self.executor.context.layer
+        self.executor.load.strategy = self._session.strategy.selected(layer)
+        owners_only = not self._session.strategy.may_replicate(layer)
         decision, divided = self._schedule.of(hidden_states, owners_only=owners_only), self._divided
         if divided is not None or self.executor.groups.num_parts > 1:
             load = self.executor.load

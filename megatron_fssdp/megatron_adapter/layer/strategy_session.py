@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,14 +11,7 @@ from megatron.core import parallel_state
 from megatron_fssdp.collectives.plan_agreement import check_agreement
 from megatron_fssdp.collectives.rows.uneven_all_to_all import gather_counts
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy_settings import (
-    AutoSettings,
-    ParmSettings,
-    PlacementSettings,
-    ScheduleSettings,
-    SteppedSettings,
-    StrategySettings,
-)
+from megatron_fssdp.config.strategy_settings import PlacementSettings, StrategySettings
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.experts.stage_owners import StageOwners
 from megatron_fssdp.megatron_adapter.layer.schedule_selector import ScheduleSelector
@@ -30,13 +22,11 @@ from megatron_fssdp.megatron_adapter.support.supported_features import (
     check_supported,
     refuse,
 )
-from megatron_fssdp.planning.cost.tensor_schedules import Schedule
 from megatron_fssdp.planning.placement.group_ring import GroupRing
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
 from megatron_fssdp.strategies.registry import build_strategy
-from megatron_fssdp.strategies.strategy import ChoosingStrategy, ResidentStrategy
 
 
 class StrategySession:
@@ -68,27 +58,6 @@ class StrategySession:
         # Megatron deep-copies layer specs; their layers still belong to one session.
         return self
 
-    @property
-    def reshards(self) -> bool:
-        """Whether owners may move."""
-        if isinstance(self.settings, AutoSettings):
-            return bool(self.settings.smartmoe)
-        return getattr(self.settings, "reshard_interval", 0) > 0
-
-    @property
-    def _overlaps(self) -> bool:
-        """Whether transfers may run beside the dispatch."""
-        return isinstance(self.settings, AutoSettings) or getattr(self.settings, "overlap", False)
-
-    def chosen(self, layer: int) -> str | None:
-        """The strategy that a layer has chosen, if it can choose."""
-        strategy = self.strategy
-        return strategy.chosen(layer) if isinstance(strategy, ChoosingStrategy) else None
-
-    def has_owners_only(self, layer: int) -> bool:
-        """Whether a layer's experts are with their owners and nowhere else for now, whatever the loads."""
-        return (self.chosen(layer) or self.strategy_name) in ("ep", "parm", "smartmoe")
-
     def layer_numbers(self) -> tuple[int, ...]:
         """Megatron's numbers of this pipeline stage's layers, without those of multi-token prediction."""
         return self.slots.layer_numbers
@@ -115,7 +84,7 @@ class StrategySession:
         """
         if expert_parallel.group_name not in self._groups:
             transfers: Any = None
-            if self._overlaps and expert_parallel.size() > 1:
+            if self.strategy.overlaps and expert_parallel.size() > 1:
                 # Transfers run beside the dispatch, so they need a group of their own. Megatron keeps
                 # a list of its groups, whose time-outs it may change after the first iteration.
                 transfers = parallel_state.create_group(
@@ -159,56 +128,33 @@ class StrategySession:
         """
         name = groups.expert_parallel.group_name
         if name not in self._choices:
+            schedule = self.strategy.collective_schedule
             self._choices[name] = ScheduleSelector(
-                self.schedule,
+                schedule.name,
                 config,
                 groups,
                 n_mp,
                 everyone,
-                self._simultaneous,
-                self._cluster,
+                schedule.simultaneous,
+                schedule.cluster,
                 self.settings.nodes,
             )
         return self._choices[name]
-
-    @property
-    def schedule(self) -> Schedule | Literal["auto"]:
-        """In which order collectives carry a layer's rows, where experts or tokens are shared by ranks."""
-        if isinstance(self.settings, ParmSettings):
-            return self.settings.schedule
-        if isinstance(self.settings, AutoSettings):
-            return "auto"
-        return self.settings.schedule if isinstance(self.settings, ScheduleSettings) else "megatron"
-
-    @property
-    def _simultaneous(self) -> bool:
-        """Whether schedule s2 hands results on slice by slice."""
-        return getattr(self.settings, "simultaneous", True)
-
-    @property
-    def _cluster(self) -> Path | None:
-        return getattr(self.settings, "cluster", None)
 
     def _ring(
         self, expert_parallel: dist.ProcessGroup, topology: Topology, peers: dist.ProcessGroup | None
     ) -> GroupRing | None:
         """The groups of the smart schedule."""
-        settings = self.settings
-        if (
-            not isinstance(settings, SteppedSettings)
-            or not settings.smart_schedule
-            or topology.num_devices == 1
-        ):
-            return None
-        if peers is not None:
+        try:
+            ring = self.strategy.ring(expert_parallel.rank(), topology)
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from None
+        if ring is not None and peers is not None:
             raise ConfigurationError(
                 f"smart_schedule: got true with expert tensor parallelism over {peers.size()} ranks, wanted "
                 "whole experts; use smart_schedule=false or --expert-tensor-parallel-size 1"
             )
-        try:
-            return GroupRing.of(expert_parallel.rank(), topology, settings.group_size)
-        except ValueError as error:
-            raise ConfigurationError(str(error)) from None
+        return ring
 
     def check_model(self, config: Any) -> None:
         """Refuse a model that the strategy cannot serve, or settings that do not fit it.
@@ -220,7 +166,7 @@ class StrategySession:
             ConfigurationError: With what does not fit and the next step.
         """
         check_supported(self.strategy_name, config)
-        if isinstance(self.strategy, ResidentStrategy):
+        if self.strategy.resident_slots:
             refuse(f"--moe-strategy {self.strategy_name}", RESIDENT_REFUSALS, config)
         if self.settings.router == "topology_aware":
             check_gate(config)
@@ -237,6 +183,7 @@ class StrategySession:
     def _check_equal_tokens(self, config: Any) -> None:
         """Refuse what goes wrong where tensor-parallel ranks have the same tokens."""
         n_mp = getattr(config, "tensor_model_parallel_size", 1) or 1
+        schedule = self.strategy.collective_schedule.name
         if n_mp == 1 or getattr(config, "sequence_parallel", False):
             return
         if getattr(config, "moe_latent_size", None):
@@ -244,15 +191,15 @@ class StrategySession:
                 f"--moe-latent-size with {n_mp} tensor-parallel ranks: its projections see a part of the "
                 "tokens; add --sequence-parallel"
             )
-        if self.settings.router == "topology_aware" and self.schedule not in ("s1", "megatron"):
+        if self.settings.router == "topology_aware" and schedule not in ("s1", "megatron"):
             raise ConfigurationError(
-                f"router topology_aware with schedule {self.schedule}: tensor-parallel ranks have to choose "
+                f"router topology_aware with schedule {schedule}: tensor-parallel ranks have to choose "
                 "the same experts, and this gate chooses by the rank's node; use schedule=s1 or "
                 "--sequence-parallel"
             )
         seq_length = getattr(config, "seq_length", None)
         tokens = seq_length // (getattr(config, "context_parallel_size", 1) or 1) if seq_length else 0
-        if self.schedule in ("s1", "megatron") and tokens % n_mp:
+        if schedule in ("s1", "megatron") and tokens % n_mp:
             raise ConfigurationError(
                 f"--seq-length {seq_length}: got {tokens} tokens of a sequence on {n_mp} tensor-parallel "
                 "ranks, wanted a multiple; change it, or use --moe-strategy parm --moe-strategy-set "

@@ -34,7 +34,7 @@ from megatron_fssdp.runtime.execution.layer_load import LayerLoad
 from megatron_fssdp.runtime.execution.layer_profiling import profile_layers
 from megatron_fssdp.runtime.execution.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.execution.strategy_selector import StrategySelector
-from megatron_fssdp.strategies.strategy import ChoosingStrategy, LayerContext, ResidentStrategy
+from megatron_fssdp.strategies.strategy import LayerContext
 
 logger = logging.getLogger(__name__)
 
@@ -71,17 +71,17 @@ class IterationDriver:
         # Where Megatron does not stop at such numbers, fp16 with its loss scaling, they are nothing unusual.
         self._watch = FiniteWatch(model) if args.check_for_nan_in_loss_and_grad else None
         layers = session.runtime.layers
-        if isinstance(session.strategy, ResidentStrategy) and args.expert_model_parallel_size > 1:
+        if session.strategy.resident_slots and args.expert_model_parallel_size > 1:
             self._spares = ResidentExperts(
                 session.slots,
-                session.strategy.spares,
+                session.strategy.resident_slots,
                 model,
                 optimizer,
                 parallel_state.get_expert_data_parallel_group(),
             )
         if not layers or layers[0].context.num_devices == 1:
             return
-        if session.reshards:
+        if session.strategy.moves_owners:
             # Found out now and not a hundred iterations later.
             slot_quantities(
                 session.slots.parameters,
@@ -89,7 +89,7 @@ class IterationDriver:
                 expert_parallel=self._expert_parallel,
                 expert_data_parallel=parallel_state.get_expert_data_parallel_group(),
             )
-        if isinstance(session.strategy, ChoosingStrategy) and session.slots:
+        if session.strategy.selects and session.slots:
             self._choosing = StrategySelector(session.strategy, self._groups_of_owners, self._device)
         self._iterations_to_measure = session.strategy.profile_iterations
         if self._iterations_to_measure:
@@ -132,7 +132,7 @@ class IterationDriver:
             self._profile(num_micro_batches)
         if self._choosing is not None:
             self._choose(self._choosing, iteration)
-        resharding = session.reshards and session.strategy.reshards_at(iteration)
+        resharding = session.strategy.moves_owners and session.strategy.reshards_at(iteration)
         self.reshard = self._reshard() if resharding else self._replicate(iteration)
         session.runtime.begin_iteration(num_micro_batches, iteration + 1)
         self._passes_begun = 0
@@ -209,7 +209,7 @@ class IterationDriver:
 
     def _choose(self, choosing: StrategySelector, iteration: int) -> None:
         """Let every layer choose its strategy anew, if it is time to; MTP layers stay as they are."""
-        report = choosing.choose(self._session.slots.executors, iteration)
+        report = choosing.select(self._session.slots.executors, iteration)
         if report is not None and _speaks_for_stage():
             for line in report.describe():
                 logger.warning(f"[fssdp] auto, after iteration {iteration}: {line}")
@@ -217,12 +217,7 @@ class IterationDriver:
     def _replicate(self, iteration: int) -> ReshardReport | None:
         """Let the strategy think over the replicas that stay, if it is time to."""
         strategy = self._session.strategy
-        if (
-            self._spares is None
-            or not isinstance(strategy, ResidentStrategy)
-            or not strategy.replicates_at(iteration)
-            or not self._session.slots
-        ):
+        if self._spares is None or not strategy.replicates_at(iteration) or not self._session.slots:
             return None
         executors = self._session.slots.executors
         load_LDE = self._mean_over_copies(np.stack([layer.history.total_DE() for layer in executors]))

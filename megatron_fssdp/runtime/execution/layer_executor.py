@@ -346,7 +346,7 @@ class LayerExecutor:
     def _running(self) -> LayerIteration:
         if self._iteration is None:
             plan = self.strategy.before_gate(self.context, self.history)
-            self._check_agreement(plan)
+            self._check(plan)
             num_micro_batches = self.clock.num_micro_batches
             self._iteration = LayerIteration(
                 plan,
@@ -368,7 +368,7 @@ class LayerExecutor:
     def _planned_by(self, counts_DE: np.ndarray, iteration: LayerIteration) -> LayerIteration:
         """One micro-batch's own plan; a recomputed forward has the same counts and finds it again."""
         plan = self.strategy.after_gate(self.context, counts_DE, iteration.plan, 1)
-        self._check_agreement(plan)
+        self._check(plan)
         return iteration.of_micro_batch(plan)
 
     def _calibrate(
@@ -378,10 +378,12 @@ class LayerExecutor:
         num_micro_batches = iteration.num_micro_batches or 1
         plan = self.strategy.after_gate(self.context, counts_DE, iteration.plan, num_micro_batches)
         if plan is not iteration.plan:
-            self._check_agreement(plan)
+            self._check(plan)
             iteration.extend(plan, weights, device)
 
-    def _check_agreement(self, plan: LayerPlan) -> None:
+    def _check(self, plan: LayerPlan) -> None:
+        """Refuse what the strategy did not declare, and plans that differ between ranks."""
+        self.strategy.check_plan(self.context, plan)
         if not self.check_plans:
             return
         what = f"the placement of layer {self.context.layer}"

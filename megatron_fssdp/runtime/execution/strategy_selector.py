@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
 from megatron_fssdp.strategies.auto.iteration_spread import IterationSpread
 from megatron_fssdp.strategies.auto.selection_report import SelectionReport
-from megatron_fssdp.strategies.strategy import ChoosingStrategy
+from megatron_fssdp.strategies.strategy import Strategy
 
 LATEST = 200
 """Iterations whose seconds are looked at, at most."""
@@ -26,9 +26,7 @@ class StrategySelector:
         device: Where collectives' tensors lie.
     """
 
-    def __init__(
-        self, strategy: ChoosingStrategy, groups: Sequence[dist.ProcessGroup], device: torch.device
-    ) -> None:
+    def __init__(self, strategy: Strategy, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
         self._strategy = strategy
         self._groups = groups
         self._device = device
@@ -38,7 +36,7 @@ class StrategySelector:
         """Take in what an iteration took on this rank."""
         self._seconds.append(seconds)
 
-    def choose(self, executors: Sequence[LayerExecutor], iteration: int) -> SelectionReport | None:
+    def select(self, executors: Sequence[LayerExecutor], iteration: int) -> SelectionReport | None:
         """Choose before the iteration after ``iteration`` of them, if it is time to; collective.
 
         Args:
@@ -50,7 +48,7 @@ class StrategySelector:
         """
         is_measured = executors[0].context.profile is not None
         num_known = executors[0].history.num_seen if is_measured else 0
-        if not self._strategy.chooses_at(iteration, num_known):
+        if not self._strategy.selects_at(iteration, num_known):
             return None
         # Ranks of a group know the same loads, so each prices its part of the layers.
         group = self._groups[0]
@@ -70,7 +68,7 @@ class StrategySelector:
         numbers = agreed.cpu().numpy()
         if spread is not None:
             spread = IterationSpread(spread.num_seen, *numbers[-3:].tolist())
-        report = self._strategy.choose(
+        report = self._strategy.select(
             [executor.context.layer for executor in executors],
             numbers[:-3].reshape(seconds_LC.shape),
             spread,

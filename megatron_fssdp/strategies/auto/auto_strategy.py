@@ -18,8 +18,8 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.strategies.auto.iteration_spread import LEAST_SEEN, IterationSpread
 from megatron_fssdp.strategies.auto.selection_by_seconds import select_by_seconds
 from megatron_fssdp.strategies.auto.selection_report import LayerSelection, SeenSaving, SelectionReport
+from megatron_fssdp.strategies.owner_moves import exchange_s
 from megatron_fssdp.strategies.plan_seconds import plan_seconds
-from megatron_fssdp.strategies.smartmoe import SmartmoeStrategy, exchange_s
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 
 NOTHING = "ep"
@@ -36,7 +36,7 @@ class _Change:
     spread: IterationSpread | None
 
 
-class AutoStrategy:
+class AutoStrategy(Strategy[AutoSettings]):
     """Asks the strategy that a layer has chosen; chooses anew every so many iterations.
 
     Args:
@@ -45,13 +45,14 @@ class AutoStrategy:
     """
 
     replica_life = ReplicaLife.CHOSEN
+    selects = True
 
     def __init__(self, settings: AutoSettings, candidates: Mapping[str, Strategy]) -> None:
-        self.settings = settings
+        super().__init__(settings)
         self.candidates = dict(candidates)
-        self._chosen: dict[int, str] = {}
-        self._has_chosen = False
-        self._exchange_due: set[int] = set()
+        self._selected: dict[int, str] = {}
+        self._has_selected = False
+        self._reshard_due: set[int] = set()
         self._change: _Change | None = None
         self._barred: dict[tuple[int, str], int] = {}
 
@@ -66,8 +67,19 @@ class AutoStrategy:
         """Iterations to measure."""
         return self.settings.profile_iterations
 
-    def check(self, context: LayerContext) -> None:
-        """Nothing to refuse: a candidate that cannot serve the layer is not chosen."""
+    @property
+    def overlaps(self) -> bool:
+        """Where any candidate does."""
+        return any(candidate.overlaps for candidate in self.candidates.values())
+
+    @property
+    def moves_owners(self) -> bool:
+        """Where any candidate does."""
+        return any(candidate.moves_owners for candidate in self.candidates.values())
+
+    def may_replicate(self, layer: int) -> bool:
+        """Whether the strategy that the layer has may."""
+        return self._of(layer).may_replicate(layer)
 
     def limits(self, context: LayerContext) -> str:
         """What can be chosen."""
@@ -78,20 +90,23 @@ class AutoStrategy:
         """Most replicas that any candidate puts on a device."""
         return max(candidate.slots(context) for candidate in self.candidates.values())
 
-    def chosen(self, layer: int) -> str:
+    def selected(self, layer: int) -> str:
         """The strategy that a layer has."""
-        return self._chosen.get(layer, NOTHING)
+        return self._selected.get(layer, NOTHING)
 
-    def resume(self, chosen: Mapping[int, str]) -> None:
-        """Start with the choices of another run of the same model.
+    def _of(self, layer: int) -> Strategy:
+        return self.candidates[self.selected(layer)]
+
+    def resume(self, selected: Mapping[int, str]) -> None:
+        """Start with the selection of another run of the same model.
 
         Args:
-            chosen: Names by layer number; those that are no candidates here are left out.
+            selected: Names by layer number; those that are no candidates here are left out.
         """
-        self._chosen = {layer: name for layer, name in chosen.items() if name in self.candidates}
+        self._selected = {layer: name for layer, name in selected.items() if name in self.candidates}
 
-    def chooses_at(self, iteration: int, num_known: int) -> bool:
-        """Whether strategies are thought over before the iteration after ``iteration`` of them.
+    def selects_at(self, iteration: int, num_known: int) -> bool:
+        """Whether to reconsider the selection once ``iteration`` iterations are complete.
 
         Args:
             iteration: Iterations that the model has been trained for.
@@ -100,7 +115,7 @@ class AutoStrategy:
         # The first iteration is no measure, and as many as quartiles need have to come before a change.
         if num_known <= LEAST_SEEN:
             return False
-        return not self._has_chosen or iteration % self.settings.choice_interval == 0
+        return not self._has_selected or iteration % self.settings.choice_interval == 0
 
     def price(self, contexts: Sequence[LayerContext], histories: Sequence[LoadHistory]) -> np.ndarray:
         """Modelled seconds of an iteration under every candidate, [L, C].
@@ -120,7 +135,7 @@ class AutoStrategy:
             ]
         ).reshape(len(contexts), len(self.candidates))
 
-    def choose(
+    def select(
         self, layers: Sequence[int], seconds_LC: np.ndarray, since_change: IterationSpread | None
     ) -> SelectionReport:
         """Choose anew for all layers; the same arguments on all ranks that share owners.
@@ -132,17 +147,17 @@ class AutoStrategy:
             seconds_LC: What :meth:`price` said, agreed on.
             since_change: Seconds of the iterations since the last change, or since the start.
         """
-        self._has_chosen = True
-        before = {layer: self.chosen(layer) for layer in layers}
+        self._has_selected = True
+        before = {layer: self.selected(layer) for layer in layers}
         seen = self._seen(since_change)
         self._barred = {key: left - 1 for key, left in self._barred.items() if left > 1}
         if seen is not None and seen.is_slower and self._change is not None:
             for layer, name in before.items():
                 if name != (earlier := self._change.before.get(layer, NOTHING)):
                     self._barred[layer, name] = BARRED_CHOICES
-                    self._chosen[layer] = earlier
+                    self._selected[layer] = earlier
         names = list(self.candidates)
-        present_L = np.array([names.index(self.chosen(layer)) for layer in layers], np.int64)
+        present_L = np.array([names.index(self.selected(layer)) for layer in layers], np.int64)
         barred_LC = np.array([[(layer, name) in self._barred for name in names] for layer in layers])
         chosen_L = select_by_seconds(
             seconds_LC, present_L, least_gain=self.settings.least_gain, barred_LC=barred_LC
@@ -158,9 +173,9 @@ class AutoStrategy:
             choices = tuple(replace(choice, strategy=choice.before) for choice in choices)
             report = SelectionReport(choices, since_change, seen, report.saving_s)
         for choice in report.changes:
-            self._chosen[choice.layer] = choice.strategy
-            if isinstance(self.candidates[choice.strategy], SmartmoeStrategy):
-                self._exchange_due.add(choice.layer)
+            self._selected[choice.layer] = choice.strategy
+            if self.candidates[choice.strategy].moves_owners:
+                self._reshard_due.add(choice.layer)
         if report.changes:
             self._change = _Change(before, report.saving_s, since_change)
         elif seen is not None:
@@ -168,32 +183,30 @@ class AutoStrategy:
         return report
 
     def reshards_at(self, iteration: int) -> bool:
-        """Where a layer that exchanges experts is due, or has just begun to."""
-        return bool(self._exchange_due) or any(
-            self.candidates[name].reshards_at(iteration) for name in set(self._chosen.values())
+        """Where a layer is due whose strategy moves owners, or one has just got such a strategy."""
+        return bool(self._reshard_due) or any(
+            self.candidates[name].reshards_at(iteration) for name in set(self._selected.values())
         )
 
     def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
-        """New owners for the layers that have chosen to exchange experts."""
-        self._exchange_due.clear()
-        device_LE = owners.device_LE.copy()
-        for index, context in enumerate(contexts):
-            candidate = self.candidates[self.chosen(context.layer)]
-            if isinstance(candidate, SmartmoeStrategy):
-                context = replace(context, owner_E=owners.device_LE[index])
-                device_LE[index] = candidate.exchanged_owners(context, load_LE[index])
-        return owners.with_owners(device_LE)
+        """New owners for the layers whose strategies move owners."""
+        self._reshard_due.clear()
+        return super().reshard(contexts, load_LE, owners)
+
+    def reshard_layer(self, context: LayerContext, load_E: np.ndarray) -> np.ndarray:
+        """What the layer's strategy says."""
+        return self._of(context.layer).reshard_layer(context, load_E)
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
-        """What the chosen strategy plans."""
-        candidate = self.candidates[self.chosen(context.layer)]
+        """What the layer's strategy plans."""
+        candidate = self._of(context.layer)
         return candidate.before_gate(context, history.excerpt(candidate.window))
 
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
     ) -> LayerPlan:
-        """What the chosen strategy makes of it."""
-        candidate = self.candidates[self.chosen(context.layer)]
+        """What the layer's strategy makes of it."""
+        candidate = self._of(context.layer)
         return candidate.after_gate(context, counts_DE, plan, num_micro_batches)
 
     def _price(self, name: str, context: LayerContext, history: LoadHistory) -> float:
@@ -202,10 +215,10 @@ class AutoStrategy:
         candidate, profile = self.candidates[name], context.profile
         assert profile is not None
         moving_s = 0.0
-        if isinstance(candidate, SmartmoeStrategy):
+        if candidate.moves_owners:
             old_E = context.owner_E
             load_E = history.excerpt(candidate.window).mean_E()
-            context = replace(context, owner_E=candidate.exchanged_owners(context, load_E))
+            context = replace(context, owner_E=candidate.reshard_layer(context, load_E))
             moving_s = exchange_s(old_E, context.owner_E, profile, context.topology)
         times = profile.num_micro_batches
         seconds = []

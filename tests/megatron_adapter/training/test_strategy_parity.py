@@ -62,7 +62,7 @@ def next_in_turn(
     seconds_LC = np.ones((len(contexts), len(names)))
     for index, context in enumerate(contexts):
         able = [name for name in names if choosing.serves(name, context)]
-        following = able[(able.index(choosing.chosen(context.layer)) + 1 + context.layer % 2) % len(able)]
+        following = able[(able.index(choosing.selected(context.layer)) + 1 + context.layer % 2) % len(able)]
         seconds_LC[index, names.index(following)] = 0.1
     return seconds_LC
 

@@ -19,7 +19,7 @@ from megatron_fssdp.planning.transfer.transfer_plan import plain_transfer
 from megatron_fssdp.runtime.exchange.token_exchange import DispatchRecord
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
 from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
+from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 from megatron_fssdp.testing import run_ranks
 
 from ..rank_layer import (
@@ -259,12 +259,10 @@ def test_without_a_known_loop_each_backward_pass_ends_an_iteration() -> None:
     run_ranks(plans_last_until_a_backward_pass, 2, timeout_s=30)
 
 
-class RankDependent:
+class RankDependent(Strategy):
     """A broken strategy: what it plans depends on who asks."""
 
-    window = 1
-
-    def check(self, context: LayerContext) -> None:
+    def __init__(self) -> None:
         pass
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
@@ -273,11 +271,6 @@ class RankDependent:
         present_ED[np.arange(context.num_experts), context.owner_E] = True
         placement = ExpertPlacement(context.owner_E, present_ED)
         return LayerPlan(placement, plain_transfer(placement))
-
-    def after_gate(
-        self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
-    ) -> LayerPlan:
-        return plan
 
 
 def disagree(rank: int, world_size: int) -> str:

@@ -47,8 +47,8 @@ def history_of(strategy: AutoStrategy, *counts_DE: np.ndarray) -> LoadHistory:
 def choose(strategy: AutoStrategy, *counts_DE: np.ndarray, since: IterationSpread | None = None) -> str:
     """What layer 1 has after a look at these loads."""
     history = history_of(strategy, *counts_DE)
-    strategy.choose([1], strategy.price([CONTEXT], [history]), since)
-    return strategy.chosen(1)
+    strategy.select([1], strategy.price([CONTEXT], [history]), since)
+    return strategy.selected(1)
 
 
 def seconds(*values: float) -> IterationSpread:
@@ -59,7 +59,7 @@ def seconds(*values: float) -> IterationSpread:
 
 def test_nothing_is_done_under_balanced_loads() -> None:
     strategy = automatic()
-    assert strategy.chosen(1) == "ep"
+    assert strategy.selected(1) == "ep"
     assert choose(strategy, *[EVEN] * 6) == "ep"
 
 
@@ -69,7 +69,7 @@ def test_a_hot_expert_is_replicated_and_given_up_when_it_cools() -> None:
     plan = strategy.before_gate(CONTEXT, history_of(strategy, HOT))
     plan = strategy.after_gate(CONTEXT, HOT, plan, 1)
     assert plan.placement.num_replicas
-    assert choose(strategy, *[EVEN] * 12) == strategy.chosen(1), "equal under all, so it stays"
+    assert choose(strategy, *[EVEN] * 12) == strategy.selected(1), "equal under all, so it stays"
     strategy = automatic(fssdp=False, prophet=False, fastermoe=False, quota=False)
     assert choose(strategy, *[HOT] * 6) == "ep", "one hot expert is no better elsewhere"
 
@@ -105,7 +105,9 @@ def test_plans_are_those_of_the_chosen_strategy() -> None:
     strategy = automatic(fssdp={"slots": 1, "window": 2})
     for name in strategy.candidates:
         strategy.resume({1: name, 2: "flexmoe"})
-        assert (strategy.chosen(1), strategy.chosen(2)) == (name, "ep"), "what is no candidate is left out"
+        assert (strategy.selected(1), strategy.selected(2)) == (name, "ep"), (
+            "what is no candidate is left out"
+        )
         fixed = build_strategy(name, strategy.settings.candidates[name])
         history = history_of(strategy, EVEN, HOT, EVEN, HOT)
         plan = strategy.before_gate(CONTEXT, history)
@@ -131,8 +133,8 @@ def test_moving_experts_has_its_price() -> None:
     dear = replace(CONTEXT, profile=replace(PROFILE, owned_bytes=10**9))
     strategy = automatic(**only, smartmoe={"reshard_interval": 10**6}, choice_interval=2)
     history = history_of(strategy, *[hot] * 6)
-    strategy.choose([1], strategy.price([dear], [history]), None)
-    assert strategy.chosen(1) == "ep", "moved seconds are shared out over two iterations"
+    strategy.select([1], strategy.price([dear], [history]), None)
+    assert strategy.selected(1) == "ep", "moved seconds are shared out over two iterations"
 
 
 def test_a_candidate_that_cannot_serve_a_layer_is_not_chosen() -> None:
@@ -153,27 +155,27 @@ def test_a_change_that_made_iterations_slower_is_taken_back() -> None:
     history = history_of(strategy, *[HOT] * 6)
     prices = strategy.price([CONTEXT], [history])
     slower = seconds(2e-2, 2.1e-2, 2.2e-2, 2.3e-2)
-    report = strategy.choose([1], prices, slower)
+    report = strategy.select([1], prices, slower)
     assert report.seen is not None
     assert report.seen.is_slower
     assert report.seen.seen_s == pytest.approx(-1e-2)
-    assert strategy.chosen(1) != first
+    assert strategy.selected(1) != first
     assert "taken back" in report.describe()[0]
     for _ in range(BARRED_CHOICES - 1):
-        strategy.choose([1], prices, seconds(1e-2))
-        assert strategy.chosen(1) != first, "not again for a while"
+        strategy.select([1], prices, seconds(1e-2))
+        assert strategy.selected(1) != first, "not again for a while"
 
 
 def test_a_change_that_helped_is_said_to_have() -> None:
     strategy = automatic()
     choose(strategy, *[HOT] * 6, since=seconds(99.0, 99.0, 99.0, 99.0))
-    assert strategy.chosen(1) == "ep", "milliseconds of a minute and more cannot be seen"
+    assert strategy.selected(1) == "ep", "milliseconds of a minute and more cannot be seen"
     choose(strategy, *[HOT] * 6, since=seconds(2e-2, 2e-2, 2e-2, 2e-2))
-    assert strategy.chosen(1) != "ep"
+    assert strategy.selected(1) != "ep"
     history = history_of(strategy, *[HOT] * 6)
-    report = strategy.choose([1], strategy.price([CONTEXT], [history]), seconds(1.5e-2, 1.5e-2))
+    report = strategy.select([1], strategy.price([CONTEXT], [history]), seconds(1.5e-2, 1.5e-2))
     assert report.seen is None, "too few iterations to say"
-    report = strategy.choose([1], strategy.price([CONTEXT], [history]), seconds(*[1.5e-2] * 5))
+    report = strategy.select([1], strategy.price([CONTEXT], [history]), seconds(*[1.5e-2] * 5))
     assert report.seen is not None
     assert not report.changes
     lines = report.describe()
@@ -183,11 +185,11 @@ def test_a_change_that_helped_is_said_to_have() -> None:
 
 def test_choices_come_at_their_interval_and_not_before_costs_are_known() -> None:
     strategy = automatic(choice_interval=10)
-    assert next(n for n in range(12) if strategy.chooses_at(3, n)) == 5
+    assert next(n for n in range(12) if strategy.selects_at(3, n)) == 5
     choose(strategy, *[EVEN] * 6)
-    assert not strategy.chooses_at(11, 9)
-    assert not strategy.chooses_at(20, 0)
-    assert strategy.chooses_at(20, 9)
+    assert not strategy.selects_at(11, 9)
+    assert not strategy.selects_at(20, 0)
+    assert strategy.selects_at(20, 9)
 
 
 @pytest.mark.parametrize(
@@ -215,9 +217,9 @@ def test_what_is_chosen_is_never_modelled_above_doing_nothing(seeds: list[int], 
     loads = [np.random.default_rng(seed).poisson(50, (4, 8)) ** 2 // 10 for seed in seeds]
     history = history_of(strategy, *loads)
     prices_LC = strategy.price([context], [history])
-    report = strategy.choose([1], prices_LC, None)
+    report = strategy.select([1], prices_LC, None)
     modelled = report.choices[0].modelled_s
-    assert modelled[strategy.chosen(1)] <= modelled["ep"]
+    assert modelled[strategy.selected(1)] <= modelled["ep"]
     again = automatic()
-    again.choose([1], prices_LC, None)
-    assert again.chosen(1) == strategy.chosen(1)
+    again.select([1], prices_LC, None)
+    assert again.selected(1) == strategy.selected(1)

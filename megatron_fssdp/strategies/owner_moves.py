@@ -1,0 +1,25 @@
+"""What it costs that experts change their owners.
+
+Shape legend: D devices of the expert-parallel group, E experts of a layer.
+"""
+
+import numpy as np
+
+from megatron_fssdp.planning.cost import cost_model
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.placement.topology import Topology
+
+
+def exchange_s(old_E: np.ndarray, new_E: np.ndarray, profile: LayerProfile, topology: Topology) -> float:
+    """Seconds to move weights and optimizer states of the experts whose device changes.
+
+    Args:
+        old_E: Device of every expert, integers ``[E]``.
+        new_E: Its device afterwards, integers ``[E]``.
+        profile: Measured costs of the layer.
+        topology: Nodes of the devices.
+    """
+    experts_DD = np.zeros((topology.num_devices, topology.num_devices), np.int64)
+    moves = old_E != new_E
+    np.add.at(experts_DD, (old_E[moves], new_E[moves]), 1)
+    return cost_model.all_to_all_s(experts_DD, profile.moved_bytes, topology, profile.cluster)
