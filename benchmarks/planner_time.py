@@ -16,15 +16,9 @@ import numpy as np
 from megatron_fssdp.planning.balanced.materialization_planner import plan_materialization
 from megatron_fssdp.planning.balanced.priced_materialization import priced_materialization
 from megatron_fssdp.planning.balanced.quota_planner import quota_assignment
-from megatron_fssdp.planning.balanced.replica_refinement import refine_replicas
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.dispatch.even_dispatch import (
-    device_tokens_D,
-    dispatch_from_source,
-    dispatch_to_device,
-    expected_device_load_D,
-)
+from megatron_fssdp.planning.dispatch.even_dispatch import EvenDispatch, expected_device_load_D
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy, plan_dispatch
 from megatron_fssdp.planning.papers.prophet_planner import ProphetModel, plan_layer
 from megatron_fssdp.planning.papers.shadow_selection import ShadowingCosts, select_shadows
@@ -150,12 +144,10 @@ def measure(num_experts: int, num_devices: int, slots: int, num_cases: int, min_
     firsts = [first(i) for i in range(num_cases)]
     plans = [plan(i) for i in range(num_cases)]
 
-    def refine(i: int) -> ExpertPlacement:
-        return refine_replicas(firsts[i], loads[i], topology, slots=slots)
-
     def dispatch(i: int, placement: ExpertPlacement) -> None:
-        dispatch_from_source(counts[i], placement, topology, 1)
-        dispatch_to_device(counts[i], placement, topology, 1)
+        even = EvenDispatch(counts[i], placement, topology)
+        even.from_source(1)
+        even.to_device(1)
 
     def dispatch_cold(i: int) -> None:
         dispatch(i, ExpertPlacement(plans[i].owner_E, plans[i].present_ED))
@@ -170,11 +162,10 @@ def measure(num_experts: int, num_devices: int, slots: int, num_cases: int, min_
     note = "max/mean load: owners only {:.2f}, Alg. 1 {:.2f}, plan {:.2f}".format(*ratios)
     row("plan_materialization", plan, note)
     row("sparse_materialization", first)
-    row("refine_replicas from there", refine)
     row("dispatch row + column", lambda i: dispatch(i, plans[i]))
     row("dispatch row + column, owners only", lambda i: dispatch(i, plain))
     row("dispatch row + column, new placement", dispatch_cold)
-    row("device_tokens_D", lambda i: device_tokens_D(counts[i], plans[i], topology))
+    row("device_tokens_D", lambda i: EvenDispatch(counts[i], plans[i], topology).device_tokens_D())
     measure_policies(size, plans, drifted(counts), topology, min_total_s)
     row("two_level_transfer", lambda i: two_level_transfer(plans[i], topology))
     # What the other strategies decide, and what else decides by seconds.

@@ -18,7 +18,7 @@ from benchmarks.testbed.expert_moves import ExpertMoves, Parameters
 from benchmarks.testbed.pacing import Timeline, paced, paced_experts
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost, all_to_all_s, dispatch_tokens_DD
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.dispatch.token_dispatch import EvenDispatch
+from megatron_fssdp.planning.dispatch.even_dispatch import EvenDispatch
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups

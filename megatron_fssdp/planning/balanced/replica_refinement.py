@@ -6,12 +6,8 @@ can leave, or make, one device the straggler. Shape letters: E experts, D device
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from megatron_fssdp.planning.loads.even_dispatch_model import EvenDispatchModel
-from megatron_fssdp.planning.loads.layer_demand import LayerDemand, checked_load
-from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.loads.layer_demand import LayerDemand
 
 BALANCED_RATIO = 1.01
 """Maximum device load over its lower bound, most often the mean, at which the search stops."""
@@ -32,59 +28,14 @@ DEFAULT_MAX_MOVES = 256
 """Most moves of one search."""
 
 
-def refine_replicas(
-    placement: ExpertPlacement,
-    load_DE: np.ndarray,
-    topology: Topology,
-    *,
-    slots: int,
-    max_moves: int = DEFAULT_MAX_MOVES,
-    max_replicated: int | None = None,
-) -> ExpertPlacement:
-    """Moves replicas while that lowers the most loaded device under even dispatch.
+def search(model: EvenDispatchModel, layer: LayerDemand, max_moves: int) -> int:
+    """Makes the best move until balanced, nothing helps or ``max_moves`` are made.
 
     Each move relieves the most loaded device: a new replica of one of its experts on a free slot,
     the same in exchange for a replica there, or the end of one of its own replicas. Of the moves
     tried (its experts by descending share; with many devices, until one lets the next device be
-    the most loaded), the one whose most loaded affected device ends lowest is made; all must end
-    below the present maximum, so it never rises and the search ends: when balanced, when nothing
-    helps, or after ``max_moves``.
-
-    The search starts from the input, or from the owners alone if it would end worse than those.
-
-    Args:
-        placement: Where to start.
-        load_DE: Expected load by source and expert, [D, E].
-        topology: Nodes of the devices.
-        slots: Most replicas a device may hold.
-        max_moves: Most moves made.
-        max_replicated: Most experts with replicas, Alg. 1's overlap degree; None: no bound.
-
-    Returns:
-        A placement whose modelled maximum device load (``expected_device_load_D``) is at most
-        the input's and at most the owners-only placement's.
-    """
-    load = checked_load(load_DE, placement.num_devices, placement.num_experts)
-    replicas_D = placement.replicas_per_device_D
-    if int(replicas_D.max()) > slots:
-        device = int(replicas_D.argmax())
-        raise ValueError(
-            f"device {device} holds {int(replicas_D[device])} replicas: wanted at most slots = {slots}; "
-            "plan the placement to refine with the same slots"
-        )
-    if max_replicated is None:
-        max_replicated = placement.num_experts
-    layer = LayerDemand.of(placement.owner_E, load, topology, slots, max_replicated)
-    model = layer.model_of(placement)
-    num_moves = search(model, layer, max_moves)
-    if model.most_loaded()[0] > layer.owners_max * (1 + ROUNDING):
-        model = layer.owners_model()
-        num_moves = 1 + search(model, layer, max_moves)
-    return ExpertPlacement(placement.owner_E, model.present_ED(), slots=slots) if num_moves else placement
-
-
-def search(model: EvenDispatchModel, layer: LayerDemand, max_moves: int) -> int:
-    """Makes the best move until balanced, nothing helps or ``max_moves`` are made.
+    the most loaded), the one whose most loaded affected device ends lowest is made. All affected
+    devices must end below the present maximum, so the maximum never rises.
 
     Args:
         model: The placement and its loads; changed in place.

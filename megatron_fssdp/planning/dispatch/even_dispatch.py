@@ -23,48 +23,61 @@ MOST_CELLS_AT_ONCE = 1 << 12
 """Sources times experts up to which :func:`even_pair_tokens` handles all cells at once."""
 
 
-def dispatch_from_source(
-    counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology, source: int
-) -> np.ndarray:
-    """What one source sends: int64 [E, D], row ``e`` sums to ``counts_DE[source, e]``.
+@dataclass(frozen=True, eq=False)
+class EvenDispatch:
+    """One micro-batch's tokens in equal parts to the nearest holders (Hecate §4.4).
 
-    Args:
+    Attributes:
         counts_DE: (token, k) pairs by source and expert, integers [D, E].
         placement: Where the experts are.
         topology: Nodes of the devices.
-        source: The sending device.
     """
-    groups = _groups(counts_DE, placement, topology)
-    row = groups.row(source)
-    counts_E = counts_DE[source]
-    share_E = counts_E // row.num_chosen_E
-    rest_E = counts_E - share_E * row.num_chosen_E
-    dispatch_ED = np.zeros((placement.num_experts, placement.num_devices), dtype=np.int64)
-    dispatch_ED.reshape(-1)[row.flat_P] = share_E[row.expert_P] + (row.turn_P < rest_E[row.expert_P])
-    return dispatch_ED
 
+    counts_DE: np.ndarray
+    placement: ExpertPlacement
+    topology: Topology
 
-def dispatch_to_device(
-    counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology, device: int
-) -> np.ndarray:
-    """What one device receives: int64 [D, E], by source and expert.
+    def from_source(self, source: int) -> np.ndarray:
+        """What one source sends: int64 [E, D], row ``e`` sums to ``counts_DE[source, e]``."""
+        row = self._groups().row(source)
+        counts_E = self.counts_DE[source]
+        share_E = counts_E // row.num_chosen_E
+        rest_E = counts_E - share_E * row.num_chosen_E
+        dispatch_ED = np.zeros((self.placement.num_experts, self.placement.num_devices), dtype=np.int64)
+        dispatch_ED.reshape(-1)[row.flat_P] = share_E[row.expert_P] + (row.turn_P < rest_E[row.expert_P])
+        return dispatch_ED
 
-    Equals ``[dispatch_from_source(..., s)[:, device] for s in devices]``.
+    def to_device(self, device: int) -> np.ndarray:
+        """What one device receives: int64 [D, E], by source and expert.
 
-    Args:
-        counts_DE: (token, k) pairs by source and expert, integers [D, E].
-        placement: Where the experts are.
-        topology: Nodes of the devices.
-        device: The receiving device.
-    """
-    groups = _groups(counts_DE, placement, topology)
-    column = groups.column(device)
-    counts_P = counts_DE[column.source_P, column.expert_P]
-    share_P = counts_P // column.num_chosen_P
-    rest_P = counts_P - share_P * column.num_chosen_P
-    dispatch_DE = np.zeros((placement.num_devices, placement.num_experts), dtype=np.int64)
-    dispatch_DE.reshape(-1)[column.flat_P] = share_P + (column.turn_P < rest_P)
-    return dispatch_DE
+        Equals ``[from_source(s)[:, device] for s in devices]``.
+        """
+        column = self._groups().column(device)
+        counts_P = self.counts_DE[column.source_P, column.expert_P]
+        share_P = counts_P // column.num_chosen_P
+        rest_P = counts_P - share_P * column.num_chosen_P
+        dispatch_DE = np.zeros((self.placement.num_devices, self.placement.num_experts), dtype=np.int64)
+        dispatch_DE.reshape(-1)[column.flat_P] = share_P + (column.turn_P < rest_P)
+        return dispatch_DE
+
+    def device_tokens_D(self) -> np.ndarray:
+        """(token, k) pairs that every device computes, exactly: int64 [D]."""
+        pairs = even_pair_tokens(self.counts_DE, self.placement, self.topology)
+        tokens_D = np.zeros(self.placement.num_devices, dtype=np.int64)
+        np.add.at(tokens_D, self._groups().device_P, pairs.own_P + pairs.near_P + pairs.far_P)
+        return tokens_D
+
+    def cross_node_tokens(self) -> int:
+        """Number of (token, k) pairs sent to another node.
+
+        A source's tokens for an expert cross nodes all together or not at all: they do when no
+        device of its node holds the expert.
+        """
+        absent_DE = (self._groups().holders_EN == 0).T[self.topology.node_of_device_D]
+        return int(np.asarray(self.counts_DE)[absent_DE].sum())
+
+    def _groups(self) -> HolderGroups:
+        return _groups(self.counts_DE, self.placement, self.topology)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,14 +110,6 @@ def even_pair_tokens(counts_DE: np.ndarray, placement: ExpertPlacement, topology
         return PairTokens(own_P, _over_all_holders_P(moving_DE, groups), none_P)
     near_P = _take_near_tokens_P(moving_DE, groups, topology)
     return PairTokens(own_P, near_P, _over_all_holders_P(moving_DE, groups))
-
-
-def device_tokens_D(counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> np.ndarray:
-    """Tokens every device computes under even dispatch, exactly: int64 [D]."""
-    pairs = even_pair_tokens(counts_DE, placement, topology)
-    tokens_D = np.zeros(placement.num_devices, dtype=np.int64)
-    np.add.at(tokens_D, holder_groups(placement, topology).device_P, pairs.own_P + pairs.near_P + pairs.far_P)
-    return tokens_D
 
 
 def _over_all_holders_P(moving_DE: np.ndarray, groups: HolderGroups) -> np.ndarray:
@@ -197,17 +202,6 @@ def _split_by_size(moving_DE: np.ndarray, groups: HolderGroups) -> np.ndarray:
         position_KC = (np.arange(size) + expert_K[:, None]) % size
         tokens_P[groups.first_E[expert_K, None] + position_KC] = share_K[:, None] + dealt_KC
     return tokens_P
-
-
-def cross_node_tokens(counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> int:
-    """Number of (token, k) pairs sent to another node.
-
-    A source's tokens for an expert cross nodes all together or not at all: they do when no
-    device of its node holds the expert.
-    """
-    groups = _groups(counts_DE, placement, topology)
-    absent_DE = (groups.holders_EN == 0).T[topology.node_of_device_D]
-    return int(np.asarray(counts_DE)[absent_DE].sum())
 
 
 def expected_device_load_D(load_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> np.ndarray:

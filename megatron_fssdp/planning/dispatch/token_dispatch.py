@@ -3,13 +3,12 @@
 Shape letters: E experts, D devices.
 """
 
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 
-from megatron_fssdp.planning.dispatch import even_dispatch as replica_routing
 from megatron_fssdp.planning.dispatch.balanced_dispatch import balanced_dispatch
+from megatron_fssdp.planning.dispatch.even_dispatch import EvenDispatch
 from megatron_fssdp.planning.dispatch.owner_dispatch import owner_dispatch
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
@@ -35,31 +34,6 @@ class TokenDispatch(Protocol):
     def cross_node_tokens(self) -> int:
         """Pairs sent to another node."""
         ...
-
-
-@dataclass(frozen=True, eq=False)
-class EvenDispatch:
-    """Equal parts to the nearest holders (Hecate §4.4)."""
-
-    counts_DE: np.ndarray
-    placement: ExpertPlacement
-    topology: Topology
-
-    def from_source(self, source: int) -> np.ndarray:
-        """What one source sends: int64 [E, D]."""
-        return replica_routing.dispatch_from_source(self.counts_DE, self.placement, self.topology, source)
-
-    def to_device(self, device: int) -> np.ndarray:
-        """What one device receives: int64 [D, E]."""
-        return replica_routing.dispatch_to_device(self.counts_DE, self.placement, self.topology, device)
-
-    def device_tokens_D(self) -> np.ndarray:
-        """Pairs every device computes: int64 [D]."""
-        return replica_routing.device_tokens_D(self.counts_DE, self.placement, self.topology)
-
-    def cross_node_tokens(self) -> int:
-        """Pairs sent to another node."""
-        return replica_routing.cross_node_tokens(self.counts_DE, self.placement, self.topology)
 
 
 def plan_dispatch(

@@ -4,10 +4,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning.balanced.materialization_planner import plan_materialization, quick_look
-from megatron_fssdp.planning.balanced.replica_refinement import refine_replicas
+from megatron_fssdp.planning.balanced.replica_refinement import search
 from megatron_fssdp.planning.balanced.replica_seeding import holders_wanted, seed_replicas
-from megatron_fssdp.planning.dispatch.even_dispatch import device_tokens_D, expected_device_load_D
+from megatron_fssdp.planning.dispatch.even_dispatch import EvenDispatch, expected_device_load_D
 from megatron_fssdp.planning.loads.even_dispatch_model import EvenDispatchModel
+from megatron_fssdp.planning.loads.layer_demand import LayerDemand
 from megatron_fssdp.planning.papers.sparse_materialization import sparse_materialization
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
@@ -42,7 +43,9 @@ def test_one_hot_expert_is_balanced_for_every_noise(num_tokens):
         assert max_load(counts_DE, few, topology) <= 1.10 * mean, seed
         if num_tokens >= 100_000:
             plain = ExpertPlacement.owners_only(owner_E, 4)
-            assert device_tokens_D(counts_DE, plain, topology).max() == pytest.approx(1.94 * mean, rel=0.02)
+            assert EvenDispatch(counts_DE, plain, topology).device_tokens_D().max() == pytest.approx(
+                1.94 * mean, rel=0.02
+            )
             everywhere = plan_materialization(owner_E, counts_DE, topology, overlap_degree=8, slots=8)
             assert max_load(counts_DE, everywhere, topology) <= 1.01 * mean
 
@@ -83,15 +86,16 @@ def test_a_plan_is_valid_never_worse_than_plain_and_deterministic(case, seed, ov
 
 @examples(150)
 @given(placements(), SEEDS, st.integers(0, 2), st.integers(0, 40))
-def test_refinement_never_raises_the_maximum(case, seed, spare, max_moves):
+def test_the_search_never_raises_the_maximum(case, seed, spare, max_moves):
     topology, placement = case
-    load_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts)
+    load_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts).astype(np.float64)
     slots = int(placement.replicas_per_device_D.max()) + spare
-    refined = refine_replicas(placement, load_DE, topology, slots=slots, max_moves=max_moves)
-    plain = ExpertPlacement.owners_only(placement.owner_E, placement.num_devices)
-    limit = min(max_load(load_DE, placement, topology), max_load(load_DE, plain, topology))
-    assert max_load(load_DE, refined, topology) <= limit * (1 + 1e-9)
-    assert refined.replicas_per_device_D.max() <= slots
+    layer = LayerDemand.of(placement.owner_E, load_DE, topology, slots, placement.num_experts)
+    model = layer.model_of(placement)
+    assert search(model, layer, max_moves) <= max_moves
+    found = layer.placement_of(model)
+    assert max_load(load_DE, found, topology) <= max_load(load_DE, placement, topology) * (1 + 1e-9)
+    assert found.replicas_per_device_D.max() <= slots
 
 
 @examples(100)
@@ -169,24 +173,22 @@ def test_replicas_that_cost_no_memory_stay_though_the_load_is_even():
     assert plan.num_replicas == 2
 
 
-def test_a_free_slot_is_used_by_hand():
+def test_free_slots_are_used_by_hand():
     # Expert 0 loads device 0 with 12 of 16. A replica on device 1 makes that 6 and 10, and one of
     # expert 1 on device 0 then makes it 8 and 8.
-    placement = ExpertPlacement.owners_only(np.array([0, 1]), 2)
     load_DE = np.array([[6.0, 2.0], [6.0, 2.0]])
-    refined = refine_replicas(placement, load_DE, Topology.single_node(2), slots=1)
-    assert [refined.holders(e) for e in (0, 1)] == [(0, 1), (0, 1)]
-    unchanged = refine_replicas(placement, load_DE, Topology.single_node(2), slots=1, max_moves=0)
-    assert unchanged == placement
+    layer = LayerDemand.of(np.array([0, 1]), load_DE, Topology.single_node(2), 1, 2)
+    model = layer.owners_model()
+    assert search(model, layer, 0) == 0
+    assert layer.placement_of(model) == layer.owners_only()
+    assert search(model, layer, 256) == 2
+    assert [layer.placement_of(model).holders(e) for e in (0, 1)] == [(0, 1), (0, 1)]
 
 
 def test_bad_arguments_say_what_was_wanted():
     topology = Topology.single_node(2)
-    everywhere = ExpertPlacement(np.array([0, 0]), np.ones((2, 2), dtype=bool))
-    with pytest.raises(ValueError, match="device 1 holds 2 replicas: wanted at most slots = 1"):
-        refine_replicas(everywhere, np.ones((2, 2)), topology, slots=1)
     with pytest.raises(ValueError, match=r"shape \(2, 3\): wanted \(2, 2\)"):
-        refine_replicas(everywhere, np.ones((2, 3)), topology, slots=2)
+        plan_materialization(np.array([0, 0]), np.ones((2, 3)), topology, overlap_degree=1, slots=1)
     with pytest.raises(ValueError, match=r"load_DE\[0, 1\] is -1.0"):
         plan_materialization(
             np.array([0, 0]), np.array([[1, -1], [1, 1]]), topology, overlap_degree=1, slots=1

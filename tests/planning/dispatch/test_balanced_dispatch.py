@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from megatron_fssdp.planning.balanced.materialization_planner import plan_materialization
 from megatron_fssdp.planning.dispatch import balanced_dispatch
 from megatron_fssdp.planning.dispatch.balanced_dispatch import ENOUGH, level_out
-from megatron_fssdp.planning.dispatch.token_dispatch import EvenDispatch, plan_dispatch
+from megatron_fssdp.planning.dispatch.even_dispatch import EvenDispatch
+from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from tests.drawn_examples import examples

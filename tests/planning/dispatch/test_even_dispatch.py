@@ -3,14 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fssdp.planning.dispatch import even_dispatch as replica_routing
-from megatron_fssdp.planning.dispatch.even_dispatch import (
-    cross_node_tokens,
-    device_tokens_D,
-    dispatch_from_source,
-    dispatch_to_device,
-    expected_device_load_D,
-)
+from megatron_fssdp.planning.dispatch import even_dispatch
+from megatron_fssdp.planning.dispatch.even_dispatch import EvenDispatch, expected_device_load_D
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from tests.drawn_examples import examples
@@ -30,7 +24,7 @@ def held_by(num_devices, *holders_of_experts):
 def test_a_holder_keeps_its_own_tokens():
     counts_DE = np.array([[7], [7], [7]])
     placement = held_by(3, (0, 1))
-    row = dispatch_from_source(counts_DE, placement, Topology.single_node(3), 1)
+    row = EvenDispatch(counts_DE, placement, Topology.single_node(3)).from_source(1)
     assert row.tolist() == [[0, 7, 0]]
 
 
@@ -38,17 +32,17 @@ def test_holders_in_the_sources_node_come_first():
     topology = Topology.uniform(6, 2)
     placement = held_by(6, (0, 1, 3))
     counts_DE = np.full((6, 1), 10)
-    assert dispatch_from_source(counts_DE, placement, topology, 2).tolist() == [[5, 5, 0, 0, 0, 0]]
-    assert dispatch_from_source(counts_DE, placement, topology, 5).tolist() == [[0, 0, 0, 10, 0, 0]]
-    assert cross_node_tokens(counts_DE, placement, topology) == 0
+    assert EvenDispatch(counts_DE, placement, topology).from_source(2).tolist() == [[5, 5, 0, 0, 0, 0]]
+    assert EvenDispatch(counts_DE, placement, topology).from_source(5).tolist() == [[0, 0, 0, 10, 0, 0]]
+    assert EvenDispatch(counts_DE, placement, topology).cross_node_tokens() == 0
 
 
 def test_without_a_holder_in_the_node_all_holders_share():
     topology = Topology.uniform(6, 3)
     placement = held_by(6, (0, 1, 2))
     counts_DE = np.full((6, 1), 9)
-    assert dispatch_from_source(counts_DE, placement, topology, 4).tolist() == [[3, 3, 3, 0, 0, 0]]
-    assert cross_node_tokens(counts_DE, placement, topology) == 18  # devices 4 and 5
+    assert EvenDispatch(counts_DE, placement, topology).from_source(4).tolist() == [[3, 3, 3, 0, 0, 0]]
+    assert EvenDispatch(counts_DE, placement, topology).cross_node_tokens() == 18  # devices 4 and 5
 
 
 def test_remainders_start_at_source_plus_expert():
@@ -56,10 +50,10 @@ def test_remainders_start_at_source_plus_expert():
     placement = held_by(5, (0,), (1, 2, 4))
     counts_DE = np.full((5, 2), 5)  # 5 tokens over 3 holders: 1 each, 2 left
     # source 0: start (0 + 1) % 3 = 1, so the second and third holder; source 3: start 4 % 3 = 1.
-    assert dispatch_from_source(counts_DE, placement, topology, 0)[1].tolist() == [0, 1, 2, 0, 2]
-    assert dispatch_from_source(counts_DE, placement, topology, 3)[1].tolist() == [0, 1, 2, 0, 2]
-    assert dispatch_to_device(counts_DE, placement, topology, 2)[:, 1].tolist() == [2, 0, 5, 2, 0]
-    assert device_tokens_D(counts_DE, placement, topology).tolist() == [25, 7, 9, 0, 9]
+    assert EvenDispatch(counts_DE, placement, topology).from_source(0)[1].tolist() == [0, 1, 2, 0, 2]
+    assert EvenDispatch(counts_DE, placement, topology).from_source(3)[1].tolist() == [0, 1, 2, 0, 2]
+    assert EvenDispatch(counts_DE, placement, topology).to_device(2)[:, 1].tolist() == [2, 0, 5, 2, 0]
+    assert EvenDispatch(counts_DE, placement, topology).device_tokens_D().tolist() == [25, 7, 9, 0, 9]
 
 
 @examples(150)
@@ -69,20 +63,23 @@ def test_rows_columns_and_loads_are_those_of_the_full_tensor(case, seed):
     counts_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts)
     full = brute_force_dispatch_DED(counts_DE, placement, topology)
     for device in range(placement.num_devices):
-        row_ED = dispatch_from_source(counts_DE, placement, topology, device)
-        column_DE = dispatch_to_device(counts_DE, placement, topology, device)
+        row_ED = EvenDispatch(counts_DE, placement, topology).from_source(device)
+        column_DE = EvenDispatch(counts_DE, placement, topology).to_device(device)
         assert row_ED.dtype == column_DE.dtype == np.int64
         np.testing.assert_array_equal(row_ED, full[device])
         np.testing.assert_array_equal(column_DE, full[:, :, device])
         np.testing.assert_array_equal(row_ED.sum(axis=1), counts_DE[device])
         assert not row_ED[~placement.present_ED].any()
         assert not column_DE[:, ~placement.present_ED[:, device]].any()
-    tokens_D = device_tokens_D(counts_DE, placement, topology)
+    tokens_D = EvenDispatch(counts_DE, placement, topology).device_tokens_D()
     np.testing.assert_array_equal(tokens_D, full.sum(axis=(0, 1)))
     assert tokens_D.sum() == counts_DE.sum()
     node_D = np.array(topology.node_of_device)
     crossing_DD = node_D[:, None] != node_D[None, :]
-    assert cross_node_tokens(counts_DE, placement, topology) == full.sum(axis=1)[crossing_DD].sum()
+    assert (
+        EvenDispatch(counts_DE, placement, topology).cross_node_tokens()
+        == full.sum(axis=1)[crossing_DD].sum()
+    )
 
 
 @examples(150)
@@ -91,9 +88,9 @@ def test_large_groups_split_the_same_tokens(case, seed):
     topology, placement = case
     counts_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replica_routing, "MOST_CELLS_AT_ONCE", 0)
-        large_D = device_tokens_D(counts_DE, placement, topology)
-    np.testing.assert_array_equal(large_D, device_tokens_D(counts_DE, placement, topology))
+        patch.setattr(even_dispatch, "MOST_CELLS_AT_ONCE", 0)
+        large_D = EvenDispatch(counts_DE, placement, topology).device_tokens_D()
+    np.testing.assert_array_equal(large_D, EvenDispatch(counts_DE, placement, topology).device_tokens_D())
 
 
 @examples(100)
@@ -103,7 +100,9 @@ def test_expected_load_is_the_dispatch_without_rounding(case, seed):
     # Multiples of every possible number of holders leave no remainder.
     counts_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts) * 840
     expected_D = expected_device_load_D(counts_DE, placement, topology)
-    np.testing.assert_allclose(expected_D, device_tokens_D(counts_DE, placement, topology), rtol=1e-9)
+    np.testing.assert_allclose(
+        expected_D, EvenDispatch(counts_DE, placement, topology).device_tokens_D(), rtol=1e-9
+    )
     fortran = expected_device_load_D(np.asfortranarray(counts_DE), placement, topology)
     np.testing.assert_array_equal(expected_D, fortran)
 
@@ -112,18 +111,18 @@ def test_a_new_topology_is_not_served_from_the_old_tables():
     counts_DE = np.full((4, 1), 6)
     placement = held_by(4, (0, 1, 2))
     one, two = Topology.single_node(4), Topology.uniform(4, 2)
-    assert dispatch_from_source(counts_DE, placement, one, 3).tolist() == [[2, 2, 2, 0]]
-    assert dispatch_from_source(counts_DE, placement, two, 3).tolist() == [[0, 0, 6, 0]]
-    assert dispatch_from_source(counts_DE, placement, one, 3).tolist() == [[2, 2, 2, 0]]
+    assert EvenDispatch(counts_DE, placement, one).from_source(3).tolist() == [[2, 2, 2, 0]]
+    assert EvenDispatch(counts_DE, placement, two).from_source(3).tolist() == [[0, 0, 6, 0]]
+    assert EvenDispatch(counts_DE, placement, one).from_source(3).tolist() == [[2, 2, 2, 0]]
 
 
 def test_bad_arguments_say_what_was_wanted():
     placement = held_by(2, (0,), (1,))
     with pytest.raises(ValueError, match=r"shape \(3, 2\): wanted \(2, 2\)"):
-        dispatch_from_source(np.zeros((3, 2), int), placement, Topology.single_node(2), 0)
+        EvenDispatch(np.zeros((3, 2), int), placement, Topology.single_node(2)).from_source(0)
     with pytest.raises(ValueError, match="2 devices and the topology 3"):
-        dispatch_from_source(np.zeros((2, 2), int), placement, Topology.single_node(3), 0)
+        EvenDispatch(np.zeros((2, 2), int), placement, Topology.single_node(3)).from_source(0)
     with pytest.raises(ValueError, match="source is 2: wanted a device from 0 to 1"):
-        dispatch_from_source(np.zeros((2, 2), int), placement, Topology.single_node(2), 2)
+        EvenDispatch(np.zeros((2, 2), int), placement, Topology.single_node(2)).from_source(2)
     with pytest.raises(ValueError, match="device is -1"):
-        dispatch_to_device(np.zeros((2, 2), int), placement, Topology.single_node(2), -1)
+        EvenDispatch(np.zeros((2, 2), int), placement, Topology.single_node(2)).to_device(-1)
