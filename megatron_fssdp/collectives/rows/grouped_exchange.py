@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fssdp.collectives.failure_place import naming_failures
-from megatron_fssdp.collectives.messages import exchange_in_batch, receive, send
+from megatron_fssdp.collectives.messages import exchange_in_batch, receive, send, wait_for
 from megatron_fssdp.collectives.transfer_lane import thread_lane
 from megatron_fssdp.planning.placement.group_ring import GroupRing
 
@@ -159,11 +159,11 @@ def _drive(
                 ]
             )
         if step:
-            _finish(incoming[step - 1])
+            wait_for(incoming[step - 1])
             if step - 1 == own_step:
                 _copy_own(rank, steps.sent(own_step), steps.parts(own_step, buffers[own_step]))
             arrived[step - 1].set_result(buffers[step - 1])
-            _finish(sends[step - 1])
+            wait_for(sends[step - 1])
     back: list[dist.Work] = []
     for step in range(num_steps):
         parts = steps.parts(step, computed[step].result())
@@ -174,8 +174,8 @@ def _drive(
         ]
         if step == own_step:
             _copy_own(rank, parts, steps.returned(step))
-    _finish(returns)
-    _finish(back)
+    wait_for(returns)
+    wait_for(back)
 
 
 def _copy_own(
@@ -185,11 +185,6 @@ def _copy_own(
     for peer, number, part in targets:
         if peer == rank:
             part.copy_(own[number])
-
-
-def _finish(works: list[dist.Work]) -> None:
-    for work in works:
-        work.wait()
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_fssdp.collectives.messages import exchange
+from megatron_fssdp.collectives.messages import exchange, wait_for
 
 _TO_TAG, _FROM_TAG = 4 << 16, 5 << 16  # apart from other exchanges of the same ranks
 
@@ -159,8 +159,7 @@ def send_to_parts(
         works += _start(route.copies(x.contiguous()), route.by_source(out), route, _TO_TAG + number)
     if meanwhile is not None:
         meanwhile()
-    for work in works:
-        work.wait()
+    wait_for(works)
     return received
 
 
@@ -173,8 +172,7 @@ def sum_from_parts(rows: Sequence[Tensor], route: ShardedRoute) -> tuple[Tensor,
         works += _start(
             route.by_source(x.contiguous()), route.partial_results(out), route, _FROM_TAG + number
         )
-    for work in works:
-        work.wait()
+    wait_for(works)
     return tuple(add_parts(memory) for memory in partial)
 
 
@@ -196,8 +194,4 @@ def _start(
         )
         assert work is not None  # it is only outside the group
         return [work]
-    rank = route.group.rank()
-    own, place = outgoing.pop(rank), incoming.pop(rank)
-    works = exchange(outgoing, incoming, route.group, tag)
-    place.copy_(own)
-    return works
+    return exchange(outgoing, incoming, route.group, tag)

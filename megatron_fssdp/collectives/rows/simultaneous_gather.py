@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fssdp.collectives.messages import exchange_in_batch, receive, send
+from megatron_fssdp.collectives.messages import exchange_in_batch, receive, send, wait_for
 from megatron_fssdp.collectives.rows.sharded_all_to_all import ShardedRoute, add_parts, sum_from_parts
 from megatron_fssdp.collectives.rows.uneven_all_gather import gather_rows
 
@@ -191,19 +191,14 @@ def _run_on_host(slices: Sequence[_Slices], route: SharedRoute) -> None:
             # One step ahead, so that the link does not wait for this rank to notice an end.
             sends.append([send(x, rank, group, tag) for part in slices for rank, x, tag in part.sent(step)])
         if step:
-            _finish(incoming[step - 1])
+            wait_for(incoming[step - 1])
             for part in slices:
                 handed_on += [
                     send(x, peer, peers, tag) for peer, x, tag in part.handed_on(step - 1, part.add(step - 1))
                 ]
-            _finish(sends[step - 1])
-    _finish(gathered)
-    _finish(handed_on)
-
-
-def _finish(works: Sequence[dist.Work]) -> None:
-    for work in works:
-        work.wait()
+            wait_for(sends[step - 1])
+    wait_for(gathered)
+    wait_for(handed_on)
 
 
 _streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fssdp.collectives.messages import exchange
+from megatron_fssdp.collectives.messages import exchange, wait_for
 from megatron_fssdp.collectives.rows.dual_collective import call_with_dual
 
 _GATHER_TAG = 3 << 16  # apart from other exchanges of the same ranks
@@ -93,10 +93,7 @@ def gather_rows(x: Tensor, splits: list[int], group: dist.ProcessGroup) -> Tenso
     out = x.new_empty(sum(splits), *x.shape[1:])
     pieces = list(out.split(splits))
     if dist.get_backend(group) == "gloo":
-        incoming = dict(enumerate(pieces))
-        incoming.pop(group.rank()).copy_(x)
-        for work in exchange(dict.fromkeys(incoming, x), incoming, group, _GATHER_TAG):
-            work.wait()
+        wait_for(exchange(dict.fromkeys(range(len(pieces)), x), dict(enumerate(pieces)), group, _GATHER_TAG))
     else:
         dist.all_gather(pieces, x, group=group)
     return out
@@ -107,20 +104,12 @@ def scatter_rows(x: Tensor, splits: list[int], group: dist.ProcessGroup) -> Tens
     pieces = list(x.contiguous().split(splits))
     out = x.new_empty(pieces[group.rank()].shape)
     if dist.get_backend(group) == "gloo":
-        _sum_pieces(out, pieces, group)
+        parts = out.new_empty(len(pieces), *out.shape)
+        wait_for(exchange(dict(enumerate(pieces)), dict(enumerate(parts)), group, _SCATTER_TAG))
+        torch.sum(parts, dim=0, out=out)
     else:
         dist.reduce_scatter(out, pieces, group=group)
     return out
-
-
-def _sum_pieces(out: Tensor, pieces: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    rank = group.rank()
-    parts = out.new_empty(len(pieces), *out.shape)
-    outgoing, incoming = dict(enumerate(pieces)), dict(enumerate(parts))
-    incoming.pop(rank).copy_(outgoing.pop(rank))
-    for work in exchange(outgoing, incoming, group, _SCATTER_TAG):
-        work.wait()
-    torch.sum(parts, dim=0, out=out)
 
 
 def _check(splits: Sequence[int], group: dist.ProcessGroup) -> list[int]:

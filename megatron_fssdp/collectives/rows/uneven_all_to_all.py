@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_fssdp.collectives.messages import exchange
+from megatron_fssdp.collectives.messages import exchange, wait_for
 
 _COUNTS_TAG = 1 << 16  # unlike the number of any of the tensors that are exchanged together
 
@@ -99,17 +99,14 @@ def gather_counts(counts_E: Tensor, group: dist.ProcessGroup) -> Tensor:
     Returns:
         ``[D, E]``; row ``d`` came from rank ``d``.
     """
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    world_size = dist.get_world_size(group)
     if world_size == 1:
         return counts_E.unsqueeze(0)
     counts_E = counts_E.contiguous()
     counts_DE = counts_E.new_empty(world_size, counts_E.numel())
     if counts_E.device.type == "cpu":
-        counts_DE[rank] = counts_E
-        others = [peer for peer in range(world_size) if peer != rank]
-        incoming = {peer: counts_DE[peer] for peer in others}
-        for work in exchange(dict.fromkeys(others, counts_E), incoming, group, _COUNTS_TAG):
-            work.wait()
+        everyone = range(world_size)
+        wait_for(exchange(dict.fromkeys(everyone, counts_E), dict(enumerate(counts_DE)), group, _COUNTS_TAG))
     else:
         dist.all_gather_into_tensor(counts_DE, counts_E, group=group)
     return counts_DE
@@ -131,8 +128,7 @@ def exchange_rows(
         works += _start_exchange(out, x, output_splits, input_splits, group, tag)
     if meanwhile is not None:
         meanwhile()
-    for work in works:
-        work.wait()
+    wait_for(works)
     return received
 
 
@@ -148,10 +144,6 @@ def _start_exchange(
         work = dist.all_to_all_single(out, x, output_splits, input_splits, group=group, async_op=True)
         assert work is not None  # it is only outside the group
         return [work]
-    outgoing = dict(enumerate(x.split(input_splits)))
-    incoming = dict(enumerate(out.split(output_splits)))
-    rank = dist.get_rank(group)
-    own, place = outgoing.pop(rank), incoming.pop(rank)
-    works = exchange(outgoing, incoming, group, tag)
-    place.copy_(own)
-    return works
+    return exchange(
+        dict(enumerate(x.split(input_splits))), dict(enumerate(out.split(output_splits))), group, tag
+    )

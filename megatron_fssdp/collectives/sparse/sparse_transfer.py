@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fssdp.collectives.failure_place import naming_failures
-from megatron_fssdp.collectives.messages import receive, send
+from megatron_fssdp.collectives.messages import receive, send, wait_for
 from megatron_fssdp.collectives.sparse.transfer_cargo import Cargo, GatherCargo, ReductionCargo, check_cargo
 from megatron_fssdp.collectives.sparse.wavefront import Wavefront
 from megatron_fssdp.collectives.transfer_lane import (
@@ -281,11 +281,11 @@ class SparseTransfer:
                 cargo.expect(message, buffer, work)
             open_sends.append(works[len(receives) :])
             if len(open_sends) > lookahead + 1:
-                _wait(open_sends.popleft())
+                wait_for(open_sends.popleft())
             for message in wavefront.step(t - 1).receives:
                 cargo.settle(message.expert, message.chunk)
         for works in open_sends:
-            _wait(works)
+            wait_for(works)
 
     def _chunk_elements(self, dtype: torch.dtype) -> int:
         if self.chunk_bytes is None:
@@ -322,11 +322,6 @@ def _post(messages: list[_Posting], group: dist.ProcessGroup, device: torch.devi
         ]
     )
     return works if len(works) == len(messages) else works[:1] * len(messages)
-
-
-def _wait(works: list[dist.Work]) -> None:
-    for work in works:
-        work.wait()
 
 
 def _connect(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -17,8 +17,9 @@ from megatron_fssdp.planning.balanced.replica_refinement import (
     search,
 )
 from megatron_fssdp.planning.balanced.replica_seeding import OWNER_RATIO, seed_replicas
+from megatron_fssdp.planning.loads.checked_loads import checked_load
 from megatron_fssdp.planning.loads.even_dispatch_model import EvenDispatchModel
-from megatron_fssdp.planning.loads.layer_demand import LayerDemand, checked_load
+from megatron_fssdp.planning.loads.layer_demand import LayerDemand
 from megatron_fssdp.planning.papers.sparse_materialization import sparse_materialization
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
@@ -119,7 +120,12 @@ def _demand(
 ) -> LayerDemand:
     """What is planned for, checked."""
     owners_only = ExpertPlacement.owners_only(owner_E, topology.num_devices)
-    load = checked_load(load_DE, owners_only.num_devices, owners_only.num_experts)
+    load = checked_load(
+        load_DE,
+        "load_DE",
+        (owners_only.num_devices, owners_only.num_experts),
+        "by source device and expert, as placement and topology have them",
+    )
     if overlap_degree < 0 or slots < 0:
         raise ValueError(
             f"overlap_degree is {overlap_degree} and slots is {slots}: wanted 0 or more of each; "

@@ -9,7 +9,7 @@ Shape letters: E experts, D devices, N nodes, X expert-tensor-parallel peers.
 import numpy as np
 
 from megatron_fssdp.planning.dispatch.quota_dispatch import QuotaDispatch
-from megatron_fssdp.planning.loads.layer_demand import checked_counts
+from megatron_fssdp.planning.loads.checked_loads import checked_counts
 from megatron_fssdp.planning.placement.topology import Topology
 
 CEILING_TOLERANCE = 0.005

@@ -10,7 +10,7 @@ import numpy as np
 from megatron_fssdp.planning.cost import cost_model
 from megatron_fssdp.planning.cost.cost_model import ClusterCost
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
-from megatron_fssdp.planning.loads.layer_demand import checked_counts
+from megatron_fssdp.planning.loads.checked_loads import checked_counts
 from megatron_fssdp.planning.papers.sparse_materialization import sparse_materialization
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology

@@ -8,6 +8,7 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
+from megatron_fssdp.planning.loads.checked_loads import checked_load
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.topology import Topology
 
@@ -44,7 +45,9 @@ def heterogeneous_sharding(
     Returns:
         The new map; an expert whose owner stays the same stays in its slot.
     """
-    load = _checked_load(load_LE, owners)
+    load = checked_load(
+        load_LE, "load_LE", owners.device_LE.shape, "one load for every layer and expert of the owner map"
+    )
     if owners.num_devices != topology.num_devices:
         raise ValueError(
             f"the owner map has {owners.num_devices} devices and the topology {topology.num_devices}: wanted "
@@ -161,18 +164,3 @@ class _LeastLoaded:
             heappush(self._heap, (load, free, number))
         else:
             del self._current[number]
-
-
-def _checked_load(load_LE: np.ndarray, owners: OwnerMap) -> np.ndarray:
-    load = np.ascontiguousarray(load_LE, dtype=np.float64)
-    if load.shape != owners.device_LE.shape:
-        raise ValueError(
-            f"load_LE has shape {load.shape}: wanted {owners.device_LE.shape}, one load for every layer and "
-            "expert of the owner map"
-        )
-    if not (np.isfinite(load) & (load >= 0)).all():
-        layer, expert = (int(i) for i in np.argwhere(~(np.isfinite(load) & (load >= 0)))[0])
-        raise ValueError(
-            f"load_LE[{layer}, {expert}] is {load[layer, expert]}: wanted a finite load of 0 or more"
-        )
-    return load

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD, NUM_ALL_TO_ALLS, exposed_s
-from megatron_fssdp.planning.loads.layer_demand import checked_counts
+from megatron_fssdp.planning.loads.checked_loads import checked_counts
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 
 

@@ -9,6 +9,7 @@ from heapq import heapify, heappop, heapreplace
 
 import numpy as np
 
+from megatron_fssdp.planning.loads.checked_loads import checked_load
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 
@@ -43,7 +44,7 @@ def sparse_materialization(
         A placement with at most ``slots`` replicas on every device.
     """
     placement = ExpertPlacement.owners_only(owner_E, topology.num_devices)
-    load = _checked_load(load_E, placement.num_experts)
+    load = checked_load(load_E, "load_E", (placement.num_experts,), "one load an expert")
     if overlap_degree < 0 or slots < 0:
         raise ValueError(
             f"overlap_degree is {overlap_degree} and slots is {slots}: wanted 0 or more of each; "
@@ -184,13 +185,3 @@ class _FreeSlots:
             insort(devices, (1 - free, device))
         if devices:
             insort(self._nodes, (-self._node_free[node], *devices[0]))
-
-
-def _checked_load(load_E: np.ndarray, num_experts: int) -> np.ndarray:
-    load = np.ascontiguousarray(load_E, dtype=np.float64)
-    if load.shape != (num_experts,):
-        raise ValueError(f"load_E has shape {load.shape}: wanted ({num_experts},), one load an expert")
-    if not np.isfinite(load).all() or load.min() < 0:
-        expert = int(np.flatnonzero(~np.isfinite(load) | (load < 0))[0])
-        raise ValueError(f"load_E[{expert}] is {load[expert]}: wanted a finite load of 0 or more")
-    return load
