@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from itertools import groupby
 
-import yaml
-
 from megatron_fssdp.config.composition import compose
 from megatron_fssdp.config.shipped_files import known_clusters, shipped_runs
+from megatron_fssdp.config.yaml_text import format_yaml
 
 
 def shipped_names() -> str:
@@ -27,4 +26,4 @@ def composed_yaml(names: Sequence[str]) -> str:
     Raises:
         ConfigurationError: One of them cannot be read, or includes itself.
     """
-    return yaml.safe_dump(compose(names).data, sort_keys=False, allow_unicode=True, width=100)
+    return format_yaml(compose(names).data, width=100)

@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.renamed_settings import RECORDED_RUN_HEADER
 from megatron_fssdp.config.run_config import RunConfig
 from megatron_fssdp.config.training_settings import TrainingSettings
 from megatron_fssdp.config.written_files import written_whole
+from megatron_fssdp.config.yaml_text import format_yaml
 from megatron_fssdp.reporting.placement_records import PLACEMENTS_FILE
 from megatron_fssdp.reporting.recorded_run import run_config_of
 from megatron_fssdp.reporting.run_records import LOADS_FILE, METRICS_FILE
@@ -109,7 +108,7 @@ class RunFolder:
         Raises:
             ConfigurationError: It cannot be written.
         """
-        text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        text = format_yaml(config.model_dump(mode="json"))
         with written_whole(self.path, "--out") as partial:
             (partial / self.config.name).write_text(RECORDED_RUN_HEADER + text, encoding="utf-8")
 

@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-import yaml
-
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import load_yaml, unknown_name, validate
 from megatron_fssdp.config.shipped_files import known_clusters
+from megatron_fssdp.config.yaml_text import format_yaml
 
 _SUFFIXES = (".yaml", ".yml")
 
@@ -41,4 +40,4 @@ def cluster_yaml(description: ClusterDescription, comment: str = "") -> str:
     """
     header = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
     data = description.model_dump(mode="json", exclude_none=True)
-    return header + yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=100)
+    return header + format_yaml(data, width=100)

@@ -40,6 +40,30 @@ def parse_yaml(text: str, source: str) -> Any:
         raise ConfigurationError(f"{source}: not valid YAML: {reason}") from None
 
 
+def format_yaml(data: Any, width: int | None = None) -> str:
+    """YAML text that :func:`parse_yaml` reads as the same values, keys in their order.
+
+    Args:
+        data: Plain Python values.
+        width: Length at which lines are broken; by default PyYAML's.
+    """
+    text = _dump(data, width, allow_unicode=True)
+    # PyYAML folds Unicode's own line breaks into others unless it writes all of Unicode as escapes.
+    is_folded = any(line_break in text for line_break in "\x85\u2028\u2029")
+    return _dump(data, width, allow_unicode=False) if is_folded else text
+
+
+def _dump(data: Any, width: int | None, *, allow_unicode: bool) -> str:
+    text: str = yaml.dump(
+        data, Dumper=_StrictDumper, sort_keys=False, allow_unicode=allow_unicode, width=width
+    )
+    return text
+
+
+class _StrictDumper(yaml.SafeDumper):
+    """Safe YAML in which strings that :class:`_StrictLoader` reads as numbers stand in quotes."""
+
+
 class _StrictLoader(yaml.SafeLoader):
     """Safe YAML without aliases, with duplicate keys refused and ``1e-4`` read as a number."""
 
@@ -107,9 +131,10 @@ for _tag, _construct in {
 }.items():
     _StrictLoader.add_constructor(f"tag:yaml.org,2002:{_tag}", _construct)
 
-# YAML 1.1 wants "1.0e-4"; everybody writes "1e-4".
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
+# YAML 1.1 wants "1.0e-4"; everybody writes "1e-4". The dumper has to quote what the loader reads as a number.
+for _class in (_StrictLoader, _StrictDumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+        list("-+0123456789"),
+    )

@@ -15,6 +15,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides, load_yaml, validate
 from megatron_fssdp.config.run_config import RunConfig
 from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY, strategy_settings
+from megatron_fssdp.config.yaml_text import format_yaml
 from tests.drawn_examples import examples
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -109,7 +110,7 @@ TREES = st.recursive(
 def test_what_is_written_is_read(data: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "data.yaml")
-        file.write_text(yaml.safe_dump(data), encoding="utf-8")
+        file.write_text(format_yaml(data), encoding="utf-8")
         assert load_yaml(file) == data
 
 
