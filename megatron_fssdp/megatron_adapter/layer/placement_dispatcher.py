@@ -11,8 +11,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from megatron_fssdp.collectives.rows.model_parallel import gather_tokens
 from megatron_fssdp.runtime.exchange import token_exchange
-from megatron_fssdp.runtime.exchange.pipelined_experts import ExpertCompute
 from megatron_fssdp.runtime.exchange.row_exchanges import TwoStepExchange
+from megatron_fssdp.runtime.exchange.smart_schedule import ExpertCompute
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor, MicroBatch
 from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights
 from megatron_fssdp.runtime.replicas.materialization import Materialization

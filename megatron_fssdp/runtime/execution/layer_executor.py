@@ -18,7 +18,7 @@ from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGE_BYTES
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.exchange.pipelined_experts import ExpertCompute, ExpertPipeline
+from megatron_fssdp.runtime.exchange.smart_schedule import ExpertCompute, ExpertPipeline
 from megatron_fssdp.runtime.exchange.token_exchange import DispatchRecord, plan_exchange
 from megatron_fssdp.runtime.execution.iteration_clock import IterationClock
 from megatron_fssdp.runtime.execution.layer_iteration import LayerIteration

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor
 
 from megatron_fssdp.runtime.exchange import token_exchange
-from megatron_fssdp.runtime.exchange.pipelined_experts import ExpertCompute
 from megatron_fssdp.runtime.exchange.row_exchanges import TwoStepExchange
+from megatron_fssdp.runtime.exchange.smart_schedule import ExpertCompute
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor, MicroBatch
 
 Span = Callable[[str], AbstractContextManager[object]]

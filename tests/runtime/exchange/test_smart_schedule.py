@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.planning.placement.group_ring import GroupRing
-from megatron_fssdp.runtime.exchange.pipelined_experts import ExpertPipeline
+from megatron_fssdp.runtime.exchange.smart_schedule import ExpertPipeline
 from megatron_fssdp.testing import run_ranks
 
 from ..rank_layer import LayerCase, compare_with_reference
