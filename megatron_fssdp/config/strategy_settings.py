@@ -356,9 +356,10 @@ class ParmSettings(PlacementSettings):
         default="auto",
         description=(
             "'s1' divides the tokens of tensor-parallel ranks before the gate, 's2' behind it (Parm §III-B); "
-            "'baseline' is DeepSpeed-MoE's order; 'megatron' is s1 by the two steps that Megatron takes "
-            "under sequence parallelism. 'auto' takes the one of s1, s2 and megatron with the fewest "
-            "modelled seconds, by the layer's shape. Under sequence parallelism s2 is s1."
+            "'baseline' is DeepSpeed-MoE's order; 'megatron' divides the tokens as s1 does and runs the "
+            "collectives that Megatron has under sequence parallelism. 'auto' selects the one of s1, s2 and "
+            "megatron with the fewest modelled seconds, by the layer's shape. Under sequence parallelism s2 "
+            "is s1."
         ),
     )
     simultaneous: bool = Field(

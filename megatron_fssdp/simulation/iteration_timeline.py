@@ -61,7 +61,7 @@ class LayerSeconds:
         regather: spAG of all the plan's replicas, before backward.
         is_ahead: Whether transfers run beside compute.
         is_rematerialized: Whether replicas are gathered for every pass.
-        num_steps: Steps in which rows are exchanged while experts compute; 1: all at once, in turn.
+        num_steps: Steps of the smart schedule; 1 without it, when dispatch, experts and combine run in turn.
         is_each_pass: Whether they are planned, gathered and reduced for every micro-batch alone.
         gather_early: Share of spAG that runs beside the experts of the layer before.
         reduce_late: Share of spRS that runs beside their backward pass.
@@ -87,12 +87,12 @@ class LayerSeconds:
     def exchange_and_experts_s(
         self, first: LinkTimes, second: LinkTimes, experts_s: np.ndarray
     ) -> np.ndarray:
-        """Seconds from the first row sent to the last result under the layer's schedule, [I]."""
+        """Seconds from the first row sent to the last result, with or without the smart schedule, [I]."""
         if self.num_steps > 1:
-            return self.pipelined_s(first, second, experts_s)
+            return self.smart_schedule_s(first, second, experts_s)
         return first.seconds + experts_s + second.seconds
 
-    def pipelined_s(self, first: LinkTimes, second: LinkTimes, experts_s: np.ndarray) -> np.ndarray:
+    def smart_schedule_s(self, first: LinkTimes, second: LinkTimes, experts_s: np.ndarray) -> np.ndarray:
         """Seconds from the first row sent to the last result (FasterMoE, §4.2, Fig. 8), [I].
 
         Messages run ``S_0 … S_{n−1}, R_0 … R_{n−1}`` and compute ``C_0 … C_{n−1}``. Step 0 has the links
@@ -274,7 +274,7 @@ class IterationTimeline:
         first_rows_s = self.now_s + _step_s(first, 0, layer.num_steps)
         late_s = np.maximum(needed_s - first_rows_s, 0.0)
         self._wait("waiting for spAG", self.now_s + late_s)
-        begin_s, together_s = self.now_s, layer.pipelined_s(first, second, experts_s)
+        begin_s, together_s = self.now_s, layer.smart_schedule_s(first, second, experts_s)
         self.now_s = begin_s + together_s
         self.parts_s["experts"] = self.parts_s["experts"] + experts_s
         self.parts_s["all-to-all"] = self.parts_s["all-to-all"] + together_s - experts_s

@@ -17,11 +17,12 @@ NUM_PASSES = 2
 
 @dataclass(frozen=True)
 class ScheduledSeconds:
-    """A layer's forward and backward pass; its experts wait for its collectives, and they for it.
+    """Seconds of a layer's forward and backward pass; experts and collectives run one after the other.
 
     Attributes:
-        communication_s: Collectives. S2's all-to-all counts with what it adds to the gather beside it.
-        compute_s: Experts.
+        communication_s: Seconds of the collectives. S2's all-to-all counts only with the seconds that it adds
+            to the gather beside it.
+        compute_s: Seconds of the experts.
     """
 
     communication_s: float
@@ -29,12 +30,12 @@ class ScheduledSeconds:
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """Seconds of communication and compute together."""
         return self.communication_s + self.compute_s
 
     @property
     def communication_share(self) -> float:
-        """Communication's part of all."""
+        """Communication's share of the total seconds."""
         return self.communication_s / self.total_s
 
 
@@ -48,11 +49,11 @@ def scheduled_seconds(
     """Seconds of a layer with even loads: Parm's Eq. 1, 11 and 14 in each pass, and the experts.
 
     Args:
-        schedule: Which order.
-        layer: What it is about.
-        costs: Of all collectives of the schedule.
-        flops_per_row: Forward of one row by a device's part of an expert.
-        flops_per_s: A device's throughput on experts.
+        schedule: Name of the schedule: ``baseline``, ``megatron``, ``s1`` or ``s2``.
+        layer: Sizes and parallelism of the layer.
+        costs: Costs of all collectives of the schedule.
+        flops_per_row: Floating-point operations of one row's forward pass through a part of an expert.
+        flops_per_s: Throughput of a device on experts.
     """
     forward_s = rows_of_device(schedule, layer) * flops_per_row / flops_per_s
     return ScheduledSeconds(

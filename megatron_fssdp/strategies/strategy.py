@@ -78,7 +78,7 @@ class LayerPlan:
             and reduce what it says for that micro-batch alone, beside the dispatch. The plan itself then
             has no replicas.
         split: Which part of the transfers runs beside the experts of the layer before, in place of the
-            compute between the two; where weights stay for an iteration, and not under the pipelined
+            compute between the two; where weights stay for an iteration, and not under the smart
             schedule.
         tokens_ED: How many of this micro-batch's pairs of each expert each device computes, in place
             of the policy; int64 ``[E, D]``.

@@ -26,7 +26,7 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_ow
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import plain_transfer, two_level_transfer
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.exchange.row_exchanges import TwoStepExchange
+from megatron_fssdp.runtime.exchange.row_exchanges import MegatronExchange
 from megatron_fssdp.runtime.exchange.token_exchange import DispatchRecord
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
 from megatron_fssdp.runtime.execution.layer_pass import run_layer
@@ -236,7 +236,7 @@ def strategy_of(case: LayerCase) -> Strategy:
     return DrawnPlacements(case)
 
 
-class NotedExchange(TwoStepExchange):
+class NotedExchange(MegatronExchange):
     """Keeps the record when it is there: a recomputed forward pass does not come to its end."""
 
     def __init__(self, groups: ExpertGroups, records: list[DispatchRecord]) -> None:

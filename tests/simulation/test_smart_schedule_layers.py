@@ -36,10 +36,10 @@ def test_steps_by_hand() -> None:
     S ends at 1, 4, 7; C at 3, 6, 9; R at 8 (behind all S), 11 and, C_2 at 9 being ready, 14.
     """
     exchange = times(1.0, 6.0)
-    piped = layer(3, 6.0, exchange)
-    assert piped.pipelined_s(exchange, exchange, np.array([6.0])).tolist() == [14.0]
+    smart = layer(3, 6.0, exchange)
+    assert smart.smart_schedule_s(exchange, exchange, np.array([6.0])).tolist() == [14.0]
     timeline = IterationTimeline(1)
-    timeline.forward("layer", piped, is_first=True)
+    timeline.forward("layer", smart, is_first=True)
     assert timeline.now_s.tolist() == [14.0]
     assert timeline.parts_s["experts"].tolist() == [6.0]
     in_turn = IterationTimeline(1)
@@ -50,12 +50,12 @@ def test_steps_by_hand() -> None:
 @pytest.mark.parametrize("experts_s", [0.0, 1.0, 50.0])
 def test_never_below_either_lane(experts_s: float) -> None:
     exchange = times(0.5, 2.0)
-    seconds = layer(4, experts_s, exchange).pipelined_s(exchange, exchange, np.array([experts_s]))
+    seconds = layer(4, experts_s, exchange).smart_schedule_s(exchange, exchange, np.array([experts_s]))
     assert max(5.0, experts_s) <= seconds[0] <= 5.0 + experts_s
 
 
 def test_one_node_has_only_links_inside() -> None:
     exchange = times(6.0, 0.0)
     # Own rows at once, then three others of 2 s. S ends at 0, 2, 4, 6; C at 3, 6, 9, 12; R at 6, 8, 11, 14.
-    seconds = layer(4, 12.0, exchange).pipelined_s(exchange, exchange, np.array([12.0]))
+    seconds = layer(4, 12.0, exchange).smart_schedule_s(exchange, exchange, np.array([12.0]))
     assert seconds.tolist() == [14.0]

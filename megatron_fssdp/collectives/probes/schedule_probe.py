@@ -60,7 +60,7 @@ def measure_schedules(
     def rows(number: int) -> torch.Tensor:
         return like.new_zeros(number, width)
 
-    def fused(per_device: int) -> tuple[float, Callable[[], object]]:
+    def to_parts(per_device: int) -> tuple[float, Callable[[], object]]:
         route = ShardedRoute(parts, num_parts, [per_device] * num_devices, [per_device] * parts.size())
         sent = rows(per_device * num_devices)
         return sent.nbytes * num_parts, lambda: send_to_parts((sent,), route)
@@ -79,7 +79,7 @@ def measure_schedules(
 
     def scattered(group: dist.ProcessGroup) -> Probe:
         def prepare(per_device: int) -> tuple[float, Callable[[], object]]:
-            # Summed in fp32, as the two steps do.
+            # Megatron's order sums in fp32.
             number = per_device * num_devices
             parts_of_sums = like.new_zeros(number * group.size(), width, dtype=torch.float32)
             num_bytes = len(parts_of_sums) * width * element_bytes
@@ -98,7 +98,7 @@ def measure_schedules(
 
     probes: dict[tuple[Kind, Group], Probe] = {}
     if parts.size() > 1:
-        probes["all_to_all", "ep_esp"] = fused
+        probes["all_to_all", "ep_esp"] = to_parts
     if num_devices > 1:
         probes["all_to_all", "ep"] = of_devices
     if expert_tensor_parallel is not None:

@@ -1,13 +1,13 @@
-"""Rows to all parts of their experts at once, and the sums of the parts' results back: EP&ESP-AlltoAll.
+"""EP&ESP-AlltoAll of Parm's S1 and S2: rows to all parts of their experts, and sums of results back.
 
-Each expert is cut into X parts on as many ranks (expert tensor parallelism). Instead of an all-to-all
-among the ranks of one part and a gather among the parts, every rank sends its rows to all parts
-itself; on the way back it receives a partial result from each and adds them up: Parm's local dump and local
-combine (§III-C). One direction is the other's backward pass.
+Expert tensor parallelism divides each expert into X parts on as many ranks. Schedule megatron runs an
+all-to-all among the ranks of one part and then a gather among the parts. Here every rank sends its rows to
+all parts itself. On the way back it receives a partial result from each part and adds them up: Parm's local
+dump and local combine (§III-C). Each direction is the other's backward pass.
 
-Ranks of the group are numbered as Megatron does: part ``x`` of device ``d`` is rank ``d * X + x``.
-Shape letters: A rows sent by this rank, R rows received, S sources (by part, then device), D devices,
-X parts, M model dim.
+Ranks of the group are numbered as in Megatron: part ``x`` of device ``d`` is rank ``d * X + x``.
+Shape letters: A rows that this rank sends, R rows that it receives, S sources (by part, then device),
+D devices, X expert-tensor-parallel peers, M model dimension.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,13 +26,13 @@ _TO_TAG, _FROM_TAG = 4 << 16, 5 << 16  # apart from other exchanges of the same 
 
 @dataclass(frozen=True, eq=False)
 class ShardedRoute:
-    """Which rows go from and to whom.
+    """How many rows this rank sends to each device and receives from each source.
 
     Attributes:
-        group: The ranks of all parts of all devices.
-        num_parts: X, of each expert.
-        send_D: Rows of this rank for each device; every part of it gets all of them.
-        receive_S: Rows from each source: by part, then device.
+        group: Process group of the ranks of all parts of all devices.
+        num_parts: Number of parts of each expert, X.
+        send_D: Rows of this rank for each device, ``[D]``; every part of the device gets all of them.
+        receive_S: Rows from each source, by part, then device, ``[S]``.
     """
 
     group: dist.ProcessGroup

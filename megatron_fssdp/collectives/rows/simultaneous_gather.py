@@ -1,12 +1,12 @@
-"""Parts' results home and on to all tensor-parallel ranks at the same time: SAA (Parm, §III-D, Fig. 5).
+"""SAA of Parm's schedule S2: an all-to-all of results with a simultaneous gather (Parm, §III-D, Fig. 5).
 
-The ranks of a tensor-parallel group have divided their common rows. Each gets the results of its own rows
-from the parts of the experts (EP&ESP-AlltoAll), and all of them need all results (MP-AllGather). Slice by
-slice, those of one device after another, results are handed on while the next slice is on its way: the
-all-to-all keeps the links between nodes busy, the gather those inside a node. The own device's slice,
-without slow links, comes first.
+Under S2 the ranks of a tensor-parallel group divide their common rows. Each rank receives the results of its
+own rows from the parts of the experts (EP&ESP-AlltoAll), and all of them need all results (MP-AllGather).
+The results of one device are one slice. Each slice is handed on while the next slice travels, so that the
+all-to-all uses the links between nodes and the gather uses those inside a node. The own device's slice,
+which needs no slow link, comes first.
 
-Shape letters: A rows of this rank, N tensor-parallel ranks, D devices, X parts of an expert.
+Shape letters: A rows of this rank, N tensor-parallel ranks, D devices, X expert-tensor-parallel peers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,9 +29,9 @@ class SharedRoute:
 
     Attributes:
         own: The route of this rank's rows.
-        peers: The tensor-parallel ranks.
-        send_ND: Rows of each of them for each device.
-        device_N: The device that each of them is a part of.
+        peers: Process group of the tensor-parallel ranks.
+        send_ND: Rows that each tensor-parallel rank sends to each device, ``[N, D]``.
+        device_N: Device that each tensor-parallel rank belongs to, ``[N]``.
     """
 
     own: ShardedRoute

@@ -166,8 +166,8 @@ class StrategyMoELayer(MoELayer):
     ) -> tuple[torch.Tensor, None]:
         """The present experts, owned and replicated, on the dispatched rows."""
         dispatcher = self.token_dispatcher
-        if dispatcher.is_pipelined:
-            return dispatcher.run_pipeline(hidden_states, probs, self._compute), None
+        if dispatcher.has_smart_schedule:
+            return dispatcher.run_smart_schedule(hidden_states, probs, self._compute), None
         rows, rows_per_expert, row_probs = dispatcher.dispatch_postprocess(hidden_states, probs)
         with self.executor.computing(rows.shape[0], rows.device):
             output = self._compute(rows, row_probs, rows_per_expert.tolist(), dispatcher.take_experts())

@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from megatron_fssdp.collectives.rows.model_parallel import gather_tokens
 from megatron_fssdp.runtime.exchange import token_exchange
-from megatron_fssdp.runtime.exchange.row_exchanges import TwoStepExchange
+from megatron_fssdp.runtime.exchange.row_exchanges import MegatronExchange
 from megatron_fssdp.runtime.exchange.smart_schedule import ExpertCompute
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor, MicroBatch
 from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights
@@ -29,8 +29,8 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
     def __init__(self, executor: LayerExecutor, config: Any, pg_collection: Any) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.executor = executor
-        self._next_exchange: TwoStepExchange | None = None
-        self._exchange: TwoStepExchange | None = None
+        self._next_exchange: MegatronExchange | None = None
+        self._exchange: MegatronExchange | None = None
         self._divided_among: dist.ProcessGroup | None = None
         self._materialization: Materialization | None = None
         self._micro_batch: MicroBatch | None = None
@@ -39,11 +39,11 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
         self._probs_dtype = torch.float32
 
     @property
-    def is_pipelined(self) -> bool:
-        """Whether dispatch, experts and combine run in steps."""
+    def has_smart_schedule(self) -> bool:
+        """Whether dispatch, experts and combine run in steps (FasterMoE's smart schedule)."""
         return self.executor.groups.ring is not None
 
-    def use(self, exchange: TwoStepExchange, divided_among: dist.ProcessGroup | None = None) -> None:
+    def use(self, exchange: MegatronExchange, divided_among: dist.ProcessGroup | None = None) -> None:
         """Tell how the next forward pass exchanges its rows.
 
         Args:
@@ -54,7 +54,7 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
         self._next_exchange, self._divided_among = exchange, divided_among
 
     @property
-    def exchange(self) -> TwoStepExchange:
+    def exchange(self) -> MegatronExchange:
         """That of the forward pass under way."""
         if self._exchange is None:
             raise RuntimeError(
@@ -80,14 +80,14 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
         """
         self._hidden_shape = hidden_states.shape
         self._probs_dtype = probs.dtype  # in which Megatron sums the parts of an expert's results
-        exchange, self._next_exchange = self._next_exchange or TwoStepExchange(self.executor.groups), None
+        exchange, self._next_exchange = self._next_exchange or MegatronExchange(self.executor.groups), None
         self._exchange = exchange
         tokens, probs, routing_map = exchange.gather(
             hidden_states.reshape(-1, hidden_states.shape[-1]), probs, routing_map
         )
         self._micro_batch = micro_batch = self.executor.begin_micro_batch(routing_map, exchange.groups)
         self._materialization = micro_batch.materialization
-        if self.is_pipelined:
+        if self.has_smart_schedule:
             tokens, self._experts = self._materialization.apply(tokens, wait=False)
         elif not self._materialization.beside_dispatch:
             tokens, self._experts = self._materialization.apply(tokens)
@@ -97,28 +97,28 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
     def token_dispatch(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Phase 2: all-to-all to the experts' devices; in :meth:`run_pipeline` if that is in steps."""
-        if self.is_pipelined:
+        """Phase 2: all-to-all to the experts' devices; or :meth:`run_smart_schedule` instead."""
+        if self.has_smart_schedule:
             return hidden_states, probs
         rows, probs = self.exchange.dispatch(hidden_states, probs, self.executor.plan_following)
         if self._materialization is not None and self._materialization.beside_dispatch:
             rows, self._experts = self._materialization.apply(rows)
         return rows, probs
 
-    def run_pipeline(
+    def run_smart_schedule(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, compute: ExpertCompute
     ) -> torch.Tensor:
-        """Phases 2 to 5 in steps: results of the rows that this rank sends.
+        """Run phases 2 to 5 in steps and return the results of the rows that this rank sends, ``[A, M]``.
 
         Args:
-            hidden_states: ``[A, M]`` in the order of sending.
-            probs: ``[A]``.
-            compute: The experts.
+            hidden_states: Rows in the order of sending, ``[A, M]``.
+            probs: Routing probabilities of these rows, ``[A]``.
+            compute: The experts' forward pass.
         """
         assert self._micro_batch is not None
-        pipeline = self.executor.pipeline(self._micro_batch, compute)
-        assert pipeline is not None
-        return pipeline.run(hidden_states, probs, self.take_experts())
+        smart_schedule = self.executor.smart_schedule(self._micro_batch, compute)
+        assert smart_schedule is not None
+        return smart_schedule.run(hidden_states, probs, self.take_experts())
 
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
@@ -139,7 +139,7 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Phase 5: all-to-all back to the tokens' ranks."""
-        if self.is_pipelined:
+        if self.has_smart_schedule:
             return hidden_states
         return self.exchange.combine(hidden_states)
 

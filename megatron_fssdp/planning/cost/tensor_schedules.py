@@ -16,8 +16,9 @@ from typing import Literal, get_args
 from megatron_fssdp.planning.cost.cost_model import LinkCost
 
 Schedule = Literal["baseline", "megatron", "s1", "s2"]
-"""``baseline`` is DeepSpeed-MoE's order, ``s1`` and ``s2`` are Parm's. ``megatron`` is ours: tokens as in
-``s1``, by the two steps that Megatron takes under sequence parallelism."""
+"""Order of a layer's collectives. ``baseline`` is DeepSpeed-MoE's, ``s1`` and ``s2`` are Parm's. ``megatron``
+is ours: it divides tokens as ``s1`` does and runs the collectives that Megatron has under sequence
+parallelism."""
 
 LEAST_SLICE_BYTES = 1 << 19
 """A slice of SAA costs all ranks a step; below this there is hardly anything to hide (docs/log.md)."""

@@ -1,4 +1,4 @@
-"""Groups of ranks that exchange rows in turn (FasterMoE, §4.2)."""
+"""Groups of ranks that exchange rows in turn under the smart schedule (FasterMoE, §4.2)."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,11 @@ class GroupRing:
     """Consecutive ranks in groups of equal size, seen from one of them.
 
     Attributes:
-        rank: The rank.
-        num_ranks: Of all groups.
-        group_size: Ranks of a group; divides ``num_ranks``.
-        own_last: Whether the own group's turn is the last one, and not the first; the same on all ranks.
+        rank: The rank from which the ring is seen.
+        num_ranks: Number of ranks in all groups together.
+        group_size: Number of ranks in a group; divides ``num_ranks``.
+        own_last: Whether a rank exchanges with its own group in the last step instead of the first; the same
+            on all ranks.
     """
 
     rank: int
@@ -33,10 +34,10 @@ class GroupRing:
         """Groups of a given size; else closely connected ranks, those of a node, are one (FasterMoE, §4.2).
 
         Args:
-            rank: The rank.
-            topology: Nodes of the ranks.
-            group_size: Ranks of a group; None: those of a node, or a single one where there is one node
-                or nodes differ in size.
+            rank: The rank from which the ring is seen.
+            topology: Nodes of the expert-parallel ranks.
+            group_size: Number of ranks in a group. Default: the ranks of a node; a single rank if there is
+                only one node or nodes differ in size.
 
         Raises:
             ValueError: The size does not divide the ranks.

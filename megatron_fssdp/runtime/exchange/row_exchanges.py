@@ -1,11 +1,13 @@
-"""How one micro-batch's rows get to all parts of their experts, and the results back: four orders.
+"""Parm's four schedules: how a micro-batch's rows reach all parts of their experts, and the results return.
 
-The adapter's dispatcher calls the same steps of each, in Megatron's order: gather, permute, dispatch,
-gather_peers, (experts), sum_peers, combine, unpermute. What differs is which tokens a rank brings and
-which collectives carry their rows (Parm, §III, Fig. 3 and 4).
+There is one class for each schedule: baseline, megatron, S1 and S2. The adapter's dispatcher calls the same
+steps of each: gather, permute, dispatch, gather_peers, (experts), sum_peers, combine, unpermute. Schedules
+differ in the tokens that a rank brings and in the collectives that carry their rows (Parm, §III, Fig. 3
+and 4).
 
-Shape legend: T tokens of this rank, A assignments (token, k), R received rows, M model dim, E experts,
-N tensor-parallel ranks.
+Shape letters: T tokens of this rank, A rows that this rank sends, one for each (token, selected expert),
+R rows that it receives, M model dimension, E experts, N tensor-parallel ranks, X expert-tensor-parallel
+peers.
 """
 
 from collections.abc import Callable
@@ -35,13 +37,13 @@ from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.exchange.token_exchange import DispatchRecord, order_of_sending
 
 
-class TwoStepExchange:
-    """Megatron's order: all-to-all among the devices, then a gather among the parts of each expert.
+class MegatronExchange:
+    """Schedule ``megatron``: all-to-all among the devices, then a gather among the parts of each expert.
 
     One object serves one forward pass; the backward pass has its own copies in the autograd graph.
 
     Args:
-        groups: The layer's process groups.
+        groups: Process groups of the layer's expert, expert-tensor and tensor parallelism.
     """
 
     def __init__(self, groups: ExpertGroups) -> None:
@@ -50,23 +52,23 @@ class TwoStepExchange:
 
     @property
     def record(self) -> DispatchRecord:
-        """Where the rows go and come from."""
+        """Ranks to which this rank's rows go and ranks from which it receives rows."""
         if self._record is None:
             raise RuntimeError("exchange out of order: start follows gather and comes before everything else")
         return self._record
 
     def gather(self, hidden: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The tokens and assignments whose counts are exchanged.
+        """The tokens that this rank brings to the exchange, with their probabilities and selected experts.
 
         Args:
-            hidden: ``[T, M]``.
-            probs: ``[T, E]``.
-            routing_map: bool ``[T, E]``.
+            hidden: Hidden states of this rank's tokens, ``[T, M]``.
+            probs: Routing probabilities, ``[T, E]``.
+            routing_map: Experts that each token selected, bool ``[T, E]``.
         """
         return hidden, probs, routing_map
 
     def start(self, record: DispatchRecord, placement: ExpertPlacement) -> None:
-        """Take what followed from the counts."""
+        """Use the placement, and the dispatch record that followed from the exchanged counts."""
         self._record = record
 
     def permute(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,15 +84,15 @@ class TwoStepExchange:
         )
 
     def gather_peers(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """What the other parts of the experts have received as well: ``[R, M]`` and ``[R]``."""
+        """Rows and probabilities that all parts of the experts have received, ``[R, M]`` and ``[R]``."""
         return token_exchange.gather_peers(rows, probs, self.record, self.groups.expert_tensor_parallel)
 
     def sum_peers(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Sums of the parts' results, where this rank has to form them.
+        """Sums of the parts' results, if this rank forms them before the results travel back.
 
         Args:
-            rows: This part's results, ``[R, M]`` in the order in which rows came.
-            dtype: In which to sum.
+            rows: Results of this rank's parts of the experts, in the order in which rows came, ``[R, M]``.
+            dtype: Data type of the sums.
         """
         return token_exchange.sum_over_peers(rows, self.record, self.groups.expert_tensor_parallel, dtype)
 
@@ -103,11 +105,11 @@ class TwoStepExchange:
         return token_exchange.unpermute(rows, self.record)
 
 
-class FusedExchange(TwoStepExchange):
-    """Parm's EP&ESP-AlltoAll: every rank sends to all parts itself (§III-C, Fig. 4c and d)."""
+class S1Exchange(MegatronExchange):
+    """Schedule ``s1``: each rank sends to all parts of experts, EP&ESP-AlltoAll (Parm §III-C, Fig. 4c, d)."""
 
     def start(self, record: DispatchRecord, placement: ExpertPlacement) -> None:
-        """Take what followed from the counts."""
+        """Use the placement and the dispatch record, and work out the route to all parts of the experts."""
         super().start(record, placement)
         self._route = ShardedRoute(
             self.groups.parts or self.groups.expert_parallel,
@@ -124,27 +126,27 @@ class FusedExchange(TwoStepExchange):
         return rows, probs
 
     def gather_peers(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Nothing is missing."""
+        """Rows and probabilities unchanged: each part of an expert has received all of them."""
         return rows, probs
 
     def sum_peers(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """The tokens' ranks add up."""
+        """Results unchanged: the ranks that sent the rows add up the parts' results."""
         return rows
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Results back to the tokens' ranks, and their sums."""
+        """Results back to the tokens' ranks, which add up those of all parts."""
         return results_from_parts(rows, self._route)
 
 
-class DividedExchange(FusedExchange):
-    """Parm's S2: tensor-parallel ranks with the same tokens and gate divide the rows (§III-B, Fig. 3c).
+class S2Exchange(S1Exchange):
+    """Schedule ``s2``: tensor-parallel ranks with the same tokens and gate divide the rows (§III-B, Fig. 3c).
 
-    Of each expert's tokens a rank sends every N-th; all ranks get all results. Needs experts that are with
-    their owners only, because then each rank knows in which order the others send.
+    Of each expert's tokens a rank sends every N-th, and all ranks get all results. The placement must have no
+    replicas, because only then each rank knows in which order the others send.
 
     Args:
-        groups: The layer's process groups, with the tensor-parallel one.
-        simultaneous: Whether results are handed on slice by slice (SAA) or when all are there.
+        groups: The layer's process groups, including the tensor-parallel one.
+        simultaneous: Whether to hand results on slice by slice (SAA) or after all of them have arrived.
     """
 
     def __init__(self, groups: ExpertGroups, *, simultaneous: bool = True) -> None:
@@ -154,10 +156,10 @@ class DividedExchange(FusedExchange):
         self._simultaneous = simultaneous
 
     def gather(self, hidden: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's part of the assignments, and all tokens."""
+        """All tokens, and this rank's share of the pairs of token and selected expert."""
         self._load_E = routing_map.sum(dim=0).cpu().numpy()
         numbers = torch.arange(routing_map.shape[1], device=routing_map.device)
-        # Begun elsewhere for each expert, or the first rank would get every rest.
+        # Each expert's turns begin at another rank; otherwise the first rank would get every remainder.
         turn = (routing_map.cumsum(dim=0) - 1 + numbers) % self._peers.size()
         self._parts_N = [routing_map & (turn == peer) for peer in range(self._peers.size())]
         return hidden, probs, self._parts_N[self._peers.rank()]
@@ -181,29 +183,29 @@ class DividedExchange(FusedExchange):
         self._shared = SharedRoute(self._route, self._peers, send_ND, self.groups.devices_of_peers)
 
     def permute(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens and flat probabilities as they are; rows are formed when they are sent."""
+        """Tokens ``[T, M]`` and flat probabilities ``[E * T]``; rows are formed when they are sent."""
         return hidden, probs.t().reshape(-1)
 
     def dispatch(
         self, rows: Tensor, probs: Tensor, meanwhile: Callable[[], object] | None
     ) -> tuple[Tensor, Tensor]:
-        """MP-Split and EP&ESP-AlltoAll; backward, the same results for all ranks as :meth:`unpermute`."""
-        found: tuple[Tensor, Tensor] = _DividedDispatch.apply(self, meanwhile, rows, probs)
+        """MP-Split and EP&ESP-AlltoAll; the backward pass gives all ranks the same gradients."""
+        found: tuple[Tensor, Tensor] = _S2Dispatch.apply(self, meanwhile, rows, probs)
         return found
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Nothing yet."""
+        """Rows unchanged: :meth:`unpermute` sends the results back."""
         return rows
 
     def unpermute(self, rows: Tensor) -> Tensor:
         """EP&ESP-AlltoAll, MP-AllGather and the sum of each token's results."""
-        output: Tensor = _DividedCombine.apply(self, rows)
+        output: Tensor = _S2Combine.apply(self, rows)
         return output
 
     def send_own(
         self, hidden: Tensor, probs: Tensor | None = None, meanwhile: Callable[[], object] | None = None
     ) -> tuple[Tensor, ...]:
-        """This rank's rows of ``[T, M]``, and flat probabilities if given, to all parts of the experts."""
+        """Send this rank's rows of ``[T, M]``, and flat probabilities if given, to the experts' parts."""
         record = self.record
         sent = [hidden.index_select(0, record.token_A)]
         if probs is not None:
@@ -223,11 +225,11 @@ class DividedExchange(FusedExchange):
         return tokens, scores
 
 
-class _DividedDispatch(torch.autograd.Function):
+class _S2Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        exchange: DividedExchange,
+        exchange: S2Exchange,
         meanwhile: Callable[[], object] | None,
         hidden: Tensor,
         probs: Tensor,
@@ -243,9 +245,9 @@ class _DividedDispatch(torch.autograd.Function):
         return None, None, *found
 
 
-class _DividedCombine(torch.autograd.Function):
+class _S2Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: DividedExchange, rows: Tensor) -> Tensor:
+    def forward(ctx: Any, exchange: S2Exchange, rows: Tensor) -> Tensor:
         ctx.exchange = exchange
         output, _ = exchange.collect(rows, None)
         assert output is not None
@@ -257,26 +259,27 @@ class _DividedCombine(torch.autograd.Function):
         return None, ctx.exchange.send_own(gradient)[0]
 
 
-class GatheredExchange(TwoStepExchange):
-    """DeepSpeed-MoE's order, Parm's baseline: the parts of an expert share all their tokens first (Fig. 3a).
+class BaselineExchange(MegatronExchange):
+    """Schedule ``baseline``, DeepSpeed-MoE's: the parts of an expert first share all their tokens (Fig. 3a).
 
-    ESP-AllGather, EP-AlltoAll, experts, ESP-AllReduce, EP-AlltoAll, ESP-Split. Where tensor-parallel ranks
-    have the same tokens, everything is done as often as there are such ranks.
+    ESP-AllGather, EP-AlltoAll, experts, ESP-AllReduce, EP-AlltoAll, ESP-Split. Tensor-parallel ranks with the
+    same tokens all do the same work.
 
     Args:
-        groups: The layer's process groups.
+        groups: Process groups of the layer's expert, expert-tensor and tensor parallelism.
     """
 
     def __init__(self, groups: ExpertGroups) -> None:
-        # After the gather the parts' ranks have the same tokens, and look like whole experts.
+        # After the gather the ranks of an expert's parts have the same tokens, as if each had a whole expert.
         super().__init__(replace(groups, expert_tensor_parallel=None, parts=None))
         self._parts = groups.expert_tensor_parallel
         self._repeats = 1 if groups.tensor_parallel is None else groups.tensor_parallel.size()
         self._tokens_X: list[int] = []
 
     def gather(self, hidden: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The tokens of all parts' ranks, by rank."""
-        # Of equal tokens each rank finds the whole gradient; experts, which meet them all, must not.
+        """The tokens of all ranks that hold parts of the same experts, in the order of ranks."""
+        # Ranks with equal tokens each compute the tokens' whole gradient. The experts see every copy of these
+        # tokens, so the incoming gradient is scaled down and the outgoing one up.
         hidden, probs = (scale_gradient(x, float(self._repeats)) for x in (hidden, probs))
         if self._parts is None:
             return hidden, probs, routing_map
@@ -288,29 +291,29 @@ class GatheredExchange(TwoStepExchange):
         return gather(hidden), gather(probs), gather(routing_map.to(torch.uint8)).bool()
 
     def sum_peers(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """ESP-AllReduce."""
+        """Sums of the parts' results on all their ranks: ESP-AllReduce."""
         return rows if self._parts is None else sum_over(rows.to(dtype), self._parts).to(rows.dtype)
 
     def unpermute(self, rows: Tensor) -> Tensor:
-        """Sums of each token's results, and of these the own ones: ESP-Split."""
+        """Sums of the results of each of this rank's own tokens: ESP-Split."""
         output = super().unpermute(rows)
         if self._parts is not None:
             output = split_rows(output, self._tokens_X, self._parts)
         return scale_gradient(output, 1 / self._repeats)
 
 
-def exchange_of(schedule: Schedule, groups: ExpertGroups, *, simultaneous: bool = True) -> TwoStepExchange:
-    """The exchange of a forward pass under a schedule.
+def exchange_of(schedule: Schedule, groups: ExpertGroups, *, simultaneous: bool = True) -> MegatronExchange:
+    """The exchange of one forward pass under a schedule.
 
     Args:
-        schedule: Which order. ``s2`` is ``s1`` where the tensor-parallel ranks have different tokens.
-        groups: The layer's process groups.
-        simultaneous: For ``s2``: SAA, or one collective after the other.
+        schedule: Name of the schedule. ``s2`` equals ``s1`` if tensor-parallel ranks have different tokens.
+        groups: Process groups of the layer's expert, expert-tensor and tensor parallelism.
+        simultaneous: Whether ``s2`` uses SAA or runs one collective after the other.
     """
     if schedule == "baseline":
-        return GatheredExchange(groups)
+        return BaselineExchange(groups)
     if schedule == "megatron":
-        return TwoStepExchange(groups)
+        return MegatronExchange(groups)
     if schedule == "s2" and groups.tensor_parallel is not None:
-        return DividedExchange(groups, simultaneous=simultaneous)
-    return FusedExchange(groups)
+        return S2Exchange(groups, simultaneous=simultaneous)
+    return S1Exchange(groups)

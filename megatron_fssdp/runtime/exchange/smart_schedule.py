@@ -1,12 +1,14 @@
-"""Dispatch, experts and combine as one autograd node that runs them group by group (FasterMoE, §4.2).
+"""FasterMoE's smart schedule (§4.2): dispatch, experts and combine as one autograd node, group by group.
 
-Forward and backward are the same exchange in steps: rows there and results back, results' gradients
-there and rows' gradients back. Each step has an autograd graph of its own for the experts. What it
-saves is not handed to hooks around the layer: those of non-reentrant recomputation would run a forward
-pass in the middle of the backward exchange, which other ranks would wait for. So there the experts'
-activations are kept.
+Forward and backward run the same exchange in steps. Forward, rows travel to the experts and results travel
+back; backward, the results' gradients travel to the experts and the rows' gradients travel back. Each step
+has an autograd graph of its own for the experts. The tensors saved in it are not handed to hooks around the
+layer: the hooks of non-reentrant recomputation would run a forward pass in the middle of the backward
+exchange, and other ranks would wait for it. Under such recomputation the experts' activations are therefore
+kept.
 
-Shape legend: A rows sent by this rank, R rows of a step, M model dim.
+Shape letters: A rows that this rank sends, R rows of one step, M model dimension, G present experts, S ranks
+that send rows (sources).
 """
 
 from collections.abc import Callable, Sequence
@@ -40,19 +42,20 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class ExpertPipeline:
-    """One micro-batch's exchange in steps.
+class SmartSchedule:
+    """One micro-batch's dispatch, experts and combine in steps.
 
     Attributes:
-        record: Where the rows go and come from.
-        ring: The groups of ranks.
-        group: The expert-parallel ranks.
-        compute: The experts.
+        record: Ranks to which this rank's rows go and ranks from which it receives rows.
+        ring: The groups of expert-parallel ranks that exchange rows in turn.
+        group: Process group of the expert-parallel ranks.
+        compute: The experts' forward pass for the rows of one step.
         before_forward: Called when the first rows are on their way.
-        await_weights: Waits for the experts that are still on theirs. Called in the backward pass before the
-            first step, and forward before the first step with rows for such an expert, at the latest
-            the last one: what has arrived is computed meanwhile (FasterMoE, §4.2, Fig. 7).
-        travels_G: Whether each of the present experts may be on its way.
+        await_weights: Waits for replicas' weights that are still in transfer. The backward pass calls it
+            before the first step. The forward pass calls it before the first step with rows for such a
+            replica, at the latest before the last step, so that the rows of earlier steps are computed
+            meanwhile (FasterMoE, §4.2, Fig. 7).
+        travels_G: Whether the weights of each present expert may still be in transfer, bool ``[G]``.
     """
 
     record: DispatchRecord
@@ -64,24 +67,24 @@ class ExpertPipeline:
     travels_G: Sequence[bool] = ()
 
     def run(self, rows: Tensor, probs: Tensor, experts: Sequence[ExpertWeights]) -> Tensor:
-        """Results of the rows sent: ``[A, M]``.
+        """Run all steps and return the results of the rows that this rank sent, ``[A, M]``.
 
         Every rank of the group has to call it, also without rows; ``rows`` must require a gradient on all
         ranks or on none, and so must ``probs``.
 
         Args:
-            rows: ``[A, M]`` in the order of sending.
-            probs: ``[A]``.
-            experts: Weights of the present experts, ascending.
+            rows: Rows in the order of sending, ``[A, M]``.
+            probs: Routing probabilities of these rows, ``[A]``.
+            experts: Weights of the present experts, ascending by expert.
         """
         tensors = [tensor for expert in experts for tensor in expert.tensors()]
         per_expert = len(tensors) // len(experts) if experts else 0
         builds = torch.is_grad_enabled()
-        results: Tensor = _PipelinedExperts.apply(self, per_expert, builds, rows, probs, *tensors)
+        results: Tensor = _SmartScheduledExperts.apply(self, per_expert, builds, rows, probs, *tensors)
         return results
 
     def needs_weights(self, step: int) -> bool:
-        """Whether a step has rows for an expert that may be on its way, or is the last one."""
+        """Whether a step has rows for an expert whose weights may be in transfer, or is the last step."""
         received_SG = self.record.received_SG[list(self.ring.senders(step))]
         return step == self.ring.num_steps - 1 or bool(received_SG[:, np.flatnonzero(self.travels_G)].any())
 
@@ -99,11 +102,11 @@ class ExpertPipeline:
         return select(results, by_source)
 
 
-class _PipelinedExperts(torch.autograd.Function):
+class _SmartScheduledExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        pipeline: ExpertPipeline,
+        schedule: SmartSchedule,
         per_expert: int,
         builds: bool,
         rows: Tensor,
@@ -123,46 +126,46 @@ class _PipelinedExperts(torch.autograd.Function):
 
         def compute(step: int, received: Sequence[Tensor]) -> list[Tensor]:
             if not step:
-                pipeline.before_forward()
-            if pipeline.needs_weights(step):
-                pipeline.await_weights()
+                schedule.before_forward()
+            if schedule.needs_weights(step):
+                schedule.await_weights()
             inputs = [
                 x.detach().requires_grad_(builds and need) for x, need in zip(received, needs, strict=False)
             ]
             with torch.set_grad_enabled(builds), saved_tensors_hooks(_as_it_is, _as_it_is):
-                output = pipeline.of_step(step, inputs[0], inputs[1], experts)
+                output = schedule.of_step(step, inputs[0], inputs[1], experts)
             if builds:
                 kept.append((inputs[0], inputs[1], output))
             return [output.detach()]
 
         results = torch.empty_like(rows)
-        record = pipeline.record
+        record = schedule.record
         exchange_in_steps(
             [rows.contiguous(), probs.contiguous()],
             [results],
             record.send_D,
             record.receive_D,
             compute,
-            pipeline.ring,
-            pipeline.group,
+            schedule.ring,
+            schedule.group,
         )
-        ctx.pipeline, ctx.kept, ctx.leaves = pipeline, kept, leaves
+        ctx.schedule, ctx.kept, ctx.leaves = schedule, kept, leaves
         ctx.like = rows.new_empty(0), probs.new_empty(0)
         return results
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        pipeline, kept, leaves = ctx.pipeline, ctx.kept, ctx.leaves
-        ctx.pipeline = ctx.leaves = None  # the graph may be kept for longer than the weights
+        schedule, kept, leaves = ctx.schedule, ctx.kept, ctx.leaves
+        ctx.schedule = ctx.leaves = None  # the graph may be kept for longer than the weights
         needs_rows, needs_probs, *needs_weights = ctx.needs_input_grad[3:]
-        record = pipeline.record
+        record = schedule.record
         wanted_leaves = [leaf for leaf, need in zip(leaves, needs_weights, strict=True) if need]
         sums: list[Tensor | None] = [None] * len(wanted_leaves)
 
         def compute(step: int, received: Sequence[Tensor]) -> list[Tensor]:
             if not step:
-                pipeline.await_weights()
+                schedule.await_weights()
             rows, probs, output = kept[step]
             kept[step] = None  # its activations are free from here on
             inputs = [x for x, need in ((rows, needs_rows), (probs, needs_probs)) if need]
@@ -190,8 +193,8 @@ class _PipelinedExperts(torch.autograd.Function):
             record.send_D,
             record.receive_D,
             compute,
-            pipeline.ring,
-            pipeline.group,
+            schedule.ring,
+            schedule.group,
         )
         of_weights = iter(sums)
         weights = [

@@ -18,7 +18,7 @@ from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGE_BYTES
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.exchange.smart_schedule import ExpertCompute, ExpertPipeline
+from megatron_fssdp.runtime.exchange.smart_schedule import ExpertCompute, SmartSchedule
 from megatron_fssdp.runtime.exchange.token_exchange import DispatchRecord, plan_exchange
 from megatron_fssdp.runtime.execution.iteration_clock import IterationClock
 from megatron_fssdp.runtime.execution.layer_iteration import LayerIteration
@@ -247,12 +247,12 @@ class LayerExecutor:
             self.clock.latest = materialization
         return MicroBatch(exchange, materialization, plan)
 
-    def pipeline(self, micro_batch: MicroBatch, compute: ExpertCompute) -> ExpertPipeline | None:
-        """Dispatch, experts and combine of a micro-batch in steps, if the groups say so.
+    def smart_schedule(self, micro_batch: MicroBatch, compute: ExpertCompute) -> SmartSchedule | None:
+        """Dispatch, experts and combine of a micro-batch under the smart schedule; ``None`` without it.
 
         Args:
-            micro_batch: What :meth:`begin_micro_batch` said; its weights need not have been waited for.
-            compute: The experts.
+            micro_batch: The result of :meth:`begin_micro_batch`; its replicas may still be in transfer.
+            compute: The experts' forward pass.
         """
         if self.groups.ring is None:
             return None
@@ -270,7 +270,7 @@ class LayerExecutor:
             with self.computing(rows.shape[0], rows.device):
                 return compute(rows, probs, rows_per_expert, experts)
 
-        return ExpertPipeline(
+        return SmartSchedule(
             micro_batch.exchange,
             ring,
             self.groups.expert_parallel,

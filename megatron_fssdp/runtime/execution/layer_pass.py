@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor
 
 from megatron_fssdp.runtime.exchange import token_exchange
-from megatron_fssdp.runtime.exchange.row_exchanges import TwoStepExchange
+from megatron_fssdp.runtime.exchange.row_exchanges import MegatronExchange
 from megatron_fssdp.runtime.exchange.smart_schedule import ExpertCompute
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor, MicroBatch
 
@@ -31,35 +31,35 @@ def run_layer(
     routing_map: Tensor,
     compute: ExpertCompute,
     *,
-    exchange: TwoStepExchange | None = None,
+    exchange: MegatronExchange | None = None,
     span: Span = _untimed,
 ) -> tuple[Tensor, MicroBatch]:
     """Send tokens to their experts, compute, and sum each token's results.
 
     Args:
-        executor: The layer.
-        hidden: ``[T, M]``.
-        probs: ``[T, E]``.
-        routing_map: bool ``[T, E]``.
-        compute: The experts.
-        exchange: In which order collectives carry rows, of this pass alone; by default in two steps.
-        span: Entered around ``counts and plan``, ``dispatch`` and ``combine``, or, where all is pipelined,
-            around ``dispatch, experts and combine``.
+        executor: The layer's executor.
+        hidden: Hidden states of this rank's tokens, ``[T, M]``.
+        probs: Routing probabilities, ``[T, E]``.
+        routing_map: Experts that each token selected, bool ``[T, E]``.
+        compute: The experts' forward pass.
+        exchange: Order of the collectives that carry rows, for this pass only. Default: Megatron's order.
+        span: Context manager entered around ``counts and plan``, ``dispatch`` and ``combine``; under the
+            smart schedule around ``counts and plan`` and ``dispatch, experts and combine``.
 
     Returns:
         ``[T, M]``, and what was decided for this pass.
     """
-    exchange = exchange or TwoStepExchange(executor.groups)
+    exchange = exchange or MegatronExchange(executor.groups)
     hidden, probs, routing_map = exchange.gather(hidden, probs, routing_map)
     with span("counts and plan"):
         micro_batch = executor.begin_micro_batch(routing_map, exchange.groups)
     record, materialization = micro_batch.exchange, micro_batch.materialization
     exchange.start(record, micro_batch.plan.placement)
-    pipeline = executor.pipeline(micro_batch, compute)
-    if pipeline is not None:
+    smart_schedule = executor.smart_schedule(micro_batch, compute)
+    if smart_schedule is not None:
         hidden, experts = materialization.apply(hidden, wait=False)
         with span("dispatch, experts and combine"):
-            rows = pipeline.run(*exchange.permute(hidden, probs), experts)
+            rows = smart_schedule.run(*exchange.permute(hidden, probs), experts)
         return materialization.release(exchange.unpermute(rows)), micro_batch
     if not materialization.beside_dispatch:
         hidden, experts = materialization.apply(hidden)

@@ -47,7 +47,7 @@ def test_collectives_of_equations_11_and_14():
     ]
 
 
-def test_megatrons_two_steps():
+def test_megatrons_order():
     assert sizes("megatron", LAYER) == [
         ("all_to_all", "ep", 1500),
         ("all_gather", "esp", 3000),

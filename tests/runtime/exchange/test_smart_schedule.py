@@ -1,4 +1,4 @@
-"""The exchange in steps gives what the exchange with all at once gives: the reference's numbers."""
+"""The smart schedule gives what the exchange with all at once gives: the reference's numbers."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.planning.placement.group_ring import GroupRing
-from megatron_fssdp.runtime.exchange.smart_schedule import ExpertPipeline
+from megatron_fssdp.runtime.exchange.smart_schedule import SmartSchedule
 from megatron_fssdp.testing import run_ranks
 
 from ..rank_layer import LayerCase, compare_with_reference
 from ..replicas.test_materialization import CASES, TOLERANCE
 
-PIPELINED = [
+SMART = [
     replace(case, name=f"{case.name}-by-{group_size}", group_size=group_size)
     for case, group_size in zip(CASES, [1, 2, 4] * len(CASES), strict=False)
 ]
@@ -22,8 +22,8 @@ PIPELINED = [
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(PIPELINED[::2], id="some"),
-        pytest.param(PIPELINED[1::2], id="others", marks=pytest.mark.slow),
+        pytest.param(SMART[::2], id="some"),
+        pytest.param(SMART[1::2], id="others", marks=pytest.mark.slow),
     ],
 )
 def test_equals_the_reference(cases: list[LayerCase]) -> None:
@@ -41,8 +41,8 @@ def test_weights_are_awaited_where_rows_need_them() -> None:
     def steps_that_wait(travels_G: tuple[bool, ...], own_last: bool) -> list[int]:
         ring = GroupRing(0, 4, 1, own_last)
         record = SimpleNamespace(received_SG=received_SG)
-        pipeline = ExpertPipeline(record, ring, None, None, travels_G=travels_G)  # type: ignore[arg-type]
-        return [step for step in range(4) if pipeline.needs_weights(step)]
+        schedule = SmartSchedule(record, ring, None, None, travels_G=travels_G)  # type: ignore[arg-type]
+        return [step for step in range(4) if schedule.needs_weights(step)]
 
     assert steps_that_wait((False, True), own_last=False) == [0, 2, 3]
     # The own rows' turn comes last: rank 1's are computed before anybody waits.

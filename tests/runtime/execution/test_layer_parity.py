@@ -82,7 +82,7 @@ CASES_4 = (
         LayerCase("resident-micro-batches", transfers="resident", schedule="FBFFBB", num_nodes=2),
         LayerCase("resident-everywhere", transfers="resident", placement="everywhere", schedule="FFBB"),
         LayerCase("resident-recomputed", transfers="resident", schedule="FFBB", recompute="reentrant"),
-        LayerCase("resident-pipelined", transfers="resident", schedule="FB", group_size=2, num_nodes=2),
+        LayerCase("resident-smart-schedule", transfers="resident", schedule="FB", group_size=2, num_nodes=2),
         LayerCase("resident-in-turn", transfers="resident_in_turn", schedule="FBFB", dtype=torch.float32),
         LayerCase("resident-bf16", transfers="resident", dtype=torch.bfloat16, schedule="FBFB"),
         LayerCase(
