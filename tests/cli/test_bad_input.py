@@ -103,11 +103,10 @@ def test_damaged_files(place: Path, command: Callable, arguments, file: str, dam
     assert contents(place) == before
 
 
-@pytest.mark.parametrize("damage", YAML_FILE.values(), ids=YAML_FILE)
-def test_damaged_strategy_file(place: Path, damage: Damage) -> None:
-    damage(place / "strategy.yaml")
-    if (place / "strategy.yaml").is_file() and not (place / "strategy.yaml").read_bytes():
-        return  # no settings are good settings
+# An empty file holds no settings, which is valid: all keep their defaults.
+@pytest.mark.parametrize("name", [name for name in YAML_FILE if name != "empty"])
+def test_a_damaged_strategy_file_is_refused(place: Path, name: str) -> None:
+    YAML_FILE[name](place / "strategy.yaml")
     with pytest.raises(ConfigurationError) as refused:
         resolve_strategy("fssdp", place / "strategy.yaml")
     assert "strategy.yaml" in str(refused.value)

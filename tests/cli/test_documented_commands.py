@@ -63,3 +63,4 @@ def test_the_search_finds_commands_and_wrong_options() -> None:
         for command in commands_in(page.read_text("utf-8"))
     )
     assert found > 60
+    assert sum(len(SHIPPED_FILE.findall(page.read_text("utf-8"))) for page in PAGES) > 20

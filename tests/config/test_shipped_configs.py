@@ -57,6 +57,7 @@ def value_of(words: list[str], flag: str) -> str:
     }.items(),
 )
 def test_every_file_names_the_schema_and_has_its_folders_sections(folder: str, sections: set[str]) -> None:
+    assert names_in(folder)
     for name in names_in(folder):
         path = file(folder, name)
         schema, comment, *_ = path.read_text(encoding="utf-8").splitlines()
@@ -115,6 +116,7 @@ def test_every_model_goes_with_its_clusters_and_every_strategy(
     model: str, cluster: str, schedule: str
 ) -> None:
     job = reduce(lay_over, (data_of(*part) for part in zip(PARTS, (model, cluster, schedule), strict=True)))
+    assert names_in("strategies")
     for strategy in names_in("strategies"):
         more = ["parallelism.sequence=true"] if (cluster, strategy) == ("parm-b", "none") else []
         data = lay_over(job, data_of("strategies", strategy))
@@ -200,6 +202,7 @@ def test_parms_bert_base_without_experts_is_bert_base() -> None:
 
 
 def test_berts_train_on_sentences_and_gpts_on_texts() -> None:
+    assert names_in("models")
     for name in names_in("models"):
         run = load_run([file("models", name), file("training", "tiny")])
         assert run.model.family == ("bert" if "bert" in name else "gpt")

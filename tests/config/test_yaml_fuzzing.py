@@ -126,9 +126,11 @@ def test_overrides_are_valid_or_refused(overrides: list[str], name: str) -> None
         refused_in_one_line(error, "override '")
         return
     try:
-        strategy_settings(name, data, "--moe-strategy-set")
+        settings = strategy_settings(name, data, "--moe-strategy-set")
     except ConfigurationError as error:
         refused_in_one_line(error, "--moe-strategy-set")
+        return
+    assert strategy_settings(name, settings.model_dump(mode="json"), "again") == settings
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))

@@ -5,7 +5,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_fssdp.data.prose import MAX_WORDS, sentences
@@ -77,7 +77,29 @@ def test_a_source_with_a_mistake_gives_its_comments() -> None:
     assert sentences("# a comment of three words\ndef f(:\n", is_python=True) == ["a comment of three words"]
 
 
-@given(st.text(max_size=300), st.booleans())
+PIECES = [
+    "word",
+    "Other",
+    "e.g.",
+    "end.",
+    "=",
+    "#",
+    "# ",
+    '"""',
+    "def f():",
+    "\n",
+    "\n\n",
+    "- ",
+    "\t",
+    "\\x41",
+    "1",
+]
+TEXTS = st.text(max_size=300) | st.lists(st.sampled_from(PIECES), max_size=60).map(" ".join)
+
+
+@given(TEXTS, st.booleans())
+@example("Three words here. And three more.", False)
+@example("# Three words here.", True)
 def test_any_text_gives_lines_of_words_of_it(text: str, is_python: bool) -> None:
     letters = set(text.expandtabs())
     for sentence in sentences(text, is_python):

@@ -1,4 +1,4 @@
-"""Whatever is in a run's files, they load to something valid or are refused in one line with the name."""
+"""Files of a run with any content load to valid records, or are refused in one line that names the file."""
 
 import io
 import json
@@ -14,6 +14,9 @@ from rich.console import Console
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.data.manifest import MANIFEST_FILE, BuiltFile, DataManifest, read_manifest
 from megatron_fssdp.reporting.comparison_table import comparison_table
+from megatron_fssdp.reporting.page.report_page import page_html, page_sections
+from megatron_fssdp.reporting.page.reported_run import read_reported_runs
+from megatron_fssdp.reporting.placement_records import PLACEMENTS_FILE, PlacementsWriter, read_placements
 from megatron_fssdp.reporting.recorded_run import read_run
 from megatron_fssdp.reporting.run_records import (
     LOADS_FILE,
@@ -75,12 +78,65 @@ ANY_ARRAY = arrays.arrays(
 )
 
 
-@given(st.dictionaries(st.sampled_from(["counts_ILDE", "iterations", "layers", "other"]), ANY_ARRAY))
-@examples(100)
-def test_loads_of_any_arrays(content) -> None:
+@given(
+    st.dictionaries(st.sampled_from(["counts_ILDE", "iterations", "layers", "other"]), ANY_ARRAY),
+    st.booleans(),
+)
+@example({"iterations": np.array(1)}, True)
+@example({"layers": np.array(1)}, True)
+@example({"counts_ILDE": np.array(1, np.int32)}, True)
+@examples(150)
+def test_loads_of_any_arrays(content, keep_others: bool) -> None:
     file = io.BytesIO()
-    np.savez(file, **content)
+    with np.load(io.BytesIO(loads_file(compressed=False))) as good:
+        np.savez(file, **{**(good if keep_others else {}), **content})
     loads_or_refusal(file.getvalue())
+
+
+def placements_file() -> bytes:
+    owned_LED = np.arange(8)[None, :, None] // 2 == np.arange(4)
+    tokens_LD = np.arange(4)[None]
+    with tempfile.TemporaryDirectory() as folder:
+        with PlacementsWriter(folder, [1]) as writer:
+            for iteration in (1, 2):
+                writer.append(iteration, owned_LED, owned_LED, tokens_LD, tokens_LD)
+        return Path(folder, PLACEMENTS_FILE).read_bytes()
+
+
+def placements_or_refusal(content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, PLACEMENTS_FILE).write_bytes(content)
+        try:
+            placements = read_placements(folder)
+        except ConfigurationError as error:
+            refused_in_one_line(error, Path(folder, PLACEMENTS_FILE))
+            return
+    shape = (len(placements.iterations), len(placements.layers))
+    assert placements.owned_ILED.shape[:2] == placements.present_ILED.shape[:2] == shape
+    assert (
+        placements.tokens_ILD.shape
+        == placements.ep_tokens_ILD.shape
+        == (*shape, placements.owned_ILED.shape[3])
+    )
+    assert min(placements.tokens_ILD.min(), placements.ep_tokens_ILD.min()) >= 0
+
+
+@given(CHANGES)
+@examples(150)
+def test_changed_placements(changes) -> None:
+    placements_or_refusal(changed(placements_file(), changes))
+
+
+PLACEMENT_ARRAYS = ["owned_bits", "present_bits", "ep_tokens_ILD", "tokens_ILD", "iterations", "layers"]
+
+
+@given(st.dictionaries(st.sampled_from(PLACEMENT_ARRAYS), ANY_ARRAY))
+@examples(100)
+def test_placements_of_any_arrays(content) -> None:
+    file = io.BytesIO()
+    with np.load(io.BytesIO(placements_file())) as good:
+        np.savez(file, **{**good, **content})
+    placements_or_refusal(file.getvalue())
 
 
 def metrics_file() -> bytes:
@@ -115,6 +171,16 @@ VALUES = (
 )
 
 
+GOOD_VALUES = (
+    st.just(0)
+    | st.integers(0, (1 << 63) - 1)
+    | st.floats(0, allow_infinity=False)
+    | st.just(None)
+    | st.text(max_size=4)
+    | st.lists(st.integers(0, 1 << 40), max_size=3)
+)
+
+
 @given(st.sampled_from(["of the iteration", "of a layer"]), st.data())
 @examples(150)
 def test_metrics_with_any_value(where: str, data: st.DataObject) -> None:
@@ -123,6 +189,25 @@ def test_metrics_with_any_value(where: str, data: st.DataObject) -> None:
     record = record if where == "of the iteration" else record["layers"][1]
     record[data.draw(st.sampled_from(sorted(record)))] = data.draw(VALUES)
     run_or_refusal("\n".join(map(json.dumps, lines)).encode())
+
+
+@given(st.data())
+@examples(60)
+def test_a_page_of_any_valid_metrics_can_be_built(data: st.DataObject) -> None:
+    """Draws values that the reader mostly accepts, so that most examples reach the page."""
+    lines = [json.loads(line) for line in metrics_file().splitlines()]
+    for _ in range(data.draw(st.integers(1, 4))):
+        record = lines[data.draw(st.integers(0, 2))]
+        record = record if data.draw(st.booleans()) else record["layers"][1]
+        record[data.draw(st.sampled_from(sorted(record)))] = data.draw(GOOD_VALUES)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, METRICS_FILE).write_text("\n".join(map(json.dumps, lines)))
+        try:
+            runs = read_reported_runs([Path(folder)])
+        except ConfigurationError as error:
+            refused_in_one_line(error, Path(folder))
+            return
+        assert "</html>" in page_html(runs, page_sections(runs))
 
 
 @given(CHANGES)

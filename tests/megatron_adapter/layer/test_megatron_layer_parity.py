@@ -1,4 +1,7 @@
-"""A layer built from the public spec functions, against a reference without distributed logic.
+"""Megatron's MoE layer, built from the public spec functions, equals a reference without distributed logic.
+
+Router, placement dispatcher and experts take part; the executor alone is compared in more cases in
+``tests/runtime/execution/test_executor_parity.py``.
 
 The reference computes the global batch on one rank: for every token the sum over its
 experts of probability times feed-forward network, with the weights of all experts.
@@ -54,6 +57,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_output_and_all_gradients_equal_the_reference(world_size: int) -> None:
     results = run_megatron_ranks(_compare_cases, world_size, ep=world_size)
+    assert any("fssdp" in name for name in results[0])
     for name, (worst, num_replicas) in results[0].items():
         assert worst <= 1e-5, f"{name}: relative difference {worst}"
         assert (num_replicas > 0) == ("fssdp" in name), name

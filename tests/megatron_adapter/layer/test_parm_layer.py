@@ -116,6 +116,7 @@ def _check(layout: tuple[int, int, int], cases: list[Case]) -> None:
     world_size = max(mp, esp * ep)
     results = run_megatron_ranks(compare_cases, world_size, layout, cases, tp=mp, etp=esp, ep=ep)
     worst = {found[0][0]: max(error for _, error in found) for found in zip(*results, strict=True)}
+    assert worst
     failed = {case: error for case, error in worst.items() if not error <= TOLERANCE}
     assert not failed, "\n".join(f"{error:.1e}: {case}" for case, error in failed.items())
 

@@ -202,7 +202,8 @@ def test_quick_look_is_the_same_from_its_least_degree_on(seed, degree, slots, si
     owner_E = even_owners(24, 12) if seed % 2 else rng.integers(0, 12, 24)
     load_DE = rng.poisson(20, (12, 24)) * rng.lognormal(sigma=sigma, size=24)
     look = quick_look(owner_E, load_DE, topology, overlap_degree=degree, slots=slots)
-    for fewer in range(look.least_degree, degree):
+    assert look.least_degree <= degree
+    for fewer in range(look.least_degree, degree + 1):
         again = quick_look(owner_E, load_DE, topology, overlap_degree=fewer, slots=slots)
         assert again.placement == look.placement
         assert again.least_degree == look.least_degree

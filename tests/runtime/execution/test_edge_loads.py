@@ -70,6 +70,7 @@ def test_equals_the_reference_and_does_not_hang(world_size: int, cases: list[Lay
         limit = 3e-2 if case.dtype is torch.bfloat16 else 1e-10
         for rank, of_case in enumerate(results):
             errors = of_case[case.name].errors
+            assert errors, f"{case.name}, rank {rank}: nothing was compared"
             assert all(error <= limit for error in errors.values()), f"{case.name}, rank {rank}: {errors}"
         if case.placement == "replicas_only":
             assert all(results[3][case.name].num_present), case.name

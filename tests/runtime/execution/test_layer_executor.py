@@ -1,4 +1,7 @@
-"""Iterations, plans, loads and where gradients go; what is computed is compared in test_layer_parity."""
+"""The layer executor's iterations, plans and loads, and where gradients go.
+
+What it computes is compared with a reference in ``test_executor_parity.py``.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,4 +1,8 @@
-"""The runtime against the reference layer: outputs, and gradients of inputs, probs and parameters."""
+"""The layer executor alone equals a reference layer: outputs, and gradients of inputs, probs and parameters.
+
+Neither Megatron nor a router takes part: each case draws its routing. Megatron's whole layer, with its
+router, is compared in ``tests/megatron_adapter/layer/test_megatron_layer_parity.py``.
+"""
 
 import functools
 
