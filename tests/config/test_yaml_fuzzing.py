@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -15,7 +14,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides, load_yaml, validate
 from megatron_fssdp.config.run_config import RunConfig
 from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY, strategy_settings
-from megatron_fssdp.config.yaml_text import format_yaml
+from megatron_fssdp.config.yaml_text import format_yaml, parse_yaml
 from tests.drawn_examples import examples
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -77,7 +76,7 @@ def test_a_changed_run_is_valid_or_refused(changes) -> None:
             refused_in_one_line(error, str(file))
             return
     assert run.model.moe_layers
-    again = yaml.safe_load(yaml.safe_dump(run.model_dump(mode="json")))
+    again = parse_yaml(format_yaml(run.model_dump(mode="json")), "again")
     assert validate(RunConfig, again, "again") == run
 
 
