@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Adds the plugin's lines to the training scripts of a Megatron-LM checkout, so that they know
-# --moe-strategy without the launcher, or takes them out again. See patches/README.md.
+# Adds the plugin's lines to the training scripts of a Megatron-LM checkout, so that they accept
+# --moe-strategy without the launcher, or removes these lines again. See patches/README.md.
 # usage: bash scripts/apply_patches.sh CHECKOUT [--check|--revert]
-# exit:  0 done, or nothing to do; 2 refused, and nothing was changed
+# exit:  0 done, or nothing to do; 2 refused, and nothing is changed
 set -euo pipefail
 
 PATCHES="$(cd "$(dirname "${BASH_SOURCE[0]}")/../patches" && pwd)"
 USAGE="usage: bash scripts/apply_patches.sh CHECKOUT [--check|--revert]"
-# The line that ours come behind. The diffs carry none of Megatron's, so it is checked here.
+# Our lines are added after this line. The diffs contain no lines of Megatron, so the script checks it.
 ANCHOR='if __name__ == "__main__":'
 
 refuse() {
@@ -15,7 +15,7 @@ refuse() {
   exit 2
 }
 
-# Sets checkout and mode.
+# Reads the command line; sets checkout and mode.
 read_arguments() {
   local argument
   checkout="" mode=apply
@@ -37,14 +37,14 @@ read_arguments() {
     esac
   done
   [[ -n "$checkout" ]] || refuse "no checkout was given; $USAGE"
-  [[ -d "$checkout" ]] || refuse "$checkout is no folder, wanted a checkout of Megatron-LM"
+  [[ -d "$checkout" ]] || refuse "$checkout is not a folder; give a checkout of Megatron-LM"
   checkout="$(cd "$checkout" && pwd)"
 }
 
-# Sets version (for example 0.19.1) and release (0.19) from what the checkout says of itself.
+# Reads the version of the checkout; sets version (for example 0.19.1) and release (0.19).
 find_version() {
   local info="$checkout/megatron/core/package_info.py" line major="" minor="" patch=""
-  [[ -f "$info" ]] || refuse "$checkout has no megatron/core/package_info.py, wanted a checkout of Megatron-LM"
+  [[ -f "$info" ]] || refuse "$checkout has no megatron/core/package_info.py; give a checkout of Megatron-LM"
   while IFS= read -r line || [[ -n "$line" ]]; do
     if [[ "$line" =~ ^(MAJOR|MINOR|PATCH)[[:space:]]*=[[:space:]]*([0-9]+) ]]; then
       case "${BASH_REMATCH[1]}" in
@@ -54,12 +54,12 @@ find_version() {
       esac
     fi
   done <"$info"
-  [[ -n "$major" && -n "$minor" ]] || refuse "$info names no version, wanted MAJOR and MINOR in it"
+  [[ -n "$major" && -n "$minor" ]] || refuse "$info states no version; it must set MAJOR and MINOR"
   release="$major.$minor"
   version="$release${patch:+.$patch}"
 }
 
-# Sets diff, the file that is for this release.
+# Finds the patch for this release; sets diff.
 find_diff() {
   local candidate known=()
   diff=""
@@ -68,10 +68,11 @@ find_diff() {
     if grep -qx "Version: $release" "$candidate"; then diff="$candidate"; fi
   done
   [[ -n "$diff" ]] || refuse "$checkout is Megatron-LM $version, for which there is no patch; there is one for \
-$(printf '%s, ' "${known[@]}" | sed 's/, $//'). The launcher needs none: torchrun … -m megatron_fssdp SCRIPT.py …"
+$(printf '%s, ' "${known[@]}" | sed 's/, $//'). Use the launcher, which needs no patch: torchrun … -m megatron_fssdp SCRIPT.py …"
 }
 
-# Sets paths, and by path: after (the line that ours follow), added (ours), part (this file's piece of the diff).
+# Reads the patch; sets paths, and for each path: after (number of the line that our lines follow), added (our
+# lines) and part (the part of the diff for this file).
 read_diff() {
   local line path=""
   paths=()
@@ -92,12 +93,12 @@ read_diff() {
   done <"$diff"
 }
 
-# Sets state of a file of the checkout: stock, patched, or a reason to refuse it.
+# Looks at one file of the checkout; sets state: stock, patched, or the reason to refuse the file.
 find_state() {
   local path="$1" lines number count ours
   state=""
   if [[ ! -f "$checkout/$path" ]]; then
-    state="is not there"
+    state="does not exist"
     return
   fi
   mapfile -t lines <"$checkout/$path"
@@ -105,17 +106,17 @@ find_state() {
   count="$(printf '%s' "${added[$path]}" | wc -l)"
   ours="$(printf '%s\n' "${lines[@]:number:count}" && echo .)"
   if [[ "${lines[number - 1]:-}" != "$ANCHOR" ]]; then
-    state="has «${lines[number - 1]:-}» in line $number, wanted «$ANCHOR»: it is not the script of $(basename "$diff" .diff)"
+    state="has «${lines[number - 1]:-}» in line $number instead of «$ANCHOR»: it is not the script of $(basename "$diff" .diff)"
   elif [[ "$ours" == "${added[$path]}." ]]; then
     state=patched
   elif grep -q megatron_fssdp "$checkout/$path"; then
-    state="mentions megatron_fssdp already, otherwise than the patch does"
+    state="mentions megatron_fssdp already, but differs from the patch"
   else
     state=stock
   fi
 }
 
-# Prints a file with our lines put in.
+# Prints a file with our lines added.
 with_lines() {
   local file="$1" path="$2"
   head -n "${after[$path]}" "$file"
@@ -123,7 +124,7 @@ with_lines() {
   tail -n "+$((after[$path] + 1))" "$file"
 }
 
-# Whether a changed copy differs from the checkout's file by our lines alone.
+# Succeeds if a changed copy differs from the checkout's file by our lines only.
 is_as_wanted() {
   local folder="$1" path="$2" stock patched
   stock="$checkout/$path" patched="$folder/$path"
@@ -131,12 +132,12 @@ is_as_wanted() {
   [[ "$(with_lines "$stock" "$path" && echo .)" == "$(cat "$patched" && echo .)" ]]
 }
 
-# Applies the diff's parts to copies in a folder, by git or by patch(1).
+# Applies the parts of the diff to the copies in a folder, with git or patch(1).
 change_copies() {
   local folder="$1" reverse=()
   [[ "$mode" == apply ]] || reverse=(-R)
   if command -v git >/dev/null; then
-    # The folder is no repository, and none around it or in the environment has a say.
+    # The folder is not a repository. Repositories around it or in the environment must not affect git.
     (cd "$folder" && env -u GIT_DIR -u GIT_WORK_TREE -u GIT_INDEX_FILE GIT_CEILING_DIRECTORIES="$(dirname "$folder")" \
       git apply --unidiff-zero --whitespace=nowarn "${reverse[@]}" changes.diff)
   elif command -v patch >/dev/null; then
@@ -146,14 +147,14 @@ change_copies() {
   fi
 }
 
-# Puts the changed copies into the checkout: written beside the old files first, then all are renamed.
+# Installs the changed copies in the checkout. They are written beside the old files first; then all are renamed.
 install_copies() {
   local folder="$1" path target moved=()
   shift
   for path in "$@"; do
     target="$(readlink -f "$checkout/$path")"
     moved+=("$target")
-    rm -f "$target.megatron-fssdp-new" 2>/dev/null || true # of one that was killed
+    rm -f "$target.megatron-fssdp-new" 2>/dev/null || true # left behind by a killed run
     if [[ -e "$target.megatron-fssdp-new" ]] || ! cp -p "$folder/$path" "$target.megatron-fssdp-new" 2>/dev/null; then
       for target in "${moved[@]}"; do rm -f "$target.megatron-fssdp-new" 2>/dev/null || true; done
       refuse "$path.megatron-fssdp-new cannot be written; nothing was changed"
@@ -178,8 +179,8 @@ for path in "${paths[@]}"; do
   case "$state" in
     "$from") pending+=("$path") ;;
     stock | patched) ;;
-    *) refuse "$path $state; nothing was changed. By hand: add the lines of patches/$(basename "$diff") as the first \
-ones below «$ANCHOR», or use the launcher: torchrun … -m megatron_fssdp SCRIPT.py …" ;;
+    *) refuse "$path $state; nothing was changed. Add the lines of patches/$(basename "$diff") by hand \
+as the first ones below «$ANCHOR», or use the launcher: torchrun … -m megatron_fssdp SCRIPT.py …" ;;
   esac
   if [[ "$mode" == check ]]; then
     if [[ "$state" == stock ]]; then echo "$path: can be patched"; else echo "$path: is patched"; fi
@@ -198,11 +199,11 @@ for path in "${pending[@]}"; do
 done
 change_copies "$copies" || refuse "patches/$(basename "$diff") does not apply; nothing was changed"
 for path in "${pending[@]}"; do
-  is_as_wanted "$copies" "$path" || refuse "$path: the change went wrong; nothing was changed"
+  is_as_wanted "$copies" "$path" || refuse "$path: the patched copy is not as expected; nothing was changed"
 done
 install_copies "$copies" "${pending[@]}"
 for path in "${pending[@]}"; do
   count="$(printf '%s' "${added[$path]}" | wc -l)"
-  if [[ "$mode" == apply ]]; then did="added"; else did="took out"; fi
-  echo "$path: $did $((count)) lines behind line ${after[$path]}"
+  if [[ "$mode" == apply ]]; then did="added"; else did="removed"; fi
+  echo "$path: $did $((count)) lines after line ${after[$path]}"
 done

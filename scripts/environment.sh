@@ -1,18 +1,18 @@
-# Sourced by the other scripts: finds a Python, makes .venv and installs the project into it.
-# After prepare_environment, $VENV_PYTHON is the interpreter to use. find_python alone prints one that could be.
-# Override the interpreter with PYTHON=/path/to/python3.12.
+# Other scripts source this file: it finds a Python, makes .venv and installs the project into it.
+# After prepare_environment, $VENV_PYTHON is the interpreter to use. find_python only prints a suitable interpreter.
+# PYTHON=/path/to/python3.12 selects another interpreter.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
 VENV_PYTHON="$VENV/bin/python"
 INSTALL_STAMP="$VENV/.megatron-fssdp-installed"
 
-# The interpreter runs (a pyenv shim may not), is new enough and can make environments.
+# Succeeds if the interpreter runs (a pyenv shim may not), is new enough and can make environments.
 _is_suitable() {
   "$1" -c 'import sys, ensurepip, ssl, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1
 }
 
-# Where a Python may be; the version that is tested most comes first.
+# Prints the places where a Python may be; the version that is tested most comes first.
 _python_candidates() {
   local version folder
   for version in 3.12 3.13 3.14; do
@@ -32,7 +32,7 @@ _python_candidates() {
   if command -v uv >/dev/null; then uv python find --no-project '>=3.12' 2>/dev/null || true; fi
 }
 
-# Prints a suitable interpreter, or explains on stderr why there is none.
+# Prints a suitable interpreter, or explains on stderr why none was found.
 find_python() {
   local candidate looked_at=()
   if [[ -n "${PYTHON:-}" ]]; then
@@ -40,7 +40,7 @@ find_python() {
       type -P "$PYTHON"
       return
     fi
-    echo "error: PYTHON=$PYTHON is no working Python 3.12 or newer with venv; set PYTHON to another one" >&2
+    echo "error: PYTHON=$PYTHON is not a working Python 3.12 or newer with venv; set PYTHON to another one" >&2
     return 1
   fi
   while IFS= read -r candidate; do
@@ -53,13 +53,13 @@ find_python() {
   {
     echo "error: no working Python 3.12 or newer with venv was found."
     echo "Looked on PATH, in pyenv, uv, conda, Homebrew, /usr/local and /opt:"
-    if ((${#looked_at[@]})); then printf '  %s\n' "${looked_at[@]}"; else echo "  nothing there"; fi
+    if ((${#looked_at[@]})); then printf '  %s\n' "${looked_at[@]}"; else echo "  no Python found"; fi
     echo "Install one (for instance: uv python install 3.12), or set PYTHON=/path/to/python3.12"
   } >&2
   return 1
 }
 
-# What decides whether the environment is up to date.
+# Prints a hash that changes when the environment must be installed again.
 _environment_hash() {
   "$VENV_PYTHON" - "$ROOT" <<'PYTHON_CODE'
 import hashlib, pathlib, sys
@@ -75,7 +75,7 @@ _install() {
   local python log
   if ! _is_suitable "$VENV_PYTHON"; then
     if [[ -L "$VENV" ]]; then
-      echo "error: $VENV is a link to something without a working Python 3.12; remove the link" >&2
+      echo "error: $VENV is a link, and its target has no working Python 3.12; remove the link" >&2
       return 1
     fi
     python="$(find_python)" || return 1
@@ -98,7 +98,7 @@ _install() {
   _environment_hash >"$INSTALL_STAMP"
 }
 
-# Makes .venv and installs the project, unless that was done; two scripts at once take turns.
+# Makes .venv and installs the project, unless that was done. Scripts that run at the same time wait for each other.
 prepare_environment() {
   local lock
   lock="${TMPDIR:-/tmp}/megatron-fssdp-$(id -u)-$(printf '%s' "$ROOT" | cksum | cut -d ' ' -f 1).lock"

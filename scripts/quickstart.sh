@@ -16,7 +16,7 @@ if command -v flock >/dev/null; then
   flock -n 8 || { echo "error: another quickstart is running in $out; give another folder" >&2 && exit 1; }
 fi
 
-# Runs of an earlier quickstart are replaced; anything else in the way is not touched.
+# Runs of an earlier quickstart are replaced. Other files are never deleted.
 for strategy in ep fssdp; do
   if [[ -e "$out/$strategy/config.yaml" ]]; then rm -rf "${out:?}/$strategy"; fi
 done

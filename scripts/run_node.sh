@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Runs one node's ranks of a YAML's run, for a scheduler that starts this on every node (docs/clusters.md): the
-# command that `megatron-fssdp train --dry-run` prints, from the run's last checkpoint where there is one.
-# SIGTERM and SIGUSR1 make the ranks save a checkpoint and end. MAX_RESTARTS=3 starts ranks that failed, or lost another
-# node's, so many times again, from the last checkpoint; they wait for all NUM_NODES nodes.
+# Runs the ranks of one node, for a scheduler that starts this script on every node (docs/clusters.md). It runs the
+# command that `megatron-fssdp train --dry-run` prints, and continues from the run's last checkpoint if there is one.
+# SIGTERM and SIGUSR1 make the ranks save a checkpoint and end. With MAX_RESTARTS=3, ranks that failed or lost the
+# ranks of another node are started again from the last checkpoint, up to 3 times; they wait for all NUM_NODES nodes.
 # usage: NUM_NODES=2 RANKS_PER_NODE=8 MASTER_ADDR=node1 MASTER_PORT=29500 \
 #          bash scripts/run_node.sh CONFIG.yaml OUT [MORE ARGUMENTS OF megatron-fssdp train…]
-# exit:  0 the run is finished; 75 it ended early, with a checkpoint to go on from; 2 bad input; else it failed
+# exit:  0 the run is finished; 75 it ended early, with a checkpoint to continue from; 2 invalid input; else it failed
 set -uo pipefail
 
 EXIT_BAD_INPUT=2
@@ -17,13 +17,13 @@ if (($# < 2)); then
 fi
 for name in NUM_NODES RANKS_PER_NODE MASTER_ADDR MASTER_PORT; do
   if [[ -z "${!name:-}" ]]; then
-    echo "error: $name is not set; usage: at the top of scripts/run_node.sh" >&2
+    echo "error: $name is not set; see the usage at the top of scripts/run_node.sh" >&2
     exit "$EXIT_BAD_INPUT"
   fi
 done
 restarts="${MAX_RESTARTS:-0}"
 if [[ ! "$restarts" =~ ^[0-9]+$ ]]; then
-  echo "error: MAX_RESTARTS: got '$restarts', wanted a whole number" >&2
+  echo "error: MAX_RESTARTS: got '$restarts'; give a whole number" >&2
   exit "$EXIT_BAD_INPUT"
 fi
 config="$1" out="$2"
@@ -33,21 +33,21 @@ checkpoints="$out/checkpoints"
 
 say() { echo "[fssdp] node $node: $1" >&2; }
 
-# Iteration of the last complete checkpoint; 0 without one.
+# Prints the iteration of the last complete checkpoint, or 0 if there is no checkpoint.
 last_iteration() {
   local iteration=0
   read -r iteration 2>/dev/null <"$checkpoints/latest_checkpointed_iteration.txt"
   if [[ "$iteration" =~ ^[0-9]+$ ]]; then echo "$iteration"; else echo 0; fi
 }
 
-# Prints the command; of several nodes, which all see the same mistakes, the first speaks.
+# Prints the command. All nodes see the same mistakes in the input, so only the first node reports them.
 print_command() {
   RANK="$node" megatron-fssdp train "$config" --out "$out" --dry-run \
     --set "parallelism.num_nodes=$NUM_NODES" --set "parallelism.nproc_per_node=$RANKS_PER_NODE" \
     --set "training.checkpoint_dir=$checkpoints" "$@"
 }
 
-# What to run, from the last checkpoint where there is one; ends the script if nothing is left to do.
+# Sets command, which continues from the last checkpoint if there is one. Ends the script if the run is finished.
 find_command() {
   local start
   command="$(print_command "$@")" || exit
@@ -59,33 +59,34 @@ find_command() {
   fi
   if ((start > 0)); then
     command="$(print_command --resume "$@")" || exit
-    say "going on from iteration $start of $iterations"
+    say "continuing from iteration $start of $iterations"
   fi
 }
 
-# Megatron's ranks save and end at the end of an iteration after SIGTERM (--exit-signal-handler). torchrun would kill them
-# seconds after a SIGTERM of its own, so it gets none: not with its group, and SIGUSR1, sent to all, is ignored there.
-# shellcheck disable=SC2317,SC2329 # traps call it
+# After SIGTERM, Megatron's ranks save and end at the end of their iteration (--exit-signal-handler). torchrun would
+# kill them some seconds after it got a SIGTERM itself, so it must not get one. It therefore has a process group of its
+# own, and it ignores SIGUSR1, which schedulers send to all processes.
+# shellcheck disable=SC2317,SC2329 # traps call this function
 end_ranks() {
   local ranks=() children
   restarts=0
   say "got SIG$1; the ranks save a checkpoint and end"
   for children in "/proc/$torchrun/task"/*/children; do
-    # shellcheck disable=SC2207 # numbers, one word each
+    # shellcheck disable=SC2207 # the file has numbers, each of which is one word
     [[ -r "$children" ]] && ranks+=($(<"$children"))
   done
   kill -TERM "${ranks[@]:-$torchrun}" 2>/dev/null
 }
 
-# Sets the exit code of this node's ranks.
+# Runs the ranks of this node and sets code, their exit code.
 run_ranks() {
-  set -m # a process group of its own for torchrun
+  set -m # gives torchrun a process group of its own
   (trap '' USR1 && exec bash -c "exec env $command --exit-signal-handler") &
   torchrun=$!
   trap 'end_ranks TERM' TERM
   trap 'end_ranks USR1' USR1
   trap 'end_ranks INT' INT
-  # A trap interrupts `wait`, whose status then is not torchrun's.
+  # A trap interrupts `wait`, and the status of that `wait` is not torchrun's.
   while wait "$torchrun" || code=$?; kill -0 "$torchrun" 2>/dev/null; do :; done
   wait "$torchrun" && code=0 || code=$?
 }
@@ -93,8 +94,8 @@ run_ranks() {
 find_command "$@"
 run_ranks
 while ((code != 0 && restarts > 0)); do
-  say "the ranks failed with exit code $code; starting them again ($restarts more times)"
   restarts=$((restarts - 1))
+  say "the ranks failed with exit code $code; starting them again ($restarts restarts left)"
   find_command "$@"
   run_ranks
 done

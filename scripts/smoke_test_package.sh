@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Builds sdist and wheel, installs the wheel alone into an empty environment, and uses it from a folder that is no
-# checkout: commands, the launcher, three iterations of a shipped run on CPU ranks. Takes some minutes and about 6 GB
+# Builds sdist and wheel, installs only the wheel into an empty environment, and uses it in a folder that is not a
+# checkout: commands, the launcher, three iterations of a shipped run on CPU ranks. It takes some minutes and about 6 GB
 # below $TMPDIR, which are freed at the end. usage: bash scripts/smoke_test_package.sh
-# exit: 0 all of it worked; else the step that did not was the last one named
+# exit: 0 everything worked; otherwise the last step that was printed failed
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 python="$(find_python)"
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT
-unset PYTHONPATH # nothing but what is installed
+unset PYTHONPATH # so that only installed packages are imported
 
 step() { echo "== $1"; }
 
@@ -53,12 +53,12 @@ venv/bin/megatron-fssdp doctor --config gpt_moe_tiny
 step "python -m megatron_fssdp, without a script"
 code=0
 venv/bin/python -m megatron_fssdp || code=$?
-((code == 2)) || { echo "exit code $code, wanted 2" >&2 && exit 1; }
+((code == 2)) || { echo "got exit code $code, expected 2" >&2 && exit 1; }
 
 step "megatron-fssdp train gpt_moe_tiny, 3 iterations of fssdp"
 venv/bin/megatron-fssdp train gpt_moe_tiny --moe-strategy fssdp --iters 3 --set training.warmup_iterations=0 \
   --set data.tokenizer=bytes --set data.vocab_size=257 --out run
-(($(wc -l <run/metrics.jsonl) == 3)) || { echo "run/metrics.jsonl has not 3 iterations" >&2 && exit 1; }
+(($(wc -l <run/metrics.jsonl) == 3)) || { echo "run/metrics.jsonl does not have 3 iterations" >&2 && exit 1; }
 
 step "megatron-fssdp simulate"
 venv/bin/megatron-fssdp simulate --loads run --cluster hecate-a --model gpt_moe_tiny --no-break-even --no-plots --out what-if
@@ -66,6 +66,6 @@ venv/bin/megatron-fssdp simulate --loads run --cluster hecate-a --model gpt_moe_
 step "pip install SDIST"
 wanted="$(venv/bin/megatron-fssdp --version)"
 venv/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall dist/*.tar.gz
-[[ "$(venv/bin/megatron-fssdp --version)" == "$wanted" ]] || { echo "another version than the wheel's" >&2 && exit 1; }
+[[ "$(venv/bin/megatron-fssdp --version)" == "$wanted" ]] || { echo "the sdist has another version than the wheel" >&2 && exit 1; }
 
 echo "the package works: $wanted"

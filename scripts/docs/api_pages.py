@@ -1,21 +1,21 @@
-"""Pages of the API, one for each room of docs/architecture.md; mkdocstrings fills them."""
+"""Generate the API pages, one for each of the packages below; mkdocstrings fills them."""
 
 import ast
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "megatron_fssdp"
 ROOMS = {
-    "strategies": "what is decided when",
-    "planning": "placements, loads, costs and every algorithm: pure functions",
-    "simulation": "decisions executed in seconds",
+    "strategies": "what each strategy decides, and when",
+    "planning": "placements, loads, costs and all algorithms, as pure functions",
+    "simulation": "the seconds, bytes and memory that decisions cost",
     "config": "settings, YAML and JSON Schema",
-    "testing": "functions on forked ranks",
+    "testing": "functions that run on forked ranks",
 }
-"""Rooms with pages: those that can be used by themselves."""
+"""Packages that have a page, because they can be used on their own, with a short description."""
 
 
 def pages() -> dict[str, str]:
-    """Markdown by path below docs/."""
+    """Return the Markdown text of each page, by its path below docs/."""
     found = {"reference/api/index.md": _index()}
     for room in ROOMS:
         parts = [f"# `{room}`: {ROOMS[room]}", *(f"::: {module}" for module in _modules(PACKAGE / room))]
@@ -24,7 +24,7 @@ def pages() -> dict[str, str]:
 
 
 def _modules(room: Path) -> list[str]:
-    """Dotted names of a room's public modules, those of its sub-rooms included."""
+    """Dotted names of a package's public modules, including those of its subpackages."""
     files = (path for path in room.rglob("*.py") if _is_public(path))
     return sorted(".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) for file in files)
 
@@ -37,8 +37,8 @@ def _index() -> str:
     rooms = "\n".join(f"- [`{room}`]({room}.md): {words}" for room, words in ROOMS.items())
     return f"""# API
 
-From the docstrings, read without importing anything. Who may import whom:
-[architecture](../../architecture.md).
+These pages are made from the docstrings of the packages that can be used on their own. Which package may import which
+is described in [architecture](../../architecture.md).
 
 {rooms}
 

@@ -1,4 +1,4 @@
-"""Tables of docs/compatibility.md, Markdown, from what the code states of Megatron."""
+"""Generate the Markdown tables of docs/compatibility.md from what the code states about Megatron."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ from megatron_fssdp.megatron_adapter.support.tested_versions import TESTED_VERSI
 
 
 def tables() -> dict[str, str]:
-    """By the name in the page's ``<!-- table: NAME -->``."""
+    """Return each table by its NAME in the page's ``<!-- table: NAME -->``."""
     seams = (*capabilities.training_seams(), *capabilities.optional_seams())
     return {
         "versions": _table(("package", "tested range"), TESTED_VERSIONS.items(), code=True),

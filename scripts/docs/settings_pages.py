@@ -1,4 +1,4 @@
-"""The reference of settings and commands, Markdown, from the pydantic models and the commands' own help."""
+"""Generate the reference pages of settings and commands from the pydantic models and the commands' help."""
 
 import inspect
 import json
@@ -27,16 +27,16 @@ _KINDS = {
 
 
 def pages() -> dict[str, str]:
-    """Markdown by path below docs/."""
+    """Return the Markdown text of each page, by its path below docs/."""
     return {"reference/settings.md": _settings_page(), "reference/commands.md": _commands_page()}
 
 
 def settings_table(model: type[BaseModel], *, without: type[BaseModel] | None = None) -> str:
-    """A model's keys with kind, default and meaning.
+    """Return a Markdown table of a model's keys with kind, default and meaning.
 
     Args:
-        model: The model.
-        without: Leave out the keys that this one has with the same default and meaning.
+        model: Pydantic model whose keys are listed.
+        without: Model whose keys are left out if they have the same default and meaning there.
     """
     known = {} if without is None else without.model_fields
     lines = ["| key | kind | default | meaning |", "|---|---|---|---|"]
@@ -51,8 +51,9 @@ def settings_table(model: type[BaseModel], *, without: type[BaseModel] | None = 
 def _settings_page() -> str:
     parts = [
         "# Settings",
-        "Made from the models that check them (`megatron_fssdp.config`). How files are combined: "
-        "[configs](../configs.md). `megatron-fssdp schema` prints the same as a JSON Schema for editors.",
+        "This page lists all settings. It is made from the models that validate them "
+        "(`megatron_fssdp.config`). How files are combined is described in [configs](../configs.md). "
+        "`megatron-fssdp schema` prints the same settings as a JSON Schema for editors.",
     ]
     for section, field in RunConfig.model_fields.items():
         inner = field.annotation
@@ -62,8 +63,8 @@ def _settings_page() -> str:
     parts += ["## The other keys", settings_table(_without_sections(RunConfig))]
     parts += [
         "## `strategy`",
-        "`strategy.name` is one of those below, `strategy.settings` has its keys. The same keys go into "
-        "`--moe-strategy-set KEY=VALUE` and into the file of `--moe-strategy-config`.",
+        "`strategy.name` is the name of a strategy, and `strategy.settings` has the keys of that strategy. "
+        "`--moe-strategy-set KEY=VALUE` and the file of `--moe-strategy-config` take the same keys.",
     ]
     for shared, users in _shared_keys().items():
         names = ", ".join(f"`{name}`" for name in users)
@@ -73,12 +74,15 @@ def _settings_page() -> str:
             continue
         parts += [f"### `{name}`", inspect.getdoc(model) or "", settings_table(model, without=_parent(model))]
     parts += ["## A cluster's description", inspect.getdoc(ClusterDescription) or ""]
-    parts += ["For [the simulator](../simulator.md#clusters).", settings_table(ClusterDescription)]
+    parts += [
+        "[The simulator](../simulator.md#clusters) reads such a description.",
+        settings_table(ClusterDescription),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
 def _shared_keys() -> dict[type[StrategySettings], list[str]]:
-    """Models that several strategies have their keys from, most general first, with those strategies."""
+    """Base models that several strategies share keys from, most general first, with the strategies' names."""
     users: dict[type[StrategySettings], list[str]] = {}
     for name, model in SETTINGS_BY_STRATEGY.items():
         for base in reversed(model.__mro__):
@@ -93,7 +97,7 @@ def _parent(model: type[BaseModel]) -> type[BaseModel] | None:
 
 
 def _without_sections(model: type[BaseModel]) -> type[BaseModel]:
-    """A model of the keys that are no sections."""
+    """Return a model of the keys that are not sections."""
     fields = {
         name: field
         for name, field in model.model_fields.items()
@@ -128,7 +132,7 @@ def _kind_of(annotation: Any) -> str:
     if origin is dict:
         return "mapping"
     if annotation in SETTINGS_BY_STRATEGY.values():
-        return "that strategy's keys"
+        return "keys of that strategy"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return ", ".join(f"`{name}`" for name in annotation.model_fields)
     return _KINDS.get(annotation, str(annotation))
@@ -140,7 +144,7 @@ def _default(field: FieldInfo) -> str:
         return f"`{value if isinstance(value, str) and value else json.dumps(value, default=list)}`"
     if field.default_factory is not None:
         return "`{}`"
-    return "**needed**"
+    return "**required**"
 
 
 def _commands_page() -> str:
@@ -153,4 +157,15 @@ def _commands_page() -> str:
     text = typer.cli.get_docs_for_click(
         obj=command, ctx=typer.Context(command, info_name="megatron-fssdp"), name="megatron-fssdp"
     )
-    return "\n".join(["# Commands", "", "As `--help` says it.", "", *text.splitlines()[1:]]) + "\n"
+    return (
+        "\n".join(
+            [
+                "# Commands",
+                "",
+                "This page has the `--help` texts of all commands.",
+                "",
+                *text.splitlines()[1:],
+            ]
+        )
+        + "\n"
+    )

@@ -1,4 +1,4 @@
-"""What mkdocs.yml has mkdocs do beside: pages made from the code, and links to files that are no pages."""
+"""Hooks of mkdocs.yml: add the pages made from the code, and handle links to files that are not pages."""
 
 import posixpath
 import re
@@ -12,7 +12,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-# mkdocs may run where another checkout is installed; the pages are of this one.
+# Another checkout may be installed, but the pages must be made from this one.
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 import api_pages  # noqa: E402
@@ -33,7 +33,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files, **_: Any) -> str:
-    """Put in tables made from the code; say where a file is that is linked to and is no page."""
+    """Insert the tables made from the code; replace links to files that are not pages by their paths."""
     tables = compatibility_tables.tables()
     markdown = _TABLE.sub(lambda marker: tables[marker["name"]], markdown)
 
@@ -43,7 +43,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         if path.startswith("docs/"):
             return link[0]
         if path.startswith("..") or not (ROOT / path).exists():
-            raise PluginError(f"{page.file.src_uri}: links to {link['target']}, which is not there")
+            raise PluginError(f"{page.file.src_uri}: links to {link['target']}, which does not exist")
         text = link["text"].strip("`")
         return f"`{path}`" if text in (path, posixpath.basename(path)) else f"{link['text']} (`{path}`)"
 

@@ -1,6 +1,6 @@
-"""Draws docs/pictures/strategy_NAME.svg: what each strategy makes of one uneven load, by its own decisions.
+"""Draw docs/pictures/strategy_NAME.svg: what each strategy decides for the same uneven load.
 
-usage: python scripts/docs/strategy_pictures.py [FOLDER]           (docs/pictures without one)
+usage: python scripts/docs/strategy_pictures.py [FOLDER]           (without FOLDER: docs/pictures)
 
 Shape letters: I iterations, L MoE layers, D devices, E experts.
 """
@@ -38,7 +38,7 @@ JOB = (
     *("training.micro_batch_size=4", "training.global_batch_size=32"),
 )
 CLUSTER = ("hecate-a", ("num_nodes=2", "devices_per_node=4"))
-WORKLOAD, ITERATIONS, LAYER = "lognormal-medium", 30, 0  # behind the 25th SmartMoE and FlexMoE have acted
+WORKLOAD, ITERATIONS, LAYER = "lognormal-medium", 30, 0  # SmartMoE and FlexMoE have acted after the 25th
 
 OWNED, REPLICA, MOVED = "#b9cfe6", "#f2b872", "#cdb7e2"
 COLOURS = {
@@ -53,13 +53,13 @@ INK, FAINT = "#1c1c1c", "#6a6a6a"
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One strategy on the load of all pictures.
+    """One strategy under the load that all pictures share.
 
     Attributes:
-        name: The strategy.
-        plan: Of the layer that is drawn, in the last iteration.
-        outcome: Of all iterations.
-        tokens_DE: (token, k) pairs that each device computes of each expert.
+        name: Name of the strategy.
+        plan: Plan of the layer that is drawn, in the last iteration.
+        outcome: Simulated outcome of all iterations.
+        tokens_DE: (token, k) pairs that each device computes for each expert, int ``[D, E]``.
     """
 
     name: str
@@ -69,23 +69,23 @@ class Case:
 
     @property
     def max_over_mean(self) -> float:
-        """Busiest device's load over the mean."""
+        """Load of the busiest device over the mean."""
         load_D = self.tokens_DE.sum(axis=1)
         return float(load_D.max() / load_D.mean())
 
     @property
     def iteration_ms(self) -> float:
-        """Milliseconds of the last iteration."""
+        """Simulated milliseconds of the last iteration."""
         return 1e3 * float(self.outcome.iteration_s[-1])
 
 
 def job_and_cluster() -> tuple[MoeJob, ClusterDescription]:
-    """Two layers of GPT-MoE-S with 16 experts on two nodes of four V100."""
+    """Return a job of two GPT-MoE-S layers with 16 experts, and its cluster of two nodes of four V100."""
     return job_of_run(load_run(PARTS, JOB)), described_cluster(*CLUSTER)
 
 
 def case(name: str) -> Case:
-    """Ask a strategy for its decisions."""
+    """Simulate one strategy and keep its last decisions."""
     job, cluster = job_and_cluster()
     tokens = int(job.tokens_per_micro_batch * job.num_micro_batches)
     shape = WorkloadShape(job.num_devices, job.num_experts, tokens, job.top_k, ITERATIONS)
@@ -108,7 +108,7 @@ def case(name: str) -> Case:
 
 
 def draw_bars(axes: Axes, drawn: Case, top: float) -> None:
-    """Each device's load, expert by expert."""
+    """Draw the load of each device, expert by expert."""
     num_devices, num_experts = drawn.tokens_DE.shape
     home_E = np.arange(num_experts) // (num_experts // num_devices)
     owner_E = drawn.plan.placement.owner_E
@@ -140,7 +140,7 @@ def draw_bars(axes: Axes, drawn: Case, top: float) -> None:
 
 
 def draw_timeline(axes: Axes, cases: list[Case]) -> None:
-    """What runs when in the last iteration, lane by lane, one strategy below the other."""
+    """Draw what runs at which time in the last iteration, lane by lane, one strategy below the other."""
     lanes = (COMPUTE, ALL_TO_ALL, TRANSFER)
     ticks, longest = {}, max(drawn.iteration_ms for drawn in cases)
     for row, drawn in enumerate(cases):
@@ -174,7 +174,7 @@ def _colour(lane: str, name: str) -> str:
 
 
 def draw(cases: list[Case]) -> Figure:
-    """A picture of ``ep``, alone or with a strategy beside it."""
+    """Return a picture of ``ep``, alone or beside another strategy."""
     figure = Figure(figsize=(10.5, 6.3 if len(cases) > 1 else 4.9), facecolor="white", layout="constrained")
     grid = figure.add_gridspec(2, 2, height_ratios=(1.15, 1) if len(cases) > 1 else (1.7, 1))
     top = max(drawn.tokens_DE.sum(axis=1).max() for drawn in cases) / 1e3
@@ -209,10 +209,10 @@ def draw_all(folder: Path) -> list[Path]:
     """Write all pictures.
 
     Args:
-        folder: Where to; it is there.
+        folder: Existing folder that the files are written to.
 
     Returns:
-        The files.
+        Paths of the written files.
     """
     import tensor_schedule_picture
 

@@ -1,4 +1,4 @@
-"""The picture of Parm's schedules: one layer's forward pass by the cost model, on the paper's testbed B."""
+"""Draw Parm's schedules: the forward pass of one layer by the cost model, on the paper's testbed B."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -33,10 +33,10 @@ EXPERTS, INK = "#f2c879", "#1c1c1c"
 
 
 def pieces(schedule: Schedule) -> list[tuple[str, str, float]]:
-    """Words, colour and seconds of what runs one after the other in a forward pass."""
+    """Return label, colour and seconds of each piece of a forward pass, in order."""
     costs = TESTBED.costs(N_MP, N_ESP)
     found = collectives_of(schedule, LAYER)
-    # Experts compute before the results go back: behind the last collective that brings rows.
+    # Experts compute after the last collective that brings rows, and before results are returned.
     before = {"baseline": 2, "megatron": 2, "s1": 1, "s2": 1}[schedule]
     flops = 2 * 2 * LAYER.hidden_size * FFN_SIZE / N_ESP
     experts_s = rows_of_device(schedule, LAYER) * flops / TESTBED.flops_per_s
@@ -69,7 +69,7 @@ def _row(axes: Axes, y: float, schedule: Schedule, longest_s: float) -> float:
 
 
 def draw() -> Figure:
-    """All schedules, one below the other."""
+    """Return a picture of all schedules, one below the other."""
     figure = Figure(figsize=(10.5, 3.9), facecolor="white", layout="constrained")
     axes = figure.add_subplot()
     longest_s = max(sum(seconds for _, _, seconds in pieces(schedule)) for schedule in SCHEDULES)

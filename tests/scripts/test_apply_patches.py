@@ -116,7 +116,7 @@ def test_a_checkout_is_patched_once_and_reverted(checkout: Path) -> None:
 
     back = run(checkout, "--revert")
     assert back.returncode == 0, back.stderr
-    assert "took out 3 lines" in back.stdout
+    assert "removed 3 lines" in back.stdout
     assert texts(checkout) == before
     assert run(checkout, "--revert").stdout.count("is not patched") == 2
 
@@ -163,7 +163,7 @@ def test_what_is_half_patched_is_completed(newest: Path) -> None:
             lambda bert: bert.write_text(bert.read_text() + "import megatron_fssdp\n"),
             "mentions megatron_fssdp",
         ),
-        (lambda bert: bert.unlink(), "is not there"),
+        (lambda bert: bert.unlink(), "does not exist"),
     ],
 )
 def test_a_changed_script_is_refused_and_the_other_left_alone(newest, spoil, wanted, mode) -> None:
@@ -212,7 +212,7 @@ def test_a_file_that_cannot_be_written_changes_nothing(newest: Path) -> None:
     ("arguments", "wanted"),
     [
         ([], "no checkout was given"),
-        (["/no/such/folder"], "is no folder"),
+        (["/no/such/folder"], "is not a folder"),
         (["."], "has no megatron/core/package_info.py"),
         ([".", "--undo"], "unknown option --undo"),
         ([".", "--check", "--revert"], "exclude each other"),

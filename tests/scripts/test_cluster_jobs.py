@@ -182,7 +182,7 @@ def test_a_slurm_job_goes_on_until_the_run_is_finished(slurm: Slurm, config: Pat
     first = slurm.submit(config, "--moe-strategy", "quota")
     assert first.returncode == 0, first.stderr
     assert "got SIGUSR1" in first.stderr
-    assert "back into the queue, to go on from iteration 20" in first.stdout
+    assert "requeued; the job will continue from iteration 20" in first.stdout
     assert slurm.requeues == ["requeue 4711"]
     for node in range(2):
         words = slurm.torchrun(node).split()
@@ -195,13 +195,13 @@ def test_a_slurm_job_goes_on_until_the_run_is_finished(slurm: Slurm, config: Pat
 
     second = slurm.submit(config, SLURM_RESTART_COUNT="1")
     assert second.returncode == 0, second.stderr
-    assert "going on from iteration 20 of 60" in second.stderr
+    assert "continuing from iteration 20 of 60" in second.stderr
     assert f"--load {slurm.out}/checkpoints" in slurm.torchrun(1)
     assert len(slurm.requeues) == 2
 
     third = slurm.submit(config, SLURM_RESTART_COUNT="2")
     assert third.returncode == 0, third.stderr
-    assert "back into the queue" not in third.stdout
+    assert "requeued" not in third.stdout
 
     again = slurm.submit(config)
     assert again.returncode == 0
@@ -231,7 +231,7 @@ def test_bad_input_is_said_once_by_the_first_node(slurm: Slurm, config: Path) ->
 
 
 def test_a_batch_file_outside_of_slurm_or_of_the_project_says_so(slurm: Slurm, config: Path) -> None:
-    assert "no Slurm job" in slurm.submit(config, SLURM_JOB_ID="").stderr
+    assert "not a Slurm job" in slurm.submit(config, SLURM_JOB_ID="").stderr
     elsewhere = slurm.submit(config, SLURM_SUBMIT_DIR="/")
     assert elsewhere.returncode == 2
     assert "is not the project's folder" in elsewhere.stderr
@@ -303,5 +303,5 @@ def test_two_nodes_of_this_machine_end_early_and_go_on(two_nodes: TwoNodes, endi
     assert 3 <= reached < 300
     two_nodes.start()
     assert two_nodes.exit_codes() == [0, 0], two_nodes.said()
-    assert f"going on from iteration {reached} of 300" in (two_nodes.folder / "log-0").read_text()
+    assert f"continuing from iteration {reached} of 300" in (two_nodes.folder / "log-0").read_text()
     assert [record.iteration for record in read_metrics(two_nodes.out)] == list(range(1, 301))

@@ -84,7 +84,7 @@ def test_a_node_that_died_comes_back(one_node: TwoNodes, network: NodeCommands, 
         run.processes[1] = run.start_node(1)
         assert run.exit_codes() == [0, 0], run.said()
     assert losses(run) == pytest.approx(losses(one_node), rel=1e-6)
-    assert f"going on from iteration {saved} of {ITERATIONS}" in (tmp_path / "log-1").read_text()
+    assert f"continuing from iteration {saved} of {ITERATIONS}" in (tmp_path / "log-1").read_text()
     assert run.num_iterations() == ITERATIONS + reached - saved
 
 
