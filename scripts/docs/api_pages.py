@@ -37,8 +37,8 @@ def _index() -> str:
     rooms = "\n".join(f"- [`{room}`]({room}.md): {words}" for room, words in ROOMS.items())
     return f"""# API
 
-These pages are made from the docstrings of the packages that can be used on their own. Which package may import which
-is described in [architecture](../../architecture.md).
+These pages are made from the docstrings of the packages that can be used on their own.
+[Architecture](../../architecture.md) describes which package may import which.
 
 {rooms}
 
