@@ -158,7 +158,10 @@ def test_what_is_half_patched_is_completed(newest: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "wanted"),
     [
-        (lambda bert: bert.write_text("# a line of a fork's\n" + bert.read_text()), "instead of «if __name__"),
+        (
+            lambda bert: bert.write_text("# a line of a fork's\n" + bert.read_text()),
+            "instead of «if __name__",
+        ),
         (
             lambda bert: bert.write_text(bert.read_text() + "import megatron_fssdp\n"),
             "mentions megatron_fssdp",
