@@ -1,9 +1,13 @@
 """Load-balanced MoE training strategies for stock Megatron-LM.
 
-Three ways in: the launcher (``torchrun … -m megatron_fssdp pretrain_gpt.py …``) for
-unmodified scripts, :func:`register` for a script of one's own, and the spec functions for
-models built from megatron-core's layer specs without any command line. Importing this
-package imports neither torch nor Megatron.
+There are three ways to use the plugin:
+
+- The launcher (``torchrun … -m megatron_fssdp pretrain_gpt.py …``) runs an unmodified training script.
+- :func:`register` adds the plugin inside your own script.
+- The spec functions (:func:`get_gpt_decoder_block_spec` and its siblings) serve models that are built from
+  megatron-core's layer specs, without a command line.
+
+Importing this package imports neither torch nor Megatron.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -11,7 +15,7 @@ from typing import Any
 
 try:
     __version__ = version("megatron-fssdp")
-except PackageNotFoundError:  # imported from its sources, and never installed
+except PackageNotFoundError:  # the package is imported from its sources and was never installed
     __version__ = "0+unknown"
 __all__ = [
     "get_bert_layer_spec",
@@ -23,10 +27,10 @@ __all__ = [
 
 
 def register() -> None:
-    """Add the plugin to Megatron; call it before Megatron parses its arguments.
+    """Add the plugin to Megatron. Call this function before Megatron parses its arguments.
 
-    On a machine without an accelerator this also lets Megatron run on the CPU, see
-    ``megatron_adapter.cpu.cpu_runtime``.
+    On a machine without an accelerator, this function also makes Megatron run on the CPU (see
+    ``megatron_adapter.cpu.cpu_runtime``).
     """
     from megatron_fssdp.megatron_adapter.entry import registration
 
@@ -34,14 +38,14 @@ def register() -> None:
 
 
 def start_session(strategy: str, settings: Any = None) -> Any:
-    """Start a strategy for one model's layers; see ``megatron_adapter.entry.layer_specs``."""
+    """Start a strategy for the MoE layers of one model (see ``megatron_adapter.entry.layer_specs``)."""
     from megatron_fssdp.megatron_adapter.entry import layer_specs
 
     return layer_specs.start_session(strategy, settings)
 
 
 def get_moe_module_spec(*args: Any, **kwargs: Any) -> Any:
-    """Megatron's MoE module spec with a strategy in it; see ``megatron_adapter.entry.layer_specs``."""
+    """Return Megatron's MoE module spec with a strategy (see ``megatron_adapter.entry.layer_specs``)."""
     from megatron_fssdp.megatron_adapter.entry import layer_specs
 
     return layer_specs.get_moe_module_spec(*args, **kwargs)
@@ -50,14 +54,14 @@ def get_moe_module_spec(*args: Any, **kwargs: Any) -> Any:
 def get_gpt_decoder_block_spec(
     config: Any, use_transformer_engine: bool | None = None, *, vp_stage: int | None = None, **kwargs: Any
 ) -> Any:
-    """Megatron's decoder block spec with a strategy in it; see ``megatron_adapter.entry.layer_specs``."""
+    """Return Megatron's decoder block spec with a strategy (see ``megatron_adapter.entry.layer_specs``)."""
     from megatron_fssdp.megatron_adapter.entry import layer_specs
 
     return layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine, vp_stage=vp_stage, **kwargs)
 
 
 def get_bert_layer_spec(config: Any, use_transformer_engine: bool | None = None, **kwargs: Any) -> Any:
-    """A spec of Megatron's BERT layers with a strategy in it; see ``megatron_adapter.entry.layer_specs``."""
+    """Return Megatron's BERT layer spec with a strategy (see ``megatron_adapter.entry.layer_specs``)."""
     from megatron_fssdp.megatron_adapter.entry import layer_specs
 
     return layer_specs.get_bert_layer_spec(config, use_transformer_engine, **kwargs)

@@ -1,7 +1,8 @@
-"""``python -m megatron_fssdp SCRIPT.py ARGS…``: see ``megatron_adapter.entry.launcher``.
+"""Entry point of ``python -m megatron_fssdp``.
 
-``python -m megatron_fssdp profile ARGS…`` and ``… doctor ARGS…`` are the commands of those names, as ranks
-that torchrun starts.
+``python -m megatron_fssdp SCRIPT.py ARGS…`` runs a training script with the plugin (see
+``megatron_adapter.entry.launcher``). ``python -m megatron_fssdp profile ARGS…`` and ``… doctor ARGS…`` run
+the commands of those names on ranks that torchrun starts.
 """
 
 import sys

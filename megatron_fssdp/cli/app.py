@@ -1,4 +1,7 @@
-"""The command ``megatron-fssdp``. Heavy imports happen inside the commands."""
+"""The command line ``megatron-fssdp``.
+
+Heavy packages are imported inside the commands, so that ``--help`` answers quickly.
+"""
 
 import os
 import sys
@@ -15,16 +18,16 @@ EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
 _UsageError: Any = typer.BadParameter.__base__
-"""What typer raises for a wrong command line; it has no name of its own there."""
+"""Exception that typer raises for a wrong command line. typer does not export it under a name."""
 
 app = typer.Typer(
     name="megatron-fssdp",
-    help="Load-balanced Mixture-of-Experts training on stock Megatron-LM.",
+    help="Train Mixture-of-Experts models on stock Megatron-LM with balanced load.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-data_app = typer.Typer(help="Training data.", no_args_is_help=True)
+data_app = typer.Typer(help="Build training data.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 
 
@@ -50,10 +53,10 @@ def _show_version(asked: bool) -> None:
 def _root(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
-    """Load-balanced Mixture-of-Experts training on stock Megatron-LM."""
+    """Train Mixture-of-Experts models on stock Megatron-LM with balanced load."""
 
 
 @app.command("train")
@@ -61,24 +64,36 @@ def train_command(
     configs: Annotated[
         list[Path],
         typer.Argument(
-            help="YAML of the run, or parts of it, as files or as names of shipped ones; later ones win.",
+            help="YAML files of the run, or names that `megatron-fssdp configs` lists. Later files win.",
             metavar="CONFIG.yaml...",
         ),
     ],
-    moe_strategy: Annotated[str | None, typer.Option(help="Strategy instead of the files'.")] = None,
+    moe_strategy: Annotated[
+        str | None, typer.Option(help="Strategy that replaces the one in the files.")
+    ] = None,
     moe_strategy_set: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="A setting of the strategy, e.g. slots=2; repeatable."),
+        typer.Option(metavar="KEY=VALUE", help="A setting of the strategy, for example slots=2. Repeatable."),
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. training.seed=7; repeatable."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Any setting of the run, for example training.seed=7. Repeatable.",
+        ),
     ] = None,
-    nproc: Annotated[int | None, typer.Option(help="Ranks on this machine.")] = None,
-    iters: Annotated[int | None, typer.Option(help="Training iterations.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Output folder. Default: below runs/.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the torchrun command.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
+    nproc: Annotated[int | None, typer.Option(help="Number of ranks on this machine.")] = None,
+    iters: Annotated[int | None, typer.Option(help="Number of training iterations.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Output folder. Default: a folder in runs/, named after the files.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the torchrun command and start nothing.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in the output folder from its last checkpoint.")
+    ] = False,
 ) -> None:
     """Train a model on this machine, or print the command for a cluster."""
     from rich.console import Console
@@ -102,22 +117,38 @@ def train_command(
 
 @app.command("profile")
 def profile_command(
-    out: Annotated[Path, typer.Option(help="YAML to write.", metavar="CLUSTER.yaml")],
-    nproc: Annotated[int | None, typer.Option(help="Ranks to start here; not under torchrun.")] = None,
-    nodes: Annotated[
-        int | None, typer.Option(help="Equal nodes, in rank order. Default: torchrun's machines.")
+    out: Annotated[Path, typer.Option(help="YAML file to write.", metavar="CLUSTER.yaml")],
+    nproc: Annotated[
+        int | None, typer.Option(help="Number of ranks to start on this machine. Not under torchrun.")
     ] = None,
-    backend: Annotated[str | None, typer.Option(help="gloo or nccl. Default: nccl with CUDA.")] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(help="Number of equal nodes, in the order of ranks. Default: torchrun's machines."),
+    ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(help="Communication backend, gloo or nccl. Default: nccl if there are CUDA devices."),
+    ] = None,
     model: Annotated[
         list[Path] | None,
-        typer.Option(help="Run whose layers are computed; repeatable for parts of it.", metavar="RUN.yaml"),
+        typer.Option(
+            help="YAML of the run whose layers are measured. Repeatable for parts of a run.",
+            metavar="RUN.yaml",
+        ),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="The cluster's name. Default: that of the file.")] = None,
-    least_bytes: Annotated[int, typer.Option(help="Smallest message.")] = 1 << 10,
-    most_bytes: Annotated[int, typer.Option(help="Largest message.")] = 1 << 24,
-    repetitions: Annotated[int, typer.Option(help="Measured ones; their median counts.")] = 7,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the cluster. Default: the name of the file.")
+    ] = None,
+    least_bytes: Annotated[int, typer.Option(help="Smallest message, in bytes.")] = 1 << 10,
+    most_bytes: Annotated[int, typer.Option(help="Largest message, in bytes.")] = 1 << 24,
+    repetitions: Annotated[
+        int, typer.Option(help="Number of measurements of each value. Their median counts.")
+    ] = 7,
 ) -> None:
-    """Measure links and compute of the ranks that torchrun started, or of new ones on this machine."""
+    """Measure links and compute of a cluster, and write its description for simulate and the planners.
+
+    The command measures the ranks that torchrun started. With --nproc it starts ranks on this machine.
+    """
     from megatron_fssdp.cli.profile_command import ProfileRequest, profile
     from megatron_fssdp.config.composition import load_run
     from megatron_fssdp.megatron_adapter.diagnosis.cluster_profiler import ProfileSettings
@@ -137,18 +168,19 @@ def profile_command(
 @app.command("doctor")
 def doctor_command(
     checkpoints: Annotated[
-        Path | None, typer.Option(help="Folder of checkpoints: writable, and room?", metavar="DIR")
+        Path | None,
+        typer.Option(help="Folder for checkpoints. Checks if it is writable and has space.", metavar="DIR"),
     ] = None,
     config: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Run whose ranks and checkpoints are to fit; repeatable for parts of it.",
+            help="YAML of a run. Checks if its ranks and checkpoints fit. Repeatable for parts of a run.",
             metavar="CONFIG.yaml",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Report for machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Say whether a training can run on this machine, and what to do if it cannot."""
+    """Check whether a training can run on this machine, and say what to do if it cannot."""
     from megatron_fssdp.cli.doctor_command import DoctorRequest, examine
 
     raise typer.Exit(examine(DoctorRequest(config or (), checkpoints, as_json)))
@@ -156,25 +188,29 @@ def doctor_command(
 
 @data_app.command("build")
 def data_build_command(
-    out: Annotated[Path, typer.Option(help="Folder of the built data.")],
+    out: Annotated[Path, typer.Option(help="Folder to write the data to.")],
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(help="Text files and folders. Default: the standard library's sources."),
+        typer.Argument(help="Text files and folders. Default: the sources of Python's standard library."),
     ] = None,
     tokenizer: Annotated[
         TokenizerName,
-        typer.Option(help="Trained byte-level BPE, one token a byte, or BERT's: sentences in WordPiece."),
+        typer.Option(
+            help="bpe: trained byte-level BPE. bytes: one token per byte. wordpiece: sentences for BERT."
+        ),
     ] = TokenizerName.BPE,
-    vocab_size: Annotated[int, typer.Option(help="Vocabulary of a trained tokenizer.")] = 4096,
-    shards: Annotated[int, typer.Option(help="Pieces that an interrupted build does not repeat.")] = 4,
+    vocab_size: Annotated[int, typer.Option(help="Vocabulary size of a trained tokenizer.")] = 4096,
+    shards: Annotated[
+        int, typer.Option(help="Number of shards. An interrupted build does not repeat finished shards.")
+    ] = 4,
     with_tests: Annotated[
-        bool, typer.Option("--with-tests", help="Default corpus: the library's tests too.")
+        bool, typer.Option("--with-tests", help="Add the standard library's tests to the default text.")
     ] = False,
     rebuild: Annotated[
-        bool, typer.Option("--rebuild", help="Replace data that is damaged or built from other text.")
+        bool, typer.Option("--rebuild", help="Replace data that is damaged or was built from other text.")
     ] = False,
 ) -> None:
-    """Tokenize text into Megatron's indexed data; a second time, nothing is left to do."""
+    """Tokenize text into Megatron's indexed data. Data that is up to date is not built again."""
     from rich.console import Console
 
     from megatron_fssdp.cli.data_command import build_with_progress
@@ -185,17 +221,21 @@ def data_build_command(
 
 @app.command("report")
 def report_command(
-    run: Annotated[Path, typer.Argument(help="Folder of a run.", metavar="RUN_DIR")],
+    run: Annotated[Path, typer.Argument(help="Output folder of a run.", metavar="RUN_DIR")],
     out: Annotated[
-        Path | None, typer.Option(help="Page to write. Default: report.html in the run's folder.")
+        Path | None, typer.Option(help="HTML file to write. Default: report.html in the run's folder.")
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(help="Rank strategies on it: YAML of a cluster, or a name from configs/clusters."),
+        typer.Option(
+            help="Cluster to rank strategies on: YAML file, or a name that `megatron-fssdp configs` lists."
+        ),
     ] = None,
-    strategies: Annotated[str, typer.Option(help="Those to rank, with commas. Default: all.")] = "",
+    strategies: Annotated[
+        str, typer.Option(help="Strategies to rank, separated by commas. Default: all.")
+    ] = "",
 ) -> None:
-    """Write a page of HTML with a run's losses, loads, seconds, placements and memory."""
+    """Write an HTML page with the losses, loads, times, placements and memory of a run."""
     from rich.console import Console
 
     from megatron_fssdp.cli.report_command import ReportRequest, write_report_page
@@ -206,18 +246,27 @@ def report_command(
 
 @app.command("compare")
 def compare_command(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of two or more runs.", metavar="RUN_DIR...")],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Output folders of two or more runs.", metavar="RUN_DIR...")
+    ],
     out: Annotated[
-        Path | None, typer.Option(help="Page to write. Default: comparison.html in the first run's folder.")
+        Path | None,
+        typer.Option(help="HTML file to write. Default: comparison.html in the first run's folder."),
     ] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw the device loads into this file.")] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="PNG file to write with a plot of the device loads.")
+    ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(help="Rank strategies on it: YAML of a cluster, or a name from configs/clusters."),
+        typer.Option(
+            help="Cluster to rank strategies on: YAML file, or a name that `megatron-fssdp configs` lists."
+        ),
     ] = None,
-    strategies: Annotated[str, typer.Option(help="Those to rank, with commas. Default: all.")] = "",
+    strategies: Annotated[
+        str, typer.Option(help="Strategies to rank, separated by commas. Default: all.")
+    ] = "",
 ) -> None:
-    """Compare runs, in a table and a page of HTML: losses, device loads, speed and bytes moved."""
+    """Compare the losses, device loads, speed and moved bytes of runs in a table and an HTML page."""
     from rich.console import Console
 
     from megatron_fssdp.cli.report_command import ReportRequest, compare_runs
@@ -229,33 +278,45 @@ def compare_command(
 @app.command("simulate")
 def simulate_command(
     loads: Annotated[
-        str, typer.Option(help="Folder of a recorded run, its loads.npz, or a workload's name.")
+        str,
+        typer.Option(help="Folder of a recorded run, its loads.npz, or the name of a workload (W0 to W7)."),
     ],
-    cluster: Annotated[str, typer.Option(help="YAML of a cluster, or a name from configs/clusters.")],
+    cluster: Annotated[
+        str, typer.Option(help="YAML of a cluster, or a name that `megatron-fssdp configs` lists.")
+    ],
     model: Annotated[
-        list[Path], typer.Option(help="YAML of the run; repeatable for parts of it.", metavar="RUN.yaml")
+        list[Path],
+        typer.Option(help="YAML of the run. Repeatable for parts of a run.", metavar="RUN.yaml"),
     ],
-    out: Annotated[Path, typer.Option(help="Folder of the results.")],
-    strategies: Annotated[str, typer.Option(help="Names, with commas between them.")] = "ep,fssdp",
+    out: Annotated[Path, typer.Option(help="Folder to write the results to.")],
+    strategies: Annotated[
+        str, typer.Option(help="Strategies to simulate, separated by commas.")
+    ] = "ep,fssdp",
     iterations: Annotated[
         int | None,
         typer.Option(
-            min=1, max=100_000, help="Iterations to generate (20), or most to take of a record (all)."
+            min=1,
+            max=100_000,
+            help="Number of iterations to generate (default 20) or to use of a record (default all).",
         ),
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any setting of the run; repeatable."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Any setting of the run. Repeatable."),
     ] = None,
     cluster_set: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A figure of the cluster; repeatable.")
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A value of the cluster. Repeatable.")
     ] = None,
     moe_strategy_set: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="A setting of all strategies that know it; repeatable."),
+        typer.Option(
+            metavar="KEY=VALUE", help="A setting for all strategies that have this key. Repeatable."
+        ),
     ] = None,
-    break_even: Annotated[bool, typer.Option(help="Search where strategies stop paying.")] = True,
-    plots: Annotated[bool, typer.Option(help="Draw pictures.")] = True,
+    break_even: Annotated[
+        bool, typer.Option(help="Find the batch size and bandwidth at which each strategy starts to pay.")
+    ] = True,
+    plots: Annotated[bool, typer.Option(help="Draw plots.")] = True,
     seed: Annotated[int, typer.Option(min=0, help="Seed of generated loads.")] = 0,
 ) -> None:
     """Predict which strategy is fastest on a cluster, from recorded or generated loads."""
@@ -282,21 +343,28 @@ def simulate_command(
 
 @app.command("roofline")
 def roofline_command(
-    run: Annotated[Path, typer.Argument(help="Folder of a recorded run.", metavar="RUN_DIR")],
-    cluster: Annotated[str, typer.Option(help="YAML of a cluster, or a name from configs/clusters.")],
+    run: Annotated[Path, typer.Argument(help="Output folder of a recorded run.", metavar="RUN_DIR")],
+    cluster: Annotated[
+        str, typer.Option(help="YAML of a cluster, or a name that `megatron-fssdp configs` lists.")
+    ],
     strategies: Annotated[
-        str, typer.Option(help="Names, with commas between them. Default: ep and the run's own.")
+        str,
+        typer.Option(help="Strategies to draw, separated by commas. Default: ep and the run's strategy."),
     ] = "",
-    out: Annotated[Path | None, typer.Option(help="Folder of the results. Default: the run's.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write the results to. Default: the run's folder.")
+    ] = None,
     cluster_set: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A figure of the cluster; repeatable.")
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A value of the cluster. Repeatable.")
     ] = None,
     moe_strategy_set: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="A setting of all strategies that know it; repeatable."),
+        typer.Option(
+            metavar="KEY=VALUE", help="A setting for all strategies that have this key. Repeatable."
+        ),
     ] = None,
 ) -> None:
-    """Draw how near a run's MoE layers come to what compute and communication allow (FasterMoE, §3.3)."""
+    """Draw how close a run's MoE layers come to the limits of compute and communication (FasterMoE, §3.3)."""
     from rich.console import Console
 
     from megatron_fssdp.cli.roofline_command import RooflineRequest, run_roofline
@@ -316,10 +384,13 @@ def roofline_command(
 def configs_command(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Print these, laid over one another, as one YAML.", metavar="[CONFIG.yaml...]"),
+        typer.Argument(
+            help="Files or names to combine and print as one YAML. Later ones win.",
+            metavar="[CONFIG.yaml...]",
+        ),
     ] = None,
 ) -> None:
-    """List the runs and clusters that come with the package, or print the YAML of one."""
+    """List the runs and clusters that come with the package, or print one of them as YAML."""
     from megatron_fssdp.cli.configs_command import composed_yaml, shipped_names
 
     sys.stdout.write(composed_yaml(names) if names else shipped_names())
@@ -335,7 +406,7 @@ def schema_command() -> None:
 
 @app.command("version")
 def version_command() -> None:
-    """Show the version."""
+    """Show the version and exit."""
     _show_version(True)
 
 
@@ -352,7 +423,7 @@ def main() -> None:
         if len(message.splitlines()) == 1:
             _say(f"{message.rstrip('.')}; see {command} --help")
         else:
-            error.show()  # nothing was asked: the help
+            error.show()  # without arguments, the message is the help text
         sys.exit(EXIT_BAD_INPUT)
     except typer.Abort:
         _say("interrupted")
@@ -361,7 +432,7 @@ def main() -> None:
 
 
 def _say(message: str) -> None:
-    if os.environ.get("RANK", "0") == "0":  # under torchrun, one of the ranks speaks
+    if os.environ.get("RANK", "0") == "0":  # under torchrun, only one of the ranks prints
         print(f"error: {message}", file=sys.stderr)
 
 

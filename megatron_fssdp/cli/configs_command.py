@@ -1,4 +1,4 @@
-"""``megatron-fssdp configs``: what comes with the package, for those who have no checkout to look into."""
+"""``megatron-fssdp configs``: lists and prints the YAML files that come with the package."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -9,21 +9,29 @@ from megatron_fssdp.config.yaml_text import format_yaml
 
 
 def shipped_names() -> str:
-    """Names for ``train``, ``simulate --model`` and others, folder by folder, and those for ``--cluster``."""
+    """Return the names of all shipped files, as text with one section per folder.
+
+    Clusters, which the option ``--cluster`` accepts, are in the last section.
+    """
+
+    def folder_of(name: str) -> str:
+        return name.rpartition("/")[0]
+
     lines = []
-    for folder, names in groupby(shipped_runs(), lambda name: name.rpartition("/")[0]):
-        lines += [f"{folder}/" if folder else "whole runs", *(f"  {name}" for name in names)]
-    lines += ["for --cluster", *(f"  {name}" for name in known_clusters())]
+    for folder, names in groupby(sorted(shipped_runs(), key=folder_of), folder_of):
+        lines += [f"{folder}/" if folder else "complete runs", *(f"  {name}" for name in names)]
+    lines += ["clusters, for --cluster", *(f"  {name}" for name in known_clusters())]
     return "\n".join(lines) + "\n"
 
 
 def composed_yaml(names: Sequence[str]) -> str:
-    """Files laid over one another, as one YAML without ``include``.
+    """Combine files into one YAML text without ``include``.
 
     Args:
-        names: Files, or names of shipped ones. They may be parts of a run, so nothing is validated.
+        names: Paths of files, or names of shipped files. Later files win. The files can be parts of a run, so
+            they are not validated.
 
     Raises:
-        ConfigurationError: One of them cannot be read, or includes itself.
+        ConfigurationError: A file cannot be read or includes itself.
     """
     return format_yaml(compose(names).data, width=100)

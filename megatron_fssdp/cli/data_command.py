@@ -1,4 +1,4 @@
-"""Builds data with a progress bar."""
+"""``megatron-fssdp data build``: builds training data and shows a progress bar."""
 
 from pathlib import Path
 
@@ -21,20 +21,20 @@ def build_with_progress(
     with_tests: bool,
     console: Console,
 ) -> DataManifest:
-    """Build indexed data and say what was done.
+    """Build indexed data and print what was built.
 
     Args:
-        paths: Text files and folders; none for the default corpus.
-        out_dir: Folder of the data.
+        paths: Text files and folders. An empty list means the default corpus.
+        out_dir: Folder to write the data to.
         tokenizer: Kind of tokenizer.
-        vocab_size: Vocabulary of a trained tokenizer.
-        num_shards: Pieces that an interrupted build does not repeat.
-        rebuild: Replace data that is damaged or was built from something else.
-        with_tests: Include the standard library's tests in the default corpus.
-        console: Where to show it.
+        vocab_size: Vocabulary size of a trained tokenizer.
+        num_shards: Number of shards. An interrupted build does not repeat its finished shards.
+        rebuild: Whether to replace data that is damaged or was built from other text.
+        with_tests: Whether the default corpus includes the tests of the standard library.
+        console: Console that shows the progress and the result.
 
     Returns:
-        The manifest.
+        The manifest of the data.
     """
     corpus = corpus_from_paths(paths) if paths else default_corpus(with_tests)
     size = f"{len(corpus.files):,} documents, {corpus.num_bytes / 1e6:,.1f} MB"

@@ -1,7 +1,7 @@
-"""``megatron-fssdp doctor``: whether a training can run on this machine, and what to do if not.
+"""``megatron-fssdp doctor``: checks whether a training can run on this machine, and says what to do if not.
 
-Without a run's file nothing is imported that a Python older than the wanted one could not read,
-so that the report can say so.
+Without the option ``--config``, the command imports only modules that an older Python can also read.
+Therefore it can report that the Python version is too old.
 """
 
 import json
@@ -30,12 +30,12 @@ _STYLES = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "bold r
 
 @dataclass(frozen=True)
 class DoctorRequest:
-    """What the command line asks for.
+    """Options of ``megatron-fssdp doctor``.
 
     Attributes:
-        config_paths: YAML of a run that is wanted on this machine, or parts of it.
-        checkpoints: Folder that checkpoints are to go to.
-        as_json: Whether a machine reads the report.
+        config_paths: YAML files of a run to check on this machine. Empty to check only the machine.
+        checkpoints: Folder for checkpoints to check, or None.
+        as_json: Whether to print the report as JSON.
     """
 
     config_paths: Sequence[Path] = ()
@@ -43,10 +43,12 @@ class DoctorRequest:
     as_json: bool = False
 
     def resolve(self) -> "tuple[RunConfig | None, list[tuple[str, Path]]]":
-        """The run of the file, and the checkpoint folders to try by the settings that name them.
+        """Return the run's settings (or None) and the checkpoint folders to check.
+
+        Each folder comes with the option or setting that names it.
 
         Raises:
-            ConfigurationError: The file is wrong.
+            ConfigurationError: The run's YAML is invalid.
         """
         folders = [("--checkpoints", self.checkpoints)] if self.checkpoints is not None else []
         if not self.config_paths:
@@ -63,15 +65,13 @@ class DoctorRequest:
 
 
 def examine(request: DoctorRequest) -> int:
-    """Look at this machine and report.
-
-    Under torchrun one rank of each machine does it.
+    """Examine this machine and print the report. Under torchrun, one rank of each machine does this.
 
     Returns:
-        The exit code.
+        The exit code: 0 if a training can run, 1 if there are problems.
 
     Raises:
-        ConfigurationError: The run's file is wrong; nothing was looked at.
+        ConfigurationError: The run's YAML is invalid. Nothing was examined.
     """
     run, folders = request.resolve()
     if os.environ.get("LOCAL_RANK", "0") != "0":
@@ -88,11 +88,11 @@ def examine(request: DoctorRequest) -> int:
 
 
 def report_json(findings: Sequence[Finding], host: str) -> str:
-    """The report for machines.
+    """Return the report as JSON text.
 
     Args:
-        findings: In the order of the report.
-        host: Name of the machine.
+        findings: Findings in the order of the report.
+        host: Host name of the machine.
     """
     report = {
         "plugin": __version__,
@@ -112,12 +112,12 @@ def report_json(findings: Sequence[Finding], host: str) -> str:
 
 
 def print_report(findings: Sequence[Finding], host: str, console: Console) -> None:
-    """A table, the next steps, and OK or how many there are.
+    """Print the report: a table, the next steps, and then OK or the number of problems.
 
     Args:
-        findings: In the order of the report.
-        host: Name of the machine.
-        console: Where to print.
+        findings: Findings in the order of the report.
+        host: Host name of the machine.
+        console: Console that prints the report.
     """
     table = Table(title=Text(f"megatron-fssdp {__version__} on {host}"), title_justify="left")
     table.add_column("check")
@@ -135,7 +135,8 @@ def print_report(findings: Sequence[Finding], host: str, console: Console) -> No
             console.print(line, soft_wrap=True)
     count = len(_problems(findings))
     if count:
-        ending = f"{count} {'problem' if count == 1 else 'problems'}: do what is said above, then ask again"
+        noun = "problem" if count == 1 else "problems"
+        ending = f"{count} {noun}: follow the advice above, then run the command again"
         console.print(ending, style=_STYLES[Verdict.PROBLEM], highlight=False, soft_wrap=True)
     else:
         console.print("OK", style=_STYLES[Verdict.OK])

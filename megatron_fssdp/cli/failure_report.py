@@ -1,11 +1,11 @@
-"""Finds the line of a log that says why a run failed."""
+"""Finds the line of a log that explains why a run failed."""
 
 import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-# Our launcher's own words, for bad input.
+# The message that this package's launcher prints for invalid input.
 _PLUGIN_ERROR = re.compile(r"\[fssdp\] error(?: on rank \d+)?: (?P<message>.*)")
 # torchrun's summary of the rank that failed first.
 _ROOT_CAUSE = re.compile(
@@ -18,11 +18,11 @@ _MAX_LOG_BYTES = 4 << 20
 
 
 def failure_reason(log: Path, start: int = 0) -> str:
-    """Say why the ranks failed.
+    """Find the reason why the ranks of a run failed.
 
     Args:
-        log: Output of all ranks.
-        start: Where in the file this start of the run begins, in bytes.
+        log: Log file with the output of all ranks.
+        start: Position in the file, in bytes, where the output of this start of the run begins.
 
     Returns:
         One line: the plugin's message, or the exception of the rank that failed first, or the last line.
@@ -40,7 +40,9 @@ def failure_reason(log: Path, start: int = 0) -> str:
     if root := _ROOT_CAUSE.search(text):
         rank, code = root["rank"], int(root["code"])
         if code < 0:
-            return f"rank {rank}: ended by {_signal_name(-code)}; last output: {last_lines.get(rank, 'none')}"
+            return (
+                f"rank {rank}: killed by {_signal_name(-code)}; last output: {last_lines.get(rank, 'none')}"
+            )
         reasons = {rank: reasons.get(rank) or last_lines.get(rank) or f"exit code {code}"}
     for rank, reason in (reasons or last_lines).items():
         return f"rank {rank}: {reason}"
@@ -49,7 +51,7 @@ def failure_reason(log: Path, start: int = 0) -> str:
 
 
 def _exceptions_by_rank(lines: list[str]) -> dict[str, str]:
-    """Last line of each rank's last traceback; ranks in order of their first one."""
+    """Return the last line of each rank's last traceback. Ranks are in the order of their first traceback."""
     in_traceback: dict[str, bool] = {}
     reasons: dict[str, str] = {}
     for rank, content in _marked(lines):
@@ -66,7 +68,10 @@ def _last_lines_by_rank(lines: list[str]) -> dict[str, str]:
 
 
 def _marked(lines: list[str]) -> Iterator[tuple[str, str]]:
-    """Ranks' lines without their marks; torchrun's own lines only say that a rank failed."""
+    """Yield each rank's lines, without the rank's mark. torchrun's own lines are left out.
+
+    They only state that a rank failed.
+    """
     for line in lines:
         if mark := _RANK_MARK.match(line):
             yield mark["rank"], line[mark.end() :]

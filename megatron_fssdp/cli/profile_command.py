@@ -1,4 +1,4 @@
-"""``megatron-fssdp profile``: from a cluster to the YAML that describes it."""
+"""``megatron-fssdp profile``: measures a cluster and writes the YAML that describes it."""
 
 import os
 import sys
@@ -16,12 +16,12 @@ _EXIT_INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """What the command line asks for.
+    """Options of ``megatron-fssdp profile``.
 
     Attributes:
-        out: The YAML to write.
-        settings: What is measured.
-        nproc: Ranks to start on this machine; ``None`` under torchrun.
+        out: YAML file to write.
+        settings: Settings of the measurement.
+        nproc: Number of ranks to start on this machine, or None under torchrun.
     """
 
     out: Path
@@ -29,17 +29,19 @@ class ProfileRequest:
     nproc: int | None
 
     def check(self) -> None:
-        """Raise for what can be seen to be wrong before ranks talk to each other.
+        """Check the options before ranks communicate.
 
         Raises:
-            ConfigurationError: With the reason.
+            ConfigurationError: An option is wrong. The message gives the reason.
         """
         under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
         if under_torchrun and self.nproc is not None:
-            raise ConfigurationError(f"--nproc {self.nproc}: torchrun has started the ranks; leave it out")
+            raise ConfigurationError(
+                f"--nproc {self.nproc}: torchrun has already started the ranks; remove this option"
+            )
         if not under_torchrun and self.nproc is None:
             raise ConfigurationError(
-                "no ranks to measure: give --nproc N, or start with "
+                "no ranks to measure; give --nproc N, or start the command with "
                 "torchrun --nproc-per-node N -m megatron_fssdp profile --out FILE.yaml"
             )
         self.settings.check_ranks(int(os.environ["WORLD_SIZE"]) if self.nproc is None else self.nproc)
@@ -48,18 +50,18 @@ class ProfileRequest:
 
     @property
     def is_writer(self) -> bool:
-        """Whether this process is the one that writes, or starts the one that does."""
+        """Whether this process writes the file, or starts the rank that writes it."""
         return int(os.environ.get("RANK", 0)) == 0
 
 
 def profile(request: ProfileRequest) -> int:
-    """Measure as one rank of torchrun's, or start ranks that do.
+    """Measure as one of torchrun's ranks, or start new ranks that measure.
 
     Returns:
         The exit code.
 
     Raises:
-        ConfigurationError: Bad input; nothing was measured.
+        ConfigurationError: The input is invalid. Nothing was measured.
     """
     request.check()
     return _start_ranks(request.nproc) if request.nproc is not None else _measure(request)
@@ -75,7 +77,7 @@ def _measure(request: ProfileRequest) -> int:
 
     cluster = profile_cluster(request.settings, lambda line: print(line, flush=True))
     if request.is_writer:
-        text = cluster_yaml(cluster, "Written by megatron-fssdp profile. Seconds, bytes, flops.")
+        text = cluster_yaml(cluster, "Written by megatron-fssdp profile. Units: seconds, bytes, flops.")
         with written_whole(request.out.parent, "--out") as partial:
             (partial / request.out.name).write_text(text, encoding="utf-8")
         Console(markup=False).print(cluster_table(cluster))
@@ -105,8 +107,8 @@ def _start_ranks(nproc: int) -> int:
 
 def _check_writable(path: Path) -> None:
     if path.is_dir():
-        raise ConfigurationError(f"--out {path}: is a folder; give the file to write")
+        raise ConfigurationError(f"--out {path}: is a folder, wanted a file; give another path")
     if not path.parent.is_dir():
-        raise ConfigurationError(f"--out {path}: the folder {path.parent} does not exist; make it first")
+        raise ConfigurationError(f"--out {path}: the folder {path.parent} does not exist; create it first")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigurationError(f"--out {path}: cannot be written; choose another file")

@@ -14,12 +14,12 @@ _SCRIPTS = Path(__file__).with_name("pretraining")
 
 @dataclass(frozen=True)
 class RankCommand:
-    """How to start the ranks of a run.
+    """Command and environment that start the ranks of a run.
 
     Attributes:
-        config: The run.
+        config: Settings of the run.
         megatron_arguments: Arguments of the pretraining script.
-        on_cpu: Whether the ranks run without accelerators.
+        on_cpu: Whether the ranks run on CPUs.
     """
 
     config: RunConfig
@@ -27,13 +27,13 @@ class RankCommand:
     on_cpu: bool
 
     def environment(self) -> dict[str, str]:
-        """Variables that the ranks need beyond those that are set."""
+        """Environment variables that the ranks need in addition to those of this process."""
         device = self.config.training.device
         variables: dict[str, str] = {} if device == "auto" else {"MEGATRON_FSSDP_DEVICE": device}
         if self.on_cpu:
             variables["OMP_NUM_THREADS"] = "1"  # the ranks share the cores
         elif self.config.parallelism.tensor > 1 or self.config.parallelism.context > 1:
-            variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron orders its kernels by it
+            variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron needs it to order its kernels
         return {
             name: value
             for name, value in variables.items()
@@ -41,10 +41,10 @@ class RankCommand:
         }
 
     def local(self, log_dir: Path) -> list[str]:
-        """Command line for this machine; ranks' lines are marked in its output.
+        """Return the command line for this machine. torchrun marks each output line with its rank.
 
         Args:
-            log_dir: Scratch folder for torchrun's own copies of the output.
+            log_dir: Temporary folder for torchrun's own copies of the output.
         """
         return [
             sys.executable,
@@ -58,7 +58,7 @@ class RankCommand:
         ]
 
     def shell_text(self) -> str:
-        """What to type: on this machine, or on every machine of a cluster."""
+        """Return the command as shell text, to type on this machine or on every machine of a cluster."""
         cut = self.config.parallelism
         words = [f"{name}={value}" for name, value in self.environment().items()]
         if cut.num_nodes == 1:

@@ -1,4 +1,4 @@
-"""Starts torchrun, follows the run and ends every rank when asked to."""
+"""Starts torchrun, waits for the run to end, and ends all ranks when the user interrupts."""
 
 import ctypes
 import os
@@ -23,18 +23,19 @@ _LIBC = ctypes.CDLL(None)
 
 
 def run_ranks(command: RankCommand, log: Path, on_poll: Callable[[], None]) -> int:
-    """Run to the end.
+    """Start the ranks of a run and wait until they end.
 
     Args:
-        command: What to start.
-        log: File that gets the output of all ranks, added to what is there.
-        on_poll: Called several times a second meanwhile, and once after the end.
+        command: Command that starts the ranks.
+        log: File to which the output of all ranks is appended.
+        on_poll: Function that is called several times per second while the ranks run, and once after they
+            end.
 
     Returns:
-        The exit code.
+        The exit code of torchrun.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C or SIGTERM, after all ranks have ended.
+        KeyboardInterrupt: This process got Ctrl-C or SIGTERM. All ranks have ended.
     """
     with tempfile.TemporaryDirectory(prefix="megatron-fssdp-") as scratch, log.open("ab") as output:
         return run_to_the_end(command.local(Path(scratch)), command.environment(), output, on_poll)
@@ -46,19 +47,20 @@ def run_to_the_end(
     output: IO[bytes] | None,
     on_poll: Callable[[], None],
 ) -> int:
-    """Run a command that starts ranks; however this ends, none of them is left.
+    """Run a command that starts ranks. When this function ends for any reason, no rank is left.
 
     Args:
-        command: The command line.
-        environment: Variables beyond those that are set.
-        output: File for all output; ``None`` for this process's own.
-        on_poll: Called several times a second meanwhile, and once after the end.
+        command: Words of the command line.
+        environment: Environment variables in addition to those of this process.
+        output: File for all output, or None for the output of this process.
+        on_poll: Function that is called several times per second while the command runs, and once after it
+            ends.
 
     Returns:
-        The exit code.
+        The exit code of the command.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C or SIGTERM, after all ranks have ended.
+        KeyboardInterrupt: This process got Ctrl-C or SIGTERM. All ranks have ended.
     """
     process = subprocess.Popen(
         command,
@@ -66,7 +68,7 @@ def run_to_the_end(
         stdout=output,
         stderr=subprocess.STDOUT if output is not None else None,
         env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
-        start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the ranks in order
+        start_new_session=True,  # only this process gets Ctrl-C, and it then ends the ranks in order
         preexec_fn=_end_with_parent if sys.platform == "linux" else None,
     )
     try:
@@ -81,25 +83,28 @@ def run_to_the_end(
 
 
 def end_group(process: "subprocess.Popen[bytes]") -> None:
-    """End a process and all it started: first politely (torchrun passes it on), then by force."""
+    """End a process and all processes that it started: first with SIGTERM, then with SIGKILL.
+
+    torchrun passes SIGTERM on to its ranks.
+    """
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             process.wait(_END_GRACE_S)
-    # The group outlives its leader while a rank hangs on.
+    # The process group still exists after its leader has ended, as long as one rank hangs.
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _end_with_parent() -> None:
-    """Have Linux send SIGTERM when this command is killed itself, so that no rank is left behind."""
+    """Ask Linux to send SIGTERM to the ranks' process if this process is killed, so that no rank is left."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    """Within, SIGTERM raises KeyboardInterrupt, as Ctrl-C does."""
+    """Inside this context, SIGTERM raises KeyboardInterrupt, as Ctrl-C does."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Draws the DDL-Roofline of a recorded run (FasterMoE, §3.3)."""
+"""``megatron-fssdp roofline``: draws the DDL-Roofline of a recorded run (FasterMoE, §3.3)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,15 +21,15 @@ NAME = "roofline"
 
 @dataclass(frozen=True)
 class RooflineRequest:
-    """What the command line asked for.
+    """Options of ``megatron-fssdp roofline``.
 
     Attributes:
-        run: Folder of a recorded run.
+        run: Output folder of a recorded run.
         cluster: YAML file or name of a cluster.
-        strategies: Names; empty for ``ep`` and the run's own.
-        out: Folder of the results; the run's by default.
-        cluster_overrides: ``key=value`` over the cluster.
-        strategy_overrides: ``key=value`` for the strategies that know the key.
+        strategies: Names of the strategies to draw. Empty means ``ep`` and the run's own strategy.
+        out: Folder to write the results to, or None for the run's folder.
+        cluster_overrides: ``key=value`` changes of the cluster.
+        strategy_overrides: ``key=value`` settings for all strategies that have the key.
     """
 
     run: Path
@@ -41,10 +41,10 @@ class RooflineRequest:
 
 
 def run_roofline(request: RooflineRequest, console: Console) -> Roofline:
-    """Work the points out, show them and write the files.
+    """Compute the points of the roofline, print them, and write the files.
 
     Raises:
-        ConfigurationError: Something asked for does not exist or does not fit together.
+        ConfigurationError: A file or name does not exist, or run, cluster and strategies do not fit together.
     """
     run = run_config_of(request.run)
     cluster, job = described_cluster(request.cluster, request.cluster_overrides), job_of_run(run)

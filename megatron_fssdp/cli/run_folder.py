@@ -13,52 +13,53 @@ from megatron_fssdp.reporting.placement_records import PLACEMENTS_FILE
 from megatron_fssdp.reporting.recorded_run import run_config_of
 from megatron_fssdp.reporting.run_records import LOADS_FILE, METRICS_FILE
 
-# What a checkpoint's optimizer state belongs to.
+# A checkpoint's optimizer states are valid only with the same values of these keys.
 _FIXED_TRAINING_KEYS = frozenset({"optimizer", "lr", "min_lr", "precision"})
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Names of what a run leaves behind.
+    """Output folder of a run and the files in it.
 
     Attributes:
-        path: The folder.
+        path: Path of the folder.
     """
 
     path: Path
 
     @property
     def config(self) -> Path:
-        """The resolved configuration."""
+        """File with the combined settings of the run."""
         return self.path / "config.yaml"
 
     @property
     def metrics(self) -> Path:
-        """One JSON object an iteration."""
+        """File with the metrics: one JSON object per iteration, one per line."""
         return self.path / METRICS_FILE
 
     @property
     def log(self) -> Path:
-        """Output of all ranks."""
+        """File with the output of all ranks."""
         return self.path / "log.txt"
 
     @property
     def checkpoints(self) -> Path:
-        """Megatron's checkpoints."""
+        """Folder of Megatron's checkpoints."""
         return self.path / "checkpoints"
 
     def check(self, training: TrainingSettings, resume: bool) -> None:
-        """Refuse a folder that does not fit what is wanted.
+        """Refuse a folder that cannot hold a new run, or cannot be resumed.
 
         Args:
-            training: The run's schedule and checkpoint folders.
-            resume: Whether a run in it is to go on.
+            training: Training settings of the run, which name its iterations and checkpoint folders.
+            resume: Whether to continue the run in the folder.
 
         Raises:
-            ConfigurationError: The folder is taken, or has nothing to resume.
+            ConfigurationError: The folder already holds a run, or it has no checkpoint to resume from, or the
+                run in it is finished.
         """
         if self.path.exists() and not self.path.is_dir():
-            raise ConfigurationError(f"--out {self.path}: is a file; give a folder")
+            raise ConfigurationError(f"--out {self.path}: is a file, wanted a folder; give another path")
         names = (
             self.config.name,
             METRICS_FILE,
@@ -70,26 +71,27 @@ class RunFolder:
         taken = [name for name in names if (self.path / name).exists()]
         if not resume and taken:
             raise ConfigurationError(
-                f"--out {self.path}: holds a run already ({', '.join(taken)}); go on with it by --resume, or "
+                f"--out {self.path}: already holds a run ({', '.join(taken)}); continue it with --resume, or "
                 "choose another folder"
             )
         if resume:
             done = last_checkpoint(training.checkpoint_dir or self.checkpoints, "--resume")
             if done >= training.iterations:
                 raise ConfigurationError(
-                    f"--resume: {self.path} has finished its {done} iterations; ask for more with --iters"
+                    f"--resume: {self.path} has already finished {done} iterations; ask for more with --iters"
                 )
         elif training.load_dir is not None:
             last_checkpoint(training.load_dir, "training.load_dir")
 
     def check_unchanged(self, config: RunConfig) -> None:
-        """Refuse to resume as another model or with another optimizer than the checkpoints are of.
+        """Refuse to resume with another model or optimizer than the one of the checkpoints.
 
         Args:
-            config: What is asked for now.
+            config: The settings to resume with.
 
         Raises:
-            ConfigurationError: It differs from the run's own configuration, or that is damaged.
+            ConfigurationError: The settings differ from those that the run started with, or the run's
+                ``config.yaml`` is damaged.
         """
         before = run_config_of(self.path)
         for section in ("model", "training"):
@@ -99,14 +101,14 @@ class RunFolder:
                 if fixed and getattr(then, name) != getattr(now, name):
                     raise ConfigurationError(
                         f"--resume: {section}.{name} is {getattr(now, name)}, but {self.path} was started "
-                        f"with {getattr(then, name)}; keep that, or start a new run"
+                        f"with {getattr(then, name)}; use this value, or start a new run"
                     )
 
     def create(self, config: RunConfig) -> None:
-        """Make the folder and write the configuration.
+        """Create the folder and write the settings of the run.
 
         Raises:
-            ConfigurationError: It cannot be written.
+            ConfigurationError: The folder cannot be written.
         """
         text = format_yaml(config.model_dump(mode="json"))
         with written_whole(self.path, "--out") as partial:
@@ -114,14 +116,14 @@ class RunFolder:
 
 
 def last_checkpoint(folder: Path, asked_by: str) -> int:
-    """Iteration of the newest checkpoint in a folder.
+    """Return the iteration of the newest checkpoint in a folder.
 
     Args:
         folder: Megatron's checkpoint folder.
-        asked_by: The setting that names it; starts the message.
+        asked_by: The option or setting that names the folder. The error message starts with it.
 
     Raises:
-        ConfigurationError: There is none.
+        ConfigurationError: The folder has no checkpoint.
     """
     path = folder / "latest_checkpointed_iteration.txt"
     try:
@@ -129,5 +131,5 @@ def last_checkpoint(folder: Path, asked_by: str) -> int:
         return 0 if text == "release" else int(text)
     except (OSError, ValueError):
         raise ConfigurationError(
-            f"{asked_by}: no checkpoint in {folder}; give the folder of one, or start a new run"
+            f"{asked_by}: no checkpoint in {folder}; give a folder with a checkpoint, or start a new run"
         ) from None

@@ -1,4 +1,7 @@
-"""Answers which strategy would win on a cluster, from loads that were recorded or generated."""
+"""``megatron-fssdp simulate``: predicts which strategy is fastest on a cluster.
+
+The loads of the experts come from a recorded run or are generated.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,29 +35,30 @@ from megatron_fssdp.simulation.simulator import StrategyOutcome, ceiling_s, simu
 
 TRACE_FILE = "trace_{}.json"
 SAMPLE_ITERATIONS = 6
-"""Iterations on which break-even is searched; each value tried plans them anew."""
+"""Number of iterations that the break-even search simulates. It plans them again for each value it tries."""
 
 HISTORY_ITERATIONS = 16
-"""Iterations before those that strategies may look back on."""
+"""Number of iterations before the sample, which strategies can use as their history."""
 
 
 @dataclass(frozen=True)
 class SimulateRequest:
-    """What the command line asked for.
+    """Options of ``megatron-fssdp simulate``.
 
     Attributes:
-        loads: Folder of a run, its ``loads.npz``, or the name of a workload.
+        loads: Output folder of a run, its ``loads.npz``, or the name of a workload.
         cluster: YAML file or name of a cluster.
-        models: YAML files of a training run, laid over one another.
-        strategies: Names.
-        out: Folder of the results.
-        iterations: Of a generated workload; most that are taken of a record.
-        overrides: ``key=value`` over the run's files.
-        cluster_overrides: ``key=value`` over the cluster.
-        strategy_overrides: ``key=value`` for the strategies that know the key.
-        with_break_even: Whether to search where strategies stop paying.
-        with_plots: Whether to draw pictures.
-        seed: Of generated loads.
+        models: YAML files of a training run. Later files win.
+        strategies: Names of the strategies to simulate.
+        out: Folder to write the results to.
+        iterations: Number of iterations to generate, or maximum number to use of a record. None for the
+            default.
+        overrides: ``key=value`` settings that win over the run's files.
+        cluster_overrides: ``key=value`` changes of the cluster.
+        strategy_overrides: ``key=value`` settings for all strategies that have the key.
+        with_break_even: Whether to search the batch size and bandwidth at which strategies start to pay.
+        with_plots: Whether to draw plots.
+        seed: Seed of generated loads.
     """
 
     loads: str
@@ -72,25 +76,29 @@ class SimulateRequest:
 
 
 def run_simulation(request: SimulateRequest, console: Console) -> SimulationReport:
-    """Simulate, show the ranking and write the files.
+    """Simulate the strategies, print the ranking, and write the files.
 
     Raises:
-        ConfigurationError: Something asked for does not exist or does not fit together.
+        ConfigurationError: A file or name does not exist, or loads, run and cluster do not fit together.
     """
     if not request.strategies:
-        raise ConfigurationError("--strategies: names none; give some, with commas between them: ep,fssdp")
+        raise ConfigurationError(
+            "--strategies: got no name; give names separated by commas, such as ep,fssdp"
+        )
     run = load_run(request.models, request.overrides)
     job, cluster = job_of_run(run), described_cluster(request.cluster, request.cluster_overrides)
     settings = {name: settings_of(name, run, request.strategy_overrides) for name in request.strategies}
     record, note = loads_for_job(request.loads, job, request.iterations, request.seed)
     models = " + ".join(path.name for path in request.models)
     title = f"{request.loads} on {cluster.name}: {len(record.iterations)} iterations, {models}"
-    with written_whole(request.out, "--out") as partial:  # from the start: the search takes minutes
+    with written_whole(request.out, "--out") as partial:  # checked first, because the search takes minutes
         report = ranked_strategies(
             title, record, cluster, job, settings, note=note, with_break_even=request.with_break_even
         )
         _show_and_write(report, request, record, cluster, partial, console)
-    console.print(f"{request.out}: tables, pictures, and traces for https://ui.perfetto.dev", highlight=False)
+    console.print(
+        f"wrote tables, plots, and traces (for https://ui.perfetto.dev) to {request.out}", highlight=False
+    )
     return report
 
 
@@ -108,7 +116,7 @@ def _show_and_write(
     write_report(report, folder)
     (folder / "cluster.yaml").write_text(cluster_yaml(cluster), encoding="utf-8")
     for row in report.rows:
-        # One from the middle of the run, when history and profile are there.
+        # In the middle of the run, strategies have a history and have finished measuring.
         write_simulation_trace(
             folder / TRACE_FILE.format(row.label), row.outcome, len(record.iterations) // 2
         )
@@ -129,13 +137,16 @@ def ranked_strategies(
     """Simulate strategies on the same loads.
 
     Args:
-        title: Loads, cluster and model in a line.
-        record: Loads of the job.
-        cluster: Where it runs.
-        job: What runs.
-        settings: Of each strategy, by name.
-        note: What was done to the loads.
-        with_break_even: Whether to search where strategies stop paying.
+        title: Title of the report, which names loads, cluster and model in one line.
+        record: Loads of the job's experts.
+        cluster: Link and compute costs of the cluster.
+        job: Sizes and parallelism of the training job.
+        settings: Settings of each strategy to simulate, by name.
+        note: Sentence about how the loads were adapted to the job, or an empty string.
+        with_break_even: Whether to search the batch size and bandwidth at which strategies start to pay.
+
+    Returns:
+        The simulated outcomes of all strategies.
 
     Raises:
         ConfigurationError: The job does not fit the cluster.
@@ -162,18 +173,19 @@ def ranked_strategies(
 
 def _notes(note: str, rows: Sequence[RankedStrategy], with_break_even: bool) -> tuple[str, ...]:
     pays = (
-        "pays: more than 1 % faster than ep, from so many tokens a rank on, up to so fast a network of a "
-        "node (searched from 1/64 to 64 times, on the last iterations). "
+        "pays from, pays up to: the strategy is more than 1 % faster than ep if a rank has at least this "
+        "many tokens, and if a node's network has at most this bandwidth (searched from 1/64 to 64 times the "
+        "job's own value, on the last iterations). "
     )
     notes = [note] if note else []
     notes.append(
-        "ceiling: the same job with balanced routing under ep; replicas that save traffic can beat it. "
-        + (pays if with_break_even else "")
-        + "Not simulated: optimizer step, data loading, host time."
+        "ceiling: the same job under ep with balanced routing. A strategy whose replicas save traffic can "
+        "exceed it. " + (pays if with_break_even else "") + "Not simulated: optimizer step, data loading, "
+        "host time."
     )
     notes += [
-        f"{row.label}: needs {row.outcome.memory.total_bytes / 2**30:.1f} GiB of the device's "
-        f"{row.outcome.memory.capacity_bytes / 2**30:.1f} GiB and runs out of memory"
+        f"{row.label}: runs out of memory. It needs {row.outcome.memory.total_bytes / 2**30:.1f} GiB, and a "
+        f"device has {row.outcome.memory.capacity_bytes / 2**30:.1f} GiB"
         for row in rows
         if row.outcome.memory.runs_out and row.outcome.memory.capacity_bytes is not None
     ]
@@ -201,14 +213,14 @@ def _row(
 
 
 def described_cluster(source: str, overrides: Sequence[str] = ()) -> ClusterDescription:
-    """A cluster's description, with some figures changed.
+    """Read a cluster description and change some of its values.
 
     Args:
-        source: YAML file or name.
-        overrides: ``key=value``.
+        source: YAML file or name of a cluster.
+        overrides: ``key=value`` changes.
 
     Raises:
-        ConfigurationError: There is none, or something in it is wrong.
+        ConfigurationError: The cluster does not exist, or a value is invalid.
     """
     cluster = load_cluster(source)
     if not overrides:
@@ -218,10 +230,13 @@ def described_cluster(source: str, overrides: Sequence[str] = ()) -> ClusterDesc
 
 
 def settings_of(name: str, run: RunConfig, overrides: Sequence[str] = ()) -> StrategySettings:
-    """The YAML's settings if it names the strategy, and the overrides that the strategy knows.
+    """Return a strategy's settings for a simulation.
+
+    The settings come from the run if it uses this strategy. Overrides win over them. Overrides whose key the
+    strategy does not have are ignored.
 
     Raises:
-        ConfigurationError: Unknown strategy, or something in its settings is wrong.
+        ConfigurationError: The strategy is unknown, or its settings are invalid.
     """
     data = dict(run.strategy.settings) if run.strategy.name == name else {}
     refuse_renamed_settings(apply_overrides({}, overrides), "--moe-strategy-set")

@@ -1,4 +1,4 @@
-"""``megatron-fssdp train``: from a YAML file to a finished run."""
+"""``megatron-fssdp train``: trains a model as YAML files describe it."""
 
 import importlib.util
 import os
@@ -29,16 +29,16 @@ _DEFAULT_SHARDS = 4
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """What the command line asks for.
+    """Options of ``megatron-fssdp train``.
 
     Attributes:
-        config_paths: YAML files of the run, laid over one another.
-        strategy: Strategy instead of the files'.
-        strategy_overrides: ``key=value`` settings relative to the strategy.
-        overrides: Dotted ``key=value`` settings of the whole run.
-        nproc: Ranks on a machine instead of the files'.
-        iterations: Iterations instead of the files'.
-        out: Output folder; by default ``runs/`` and the names of files and strategy.
+        config_paths: YAML files of the run. Later files win.
+        strategy: Name of a strategy that replaces the one in the files, or None.
+        strategy_overrides: ``key=value`` settings of the strategy.
+        overrides: ``key=value`` settings of the whole run, with dotted keys.
+        nproc: Number of ranks on this machine, or None for the number in the files.
+        iterations: Number of training iterations, or None for the number in the files.
+        out: Output folder. By default a folder in ``runs/`` that is named after the files and the strategy.
     """
 
     config_paths: Sequence[Path]
@@ -50,10 +50,10 @@ class TrainRequest:
     out: Path | None = None
 
     def resolve(self) -> RunConfig:
-        """Everything laid over one another and validated.
+        """Combine files and options into validated settings.
 
         Raises:
-            ConfigurationError: Something is wrong with it.
+            ConfigurationError: A file or an option is invalid.
         """
         composition = compose(self.config_paths)
         data = apply_overrides(composition.data, self.overrides)
@@ -64,7 +64,7 @@ class TrainRequest:
             extra.append(f"training.iterations={self.iterations}")
         data = apply_overrides(data, extra)
         section = data.get("strategy")
-        if section is None or isinstance(section, dict):  # otherwise validation says what is wrong with it
+        if section is None or isinstance(section, dict):  # validation reports any other type
             data["strategy"] = self._strategy_section(section or {})
         return composition.validated(data)
 
@@ -77,21 +77,21 @@ class TrainRequest:
         return {**section, "settings": settings} if settings or "settings" in section else section
 
     def out_dir(self, config: RunConfig) -> Path:
-        """The output folder."""
+        """Return the output folder of the run."""
         first, *others = (path.stem for path in self.config_paths)
         names = [first, *(name for name in others if name != config.strategy.name), config.strategy.name]
         return self.out or Path("runs") / "-".join(names)
 
 
 def dry_run(request: TrainRequest, resume: bool = False) -> str:
-    """The exact command of a run; nothing is built, written or started.
+    """Return the exact shell command of a run, without building, writing or starting anything.
 
     Args:
-        request: The run.
-        resume: Go on with the run in the output folder.
+        request: Options of the run.
+        resume: Whether the command continues the run in the output folder.
 
     Raises:
-        ConfigurationError: Bad input, or nothing to resume.
+        ConfigurationError: The input is invalid, or the folder has no checkpoint to resume from.
     """
     config = request.resolve()
     out_dir = request.out_dir(config)
@@ -101,18 +101,18 @@ def dry_run(request: TrainRequest, resume: bool = False) -> str:
 
 
 def train(request: TrainRequest, resume: bool, console: Console) -> int:
-    """Run on this machine.
+    """Train on this machine and show the progress.
 
     Args:
-        request: The run.
-        resume: Go on with the run in the output folder.
-        console: Where to show progress.
+        request: Options of the run.
+        resume: Whether to continue the run in the output folder.
+        console: Console that shows the progress.
 
     Returns:
-        The exit code.
+        The exit code of the ranks, or 130 if the user interrupted them.
 
     Raises:
-        ConfigurationError: Bad input; nothing was started.
+        ConfigurationError: The input is invalid. No rank was started.
     """
     from megatron_fssdp.cli.failure_report import failure_reason
     from megatron_fssdp.cli.rank_processes import run_ranks
@@ -162,7 +162,10 @@ def train(request: TrainRequest, resume: bool, console: Console) -> int:
         return code if code > 0 else 1
     if progress.last.iteration < iterations:
         console.print(
-            f"the ranks ended early, as asked; {folder.log} says why", highlight=False, soft_wrap=True
+            "the ranks stopped before the last iteration, as an exit option asked; the reason is in "
+            f"{folder.log}",
+            highlight=False,
+            soft_wrap=True,
         )
     return 0
 
@@ -172,7 +175,7 @@ def _command(config: RunConfig, data: TokenizedData | None, out_dir: Path, resum
     if on_cpu and config.parallelism.context > 1:
         raise ConfigurationError(
             f"parallelism.context {config.parallelism.context} needs Transformer Engine's attention, which "
-            "has no CPU form; set it to 1 or train on GPUs"
+            "does not run on CPUs; set it to 1 or train on GPUs"
         )
     has_te = importlib.util.find_spec("transformer_engine") is not None
     installation = Installation(on_cpu=on_cpu, has_transformer_engine=has_te)
@@ -197,7 +200,7 @@ def _data_dir(settings: DataSettings, out_dir: Path) -> Path:
 
 
 def _built_data(config: RunConfig, out_dir: Path, console: Console) -> TokenizedData | None:
-    """The run's data; the default corpus is built when it is not there yet."""
+    """Return the run's data. The default corpus is built first if it does not exist yet."""
     settings = config.data
     if settings.external:
         return None
@@ -212,7 +215,7 @@ def _built_data(config: RunConfig, out_dir: Path, console: Console) -> Tokenized
 
 
 def _described_data(config: RunConfig, out_dir: Path) -> TokenizedData | None:
-    """The run's data as it is, or as it will be built."""
+    """Return the run's data as it exists, or as the default corpus will be built."""
     settings = config.data
     if settings.external:
         return None
@@ -225,7 +228,7 @@ def _described_data(config: RunConfig, out_dir: Path) -> TokenizedData | None:
     if (manifest.tokenizer == "wordpiece") != (config.model.family == "bert"):
         wanted = "--tokenizer wordpiece" if config.model.family == "bert" else "--tokenizer bpe or bytes"
         raise ConfigurationError(
-            f"{folder}: got data made with --tokenizer {manifest.tokenizer}, wanted {wanted} for "
+            f"{folder}: got data built with --tokenizer {manifest.tokenizer}, wanted {wanted} for "
             f"model.family {config.model.family}; build it with `megatron-fssdp data build` and give "
             "its folder as data.path"
         )

@@ -1,4 +1,4 @@
-"""The live line of a training run."""
+"""Shows the progress of a training run while it runs."""
 
 import time
 from collections import deque
@@ -15,14 +15,14 @@ _PLAIN_INTERVAL_S = 10.0
 
 
 class MetricsTail:
-    """Reads what is added to ``metrics.jsonl``, whole lines only."""
+    """Reads the lines that a run appends to ``metrics.jsonl``, complete lines only."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._position = path.stat().st_size if path.exists() else 0
 
     def read(self) -> list[IterationMetrics]:
-        """Records added since the last call."""
+        """Return the records that were added since the last call."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -37,17 +37,17 @@ class MetricsTail:
             try:
                 records.append(parse_metrics_line(line))
             except ValueError:
-                continue  # shown, not kept: a damaged line is the reader's concern
+                continue  # only the display misses this line; commands that read the file report it
         return records
 
 
 def progress_text(record: IterationMetrics, iterations: int, recent_s: float) -> str:
-    """One line about the last iteration.
+    """Return one line of text about the last iteration.
 
     Args:
-        record: The iteration.
-        iterations: Iterations of the run.
-        recent_s: Seconds that an iteration took lately.
+        record: Metrics of the last iteration.
+        iterations: Number of iterations of the run.
+        recent_s: Mean duration of the recent iterations, in seconds.
     """
     remaining_s = max(iterations - record.iteration, 0) * recent_s
     parts = [
@@ -64,16 +64,16 @@ def progress_text(record: IterationMetrics, iterations: int, recent_s: float) ->
 
 
 class TrainingProgress:
-    """Shows a run while it runs: one live line on a terminal, a line now and then elsewhere."""
+    """Shows the progress of a run: one live line on a terminal, or a line every 10 seconds elsewhere."""
 
     def __init__(self, metrics: Path, iterations: int, nproc: int, console: Console) -> None:
-        """Prepare.
+        """Prepare the display.
 
         Args:
-            metrics: The run's ``metrics.jsonl``.
-            iterations: Iterations of the run.
-            nproc: Ranks, for the words while they start.
-            console: Where to show it.
+            metrics: Path of the run's ``metrics.jsonl``.
+            iterations: Number of iterations of the run.
+            nproc: Number of ranks, which the text names while they start.
+            console: Console that shows the progress.
         """
         self._tail = MetricsTail(metrics)
         self._iterations = iterations
@@ -100,7 +100,7 @@ class TrainingProgress:
             self._print()
 
     def update(self) -> None:
-        """Show what is new."""
+        """Show the newest iteration, if there is a new one."""
         records = self._tail.read()
         if not records:
             return
@@ -111,7 +111,7 @@ class TrainingProgress:
             self._live.update(Spinner("dots", text=self._text()))
             return
         is_due = first or time.monotonic() - self._shown_s >= _PLAIN_INTERVAL_S
-        if is_due and self.last.iteration < self._iterations:  # the end is shown on leaving
+        if is_due and self.last.iteration < self._iterations:  # __exit__ shows the last iteration
             self._print()
             self._shown_s = time.monotonic()
 

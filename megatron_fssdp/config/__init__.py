@@ -1,1 +1,1 @@
-"""Frozen, documented, validated settings; YAML in, JSON Schema out."""
+"""Settings of a run: read from YAML, validated, immutable, and described by a JSON Schema."""

@@ -1,7 +1,8 @@
-"""A cluster in numbers: what planners weigh costs with and the simulator counts seconds with.
+"""Description of a cluster in numbers: links, throughput and memory.
 
-Written by ``megatron-fssdp profile`` from measurements, or by hand; the files of ``configs/clusters/``
-say where each figure comes from.
+Planners weigh costs with these numbers, and the simulator computes seconds from them. ``megatron-fssdp
+profile`` measures a cluster and writes its description. Descriptions can also be written by hand. The files
+in ``configs/clusters/`` state the source of every figure.
 """
 
 from typing import Literal, Self
@@ -15,55 +16,65 @@ LinkClass = Literal["intra_node", "inter_node"]
 
 
 class LinkDescription(BaseModel):
-    """Seconds of a transfer: ``alpha_s + bytes / bandwidth_bytes_per_s`` (Parm, §V, Eq. 12)."""
+    """Cost of a link: a transfer takes ``alpha_s + bytes / bandwidth_bytes_per_s`` (Parm, §V, Eq. 12)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    alpha_s: float = Field(ge=0, description="Seconds to start, whatever the size.")
-    bandwidth_bytes_per_s: float = Field(gt=0, description="Bytes a second in one direction.")
+    alpha_s: float = Field(ge=0, description="Seconds to start a transfer of any size.")
+    bandwidth_bytes_per_s: float = Field(gt=0, description="Bytes per second in one direction.")
 
 
 class FittedLink(LinkDescription):
-    """A link as one collective was measured to use it."""
+    """Cost of a link under one collective, fitted to measurements."""
 
-    r_squared: float | None = Field(default=None, le=1, description="Of the fit.")
-    worst_relative_error: float | None = Field(default=None, ge=0, description="Of the fit.")
+    r_squared: float | None = Field(
+        default=None, le=1, description="Coefficient of determination of the fit; 1 is perfect."
+    )
+    worst_relative_error: float | None = Field(
+        default=None, ge=0, description="Largest relative error of the fit over all measured sizes."
+    )
 
 
 class ClusterDescription(BaseModel):
-    """Equal nodes of equal devices."""
+    """Numbers of a cluster that has equal nodes with equal devices."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field(description="What to call it in reports.")
-    num_nodes: int = Field(ge=1, description="Machines.")
-    devices_per_node: int = Field(ge=1, description="Devices (ranks) on each machine.")
+    name: str = Field(description="Name of the cluster in reports.")
+    num_nodes: int = Field(ge=1, description="Number of nodes (machines).")
+    devices_per_node: int = Field(ge=1, description="Number of devices (ranks) on each node.")
     intra_node: LinkDescription = Field(description="One direction of one device's link inside its node.")
     inter_node: LinkDescription = Field(
-        description="One direction of a node's NICs together, shared by the node's devices."
+        description="One direction of all NICs of a node together. The node's devices share them."
     )
-    expert_flops_per_s: float = Field(gt=0, description="What a device reaches in expert GEMMs.")
+    expert_flops_per_s: float = Field(
+        gt=0, description="Floating-point operations per second that a device reaches in expert GEMMs."
+    )
     non_expert_flops_per_s: float = Field(
-        gt=0, description="What a device reaches in attention and dense layers."
+        gt=0,
+        description=(
+            "Floating-point operations per second that a device reaches in attention and dense layers."
+        ),
     )
-    memory_bytes: int | None = Field(default=None, gt=0, description="Memory of a device.")
+    memory_bytes: int | None = Field(default=None, gt=0, description="Memory of one device, in bytes.")
     collectives: dict[CollectiveName, dict[LinkClass, FittedLink]] = Field(
         default_factory=dict,
         description=(
-            "Measured for single collectives; bandwidths per device, of the bytes that the busiest device "
-            "sends over links of that class (inter_node: to other nodes, all devices of a node at once; for "
-            "point_to_point one device alone; for all_to_all and row_exchange with the messages inside the "
-            "nodes beside). row_exchange is this package's all-to-all. Used in place of "
-            "the links where given."
+            "Measured costs of single collectives. Where given, they replace intra_node and inter_node. A "
+            "bandwidth is per device and counts the bytes that the busiest device sends over links of the "
+            "class. inter_node counts bytes to other nodes while all devices of a node send at once. Two "
+            "exceptions: for point_to_point one device sends alone; for all_to_all and row_exchange, "
+            "messages inside the nodes travel at the same time. row_exchange is this package's own "
+            "all-to-all."
         ),
     )
     sources: dict[str, str] = Field(
-        default_factory=dict, description="Where a figure comes from, by its name above."
+        default_factory=dict, description="Source of each figure, by the figure's key above."
     )
 
     @property
     def num_devices(self) -> int:
-        """Devices altogether."""
+        """Number of devices of the whole cluster."""
         return self.num_nodes * self.devices_per_node
 
     @model_validator(mode="after")
@@ -71,7 +82,7 @@ class ClusterDescription(BaseModel):
         unknown = sorted(set(self.sources) - set(type(self).model_fields))
         if unknown:
             raise ValueError(
-                f"sources names {unknown}, which the description does not have; wanted some of "
+                f"sources names {unknown}, which are not keys of a cluster; wanted some of "
                 f"{sorted(set(type(self).model_fields) - {'sources'})}"
             )
         return self

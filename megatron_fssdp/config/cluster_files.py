@@ -1,4 +1,4 @@
-"""Cluster descriptions as YAML files: by path, or by name from ``configs/clusters``."""
+"""Reads and writes cluster descriptions as YAML files, given by path or by a name in ``configs/clusters``."""
 
 from pathlib import Path
 
@@ -12,14 +12,14 @@ _SUFFIXES = (".yaml", ".yml")
 
 
 def load_cluster(path_or_name: Path | str) -> ClusterDescription:
-    """Read a description.
+    """Read a cluster description.
 
     Args:
-        path_or_name: A YAML file, or the name of one in ``configs/clusters`` of the working folder or of
-            those that come with the package.
+        path_or_name: Path of a YAML file, or a name. A name is looked up in ``configs/clusters`` of the
+            working folder, then among the descriptions that come with the package.
 
     Raises:
-        ConfigurationError: There is no such file or name, or it describes no cluster.
+        ConfigurationError: No such file or name exists, or the file is not a valid cluster description.
     """
     path = Path(path_or_name)
     if not (path.is_file() or path.suffix in _SUFFIXES or len(path.parts) != 1):
@@ -32,11 +32,11 @@ def load_cluster(path_or_name: Path | str) -> ClusterDescription:
 
 
 def cluster_yaml(description: ClusterDescription, comment: str = "") -> str:
-    """A description as the YAML that :func:`load_cluster` reads.
+    """Return a description as YAML text that :func:`load_cluster` reads.
 
     Args:
-        description: The cluster.
-        comment: Lines put above it, without their ``#``.
+        description: The cluster description.
+        comment: Lines of a comment above the YAML, without the leading ``#``.
     """
     header = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
     data = description.model_dump(mode="json", exclude_none=True)

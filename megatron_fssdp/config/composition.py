@@ -1,7 +1,7 @@
-"""A run's settings from several YAML files: models, strategies and clusters are combined, not copied.
+"""Combines a run's settings from several YAML files, for example a model, a cluster and a strategy.
 
-A file says what it is made of by ``include``, a list of files that it lies on top of; the command line takes
-several files as well. Whatever is laid on top wins, key by key.
+A file lists the files that it builds on under the key ``include``. The command line also accepts several
+files. Files are layered on each other: for each key, the value of the topmost file wins.
 """
 
 import os
@@ -25,11 +25,11 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Layer:
-    """What one file says itself.
+    """The contents of one file, without the files that it includes.
 
     Attributes:
-        file: The file.
-        data: Its own keys, without ``include``.
+        file: Path of the file.
+        data: The file's own keys and values, without ``include``.
     """
 
     file: Path
@@ -38,11 +38,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class Composition:
-    """Files laid over one another.
+    """Several settings files, layered on each other.
 
     Attributes:
-        files: Those that were asked for.
-        layers: These and all that they include, from the bottom to the top.
+        files: The files that the user named.
+        layers: These files and all files that they include, from bottom to top. Higher layers win.
     """
 
     files: tuple[Path, ...]
@@ -50,26 +50,30 @@ class Composition:
 
     @property
     def data(self) -> dict[str, Any]:
-        """What all of them say together."""
+        """The combined keys and values of all layers."""
         data: dict[str, Any] = {}
         for layer in self.layers:
             data = lay_over(data, layer.data)
         return data
 
     def validated(self, data: Mapping[str, Any]) -> RunConfig:
-        """The run that these files' data describe.
+        """Build validated run settings from these files' data.
 
         Args:
-            data: As :attr:`data`, perhaps changed since.
+            data: The combined keys and values (:attr:`data`), possibly with overrides applied.
+
+        Returns:
+            The settings of the run.
 
         Raises:
-            ConfigurationError: One line with every problem and the included file that a wrong value is from.
+            ConfigurationError: The settings are invalid. One line names every problem and the included file
+                that holds the wrong value.
         """
         source = " + ".join(map(str, self.files))
         return validate(RunConfig, data, source, partial(self._origin, data))
 
     def _origin(self, data: Mapping[str, Any], key_path: Sequence[str]) -> str | None:
-        """The file that gave the value of a key, unless it is the only one asked for."""
+        """Return the file that set the value of a key, or None if the user named only this file."""
         value = _value_at(data, key_path)
         for layer in reversed(self.layers):
             if value is not _ABSENT and _value_at(layer.data, key_path) == value:
@@ -78,17 +82,20 @@ class Composition:
 
 
 def compose(files: Iterable[Path | str]) -> Composition:
-    """Read files and all that they include.
+    """Read settings files and all files that they include.
 
-    A path in ``include`` is relative to the folder of the file that it stands in. Where a path leads to no
-    file, it is the name of one that comes with the package (``shipped_files.shipped_run``).
+    A path in ``include`` is relative to the folder of the file that includes it. If no file exists at a path,
+    the path is the name of a file that comes with the package (``shipped_files.shipped_run``).
 
     Args:
-        files: YAML files; later ones are laid over earlier ones.
+        files: Paths of YAML files. Later files are layered on earlier ones and win.
+
+    Returns:
+        The files and their layers.
 
     Raises:
-        ConfigurationError: A file cannot be read, or includes itself, directly or through others; or there
-            are so many that somebody has made a mistake.
+        ConfigurationError: A file cannot be read, a file includes itself directly or through others, or there
+            are more files than a run can reasonably need.
     """
     asked = tuple(_asked(Path(file)) for file in files)
     layers: list[Layer] = []
@@ -97,30 +104,42 @@ def compose(files: Iterable[Path | str]) -> Composition:
             layers.append(layer)
             if len(layers) > _MOST_FILES:
                 raise ConfigurationError(
-                    f"{file}: it and what it includes are more than {_MOST_FILES} files; include fewer"
+                    f"{file}: this file and the files it includes are more than {_MOST_FILES} files; include "
+                    "fewer"
                 )
     return Composition(asked, tuple(layers))
 
 
 def load_run(files: Iterable[Path | str], overrides: Iterable[str] = ()) -> RunConfig:
-    """Read a run.
+    """Read the validated settings of a run.
 
     Args:
-        files: As for :func:`compose`.
+        files: Paths of YAML files. Later files are layered on earlier ones and win.
         overrides: ``key=value`` settings that win over all files.
 
+    Returns:
+        The settings of the run.
+
     Raises:
-        ConfigurationError: As :func:`compose`, or something in the files is wrong.
+        ConfigurationError: A file cannot be read (see :func:`compose`) or the settings are invalid.
     """
     composition = compose(files)
     return composition.validated(apply_overrides(composition.data, overrides))
 
 
 def lay_over(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
-    """Both data, with ``high``'s values where both have a key.
+    """Layer one mapping on another. Where both have a key, the value of ``high`` wins.
 
-    Mappings are laid over one another key by key; an empty one (``null``) says nothing. A strategy with
-    another name has nothing from the one below it: settings belong to their strategy.
+    Nested mappings are combined key by key. A ``null`` in place of a whole section changes nothing. If
+    ``high`` names another strategy than ``low``, the strategy settings of ``low`` are dropped, because
+    settings belong to their strategy.
+
+    Args:
+        low: Keys and values of the lower layer.
+        high: Keys and values of the upper layer.
+
+    Returns:
+        A new mapping with the combined keys and values.
     """
     section, below = high.get("strategy"), low.get("strategy")
     if isinstance(section, Mapping) and isinstance(below, Mapping):
@@ -131,15 +150,15 @@ def lay_over(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _asked(path: Path) -> Path:
-    """The file that a path or a name means."""
+    """Find the file for a path or for the name of a shipped file."""
     file = path if path.exists() else shipped_run(path) or path
     if file.suffix or file.exists():
         return file
     close = closest_run(path)
     hint = f"did you mean '{close}'? " if close else ""
     raise ConfigurationError(
-        f"{path}: no such file, and nothing of that name comes with the package; {hint}"
-        "`megatron-fssdp configs` lists what does"
+        f"{path}: no such file, and the package has no config of that name; {hint}"
+        "`megatron-fssdp configs` lists all names"
     )
 
 
@@ -157,18 +176,20 @@ def _merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layers(file: Path, above: tuple[Path, ...]) -> Iterator[Layer]:
-    """A file's layers, from the bottom to the top.
+    """Yield the layers of a file, from bottom to top: the included files first, then the file itself.
 
     Args:
-        file: The file.
-        above: Those by which it was reached, each included by the one before it.
+        file: Path of the file.
+        above: The chain of files that led to this file. Each file includes the next one.
     """
     if len(above) > _MOST_LEVELS:
-        raise ConfigurationError(f"{above[0]}: includes go down more than {_MOST_LEVELS} levels; use fewer")
+        raise ConfigurationError(
+            f"{above[0]}: includes are nested more than {_MOST_LEVELS} levels deep; use fewer"
+        )
     if any(os.path.realpath(other) == os.path.realpath(file) for other in above):
         circle = " → ".join(map(str, (*above, file)))
         raise ConfigurationError(
-            f"{above[0]}: files include each other in a circle, {circle}; drop one include"
+            f"{above[0]}: files include each other in a circle, {circle}; remove one include"
         )
     try:
         data = load_yaml(file)
@@ -186,7 +207,8 @@ def _included(data: Mapping[str, Any], file: Path) -> list[str]:
     names = data.get(INCLUDE_KEY, [])
     if not isinstance(names, list):
         raise ConfigurationError(
-            f"{file}: include: got {describe_value(names)}, wanted a list of YAML files, as [models/x.yaml]"
+            f"{file}: include: got {describe_value(names)}, wanted a list of YAML files, for example "
+            "[models/x.yaml]"
         )
     for position, name in enumerate(names):
         if not isinstance(name, str) or not name or "\0" in name:

@@ -1,4 +1,4 @@
-"""JSON objects that this package writes and reads back as dataclasses."""
+"""Reads JSON objects that this package wrote back into dataclasses."""
 
 from typing import Annotated, Any
 
@@ -7,21 +7,24 @@ from pydantic import Field, TypeAdapter, ValidationError
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 """A number of things in a record: 0 or more, and small enough for NumPy's int64."""
 
-_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}  # building one takes longer than reading a record
+# Building an adapter takes longer than reading a record.
+_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
 
 
 def parse_record[RecordT](record_cls: type[RecordT], text: str | bytes) -> RecordT:
-    """Read one JSON object, strictly typed.
+    """Read one JSON object into a dataclass, without converting types.
 
     Args:
-        record_cls: A dataclass; its annotations may carry pydantic's limits. Unknown keys are left out.
-        text: The object.
+        record_cls: Dataclass of the record. Its annotations can carry pydantic's limits. Keys of the text
+            that the dataclass does not have are ignored.
+        text: The JSON object.
 
     Returns:
         The record.
 
     Raises:
-        ValueError: One line: the key and what is wrong with it.
+        ValueError: The object does not fit the dataclass. The message is one line with the key and the
+            problem.
     """
     try:
         record: RecordT = _adapter(record_cls).validate_json(text, strict=True)

@@ -1,4 +1,4 @@
-"""JSON Schema of a run's YAML, for editors."""
+"""JSON Schema of a run's YAML, so that editors can check and complete it."""
 
 import json
 from typing import Any
@@ -11,16 +11,17 @@ _INCLUDE = {
     "type": "array",
     "items": {"type": "string", "minLength": 1},
     "description": (
-        "YAML files that this one is laid over, later ones over earlier ones; relative to this file's folder."
+        "YAML files that this file builds on, relative to this file's folder. Later files win over earlier "
+        "files, and this file wins over all of them."
     ),
 }
 
 
 def run_config_schema() -> dict[str, Any]:
-    """The schema of one file.
+    """Return the JSON Schema of one YAML file of a run.
 
-    ``strategy.settings`` follows from ``strategy.name``. Files may be parts of a run, so keys are only
-    required of those that have a model and a training and include nothing.
+    ``strategy.name`` decides the schema of ``strategy.settings``. A file can be a part of a run. Therefore
+    keys are required only in files that have both ``model`` and ``training`` and include no other file.
     """
     schema = RunConfig.model_json_schema()
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
@@ -37,9 +38,9 @@ def run_config_schema() -> dict[str, Any]:
     section["allOf"] = []
     for name, model in SETTINGS_BY_STRATEGY.items():
         definitions[model.__name__] = model.model_json_schema()
-        # Settings inside settings are those of another strategy, which are there already.
+        # Nested settings are those of other strategies, which have their own definitions.
         definitions[model.__name__].pop("$defs", None)
-        # Without a name the settings may belong to a strategy that another file names.
+        # If this file has no name, another file can name the strategy that the settings belong to.
         choice = {"properties": {"name": {"const": name}}, "required": ["name"]}
         reference = {"$ref": f"#/$defs/{model.__name__}"}
         section["allOf"].append({"if": choice, "then": {"properties": {"settings": reference}}})
@@ -47,5 +48,5 @@ def run_config_schema() -> dict[str, Any]:
 
 
 def run_config_schema_text() -> str:
-    """The schema as it is committed in ``configs/schema.json``."""
+    """Return the schema as JSON text, as committed in ``configs/schema.json``."""
     return json.dumps(run_config_schema(), indent=2, ensure_ascii=False) + "\n"

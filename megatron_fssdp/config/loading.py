@@ -1,6 +1,6 @@
-"""From YAML text and ``key=value`` overrides to a validated settings model.
+"""Builds validated settings models from YAML files and ``key=value`` overrides.
 
-Everything a user can get wrong here ends as one line in a :class:`ConfigurationError`.
+Every mistake of a user gives a :class:`ConfigurationError` with a one-line message.
 """
 
 import difflib
@@ -18,7 +18,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.yaml_text import parse_yaml
 
 _MAX_ERRORS_SHOWN = 4
-_MOST_BYTES = 1 << 20  # settings take some kB; PyYAML takes seconds for a MB
+_MOST_BYTES = 1 << 20  # settings have a few kB, and PyYAML needs seconds to read one MB
 
 _TYPE_NAMES: dict[type, str] = {
     bool: "a boolean",
@@ -49,17 +49,17 @@ _WANTED_BY_ERROR: dict[str, str] = {
 
 
 def load_yaml(path: Path | str) -> dict[str, Any]:
-    """Read one YAML mapping safely.
+    """Read a YAML file that holds one mapping of keys to values.
 
     Args:
-        path: The file. An empty file is an empty mapping.
+        path: Path of the file. An empty file counts as an empty mapping.
 
     Returns:
         The mapping, with plain Python values.
 
     Raises:
-        ConfigurationError: The file cannot be read, is too large for settings, is not YAML, repeats a key or
-            holds no mapping.
+        ConfigurationError: The file cannot be read, is larger than a settings file can be, is not valid YAML,
+            has a key twice, or does not hold a mapping.
     """
     path = Path(path)
     data = parse_yaml(_settings_text(path), str(path))
@@ -73,18 +73,19 @@ def load_yaml(path: Path | str) -> dict[str, Any]:
 
 
 def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Lay ``key=value`` settings over a mapping.
+    """Apply ``key=value`` overrides to a mapping.
 
     Args:
-        data: The mapping; it is left as it was.
-        overrides: ``key=value`` each. The key may be dotted (``training.iterations=5``), the value is
-            read as YAML (``2``, ``1e-4``, ``true``, ``null``, ``[a, b]``). Later ones win.
+        data: The mapping. It is not changed.
+        overrides: Texts ``key=value``. The key can be dotted (``training.iterations=5``). The value is read
+            as YAML (``2``, ``1e-4``, ``true``, ``null``, ``[a, b]``). Later overrides win.
 
     Returns:
-        A new mapping.
+        A new mapping with the overrides applied.
 
     Raises:
-        ConfigurationError: An override is not ``key=value`` or its path runs through a plain value.
+        ConfigurationError: An override is not ``key=value``, or its dotted key goes through a value that is
+            not a mapping.
     """
     result = _copy(data)
     for override in overrides:
@@ -116,22 +117,24 @@ def validate[ModelT: BaseModel](
     source: str,
     origin: Callable[[Sequence[str]], str | None] | None = None,
 ) -> ModelT:
-    """Build a settings model from plain values, strictly typed.
+    """Build a settings model from plain values, without converting types.
 
     Args:
-        model_cls: The pydantic model.
-        data: Plain values as YAML gives them.
-        source: Where the values come from; starts the message.
-        origin: For a key path, the file that its value is from, where that is not plain from ``source``.
+        model_cls: Pydantic model class of the settings.
+        data: Plain values, as YAML gives them.
+        source: Name of the file or option that the values come from. Error messages start with it.
+        origin: Function that takes a key path and returns the file that set its value, or None if ``source``
+            already names this file.
 
     Returns:
-        The model.
+        The settings.
 
     Raises:
-        ConfigurationError: One line with every problem: key path, got, wanted.
+        ConfigurationError: The values are invalid. The message is one line. For each problem it gives the key
+            path, the value that was got, and what is wanted.
     """
     try:
-        # JSON mode is strict about types ("4" is no number) and still reads paths from strings.
+        # JSON mode is strict about types ("4" is not a number), but still reads paths from strings.
         return model_cls.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
         problems = _render_all(model_cls, error.errors(include_url=False), origin or (lambda _: None))
@@ -142,7 +145,13 @@ def validate[ModelT: BaseModel](
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
-    """Words for a name that does not exist: the closest match and all known ones."""
+    """Return the message for an unknown name: the closest match and all known names.
+
+    Args:
+        kind: What the name names, for example ``"cluster"`` or ``"key"``.
+        name: The unknown name.
+        known: All valid names.
+    """
     names = list(known)
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean '{close[0]}'? " if close else ""
@@ -150,7 +159,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 def describe_value(value: Any) -> str:
-    """A value and its kind in words, short enough for a message."""
+    """Describe a value and its type in words, short enough for an error message."""
     if value is None:
         return "nothing (null)"
     kind = _TYPE_NAMES.get(type(value), type(value).__name__)
@@ -168,11 +177,11 @@ def _settings_text(path: Path) -> str:
         raise ConfigurationError(f"{path}: no such file; give the path of a YAML file") from None
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read ({error.strerror}); give a readable file") from None
-    except ValueError as error:  # a null byte in the name
+    except ValueError as error:  # the file name contains a null byte
         raise ConfigurationError(f"{path}: cannot be read ({error}); give a readable file") from None
     if len(content) > _MOST_BYTES:
         raise ConfigurationError(
-            f"{path}: more than {_MOST_BYTES >> 20} MiB, which is no file of settings; give a run's YAML"
+            f"{path}: larger than {_MOST_BYTES >> 20} MiB, so it is not a settings file; give a run's YAML"
         )
     try:
         return content.decode("utf-8")
@@ -190,7 +199,7 @@ def _render_all(
     model_cls: type[BaseModel], errors: list[ErrorDetails], origin: Callable[[Sequence[str]], str | None]
 ) -> list[str]:
     problems: list[str] = []
-    mismatches: dict[str, list[str]] = {}  # a union field has one error for each alternative
+    mismatches: dict[str, list[str]] = {}  # a union field gives one error for each alternative
     located = [
         _locate(model_cls, details["loc"], ends_in_key=details["type"] in ("extra_forbidden", "missing"))
         for details in errors
@@ -212,7 +221,7 @@ def _render_all(
         else:
             wanted = _WANTED_BY_ERROR.get(details["type"], details["msg"].removeprefix("Input should be "))
             if any(key and path.startswith(f"{key}.") for path in paths):
-                continue  # one alternative's complaint about a mapping, inside which another one found more
+                continue  # another alternative of the union found a more exact problem inside this mapping
             where = f"{origin_text}{key or 'top level'}: got {describe_value(details['input'])}"
             mismatches.setdefault(where, []).append(wanted)
     return problems + [
@@ -223,7 +232,10 @@ def _render_all(
 def _locate(
     model_cls: type[BaseModel], location: tuple[int | str, ...], *, ends_in_key: bool
 ) -> tuple[list[str], type[BaseModel] | None]:
-    """Key path without pydantic's names for union alternatives, and the model that holds the last key."""
+    """Return the key path of an error and the model that holds the last key.
+
+    Pydantic's location also contains its own names of union alternatives. They are left out.
+    """
     path: list[str] = []
     owner: type[BaseModel] | None = None
     current: type[BaseModel] | None = model_cls

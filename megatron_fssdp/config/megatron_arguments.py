@@ -1,4 +1,4 @@
-"""From a run's settings to Megatron-LM's command line."""
+"""Translates a run's settings into Megatron-LM's command-line arguments."""
 
 import json
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from megatron_fssdp.config.run_config import RunConfig
 from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
 from megatron_fssdp.config.training_settings import TrainingSettings
 
-# Megatron's fused kernels and Transformer Engine exist for GPUs only.
+# Megatron's fused kernels and Transformer Engine run on GPUs only.
 _CPU_ARGUMENTS = (
     "--distributed-backend",
     "gloo",
@@ -41,13 +41,13 @@ _ACTIVATION_FLAGS: dict[str, list[str]] = {
 
 @dataclass(frozen=True)
 class TokenizedData:
-    """Indexed data and what Megatron must know of its tokenizer.
+    """Location of tokenized data and the facts that Megatron needs about its tokenizer.
 
     Attributes:
-        prefix: Path of the ``.bin`` and ``.idx`` files without suffix.
+        prefix: Path of the ``.bin`` and ``.idx`` files, without suffix.
         vocab_size: Number of token ids, end-of-document included.
         eod_id: Token id that ends a document.
-        num_documents: Documents, which are what is split into training, validation and test data.
+        num_documents: Number of documents. Whole documents are split into training, validation and test data.
         cache_dir: Folder for Megatron's index caches.
     """
 
@@ -60,11 +60,11 @@ class TokenizedData:
 
 @dataclass(frozen=True)
 class Installation:
-    """What the ranks run on.
+    """Hardware and libraries that the ranks of a run have.
 
     Attributes:
-        on_cpu: Gloo ranks without an accelerator.
-        has_transformer_engine: Transformer Engine can be imported.
+        on_cpu: Whether the ranks run on CPUs and communicate over gloo.
+        has_transformer_engine: Whether Transformer Engine can be imported.
     """
 
     on_cpu: bool
@@ -74,20 +74,21 @@ class Installation:
 def megatron_arguments(
     config: RunConfig, data: TokenizedData | None, installation: Installation, out_dir: Path, resume: bool
 ) -> list[str]:
-    """Write a run as arguments of a Megatron pretraining script.
+    """Translate a run's settings into the arguments of a Megatron pretraining script.
 
     Args:
-        config: The run.
-        data: The training data; None when ``data.external`` leaves it to ``megatron_args``.
-        installation: What the ranks run on.
+        config: Settings of the run.
+        data: The tokenized training data. None if ``data.external`` is set and ``megatron_args`` names the
+            data.
+        installation: Hardware and libraries of the ranks.
         out_dir: Output folder of the run.
-        resume: Go on from the run's own checkpoints.
+        resume: Whether the run continues from its own checkpoints.
 
     Returns:
-        The arguments, strategy flags included; ``config.megatron_args`` come last and so win.
+        The arguments, strategy flags included. ``config.megatron_args`` come last and therefore win.
 
     Raises:
-        ConfigurationError: The data is too little for its split.
+        ConfigurationError: The data has too few documents for its split.
     """
     return [
         *_model_arguments(config.model),
@@ -104,7 +105,7 @@ def megatron_arguments(
 
 
 def strategy_arguments(config: RunConfig, out_dir: Path) -> list[str]:
-    """The strategy's flags; its records go to the output folder unless the settings say otherwise."""
+    """Return the strategy's flags. Records go to the output folder unless the settings name another one."""
     settings = {"record_dir": str(out_dir), **config.strategy.settings}
     declared = config.parallelism.declared_nodes
     if declared is not None and "nodes" in SETTINGS_BY_STRATEGY[config.strategy.name].model_fields:
@@ -166,9 +167,9 @@ def _moe_arguments(model: ModelSettings) -> list[str]:
 def _data_arguments(config: RunConfig, data: TokenizedData | None) -> list[str]:
     if data is None:
         return []
-    # The data is tokenized already: Megatron needs to know the vocabulary, not the tokenizer. The
-    # end-of-document id is said explicitly and never one that text can contain. BERT's script also wants the
-    # words, because it masks whole ones.
+    # The data is already tokenized, so Megatron needs only the size of the vocabulary and the end-of-document
+    # id, which text never contains. BERT's script also needs the vocabulary itself, because it masks whole
+    # words.
     return _pairs(
         data_path=data.prefix,
         data_cache_path=data.cache_dir,
@@ -183,14 +184,14 @@ def _data_arguments(config: RunConfig, data: TokenizedData | None) -> list[str]:
 def _split(config: RunConfig, data: TokenizedData) -> str:
     if config.training.eval_interval is None:
         return "1,0,0"
-    # Megatron looks for tokens in a part without documents for ever.
+    # If a part has no documents, Megatron searches it for tokens forever.
     shares = [float(share) for share in config.data.split.split(",")]
     total = sum(shares)
     for name, share in zip(("training", "validation", "test"), shares, strict=False):
         if (share > 0 or name == "training") and share / max(total, 1e-9) * data.num_documents < 1:
             raise ConfigurationError(
-                f"data.split {config.data.split}: leaves no document of {data.num_documents} for the {name} "
-                "data; give it a larger share, or build the data from more files"
+                f"data.split {config.data.split}: leaves none of the {data.num_documents} documents for the "
+                f"{name} data; give it a larger share, or build the data from more files"
             )
     return config.data.split
 
@@ -259,11 +260,12 @@ def _checkpoint_arguments(config: RunConfig, out_dir: Path, resume: bool) -> lis
         arguments += _pairs(save=own, save_interval=training.save_interval or training.iterations)
         arguments += ["--ckpt-format", "torch_dist"]
         if config.parallelism.distributed_optimizer:
-            # Megatron's default stores optimizer state by its place, which re-sharding changes.
+            # Megatron's default stores optimizer states by their position, and re-sharding changes positions.
             arguments.append("--dist-ckpt-optim-fully-reshardable")
     load = own if resume else training.load_dir
     if load is not None:
-        # The schedule is what this run asks for: with more iterations it differs from the checkpoint's.
+        # The learning-rate schedule follows this run's settings. With more iterations it differs from the
+        # checkpoint's.
         arguments += [*_pairs(load=load), "--override-opt_param-scheduler"]
     return arguments
 
@@ -278,7 +280,7 @@ def _device_arguments(config: RunConfig, installation: Installation) -> list[str
     arguments += ["transformer_engine"]
     grouped = config.model.num_experts is not None and config.strategy.name == "none"
     if grouped:
-        # Megatron's grouped experts refuse biases beside fused dropout.
+        # Megatron's grouped experts do not support biases together with fused dropout.
         unfused = ["--no-bias-dropout-fusion"] if config.model.linear_bias else []
         arguments += ["--moe-grouped-gemm", *unfused]
     return arguments

@@ -1,4 +1,4 @@
-"""Settings of the model: the ``model`` section of a run's YAML."""
+"""Settings of the model's architecture: the ``model`` section of a run's YAML."""
 
 from typing import Literal, Self
 
@@ -8,70 +8,105 @@ Activation = Literal["gelu", "openai_gelu", "squared_relu", "swiglu", "quick_geg
 
 
 class ModelSettings(BaseModel):
-    """A GPT or BERT whose feed-forward layers may be mixtures of experts."""
+    """Architecture of a GPT or BERT model, dense or with mixture-of-experts layers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     family: Literal["gpt", "bert"] = Field(
         default="gpt",
-        description="gpt predicts the next token; bert masked words and the order of sentences.",
+        description="gpt predicts the next token. bert predicts masked words and the order of sentences.",
     )
     order_head: bool = Field(
-        default=True, description="bert: the head that says whether two parts are in order. gpt: no effect."
+        default=True,
+        description="bert: whether a head predicts if two parts of a text are in order. gpt: no effect.",
     )
-    num_layers: int = Field(ge=1, le=10_000, description="Transformer layers.")
+    num_layers: int = Field(ge=1, le=10_000, description="Number of transformer layers.")
     hidden_size: int = Field(ge=1, description="Width of the hidden states.")
-    num_attention_heads: int = Field(ge=1, description="Attention heads; must divide hidden_size.")
+    num_attention_heads: int = Field(
+        ge=1, description="Number of attention heads. It must divide hidden_size unless kv_channels is set."
+    )
     num_query_groups: int | None = Field(
-        default=None, ge=1, description="Key/value heads of grouped-query attention. Default: no grouping."
+        default=None,
+        ge=1,
+        description="Number of key/value heads of grouped-query attention. Default: no grouping.",
     )
     kv_channels: int | None = Field(
-        default=None, ge=1, description="Width of a head. Default: hidden_size / num_attention_heads."
+        default=None,
+        ge=1,
+        description="Width of one attention head. Default: hidden_size / num_attention_heads.",
     )
-    qk_layernorm: bool = Field(default=False, description="Norms of queries and keys, in every head.")
-    seq_length: int = Field(ge=2, description="Tokens in a sample.")
+    qk_layernorm: bool = Field(
+        default=False, description="Whether queries and keys are normalized in every head."
+    )
+    seq_length: int = Field(ge=2, description="Number of tokens in a sample.")
     ffn_hidden_size: int | None = Field(
         default=None, ge=1, description="Inner width of a dense feed-forward layer. Default: 4 × hidden_size."
     )
     activation: Activation = Field(default="gelu", description="Activation of the feed-forward layers.")
-    normalization: Literal["LayerNorm", "RMSNorm"] = Field(default="LayerNorm", description="Kind of norm.")
-    norm_epsilon: float = Field(default=1e-5, gt=0, description="Added to the variance in norms.")
+    normalization: Literal["LayerNorm", "RMSNorm"] = Field(
+        default="LayerNorm", description="Kind of normalization layers."
+    )
+    norm_epsilon: float = Field(
+        default=1e-5, gt=0, description="Number added to the variance in normalization layers."
+    )
     position_embedding: Literal["learned_absolute", "rope", "none"] = Field(
-        default="rope", description="Position embedding."
+        default="rope", description="Kind of position embedding."
     )
-    rotary_base: int = Field(default=10000, ge=1, description="Base of rope's wave lengths.")
-    linear_bias: bool = Field(default=False, description="Biases in the linear layers (experts included).")
+    rotary_base: int = Field(
+        default=10000, ge=1, description="Base of the wavelengths of the rope position embedding."
+    )
+    linear_bias: bool = Field(
+        default=False, description="Whether linear layers have biases, experts included."
+    )
     tie_embeddings: bool = Field(
-        default=True, description="Use the input embedding as the output layer's weight."
+        default=True, description="Whether the output layer uses the input embedding as its weight."
     )
-    hidden_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on hidden states.")
-    attention_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on attention weights.")
+    hidden_dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="Dropout probability of hidden states."
+    )
+    attention_dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="Dropout probability of attention weights."
+    )
     init_std: float = Field(default=0.02, gt=0, description="Standard deviation of the initial weights.")
 
     num_experts: int | None = Field(
-        default=None, ge=2, le=100_000, description="Experts in each MoE layer. Default: a dense model."
+        default=None,
+        ge=2,
+        le=100_000,
+        description="Number of experts in each MoE layer. Default: a dense model.",
     )
-    moe_top_k: int = Field(default=2, ge=1, description="Experts that a token goes to.")
+    moe_top_k: int = Field(default=2, ge=1, description="Number of experts that process each token.")
     moe_layer_freq: int | tuple[Literal[0, 1], ...] = Field(
         default=1,
-        description="n: every n-th layer is an MoE layer; or one 0 (dense) or 1 (MoE) for each layer.",
+        description=(
+            "A number n: every n-th layer is an MoE layer, starting with the first. A list: one 0 (dense) or "
+            "1 (MoE) for each layer."
+        ),
     )
     moe_ffn_hidden_size: int | None = Field(
         default=None, ge=1, description="Inner width of an expert. Default: ffn_hidden_size."
     )
     moe_shared_expert_size: int | None = Field(
-        default=None, ge=1, description="Inner width of the shared experts together. Default: none."
+        default=None,
+        ge=1,
+        description="Total inner width of the shared experts. Default: no shared experts.",
     )
     moe_balancing: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn"] = Field(
-        default="none", description="How the router itself is pushed towards balance."
+        default="none", description="Method by which the router itself balances the load of the experts."
     )
     moe_aux_loss_coeff: float = Field(default=0.0, ge=0, description="Weight of the balancing loss.")
-    moe_z_loss_coeff: float | None = Field(default=None, ge=0, description="Weight of the router's z-loss.")
+    moe_z_loss_coeff: float | None = Field(
+        default=None, ge=0, description="Weight of the router's z-loss. Default: no z-loss."
+    )
     moe_pre_softmax: bool | None = Field(
-        default=None, description="Softmax before top-k. Default: only for top-1, where Megatron needs it."
+        default=None,
+        description=(
+            "Whether the router applies softmax before top-k. Default: only if moe_top_k is 1, where "
+            "Megatron needs it."
+        ),
     )
     moe_router_dtype: Literal["fp32", "fp64"] | None = Field(
-        default=None, description="Precision of the router. Default: that of the model."
+        default=None, description="Data type of the router's computation. Default: the model's data type."
     )
 
     @model_validator(mode="after")
@@ -79,16 +114,17 @@ class ModelSettings(BaseModel):
         if self.family == "bert":
             if self.rotary_base != 10000:
                 raise ValueError(
-                    f"model.rotary_base {self.rotary_base}: Megatron's BERT knows only 10000; leave it out"
+                    f"model.rotary_base {self.rotary_base}: Megatron's BERT supports only 10000; remove the "
+                    "key"
                 )
             if self.position_embedding == "none":
                 raise ValueError(
-                    "model.position_embedding none: Megatron's BERT has learned_absolute or rope; set one of "
-                    "these"
+                    "model.position_embedding none: Megatron's BERT supports only learned_absolute or rope; "
+                    "set one of these"
                 )
             if self.qk_layernorm:
                 raise ValueError(
-                    "model.qk_layernorm: Megatron's BERT has no norms of queries and keys; set it to false"
+                    "model.qk_layernorm: Megatron's BERT does not normalize queries and keys; set it to false"
                 )
         return self
 
@@ -97,17 +133,18 @@ class ModelSettings(BaseModel):
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"model.num_attention_heads {self.num_attention_heads} does not divide "
-                f"model.hidden_size {self.hidden_size}; every head needs the same width, or set kv_channels"
+                f"model.hidden_size {self.hidden_size}; change one of the two, or set kv_channels, the width "
+                "of a head"
             )
         if self.num_query_groups is not None and self.num_attention_heads % self.num_query_groups:
             raise ValueError(
                 f"model.num_query_groups {self.num_query_groups} does not divide "
-                f"model.num_attention_heads {self.num_attention_heads}"
+                f"model.num_attention_heads {self.num_attention_heads}; change one of the two"
             )
         if self.num_experts is not None and self.moe_top_k > self.num_experts:
             raise ValueError(
                 f"model.moe_top_k {self.moe_top_k} is larger than model.num_experts {self.num_experts}; "
-                "a token cannot go to more experts than there are"
+                "a token cannot go to more experts than exist, so lower moe_top_k"
             )
         if self.moe_shared_expert_size is not None and self.linear_bias:
             raise ValueError(
@@ -122,7 +159,7 @@ class ModelSettings(BaseModel):
         if isinstance(self.moe_layer_freq, tuple) and len(self.moe_layer_freq) != self.num_layers:
             raise ValueError(
                 f"model.moe_layer_freq lists {len(self.moe_layer_freq)} layers, wanted "
-                f"model.num_layers {self.num_layers}"
+                f"model.num_layers {self.num_layers}; give one 0 or 1 for each layer"
             )
         if isinstance(self.moe_layer_freq, int) and self.moe_layer_freq < 1:
             raise ValueError(f"model.moe_layer_freq: got {self.moe_layer_freq}, wanted 1 or more")
@@ -130,7 +167,7 @@ class ModelSettings(BaseModel):
 
     @property
     def head_width(self) -> int:
-        """Elements of a query of one head."""
+        """Width of one attention head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
@@ -145,12 +182,12 @@ class ModelSettings(BaseModel):
 
     @property
     def is_gated(self) -> bool:
-        """Whether a feed-forward layer has two input matrices, of whose products one gates the other."""
+        """Whether a feed-forward layer has two input matrices, where one product gates the other."""
         return self.activation in ("swiglu", "quick_geglu")
 
     @property
     def moe_layers(self) -> tuple[bool, ...]:
-        """For every layer, whether it has experts."""
+        """Whether each layer is an MoE layer: one boolean for each of the ``num_layers`` layers."""
         if self.num_experts is None:
             return (False,) * self.num_layers
         if isinstance(self.moe_layer_freq, int):

@@ -1,4 +1,4 @@
-"""One YAML file for one training run."""
+"""All settings of one training run, as one YAML file holds them."""
 
 from typing import Any, Self
 
@@ -12,13 +12,13 @@ from megatron_fssdp.config.training_settings import DataSettings, TrainingSettin
 
 
 class StrategySection(BaseModel):
-    """Which MoE strategy runs, and its own keys."""
+    """The MoE load-balancing strategy of a run and the strategy's own settings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(default="none", description="Name of the strategy.")
     settings: dict[str, Any] = Field(
-        default_factory=dict, description="The strategy's keys, as for --moe-strategy-set."
+        default_factory=dict, description="The strategy's own keys, as for --moe-strategy-set."
     )
 
     @model_validator(mode="after")
@@ -27,26 +27,26 @@ class StrategySection(BaseModel):
         return self
 
     def resolve(self) -> StrategySettings:
-        """The settings as the strategy's own model."""
+        """Return the settings as an instance of the strategy's own settings model."""
         return strategy_settings(self.name, self.settings, "strategy.settings")
 
 
 class RunConfig(BaseModel):
-    """A training run: model, data, parallelism, training and strategy."""
+    """Settings of a training run: model, data, parallelism, training and strategy."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", title="megatron-fssdp training run")
 
-    model: ModelSettings = Field(description="The model.")
-    data: DataSettings = Field(default_factory=DataSettings, description="What is trained on.")
+    model: ModelSettings = Field(description="Architecture of the model.")
+    data: DataSettings = Field(default_factory=DataSettings, description="Training data and tokenizer.")
     parallelism: ParallelismSettings = Field(
-        default_factory=ParallelismSettings, description="How the model is cut over ranks."
+        default_factory=ParallelismSettings, description="Number of ranks and parallel sizes."
     )
-    training: TrainingSettings = Field(description="Schedule, precision, logs and checkpoints.")
+    training: TrainingSettings = Field(description="Batch sizes, optimizer, precision, logs and checkpoints.")
     strategy: StrategySection = Field(
         default_factory=StrategySection, description="MoE load-balancing strategy."
     )
     megatron_args: tuple[str, ...] = Field(
-        default=(), description="More Megatron-LM arguments, passed on as they are, one word each."
+        default=(), description="Additional Megatron-LM arguments, passed unchanged, one word per item."
     )
 
     @model_validator(mode="after")
@@ -57,9 +57,10 @@ class RunConfig(BaseModel):
         replicas = self.training.micro_batch_size * self.parallelism.data
         if self.training.global_batch_size % replicas:
             raise ValueError(
-                f"training.global_batch_size {self.training.global_batch_size} is no multiple of "
+                f"training.global_batch_size {self.training.global_batch_size} is not a multiple of "
                 f"micro_batch_size {self.training.micro_batch_size} × data parallel size "
-                f"{self.parallelism.data} = {replicas}; every rank processes whole micro-batches"
+                f"{self.parallelism.data} = {replicas}; every rank processes whole micro-batches, so change "
+                "one of the sizes"
             )
         if self.parallelism.context > 1 and self.model.family == "bert":
             raise ValueError(
@@ -69,7 +70,7 @@ class RunConfig(BaseModel):
         if self.parallelism.context > 1 and self.training.device == "cpu":
             raise ValueError(
                 f"parallelism.context {self.parallelism.context} needs Transformer Engine's attention, which "
-                "has no CPU form; set it to 1 or train on GPUs"
+                "does not run on CPUs; set it to 1 or train on GPUs"
             )
         return self
 
@@ -81,33 +82,34 @@ class RunConfig(BaseModel):
         ):
             if size % cut.tensor:
                 raise ValueError(
-                    f"parallelism.tensor {cut.tensor} does not divide model.{key} {size}; tensor ranks hold "
-                    "whole heads"
+                    f"parallelism.tensor {cut.tensor} does not divide model.{key} {size}; every "
+                    "tensor-parallel rank holds whole heads, so change one of the two"
                 )
         chunks = cut.pipeline * (cut.virtual_pipeline or 1)
         if model.num_layers % chunks:
             raise ValueError(
-                f"model.num_layers {model.num_layers} cannot be cut into {chunks} equal pipeline chunks "
-                "(pipeline × virtual_pipeline)"
+                f"model.num_layers {model.num_layers} cannot be divided into {chunks} equal pipeline chunks "
+                "(pipeline × virtual_pipeline); change one of these values"
             )
         if cut.sequence and model.seq_length % cut.tensor:
             raise ValueError(
-                f"parallelism.tensor {cut.tensor} does not divide model.seq_length {model.seq_length}, which "
-                "parallelism.sequence cuts"
+                f"parallelism.tensor {cut.tensor} does not divide model.seq_length {model.seq_length}, as "
+                "parallelism.sequence requires; change one of the two"
             )
         if cut.context > 1 and model.seq_length % (2 * cut.context):
             raise ValueError(
-                f"model.seq_length {model.seq_length} is no multiple of 2 × parallelism.context {cut.context}"
+                f"model.seq_length {model.seq_length} is not a multiple of 2 × parallelism.context "
+                f"{cut.context}; change one of the two"
             )
 
     def _check_data(self) -> None:
         if self.data.external or self.data.path is not None:
-            return  # what is in the folder is checked where it is read
+            return  # the tokenizer of the data in a folder is checked when the folder is read
         has_sentences, wants_sentences = self.data.tokenizer == "wordpiece", self.model.family == "bert"
         if has_sentences != wants_sentences:
             raise ValueError(
-                f"data.tokenizer {self.data.tokenizer} does not go with model.family {self.model.family}: "
-                "bert trains on sentences in wordpiece, gpt on whole texts in bpe or bytes; set "
+                f"data.tokenizer {self.data.tokenizer} does not fit model.family {self.model.family}: "
+                "bert trains on sentences in wordpiece, gpt trains on whole texts in bpe or bytes; set "
                 f"data.tokenizer to {'wordpiece' if wants_sentences else 'bpe'}"
             )
 
@@ -116,21 +118,22 @@ class RunConfig(BaseModel):
         if model.num_experts is None:
             if cut.expert > 1 or name != "none":
                 what = f"parallelism.expert {cut.expert}" if cut.expert > 1 else f"strategy '{name}'"
-                raise ValueError(f"{what} needs an MoE model; set model.num_experts")
+                raise ValueError(f"{what} needs an MoE model, but this model is dense; set model.num_experts")
             return
         if model.num_experts % cut.expert:
             raise ValueError(
                 f"parallelism.expert {cut.expert} does not divide model.num_experts {model.num_experts}; "
-                "every expert parallel rank owns equally many experts"
+                "every expert-parallel rank owns the same number of experts, so change one of the two"
             )
         if cut.expert_tensor > 1 and model.linear_bias:
             raise ValueError(
                 f"parallelism.expert_tensor {cut.expert_tensor} and model.linear_bias exclude each other: "
-                "Megatron has no biases in cut experts; set linear_bias to false or expert_tensor to 1"
+                "Megatron has no biases in experts that are split over ranks; set linear_bias to false or "
+                "expert_tensor to 1"
             )
         if cut.tensor > 1 and not cut.sequence and name == "none":
             raise ValueError(
-                f"parallelism.tensor {cut.tensor} in an MoE model needs parallelism.sequence: true; Megatron "
-                "trains MoE layers under tensor parallelism only with sequence parallelism, every other "
-                "strategy also without"
+                f"parallelism.tensor {cut.tensor} in an MoE model needs parallelism.sequence: true under "
+                "strategy 'none', because Megatron trains MoE layers under tensor parallelism only with "
+                "sequence parallelism; set it, or choose another strategy"
             )

@@ -1,4 +1,4 @@
-"""The files of ``configs/``, which come with the package: found by name, wherever a command is started."""
+"""Finds the files of ``configs/``, which come with the package, by name from any working folder."""
 
 import difflib
 from pathlib import Path
@@ -10,38 +10,44 @@ _SUFFIX = ".yaml"
 
 
 def shipped_folder() -> Path:
-    """The folder of shipped files: an installed package's, or that of the checkout that the package is in."""
+    """Return the folder of shipped files, in the installed package or in the checkout around the package."""
     installed = _PACKAGE / _FOLDER
     return installed if installed.is_dir() else _PACKAGE.parent / _FOLDER
 
 
 def shipped_runs() -> dict[str, Path]:
-    """Runs and parts of runs by name: the path below ``configs/``, as in ``models/mixtral-8x7b``."""
+    """Return the shipped YAML files of runs and parts of runs, by name.
+
+    A name is the path below ``configs/`` without suffix, for example ``models/mixtral-8x7b``.
+    """
     folder = shipped_folder()
     files = {path.relative_to(folder).with_suffix(""): path for path in sorted(folder.rglob(f"*{_SUFFIX}"))}
     return {name.as_posix(): path for name, path in files.items() if name.parts[0] != _CLUSTERS}
 
 
 def shipped_run(name: Path | str) -> Path | None:
-    """The file of a run or a part of one.
+    """Return the shipped file of a run or of a part of a run.
 
     Args:
-        name: One of :func:`shipped_runs`; ``configs/`` before it and ``.yaml`` behind it change nothing.
+        name: A key of :func:`shipped_runs`. A leading ``configs/`` and a trailing ``.yaml`` are ignored.
 
     Returns:
-        The file, or nothing if none is called that.
+        Path of the file, or None if no file has this name.
     """
     return shipped_runs().get(_bare(name))
 
 
 def closest_run(name: Path | str) -> str | None:
-    """The shipped run whose name is most like this one; nothing if none is."""
+    """Return the name of a shipped run that is most similar to ``name``, or None if no name is similar."""
     close = difflib.get_close_matches(_bare(name), shipped_runs(), n=1)
     return close[0] if close else None
 
 
 def known_clusters() -> dict[str, Path]:
-    """Cluster descriptions by name; the working folder's ``configs/clusters`` come before shipped ones."""
+    """Return the files of cluster descriptions by name.
+
+    Files in ``configs/clusters`` of the working folder take precedence over shipped files.
+    """
     folders = (shipped_folder() / _CLUSTERS, _FOLDER / _CLUSTERS)
     return {path.stem: path for folder in folders for path in sorted(folder.glob(f"*{_SUFFIX}"))}
 

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, however the writing ends."""
+"""Writes files completely or not at all, even if the process is killed while it writes."""
 
 import os
 import tempfile
@@ -11,17 +11,18 @@ from megatron_fssdp.config.errors import ConfigurationError
 
 @contextmanager
 def written_whole(folder: Path | str, asked_by: str) -> Iterator[Path]:
-    """An empty folder to write files into, which replace those of the same names when all are written.
+    """Yield an empty temporary folder. When the block ends, its files move into ``folder``.
 
-    A process that is killed leaves a folder ``.partial-…`` at most.
+    The files replace those of the same names only after all of them are written. A process that is killed
+    leaves at most a folder ``.partial-…`` behind.
 
     Args:
-        folder: Where the files are to be; it is made if it is not there.
-        asked_by: The option or setting that names it; starts the message.
+        folder: Destination of the files. It is created if it does not exist.
+        asked_by: The option or setting that names the folder. The error message starts with it.
 
     Raises:
-        ConfigurationError: A file cannot be written, because of rights, a full disk or a folder in its place.
-            Nothing was replaced, unless the very last step failed.
+        ConfigurationError: A file cannot be written because of missing rights, a full disk, or a folder of
+            the same name. No file was replaced, unless the final renaming failed.
     """
     folder = Path(folder)
     try:
@@ -40,14 +41,17 @@ def written_whole(folder: Path | str, asked_by: str) -> Iterator[Path]:
 
 
 def cannot_write(path: Path | str, asked_by: str, error: OSError) -> ConfigurationError:
-    """What to say where the system refuses to write.
+    """Make the error for a file or folder that the operating system refuses to write.
 
     Args:
         path: The file or folder.
-        asked_by: The option or setting that names it.
-        error: What the system said.
+        asked_by: The option or setting that names it. The error message starts with it.
+        error: The operating system's error.
+
+    Returns:
+        The error to raise.
     """
     reason = error.strerror or str(error) or type(error).__name__
     return ConfigurationError(
-        f"{asked_by} {path}: cannot be written ({reason}); make room or choose another place"
+        f"{asked_by} {path}: cannot be written ({reason}); free some space or choose another location"
     )

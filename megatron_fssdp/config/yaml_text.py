@@ -1,4 +1,4 @@
-"""YAML as settings are written in it: safe, strict and finite."""
+"""Reads YAML text strictly: safe values only, no duplicate keys, and only finite numbers."""
 
 import math
 import re
@@ -11,21 +11,24 @@ from megatron_fssdp.config.errors import ConfigurationError
 
 _MOST_INTEGER_BITS = 63
 _MOST_LEVELS = 100
-"""Of brackets in brackets; PyYAML's time grows with their square."""
+"""Maximum number of nested brackets. PyYAML's parsing time grows with the square of this number."""
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Plain Python values of a YAML text.
+    """Read YAML text into plain Python values.
 
-    Beside what YAML itself forbids, these are refused: aliases, keys given twice, keys that are no strings,
-    numbers that are not finite and whole numbers beyond 64 bits.
+    Some things that YAML allows are refused: aliases, duplicate keys, keys that are not strings, numbers that
+    are not finite, and whole numbers of more than 64 bits.
 
     Args:
-        text: The text.
-        source: Where it comes from; starts the message.
+        text: YAML text.
+        source: Name of the file or option that the text comes from. Error messages start with it.
+
+    Returns:
+        The values: dictionaries, lists, strings, numbers, booleans, dates or None.
 
     Raises:
-        ConfigurationError: One line with the place and the reason.
+        ConfigurationError: The text is invalid. The message has one line with the position and the reason.
     """
     try:
         return yaml.load(text, Loader=_StrictLoader)
@@ -41,14 +44,14 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def format_yaml(data: Any, width: int | None = None) -> str:
-    """YAML text that :func:`parse_yaml` reads as the same values, keys in their order.
+    """Return YAML text that :func:`parse_yaml` reads back as the same values, with keys in their order.
 
     Args:
         data: Plain Python values.
-        width: Length at which lines are broken; by default PyYAML's.
+        width: Maximum length of a line, or None for PyYAML's default.
     """
     text = _dump(data, width, allow_unicode=True)
-    # PyYAML folds Unicode's own line breaks into others unless it writes all of Unicode as escapes.
+    # PyYAML changes Unicode line breaks into others, unless it writes all Unicode characters as escapes.
     is_folded = any(line_break in text for line_break in "\x85\u2028\u2029")
     return _dump(data, width, allow_unicode=False) if is_folded else text
 
@@ -61,11 +64,11 @@ def _dump(data: Any, width: int | None, *, allow_unicode: bool) -> str:
 
 
 class _StrictDumper(yaml.SafeDumper):
-    """Safe YAML in which strings that :class:`_StrictLoader` reads as numbers stand in quotes."""
+    """Writer of safe YAML that quotes strings which :class:`_StrictLoader` would read as numbers."""
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Safe YAML without aliases, with duplicate keys refused and ``1e-4`` read as a number."""
+    """Loader of safe YAML that refuses aliases and duplicate keys, and reads ``1e-4`` as a number."""
 
     def fetch_flow_collection_start(self, TokenClass: type[yaml.Token]) -> None:
         if self.flow_level >= _MOST_LEVELS:
@@ -81,7 +84,7 @@ class _StrictLoader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        if not isinstance(node, yaml.MappingNode):  # a tag (!!map) says so
+        if not isinstance(node, yaml.MappingNode):  # the tag !!map can stand before any kind of node
             raise _refusal(node, "wanted a mapping of keys to values")
         seen: set[Any] = set()
         for key_node, _ in node.value:
@@ -93,24 +96,24 @@ class _StrictLoader(yaml.SafeLoader):
         mapping = super().construct_mapping(node, deep)
         for key in mapping:
             if not isinstance(key, str):
-                raise _refusal(node, f"the key {key!r} is no string; put it in quotes")
+                raise _refusal(node, f"the key {key!r} is not a string; put it in quotes")
         return mapping
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
-        """A whole number of 64 bits or a finite one, also where a tag (``!!int x``) asks for one."""
+        """Read a whole number of at most 64 bits or a finite number, also after a tag such as ``!!int``."""
         is_whole = node.tag.endswith(":int")
         try:
             number = self.construct_yaml_int(node) if is_whole else self.construct_yaml_float(node)
-        except (ValueError, LookupError, ArithmeticError):  # an IndexError for an empty one
-            raise _refusal(node, f"{node.value!r} is no number") from None
+        except (ValueError, LookupError, ArithmeticError):  # an empty text raises IndexError
+            raise _refusal(node, f"{node.value!r} is not a number") from None
         if isinstance(number, int) and number.bit_length() > _MOST_INTEGER_BITS:
-            raise _refusal(node, "a whole number beyond 64 bits")
+            raise _refusal(node, "whole number of more than 64 bits; write a smaller one")
         if not math.isfinite(number):
-            raise _refusal(node, f"{node.value} is no finite number; write one out")
+            raise _refusal(node, f"{node.value} is not a finite number; write a finite one")
         return number
 
     def construct_tagged(self, node: yaml.ScalarNode) -> Any:
-        """A boolean or a date; PyYAML ends in errors of its own where only the tag says so."""
+        """Read a boolean or a date. After a bare tag such as ``!!bool``, PyYAML's own errors are unclear."""
         construct = self.construct_yaml_bool if node.tag.endswith(":bool") else self.construct_yaml_timestamp
         try:
             return construct(node)
@@ -131,7 +134,8 @@ for _tag, _construct in {
 }.items():
     _StrictLoader.add_constructor(f"tag:yaml.org,2002:{_tag}", _construct)
 
-# YAML 1.1 wants "1.0e-4"; everybody writes "1e-4". The dumper has to quote what the loader reads as a number.
+# YAML 1.1 reads "1.0e-4" as a number, but not "1e-4", which most people write. The dumper must put quotes around
+# strings that the loader reads as numbers.
 for _class in (_StrictLoader, _StrictDumper):
     _class.add_implicit_resolver(
         "tag:yaml.org,2002:float",

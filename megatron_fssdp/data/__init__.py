@@ -1,1 +1,1 @@
-"""From text files to Megatron's indexed token data."""
+"""Builds Megatron's indexed token data from text files."""

@@ -1,4 +1,4 @@
-"""Text files to train on: given ones, or the running Python's standard library."""
+"""Finds the text files to train on: files that the user names, or Python's standard library."""
 
 import os
 import sysconfig
@@ -10,19 +10,19 @@ from megatron_fssdp.config.errors import ConfigurationError
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 
-# Folders of the standard library that hold no sources of its own, or only tests.
+# Folders below the standard library that hold other sources, compiled files, or only tests.
 _NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__"})
 _TESTS = frozenset({"test", "tests", "idle_test", "idlelib_test"})
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One text file, which is one document.
+    """One text file of a corpus. Each file is one document.
 
     Attributes:
-        path: The file.
-        num_bytes: Its size when it was listed.
-        modified_ns: Its modification time when it was listed, in nanoseconds.
+        path: Path of the file.
+        num_bytes: Size of the file when it was listed, in bytes.
+        modified_ns: Modification time of the file when it was listed, in nanoseconds.
     """
 
     path: Path
@@ -30,10 +30,10 @@ class SourceFile:
     modified_ns: int
 
     def read(self) -> str:
-        """The text.
+        """Return the text of the file.
 
         Raises:
-            ConfigurationError: The file is gone, unreadable or not UTF-8.
+            ConfigurationError: The file no longer exists, cannot be read, or is not UTF-8.
         """
         try:
             return self.path.read_text(encoding="utf-8")
@@ -49,11 +49,11 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents in a fixed order.
+    """Text documents in a fixed order.
 
     Attributes:
-        name: What it is, for messages.
-        files: The documents.
+        name: Name of the corpus in messages.
+        files: Files of the documents.
     """
 
     name: str
@@ -68,21 +68,22 @@ class Corpus:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all documents."""
+        """Total size of all documents, in bytes."""
         return sum(file.num_bytes for file in self.files)
 
 
 def corpus_from_paths(paths: Iterable[Path]) -> Corpus:
-    """Collect given files, and the text files below given folders in order of their names.
+    """Collect files, and the text files inside folders, into a corpus.
 
     Args:
-        paths: Files, taken whatever their suffix, and folders.
+        paths: Files and folders. Files are taken with any suffix. Inside folders, files with a suffix of
+            ``TEXT_SUFFIXES`` are taken, in the order of their names.
 
     Returns:
-        The corpus; a file met twice is there once.
+        The corpus. It contains each file once.
 
     Raises:
-        ConfigurationError: A path does not exist, or there is no text.
+        ConfigurationError: A path does not exist, or the files contain no text.
     """
     paths = list(paths)
     found: dict[Path, SourceFile] = {}
@@ -99,16 +100,16 @@ def corpus_from_paths(paths: Iterable[Path]) -> Corpus:
 
 
 def default_corpus(with_tests: bool = False) -> Corpus:
-    """Sources of the running Python's standard library, in order of their paths.
+    """Collect the sources of the running Python's standard library, in the order of their paths.
 
     Args:
-        with_tests: Include the library's own test folders.
+        with_tests: Whether to include the library's own test folders.
 
     Returns:
-        The corpus; files that are not UTF-8 are left out.
+        The corpus. Files that are not UTF-8 are left out.
 
     Raises:
-        ConfigurationError: This Python came without its sources.
+        ConfigurationError: This Python was installed without the sources of its standard library.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = _NOT_STANDARD_LIBRARY if with_tests else _NOT_STANDARD_LIBRARY | _TESTS
@@ -117,8 +118,8 @@ def default_corpus(with_tests: bool = False) -> Corpus:
         return Corpus(name="the standard library's sources", files=tuple(map(_describe, files)))
     except ConfigurationError:
         raise ConfigurationError(
-            f"{root}: this Python came without the standard library's sources; give text files instead: "
-            "megatron-fssdp data build PATH…"
+            f"{root}: this Python was installed without the sources of its standard library; give text files "
+            "instead: megatron-fssdp data build PATH…"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""What of a file becomes a document of the data, and in which sequences."""
+"""Turns files into tokenized documents, as whole texts or as sentences."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,27 +10,28 @@ from megatron_fssdp.data.prose import sentences
 from megatron_fssdp.data.tokenizer import Tokenizer, TokenizerKind
 
 MAX_SENTENCE_TOKENS = 256
-"""Of a sequence of sentence data; Megatron leaves out documents that have one of more than 512."""
+"""Maximum tokens of a sentence. Megatron ignores documents that have a sentence of more than 512 tokens."""
 
 
 def texts_of(file: SourceFile, kind: TokenizerKind) -> list[str]:
-    """The texts of a document: its sentences for BERT, all of it otherwise."""
+    """Return the texts of a document: its sentences for BERT (``wordpiece``), or the whole text."""
     return sentences(file.read(), file.path.suffix == ".py") if kind == "wordpiece" else [file.read()]
 
 
 def encode_documents(
     files: Sequence[SourceFile], tokenizer: Tokenizer, kind: TokenizerKind
 ) -> Iterator[list[NDArray[np.int64]]]:
-    """Token ids of documents.
+    """Tokenize documents.
 
     Args:
-        files: The documents.
-        tokenizer: What encodes them.
-        kind: Its kind.
+        files: Files of the documents. Each file is one document.
+        tokenizer: Tokenizer that encodes the texts.
+        kind: Kind of the tokenizer.
 
     Yields:
-        A document's sequences: one with end-of-document behind it; or two and more sentences, of which BERT
-        makes pairs. Documents with less are left out.
+        The token sequences of one document, each int64 ``[tokens]``. With ``wordpiece`` these are its
+        sentences, of which BERT forms pairs. Otherwise it is the whole text, followed by end-of-document.
+        Documents without text are left out, and with ``wordpiece`` also documents of a single sentence.
     """
     documents = [texts_of(file, kind) for file in files]
     encoded = iter(tokenizer.encode([text for texts in documents for text in texts]))

@@ -1,8 +1,8 @@
 """Builds Megatron's indexed data (``.bin`` and ``.idx``) from a corpus.
 
-The corpus is cut into shards of whole documents. A shard that is finished is
-renamed into place, so that a build that was interrupted goes on after the last
-finished shard. The shards are then joined and the manifest is written last.
+The corpus is divided into shards of whole documents. Each finished shard is renamed to its final name, so
+that an interrupted build continues after the last finished shard. Then the shards are joined. The manifest is
+written last.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ from megatron_fssdp.data.tokenizer import (
 )
 from megatron_fssdp.data.wordpiece import WordPieceTokenizer
 
-# Called with what is being done, bytes done and bytes altogether.
+# Called with the name of the current step, the bytes that are done, and the total bytes of the step.
 OnProgress = Callable[[str, int, int], None]
 
 _ENCODE_BATCH_BYTES = 4 << 20
@@ -68,20 +68,21 @@ def build_data(
     """Tokenize a corpus into Megatron's indexed data.
 
     Args:
-        corpus: The documents.
+        corpus: Documents to tokenize.
         out_dir: Folder for ``text.bin``, ``text.idx``, the tokenizer and the manifest.
-        tokenizer: ``bpe`` trains a byte-level BPE on the corpus; ``bytes`` needs no training; ``wordpiece``
-            takes the texts' sentences apart and trains BERT's tokenizer on them.
-        vocab_size: Vocabulary of a trained tokenizer, special tokens included.
-        num_shards: Pieces that an interrupted build does not repeat.
-        rebuild: Replace data that is damaged or was built from something else.
-        on_progress: Told what is being done.
+        tokenizer: Kind of tokenizer. ``bpe`` trains byte-level byte-pair encoding on the corpus. ``bytes``
+            needs no training. ``wordpiece`` splits the texts into sentences and trains BERT's tokenizer on
+            them.
+        vocab_size: Vocabulary size of a trained tokenizer, special tokens included.
+        num_shards: Number of shards. An interrupted build does not repeat its finished shards.
+        rebuild: Whether to replace data that is damaged or was built from other documents or settings.
+        on_progress: Function that is called with the current step, bytes done and total bytes.
 
     Returns:
-        The manifest, and whether anything had to be built.
+        The manifest of the data, and whether anything was built. Data that is up to date is not built again.
 
     Raises:
-        ConfigurationError: The folder cannot be written or holds other data; a document cannot be read.
+        ConfigurationError: The folder cannot be written or holds other data, or a document cannot be read.
     """
     if num_shards < 1:
         raise ConfigurationError(f"shards: got {num_shards}, wanted 1 or more")
@@ -95,8 +96,8 @@ def build_data(
                     return found, False
                 if not rebuild:
                     raise ConfigurationError(
-                        f"{out_dir}: holds data built from other text or with another tokenizer; choose "
-                        "another --out, or replace it with --rebuild"
+                        f"{out_dir}: holds data that was built from other text or with another tokenizer; "
+                        "choose another --out, or replace the data with --rebuild"
                     )
             return _build(corpus, out_dir, tokenizer, vocab_size, num_shards, wanted, on_progress), True
     except OSError as error:
@@ -106,7 +107,7 @@ def build_data(
 
 
 def _found(out_dir: Path, rebuild: bool) -> DataManifest | None:
-    """Data that is there; damaged data counts as none when it may be replaced."""
+    """Return the manifest of existing data, or None. With ``rebuild``, damaged data counts as none."""
     if not (out_dir / MANIFEST_FILE).exists():
         return None
     try:
@@ -142,7 +143,7 @@ def _build(
         on_progress("tokenizing", done_bytes, corpus.num_bytes)
     if not any(shard.num_documents for shard in finished):
         raise ConfigurationError(
-            f"{corpus.name}: no file with two sentences or more; give texts, or Python sources with "
+            f"{corpus.name}: no file has two or more sentences; give other texts, or Python sources with "
             "docstrings"
         )
     on_progress("joining shards", 0, 1)
@@ -181,7 +182,7 @@ def _tokenizer(
 
 
 def _training_texts(corpus: Corpus, kind: TokenizerKind, on_progress: OnProgress) -> Iterator[str]:
-    """Evenly spread documents, at most ``_TRAIN_TOKENIZER_BYTES`` of them."""
+    """Yield the texts of evenly spaced documents, about ``_TRAIN_TOKENIZER_BYTES`` bytes at most."""
     stride = -(-corpus.num_bytes // _TRAIN_TOKENIZER_BYTES)
     done = 0
     files = corpus.files[::stride]
@@ -193,7 +194,7 @@ def _training_texts(corpus: Corpus, kind: TokenizerKind, on_progress: OnProgress
 
 
 def _cut(corpus: Corpus, num_shards: int) -> list[list[SourceFile]]:
-    """Contiguous ranges of documents with about equally many bytes; none is empty."""
+    """Divide the documents into contiguous ranges of about equal bytes. No range is empty."""
     shards: list[list[SourceFile]] = [[] for _ in range(num_shards)]
     done = 0
     for file in corpus.files:
@@ -212,7 +213,7 @@ def _write_shard(
     corpus: Corpus,
 ) -> _FinishedShard:
     record = prefix.with_suffix(".json")
-    with contextlib.suppress(FileNotFoundError, ValueError):  # a damaged one is written anew
+    with contextlib.suppress(FileNotFoundError, ValueError):  # a missing or damaged shard is written again
         return parse_record(_FinishedShard, record.read_bytes())
     partial = Path(f"{prefix}.partial")
     builder = _indexed_builder(f"{partial}.bin", tokenizer)
@@ -228,7 +229,7 @@ def _write_shard(
     shard = _FinishedShard(num_documents, num_tokens, os.path.getsize(f"{partial}.bin"))
     for suffix in (".bin", ".idx"):
         os.replace(f"{partial}{suffix}", prefix.with_suffix(suffix))
-    with written_whole(record.parent, "--out") as folder:  # the shard counts from here on
+    with written_whole(record.parent, "--out") as folder:  # from now on the shard counts as finished
         (folder / record.name).write_text(json.dumps(asdict(shard)))
     return shard
 
@@ -248,11 +249,11 @@ def _join(work: Path, num_shards: int, out_dir: Path, tokenizer: Tokenizer) -> N
     joined = work / "joined"
     builder = _indexed_builder(f"{joined}.bin", tokenizer)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron logs by rank, and this is no rank
+        warnings.simplefilter("ignore")  # Megatron's logging warns that no rank is set
         for number in range(num_shards):
             builder.add_index(str(work / _shard_name(number)))
         builder.finalize(f"{joined}.idx")
-    (out_dir / MANIFEST_FILE).unlink(missing_ok=True)  # what it describes is replaced now
+    (out_dir / MANIFEST_FILE).unlink(missing_ok=True)  # the next lines replace the files that it describes
     for suffix in (".bin", ".idx"):
         os.replace(f"{joined}{suffix}", out_dir / f"{DATA_NAME}{suffix}")
 
@@ -262,7 +263,8 @@ def _shard_name(number: int) -> str:
 
 
 def _indexed_builder(bin_path: str, tokenizer: Tokenizer) -> Any:
-    # Importing Megatron warns about extras, ranks and CUDA, which matter to training only.
+    # Importing Megatron gives warnings about optional packages, ranks and CUDA, which matter only for
+    # training.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -273,7 +275,7 @@ def _indexed_builder(bin_path: str, tokenizer: Tokenizer) -> Any:
 
 @contextlib.contextmanager
 def _locked(out_dir: Path) -> Iterator[None]:
-    """One build at a time in a folder; a second one waits and then finds the data."""
+    """Allow one build at a time in a folder. A second build waits and then finds the finished data."""
     with (out_dir / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

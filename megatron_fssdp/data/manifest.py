@@ -1,4 +1,4 @@
-"""What a folder of built data holds: ``manifest.json``."""
+"""Reads and writes ``manifest.json``, which describes a folder of built data."""
 
 import contextlib
 import dataclasses
@@ -18,11 +18,11 @@ _FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class BuiltFile:
-    """A file of the data.
+    """Size and hash of one file of built data.
 
     Attributes:
-        num_bytes: Its size.
-        sha256: Its SHA-256, in hexadecimal.
+        num_bytes: Size of the file, in bytes.
+        sha256: SHA-256 hash of the file, in hexadecimal.
     """
 
     num_bytes: Count
@@ -36,16 +36,16 @@ class _Format:
 
 @dataclasses.dataclass(frozen=True)
 class DataManifest:
-    """Built data.
+    """Description of built data.
 
     Attributes:
-        fingerprint: Hash of the sources and settings it was built from.
+        fingerprint: Hash of the sources and settings that the data was built from.
         tokenizer: Kind of tokenizer.
         vocab_size: Number of token ids, end-of-document included.
-        eod_id: Id that ends a document.
-        num_documents: Documents.
-        num_tokens: Tokens, end-of-document included.
-        files: The files by name.
+        eod_id: Token id that ends a document.
+        num_documents: Number of documents.
+        num_tokens: Number of tokens, end-of-document included.
+        files: Size and hash of each file, by file name.
     """
 
     fingerprint: str
@@ -57,14 +57,17 @@ class DataManifest:
     files: dict[str, BuiltFile]
 
     def write(self, folder: Path) -> None:
-        """Write ``manifest.json``."""
+        """Write ``manifest.json`` into a folder."""
         text = json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=2) + "\n"
         with written_whole(folder, "--out") as partial:
             (partial / MANIFEST_FILE).write_text(text, encoding="utf-8")
 
 
 def fingerprint(corpus: Corpus, tokenizer: str, vocab_size: int) -> str:
-    """Hash of what decides the built data: the documents' paths, sizes and times, and the tokenizer."""
+    """Return a hash of everything that decides the built data.
+
+    This includes the documents' paths, sizes and modification times, the tokenizer and its vocabulary size.
+    """
     digest = hashlib.sha256(f"{_FORMAT} {tokenizer} {vocab_size}\n".encode())
     for file in corpus.files:
         digest.update(f"{file.path.resolve()}\0{file.num_bytes}\0{file.modified_ns}\n".encode())
@@ -72,32 +75,32 @@ def fingerprint(corpus: Corpus, tokenizer: str, vocab_size: int) -> str:
 
 
 def describe_file(path: Path) -> BuiltFile:
-    """Size and hash of a file."""
+    """Return the size and hash of a file."""
     with path.open("rb") as file:
         return BuiltFile(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def read_manifest(folder: Path) -> DataManifest:
-    """Read the manifest of built data and check that its files are there.
+    """Read the manifest of built data and check that its files exist with the right sizes.
 
     Args:
-        folder: What ``megatron-fssdp data build --out`` wrote.
+        folder: Folder that ``megatron-fssdp data build --out`` wrote.
 
     Returns:
         The manifest.
 
     Raises:
-        ConfigurationError: There is no built data, or it is damaged.
+        ConfigurationError: The folder contains no built data, or the data is damaged.
     """
     path = folder / MANIFEST_FILE
     try:
         text = path.read_bytes()
         if parse_record(_Format, text).format != _FORMAT:
-            raise ValueError("written by another version")
+            raise ValueError("another version of megatron-fssdp wrote it")
         manifest = parse_record(DataManifest, text)
     except FileNotFoundError:
         raise ConfigurationError(
-            f"{folder}: no built data there (no {MANIFEST_FILE}); "
+            f"{folder}: no built data in this folder (no {MANIFEST_FILE}); "
             f"run `megatron-fssdp data build --out {folder}`"
         ) from None
     except (OSError, ValueError) as error:

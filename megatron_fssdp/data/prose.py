@@ -1,7 +1,8 @@
-"""Sentences that people wrote: docstrings and comments of Python sources, paragraphs of other texts.
+"""Extracts sentences from files: from docstrings and comments of Python sources, and from other texts.
 
-What BERT trains on: a file is a document, and its sentences are in order. Rules, no model: they look for what
-is clearly a sentence and leave out what is code, a table or a ruler. An abbreviation may cut a sentence.
+BERT trains on these sentences. A file is one document, and its sentences stay in order. Simple rules find
+clear sentences and leave out code, tables and separator lines. The rules sometimes split a sentence after an
+abbreviation.
 """
 
 import ast
@@ -13,12 +14,12 @@ import tokenize
 from collections.abc import Iterator
 
 MAX_WORDS = 100
-"""Of a sentence; the rest is the next one."""
+"""Maximum number of words of a sentence. The remaining words form the next sentence."""
 
 _MIN_WORDS = 3
 _LEAST_LETTERS = 0.7
 _PARAGRAPHS = re.compile(r"\n\s*\n")
-# Behind a full stop and in front of what starts a sentence; not behind "e.g." and initials.
+# Sentences are split after a full stop and before a capital letter, but not after "e.g.", "i.e." or initials.
 _SENTENCES = re.compile(r"(?<=[.!?])(?<!\b[A-Za-z]\.)(?<!i\.e\.)(?<!e\.g\.)[\"')\]]*\s+(?=[\"'(`]?[A-Z])")
 _CODE_SIGNS = re.compile(r"[=(\[{]")
 _LIST_ITEM = re.compile(r"\n\s*(?=(?:[-*+]|\d+[.)])\s)")
@@ -27,14 +28,15 @@ _ENCODING = re.compile(r"coding[:=]|^!|^(?:type|noqa|pragma|pylint|fmt|mypy)\b")
 
 
 def sentences(text: str, is_python: bool) -> list[str]:
-    """All sentences of a document.
+    """Extract all sentences of a document.
 
     Args:
-        text: The document.
-        is_python: Python source, of which docstrings and comments count.
+        text: Text of the document.
+        is_python: Whether the document is Python source, of which only docstrings and comments are used.
 
     Returns:
-        Sentences in order, each a line of up to ``MAX_WORDS`` words; none twice, as licences are.
+        Sentences in their order, each on one line with at most ``MAX_WORDS`` words. A sentence that occurs
+        several times, for example in a licence, is returned once.
     """
     blocks = _python_blocks(text) if is_python else [text]
     found = (sentence for block in blocks for sentence in _sentences_of(block))
@@ -42,7 +44,10 @@ def sentences(text: str, is_python: bool) -> list[str]:
 
 
 def _python_blocks(source: str) -> list[str]:
-    """Docstrings and runs of comments, in the order of their lines; those that are there before a mistake."""
+    """Return docstrings and blocks of comments, in the order of their lines.
+
+    A file with a syntax error gives only the comments before the error.
+    """
     placed = [*_docstrings(source), *_comments(source)]
     return [text for _, text in sorted(placed, key=lambda block: block[0])]
 
@@ -60,7 +65,7 @@ def _docstrings(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _comments(source: str) -> Iterator[tuple[int, str]]:
-    """Comments; those that are alone on adjacent lines, in one column, are joined."""
+    """Yield comments with their line numbers. Comments alone on adjacent lines in one column are joined."""
     first = last = column = -1
     lines: list[str] = []
     try:
@@ -73,9 +78,9 @@ def _comments(source: str) -> Iterator[tuple[int, str]]:
                 lines = []
             first, last, column = (first if lines else row), row, start
             text = token.string.lstrip("#").removeprefix(" ").removeprefix(":")
-            # A line without brackets and assignments is one of words, even where Python would take it.
+            # A line without brackets and assignments counts as words, even if it is valid Python.
             lines.append("" if _CODE_SIGNS.search(text) and _is_code(text) else text)
-    except (tokenize.TokenError, SyntaxError, ValueError):  # the last of odd characters
+    except (tokenize.TokenError, SyntaxError, ValueError):  # odd characters raise ValueError
         pass
     if lines:
         yield first, "\n".join(lines)
@@ -94,7 +99,7 @@ def _sentences_of(block: str) -> Iterator[str]:
 
 
 def _is_code(paragraph: str) -> bool:
-    """Whether it is a doctest, or Python as far as Python can tell: commented-out lines."""
+    """Whether a paragraph is a doctest, a special comment, or valid Python (code that is commented out)."""
     if paragraph.lstrip().startswith((">>>", "...", "$ ")) or _ENCODING.search(paragraph.strip()):
         return True
     try:

@@ -1,8 +1,8 @@
-"""Tokenizers: byte-level ones, whose end-of-document id is one that text never contains.
+"""Byte-level tokenizers: one token for each byte, or byte-pair encoding.
 
-The data is tokenized before training, so Megatron is only told the size of the
-vocabulary and the end-of-document id. That id is always the last one, which is
-where Megatron's NullTokenizer looks for it.
+The data is tokenized before training. Megatron therefore needs only the size of the vocabulary and the
+end-of-document id. This id is always the last one, where Megatron's NullTokenizer expects it. Text never
+contains it.
 """
 
 import json
@@ -29,7 +29,7 @@ _LEAST_VOCABULARY: dict[TokenizerKind, tuple[int, str]] = {
 
 
 class Tokenizer(Protocol):
-    """Turns documents into token ids."""
+    """Interface of a tokenizer, which turns texts into token ids."""
 
     @property
     def vocab_size(self) -> int:
@@ -40,17 +40,17 @@ class Tokenizer(Protocol):
         """Id that ends a document."""
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Token ids of each text, without end-of-document."""
+        """Return the token ids of each text, int64 ``[tokens]``, without end-of-document."""
 
     def save(self, folder: Path) -> None:
-        """Write what is needed to load the tokenizer again."""
+        """Write the files that are needed to load the tokenizer again."""
 
 
 def read_tokenizer_file(folder: Path) -> str:
-    """The text of a folder's ``tokenizer.json``.
+    """Return the text of ``tokenizer.json`` in a folder of built data.
 
     Raises:
-        ConfigurationError: It cannot be read.
+        ConfigurationError: The file cannot be read.
     """
     try:
         return (folder / TOKENIZER_FILE).read_text(encoding="utf-8")
@@ -61,10 +61,12 @@ def read_tokenizer_file(folder: Path) -> str:
 
 
 def parse_tokenizer(json_text: str) -> Any:
-    """The ``tokenizers`` library's tokenizer of a ``tokenizer.json``; special tokens in a text are text.
+    """Build the ``tokenizers`` library's tokenizer from the text of a ``tokenizer.json``.
+
+    The tokenizer treats names of special tokens inside a text as ordinary text.
 
     Raises:
-        ConfigurationError: It is none.
+        ConfigurationError: The text is not a valid tokenizer.
     """
     from tokenizers import Tokenizer as JsonTokenizer
 
@@ -77,17 +79,17 @@ def parse_tokenizer(json_text: str) -> Any:
 
 
 class ByteTokenizer:
-    """One token a byte of UTF-8; needs no training."""
+    """Tokenizer with one token for each byte of UTF-8. It needs no training."""
 
     vocab_size = NUM_BYTES_VALUES + 1
     eod_id = NUM_BYTES_VALUES
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Token ids of each text, without end-of-document."""
+        """Return the token ids of each text, int64 ``[tokens]``, without end-of-document."""
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64) for text in texts]
 
     def save(self, folder: Path) -> None:
-        """Nothing to write."""
+        """Do nothing, because this tokenizer has no data of its own."""
 
 
 class BpeTokenizer:
@@ -97,7 +99,7 @@ class BpeTokenizer:
         """Load from the JSON text of a saved tokenizer.
 
         Raises:
-            ConfigurationError: It is no tokenizer with an end-of-document token in the last place.
+            ConfigurationError: The text is not a valid tokenizer, or its last token is not end-of-document.
         """
         self._tokenizer = parse_tokenizer(json_text)
         self.vocab_size: int = self._tokenizer.get_vocab_size()
@@ -110,17 +112,18 @@ class BpeTokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "BpeTokenizer":
-        """Train on texts.
+        """Train a tokenizer on texts.
 
         Args:
-            texts: Documents.
-            vocab_size: Ids wanted, end-of-document included. Little text gives fewer.
+            texts: Documents to train on.
+            vocab_size: Wanted number of token ids, end-of-document included. A small amount of text gives
+                fewer ids.
 
         Returns:
-            The tokenizer.
+            The trained tokenizer.
 
         Raises:
-            ConfigurationError: The vocabulary has no room for the 256 bytes and end-of-document.
+            ConfigurationError: The vocabulary is too small for the 256 bytes and end-of-document.
         """
         check_vocab_size("bpe", vocab_size)
         from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
@@ -148,26 +151,26 @@ class BpeTokenizer:
         return cls(read_tokenizer_file(folder))
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Token ids of each text, without end-of-document."""
+        """Return the token ids of each text, int64 ``[tokens]``, without end-of-document."""
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids."""
+        """Return the text of token ids."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def save(self, folder: Path) -> None:
-        """Write ``tokenizer.json`` and the small file that lets ``transformers`` load the folder too."""
+        """Write ``tokenizer.json``, and ``tokenizer_config.json`` for loading with ``transformers``."""
         (folder / TOKENIZER_FILE).write_text(self._tokenizer.to_str(), encoding="utf-8")
         hint = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOD_TOKEN}
         (folder / "tokenizer_config.json").write_text(json.dumps(hint, indent=2) + "\n", encoding="utf-8")
 
 
 def check_vocab_size(tokenizer: TokenizerKind, vocab_size: int) -> None:
-    """Raise unless a trained tokenizer can have that many ids; bytes have as many as they have.
+    """Check that a vocabulary size is large enough for a kind of tokenizer. ``bytes`` accepts any size.
 
     Raises:
-        ConfigurationError: The vocabulary has no room for what every one of its kind has.
+        ConfigurationError: The vocabulary is too small for the tokens that every tokenizer of the kind has.
     """
     least, content = _LEAST_VOCABULARY.get(tokenizer, (0, ""))
     if vocab_size < least:

@@ -1,7 +1,7 @@
-"""BERT's tokenizer: words in lower case and their pieces, trained offline.
+"""BERT's WordPiece tokenizer: lower-case words and pieces of words, trained without network access.
 
-Its vocabulary is also what masking needs during a training: Megatron's BERT data set asks it which tokens
-begin a word and which are special.
+Training also needs the vocabulary for masking: Megatron's BERT data set asks the tokenizer which tokens begin
+a word and which tokens are special.
 """
 
 import hashlib
@@ -27,13 +27,14 @@ VOCAB_FILE = "vocab.txt"
 
 
 class WordPieceTokenizer:
-    """WordPiece (Devlin et al. 2019) with BERT's normalization; padding has id 0."""
+    """WordPiece tokenizer (Devlin et al. 2019) with BERT's normalization. Padding has id 0."""
 
     def __init__(self, json_text: str) -> None:
         """Load from the JSON text of a saved tokenizer.
 
         Raises:
-            ConfigurationError: It is no tokenizer with BERT's special tokens in the first places.
+            ConfigurationError: The text is not a valid tokenizer, or its first tokens are not BERT's special
+                tokens.
         """
         self._tokenizer = parse_tokenizer(json_text)
         self.vocab_size: int = self._tokenizer.get_vocab_size()
@@ -50,14 +51,18 @@ class WordPieceTokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "WordPieceTokenizer":
-        """Train on texts.
+        """Train a tokenizer on texts.
 
         Args:
-            texts: Sentences.
-            vocab_size: Ids wanted, special tokens included. Little text gives fewer.
+            texts: Sentences to train on.
+            vocab_size: Wanted number of token ids, special tokens included. A small amount of text gives
+                fewer ids.
+
+        Returns:
+            The trained tokenizer.
 
         Raises:
-            ConfigurationError: There is no room for special tokens, letters and words.
+            ConfigurationError: The vocabulary is too small for special tokens, letters and words.
         """
         check_vocab_size("wordpiece", vocab_size)
         from tokenizers import trainers
@@ -66,8 +71,8 @@ class WordPieceTokenizer:
         learning = _bare_tokenizer({UNK: 0})
         trainer = trainers.WordPieceTrainer(
             vocab_size=vocab_size,
-            # The trainer numbers letters inside words as it meets them, in the order of a hash table, and
-            # breaks ties by these numbers. Numbered in advance, they give the same result each time.
+            # The trainer numbers letters inside words in the order of a hash table, and breaks ties by these
+            # numbers. Numbers that are fixed in advance make the result reproducible.
             special_tokens=[*SPECIAL_TOKENS, *_letters(texts, learning.normalizer, vocab_size // 4)],
             limit_alphabet=0,
             show_progress=False,
@@ -82,32 +87,41 @@ class WordPieceTokenizer:
         """Load from a folder that :meth:`save` wrote.
 
         Raises:
-            ConfigurationError: The file is missing or damaged, or another tokenizer's.
+            ConfigurationError: The file is missing, damaged, or belongs to another kind of tokenizer.
         """
         return cls(read_tokenizer_file(folder))
 
     @property
     def eod_id(self) -> int:
-        """What Megatron takes for the end of a document; sentence data has no such token in it."""
+        """Id of ``[SEP]``, which Megatron takes as end-of-document.
+
+        Sentence data does not contain this token.
+        """
         return int(self.sep)
 
     @property
     def unique_identifiers(self) -> "OrderedDict[str, str]":
-        """What Megatron's index caches depend on."""
+        """Properties of the tokenizer that decide whether Megatron can reuse its index caches."""
         digest = hashlib.sha256(self._json_text.encode()).hexdigest()
         return OrderedDict({"class": type(self).__qualname__, "sha256": digest})
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Token ids of each text, without special tokens but that for unknown words."""
+        """Return the token ids of each text, int64 ``[tokens]``.
+
+        ``[UNK]`` is the only special token in them.
+        """
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids."""
+        """Return the text of token ids."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def save(self, folder: Path) -> None:
-        """Write ``tokenizer.json``, and what Megatron's own tokenizers load: a list of words and a hint."""
+        """Write ``tokenizer.json``, and the two files that Megatron's own tokenizers load.
+
+        These are ``vocab.txt`` (the list of words) and ``tokenizer_config.json``.
+        """
         (folder / TOKENIZER_FILE).write_text(self._json_text, encoding="utf-8")
         (folder / VOCAB_FILE).write_text("\n".join(self._words()) + "\n", encoding="utf-8")
         names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
@@ -119,7 +133,7 @@ class WordPieceTokenizer:
 
 
 def _bare_tokenizer(words: dict[str, int]) -> Any:
-    """The library's tokenizer of a vocabulary, with BERT's normalization."""
+    """Return the ``tokenizers`` library's tokenizer for a vocabulary, with BERT's normalization."""
     from tokenizers import Tokenizer as JsonTokenizer
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 
@@ -131,7 +145,10 @@ def _bare_tokenizer(words: dict[str, int]) -> Any:
 
 
 def _letters(texts: Iterable[str], normalizer: Any, most: int) -> list[str]:
-    """The most frequent letters, at the start of words and inside them; rare scripts would displace words."""
+    """Return the ``most`` most frequent letters, each as the start of a word and as a part inside a word.
+
+    Rare letters are left out, because they would take the place of words in the vocabulary.
+    """
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(normalizer.normalize_str(text))

@@ -101,7 +101,7 @@ def test_bert_has_its_own_script_and_sentences(command, tmp_path):
         ("gpt_moe_tiny", ("model.family=bert",), "set data.tokenizer to wordpiece"),
         ("bert_moe_tiny", ("model.position_embedding=none",), "learned_absolute or rope"),
         ("bert_moe_tiny", ("model.qk_layernorm=true",), "qk_layernorm"),
-        ("bert_moe_tiny", ("model.rotary_base=50000",), "knows only 10000"),
+        ("bert_moe_tiny", ("model.rotary_base=50000",), "supports only 10000"),
         (
             "bert_moe_tiny",
             ("parallelism.context=2", "parallelism.nproc_per_node=8"),
@@ -216,7 +216,7 @@ def test_a_mistake_in_an_included_file_is_said_with_the_file(command, tmp_path):
         (["--moe-strategy-set", "slots"], "wanted key=value"),
         (["--moe-strategy-set", "slots=two"], "slots: got 'two' (string), wanted a whole number"),
         (["--moe-strategy", "none", "--moe-strategy-set", "slots=2"], "no meaning under strategy 'none'"),
-        (["--set", "data.path=/nothing/here"], "no built data there"),
+        (["--set", "data.path=/nothing/here"], "no built data in this folder"),
         (["--set", "parallelism.context=2", "--set", "training.global_batch_size=8"], "Transformer Engine"),
     ],
 )
@@ -247,7 +247,7 @@ def test_an_output_folder_that_is_taken_is_refused(command, tmp_path):
     data = fake_data(tmp_path / "data")
     code, _, err = command("train", TINY, "--set", f"data.path={data}", "--out", out)
     assert code == 2
-    assert "holds a run already (metrics.jsonl); go on with it by --resume" in err
+    assert "already holds a run (metrics.jsonl); continue it with --resume" in err
 
 
 def test_resume_wants_a_checkpoint_and_work_to_do(command, tmp_path):
@@ -256,7 +256,7 @@ def test_resume_wants_a_checkpoint_and_work_to_do(command, tmp_path):
     assert "--resume: no checkpoint in" in command(*asked)[2]
     (out / "checkpoints").mkdir(parents=True)
     (out / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("60\n")
-    assert "has finished its 60 iterations; ask for more with --iters" in command(*asked)[2]
+    assert "has already finished 60 iterations; ask for more with --iters" in command(*asked)[2]
 
 
 def test_resume_as_another_model_is_refused(command, tmp_path):

@@ -67,7 +67,7 @@ def test_ranks_that_leave_without_an_exception(reason):
     assert reason(usage + SUMMARY.format(code=2)) == "rank 1: script: error: unrecognized arguments: --x"
     assert reason(SUMMARY.format(code=3)) == "rank 1: exit code 3"
     killed = reason("[default1]:iteration 7\n" + SUMMARY.format(code=-9))
-    assert killed == "rank 1: ended by SIGKILL; last output: iteration 7"
+    assert killed == "rank 1: killed by SIGKILL; last output: iteration 7"
 
 
 def test_earlier_starts_and_empty_logs(reason):

@@ -114,7 +114,9 @@ def test_parts_are_no_runs(tmp_path):
 def test_circles_are_refused(tmp_path):
     write(tmp_path, a="include: [b.yaml]", b="include: [deep/c.yaml]", deep__c="include: [../a.yaml]")
     a, b, c = tmp_path / "a.yaml", tmp_path / "b.yaml", tmp_path / "deep" / "c.yaml"
-    assert refusal(a) == f"{a}: files include each other in a circle, {a} → {b} → {c} → {a}; drop one include"
+    assert (
+        refusal(a) == f"{a}: files include each other in a circle, {a} → {b} → {c} → {a}; remove one include"
+    )
     write(tmp_path, own="include: [own.yaml]")
     assert "in a circle" in refusal(tmp_path / "own.yaml")
 

@@ -57,7 +57,7 @@ def test_every_field_is_documented():
         (["model.moe_shared_expert_size=64", "model.linear_bias=true"], "no biases in shared experts"),
         (["model.moe_aux_loss_coeff=0.1"], "has no effect while model.moe_balancing is none"),
         (["parallelism.nproc_per_node=6"], "does not divide the 6 ranks"),
-        (["parallelism.declared_nodes=3"], "declared nodes are equal"),
+        (["parallelism.declared_nodes=3"], "all declared nodes have the same number of ranks"),
         (["parallelism.tensor=2", "strategy={name: none}"], "needs parallelism.sequence: true"),
         (
             ["parallelism.tensor=4", "parallelism.sequence=true", "model.num_query_groups=2"],
@@ -72,7 +72,7 @@ def test_every_field_is_documented():
         (["parallelism.overlap_param_gather=true"], "needs distributed_optimizer"),
         (["training.global_batch_size=24"], "every rank processes whole micro-batches"),
         (["training.micro_batch_size=5"], "does not divide training.global_batch_size"),
-        (["training.warmup_iterations=60"], "leaves nothing of"),
+        (["training.warmup_iterations=60"], "must be smaller than"),
         (["training.min_lr=1"], "larger than training.lr"),
         (
             ["training.precision=fp8"],
@@ -218,7 +218,7 @@ def test_parts_of_the_data_without_documents_are_refused():
     # Megatron would search them for tokens for ever.
     assert value_of(arguments(tiny()), "--split") == "1,0,0"
     assert value_of(arguments(tiny("training.eval_interval=10")), "--split") == "95,5,0"
-    with pytest.raises(ConfigurationError, match="no document of 50 for the test data"):
+    with pytest.raises(ConfigurationError, match="none of the 50 documents for the test data"):
         arguments(tiny("training.eval_interval=10", "data.split='969,30,1'"))
-    with pytest.raises(ConfigurationError, match="no document of 50 for the training data"):
+    with pytest.raises(ConfigurationError, match="none of the 50 documents for the training data"):
         arguments(tiny("training.eval_interval=10", "data.split='0,1'"))

@@ -165,6 +165,6 @@ def test_sentence_data_has_a_sequence_for_each_sentence(tmp_path, monkeypatch):
 
 def test_texts_without_sentences_are_refused(tmp_path):
     (tmp_path / "a.py").write_text("x = 1\n" * 50)
-    with pytest.raises(ConfigurationError, match="two sentences"):
+    with pytest.raises(ConfigurationError, match="two or more sentences"):
         build_data(corpus_from_paths([tmp_path / "a.py"]), tmp_path / "out", "wordpiece", 200)
     assert not (tmp_path / "out" / "manifest.json").exists()

@@ -1,1 +1,4 @@
-"""Training scripts that the command line starts; a folder of their own, since it becomes `sys.path[0]`."""
+"""Training scripts that the command line starts.
+
+They have their own folder, which becomes ``sys.path[0]``.
+"""

@@ -1,8 +1,8 @@
-"""Pretrains a BERT, dense or MoE, through ``megatron.training``: masked words and the order of sentences.
+"""Pretrains a dense or MoE BERT through ``megatron.training``, on masked words and the order of sentences.
 
-A pretraining script like any other: it takes Megatron's arguments and runs under torchrun, alone or through
-``python -m megatron_fssdp``. Of this package it takes what Megatron's BERT lacks: layers with experts, and a
-tokenizer that is a file with words.
+The script takes Megatron's arguments and runs under torchrun, directly or through ``python -m
+megatron_fssdp``. It uses this package for two things that Megatron's BERT does not have: layers with experts,
+and a tokenizer that is read from a local file.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ from megatron_fssdp.megatron_adapter.layer.bert_layers import stock_spec, with_e
 
 _BATCH_KEYS = ("text", "types", "labels", "is_random", "loss_mask", "padding_mask")
 
-# What BertModel or its data set has no notion of, and would leave out without a word.
+# Arguments that BertModel or its data set does not support and would silently ignore.
 _UNSUPPORTED = (
     "mock_data",
     "spec",
@@ -56,7 +56,7 @@ def build_model(
     config: Any = None,
     pg_collection: Any = None,
 ) -> BertModel:
-    """Build this rank's part of the model; Megatron calls it for every model chunk."""
+    """Build this rank's part of the model. Megatron calls this function for every model chunk."""
     args = get_args()
     config = core_transformer_config_from_args(args) if config is None else config
     layers = with_experts(stock_spec(args.transformer_impl == "transformer_engine"), config)
@@ -79,13 +79,13 @@ def build_model(
 
 
 def load_batch(samples: Iterator[dict[str, Any]] | None) -> dict[str, torch.Tensor]:
-    """Take the next micro-batch, which every pipeline stage needs for its attention mask.
+    """Take the next micro-batch. Every pipeline stage needs it for its attention mask.
 
     Args:
-        samples: The data iterator; None but on tensor rank 0.
+        samples: Iterator over the data. It is None on tensor-parallel ranks other than 0.
 
     Returns:
-        Integers B x S, and ``is_random`` of B.
+        The tensors of the micro-batch, int64 ``[batch, sequence]``, and ``is_random``, int64 ``[batch]``.
     """
     sample = next(samples) if samples is not None else None
     return dict(tensor_parallel.broadcast_data(list(_BATCH_KEYS), sample, torch.int64))
@@ -94,19 +94,19 @@ def load_batch(samples: Iterator[dict[str, Any]] | None) -> dict[str, torch.Tens
 def masked_loss(
     batch: dict[str, torch.Tensor], output: tuple[torch.Tensor, torch.Tensor | None]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Mean loss of the masked words, and that of the sentences' order.
+    """Compute the mean loss of the masked words plus the loss of the sentences' order.
 
     Args:
-        batch: The micro-batch.
-        output: The model's loss at every token, B x S, and its logits of the order, B x 2, if it has that
-            head.
+        batch: Tensors of the micro-batch.
+        output: The model's loss at every token, ``[batch, sequence]``, and its logits of the sentences'
+            order, ``[batch, 2]``. The logits are None if the model does not have this head.
 
     Returns:
-        Their sum, and each of them with its number of micro-batches, for Megatron's log.
+        The sum of both losses, and each loss with a count of 1 micro-batch, for Megatron's log.
     """
     token_loss, order_logits = output
     mask = batch["loss_mask"].reshape(-1).float()
-    # A micro-batch of very short texts may have no masked word.
+    # A micro-batch of very short texts can have no masked word.
     words = torch.sum(token_loss.reshape(-1).float() * mask) / mask.sum().clamp(min=1)
     parts = {"lm loss": words}
     if order_logits is not None:
@@ -129,7 +129,7 @@ def masked_loss(
 def forward_step(
     data_iterator: Iterator[dict[str, Any]] | None, model: torch.nn.Module
 ) -> tuple[torch.Tensor, Any]:
-    """Run the model on one micro-batch; Megatron's schedules call it."""
+    """Run the model on one micro-batch. Megatron's schedules call this function."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = load_batch(data_iterator)
@@ -144,9 +144,9 @@ def forward_step(
 
 
 def dataset_config(args: Any) -> BERTMaskedWordPieceDatasetConfig:
-    """Settings of the data, from Megatron's arguments; masking is that of Megatron-LM's script."""
+    """Return the data settings from Megatron's arguments. Masking is the same as in Megatron-LM's script."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    # The words are all that masking needs; other types are Megatron's, which need the package transformers.
+    # Masking needs only the words. Megatron's own tokenizer types need the package transformers.
     is_file = args.tokenizer_type == "NullTokenizer"
     return BERTMaskedWordPieceDatasetConfig(
         random_seed=args.seed,
@@ -171,14 +171,14 @@ def dataset_config(args: Any) -> BERTMaskedWordPieceDatasetConfig:
 
 
 def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """Build training, validation and test data, where this rank reads any.
+    """Build training, validation and test data on the ranks that read data.
 
     Args:
-        num_samples: Samples needed of each.
-        vp_stage: Model chunk under interleaved pipelining; all of them read.
+        num_samples: Number of samples that each of the three data sets needs.
+        vp_stage: Index of the model chunk under interleaved pipelining. Every chunk reads data.
 
     Returns:
-        The three data sets.
+        The training, validation and test data sets.
     """
 
     def reads_data() -> bool:
@@ -191,23 +191,24 @@ def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple
     return training, validation, test
 
 
-# Every rank asks for data sets, and the builder lets the ranks of a node share the indices.
+# Every rank builds data sets, and the builder lets the ranks of a node share the indices.
 build_datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
 def main() -> None:
-    """Pretrain as the command line says."""
+    """Pretrain a BERT as the command line describes it."""
     args = parse_and_validate_args()
     for name in _UNSUPPORTED:
         if getattr(args, name, None):
             raise SystemExit(
-                f"--{name.replace('_', '-')} is not served by this script, which trains Megatron's BERT"
+                f"--{name.replace('_', '-')}: Megatron's BERT, which this script trains, does not support "
+                "this option; remove it"
             )
     for name, wanted in _ONLY.items():
         if (got := getattr(args, name)) not in wanted:
             raise SystemExit(
-                f"--{name.replace('_', '-')}: got {got}, wanted {' or '.join(map(str, wanted))}, all that "
-                "Megatron's BERT knows"
+                f"--{name.replace('_', '-')}: got {got}, wanted {' or '.join(map(str, wanted))}; Megatron's "
+                "BERT supports nothing else"
             )
     if args.tokenizer_type == "NullTokenizer" and args.tokenizer_model is None:
         raise SystemExit(

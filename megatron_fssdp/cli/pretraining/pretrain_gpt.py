@@ -1,8 +1,8 @@
-"""Pretrains a GPT, dense or MoE, through ``megatron.training``.
+"""Pretrains a dense or MoE GPT through ``megatron.training``.
 
-A pretraining script like any other: it takes Megatron's arguments, knows nothing of
-this package and runs under torchrun, alone or through ``python -m megatron_fssdp``.
-Megatron's wheel ships the training loop, but no script that calls it.
+The script takes Megatron's arguments and runs under torchrun, directly or through ``python -m
+megatron_fssdp``. It does not use this package. It exists because Megatron's wheel contains the training loop,
+but no script that calls it.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
-# Other ways to train that need their own batches or losses.
+# Arguments for other kinds of training, which need other batches or losses.
 _UNSUPPORTED = (
     "sft",
     "fim_data",
@@ -39,14 +39,14 @@ _UNSUPPORTED = (
 
 
 def load_batch(samples: Iterator[dict[str, Any]], vp_stage: int | None) -> dict[str, Any]:
-    """Take the next micro-batch and cut it for this rank.
+    """Take the next micro-batch and select this rank's part of it.
 
     Args:
-        samples: The data iterator; only read on tensor rank 0.
-        vp_stage: Model chunk under interleaved pipelining.
+        samples: Iterator over the data. Only tensor-parallel rank 0 reads it.
+        vp_stage: Index of the model chunk under interleaved pipelining.
 
     Returns:
-        The batch's tensors, None where this pipeline stage has no use for them.
+        The tensors of the micro-batch by name. A tensor that this pipeline stage does not need is None.
     """
     if not is_first_or_last_pipeline_stage(vp_stage):
         return dict.fromkeys(_BATCH_KEYS)
@@ -79,14 +79,14 @@ def load_batch(samples: Iterator[dict[str, Any]], vp_stage: int | None) -> dict[
 def masked_loss(
     loss_mask: torch.Tensor, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum the token losses that count.
+    """Sum the losses of all tokens that the mask selects.
 
     Args:
-        loss_mask: 1 where a token counts.
-        output: The model's loss at every token.
+        loss_mask: Mask of the tokens, ``[batch, sequence]``: 1 where a token counts, else 0.
+        output: The model's loss at every token, ``[batch, sequence]``.
 
     Returns:
-        The sum, the number of tokens in it, and both for Megatron's log.
+        The sum of the losses, the number of tokens in the sum, and both values for Megatron's log.
     """
     mask = loss_mask.reshape(-1).float()
     loss = torch.sum(output.reshape(-1).float() * mask)
@@ -104,7 +104,7 @@ def masked_loss(
 
 
 def forward_step(data_iterator: Iterator[dict[str, Any]], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-    """Run the model on one micro-batch; Megatron's schedules call it."""
+    """Run the model on one micro-batch. Megatron's schedules call this function."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = load_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
@@ -120,7 +120,7 @@ def forward_step(data_iterator: Iterator[dict[str, Any]], model: torch.nn.Module
 
 
 def dataset_config(args: Any) -> GPTDatasetConfig:
-    """Settings of the data, from Megatron's arguments."""
+    """Return the data settings from Megatron's arguments."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     return GPTDatasetConfig(
         random_seed=args.seed,
@@ -143,14 +143,14 @@ def dataset_config(args: Any) -> GPTDatasetConfig:
 
 
 def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """Build training, validation and test data, where this rank reads any.
+    """Build training, validation and test data on the ranks that read data.
 
     Args:
-        num_samples: Samples needed of each.
-        vp_stage: Model chunk under interleaved pipelining.
+        num_samples: Number of samples that each of the three data sets needs.
+        vp_stage: Index of the model chunk under interleaved pipelining.
 
     Returns:
-        The three data sets.
+        The training, validation and test data sets.
     """
     args = get_args()
 
@@ -165,17 +165,19 @@ def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple
     return training, validation, test
 
 
-# Every rank asks for data sets, and the builder lets the ranks of a node share the indices.
+# Every rank builds data sets, and the builder lets the ranks of a node share the indices.
 build_datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
 def main() -> None:
-    """Pretrain as the command line says."""
+    """Pretrain a GPT as the command line describes it."""
     args = parse_and_validate_args()
     for name in _UNSUPPORTED:
         if getattr(args, name, None):
             flag = f"--{name.replace('_', '-')}"
-            raise SystemExit(f"{flag} is not served by this script; use Megatron-LM's own pretrain_gpt.py")
+            raise SystemExit(
+                f"{flag}: this script does not support it; use Megatron-LM's own pretrain_gpt.py"
+            )
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)
 
