@@ -134,8 +134,8 @@ for _tag, _construct in {
 }.items():
     _StrictLoader.add_constructor(f"tag:yaml.org,2002:{_tag}", _construct)
 
-# YAML 1.1 reads "1.0e-4" as a number, but not "1e-4", which most people write. The dumper must put quotes around
-# strings that the loader reads as numbers.
+# YAML 1.1 reads "1.0e-4" as a number, but not "1e-4", which most people write. The dumper must put quotes
+# around strings that the loader reads as numbers.
 for _class in (_StrictLoader, _StrictDumper):
     _class.add_implicit_resolver(
         "tag:yaml.org,2002:float",
