@@ -100,7 +100,7 @@ def test_version_and_metadata(distributions: tuple[Path, Path]) -> None:
         assert version != VERSION_OF_NO_GIT
 
 
-def test_the_sdist_has_what_the_repository_has(distributions: tuple[Path, Path]) -> None:
+def test_the_sdist_has_all_files_of_the_repository(distributions: tuple[Path, Path]) -> None:
     with tarfile.open(distributions[0]) as archive:
         top = {name.split("/")[1] for name in archive.getnames() if "/" in name}
     assert {

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_toy_size_on_the_cpu(tmp_path: Path) -> None:
+def test_the_benchmark_runs_at_toy_size_on_the_cpu(tmp_path: Path) -> None:
     out = tmp_path / "layer.json"
     words = [sys.executable, "benchmarks/gpu_layer.py", "--cpu", "--size", "toy", "--repetitions", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

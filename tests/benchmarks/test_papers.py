@@ -9,7 +9,7 @@ from megatron_fssdp.planning.placement.topology import Topology
 
 
 @pytest.mark.parametrize("leaving_share", [0.0, 0.2, 1.0])
-def test_the_gate_keeps_what_exceeds_the_allowance(leaving_share: float) -> None:
+def test_the_gate_keeps_tokens_beyond_the_allowed_number_in_their_node(leaving_share: float) -> None:
     rng = np.random.default_rng(0)
     counts_ILDE = rng.multinomial(1000, np.arange(1, 9) / 36, size=(3, 2, 4))
     found = kept_in_nodes(counts_ILDE, Topology.uniform(4, 2), leaving_share)
@@ -27,7 +27,7 @@ def test_sources_without_near_tokens_spread_evenly() -> None:
     assert found[0, 0, 1].tolist() == [0, 0, 6, 2]
 
 
-def test_zero_by_hand() -> None:
+def test_seconds_of_zero_equal_those_worked_out_by_hand() -> None:
     """Even compute thrice, and all experts over the network thrice, less what is here."""
     setting = Setting(Model(256, 128, 2), "johnny", 1.0, 16, 16, 2, 1)
     job, cluster = setting.job, setting.description
@@ -36,7 +36,7 @@ def test_zero_by_hand() -> None:
     assert fastermoe._zero_s(setting) == pytest.approx(2 * (compute_s + volume))
 
 
-def test_every_relation_states_something() -> None:
+def test_every_relation_has_limits_and_a_value_or_a_reason() -> None:
     for paper in (hecate, fastermoe, pro_prophet, parm):
         names = [(relation.where, relation.what) for relation in paper.RELATIONS]
         assert len(set(names)) == len(names)
@@ -45,7 +45,7 @@ def test_every_relation_states_something() -> None:
             assert (relation.simulated is None) == bool(relation.why_not)
 
 
-def test_rows_of_parm() -> None:
+def test_every_relation_of_parm_can_be_simulated() -> None:
     """Counts, Fig. 1, extremes, 48 cells, assumptions, Fig. 7 and the text, Table V."""
     assert len(parm.RELATIONS) == 2 + 5 + 2 + 4 * 4 * 3 + 9 + 1 + 4 + 4 * 3
     for relation in parm.RELATIONS:
@@ -54,7 +54,7 @@ def test_rows_of_parm() -> None:
             assert min(relation.simulated(0.0)) > 0
 
 
-def test_cells_of_a_table() -> None:
+def test_pro_prophet_beats_expert_parallelism_in_one_cell_of_table_v() -> None:
     """Pro-Prophet's Table V, one cell, at a size that takes no time."""
     small = Setting(Model(512, 64, 1), "lpwnv", 1.0, 8, 8, 1, 1, num_iterations=5)
     assert small.description.num_nodes == 2

@@ -13,7 +13,7 @@ B_32 = Testbed("parm-b", 32)
 CELLS = list(itertools.product(COLUMNS, PAIRS))
 
 
-def test_counts_of_layers() -> None:
+def test_the_tables_have_as_many_layers_as_the_paper() -> None:
     counts = {which: len(list(layers_of(which))) for which in ("smaller half", "all", "square")}
     assert counts == {"smaller half": 81, "all": 162, "square": 54}
     assert sum(len(cell_of(*cell)) for cell in CELLS) == 1296
@@ -23,7 +23,7 @@ def test_counts_of_layers() -> None:
     assert largest not in kept
 
 
-def test_where_groups_lie() -> None:
+def test_groups_lie_on_the_stated_nodes() -> None:
     """4 GPUs a node: an ESP group is in one, and an EP group has a rank there for each ESP group."""
     assert spans_of(2, 2, 32, 4) == {
         "mp": Span(2, 2),
@@ -40,7 +40,7 @@ def test_where_groups_lie() -> None:
     }
 
 
-def test_links_follow_from_the_published_beta() -> None:
+def test_link_rates_follow_from_the_published_beta() -> None:
     """4 bytes in 0.714 ns; a ring of 4 sends 3 of 4 parts. A gather among 2 sends half."""
     assert B_32.link_bytes_per_s == pytest.approx(4.2017e9, rel=1e-4)
     assert B_32.costs(4, 4)["all_gather", "mp"].beta_s_per_byte == pytest.approx(7.14e-10 / 4)
@@ -56,7 +56,7 @@ def test_links_follow_from_the_published_beta() -> None:
     )
 
 
-def test_one_layer_by_hand() -> None:
+def test_seconds_of_one_layer_equal_those_worked_out_by_hand() -> None:
     """B = 2, L = 512, H = 4096, M = 2048, f = 1.2 with N_MP = 4, N_ESP = 2 on 32 GPUs."""
     scheduled, ffn_size = layer_on(ConfiguredLayer(2, 512, 2048, 1024, 1.2), 4, 2, B_32)
     assert (scheduled.n_ep, ffn_size) == (16, 4096)
@@ -83,7 +83,7 @@ def test_one_layer_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("column", "pair"), CELLS)
-def test_relations_of_the_model(column: str, pair: tuple[int, int]) -> None:
+def test_s1_and_s2_are_faster_than_the_baseline_for_every_layer(column: str, pair: tuple[int, int]) -> None:
     for layer in cell_of(column, pair):
         assert max(layer.s1.total_s, layer.s2.total_s) < layer.baseline.total_s
         assert layer.parm.total_s == min(layer.s1.total_s, layer.s2.total_s)
@@ -92,13 +92,13 @@ def test_relations_of_the_model(column: str, pair: tuple[int, int]) -> None:
         assert layer.s1.total_s <= layer.s2_in_turn.total_s
 
 
-def test_where_the_schedules_do_not_pay() -> None:
+def test_the_schedules_do_not_always_pay_without_esp() -> None:
     """Without ESP the baseline is two all-to-alls; S1's gather is a third start-up, 0.66 ms on testbed A."""
     speedups = [layer.speedup("parm") for layer in cell_of("T-A", (2, 1))]
     assert min(speedups) < 1 < max(speedups)
 
 
-def test_cells_of_table_iv() -> None:
+def test_all_but_one_cell_of_table_iv_are_close_to_the_papers() -> None:
     """Which are further than a quarter from the paper's; docs/parm.md says so."""
     taken = parm.ratios_of_table_iv()
     missed = {cell for cell, ratio in taken.items() if abs(ratio - 1) > parm.NEAR}
@@ -108,7 +108,7 @@ def test_cells_of_table_iv() -> None:
         assert 0.87 < ratio < 1.08 if cell[2] == "T-A" else ratio == taken[cell]
 
 
-def test_a_model_outside_its_moe_layers() -> None:
+def test_compute_outside_moe_layers_takes_the_time_worked_out_by_hand() -> None:
     """Attention's 8 M² + 4 L·M and logits' 2 M·V a token, cut by 4, thrice; an all-reduce in each pass."""
     without, model = TrainedModel(0, 768, 3072, 512, 30522), MODELS["BERT-Base"]
     logits = 3 * 8 * 512 * 2 * 768 * 30522 / 4 / (82.6e12 / 2)

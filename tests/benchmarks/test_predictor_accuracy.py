@@ -44,7 +44,9 @@ def sample(workload: str, variant: str, iteration: int, seconds: float) -> dict[
     return {"workload": workload, "variant": variant, "iteration": iteration, "seconds": seconds}
 
 
-def test_seconds_of_plain_expert_parallelism_by_hand(accuracy: Any, tmp_path: Path) -> None:
+def test_seconds_of_plain_expert_parallelism_equal_those_worked_out_by_hand(
+    accuracy: Any, tmp_path: Path
+) -> None:
     """Balanced loads, free links inside nodes and no start-up: what is left can be summed up."""
     found = accuracy.compare(record(tmp_path, [sample("W0", "none", 1, 1.0)]), None)
     (one,) = found
@@ -68,7 +70,9 @@ def test_a_measured_cluster_adds_its_start_up_times(accuracy: Any, tmp_path: Pat
     assert measured.simulated_s < 1000, "the rate stays the testbed's"
 
 
-def test_same_iterations_are_compared_and_controls_left_out(accuracy: Any, tmp_path: Path) -> None:
+def test_the_same_iterations_are_compared_and_control_runs_are_left_out(
+    accuracy: Any, tmp_path: Path
+) -> None:
     samples = [
         sample("W6", name, number, 0.1 * number) for name in ("ep", "none again") for number in (1, 2, 3)
     ]
@@ -77,7 +81,7 @@ def test_same_iterations_are_compared_and_controls_left_out(accuracy: Any, tmp_p
     assert one.measured_spread == pytest.approx(0.5)
 
 
-def test_figures_are_those_of_their_definitions(accuracy: Any) -> None:
+def test_figures_follow_their_definitions(accuracy: Any) -> None:
     measured, simulated = np.array([1.0, 2.0, 4.0]), np.array([1.1, 1.9, 4.0])
     comparisons = [
         accuracy.Comparison("100mbit", f"W{n}", "ep", m, 0.1, s)
@@ -114,7 +118,7 @@ def test_the_command_writes_table_and_pictures(
 
 
 @pytest.mark.parametrize(("text", "wanted"), [("{}", "has no link_payload"), ("no", "cannot be read")])
-def test_other_files_are_refused(accuracy: Any, tmp_path: Path, text: str, wanted: str) -> None:
+def test_files_of_another_kind_are_refused(accuracy: Any, tmp_path: Path, text: str, wanted: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(accuracy.ConfigurationError, match=wanted):

@@ -36,7 +36,7 @@ def test_all_schedules_run_and_agree_on_four_ranks() -> None:
     assert schedule_table(found).count("| 32 | 8 |") == 2
 
 
-def test_the_table_counts_what_was_asked_for() -> None:
+def test_the_table_has_the_requested_measurements() -> None:
     row = {"tokens": 1, "hidden": 1, "rows_per_token": 1.0}
     fast = {"baseline": [3.0], "s1": [1.0], "s2": [1.01], "s2 in turn": [1.0], "megatron": [2.0]}
     slow = {"baseline": [1.0], "s1": [1.0], "s2": [0.5], "s2 in turn": [0.5], "megatron": [0.4]}

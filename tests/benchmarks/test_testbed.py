@@ -54,7 +54,7 @@ def sample(workload: str, variant: str, repetition: int, seconds: float) -> Samp
     return Sample(workload, variant, repetition, 0, seconds, (2.0, 0.0), (0.5, 0.0), pair, pair, 0, 0)
 
 
-def test_speed_ups_are_of_pairs_and_the_ceiling_is_the_best_balanced_median() -> None:
+def test_speed_ups_are_paired_and_the_ceiling_is_the_best_balanced_median() -> None:
     seconds = {
         ("W0", "none"): [1.0, 1.0, 1.0],
         ("W0", "fssdp"): [0.8, 0.9, 0.7],
@@ -75,7 +75,7 @@ def test_speed_ups_are_of_pairs_and_the_ceiling_is_the_best_balanced_median() ->
     assert quartiles([5.0]) == [5.0] * 3
 
 
-def test_a_chooser_is_compared_with_the_fewest_seconds_of_all_iterations() -> None:
+def test_auto_is_compared_with_the_fastest_strategy_of_all_iterations() -> None:
     """Not with the best median: c is fast most of the time and very slow once."""
     seconds = {"none": [8, 8, 8], "a": [4, 4, 4], "c": [1, 1, 20], "auto": [5, 4, 4], "none again": [1, 1, 1]}
     samples = [
@@ -87,14 +87,14 @@ def test_a_chooser_is_compared_with_the_fewest_seconds_of_all_iterations() -> No
     assert against_best([one for one in samples if one.variant == "auto"], "auto") == []
 
 
-def test_shares_of_the_cores() -> None:
+def test_shares_of_processor_time_add_up_to_1() -> None:
     before = SimpleNamespace(user=1.0, system=1.0, idle=1.0, softirq=0.0, steal=0.0)
     after = SimpleNamespace(user=2.0, system=4.0, idle=3.0, softirq=1.0, steal=3.0)
     shares = {"user": 0.1, "system": 0.3, "idle": 0.2, "softirq": 0.1, "steal": 0.3}
     assert cpu_shares(before, after) == pytest.approx(shares)
 
 
-def test_rates() -> None:
+def test_link_rates_are_parsed() -> None:
     assert parse_rate("400mbit") == 400_000_000
     assert payload_bytes_per_s(400_000_000) == pytest.approx(47.8e6, rel=1e-3)
     with pytest.raises(ValueError, match="400mbit"):
@@ -113,7 +113,7 @@ def run_testbed(*arguments: str) -> "subprocess.Popen[str]":
     )
 
 
-def test_two_ranks_over_loopback(tmp_path: Path) -> None:
+def test_two_ranks_are_measured_over_loopback(tmp_path: Path) -> None:
     moving = {
         "smartmoe": "smartmoe:reshard_interval=1;window=1",
         "flexmoe": "flexmoe:placement_interval=1;window=1",
@@ -180,7 +180,7 @@ def is_alive(pid: int) -> bool:
         pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )
-def test_an_interrupted_run_leaves_nothing(by: signal.Signals, tmp_path: Path) -> None:
+def test_an_interrupted_run_leaves_no_processes_or_networks(by: signal.Signals, tmp_path: Path) -> None:
     refusal = processes.namespaces_refusal()
     if refusal is not None:
         pytest.skip(f"no namespaces here: {refusal}")

@@ -94,7 +94,9 @@ READERS: list[tuple[tuple[object, ...], str, dict[str, Damage]]] = [
         for name, damage in damages.items()
     ],
 )
-def test_damaged_files(place: Path, command: Callable, arguments, file: str, damage: Damage) -> None:
+def test_every_damaged_file_gives_one_line_and_changes_nothing(
+    place: Path, command: Callable, arguments, file: str, damage: Damage
+) -> None:
     damage(place / file)
     before = contents(place)
     code, out, err = command(*arguments)
@@ -180,7 +182,9 @@ def test_a_damaged_strategy_file_is_refused(place: Path, name: str) -> None:
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
 )
-def test_wrong_words_and_numbers(place: Path, command: Callable, arguments, words: str) -> None:
+def test_wrong_arguments_give_one_line_and_change_nothing(
+    place: Path, command: Callable, arguments, words: str
+) -> None:
     before = contents(place)
     code, out, err = command(*arguments)
     assert_refused(code, out, err)
@@ -200,7 +204,9 @@ def test_wrong_words_and_numbers(place: Path, command: Callable, arguments, word
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else str(value),
 )
-def test_a_full_disk(place: Path, command: Callable, arguments, room_bytes: int) -> None:
+def test_a_full_disk_gives_one_line_and_leaves_no_partial_files(
+    place: Path, command: Callable, arguments, room_bytes: int
+) -> None:
     before = contents(place)
     with room_for(room_bytes):
         code, _, err = command(*arguments)
@@ -227,7 +233,7 @@ def room_for(num_bytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("script", [[], ["nowhere.py"], ["done"], ["a\nb.py"]])
-def test_launching_what_is_no_script(
+def test_launching_something_other_than_a_script_is_refused(
     place: Path, capsys: pytest.CaptureFixture[str], script: list[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:

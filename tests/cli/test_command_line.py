@@ -43,11 +43,11 @@ def test_help_and_version_need_no_heavy_imports():
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["version"]])
-def test_version(command, arguments):
+def test_the_version_is_printed(command, arguments):
     assert command(*arguments) == (0, f"megatron-fssdp {__version__}\n", "")
 
 
-def test_schema_is_json(command):
+def test_the_schema_command_prints_json(command):
     code, out, _ = command("schema")
     assert code == 0
     assert list(json.loads(out)["properties"]) == ["include", *RunConfig.model_fields]
@@ -78,7 +78,7 @@ def test_dry_run_prints_the_whole_command_and_writes_nothing(command, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bert_has_its_own_script_and_sentences(command, tmp_path):
+def test_bert_uses_its_own_script_and_sentence_data(command, tmp_path):
     bert = TINY.with_name("bert_moe_tiny.yaml")
     code, out, _ = command("train", bert, "--out", tmp_path / "run", "--dry-run")
     words = words_of(out)
@@ -111,7 +111,7 @@ def test_bert_has_its_own_script_and_sentences(command, tmp_path):
         ("gpt_moe_tiny", ("data.path={wordpiece}",), "wanted --tokenizer bpe or bytes for model.family gpt"),
     ],
 )
-def test_data_and_parts_that_a_family_does_not_have_are_refused(
+def test_data_and_settings_that_a_model_family_lacks_are_refused(
     command, tmp_path, config, arguments, message
 ):
     folders = {kind: fake_data(tmp_path / kind, tokenizer=kind) for kind in ("bpe", "wordpiece")}
@@ -122,7 +122,7 @@ def test_data_and_parts_that_a_family_does_not_have_are_refused(
     assert len(err.splitlines()) == 1
 
 
-def test_dry_run_of_going_on(command, tmp_path):
+def test_a_dry_run_of_a_resume_loads_the_checkpoint(command, tmp_path):
     out = tmp_path / "x"
     asked = ("train", TINY, "--out", out, "--iters", 50, "--dry-run", "--resume")
     code, _, err = command(*asked)
@@ -138,7 +138,7 @@ def test_dry_run_of_going_on(command, tmp_path):
     assert [path.name for path in out.iterdir()] == ["checkpoints"]
 
 
-def test_dry_run_for_a_cluster(command, tmp_path):
+def test_a_dry_run_prints_the_command_for_a_cluster(command, tmp_path):
     code, out, _ = command(
         *("train", TINY, "--set", "parallelism.num_nodes=4", "--set", "parallelism.nproc_per_node=8"),
         *("--set", "training.global_batch_size=128", "--set", "training.device=cuda"),
@@ -160,7 +160,7 @@ def test_dry_run_for_a_cluster(command, tmp_path):
     assert words[words.index("--null-tokenizer-eod-id") + 1] == "999"
 
 
-def test_another_strategy_leaves_the_file_s_settings_behind(command, tmp_path):
+def test_another_strategy_drops_the_settings_of_the_files_strategy(command, tmp_path):
     config = load_yaml(TINY)
     config["strategy"]["settings"] = {"slots": 1, "window": 2}
     path = tmp_path / "run.yaml"
@@ -172,7 +172,7 @@ def test_another_strategy_leaves_the_file_s_settings_behind(command, tmp_path):
     assert not any(word.startswith(("slots", "window")) for word in words)
 
 
-def test_files_are_laid_over_one_another(command):
+def test_several_files_are_composed(command):
     configs = TINY.parent
     files = ("experiments/hecate-gpt-moe-s", "parallelism/hecate-b", "strategies/flexmoe")
     code, out, err = command("train", *(configs / f"{name}.yaml" for name in files), "--dry-run")
@@ -190,7 +190,7 @@ def test_files_are_laid_over_one_another(command):
     assert {"planner=hecate", "record_dir=runs/hecate-gpt-moe-s-fssdp"} < set(words)
 
 
-def test_a_mistake_in_an_included_file_is_said_with_the_file(command, tmp_path):
+def test_a_mistake_in_an_included_file_is_reported_with_that_file(command, tmp_path):
     (tmp_path / "part.yaml").write_text("model: {num_expert: 8}")
     (tmp_path / "run.yaml").write_text(f"include: [{TINY}, part.yaml]")
     code, _, err = command("train", tmp_path / "run.yaml", "--dry-run")
@@ -230,7 +230,7 @@ def test_bad_input_is_one_line_and_exit_code_2(command, arguments, message, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_missing_and_broken_yaml(command, tmp_path):
+def test_missing_and_invalid_yaml_is_refused(command, tmp_path):
     assert "no such file" in command("train", tmp_path / "none.yaml")[2]
     (tmp_path / "bad.yaml").write_text("model: [")
     code, _, err = command("train", tmp_path / "bad.yaml")
@@ -250,7 +250,7 @@ def test_an_output_folder_that_is_taken_is_refused(command, tmp_path):
     assert "already holds a run (metrics.jsonl); continue it with --resume" in err
 
 
-def test_resume_wants_a_checkpoint_and_work_to_do(command, tmp_path):
+def test_resume_needs_a_checkpoint_and_remaining_iterations(command, tmp_path):
     data, out = fake_data(tmp_path / "data"), tmp_path / "x"
     asked = ("train", TINY, "--set", f"data.path={data}", "--out", out, "--resume")
     assert "--resume: no checkpoint in" in command(*asked)[2]
@@ -272,7 +272,7 @@ def test_resume_as_another_model_is_refused(command, tmp_path):
         assert "was started with" in err
 
 
-def test_runs_over_several_machines_are_not_started_here(command, tmp_path):
+def test_multi_machine_runs_are_refused_with_the_launch_command(command, tmp_path):
     code, _, err = command(
         "train", TINY, "--set", "parallelism.num_nodes=2", "--set", "training.global_batch_size=32"
     )
@@ -280,7 +280,7 @@ def test_runs_over_several_machines_are_not_started_here(command, tmp_path):
     assert "use --dry-run and run the printed command on every machine" in err
 
 
-def test_data_build_twice(command, tmp_path):
+def test_a_second_data_build_reuses_the_first(command, tmp_path):
     (tmp_path / "a.txt").write_text("hello " * 50)
     arguments = ("data", "build", tmp_path / "a.txt", "--out", tmp_path / "data", "--tokenizer", "bytes")
     code, out, _ = command(*arguments)
@@ -293,13 +293,13 @@ def test_data_build_twice(command, tmp_path):
     assert command("data", "build", tmp_path / "none", "--out", tmp_path / "data")[0] == 2
 
 
-def test_comparing_what_is_no_run(command, tmp_path):
+def test_comparing_something_other_than_a_run_is_refused(command, tmp_path):
     code, _, err = command("compare", tmp_path, tmp_path)
     assert code == 2
     assert "no such file" in err
 
 
-def test_the_written_config_of_several_files_is_one(tmp_path):
+def test_the_written_config_merges_several_files(tmp_path):
     from megatron_fssdp.cli.run_folder import RunFolder
 
     config = load_run([TINY.parent / "experiments" / "tiny-deepseekmoe.yaml"])
@@ -309,7 +309,7 @@ def test_the_written_config_of_several_files_is_one(tmp_path):
     assert list(load_yaml(folder.config)) == list(RunConfig.model_fields)
 
 
-def test_the_written_config_is_a_config(tmp_path):
+def test_the_written_config_can_be_loaded_again(tmp_path):
     from megatron_fssdp.cli.run_folder import RunFolder
 
     config = validate(RunConfig, load_yaml(TINY), "tiny")

@@ -107,14 +107,14 @@ def test_a_runs_ranks_and_its_checkpoint_folder_are_checked(
     assert "checkpoint folder" not in doctor("--config", config)[1]
 
 
-def test_a_wrong_file_is_bad_input_before_anything_is_looked_at(doctor: Any, tmp_path: Path) -> None:
+def test_a_wrong_file_is_refused_before_any_check(doctor: Any, tmp_path: Path) -> None:
     code, out, err = doctor("--config", tmp_path / "none.yaml")
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
     assert "no such file" in err
 
 
-def test_under_torchrun_one_rank_of_a_machine_reports(doctor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_torchrun_one_rank_per_machine_reports(doctor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert doctor() == (0, "", "")
 

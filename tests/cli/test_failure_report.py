@@ -48,21 +48,21 @@ def reason(tmp_path):
     return find
 
 
-def test_the_exception_of_the_rank_that_failed_first(reason):
+def test_the_report_shows_the_exception_of_the_rank_that_failed_first(reason):
     assert reason(TRACEBACKS + SUMMARY.format(code=1)) == "rank 1: ValueError: the real reason"
 
 
-def test_without_a_summary_the_first_traceback_counts(reason):
+def test_without_torchruns_summary_the_first_traceback_is_shown(reason):
     assert reason(TRACEBACKS) == "rank 0: RuntimeError: Connection closed by peer"
 
 
-def test_the_plugin_s_own_words_come_first(reason):
+def test_the_plugins_own_error_line_comes_first(reason):
     text = "[default0]:[fssdp] error: slots: got -1\n" + TRACEBACKS
     assert reason(text) == "slots: got -1"
     assert reason("[default2]:[fssdp] error on rank 2: too few slots\n") == "too few slots"
 
 
-def test_ranks_that_leave_without_an_exception(reason):
+def test_ranks_that_exit_without_an_exception_are_reported(reason):
     usage = "[default1]:usage: script\n[default1]:script: error: unrecognized arguments: --x\n"
     assert reason(usage + SUMMARY.format(code=2)) == "rank 1: script: error: unrecognized arguments: --x"
     assert reason(SUMMARY.format(code=3)) == "rank 1: exit code 3"
@@ -70,7 +70,7 @@ def test_ranks_that_leave_without_an_exception(reason):
     assert killed == "rank 1: killed by SIGKILL; last output: iteration 7"
 
 
-def test_earlier_starts_and_empty_logs(reason):
+def test_output_of_earlier_starts_is_ignored(reason):
     earlier = "[default0]:[fssdp] error: old\n"
     assert reason(earlier + "torchrun: no such module\n", len(earlier)) == "torchrun: no such module"
     assert reason("") == "the ranks wrote nothing"

@@ -20,7 +20,7 @@ def run(*words: object, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_ranks_are_started_and_the_cluster_is_written(tmp_path: Path) -> None:
+def test_the_command_starts_ranks_and_writes_the_cluster(tmp_path: Path) -> None:
     out = tmp_path / "pair.yaml"
     done = run("megatron_fssdp.cli.app", "profile", "--nproc", 2, "--nodes=2", "--out", out, *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -32,7 +32,7 @@ def test_ranks_are_started_and_the_cluster_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_starts_the_same_command(tmp_path: Path) -> None:
+def test_the_command_also_runs_under_torchrun(tmp_path: Path) -> None:
     out = tmp_path / "pair.yaml"
     words = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megatron_fssdp", "profile")
     done = run(*words, "--out", out, "--name", "box", *SMALL)

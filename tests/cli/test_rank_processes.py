@@ -26,7 +26,7 @@ def is_running(pid: int) -> bool:
     return state != "Z"
 
 
-def test_output_is_added_to_the_log_and_the_exit_code_is_returned(tmp_path):
+def test_output_is_appended_to_the_log_and_the_exit_code_is_returned(tmp_path):
     log, polls = tmp_path / "log.txt", []
     log.write_text("before\n")
     code = "import os, sys; print(os.environ['SAID']); print('bad', file=sys.stderr); sys.exit(3)"

@@ -82,7 +82,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(words, message, run: Path, tmp
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_only_recorded_loads_can_be_ranked(run: Path) -> None:
+def test_ranking_needs_recorded_loads(run: Path) -> None:
     (run / "loads.npz").unlink()
     with pytest.raises(ConfigurationError, match="no run has any"):
         CliRunner().invoke(app, ["report", str(run), "--cluster", CLUSTER], catch_exceptions=False)

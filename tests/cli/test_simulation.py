@@ -25,7 +25,7 @@ def simulate(out: Path, loads: str, *more: str) -> str:
     return result.output
 
 
-def test_a_workload_from_end_to_end(tmp_path: Path) -> None:
+def test_a_workload_is_simulated_end_to_end(tmp_path: Path) -> None:
     output = simulate(tmp_path, "W3", "--iterations", "8", *BIG)
     assert "fssdp" in output
     ranking = json.loads((tmp_path / "ranking.json").read_text())
@@ -62,7 +62,7 @@ def test_a_workload_from_end_to_end(tmp_path: Path) -> None:
     assert len(set(durations)) > 1
 
 
-def test_a_recorded_run(tmp_path: Path) -> None:
+def test_a_recorded_run_is_simulated(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     with LoadsWriter(tmp_path / "run", [1, 2, 3, 4]) as writer:
         for iteration in range(1, 6):
@@ -86,12 +86,14 @@ def test_a_recorded_run(tmp_path: Path) -> None:
         (("--model", "nowhere.yaml"), "nowhere.yaml"),
     ],
 )
-def test_messages(tmp_path: Path, changes: tuple[str, ...], message: str) -> None:
+def test_wrong_arguments_of_simulate_are_refused(
+    tmp_path: Path, changes: tuple[str, ...], message: str
+) -> None:
     with pytest.raises(ConfigurationError, match=message):
         simulate(tmp_path / "out", "W0", "--no-plots", "--no-break-even", *changes)
 
 
-def test_a_run_of_several_files(tmp_path: Path) -> None:
+def test_a_model_of_several_files_is_simulated(tmp_path: Path) -> None:
     (tmp_path / "batch.yaml").write_text("training: {micro_batch_size: 64, global_batch_size: 256}")
     more = ("--iterations", "3", "--no-plots", "--no-break-even", "--strategies", "ep")
     simulate(tmp_path / "out", "W3", *more, "--model", str(tmp_path / "batch.yaml"))
@@ -120,7 +122,7 @@ def roofline(run: Path, *more: str) -> str:
     return result.output
 
 
-def test_roofline_of_a_recorded_run(tmp_path: Path) -> None:
+def test_the_roofline_of_a_recorded_run_is_drawn(tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "run")
     output = roofline(run, "--strategies", "ep,fastermoe,fssdp", "--moe-strategy-set", "smart_schedule=true")
     assert "R_CC" in output
@@ -146,7 +148,9 @@ def test_roofline_of_a_recorded_run(tmp_path: Path) -> None:
         (("--out", "{run}/config.yaml"), "--out .*config.yaml: cannot be written"),
     ],
 )
-def test_messages_of_the_roofline(tmp_path: Path, changes: tuple[str, str], message: str) -> None:
+def test_wrong_arguments_of_roofline_are_refused(
+    tmp_path: Path, changes: tuple[str, str], message: str
+) -> None:
     run = recorded_run(tmp_path / "run")
     with pytest.raises(ConfigurationError, match=message):
         roofline(run, *(change.format(run=run) for change in changes))

@@ -18,7 +18,7 @@ def line(iteration: int) -> str:
     return json.dumps(asdict(record(iteration))) + "\n"
 
 
-def test_text_of_an_iteration():
+def test_the_progress_line_shows_the_iterations_figures():
     assert progress_text(record(40), 60, 4.0) == (
         "iteration 40/60  loss 3.2500  12,346 tokens/s  load max/mean 1.20 (plain EP 2.00)  ETA 1:20"
     )
@@ -26,7 +26,7 @@ def test_text_of_an_iteration():
     assert progress_text(dense, 60, 4.0) == "iteration 60/60  loss 3.0000  10 tokens/s  ETA 0:00"
 
 
-def test_tail_reads_whole_new_lines_only(tmp_path: Path):
+def test_the_tail_reads_only_complete_new_lines(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     tail = MetricsTail(path)
     assert tail.read() == []
@@ -37,7 +37,7 @@ def test_tail_reads_whole_new_lines_only(tmp_path: Path):
     assert tail.read() == [record(2), record(3)]
 
 
-def test_tail_of_a_resumed_run_starts_at_the_end_and_survives_a_cut(tmp_path: Path):
+def test_the_tail_of_a_resumed_run_starts_at_the_end_and_survives_truncation(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(line(1) + line(2)[:20])
     tail = MetricsTail(path)
@@ -48,7 +48,7 @@ def test_tail_of_a_resumed_run_starts_at_the_end_and_survives_a_cut(tmp_path: Pa
     assert [found.iteration for found in tail.read()] == [3]
 
 
-def test_plain_lines_where_there_is_no_terminal(tmp_path: Path):
+def test_progress_is_plain_lines_without_a_terminal(tmp_path: Path):
     path, output = tmp_path / "metrics.jsonl", io.StringIO()
     with TrainingProgress(path, 3, 4, Console(file=output, width=40)) as progress:
         progress.update()
@@ -62,7 +62,7 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path: Path):
     assert progress.last == record(3)
 
 
-def test_one_live_line_on_a_terminal(tmp_path: Path):
+def test_progress_is_one_live_line_on_a_terminal(tmp_path: Path):
     path, output = tmp_path / "metrics.jsonl", io.StringIO()
     path.touch()
     console = Console(file=output, force_terminal=True, width=120)

@@ -83,7 +83,7 @@ def test_a_run_trains_and_leaves_its_records(command: Callable[..., str], tmp_pa
 
 
 @pytest.mark.slow
-def test_a_bert_trains_goes_on_and_is_compared_and_simulated(
+def test_a_bert_trains_resumes_and_is_compared_and_simulated(
     command: Callable[..., str], tmp_path: Path
 ) -> None:
     (tmp_path / "run.yaml").write_text(BERT)

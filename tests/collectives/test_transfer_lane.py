@@ -15,7 +15,7 @@ from megatron_fssdp.collectives.transfer_lane import (
 )
 
 
-def test_transfers_run_one_after_the_other_beside_their_caller() -> None:
+def test_transfers_run_one_after_another_while_the_caller_goes_on() -> None:
     lane = ThreadLane("test")
     may_end = threading.Event()
     order: list[int] = []
@@ -40,7 +40,7 @@ def test_transfers_run_one_after_the_other_beside_their_caller() -> None:
     assert 0 < one.begin_s <= one.end_s <= other.begin_s <= other.end_s
 
 
-def test_only_the_time_that_somebody_waited_for_is_exposed() -> None:
+def test_only_the_time_spent_waiting_is_exposed() -> None:
     lane = ThreadLane("test")
     may_end = threading.Event()
     waited = lane.submit(lambda: {0: torch.ones(1)} if may_end.wait(30) else {})
@@ -64,7 +64,7 @@ def test_only_the_time_that_somebody_waited_for_is_exposed() -> None:
     assert [begin_s > hidden.timer.end_s for begin_s, _ in hidden.timer.waits_s] == [True, True]
 
 
-def test_waits_never_add_up_to_more_than_the_transfer() -> None:
+def test_exposed_time_never_exceeds_the_transfers_time() -> None:
     timer = HostTimer()
     assert timer.timing() == TransferTiming(0.0, 0.0)
     timer.begin_s, timer.end_s = 10.0, 12.0
@@ -74,7 +74,7 @@ def test_waits_never_add_up_to_more_than_the_transfer() -> None:
     assert timer.timing() == TransferTiming(2.0, 2.0)
 
 
-def test_what_a_transfer_raises_its_wait_raises_and_the_lane_goes_on() -> None:
+def test_an_exception_of_a_transfer_is_raised_by_its_wait_and_the_lane_goes_on() -> None:
     lane = ThreadLane("test")
 
     def broken() -> dict[int, torch.Tensor]:
@@ -106,7 +106,7 @@ def test_neither_lanes_nor_timers_keep_tensors_alive() -> None:
     assert timer.timing().busy_s > 0
 
 
-def test_a_finished_transfer_took_no_time() -> None:
+def test_a_finished_transfer_has_no_timing() -> None:
     tensor = torch.ones(1)
     finished = FinishedTransfer({3: tensor})
     assert finished.wait()[3] is tensor

@@ -51,14 +51,16 @@ EXAMPLE = ClusterDescription(
 
 @examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(DESCRIPTIONS)
-def test_what_was_written_is_read(tmp_path: Path, description: ClusterDescription) -> None:
+def test_a_written_description_is_read_back(tmp_path: Path, description: ClusterDescription) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(cluster_yaml(description, "two\nlines"), encoding="utf-8")
     assert path.read_text(encoding="utf-8").startswith("# two\n# lines\nname:")
     assert load_cluster(path) == description
 
 
-def test_names_are_found_in_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_names_are_found_in_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "configs" / "clusters"
     folder.mkdir(parents=True)

@@ -26,7 +26,7 @@ def refusal(*files: Path, overrides: tuple[str, ...] = ()) -> str:
     return str(caught.value)
 
 
-def test_a_file_lies_on_what_it_includes_and_paths_start_at_its_folder(tmp_path, monkeypatch):
+def test_a_file_overrides_what_it_includes_and_paths_are_relative_to_its_folder(tmp_path, monkeypatch):
     write(
         tmp_path,
         models__base=MODEL,
@@ -47,7 +47,7 @@ def test_a_file_lies_on_what_it_includes_and_paths_start_at_its_folder(tmp_path,
     assert names == ["base.yaml", "wide.yaml", "training.yaml", "fssdp.yaml", "run.yaml"]
 
 
-def test_later_files_win_and_overrides_over_all(tmp_path):
+def test_later_files_override_earlier_ones_and_set_options_override_all(tmp_path):
     write(tmp_path, a=f"{MODEL}\n{TRAINING}", b="training: {iterations: 5, seed: 7}", c="training: {seed: 8}")
     run = load_run([tmp_path / "a.yaml", tmp_path / "b.yaml", tmp_path / "c.yaml"], ["training.seed=9"])
     assert (run.training.iterations, run.training.seed) == (5, 9)
@@ -69,7 +69,7 @@ def test_settings_belong_to_their_strategy():
     }
 
 
-def test_null_says_nothing_of_a_mapping_and_resets_a_value():
+def test_null_leaves_a_mapping_and_resets_a_value():
     low = {"model": {"num_experts": 4, "moe_layer_freq": [0, 1]}}
     assert lay_over(low, {"model": None}) == low
     assert lay_over(low, {"model": {"num_experts": None}})["model"]["num_experts"] is None
@@ -86,7 +86,7 @@ def test_null_says_nothing_of_a_mapping_and_resets_a_value():
         ("strategy: {name: fsdp}", "in {}: strategy: unknown MoE strategy 'fsdp'; did you mean 'fssdp'?"),
     ],
 )
-def test_a_mistake_is_found_in_the_file_that_has_it(tmp_path, model, words):
+def test_a_mistake_is_reported_with_the_file_that_has_it(tmp_path, model, words):
     write(tmp_path, base=f"{MODEL}\n{TRAINING}", part=model, run="include: [base.yaml, part.yaml]")
     run, part = tmp_path / "run.yaml", tmp_path / "part.yaml"
     assert refusal(run).startswith(f"{run}: {words.format(part)}")
@@ -94,24 +94,24 @@ def test_a_mistake_is_found_in_the_file_that_has_it(tmp_path, model, words):
     assert asked.startswith(f"{tmp_path / 'base.yaml'} + {part}: {words.format(part)}")
 
 
-def test_a_wrong_override_is_no_file_s_mistake(tmp_path):
+def test_a_wrong_override_is_not_blamed_on_a_file(tmp_path):
     write(tmp_path, base=f"{MODEL}\n{TRAINING}", run="include: [base.yaml]")
     message = refusal(tmp_path / "run.yaml", overrides=("model.num_layers=two",))
     assert message == f"{tmp_path / 'run.yaml'}: model.num_layers: got 'two' (string), wanted a whole number"
 
 
-def test_files_that_contradict_each_other(tmp_path):
+def test_files_that_contradict_each_other_are_refused(tmp_path):
     write(tmp_path, base=f"{MODEL}\n{TRAINING}", cut="parallelism: {nproc_per_node: 3, expert: 3}")
     files = tmp_path / "base.yaml", tmp_path / "cut.yaml"
     assert "parallelism.expert 3 does not divide model.num_experts 4" in refusal(*files)
 
 
-def test_parts_are_no_runs(tmp_path):
+def test_a_part_alone_is_not_a_run(tmp_path):
     write(tmp_path, part=MODEL)
     assert refusal(tmp_path / "part.yaml").endswith("part.yaml: training: missing; add this key")
 
 
-def test_circles_are_refused(tmp_path):
+def test_circular_includes_are_refused(tmp_path):
     write(tmp_path, a="include: [b.yaml]", b="include: [deep/c.yaml]", deep__c="include: [../a.yaml]")
     a, b, c = tmp_path / "a.yaml", tmp_path / "b.yaml", tmp_path / "deep" / "c.yaml"
     assert (
@@ -131,12 +131,12 @@ def test_circles_are_refused(tmp_path):
         ("include: ['']", "include.0: got '' (string), wanted the path"),
     ],
 )
-def test_what_include_takes(tmp_path, text, words):
+def test_invalid_include_values_are_refused(tmp_path, text, words):
     write(tmp_path, x=f"{MODEL}\n{TRAINING}", run=text)
     assert refusal(tmp_path / "run.yaml").startswith(f"{tmp_path / 'run.yaml'}: {words}")
 
 
-def test_files_that_are_not_there_or_no_yaml(tmp_path):
+def test_missing_files_and_invalid_yaml_are_refused(tmp_path):
     write(tmp_path, a="include: [b.yaml]", b="include: [none.yaml]", c="include: [bad.yaml]", bad="model: [")
     b, none = tmp_path / "b.yaml", tmp_path / "none.yaml"
     assert refusal(tmp_path / "a.yaml").startswith(f"{b}: include: {none}: no such file")
@@ -145,6 +145,6 @@ def test_files_that_are_not_there_or_no_yaml(tmp_path):
     assert refusal(none).startswith(f"{none}: no such file")
 
 
-def test_include_can_be_given_by_a_file_only(tmp_path):
+def test_include_is_allowed_only_in_files(tmp_path):
     write(tmp_path, run=f"{MODEL}\n{TRAINING}")
     assert "unknown key 'include'" in refusal(tmp_path / "run.yaml", overrides=("include=[x.yaml]",))

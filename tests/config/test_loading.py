@@ -57,7 +57,7 @@ def test_bad_yaml_is_one_clear_line(tmp_path, text, words):
     assert "\n" not in str(caught.value)
 
 
-def test_missing_and_binary_files(tmp_path):
+def test_missing_and_binary_files_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="no such file"):
         load_yaml(tmp_path / "nothing.yaml")
     with pytest.raises(ConfigurationError, match="cannot be read"):
@@ -89,7 +89,7 @@ def test_overrides_are_dotted_yaml_values_and_leave_the_original_alone():
         ("inner.size=[1", "not valid YAML"),
     ],
 )
-def test_bad_overrides(override, words):
+def test_bad_overrides_are_refused(override, words):
     with pytest.raises(ConfigurationError) as caught:
         apply_overrides({"size": 4, "inner": {}}, [override])
     assert words in str(caught.value)

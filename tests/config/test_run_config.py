@@ -94,13 +94,13 @@ def test_contradictions_are_refused_with_the_reason(overrides, words):
     assert "\n" not in message
 
 
-def test_tensor_parallelism_without_sequence_parallelism_is_left_to_the_strategies():
+def test_tensor_parallelism_does_not_switch_on_sequence_parallelism():
     words = arguments(tiny("parallelism.tensor=2"))
     assert value_of(words, "--tensor-model-parallel-size") == "2"
     assert "--sequence-parallel" not in words
 
 
-def test_arguments_of_the_tiny_run_on_cpu():
+def test_the_tiny_run_on_cpu_has_these_megatron_arguments():
     words = arguments(tiny())
     assert value_of(words, "--expert-model-parallel-size") == "4"
     assert value_of(words, "--moe-token-dispatcher-type") == "alltoall"
@@ -114,31 +114,31 @@ def test_arguments_of_the_tiny_run_on_cpu():
     assert settings == {"record_dir=runs/x", "nodes=2", "slots=2", "overlap_degree=8"}
 
 
-def test_experts_may_be_cut_under_every_strategy():
+def test_expert_tensor_parallelism_is_allowed_under_every_strategy():
     for name in ("none", "ep", "fssdp"):
         config = tiny("parallelism.expert=2", "parallelism.expert_tensor=2", f"strategy={{name: {name}}}")
         assert value_of(arguments(config), "--expert-tensor-parallel-size") == "2"
 
 
-def test_a_distributed_optimizer_saves_what_may_be_loaded_elsewhere():
+def test_a_distributed_optimizer_saves_checkpoints_that_other_layouts_can_load():
     """Re-sharding is on by default and refuses Megatron's default format."""
     word = "--dist-ckpt-optim-fully-reshardable"
     assert word in arguments(tiny("parallelism.distributed_optimizer=true"))
     assert word not in arguments(tiny())
 
 
-def test_strategy_settings_travel_as_yaml_values():
+def test_strategy_settings_are_passed_as_yaml_values():
     words = arguments(tiny("strategy.settings.slots=3", "strategy.settings.check_plans=true"))
     assert "slots=3" in words
     assert "check_plans=true" in words
 
 
-def test_none_is_not_told_about_nodes():
+def test_strategy_none_gets_no_topology_settings():
     words = arguments(tiny("strategy={name: none}"))
     assert not any(word.startswith("nodes=") for word in words)
 
 
-def test_top_1_gets_the_softmax_that_megatron_needs():
+def test_top_1_routing_gets_megatrons_pre_softmax():
     assert "--moe-router-pre-softmax" in arguments(tiny("model.moe_top_k=1"))
     assert "--moe-router-pre-softmax" not in arguments(tiny())
 
@@ -150,7 +150,7 @@ def test_strategies_train_under_tensor_parallelism_without_sequence_parallelism(
         assert "--sequence-parallel" not in words
 
 
-def test_shape_of_heads_norms_and_positions():
+def test_heads_norms_and_positions_become_megatron_arguments():
     words = arguments(
         tiny(
             *("model.num_attention_heads=3", "model.kv_channels=24", "model.qk_layernorm=true"),
@@ -165,7 +165,7 @@ def test_shape_of_heads_norms_and_positions():
     assert not {"--kv-channels", "--rotary-base", "--qk-layernorm"} & set(words)
 
 
-def test_fusions_that_an_installation_lacks_or_megatron_refuses_are_off():
+def test_missing_or_refused_fusions_are_switched_off():
     plain = Installation(on_cpu=False, has_transformer_engine=False)
     assert "--no-rope-fusion" in arguments(tiny(), plain)
     full = Installation(on_cpu=False, has_transformer_engine=True)
@@ -186,7 +186,7 @@ def test_on_gpu_transformer_engine_is_used_when_installed():
     assert value_of(arguments(tiny(), plain), "--transformer-impl") == "local"
 
 
-def test_resume_loads_the_run_s_own_checkpoints():
+def test_resume_loads_the_runs_own_checkpoints():
     assert value_of(arguments(tiny(), resume=True), "--load") == "runs/x/checkpoints"
     words = arguments(tiny("training.load_dir=elsewhere"))
     assert value_of(words, "--load") == "elsewhere"
@@ -197,24 +197,24 @@ def test_further_megatron_arguments_come_last():
     assert words[-1] == "--moe-router-force-load-balancing"
 
 
-def test_a_board_goes_where_it_is_asked_for_and_nowhere_by_default():
+def test_a_training_board_is_written_only_where_requested():
     assert "--tensorboard-dir" not in arguments(tiny())
     assert value_of(arguments(tiny("training.tensorboard=true")), "--tensorboard-dir") == "runs/x/tensorboard"
     assert value_of(arguments(tiny("training.tensorboard=boards/y")), "--tensorboard-dir") == "boards/y"
 
 
-def test_lists_of_moe_layers_are_one_word():
+def test_a_list_of_moe_layers_is_one_argument():
     words = arguments(tiny("model.moe_layer_freq=[0, 1, 0, 1]"))
     assert value_of(words, "--moe-layer-freq") == "[0,1,0,1]"
 
 
-def test_external_data_is_left_to_megatron_args():
+def test_external_data_is_passed_through_megatron_args():
     words = megatron_arguments(tiny("data.external=true"), None, CPU, Path("runs/x"), resume=False)
     assert "--data-path" not in words
     assert "--tokenizer-type" not in words
 
 
-def test_parts_of_the_data_without_documents_are_refused():
+def test_data_splits_without_documents_are_refused():
     # Megatron would search them for tokens for ever.
     assert value_of(arguments(tiny()), "--split") == "1,0,0"
     assert value_of(arguments(tiny("training.eval_interval=10")), "--split") == "95,5,0"

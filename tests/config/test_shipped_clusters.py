@@ -11,13 +11,13 @@ FOLDER = Path(__file__).parents[2] / "configs" / "clusters"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
-def test_all_are_there() -> None:
+def test_all_shipped_clusters_are_known() -> None:
     wanted = "h200 hecate-a hecate-b hpnv hpwnv johnny lpwnv parm-a parm-b trevor"
     assert set(wanted.split()) <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_figure_has_a_source(name: str) -> None:
+def test_every_figure_of_a_cluster_has_a_source(name: str) -> None:
     cluster = load_cluster(FOLDER / f"{name}.yaml")
     assert cluster.name == name
     figures = set(ClusterDescription.model_fields) - {"name", "sources"}

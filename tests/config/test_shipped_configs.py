@@ -100,7 +100,7 @@ COMBINATIONS = [
 ]
 
 
-def test_no_model_and_no_cluster_is_left_out() -> None:
+def test_every_model_and_every_cluster_is_used() -> None:
     models, clusters, _ = map(set, zip(*COMBINATIONS, strict=True))
     assert models == set(names_in("models"))
     assert {*clusters, "parm-a"} == set(names_in("parallelism"))
@@ -112,7 +112,7 @@ def data_of(folder: str, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("model", "cluster", "schedule"), COMBINATIONS)
-def test_every_model_goes_with_its_clusters_and_every_strategy(
+def test_every_model_runs_on_its_clusters_under_every_strategy(
     model: str, cluster: str, schedule: str
 ) -> None:
     job = reduce(lay_over, (data_of(*part) for part in zip(PARTS, (model, cluster, schedule), strict=True)))
@@ -133,7 +133,7 @@ def test_every_strategy_has_a_file() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(names_in("parallelism")) - {"cpu"}))
-def test_a_cut_is_of_the_described_cluster(name: str) -> None:
+def test_a_parallelism_file_has_the_size_of_its_cluster(name: str) -> None:
     cut, cluster = data_of("parallelism", name)["parallelism"], load_cluster(file("clusters", name))
     assert (cut.get("num_nodes", 1), cut["nproc_per_node"]) == (cluster.num_nodes, cluster.devices_per_node)
 
@@ -209,7 +209,7 @@ def test_berts_train_on_sentences_and_gpts_on_texts() -> None:
         assert ("--tokenizer-model" in arguments(run)) == ("bert" in name)
 
 
-def test_tables_of_the_page_are_what_is_counted() -> None:
+def test_tables_of_the_page_show_the_counted_sizes() -> None:
     text = (ROOT / "docs" / "configs.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `([\w-]+)` \| ([^\n]+) \|$", text, re.MULTILINE))
     models = {name: row.split(" | ") for name, row in rows.items() if name in names_in("models")}

@@ -27,12 +27,12 @@ def test_a_shipped_run_is_found_by_name(name: str) -> None:
     assert load_run([name]) == load_run([shipped_folder() / "gpt_moe_tiny.yaml"])
 
 
-def test_names_are_laid_over_one_another_like_files() -> None:
+def test_shipped_names_are_composed_like_files() -> None:
     names = ["models/tiny-mixtral", "parallelism/cpu", "training/tiny", "strategies/prophet"]
     assert load_run(names) == load_run([shipped_folder() / f"{name}.yaml" for name in names])
 
 
-def test_a_file_of_ones_own_comes_before_a_shipped_one(tmp_path: Path) -> None:
+def test_a_users_file_comes_before_a_shipped_one(tmp_path: Path) -> None:
     (tmp_path / "gpt_moe_tiny.yaml").write_text("data: {vocab_size: 300}\n", encoding="utf-8")
     assert compose(["gpt_moe_tiny.yaml"]).data == {"data": {"vocab_size": 300}}
 
@@ -53,11 +53,11 @@ def test_a_file_may_include_shipped_ones_and_its_neighbours_come_first(tmp_path:
 @pytest.mark.parametrize(
     "name", ["clusters/hecate-a", "../configs/gpt_moe_tiny", "schema", "models", ".", ""]
 )
-def test_what_is_no_run_has_no_name(name: str) -> None:
+def test_files_that_are_not_runs_have_no_name(name: str) -> None:
     assert shipped_run(name) is None
 
 
-def test_a_wrong_name_is_one_line_with_the_closest_one() -> None:
+def test_a_wrong_name_gives_one_line_with_the_closest_name() -> None:
     with pytest.raises(ConfigurationError, match=r"^gpt_moe_tny: no .*mean 'gpt_moe_tiny'\?"):
         compose(["gpt_moe_tny"])
     with pytest.raises(ConfigurationError, match=r"^x.yaml: no such file"):

@@ -5,13 +5,13 @@ from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY, resol
 from megatron_fssdp.config.strategy_settings import EpSettings, FssdpSettings, NoneSettings
 
 
-def test_defaults_of_every_strategy():
+def test_every_strategy_has_defaults():
     assert resolve_strategy("none") == ("none", NoneSettings())
     assert resolve_strategy("ep") == ("ep", EpSettings())
     assert resolve_strategy("fssdp") == ("fssdp", FssdpSettings())
 
 
-def test_overrides_win_over_the_file(tmp_path):
+def test_overrides_take_precedence_over_the_file(tmp_path):
     path = tmp_path / "strategy.yaml"
     path.write_text("slots: 2\nwindow: 3\nrecord_dir: records\n")
     _, settings = resolve_strategy("fssdp", path, ["window=7", "nodes=2"])
@@ -51,12 +51,12 @@ def test_contradictions_are_refused_with_the_reason(overrides):
 
 
 @pytest.mark.parametrize("override", ["router=topology_aware", "leaving_share=0.1"])
-def test_half_a_gate_is_refused(override):
+def test_incomplete_gate_settings_are_refused(override):
     with pytest.raises(ConfigurationError, match=r"router .*leaving_share|leaving_share .*router"):
         resolve_strategy("ep", overrides=[override])
     resolve_strategy("quota", overrides=["router=topology_aware", "leaving_share=0.1"])
 
 
-def test_missing_settings_file(tmp_path):
+def test_a_missing_settings_file_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="no such file"):
         resolve_strategy("fssdp", tmp_path / "none.yaml")

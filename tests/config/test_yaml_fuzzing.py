@@ -106,7 +106,7 @@ TREES = st.recursive(
 
 @given(st.dictionaries(KEYS, TREES, max_size=4))
 @examples(100)
-def test_what_is_written_is_read(data: dict[str, Any]) -> None:
+def test_written_yaml_is_read_back(data: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "data.yaml")
         file.write_text(format_yaml(data), encoding="utf-8")
@@ -134,7 +134,7 @@ def test_overrides_are_valid_or_refused(overrides: list[str], name: str) -> None
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))
 @examples(60)
-def test_includes_end_or_are_refused(edges: list[tuple[int, int]]) -> None:
+def test_includes_are_resolved_or_refused(edges: list[tuple[int, int]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for file in range(6):
             included = [f"{target}.yaml" for source, target in edges if source == file]

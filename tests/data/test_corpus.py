@@ -14,7 +14,7 @@ def test_default_corpus_is_the_standard_library_without_packages_and_tests():
     assert names == [file.path.as_posix() for file in default_corpus().files]
 
 
-def test_folders_give_their_text_files_in_order_and_files_are_taken_as_they_are(tmp_path):
+def test_folders_give_their_text_files_in_order_and_named_files_are_always_read(tmp_path):
     for name in ("b.txt", "a.md", "c.bin", "sub/d.py", ".hidden/e.txt"):
         path = tmp_path / "text" / name
         path.parent.mkdir(parents=True, exist_ok=True)

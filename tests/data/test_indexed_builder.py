@@ -50,7 +50,7 @@ def test_bytes_data_holds_the_documents_in_order(corpus, tmp_path, num_shards):
     ]
 
 
-def test_bpe_data_is_what_its_saved_tokenizer_says(corpus, tmp_path):
+def test_bpe_data_equals_the_encoding_of_its_saved_tokenizer(corpus, tmp_path):
     manifest, _ = build_data(corpus, tmp_path / "out", "bpe", vocab_size=265, num_shards=2)
     tokenizer = BpeTokenizer.load(tmp_path / "out")
     found = documents(tmp_path / "out")
@@ -68,7 +68,7 @@ def test_a_second_build_does_nothing(corpus, tmp_path):
     assert (tmp_path / "out" / "text.bin").stat().st_mtime_ns == before
 
 
-def test_other_settings_or_damage_need_rebuild(corpus, tmp_path):
+def test_other_settings_or_damaged_data_need_rebuild(corpus, tmp_path):
     out = tmp_path / "out"
     build_data(corpus, out, "bytes")
     with pytest.raises(ConfigurationError, match="another tokenizer; choose another --out"):
@@ -113,7 +113,7 @@ def test_an_interrupted_build_goes_on_after_the_last_finished_shard(corpus, tmp_
     ]
 
 
-def test_folders_that_cannot_be_written_and_bad_shards(corpus, tmp_path):
+def test_unwritable_folders_and_invalid_shard_numbers_are_refused(corpus, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="cannot be written"):
         build_data(corpus, tmp_path / "file" / "out", "bytes")
@@ -121,7 +121,7 @@ def test_folders_that_cannot_be_written_and_bad_shards(corpus, tmp_path):
         build_data(corpus, tmp_path / "out", "bytes", num_shards=0)
 
 
-def test_missing_data_says_how_to_build_it(tmp_path):
+def test_the_error_for_missing_data_says_how_to_build_it(tmp_path):
     with pytest.raises(ConfigurationError, match="run `megatron-fssdp data build --out"):
         read_manifest(tmp_path)
     (tmp_path / "manifest.json").write_text(json.dumps({"format": 1}))

@@ -60,7 +60,7 @@ def test_other_texts_are_paragraphs() -> None:
     ]
 
 
-def test_nothing_is_there_twice() -> None:
+def test_repeated_sentences_are_kept_once() -> None:
     assert sentences("All rights are reserved.\n\nAll rights are reserved.", is_python=False) == [
         "All rights are reserved."
     ]
@@ -73,7 +73,7 @@ def test_long_sentences_are_cut() -> None:
     assert " ".join(found).split() == words
 
 
-def test_a_source_with_a_mistake_gives_its_comments() -> None:
+def test_a_source_with_a_syntax_error_still_gives_its_comments() -> None:
     assert sentences("# a comment of three words\ndef f(:\n", is_python=True) == ["a comment of three words"]
 
 
@@ -100,7 +100,7 @@ TEXTS = st.text(max_size=300) | st.lists(st.sampled_from(PIECES), max_size=60).m
 @given(TEXTS, st.booleans())
 @example("Three words here. And three more.", False)
 @example("# Three words here.", True)
-def test_any_text_gives_lines_of_words_of_it(text: str, is_python: bool) -> None:
+def test_sentences_of_any_text_consist_of_its_words(text: str, is_python: bool) -> None:
     letters = set(text.expandtabs())
     for sentence in sentences(text, is_python):
         assert 3 <= len(sentence.split()) <= MAX_WORDS
@@ -108,7 +108,7 @@ def test_any_text_gives_lines_of_words_of_it(text: str, is_python: bool) -> None
         assert set(sentence) <= letters | {" "} or is_python  # docstrings may have escapes
 
 
-def test_no_sentence_of_a_module_is_a_statement() -> None:
+def test_no_sentence_of_a_module_is_python_code() -> None:
     found = sentences(Path(textwrap.__file__).read_text(encoding="utf-8"), is_python=True)
     assert len(found) > 50
     for sentence in found:

@@ -6,7 +6,7 @@ from megatron_fssdp.data.tokenizer import EOD_TOKEN, BpeTokenizer, ByteTokenizer
 TEXTS = ["the quick brown fox jumps over the lazy dog\n" * 20, "def f(x):\n    return x\n" * 20]
 
 
-def test_bytes_cover_all_values_and_leave_end_of_document_alone():
+def test_byte_tokens_cover_all_values_except_end_of_document():
     tokenizer = ByteTokenizer()
     ids = tokenizer.encode(["aé\x00", ""])
     assert ids[0].tolist() == [97, 0xC3, 0xA9, 0]
@@ -17,7 +17,7 @@ def test_bytes_cover_all_values_and_leave_end_of_document_alone():
 @pytest.mark.parametrize(
     "text", ["the fox", "  def f:\n\t", "größe — 漢字 🙂", "\x00\x7f", f"a {EOD_TOKEN} b"]
 )
-def test_bpe_round_trip_never_uses_end_of_document(text, tmp_path):
+def test_bpe_round_trips_and_never_uses_end_of_document(text, tmp_path):
     BpeTokenizer.train(TEXTS, 300).save(tmp_path)
     tokenizer = BpeTokenizer.load(tmp_path)
     assert tokenizer.vocab_size == 300
@@ -39,7 +39,7 @@ def test_little_text_gives_a_smaller_vocabulary():
     assert tokenizer.eod_id == 257
 
 
-def test_bad_input(tmp_path):
+def test_invalid_vocabularies_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="got 256, wanted 257 or more"):
         BpeTokenizer.train(TEXTS, 256)
     with pytest.raises(ConfigurationError, match="cannot be read"):

@@ -12,7 +12,7 @@ from megatron_fssdp.data.wordpiece import MASK, SPECIAL_TOKENS, VOCAB_FILE, Word
 TEXTS = ["The quick brown fox jumps over the lazy dog.", "Returns the size of a file, in bytes."] * 20
 
 
-def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
+def test_a_saved_tokenizer_loads_as_the_same(tmp_path: Path) -> None:
     trained = WordPieceTokenizer.train(TEXTS, 120)
     trained.save(tmp_path)
     loaded = WordPieceTokenizer.load(tmp_path)
@@ -37,7 +37,7 @@ def test_training_is_deterministic() -> None:
     assert other.unique_identifiers != first.unique_identifiers
 
 
-def test_special_tokens_come_first_and_are_text_in_a_text() -> None:
+def test_special_tokens_have_the_first_ids_and_count_as_text_in_documents() -> None:
     tokenizer = WordPieceTokenizer.train(TEXTS, 120)
     special = (tokenizer.pad, tokenizer.unk, tokenizer.cls, tokenizer.sep, tokenizer.mask)
     assert special == tuple(range(5))
@@ -47,7 +47,7 @@ def test_special_tokens_come_first_and_are_text_in_a_text() -> None:
     assert tokenizer.encode(["漢"])[0].tolist() == [tokenizer.unk]
 
 
-def test_pieces_inside_words_say_so() -> None:
+def test_pieces_inside_words_are_marked() -> None:
     tokenizer = WordPieceTokenizer.train(TEXTS, 100)
     pieces = [tokenizer.inv_vocab[index] for index in tokenizer.encode(["theft"])[0].tolist()]
     assert len(pieces) > 1

@@ -36,7 +36,7 @@ def test_spans_become_rows_of_their_ranks(tmp_path):
     ]
 
 
-def test_nothing_is_a_trace_too():
+def test_a_trace_without_spans_is_valid():
     assert chrome_trace([])["traceEvents"] == []
 
 

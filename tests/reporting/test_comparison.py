@@ -27,7 +27,7 @@ def write_run(
     return folder
 
 
-def test_figures_of_two_runs(tmp_path):
+def test_the_table_shows_the_figures_of_two_runs(tmp_path):
     ep = read_run(write_run(tmp_path / "a", "ep", 2.0))
     fssdp = read_run(write_run(tmp_path / "b", "fssdp", 1.0, num_iterations=6))
     assert (ep.strategy, fssdp.strategy) == ("ep", "fssdp")
@@ -73,7 +73,7 @@ def test_hidden_transfers_and_reshards_have_rows_where_a_run_has_them(tmp_path):
     assert not [label for label in rows(ep, ep) if "hidden" in label or "re-shards" in label]
 
 
-def test_names_tell_runs_apart(tmp_path):
+def test_runs_get_distinct_names(tmp_path):
     first = read_run(write_run(tmp_path / "a", "ep", 2.0))
     second = read_run(write_run(tmp_path / "b", "ep", 2.0))
     third = read_run(write_run(tmp_path / "c", None, 1.0))
@@ -82,7 +82,7 @@ def test_names_tell_runs_apart(tmp_path):
 
 
 @pytest.mark.parametrize("num_iterations", [1, 5])
-def test_picture_is_drawn(tmp_path, num_iterations):
+def test_the_picture_is_drawn(tmp_path, num_iterations):
     pytest.importorskip("matplotlib")
     ep = read_run(write_run(tmp_path / "a", "ep", 2.0, num_iterations))
     fssdp = read_run(write_run(tmp_path / "b", "fssdp", 1.0, layers=tuple(range(1, 20))))
@@ -117,7 +117,7 @@ def test_stock_megatron_has_losses_to_compare_but_no_loads(tmp_path):
         draw_device_loads([none, ep], tmp_path / "loads.png")
 
 
-def test_bytes_have_units():
+def test_bytes_are_formatted_with_units():
     assert [format_bytes(n) for n in (0, 999, 1000, 2.5e6, 3e9, 4e15)] == [
         "0 B",
         "999 B",

@@ -37,7 +37,7 @@ def test_placements_round_trip_and_a_resumed_run_replaces_what_it_repeats(tmp_pa
         np.testing.assert_array_equal(found.replicas_IL[i], (present_LED & ~owned_LED).sum(axis=(1, 2)))
 
 
-def test_what_does_not_fit_or_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_records_that_do_not_fit_or_are_inconsistent_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no such file"):
         read_placements(tmp_path)
     owned_LED, present_LED, ep_LD, tokens_LD = entry(1)

@@ -69,7 +69,7 @@ def refused_in_one_line(error: ConfigurationError, file: Path) -> None:
 
 @given(CHANGES, st.booleans())
 @examples(150)
-def test_changed_loads(changes, compressed: bool) -> None:
+def test_changed_loads_are_valid_or_refused(changes, compressed: bool) -> None:
     loads_or_refusal(changed(loads_file(compressed), changes))
 
 
@@ -86,7 +86,7 @@ ANY_ARRAY = arrays.arrays(
 @example({"layers": np.array(1)}, True)
 @example({"counts_ILDE": np.array(1, np.int32)}, True)
 @examples(150)
-def test_loads_of_any_arrays(content, keep_others: bool) -> None:
+def test_loads_of_any_arrays_are_valid_or_refused(content, keep_others: bool) -> None:
     file = io.BytesIO()
     with np.load(io.BytesIO(loads_file(compressed=False))) as good:
         np.savez(file, **{**(good if keep_others else {}), **content})
@@ -123,7 +123,7 @@ def placements_or_refusal(content: bytes) -> None:
 
 @given(CHANGES)
 @examples(150)
-def test_changed_placements(changes) -> None:
+def test_changed_placements_are_valid_or_refused(changes) -> None:
     placements_or_refusal(changed(placements_file(), changes))
 
 
@@ -132,7 +132,7 @@ PLACEMENT_ARRAYS = ["owned_bits", "present_bits", "ep_tokens_ILD", "tokens_ILD",
 
 @given(st.dictionaries(st.sampled_from(PLACEMENT_ARRAYS), ANY_ARRAY))
 @examples(100)
-def test_placements_of_any_arrays(content) -> None:
+def test_placements_of_any_arrays_are_valid_or_refused(content) -> None:
     file = io.BytesIO()
     with np.load(io.BytesIO(placements_file())) as good:
         np.savez(file, **{**good, **content})
@@ -162,7 +162,7 @@ def run_or_refusal(content: bytes) -> None:
 @given(CHANGES)
 @example([(0.0, 0, b'{"iteration": 1e3, ')])
 @examples(150)
-def test_changed_metrics(changes) -> None:
+def test_changed_metrics_are_valid_or_refused(changes) -> None:
     run_or_refusal(changed(metrics_file(), changes))
 
 
@@ -183,7 +183,7 @@ GOOD_VALUES = (
 
 @given(st.sampled_from(["of the iteration", "of a layer"]), st.data())
 @examples(150)
-def test_metrics_with_any_value(where: str, data: st.DataObject) -> None:
+def test_metrics_with_any_value_are_valid_or_refused(where: str, data: st.DataObject) -> None:
     lines = [json.loads(line) for line in metrics_file().splitlines()]
     record = lines[data.draw(st.integers(0, 2))]
     record = record if where == "of the iteration" else record["layers"][1]
@@ -212,7 +212,7 @@ def test_a_page_of_any_valid_metrics_can_be_built(data: st.DataObject) -> None:
 
 @given(CHANGES)
 @examples(100)
-def test_changed_manifest(changes) -> None:
+def test_a_changed_manifest_is_valid_or_refused(changes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "text.bin").write_bytes(b"12")
         DataManifest("f", "bpe", 300, 299, 1, 2, {"text.bin": BuiltFile(2, "ab")}).write(Path(folder))

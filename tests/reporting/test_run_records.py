@@ -67,7 +67,7 @@ def test_losses_that_are_not_finite_are_valid_json(tmp_path):
     assert math.isnan(read_metrics(tmp_path)[0].lm_loss)
 
 
-def test_a_resumed_run_replaces_what_it_repeats(tmp_path):
+def test_a_resumed_run_replaces_repeated_iterations(tmp_path):
     with MetricsWriter(tmp_path) as writer:
         for iteration in (1, 2, 3):
             writer.append(record(iteration))
@@ -113,7 +113,7 @@ def test_damaged_metrics_name_the_line(tmp_path, line):
         read_metrics(tmp_path)
 
 
-def test_missing_records(tmp_path):
+def test_missing_records_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="no such file"):
         read_metrics(tmp_path)
     with pytest.raises(ConfigurationError, match="no such file"):
@@ -133,7 +133,7 @@ def test_loads_round_trip(tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["loads.npz"]
 
 
-def test_loads_are_written_now_and_then_and_survive_a_resume(tmp_path, monkeypatch):
+def test_loads_are_written_periodically_and_survive_a_resume(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_fssdp.reporting.growing_arrays._MIN_WRITE_INTERVAL_S", 0.0)
     monkeypatch.setattr("megatron_fssdp.reporting.growing_arrays._MAX_WRITE_SHARE", 1e9)
     writer = LoadsWriter(tmp_path, layers=[1, 2])
@@ -149,7 +149,7 @@ def test_loads_are_written_now_and_then_and_survive_a_resume(tmp_path, monkeypat
     np.testing.assert_array_equal(loads.counts_ILDE[2], counts(33))
 
 
-def test_what_is_appended_is_a_copy(tmp_path):
+def test_appended_counts_are_copied(tmp_path):
     array = counts(1).astype(np.int32)
     with LoadsWriter(tmp_path, layers=[1, 2]) as writer:
         writer.append(1, array)
@@ -224,12 +224,12 @@ def test_damaged_loads_are_one_clear_line(tmp_path, damage):
     assert "\n" not in str(caught.value)
 
 
-def test_recorded_loads_check_themselves():
+def test_recorded_loads_refuse_iterations_out_of_order():
     with pytest.raises(ValueError, match="not ascending"):
         RecordedLoads(np.zeros((2, 1, 1, 1), np.int32), np.array([2, 1]), np.array([1]))
 
 
-def test_folders_that_cannot_be_made(tmp_path):
+def test_folders_that_cannot_be_created_are_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="record_dir"):
         MetricsWriter(tmp_path / "file" / "run")

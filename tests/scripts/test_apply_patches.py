@@ -81,7 +81,7 @@ def newest(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("diff", DIFFS, ids=lambda path: path.stem)
-def test_every_line_of_a_diff_is_ours(diff: Path) -> None:
+def test_the_diffs_contain_only_our_lines(diff: Path) -> None:
     lines = diff.read_text().splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("diff --git"))
     for line in lines[start:]:
@@ -121,7 +121,7 @@ def test_a_checkout_is_patched_once_and_reverted(checkout: Path) -> None:
     assert run(checkout, "--revert").stdout.count("is not patched") == 2
 
 
-def test_both_tools_do_the_same_without_a_repository(checkout: Path, tmp_path: Path) -> None:
+def test_git_and_patch_do_the_same_without_a_repository(checkout: Path, tmp_path: Path) -> None:
     if shutil.which("git") is None or shutil.which("patch") is None:
         pytest.skip("needs git and patch")
     results = {}
@@ -137,13 +137,13 @@ def test_both_tools_do_the_same_without_a_repository(checkout: Path, tmp_path: P
     assert results["git"] == results["patch"] != texts(checkout)
 
 
-def test_a_checkout_inside_another_repository(newest: Path, tmp_path: Path) -> None:
+def test_a_checkout_inside_another_repository_is_patched(newest: Path, tmp_path: Path) -> None:
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     assert run(newest).returncode == 0
     assert texts(newest)["pretrain_gpt.py"].count(LINES) == 1
 
 
-def test_what_is_half_patched_is_completed(newest: Path) -> None:
+def test_a_half_patched_checkout_is_completed(newest: Path) -> None:
     before = texts(newest)
     run(newest)
     after = texts(newest)
@@ -179,7 +179,7 @@ def test_a_changed_script_is_refused_and_the_other_left_alone(newest, spoil, wan
     assert texts(newest) == before
 
 
-def test_what_was_moved_in_a_patched_script_is_not_reverted(newest: Path) -> None:
+def test_moved_lines_of_a_patched_script_are_not_reverted(newest: Path) -> None:
     run(newest)
     bert = newest / SCRIPTS[1]
     bert.write_text("# a line of a fork's\n" + bert.read_text())
@@ -190,7 +190,7 @@ def test_what_was_moved_in_a_patched_script_is_not_reverted(newest: Path) -> Non
     assert texts(newest) == before
 
 
-def test_what_was_added_below_stays(newest: Path) -> None:
+def test_lines_added_below_a_patch_stay(newest: Path) -> None:
     run(newest)
     bert = newest / SCRIPTS[1]
     patched = bert.read_text()
@@ -260,7 +260,7 @@ def exported(diff: Path, revision: str, folder: Path) -> Path:
     [(diff, revision) for diff in DIFFS for revision in field(diff, "Tried with").split()],
     ids=lambda value: value.stem if isinstance(value, Path) else value[:12],
 )
-def test_they_apply_to_megatron(diff: Path, revision: str, tmp_path: Path) -> None:
+def test_the_patches_apply_to_megatron(diff: Path, revision: str, tmp_path: Path) -> None:
     checkout = exported(diff, revision, tmp_path / "Megatron-LM")
     before = texts(checkout)
     done = run(checkout)

@@ -178,7 +178,7 @@ def slurm(tmp_path: Path) -> Slurm:
     return Slurm(tmp_path)
 
 
-def test_a_slurm_job_goes_on_until_the_run_is_finished(slurm: Slurm, config: Path) -> None:
+def test_a_slurm_job_requeues_until_the_run_is_finished(slurm: Slurm, config: Path) -> None:
     first = slurm.submit(config, "--moe-strategy", "quota")
     assert first.returncode == 0, first.stderr
     assert "got SIGUSR1" in first.stderr
@@ -209,13 +209,13 @@ def test_a_slurm_job_goes_on_until_the_run_is_finished(slurm: Slurm, config: Pat
     assert len(slurm.requeues) == 2
 
 
-def test_a_signal_to_all_processes_ends_the_ranks_alike(slurm: Slurm, config: Path) -> None:
+def test_a_signal_to_all_processes_ends_all_ranks(slurm: Slurm, config: Path) -> None:
     done = slurm.submit(config, SIGNALED="all")
     assert done.returncode == 0, done.stderr
     assert slurm.requeues == ["requeue 4711"]
 
 
-def test_a_job_without_progress_does_not_go_round_for_ever(slurm: Slurm, config: Path) -> None:
+def test_a_job_without_progress_is_not_requeued_forever(slurm: Slurm, config: Path) -> None:
     slurm.ranks_add(0)
     done = slurm.submit(config)
     assert done.returncode == 2
@@ -223,21 +223,21 @@ def test_a_job_without_progress_does_not_go_round_for_ever(slurm: Slurm, config:
     assert slurm.requeues == []
 
 
-def test_bad_input_is_said_once_by_the_first_node(slurm: Slurm, config: Path) -> None:
+def test_bad_input_is_reported_once_by_the_first_node(slurm: Slurm, config: Path) -> None:
     done = slurm.submit(config, "--moe-strategy", "fsdp")
     assert done.returncode == 2
     assert done.stderr.count("unknown MoE strategy 'fsdp'") == 1
     assert slurm.requeues == []
 
 
-def test_a_batch_file_outside_of_slurm_or_of_the_project_says_so(slurm: Slurm, config: Path) -> None:
+def test_a_batch_file_outside_slurm_or_the_project_gives_an_error(slurm: Slurm, config: Path) -> None:
     assert "not a Slurm job" in slurm.submit(config, SLURM_JOB_ID="").stderr
     elsewhere = slurm.submit(config, SLURM_SUBMIT_DIR="/")
     assert elsewhere.returncode == 2
     assert "is not the project's folder" in elsewhere.stderr
 
 
-def test_what_a_node_needs_is_named(config: Path, tmp_path: Path) -> None:
+def test_missing_requirements_of_a_node_are_named(config: Path, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "MASTER_ADDR"}
     done = subprocess.run(
         ["bash", NODE, config, tmp_path / "out"],
@@ -250,7 +250,7 @@ def test_what_a_node_needs_is_named(config: Path, tmp_path: Path) -> None:
     assert "MASTER_ADDR is not set" in done.stderr
 
 
-def test_the_kubernetes_job_fits_the_run_and_itself() -> None:
+def test_the_kubernetes_job_is_consistent_with_the_run() -> None:
     settings, job = yaml.safe_load_all(JOB.read_text())
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     replicas = job["spec"]["pytorchReplicaSpecs"]
@@ -289,7 +289,7 @@ def two_nodes(tmp_path: Path) -> Iterator[TwoNodes]:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("ending", [signal.SIGUSR1, signal.SIGTERM])
-def test_two_nodes_of_this_machine_end_early_and_go_on(two_nodes: TwoNodes, ending: int) -> None:
+def test_a_run_on_two_emulated_nodes_stops_early_and_resumes(two_nodes: TwoNodes, ending: int) -> None:
     """With Megatron's training loop; one node is asked, and its rank tells the other's."""
     two_nodes.start()
     metrics = two_nodes.out / "metrics.jsonl"

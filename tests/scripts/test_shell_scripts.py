@@ -13,14 +13,14 @@ SCRIPTS = sorted(
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_bash_parses_it(script: Path) -> None:
+def test_bash_parses_every_script(script: Path) -> None:
     done = subprocess.run(["bash", "-n", script], capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_shellcheck_finds_nothing(script: Path) -> None:
+def test_shellcheck_finds_no_problem(script: Path) -> None:
     done = subprocess.run(
         [
             *("shellcheck", "--shell=bash", "--severity=style"),

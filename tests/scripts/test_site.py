@@ -67,7 +67,7 @@ def test_every_setting_is_in_the_reference(site: Path) -> None:
     assert {key for key in keys if f"<code>{key}</code>" not in text} == set()
 
 
-def test_made_pages_have_their_content(site: Path) -> None:
+def test_generated_pages_have_their_content(site: Path) -> None:
     assert "megatron-fssdp simulate" in (site / "reference" / "commands.html").read_text(encoding="utf-8")
     assert "each_micro_batch" in (site / "reference" / "api" / "strategies.html").read_text(encoding="utf-8")
     contributing = re.sub(r"<[^>]+>", "", (site / "contributing.html").read_text(encoding="utf-8"))
@@ -82,7 +82,7 @@ def _texts(svg: Path) -> list[str]:
     return [element.text or "" for element in ElementTree.parse(svg).iter("{http://www.w3.org/2000/svg}text")]
 
 
-def test_pictures_say_what_the_strategies_decide_today(docs_scripts: Path, tmp_path: Path) -> None:
+def test_pictures_show_what_the_strategies_decide(docs_scripts: Path, tmp_path: Path) -> None:
     files = script("strategy_pictures").draw_all(tmp_path)
     assert {file.name for file in files} == {file.name for file in PICTURES.glob("strategy_*.svg")}
     for file in files:
@@ -99,7 +99,7 @@ def test_every_strategy_of_the_pages_has_a_picture() -> None:
     assert {name for name in drawn if f"(pictures/strategy_{name}.svg)" not in pages} == set()
 
 
-def test_the_break_even_tables_are_of_the_jobs_of_the_script(docs_scripts: Path) -> None:
+def test_the_break_even_tables_match_the_jobs_of_the_script(docs_scripts: Path) -> None:
     table_of = script("break_even_table")
     page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
     assert all(f"**{job.title}**" in page for job in table_of.JOBS.values())
@@ -107,7 +107,7 @@ def test_the_break_even_tables_are_of_the_jobs_of_the_script(docs_scripts: Path)
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_break_even_table_is_what_the_simulator_says(docs_scripts: Path) -> None:
+def test_a_break_even_table_equals_the_simulators_result(docs_scripts: Path) -> None:
     page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
     assert script("break_even_table").table("one-node") in page, (
         "run `python scripts/docs/break_even_table.py` and copy what it prints into docs/choosing.md"

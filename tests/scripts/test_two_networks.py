@@ -56,7 +56,9 @@ def one_node(network: NodeCommands, tmp_path_factory: pytest.TempPathFactory) ->
     return run
 
 
-def test_two_nodes_have_the_losses_of_one(one_node: TwoNodes, network: NodeCommands, tmp_path: Path) -> None:
+def test_two_nodes_train_with_the_losses_of_one(
+    one_node: TwoNodes, network: NodeCommands, tmp_path: Path
+) -> None:
     with TwoNodes(tmp_path, network.on, iterations=ITERATIONS) as run:
         run.start(**ON_NETWORK)
         assert run.exit_codes() == [0, 0], run.said()
@@ -68,7 +70,7 @@ def test_two_nodes_have_the_losses_of_one(one_node: TwoNodes, network: NodeComma
     assert not any(layer.cross_node_tokens for layer in read_metrics(one_node.out)[0].layers)
 
 
-def test_a_node_that_died_comes_back(one_node: TwoNodes, network: NodeCommands, tmp_path: Path) -> None:
+def test_a_node_that_died_rejoins_the_run(one_node: TwoNodes, network: NodeCommands, tmp_path: Path) -> None:
     """The other one starts its ranks again, waits for it, and both go on from the last checkpoint."""
     with TwoNodes(tmp_path, network.on, iterations=ITERATIONS, save_interval=SAVED_EVERY) as run:
         run.start(**ON_NETWORK, MAX_RESTARTS="2")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from megatron_fssdp.simulation.ddl_roofline import RooflinePoint, ideal_flops_per_s, semi_ideal_flops_per_s
 
 
-def test_by_hand() -> None:
+def test_points_equal_those_worked_out_by_hand() -> None:
     """Two devices of 10 flops/s: 6 s of compute, 3 s of communication, in turn, 90 flops together."""
     point = RooflinePoint(6.0, 3.0, 9.0, 90.0, 2)
     assert point.ratio == 2

@@ -20,7 +20,7 @@ def run_of(*overrides: str) -> RunConfig:
     return validate(RunConfig, apply_overrides(load_yaml(TINY), overrides), str(TINY))
 
 
-def test_job_of_the_tiny_config() -> None:
+def test_the_tiny_config_gives_the_expected_job() -> None:
     job = job_of_run(run_of())
     tokens = 4 * 128
     assert (job.num_devices, job.num_experts, job.top_k, job.num_micro_batches) == (4, 8, 2, 1)
@@ -37,7 +37,7 @@ def test_job_of_the_tiny_config() -> None:
     assert job.pairs_per_device == 2 * tokens
 
 
-def test_dense_layers_are_before_the_next_one() -> None:
+def test_dense_layers_count_before_the_next_moe_layer() -> None:
     job = job_of_run(
         run_of("model.moe_layer_freq=[0, 1, 0, 1]", "model.activation=swiglu", "training.precision=bf16")
     )
@@ -55,7 +55,7 @@ def test_dense_layers_are_before_the_next_one() -> None:
         ("parallelism.pipeline=2", "parallelism.pipeline is 2"),
     ],
 )
-def test_what_is_not_simulated_is_refused(override: str, message: str) -> None:
+def test_settings_that_cannot_be_simulated_are_refused(override: str, message: str) -> None:
     more: tuple[str, ...] = ("parallelism.expert=2",) if "pipeline" in override else ()
     with pytest.raises(ConfigurationError, match=message):
         job_of_run(run_of(override, *more))
@@ -81,7 +81,7 @@ def test_records_fit_other_numbers_of_devices(sources: int) -> None:
     assert factor == pytest.approx(100 * min(sources, 4) / (counts.sum() / 3))
 
 
-def test_a_record_as_large_as_the_job_stays_as_it_is() -> None:
+def test_a_record_of_the_jobs_size_is_unchanged() -> None:
     counts = np.full((1, 1, 2, 2), 4)
     fitted, factor = fitted_loads(counts, job_of())
     assert factor == 1.0

@@ -12,7 +12,7 @@ def changed(**keys: object) -> ModelSettings:
     return ModelSettings.model_validate({**TINY.model_dump(), **keys})
 
 
-def test_a_plain_model() -> None:
+def test_parameters_of_a_plain_model_are_counted() -> None:
     count = count_parameters(TINY, 10)
     assert count.embeddings == 10 * 8
     assert count.attention == 2 * 4 * 8 * 8
@@ -28,7 +28,7 @@ def test_a_plain_model() -> None:
     )
 
 
-def test_dense_layers_shared_experts_and_gates_of_activations() -> None:
+def test_dense_layers_shared_experts_and_gated_activations_are_counted() -> None:
     count = count_parameters(
         changed(
             moe_layer_freq=(0, 1),
@@ -47,14 +47,14 @@ def test_dense_layers_shared_experts_and_gates_of_activations() -> None:
     assert count.output_layer == 80
 
 
-def test_heads_of_their_own_width_in_groups_with_norms() -> None:
+def test_grouped_heads_of_another_width_with_norms_are_counted() -> None:
     keys = {"num_query_groups": 1, "kv_channels": 6, "qk_layernorm": True, "normalization": "RMSNorm"}
     count = count_parameters(changed(**keys), 10)
     assert count.attention == 2 * 8 * (2 * 12 + 2 * 6)
     assert count.norms_and_biases == 2 * (2 * 8 + 2 * 6) + 8
 
 
-def test_biases_and_positions() -> None:
+def test_biases_and_positions_are_counted() -> None:
     count = count_parameters(
         changed(linear_bias=True, position_embedding="learned_absolute", moe_layer_freq=(0, 1)), 10
     )
@@ -66,14 +66,14 @@ def test_biases_and_positions() -> None:
     assert count.matrices_of_layers == plain.matrices_of_layers
 
 
-def test_a_dense_model_is_activated_whole() -> None:
+def test_all_parameters_of_a_dense_model_are_active() -> None:
     count = count_parameters(changed(num_experts=None), 10)
     assert count.dense_mlps == 2 * 2 * 8 * 32
     assert count.routed_experts == count.routers == 0
     assert count.activated == count.total
 
 
-def test_bert_has_two_parts_of_a_text_and_heads_for_two_losses() -> None:
+def test_berts_segments_and_two_loss_heads_are_counted() -> None:
     gpt, bert = count_parameters(TINY, 10), count_parameters(changed(family="bert"), 10)
     words = (8 * 8 + 8) + 2 * 8 + 10  # a dense layer, its norm, the output layer's biases
     order = (8 * 8 + 8) + (2 * 8 + 2)
@@ -100,7 +100,7 @@ def test_bert_has_two_parts_of_a_text_and_heads_for_two_losses() -> None:
         ("13.1", 12, 2048, 64),
     ],
 )
-def test_the_papers_tables_count_the_matrices_of_layers_that_all_have_experts(
+def test_the_papers_sizes_count_matrices_with_experts_in_every_layer(
     stated: str, layers: int, hidden: int, experts: int
 ) -> None:
     """BERT's layers have the same matrices as GPT's: one reading gives all rows, to the last digit."""

@@ -12,7 +12,7 @@ from .small_jobs import cluster_of, job_of, loads, settings_of
 EVEN, UNEVEN = loads([[4, 4], [4, 4]]), loads([[8, 0], [8, 0]])
 
 
-def test_even_loads_in_turn_are_semi_ideal() -> None:
+def test_even_loads_without_overlap_lie_on_the_semi_ideal_curve() -> None:
     """8 tokens of 3 FLOPs on each device at 10 FLOP/s, thrice; 4 of them over the link, four times."""
     cluster, job = cluster_of(), job_of()
     point = roofline_point(simulate("ep", settings_of("ep"), EVEN, cluster, job), job)
@@ -22,7 +22,7 @@ def test_even_loads_in_turn_are_semi_ideal() -> None:
     assert point.mean_flops_per_s == pytest.approx(semi_ideal_flops_per_s(point.ratio, 10.0))
 
 
-def test_uneven_loads_lie_below_the_curve_and_shadows_bring_them_back() -> None:
+def test_uneven_loads_lie_below_the_curve_and_shadows_restore_them() -> None:
     cluster = cluster_of(nodes=2, per_node=1)
     job = job_of(expert_elements=1)
     plain = roofline_point(simulate("ep", settings_of("ep"), UNEVEN, cluster, job), job)
@@ -36,7 +36,7 @@ def test_uneven_loads_lie_below_the_curve_and_shadows_bring_them_back() -> None:
     assert shadowed.mean_flops_per_s == pytest.approx(semi_ideal_flops_per_s(shadowed.ratio, 10.0), rel=0.05)
 
 
-def test_the_smart_schedule_leaps_beyond_the_semi_ideal_curve() -> None:
+def test_the_smart_schedule_exceeds_the_semi_ideal_curve() -> None:
     """FasterMoE, Fig. 5, arrow 2; nothing leaps beyond the ideal one."""
     cluster = cluster_of(nodes=4, per_node=1)
     job = job_of(devices=4, experts=4, token_bytes=2)

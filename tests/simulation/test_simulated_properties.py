@@ -69,7 +69,7 @@ def test_more_tokens_never_take_less(seed: int) -> None:
 
 @SLOW
 @given(SEEDS)
-def test_overlap_never_costs(seed: int) -> None:
+def test_overlap_never_costs_time(seed: int) -> None:
     counts = drawn_loads(seed)
     apart = outcome_of("fssdp", counts, overlap=False).iteration_s
     assert (outcome_of("fssdp", counts).iteration_s <= apart + 1e-12).all()
@@ -77,7 +77,7 @@ def test_overlap_never_costs(seed: int) -> None:
 
 @SLOW
 @given(SEEDS, st.integers(1, 5), st.booleans(), st.booleans())
-def test_lanes_do_one_thing_at_a_time_and_parts_add_up(
+def test_each_lane_runs_one_span_at_a_time_and_parts_add_up(
     seed: int, micro_batches: int, rematerialize: bool, overlap: bool
 ) -> None:
     keys = {"rematerialize": rematerialize, "overlap": overlap, "micro_batches": micro_batches}
@@ -102,7 +102,7 @@ def test_lanes_do_one_thing_at_a_time_and_parts_add_up(
 
 @examples(60)
 @given(SEEDS, st.sampled_from([(4, 1), (4, 2), (6, 3), (8, 4)]), st.sampled_from(["even", "balanced"]))
-def test_traffic_is_that_of_the_dispatch(seed: int, shape: tuple[int, int], policy: str) -> None:
+def test_simulated_traffic_equals_the_dispatch(seed: int, shape: tuple[int, int], policy: str) -> None:
     """Against the whole [D, E, D] tensor, which the simulator never builds."""
     devices, nodes = shape
     rng = np.random.default_rng(seed)
@@ -129,7 +129,7 @@ def test_traffic_is_that_of_the_dispatch(seed: int, shape: tuple[int, int], poli
     assert sum(moved.fill_hops) <= max(plan.max_depth, 0)
 
 
-def test_memory_is_what_accounting_says_and_runs_out() -> None:
+def test_simulated_memory_equals_the_accounting_and_can_run_out() -> None:
     counts = drawn_loads(3)
     outcome = outcome_of("fssdp", counts, cluster_of(nodes=2, memory_bytes=10**6), reshard_interval=0)
     memory = outcome.memory
@@ -149,7 +149,7 @@ def test_memory_is_what_accounting_says_and_runs_out() -> None:
     assert again.experts.replica_parameters_bytes == 2 * 50 * 2
 
 
-def test_profile_bounds_replicas_by_memory_and_overlap() -> None:
+def test_the_profile_limits_replicas_by_memory_and_overlap() -> None:
     job = job_of(devices=4, experts=8, before_gate_flops_L=(50.0,))
     cluster = cluster_of(nodes=2)
     profile = layer_profile(job, cluster, ReplicaLife.ITERATION)
@@ -163,7 +163,7 @@ def test_profile_bounds_replicas_by_memory_and_overlap() -> None:
 
 
 @pytest.mark.parametrize("name", ["fastermoe", "quota"])
-def test_replicas_of_one_micro_batch_leave_no_sums(name: str) -> None:
+def test_replicas_of_one_micro_batch_need_no_gradient_sums(name: str) -> None:
     """No pipeline is simulated, so the micro-batches come one after another."""
     counts = drawn_loads(3)
     # What travels costs nothing.
@@ -184,7 +184,7 @@ def test_replicas_of_one_micro_batch_leave_no_sums(name: str) -> None:
     assert layer_profile(job, tight, ReplicaLife.ITERATION).gradient_bytes == 50 * 4
 
 
-def test_a_thousand_devices() -> None:
+def test_a_job_of_a_thousand_devices_is_simulated() -> None:
     rng = np.random.default_rng(0)
     counts = rng.multinomial(64, rng.dirichlet(np.ones(1024)), size=(1, 1, 1024)).astype(np.int32)
     job = job_of(devices=1024, experts=1024)

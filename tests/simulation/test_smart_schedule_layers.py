@@ -30,7 +30,7 @@ def layer(num_steps: int, experts_s: float, exchange: LinkTimes) -> LayerSeconds
     )
 
 
-def test_steps_by_hand() -> None:
+def test_steps_equal_those_worked_out_by_hand() -> None:
     """Three groups; 1 s inside, 3 s for each of the two others, 2 s of compute for each group.
 
     S ends at 1, 4, 7; C at 3, 6, 9; R at 8 (behind all S), 11 and, C_2 at 9 being ready, 14.
@@ -48,7 +48,7 @@ def test_steps_by_hand() -> None:
 
 
 @pytest.mark.parametrize("experts_s", [0.0, 1.0, 50.0])
-def test_never_below_either_lane(experts_s: float) -> None:
+def test_a_layer_never_takes_less_than_either_lane(experts_s: float) -> None:
     exchange = times(0.5, 2.0)
     seconds = layer(4, experts_s, exchange).smart_schedule_s(exchange, exchange, np.array([experts_s]))
     assert max(5.0, experts_s) <= seconds[0] <= 5.0 + experts_s

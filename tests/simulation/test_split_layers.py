@@ -37,7 +37,7 @@ def run(first: LayerSeconds, second: LayerSeconds) -> IterationTimeline:
     return timeline
 
 
-def test_two_pieces_of_compute_hide_what_one_does_not() -> None:
+def test_two_spans_of_compute_hide_more_than_one() -> None:
     """Whole: each layer waits 5 - 3 s for weights and 10 - 6 s for gradients.
 
     Split: of the second layer's weights 2 s travel beside the first one's experts, and of its gradients 4 s
@@ -52,7 +52,7 @@ def test_two_pieces_of_compute_hide_what_one_does_not() -> None:
     assert (whole.now_s - split.now_s).tolist() == [2 + 4]
 
 
-def test_no_transfer_is_lost() -> None:
+def test_splitting_keeps_the_total_transfer_time() -> None:
     spans: list[tuple[str, float]] = []
     for second in (LAYER, SPLIT):
         timeline = IterationTimeline(

@@ -32,7 +32,9 @@ FLOPS_PER_ROW, FLOPS_PER_S = 100.0, 50.0
         ("megatron", (320, 640, 640, 320, 512), 10),
     ],
 )
-def test_both_passes_by_hand(schedule: Schedule, sizes: tuple[int, ...], rows: int) -> None:
+def test_both_passes_equal_those_worked_out_by_hand(
+    schedule: Schedule, sizes: tuple[int, ...], rows: int
+) -> None:
     found = scheduled_seconds(schedule, LAYER, COSTS, FLOPS_PER_ROW, FLOPS_PER_S)
     assert found.communication_s == pytest.approx(2 * sum(1 + size / 4 for size in sizes))
     assert found.compute_s == pytest.approx(3 * rows * 2)

@@ -17,7 +17,7 @@ def seconds(outcome: StrategyOutcome, iteration: int = 0) -> dict[str, float]:
     return {part: float(times[iteration]) for part, times in outcome.parts_s.items() if times[iteration]}
 
 
-def test_plain_expert_parallelism_in_one_node() -> None:
+def test_plain_expert_parallelism_in_one_node_takes_the_expected_time() -> None:
     outcome = simulate("ep", settings_of("ep"), loads(HOT), cluster_of(), job_of())
     # Device 1 sends 6 rows to device 0; device 0 sends 2. Counts of 2 experts, 8 bytes each, from one other.
     dispatch, combine, counts = 6 * 10 / 1000, 6 * 6 / 1000, 2 * 8 / 1000
@@ -32,14 +32,14 @@ def test_plain_expert_parallelism_in_one_node() -> None:
     assert outcome.iteration_s[0] == pytest.approx(sum(seconds(outcome).values()))
 
 
-def test_starts_of_collectives() -> None:
+def test_every_collective_adds_its_start_up_time() -> None:
     plain = simulate("ep", settings_of("ep"), loads(HOT), cluster_of(), job_of())
     late = simulate("ep", settings_of("ep"), loads(HOT), cluster_of(near_alpha_s=0.5), job_of())
     # Counts; rows and probabilities on their way; results. The last two also backward.
     assert late.mean_s - plain.mean_s == pytest.approx((1 + 2 * 2 + 2 * 1) * 0.5)
 
 
-def test_nodes_share_their_nic() -> None:
+def test_devices_of_a_node_share_its_nic() -> None:
     """4 devices, 2 nodes; all tokens of node 1 go to expert 0 in node 0: 16 rows over one NIC."""
     counts = [[4, 0, 4, 0], [4, 0, 4, 0], [8, 0, 0, 0], [8, 0, 0, 0]]
     job = job_of(devices=4, experts=4)
@@ -58,7 +58,9 @@ def test_nodes_share_their_nic() -> None:
         (1000, 16 * (10 + 6) / 100),
     ],
 )
-def test_fitted_all_to_all_bounds_the_average_node(fitted_bytes_per_s: float, rows_s: float) -> None:
+def test_a_fitted_all_to_all_rate_applies_to_the_average_node(
+    fitted_bytes_per_s: float, rows_s: float
+) -> None:
     counts = [[4, 0, 4, 0], [4, 0, 4, 0], [8, 0, 0, 0], [8, 0, 0, 0]]
     fitted = {"all_to_all": {"inter_node": {"alpha_s": 0.25, "bandwidth_bytes_per_s": fitted_bytes_per_s}}}
     cluster = cluster_of(nodes=2, collectives=fitted)
@@ -67,7 +69,7 @@ def test_fitted_all_to_all_bounds_the_average_node(fitted_bytes_per_s: float, ro
     assert seconds(outcome)["all-to-all"] == pytest.approx(wanted)
 
 
-def test_replica_takes_load_and_its_transfer_hides() -> None:
+def test_a_replica_takes_load_and_its_transfer_is_hidden() -> None:
     outcome = simulate("fssdp", settings_of("fssdp", **REPLICATE), loads(HOT, HOT), cluster_of(), job_of())
     # From the second iteration on expert 0 is on both devices: 6 + 2 of device 1, 2 sent by device 0.
     assert outcome.ledger.replicas_IL.tolist() == [[0], [1]]
@@ -95,7 +97,7 @@ def test_exposed_transfers_are_waited_for() -> None:
     assert seconds(apart, 1)["waiting for spRS"] == pytest.approx(0.1)
 
 
-def test_micro_batches_gather_once_and_reduce_sums_in_fp32() -> None:
+def test_several_micro_batches_gather_once_and_reduce_fp32_sums_once() -> None:
     job = job_of(before_gate_flops_L=(0.0,), num_micro_batches=4)
     cluster = cluster_of()
     outcome = simulate("fssdp", settings_of("fssdp", **REPLICATE), loads(HOT, HOT), cluster, job)
@@ -120,7 +122,7 @@ def test_rematerialization_gathers_again_for_every_micro_batch() -> None:
     assert seconds(outcome, 1)["all-to-all"] == pytest.approx(plain_all_to_all + 4 * combine_s)
 
 
-def test_rematerialized_weights_of_the_layer_below_come_behind_spRS() -> None:
+def test_rematerialized_weights_of_the_layer_below_follow_the_sprs() -> None:
     job = job_of(layers=2, before_gate_flops_L=(10.0, 10.0))
     keys = REPLICATE | {"rematerialize": True}
     counts = loads(HOT, HOT, layers=2)
@@ -133,7 +135,7 @@ def test_rematerialized_weights_of_the_layer_below_come_behind_spRS() -> None:
     assert seconds(outcome, 1)["waiting for spAG"] == pytest.approx(0.1 - 2 * 6 / 1000)
 
 
-def test_transfer_fills_its_path_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transfer_is_pipelined_in_chunks_along_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three nodes of one device: owner, then two hops; the second starts a chunk later."""
     monkeypatch.setattr("megatron_fssdp.simulation.moe_job.message_bytes", lambda on_cuda: 20)
     counts = [[0, 2, 0], [4, 2, 0], [4, 0, 0]]
@@ -162,7 +164,7 @@ def test_resharding_moves_weights_masters_and_states() -> None:
     assert seconds(parted, 2)["re-sharding"] == pytest.approx((50 * 2 + 13 * 12) / 1000)
 
 
-def test_calibration_waits_for_what_it_adds() -> None:
+def test_calibration_waits_for_the_replicas_that_it_adds() -> None:
     """Loads turn round after an iteration: the replica comes after the gate, and is waited for."""
     cold = [[2, 6], [2, 6]]
     keys = {
@@ -178,7 +180,7 @@ def test_calibration_waits_for_what_it_adds() -> None:
     assert seconds(outcome, 1)["waiting for spAG"] == pytest.approx(0.1)
 
 
-def test_compute_outside_the_layers_and_gradient_sync() -> None:
+def test_compute_outside_moe_layers_and_gradient_synchronization_take_time() -> None:
     job = job_of(
         before_layer_flops_L=(5.0,),
         after_layers_flops=10.0,
@@ -198,7 +200,7 @@ def test_none_is_simulated_as_plain_expert_parallelism() -> None:
     assert none.mean_s == simulate("ep", settings_of("ep"), *arguments).mean_s
 
 
-def test_ceiling_has_balanced_routing() -> None:
+def test_the_ceiling_is_simulated_with_balanced_routing() -> None:
     balanced = balanced_counts(loads(HOT, [[8, 0], [0, 8]]))
     assert balanced.tolist() == [[[[4, 4], [4, 4]]]]
     assert ceiling_s(loads(HOT), cluster_of(), job_of()) == pytest.approx(

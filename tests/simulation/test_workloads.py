@@ -44,7 +44,7 @@ def test_every_token_can_have_its_experts(name: str, shape: WorkloadShape) -> No
     np.testing.assert_array_equal(counts_IDE, WORKLOADS[name].counts(shape))
 
 
-def test_balanced_is_even() -> None:
+def test_the_balanced_workload_is_even() -> None:
     assert heats("W0") == [(1.0, 1.0)] * 10
     # Also where the tokens of one source cannot be dealt evenly.
     counts_DE = WORKLOADS["W0"].counts(WorkloadShape(8, 16, 1021))[0]
@@ -63,7 +63,7 @@ def test_the_hot_set_is_one_device_or_spread() -> None:
     assert len({expert // 2 for expert in np.flatnonzero(spread > spread.mean())}) == 2
 
 
-def test_one_expert_has_two_fifths() -> None:
+def test_the_hottest_expert_has_two_fifths_of_the_tokens() -> None:
     counts_DE = WORKLOADS["W3"].counts(RECORD_SHAPE)[0]
     assert counts_DE[:, 0].sum() / counts_DE.sum() == pytest.approx(0.4, abs=1e-3)
     for expert_heat, device_heat in heats("W3"):
@@ -71,14 +71,14 @@ def test_one_expert_has_two_fifths() -> None:
         assert device_heat == pytest.approx((0.4 + 0.6 / 15) * 8, rel=1e-2)
 
 
-def test_sources_are_ragged_and_experts_are_not() -> None:
+def test_ragged_sources_leave_the_expert_loads_even() -> None:
     counts_DE = WORKLOADS["W4"].counts(RECORD_SHAPE)[0]
     tokens_D = counts_DE.sum(axis=1) / 2
     np.testing.assert_allclose(tokens_D, np.arange(1, 9) * 1024 / 4.5, atol=1)
     assert expert_max_over_mean(counts_DE) < 1.01
 
 
-def test_a_device_and_experts_of_others_are_idle() -> None:
+def test_one_device_and_some_experts_of_the_others_are_idle() -> None:
     load_E = WORKLOADS["W5"].counts(RECORD_SHAPE)[0].sum(axis=0)
     assert np.flatnonzero(load_E == 0).tolist() == [0, 4, 8, 12, 14, 15]
     assert np.ptp(load_E[load_E > 0]) <= 8
@@ -94,7 +94,7 @@ def test_the_hotspot_moves_every_three_iterations() -> None:
     assert {device_max_over_mean(counts_DE) for counts_DE in counts_IDE} == {4.0}
 
 
-def test_bursts_are_two_of_five_iterations_on_drawn_experts() -> None:
+def test_bursts_last_two_of_five_iterations_on_random_experts() -> None:
     shape = WorkloadShape(8, 16, 1024, 2, 50)
     counts_IDE = WORKLOADS["W7"].counts(shape)
     hot_I = np.array([expert_max_over_mean(counts_DE) for counts_DE in counts_IDE])
@@ -118,7 +118,7 @@ def test_log_normal_strengths_have_their_standard_deviation() -> None:
         previous_E = load_E
 
 
-def test_shares_above_what_tokens_can_send_are_cut() -> None:
+def test_shares_above_one_choice_per_token_are_cut() -> None:
     counts = counts_of_shares(np.array([[[0.9, 0.06, 0.04, 0.0]]]), np.array([100]), 2)
     assert counts.tolist() == [[[100, 60, 40, 0]]]
     counts = counts_of_shares(np.array([[[1.0, 0.0, 0.0]]]), np.array([10]), 2)
@@ -134,7 +134,7 @@ def test_replay_keeps_the_shares_of_mapped_sources(num_sources: int, wanted: lis
     assert counts_IDE[0].tolist() == wanted
 
 
-def test_replay_says_what_does_not_fit() -> None:
+def test_a_replay_that_does_not_fit_is_refused() -> None:
     recorded_IDE = np.ones((3, 4, 8), int)
     with pytest.raises(ValueError, match="the record has 8 experts, wanted 16"):
         replay(recorded_IDE, RECORD_SHAPE)
@@ -144,7 +144,7 @@ def test_replay_says_what_does_not_fit() -> None:
         replay(recorded_IDE, WorkloadShape(4, 8, 10, 2, 2), first_iteration=2)
 
 
-def test_sizes_are_checked() -> None:
+def test_invalid_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="10 experts on 4 devices"):
         WorkloadShape(4, 10, 1)
     with pytest.raises(ValueError, match="top_k 5"):

@@ -38,6 +38,6 @@ def test_parallel_state_follows_the_arguments():
     assert [r["ep_total"] for r in mixed] == [1, 1, 5, 5]
 
 
-def test_a_world_that_does_not_fit_is_refused():
+def test_a_world_size_that_does_not_match_the_layout_is_refused():
     with pytest.raises(RankError, match="both must divide it"):
         run_megatron_ranks(describe_layout, 2, ep=4)

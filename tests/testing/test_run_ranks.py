@@ -98,21 +98,21 @@ def test_results_come_in_rank_order_and_collectives_work():
         assert all(r[2].item() == wanted for r in results)
 
 
-def test_types_of_a_test_file_travel_both_ways():
+def test_types_of_a_test_file_can_be_arguments_and_results():
     results = run_ranks(greet, 2, Greeting("hello"))
     assert results == [Greeting("hello", 0), Greeting("hello", 1)]
 
 
-def test_sub_groups():
+def test_ranks_can_form_subgroups():
     assert run_ranks(use_subgroups, 4) == [1, 1, 5, 5]
 
 
-def test_the_caller_may_compute_with_threads():
+def test_ranks_start_after_the_caller_computed_with_threads():
     torch.randn(512, 512) @ torch.randn(512, 512)
     assert len(run_ranks(add_up, 2, 0)) == 2
 
 
-def test_an_exception_raises_here_with_its_traceback_and_output_and_soon():
+def test_an_exception_of_a_rank_is_raised_soon_with_its_traceback_and_output():
     start_s = time.monotonic()
     with pytest.raises(RankError) as caught:
         run_ranks(raise_on, 4, 2)
@@ -125,7 +125,7 @@ def test_an_exception_raises_here_with_its_traceback_and_output_and_soon():
     assert 2 in caught.value.ranks
 
 
-def test_a_time_out_names_the_ranks_that_hang_and_shows_where():
+def test_a_timeout_names_the_hanging_ranks_and_their_stacks():
     with pytest.raises(RankTimeoutError, match="still running: rank 1, 3\n") as caught:
         run_ranks(hang_on, 4, [1, 3], timeout_s=6)
     assert caught.value.ranks == (1, 3)
@@ -135,13 +135,13 @@ def test_a_time_out_names_the_ranks_that_hang_and_shows_where():
 @pytest.mark.parametrize(
     ("how", "wanted"), [("exit", "rank 1 exited with code 0"), ("kill", "rank 1 was ended by signal 9")]
 )
-def test_a_rank_that_dies_without_a_word_is_named(how, wanted):
+def test_a_rank_that_dies_without_an_exception_is_named(how, wanted):
     with pytest.raises(RankError, match=wanted):
         run_ranks(die_on, 2, 1, how)
     assert len(run_ranks(do_nothing, 2)) == 2
 
 
-def test_the_other_ranks_may_be_given_time_to_end_by_themselves():
+def test_a_grace_period_lets_the_other_ranks_end_by_themselves():
     with pytest.raises(RankError, match="rank 1 was ended by signal 9") as caught:
         run_ranks(die_or_raise_later, 2)
     assert caught.value.ranks == (1,)
@@ -155,7 +155,7 @@ def test_a_result_that_cannot_be_pickled_is_an_error():
         run_ranks(return_a_lambda, 1)
 
 
-def test_functions_that_no_other_process_can_find_are_refused():
+def test_functions_that_ranks_cannot_import_are_refused():
     def closure(rank, world_size):
         return rank
 
@@ -167,7 +167,7 @@ def test_functions_that_no_other_process_can_find_are_refused():
         run_ranks(do_nothing, 0)
 
 
-def test_environment_and_working_directory(tmp_path, monkeypatch):
+def test_ranks_get_the_environment_and_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     results = run_ranks(look_around, 2, env={"GREETING": "hello"})
     for rank, (environment, cwd, num_threads) in enumerate(results):
@@ -182,7 +182,7 @@ def test_environment_and_working_directory(tmp_path, monkeypatch):
         assert num_threads == 1
 
 
-def test_output_of_the_ranks_is_printed_here(capfd):
+def test_output_of_the_ranks_is_printed_by_the_caller(capfd):
     run_ranks(print_a_line, 2)
     shown = capfd.readouterr().out
     assert "line of 0" in shown
@@ -190,7 +190,7 @@ def test_output_of_the_ranks_is_printed_here(capfd):
     assert "straight to the descriptor" in shown
 
 
-def test_preload_runs_in_order_and_reports_failures(tmp_path, monkeypatch):
+def test_preloaded_functions_run_in_order_and_report_failures(tmp_path, monkeypatch):
     (tmp_path / "preloaded_module.py").write_text(
         "import os\ndef install():\n    os.environ['GREETING'] = 'installed'\n"
     )
@@ -202,7 +202,7 @@ def test_preload_runs_in_order_and_reports_failures(tmp_path, monkeypatch):
     sys.modules.pop("preloaded_module", None)
 
 
-def test_starting_is_cheap():
+def test_starting_ranks_is_cheap():
     run_ranks(do_nothing, 4)
     times_s = []
     for _ in range(5):
@@ -214,12 +214,12 @@ def test_starting_is_cheap():
 
 
 @pytest.mark.slow
-def test_many_starts_do_not_flake():
+def test_many_starts_all_succeed():
     for i in range(50):
         assert len(run_ranks(add_up, 4, i)) == 4
 
 
-def test_what_a_rank_started_ends_with_it(tmp_path):
+def test_child_processes_of_a_rank_end_with_it(tmp_path):
     with pytest.raises(RankError):
         run_ranks(start_and_die, 2, tmp_path)
     for rank in range(2):

@@ -62,7 +62,7 @@ def measure_given_times(rank: int, world_size: int) -> LinkFit:
     )
 
 
-def test_the_slowest_rank_median_is_fitted() -> None:
+def test_the_fit_uses_the_median_of_the_slowest_rank() -> None:
     for fit in run_ranks(measure_given_times, 3):
         assert fit.cost.alpha_s == pytest.approx(3e-3)
         assert fit.cost.beta_s_per_byte == pytest.approx(3e-9)
@@ -78,7 +78,7 @@ def measure_one_pair(rank: int, world_size: int) -> LinkFit:
     )
 
 
-def test_some_may_keep_still() -> None:
+def test_ranks_outside_the_measured_pair_get_the_same_fit() -> None:
     first, *others = run_ranks(measure_one_pair, 3)
     assert first.cost.time_s(SIZES[-1]) > 1e-6
     assert all(other == first for other in others)
@@ -90,12 +90,12 @@ def sent_bytes(rank: int, world_size: int, num_bytes: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_sizes_are_what_the_busiest_device_sends(world_size: int) -> None:
+def test_message_sizes_count_what_the_busiest_device_sends(world_size: int) -> None:
     for of_rank in run_ranks(sent_bytes, world_size, 12_000):
         assert of_rank == dict.fromkeys(COLLECTIVES, 12_000)
 
 
-def test_what_goes_to_the_own_node_is_not_counted() -> None:
+def test_bytes_within_the_node_are_not_counted() -> None:
     """Of 4 ranks, one is near: a part of 6 kB goes to each of three others, two of them count."""
     assert run_ranks(part_of_exchange, 4) == [12_000] * 4
 
@@ -128,5 +128,5 @@ def results(rank: int, world_size: int) -> None:
         torch.zeros = zeros
 
 
-def test_calls_do_what_their_names_say() -> None:
+def test_each_named_call_runs_its_collective() -> None:
     run_ranks(results, 3)

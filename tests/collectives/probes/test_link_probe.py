@@ -58,7 +58,7 @@ def measure_given_times(
         ((0, 0, 0, 1), 3, 4, [[[0, 1, 2], [0, 3]], [[0, 1, 2]], [[0, 1, 2]], [[0, 3]]]),
     ],
 )
-def test_the_slowest_link_of_a_class_stands_for_it(
+def test_a_class_of_links_has_the_costs_of_its_slowest_link(
     nodes: tuple[int, ...],
     slowest_inside: float,
     slowest_between: float,

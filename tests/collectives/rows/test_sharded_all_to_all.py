@@ -72,7 +72,7 @@ def to_all_parts_and_back(rank, world_size, num_parts, empty):
 
 @pytest.mark.parametrize("empty", [False, True])
 @pytest.mark.parametrize("num_parts", [1, 2, 4])
-def test_parts_get_all_rows_and_their_results_are_summed(num_parts, empty):
+def test_every_part_of_an_expert_gets_all_rows_and_results_are_summed(num_parts, empty):
     assert all(run_ranks(to_all_parts_and_back, 4, num_parts, empty))
 
 
@@ -102,7 +102,7 @@ def results_reach_everybody(rank, world_size, num_parts, num_peers, empty):
 
 @pytest.mark.parametrize("empty", [False, True])
 @pytest.mark.parametrize(("num_parts", "num_peers"), [(1, 2), (2, 2), (2, 4), (1, 4), (4, 2)])
-def test_everybody_gets_all_results(num_parts, num_peers, empty):
+def test_every_rank_gets_all_results(num_parts, num_peers, empty):
     assert all(run_ranks(results_reach_everybody, 4, num_parts, num_peers, empty))
 
 
@@ -115,7 +115,7 @@ def misuse(rank, world_size):
     return True
 
 
-def test_routes_that_do_not_fit_are_refused():
+def test_routes_that_do_not_match_the_rows_are_refused():
     assert all(run_ranks(misuse, 2))
 
 
@@ -151,5 +151,5 @@ def common_tokens(rank, world_size):
     return True
 
 
-def test_gradients_of_common_tokens():
+def test_gradients_of_tokens_that_several_ranks_hold_are_exact():
     assert all(run_ranks(common_tokens, 2))

@@ -30,7 +30,7 @@ def gather_and_reduce(rank, world_size):
     return True
 
 
-def test_all_gather_and_reduce_scatter_are_each_others_backward():
+def test_all_gather_and_reduce_scatter_are_each_others_backward_pass():
     assert run_ranks(gather_and_reduce, 3) == [True] * 3
 
 
@@ -45,5 +45,5 @@ def misuse(rank, world_size):
     return True
 
 
-def test_splits_that_do_not_fit_are_refused():
+def test_splits_that_do_not_match_the_rows_are_refused():
     assert run_ranks(misuse, 2) == [True, True]

@@ -42,7 +42,7 @@ def exchange(rank, world_size, group_ranks):
 
 
 @pytest.mark.parametrize("group_ranks", [[[0], [1]], [[0, 1]], [[0, 2], [1, 3]], [[0, 1, 2, 3]]])
-def test_against_a_reference_forwards_and_backwards(group_ranks):
+def test_both_passes_equal_a_reference(group_ranks):
     world_size = sum(map(len, group_ranks))
     assert run_ranks(exchange, world_size, group_ranks) == [True] * world_size
 
@@ -59,5 +59,5 @@ def misuse(rank, world_size):
     return True
 
 
-def test_splits_that_do_not_fit_are_refused():
+def test_splits_that_do_not_match_the_rows_are_refused():
     assert run_ranks(misuse, 2) == [True, True]

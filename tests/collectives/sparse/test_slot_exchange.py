@@ -75,7 +75,7 @@ def copy_some(rank: int, world_size: int) -> list[torch.Tensor]:
     return [quantity.values, wanted, torch.tensor(len(copies))]
 
 
-def test_copies_fill_other_slots_and_leave_what_is_read() -> None:
+def test_copies_fill_other_slots_and_leave_their_sources_unchanged() -> None:
     for got, wanted, num_copies in run_ranks(copy_some, 3):
         assert torch.equal(got, wanted)
         assert num_copies > 4
@@ -89,7 +89,7 @@ def test_copies_fill_other_slots_and_leave_what_is_read() -> None:
     ],
     ids=["filled twice", "filled and read"],
 )
-def test_copies_that_overwrite_are_refused(copies: list[SlotMove]) -> None:
+def test_copies_that_overwrite_a_source_are_refused(copies: list[SlotMove]) -> None:
     run_ranks(refuse_copies, 2, copies)
 
 
@@ -186,7 +186,7 @@ def misuse(rank, world_size):
     return True
 
 
-def test_what_is_no_permutation_or_does_not_fit_is_refused():
+def test_moves_that_are_not_a_permutation_or_do_not_fit_are_refused():
     assert run_ranks(misuse, 2) == [True, True]
 
 
@@ -201,5 +201,5 @@ def permute_in_part_of_the_world(rank, world_size):
     return True
 
 
-def test_groups_of_their_own_do_not_mix():
+def test_exchanges_in_separate_groups_do_not_mix():
     assert run_ranks(permute_in_part_of_the_world, 4) == [True] * 4

@@ -91,7 +91,7 @@ def test_equals_dense_collectives_on_random_placements(world_size, num_cases):
     assert run_ranks(run_cases, world_size, world_size, num_cases) == [True] * world_size
 
 
-def test_sub_groups_whose_ranks_are_not_the_worlds():
+def test_transfers_work_in_subgroups_whose_ranks_differ_from_the_worlds():
     assert run_ranks(run_cases, 4, 5, 20, [[1, 3], [0, 2], [1, 2, 3]]) == [True] * 4
 
 
@@ -172,7 +172,7 @@ def count_messages(rank, world_size, chunk_bytes, num_elements):
     return records
 
 
-def test_messages_and_bytes_are_those_of_the_plan():
+def test_messages_and_bytes_equal_those_of_the_plan():
     num_elements, chunk_bytes, world_size = 10, 16, 4
     num_chunks = 3  # 4 + 4 + 2 elements
     results = run_ranks(count_messages, world_size, chunk_bytes, num_elements)
@@ -220,7 +220,7 @@ def overlap_transfers(rank, world_size):
     return True
 
 
-def test_transfers_run_behind_the_callers_back_in_the_order_of_their_start():
+def test_transfers_run_in_the_background_in_the_order_of_their_start():
     assert run_ranks(overlap_transfers, 4) == [True] * 4
 
 
@@ -259,5 +259,5 @@ def misuse(rank, world_size):
     return True
 
 
-def test_misuse_is_refused_with_what_was_got_and_wanted():
+def test_misuse_is_refused_and_the_message_says_what_was_wanted():
     assert run_ranks(misuse, 2) == [True] * 2

@@ -19,7 +19,7 @@ def plans(num_cases=40):
 
 @pytest.mark.parametrize("build", [Wavefront.of_gather, Wavefront.of_reduction])
 @pytest.mark.parametrize("num_chunks", [0, 1, 3])
-def test_what_is_sent_in_a_step_is_received_in_it_in_the_same_order(build, num_chunks):
+def test_each_step_receives_what_it_sends_in_the_same_order(build, num_chunks):
     for plan in plans():
         devices = range(plan.num_devices)
         waves = [build(plan, device, num_chunks) for device in devices]
@@ -37,7 +37,7 @@ def test_what_is_sent_in_a_step_is_received_in_it_in_the_same_order(build, num_c
 
 
 @pytest.mark.parametrize("num_chunks", [1, 3])
-def test_nothing_is_passed_on_before_it_is_complete(num_chunks):
+def test_a_device_forwards_a_chunk_only_after_it_is_complete(num_chunks):
     for plan in plans():
         for device in range(plan.num_devices):
             gather = Wavefront.of_gather(plan, device, num_chunks)

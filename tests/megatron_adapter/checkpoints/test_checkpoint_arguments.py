@@ -37,7 +37,7 @@ SAFE = {
         ({"ckpt_assume_constant_structure": True}, "drop the flag"),
     ],
 )
-def test_refuses(options: dict[str, Any], match: str) -> None:
+def test_unsafe_checkpoint_arguments_are_refused(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigurationError, match=match) as refusal:
         check_checkpoint_arguments(SimpleNamespace(**{**SAFE, **options}))
     assert "reshard_interval=0" in str(refusal.value)
@@ -54,5 +54,5 @@ def test_refuses(options: dict[str, Any], match: str) -> None:
         {"non_persistent_ckpt_type": "global", "non_persistent_save_interval": 5},
     ],
 )
-def test_lets_pass(options: dict[str, Any]) -> None:
+def test_safe_checkpoint_arguments_are_accepted(options: dict[str, Any]) -> None:
     check_checkpoint_arguments(SimpleNamespace(**{**SAFE, **options}))

@@ -115,13 +115,13 @@ def _name(cell: Cell) -> str:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=_name)
-def test_training_goes_on(cell: Cell, shelf: Shelf) -> None:
+def test_training_resumes_with_the_same_losses(cell: Cell, shelf: Shelf) -> None:
     _compare(cell, shelf)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", MORE_CELLS, ids=_name)
-def test_training_goes_on_in_all_cells(cell: Cell, shelf: Shelf) -> None:
+def test_training_resumes_with_the_same_losses_in_every_combination(cell: Cell, shelf: Shelf) -> None:
     _compare(cell, shelf)
 
 
@@ -138,7 +138,7 @@ def _compare(cell: Cell, shelf: Shelf) -> None:
     "optimizer",
     [name if name == "distributed" else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS],
 )
-def test_a_lost_optimizer_state_would_be_noticed(optimizer: str, shelf: Shelf) -> None:
+def test_the_comparison_detects_a_lost_optimizer_state(optimizer: str, shelf: Shelf) -> None:
     rest = shelf.read((optimizer, "moved", 2, "none", 2), "--no-load-optim")
     wanted = shelf.wanted(optimizer, 2, 2)
     assert rest.losses[0] == pytest.approx(wanted.losses[SAVED_AT], rel=1e-6)

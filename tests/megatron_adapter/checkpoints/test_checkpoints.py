@@ -11,7 +11,7 @@ LAYOUT = "--expert-model-parallel-size 2 --ckpt-format torch_dist --no-load-rng 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("writer", "reader"), [("fssdp", "none"), ("none", "fssdp")])
-def test_training_goes_on_under_another_strategy(
+def test_training_resumes_under_another_strategy(
     writer: str, reader: str, text_data: Path, tmp_path: Path
 ) -> None:
     whole = train(2, f"{LAYOUT} --train-iters 8", text_data)
@@ -52,7 +52,7 @@ DISTRIBUTED_OPTIMIZERS = {
     "name",
     DISTRIBUTED_OPTIMIZERS,
 )
-def test_distributed_optimizer_resumes_exactly(name: str, text_data: Path, tmp_path: Path) -> None:
+def test_the_distributed_optimizer_resumes_exactly(name: str, text_data: Path, tmp_path: Path) -> None:
     world_size, layout = DISTRIBUTED_OPTIMIZERS[name]
     layout = (
         f"{layout} --use-distributed-optimizer --ckpt-format torch_dist --train-iters 8 "

@@ -62,7 +62,7 @@ def test_every_expert_is_stored_once_under_its_own_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES_OF_4_RANKS)
-def test_so_it_is_on_four_ranks(name: str) -> None:
+def test_every_expert_is_stored_once_under_its_own_name_on_four_ranks(name: str) -> None:
     _compare(4, *CASES_OF_4_RANKS[name])
 
 
@@ -216,7 +216,7 @@ def build_model(config: dict[str, Any], sizes: dict[str, int], grouped: bool) ->
     return chunks
 
 
-def test_layers_of_multi_token_prediction_stay() -> None:
+def test_layers_of_multi_token_prediction_keep_their_names() -> None:
     from megatron_fssdp.megatron_adapter.checkpoints.expert_checkpoint import expert_sharded_state_dict
 
     stages = (random_stage(np.random.default_rng(seed), [1, 2, 3], EXPERTS, 2) for seed in itertools.count())

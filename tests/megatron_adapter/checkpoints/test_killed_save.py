@@ -16,7 +16,9 @@ LAYOUT = (
 
 
 @pytest.mark.slow
-def test_the_former_checkpoint_stays_the_latest(text_data: Path, tmp_path: Path) -> None:
+def test_after_a_killed_save_the_previous_checkpoint_stays_the_latest(
+    text_data: Path, tmp_path: Path
+) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     losses = train(2, f"{LAYOUT} --save {whole}", text_data).losses
     with pytest.raises(RankError):
@@ -35,7 +37,9 @@ def test_the_former_checkpoint_stays_the_latest(text_data: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_complete_checkpoint_that_is_written_over_is_none(text_data: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_being_overwritten_does_not_count_as_complete(
+    text_data: Path, tmp_path: Path
+) -> None:
     train(2, f"{LAYOUT} --save {tmp_path}", text_data)
     again = f"{LAYOUT} --load {tmp_path} --ckpt-step 2 --save {tmp_path}"
     with pytest.raises(RankError):

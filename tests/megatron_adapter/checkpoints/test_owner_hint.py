@@ -27,7 +27,7 @@ def _hint(stages: list[StageOwners]) -> dict[str, Any]:
     return {"stages": [stage.as_lists() for stage in stages]}
 
 
-def test_a_fitting_hint_is_the_saved_map() -> None:
+def test_a_hint_of_the_same_layout_gives_the_saved_owner_map() -> None:
     from megatron_fssdp.megatron_adapter.checkpoints.owner_hint import fitting_owners
 
     stages = _stages()
@@ -67,7 +67,9 @@ def test_a_fitting_hint_is_the_saved_map() -> None:
         ),
     ],
 )
-def test_other_hints_do_not_fit(hint: Any, metadata: Any, stage: StageOwners | None, match: str) -> None:
+def test_hints_of_other_layouts_are_not_used(
+    hint: Any, metadata: Any, stage: StageOwners | None, match: str
+) -> None:
     from megatron_fssdp.megatron_adapter.checkpoints.owner_hint import fitting_owners
 
     with pytest.raises(ValueError, match=match):
@@ -103,7 +105,7 @@ def _gather(rank: int, world_size: int) -> Any:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_the_saved_owners(text_data: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_uses_the_saved_owners(text_data: Path, tmp_path: Path) -> None:
     layout = f"{LAYOUT} --expert-model-parallel-size 2"
     first = train(2, f"{layout} --save {tmp_path} --exit-interval 2", text_data, before=save_with_hint)
     stock = train(2, f"{layout} --load {tmp_path}", text_data, launcher=False)

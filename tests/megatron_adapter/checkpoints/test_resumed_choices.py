@@ -37,7 +37,7 @@ def told_what_to_choose() -> None:
     AutoStrategy.price = each_its_own  # type: ignore[method-assign]
 
 
-def test_a_run_goes_on_with_its_choices(text_data: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_the_selections_of_auto(text_data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     layout = "--expert-model-parallel-size 2"
     save = f"--save {folder} --save-interval 6 --train-iters 8"

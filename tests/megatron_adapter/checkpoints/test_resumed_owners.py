@@ -68,7 +68,7 @@ def _whole(name: str, data: Path, folder: Path) -> Journey:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in LAYOUTS]
 )
-def test_a_run_goes_on_between_two_reshards(name: str, text_data: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_between_two_reshards(name: str, text_data: Path, tmp_path: Path) -> None:
     world_size, layout = LAYOUTS[name]
     whole = _whole(name, text_data, tmp_path)
     resumed = _go(
@@ -94,7 +94,7 @@ READERS = {
 
 
 @pytest.mark.slow
-def test_another_layout_starts_from_its_own_split(text_data: Path, tmp_path: Path) -> None:
+def test_a_resume_in_another_layout_starts_with_even_owners(text_data: Path, tmp_path: Path) -> None:
     whole = _whole("distributed_in_parts", text_data, tmp_path)
     for name, (world_size, layout, fits) in READERS.items():
         resumed = _go(
@@ -111,7 +111,7 @@ def test_another_layout_starts_from_its_own_split(text_data: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_megatron_without_the_plugin_goes_on(text_data: Path, tmp_path: Path) -> None:
+def test_megatron_without_the_plugin_resumes_the_run(text_data: Path, tmp_path: Path) -> None:
     whole = _whole("plain", text_data, tmp_path)
     stock = {
         size: train(

@@ -56,7 +56,9 @@ def test_an_uneven_map_writes_the_stock_checkpoint(name: str, text_data: Path, t
 
 
 @pytest.mark.slow
-def test_stock_loads_it_at_any_expert_parallel_size(text_data: Path, tmp_path: Path) -> None:
+def test_stock_megatron_loads_the_checkpoint_at_any_expert_parallel_size(
+    text_data: Path, tmp_path: Path
+) -> None:
     _write(4, "--expert-model-parallel-size 4 --disable-bias-linear", text_data, tmp_path)
     # Without expert parallelism, Megatron has other parameter groups and finds no optimizer state.
     for expert_parallel, options in ((1, "--no-load-optim"), (2, ""), (4, "")):

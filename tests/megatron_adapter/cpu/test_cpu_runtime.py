@@ -12,7 +12,7 @@ from megatron_fssdp.testing import run_ranks
 from megatron_fssdp.testing.parallel_state import MEGATRON_PRELOAD
 
 
-def test_device_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_variable_selects_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert not cpu_runtime.requested()
     monkeypatch.setenv(cpu_runtime.DEVICE_VARIABLE, "cpu")
@@ -25,7 +25,7 @@ def test_device_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         cpu_runtime.requested()
 
 
-def test_nothing_is_touched_on_a_gpu_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_replaced_in_a_gpu_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cpu_runtime.DEVICE_VARIABLE, "cuda")
     before = {
         name: getattr(torch.cuda, name) for name in ("Stream", "Event", "current_device", "manual_seed")
@@ -37,7 +37,7 @@ def test_nothing_is_touched_on_a_gpu_run(monkeypatch: pytest.MonkeyPatch) -> Non
     cpu_runtime.check_arguments(Namespace(context_parallel_size=2))
 
 
-def test_cuda_calls_mean_the_cpu() -> None:
+def test_cuda_calls_run_on_the_cpu() -> None:
     assert run_ranks(_use_cuda_calls, 1, preload=MEGATRON_PRELOAD) == [True]
 
 
@@ -73,7 +73,7 @@ def _use_cuda_calls(rank: int, world_size: int) -> bool:
     return torch.equal(x.grad, torch.ones(2))
 
 
-def test_gathers_and_reduce_scatters_different_sizes() -> None:
+def test_gathers_and_reduce_scatters_accept_different_sizes() -> None:
     assert run_ranks(_exchange_different_sizes, 3, preload=MEGATRON_PRELOAD) == [True] * 3
 
 

@@ -28,7 +28,7 @@ def measure(rank: int, world_size: int, num_nodes: int) -> tuple[ClusterDescript
     return measure_cluster(replace(SETTINGS, model=run), num_nodes, CPU, world_size, lines.append), lines
 
 
-def test_ranks_agree_and_rank_0_tells_every_step(tmp_path: Path) -> None:
+def test_all_ranks_agree_and_rank_0_reports_every_step(tmp_path: Path) -> None:
     (cluster, lines), *others = run_ranks(measure, 4, 2)
     assert all(other == (cluster, []) for other in others)
     assert [line.partition("]")[0] for line in lines[1:]] == [f"[{step:2}/17" for step in range(1, 18)]
@@ -86,7 +86,7 @@ def test_a_node_s_nics_are_measured_with_all_its_devices() -> None:
 
 
 @pytest.mark.parametrize(("num_nodes", "kind"), [(1, "intra_node"), (2, "inter_node")])
-def test_without_links_of_a_class_the_other_one_stands_in(num_nodes: int, kind: str) -> None:
+def test_a_missing_class_of_links_takes_the_costs_of_the_other(num_nodes: int, kind: str) -> None:
     cluster = run_ranks(measure_planted, 2, num_nodes)[0][0]
     assert cluster.intra_node == cluster.inter_node
     assert all(list(classes) == [kind] for classes in cluster.collectives.values())
@@ -94,7 +94,7 @@ def test_without_links_of_a_class_the_other_one_stands_in(num_nodes: int, kind: 
     assert f"so as {kind}" in cluster.sources[missing]
 
 
-def test_message_sizes_are_fourfold_and_end_with_the_largest() -> None:
+def test_message_sizes_grow_fourfold_and_end_with_the_largest() -> None:
     assert SETTINGS.message_bytes() == [1 << 10, 1 << 12, 1 << 14]
     assert replace(SETTINGS, most_bytes=5000).message_bytes() == [1 << 10, 1 << 12, 5000]
 

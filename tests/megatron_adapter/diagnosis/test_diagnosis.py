@@ -160,7 +160,7 @@ def test_a_problem_has_advice_of_one_line(verdict: Verdict, advice: str) -> None
 # Versions and packages.
 
 
-def test_the_tested_ranges_are_those_of_the_project_file() -> None:
+def test_the_tested_ranges_equal_those_of_the_project_file() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     stated = {
         requirement.name: requirement.specifier
@@ -188,13 +188,13 @@ def test_the_tested_ranges_are_those_of_the_project_file() -> None:
         ("torch", "from source", None),
     ],
 )
-def test_versions_are_judged_without_their_suffixes(
+def test_versions_are_compared_without_their_suffixes(
     distribution: str, version: str, expected: bool | None
 ) -> None:
     assert is_tested(distribution, version) is expected
 
 
-def test_versions_that_are_too_old_are_answered_with_the_wanted_ones() -> None:
+def test_the_advice_for_an_old_version_names_the_wanted_ones() -> None:
     assert ">=3.12" in check_python("3.10.2", "/usr/bin/python3").advice
     assert "pip install 'torch>=2.6'" in check_torch(InstalledPackage("2.4.0", HERE)).advice
 
@@ -209,7 +209,9 @@ def test_versions_that_are_too_old_are_answered_with_the_wanted_ones() -> None:
         (InstalledPackage("0.20.0", HERE), OK, ""),
     ],
 )
-def test_megatron(package: InstalledPackage, verdict: Verdict, words: str) -> None:
+def test_the_verdict_on_megatron_follows_from_its_installation(
+    package: InstalledPackage, verdict: Verdict, words: str
+) -> None:
     finding = check_megatron(package)
     assert (finding.verdict, words in finding.advice) == (verdict, True)
 
@@ -224,7 +226,9 @@ def test_megatron(package: InstalledPackage, verdict: Verdict, words: str) -> No
         (InstalledPackage("2.5.0", HERE, "ImportError: undefined symbol"), True, PROBLEM),
     ],
 )
-def test_transformer_engine(engine: InstalledPackage, has_gpus: bool, verdict: Verdict) -> None:
+def test_the_verdict_on_transformer_engine_follows_from_its_installation(
+    engine: InstalledPackage, has_gpus: bool, verdict: Verdict
+) -> None:
     assert check_transformer_engine(engine, has_gpus).verdict is verdict
 
 
@@ -246,14 +250,12 @@ def test_an_unrelated_apex_is_told_from_nvidias(tmp_path: Path, monkeypatch: pyt
     assert "CUDA extensions" in check_apex(look_for_apex()).found
 
 
-def test_no_apex_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_apex_is_not_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed_packages.importlib.util, "find_spec", lambda name: None)
     assert check_apex(look_for_apex()).verdict is OK
 
 
-def test_a_package_that_fails_in_its_own_way_is_a_fact(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_that_fails_on_import_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_thing.py").write_text(
         "__version__ = '1.0'\nraise OSError('libfoo.so.1:\\nnot found')"
     )
@@ -302,7 +304,7 @@ def test_a_module_of_megatron_that_raises_is_a_missing_seam(monkeypatch: pytest.
 # Devices and ranks.
 
 
-def test_back_ends() -> None:
+def test_the_verdict_on_back_ends_follows_from_the_machine() -> None:
     nothing = Backends(has_gloo=False, has_nccl=False)
     assert check_gloo(ALL_BACKENDS).verdict is OK
     assert check_gloo(nothing).verdict is PROBLEM
@@ -326,7 +328,7 @@ def test_back_ends() -> None:
         (replace(CPU_ONLY, has_nvidia_driver=True, asked="cpu"), NOTE, "none"),
     ],
 )
-def test_gpus(devices: Devices, verdict: Verdict, words: str) -> None:
+def test_the_verdict_on_gpus_follows_from_the_machine(devices: Devices, verdict: Verdict, words: str) -> None:
     finding = check_gpus(devices)
     assert finding.verdict is verdict
     assert words in finding.found
@@ -356,7 +358,9 @@ def test_gpus(devices: Devices, verdict: Verdict, words: str) -> None:
         ),
     ],
 )
-def test_topology(devices: Devices, launch: Launch, cut: Any, verdict: Verdict, found: str) -> None:
+def test_the_verdict_on_the_topology_follows_from_the_machine(
+    devices: Devices, launch: Launch, cut: Any, verdict: Verdict, found: str
+) -> None:
     finding = check_topology(devices, launch, ParallelismSettings(**cut) if cut else None)
     assert (finding.verdict, finding.found) == (verdict, found)
 
@@ -377,7 +381,7 @@ def test_topology(devices: Devices, launch: Launch, cut: Any, verdict: Verdict, 
         (replace(EIGHT_GPUS, asked="cpu"), Launch(), {"nproc_per_node": 4}, "auto", OK, "CPU cores"),
     ],
 )
-def test_ranks(
+def test_the_verdict_on_ranks_follows_from_the_machine(
     devices: Devices, launch: Launch, cut: dict[str, int], wanted: str, verdict: Verdict, words: str
 ) -> None:
     finding = check_ranks(devices, launch, ParallelismSettings(**cut), wanted)
@@ -397,7 +401,7 @@ def test_context_parallelism_needs_transformer_engine_and_gpus() -> None:
 # Checkpoint folders.
 
 
-def test_a_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+def test_a_folder_is_checked_by_writing_and_left_unchanged(tmp_path: Path) -> None:
     state = look_at_folder(tmp_path)
     assert (state.exists, state.error) == (True, "")
     assert state.free_bytes is not None
@@ -409,7 +413,7 @@ def test_a_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     assert "can be made" in check_folder(missing, "--checkpoints").found
 
 
-def test_what_is_no_folder_cannot_hold_checkpoints(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_folder_cannot_hold_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for path in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "dangling"):
@@ -427,7 +431,7 @@ def test_what_is_no_folder_cannot_hold_checkpoints(tmp_path: Path) -> None:
         (errno.EDQUOT, True, "raise the quota"),
     ],
 )
-def test_a_folder_that_refuses_to_be_written(
+def test_an_unwritable_folder_is_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_full: bool, words: str
 ) -> None:
     def refuse(folder: Path) -> None:
@@ -442,13 +446,13 @@ def test_a_folder_that_refuses_to_be_written(
     assert "by --checkpoints" in finding.advice
 
 
-def test_little_room_is_a_note() -> None:
+def test_little_free_space_is_a_note() -> None:
     little = FolderState(Path("/c"), free_bytes=1 << 29)
     assert check_folder(little, "--checkpoints").verdict is NOTE
     assert check_folder(replace(little, free_bytes=1 << 31), "--checkpoints").verdict is OK
 
 
-def test_examples_of_this_file_are_what_the_machine_gives() -> None:
+def test_examples_of_this_file_match_what_the_machine_reports() -> None:
     """The real facts of torch here have the shape that is made up above."""
     if importlib.util.find_spec("torch") is None:
         pytest.skip("needs torch")

@@ -16,7 +16,7 @@ from ..training_run import SCRIPT, train, train_on_all_ranks
 EP2 = "--expert-model-parallel-size 2 --train-iters 3"
 
 
-def test_none_is_bitwise_the_bare_script(text_data: Path) -> None:
+def test_strategy_none_equals_the_bare_script_bitwise(text_data: Path) -> None:
     bare = train(2, EP2, text_data, launcher=False)
     none = train(2, EP2, text_data, before=forbid_the_plugins_layer)
     assert none.losses == bare.losses
@@ -61,7 +61,7 @@ def forbid_the_plugins_layer() -> None:
         ("--context-parallel-size 2", "Transformer Engine"),
     ],
 )
-def test_bad_input_is_one_clear_line_before_process_groups(
+def test_bad_input_gives_one_line_before_process_groups_start(
     arguments: str, wanted: str, text_data: Path
 ) -> None:
     (run,) = train_on_all_ranks(
@@ -115,7 +115,7 @@ def remove_a_seam() -> None:
     del MoELayer.routed_experts_compute
 
 
-def test_layers_that_are_not_the_strategys_are_noticed(text_data: Path) -> None:
+def test_models_without_the_strategys_layers_are_refused(text_data: Path) -> None:
     runs = train_on_all_ranks(2, f"{EP2} --moe-strategy ep", text_data, before=build_stock_layers)
     assert [run.exit_code for run in runs] == [2, 2]
     assert "not the strategy's" in runs[0].errors
@@ -145,7 +145,7 @@ def test_the_spec_option_builds_the_strategys_layers(text_data: Path) -> None:
     assert by_spec.losses == plain.losses
 
 
-def test_a_script_that_registers_the_plugin_itself(text_data: Path, tmp_path: Path) -> None:
+def test_a_script_can_register_the_plugin_itself(text_data: Path, tmp_path: Path) -> None:
     script = tmp_path / "pretrain.py"
     script.write_text(
         "import megatron_fssdp\n"
@@ -160,7 +160,7 @@ def test_a_script_that_registers_the_plugin_itself(text_data: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("launcher", [True, False])
-def test_a_script_registers_once_also_under_the_launcher(
+def test_a_script_that_registers_itself_registers_once_under_the_launcher(
     launcher: bool, text_data: Path, tmp_path: Path
 ) -> None:
     script = tmp_path / "pretrain.py"
@@ -181,7 +181,7 @@ def test_a_script_registers_once_also_under_the_launcher(
 
 
 @pytest.mark.slow
-def test_bad_input_to_a_script_that_registers_itself_is_one_line(tmp_path: Path) -> None:
+def test_bad_input_to_a_script_that_registers_itself_gives_one_line(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import megatron_fssdp\n"

@@ -8,7 +8,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
 
-def test_specs() -> None:
+def test_layer_specs_hold_the_strategys_moe_layers() -> None:
     run_megatron_ranks(_check_specs, 2, ep=2)
 
 
@@ -61,7 +61,7 @@ def _check_specs(rank: int, world_size: int) -> None:
         spec(config=config, pg_collection=None)
 
 
-def test_initial_weights_are_stock() -> None:
+def test_initial_weights_equal_stock_megatrons() -> None:
     assert all(run_megatron_ranks(_same_weights, 2, ep=2))
 
 

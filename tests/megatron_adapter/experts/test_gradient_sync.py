@@ -13,7 +13,7 @@ OVERLAPS = (
 
 
 @pytest.mark.slow
-def test_stale_parameters_would_be_noticed(text_data: Path) -> None:
+def test_experts_wait_for_overlapped_parameter_gathers(text_data: Path) -> None:
     """Without the parameters' pre-hooks, the experts train on last iteration's weights."""
     stock = train(4, OVERLAPS.replace("--moe-strategy ep", ""), text_data)
     assert relative_difference(train(4, OVERLAPS, text_data).losses, stock.losses) <= 1e-6

@@ -44,13 +44,13 @@ MORE_LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_contents_arrive_and_come_back(name: str, text_data: Path) -> None:
+def test_a_reshard_and_its_reverse_restore_all_contents(name: str, text_data: Path) -> None:
     _there_and_back(*LAYOUTS[name], text_data)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE_LAYOUTS)
-def test_contents_arrive_and_come_back_in_more_layouts(name: str, text_data: Path) -> None:
+def test_a_reshard_and_its_reverse_restore_all_contents_in_more_layouts(name: str, text_data: Path) -> None:
     _there_and_back(*MORE_LAYOUTS[name], text_data)
 
 
@@ -68,7 +68,7 @@ def _there_and_back(world_size: int, layout: str, data: Path) -> None:
 
 
 @pytest.mark.slow
-def test_training_goes_on_alike_with_and_without_the_distributed_optimizer(text_data: Path) -> None:
+def test_resharded_training_is_equal_with_and_without_the_distributed_optimizer(text_data: Path) -> None:
     """The mixed-up model is the same one, wherever the optimizer keeps its states."""
     arguments = "--expert-model-parallel-size 2 --train-iters 6"
     env = {"RESHARDS": json.dumps({"3": [5], "5": [6]})}
@@ -81,7 +81,7 @@ def test_training_goes_on_alike_with_and_without_the_distributed_optimizer(text_
 
 
 @pytest.mark.slow
-def test_contents_move_after_a_resume(text_data: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_can_reshard(text_data: Path, tmp_path: Path) -> None:
     """Adam's step is one number for all experts then too, or the slots would be refused."""
     layout = (
         "--expert-model-parallel-size 2 --use-distributed-optimizer --ckpt-format torch_dist --train-iters 5"
@@ -93,7 +93,7 @@ def test_contents_move_after_a_resume(text_data: Path, tmp_path: Path) -> None:
     assert rest.losses == whole.losses[3:]
 
 
-def test_what_is_not_interchangeable_is_refused_on_all_ranks(text_data: Path) -> None:
+def test_slots_that_are_not_interchangeable_are_refused_on_all_ranks(text_data: Path) -> None:
     arguments = f"--expert-model-parallel-size 2 --train-iters 3 {OVERLAPS}"
     undisturbed = train(4, arguments, text_data)
     tried = train(4, arguments, text_data, before=try_what_is_refused)

@@ -38,7 +38,7 @@ CHANGING = (
         pytest.param("--expert-model-parallel-size 2 --optimizer sgd", marks=pytest.mark.slow),
     ],
 )
-def test_replicas_stay_what_their_owners_are(layout: str, text_data: Path, tmp_path: Path) -> None:
+def test_resident_replicas_stay_equal_to_their_owners(layout: str, text_data: Path, tmp_path: Path) -> None:
     train(
         4,
         f"{layout} --train-iters 8 {FLEXMOE}",
@@ -90,7 +90,7 @@ def test_checkpoints_hold_each_expert_once(optimizer: str, text_data: Path, tmp_
         ("calculate_per_token_loss", "does not support --calculate-per-token-loss"),
     ],
 )
-def test_what_would_go_wrong_is_refused(setting: str, message: str) -> None:
+def test_unsupported_options_are_refused(setting: str, message: str) -> None:
     sessions = [
         StrategySession("flexmoe", FlexmoeSettings()),
         StrategySession("smartmoe", SmartmoeSettings()),

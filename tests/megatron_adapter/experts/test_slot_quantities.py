@@ -32,5 +32,5 @@ def read_and_write(rank, world_size):
     return True
 
 
-def test_parts_on_several_ranks_are_put_together_bit_by_bit():
+def test_parts_on_several_ranks_are_assembled_bitwise():
     assert run_ranks(read_and_write, 3, preload=MEGATRON_PRELOAD) == [True] * 3

@@ -43,7 +43,7 @@ def gather_layers_on_one_device() -> None:
 # ---------------------------------------------------------------- 1: a hang
 
 
-def test_a_rank_that_only_holds_replicas_of_a_layer(text_data: Path) -> None:
+def test_a_rank_with_only_replicas_of_a_layer_trains_correctly(text_data: Path) -> None:
     stock = train(2, LAYOUT, text_data)
     ours = train(2, f"{LAYOUT} {REPLICAS}", text_data, before=gather_layers_on_one_device)
     assert relative_difference(ours.losses, stock.losses) <= SILENT
@@ -77,14 +77,14 @@ def thread_owned_parameters_only() -> None:
 # ---------------------------------------------------------------- 2: a crash
 
 
-def test_a_rank_with_no_expert_of_a_layer(text_data: Path) -> None:
+def test_a_rank_without_any_expert_of_a_layer_trains_correctly(text_data: Path) -> None:
     stock = train(2, LAYOUT, text_data)
     ours = train(2, f"{LAYOUT} {OWNERS_ONLY}", text_data, before=gather_layers_on_one_device)
     assert relative_difference(ours.losses, stock.losses) <= SILENT
 
 
 @pytest.mark.slow
-def test_a_rank_that_forgets_its_rows_would_be_noticed(text_data: Path) -> None:
+def test_the_comparison_detects_a_rank_that_drops_its_rows(text_data: Path) -> None:
     with pytest.raises(RankError):
         train(
             2,
@@ -114,7 +114,7 @@ def forget_rows_without_experts() -> None:
 
 
 @pytest.mark.slow
-def test_parameters_of_slots_in_other_layers_are_up_to_date(text_data: Path) -> None:
+def test_parameters_of_slots_in_other_layers_are_current(text_data: Path) -> None:
     """For slots where Megatron has them: test_gradient_sync.py."""
     # Gathers of a bucket: every layer's experts have their own.
     arguments = f"{LAYOUT} {DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 8000"
@@ -158,7 +158,7 @@ def test_state_by_bucket_position_is_refused_where_owners_may_move(
     assert "reshard_interval=0" in line
 
 
-def test_all_ranks_refuse(text_data: Path, tmp_path: Path) -> None:
+def test_an_unsupported_checkpoint_format_is_refused_on_all_ranks(text_data: Path, tmp_path: Path) -> None:
     """More options that are refused: test_checkpoint_arguments.py."""
     runs = train_on_all_ranks(2, f"{LAYOUT} {FSSDP} --save {tmp_path} --ckpt-format torch", text_data)
     assert [run.exit_code for run in runs] == [2, 2]
@@ -167,7 +167,9 @@ def test_all_ranks_refuse(text_data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_state_by_bucket_position_would_go_to_wrong_experts(text_data: Path, tmp_path: Path) -> None:
+def test_optimizer_state_by_bucket_position_would_reach_wrong_experts(
+    text_data: Path, tmp_path: Path
+) -> None:
     arguments = f"{LAYOUT} {DISTRIBUTED} --ckpt-format torch_dist"
     stock = train(2, arguments, text_data)
     differences = {}

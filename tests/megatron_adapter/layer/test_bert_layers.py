@@ -42,7 +42,7 @@ def layers_of(model: Any) -> list[tuple[str, str]]:
     return [(type(layer).__name__, type(layer.mlp).__name__) for layer in model.encoder.layers]
 
 
-def test_models_with_experts() -> None:
+def test_bert_models_have_experts_in_the_requested_layers() -> None:
     run_megatron_ranks(_check_models, 1)
 
 

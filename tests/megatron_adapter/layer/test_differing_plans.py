@@ -49,7 +49,7 @@ def test_all_ranks_stop_and_name_layer_and_iteration(text_data: Path) -> None:
     assert message.count(wanted) >= 2
 
 
-def test_plans_that_agree_pass(text_data: Path) -> None:
+def test_equal_plans_pass_the_check(text_data: Path) -> None:
     checked, unchecked = (
         train(2, f"{TRAINING} --moe-strategy-set check_plans={value}", text_data)
         for value in ("true", "false")

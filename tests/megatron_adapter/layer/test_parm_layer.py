@@ -101,13 +101,13 @@ LAYOUTS = [
 ]
 
 
-def test_schedules_equal_one_rank() -> None:
+def test_all_schedules_equal_one_rank() -> None:
     _check((2, 2, 2), FIRST)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_schedules_equal_one_rank_in_all_layouts(layout: tuple[int, int, int]) -> None:
+def test_all_schedules_equal_one_rank_in_all_layouts(layout: tuple[int, int, int]) -> None:
     _check(layout, cases())
 
 
@@ -139,7 +139,7 @@ def compare_cases(
     return found
 
 
-def test_a_new_shape_is_decided_anew() -> None:
+def test_auto_selects_a_schedule_for_each_new_shape() -> None:
     for schedules in run_megatron_ranks(decide_twice, 2, tp=2, ep=2, etp=1):
         assert schedules[0] in ("s1", "s2")
         assert schedules[1:] == ["s2", schedules[0]], (

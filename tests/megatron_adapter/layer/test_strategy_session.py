@@ -27,7 +27,7 @@ def tell_timeouts() -> None:
     MoERuntime.begin_iteration = begin_iteration  # type: ignore[method-assign, assignment]
 
 
-def test_transfers_have_megatrons_timeout(text_data: Path) -> None:
+def test_process_groups_of_transfers_have_megatrons_timeout(text_data: Path) -> None:
     arguments = (
         "--expert-model-parallel-size 2 --train-iters 2 --moe-strategy fssdp --distributed-timeout-minutes 7"
     )

@@ -34,7 +34,7 @@ def test_logits_are_compared_after_a_softmax() -> None:
         assert torch.equal(scores, logits.gather(1, indices))
 
 
-def test_owners_that_moved_are_followed() -> None:
+def test_the_router_follows_moved_owners() -> None:
     owners = OWNERS.copy()
     choice = TopologyAwareTopK(lambda: owners, 0, TWO_NODES, 0.0, scores_are_logits=False)
     scores = torch.tensor([[0.0, 0.1, 0.2, 0.3, 0.9, 0.0, 0.0, 0.0]])
@@ -52,7 +52,7 @@ def test_owners_that_moved_are_followed() -> None:
         ({"moe_router_load_balancing_type": "sinkhorn"}, "--moe-router-load-balancing-type"),
     ],
 )
-def test_other_choices_of_experts_are_refused(config: dict[str, Any], word: str) -> None:
+def test_other_routing_methods_are_refused(config: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigurationError, match=f"topology_aware .*does not support.*{word}"):
         check_gate(SimpleNamespace(**config))
     check_gate(SimpleNamespace(moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"]))
@@ -78,7 +78,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_only_the_choice_changes() -> None:
+def test_only_the_selection_of_experts_changes() -> None:
     run_megatron_ranks(_check_routers, 1)
 
 

@@ -38,7 +38,7 @@ def test_a_missing_seam_is_named(module: str, path: str, monkeypatch: pytest.Mon
     assert requirement_of("megatron-core") in str(refusal.value)
 
 
-def test_the_tested_range_is_said_in_one_place() -> None:
+def test_the_tested_range_is_stated_in_one_place() -> None:
     """What scripts install and what README says; pyproject.toml is held to it in ``test_diagnosis``."""
     tested = Requirement(requirement_of("megatron-core"))
     constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")

@@ -85,7 +85,7 @@ def test_losses_of_every_strategy_equal_plain_expert_parallelism(
 
 
 @pytest.mark.slow
-def test_parm_trains_it_without_sequence_parallelism(sentence_data: Path, tmp_path: Path) -> None:
+def test_parm_trains_bert_without_sequence_parallelism(sentence_data: Path, tmp_path: Path) -> None:
     arguments = f"--expert-model-parallel-size 2 {TENSOR_PARALLEL}"
     # Megatron's initial weights are others under sequence parallelism: all start from one checkpoint.
     stock = f"{arguments} --sequence-parallel --moe-strategy none"
@@ -104,13 +104,13 @@ def test_parm_trains_it_without_sequence_parallelism(sentence_data: Path, tmp_pa
     "arguments",
     ["--calculate-per-token-loss", "--qk-layernorm", "--rotary-base 5000", "--position-embedding-type none"],
 )
-def test_what_the_model_would_leave_out_is_refused(arguments: str, sentence_data: Path) -> None:
+def test_options_that_bert_would_ignore_are_refused(arguments: str, sentence_data: Path) -> None:
     (run,) = train_on_all_ranks(1, f"--train-iters 1 {arguments}", sentence_data, model=BERT)
     assert run.exit_code == 1
     assert not run.losses
 
 
-def test_none_is_bitwise_the_bare_script(sentence_data: Path) -> None:
+def test_strategy_none_equals_the_bare_script_bitwise(sentence_data: Path) -> None:
     arguments = "--expert-model-parallel-size 2 --train-iters 2"
     bare = train(2, arguments, sentence_data, model=BERT, launcher=False, before=count_experts)
     none = train(2, arguments, sentence_data, model=BERT)
@@ -147,7 +147,7 @@ def test_megatrons_script_trains_the_same_model(sentence_data: Path) -> None:
     "MEGATRON_LM_PATH" not in os.environ, reason="needs a Megatron-LM checkout (MEGATRON_LM_PATH)"
 )
 @pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="has Transformer Engine")
-def test_megatrons_script_says_what_it_needs(sentence_data: Path) -> None:
+def test_megatrons_script_without_transformer_engine_gets_a_clear_error(sentence_data: Path) -> None:
     script = Path(os.environ["MEGATRON_LM_PATH"]) / "examples" / "bert" / "pretrain_bert.py"
     (run,) = train_on_all_ranks(
         1, "--train-iters 1", sentence_data, model=BERT, script=script, before=load_words_from_file

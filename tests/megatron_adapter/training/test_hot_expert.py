@@ -50,7 +50,7 @@ def force_hot_expert() -> None:
         ("slots=8 overlap_degree=8", 8, 1.01),
     ],
 )
-def test_fssdp_flattens_a_forced_hot_expert(
+def test_fssdp_balances_a_forced_hot_expert(
     settings: str, slots: int, bound: float, text_data: Path, tmp_path: Path
 ) -> None:
     given = "".join(f" --moe-strategy-set {one}" for one in settings.split())

@@ -89,7 +89,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("die", "options", "place"), CASES)
-def test_the_other_rank_ends_and_the_run_goes_on(
+def test_after_a_killed_rank_the_other_ends_and_the_run_resumes(
     die: Callable[[], None],
     options: str,
     place: str,
@@ -115,7 +115,7 @@ def test_the_other_rank_ends_and_the_run_goes_on(
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_in_a_save(
+def test_a_rank_killed_during_a_save_leaves_a_usable_checkpoint(
     whole: tuple[tuple[float, ...], Path], text_data: Path, tmp_path: Path
 ) -> None:
     losses, folder = whole
@@ -133,7 +133,7 @@ def test_a_rank_that_is_killed_in_a_save(
 
 
 @pytest.mark.slow
-def test_a_real_process_ends_without_anyones_help(text_data: Path, tmp_path: Path) -> None:
+def test_a_waiting_process_ends_by_itself_when_its_peer_is_killed(text_data: Path, tmp_path: Path) -> None:
     """No agent as torchrun's, that ends the other ranks, and no test server."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

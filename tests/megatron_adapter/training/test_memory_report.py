@@ -38,13 +38,13 @@ EXPERT_ELEMENTS = 2 * 32 * 64 + 64 + 32
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_what_is_accounted_is_what_is_allocated(name: str, text_data: Path, tmp_path: Path) -> None:
+def test_accounted_bytes_equal_allocated_bytes(name: str, text_data: Path, tmp_path: Path) -> None:
     _compare(*LAYOUTS[name], text_data, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE_LAYOUTS)
-def test_what_is_accounted_is_what_is_allocated_in_more_layouts(
+def test_accounted_bytes_equal_allocated_bytes_in_more_layouts(
     name: str, text_data: Path, tmp_path: Path
 ) -> None:
     _compare(*MORE_LAYOUTS[name], text_data, tmp_path)
@@ -96,9 +96,7 @@ PIPELINES = {
 
 
 @pytest.mark.parametrize("name", ["in_turn", pytest.param("interleaved", marks=pytest.mark.slow)])
-def test_micro_batches_in_flight_have_replicas_of_their_own(
-    name: str, text_data: Path, tmp_path: Path
-) -> None:
+def test_each_micro_batch_in_flight_has_its_own_replicas(name: str, text_data: Path, tmp_path: Path) -> None:
     """Weights of all replicas that are there after a gather, in a pipeline of two stages of two ranks."""
     arguments, layers_of_stage = PIPELINES[name]
     train(
@@ -117,7 +115,7 @@ def test_micro_batches_in_flight_have_replicas_of_their_own(
         assert found["allocated"] == (found["accounted"] if rank % 2 else 0)
 
 
-def test_batches_that_grow_count_with_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growing_batches_are_accounted_with_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core import num_microbatches_calculator
 
     from megatron_fssdp.megatron_adapter.training.memory_report import _most_micro_batches

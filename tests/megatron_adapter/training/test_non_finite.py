@@ -90,7 +90,7 @@ def run_passes_twice() -> None:
         pytest.param(EP, spoil_experts_with_infinity, id="ep-inf", marks=pytest.mark.slow),
     ],
 )
-def test_an_expert_that_is_not_finite(
+def test_a_non_finite_expert_is_named_in_the_error(
     strategy: str, spoil: Callable[[], None], text_data: Path, tmp_path: Path
 ) -> None:
     # Megatron saves the spoiled model, for a rerun on another device.
@@ -111,7 +111,7 @@ def test_an_expert_that_is_not_finite(
         pytest.param(FSSDP, spoil_experts_with_infinity, id="fssdp-inf", marks=pytest.mark.slow),
     ],
 )
-def test_no_rank_hangs_where_megatron_raises(
+def test_no_rank_hangs_when_megatron_raises(
     strategy: str, spoil: Callable[[], None], text_data: Path
 ) -> None:
     with pytest.raises(RankError) as caught:
@@ -130,12 +130,14 @@ def test_no_rank_hangs_where_megatron_raises(
         (spoil_gradients, "all MoE layers were finite; gradients are not, from MoE layer 2 on downwards"),
     ],
 )
-def test_numbers_that_another_layer_spoils(spoil: Callable[[], None], finding: str, text_data: Path) -> None:
+def test_non_finite_values_of_other_layers_are_located(
+    spoil: Callable[[], None], finding: str, text_data: Path
+) -> None:
     with pytest.raises(RankError, match=finding):
         train(2, f"{TRAINING} {FSSDP} {DISABLED}", text_data, before=spoil, grace_s=60)
 
 
-def test_an_error_that_does_not_come_again_ends_as_in_megatron(text_data: Path, tmp_path: Path) -> None:
+def test_an_error_that_does_not_repeat_ends_as_in_megatron(text_data: Path, tmp_path: Path) -> None:
     whole = train(2, f"{TRAINING} {FSSDP} --micro-batch-size 4", text_data)
     results = {}
     for strategy in ("--moe-strategy none", FSSDP):

@@ -93,7 +93,9 @@ def test_losses_equal_stock_megatron_in_more_layouts(name: str, text_data: Path,
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ["parts", "whole_experts", "interleaved_recomputed"])
-def test_layers_change_strategy_and_schedule(name: str, text_data: Path, tmp_path: Path) -> None:
+def test_layers_can_change_strategy_and_schedule_while_training(
+    name: str, text_data: Path, tmp_path: Path
+) -> None:
     """Under ``auto`` s2 serves layers without replicas, and no others."""
     record = f"--moe-strategy-set record_dir={tmp_path / 'record'}"
     often = "--moe-strategy-set profile_iterations=1 --moe-strategy-set choice_interval=1"
@@ -113,7 +115,7 @@ def prefer_s2() -> None:
 
 
 @pytest.mark.parametrize("costs", ["", "--moe-strategy-set cluster=parm-b"])
-def test_the_decision_is_told_and_recorded(costs: str, text_data: Path, tmp_path: Path) -> None:
+def test_the_selected_schedule_is_logged_and_recorded(costs: str, text_data: Path, tmp_path: Path) -> None:
     ranks, arguments, *_ = LAYOUTS["parts"]
     chosen = f"parm --moe-strategy-set record_dir={tmp_path} {costs}"
     run = _train(ranks, f"{arguments} --train-iters 2 --moe-strategy {chosen}", text_data)
@@ -128,7 +130,7 @@ def test_the_decision_is_told_and_recorded(costs: str, text_data: Path, tmp_path
         assert f"schedule {layer.schedule} " in message
 
 
-def test_sequences_that_cannot_be_divided_are_refused(text_data: Path) -> None:
+def test_indivisible_sequences_are_refused(text_data: Path) -> None:
     ranks, arguments, *_ = LAYOUTS["parts"]
     odd = "--seq-length 15 --max-position-embeddings 15"
     failed = train_on_all_ranks(

@@ -17,7 +17,7 @@ PIPELINES = [
 
 
 @pytest.mark.parametrize(("num_stages", "num_chunks", "group_size"), PIPELINES)
-def test_as_many_passes_wait_as_in_megatrons_schedule(
+def test_layers_in_flight_equal_those_of_megatrons_schedule(
     num_stages: int, num_chunks: int, group_size: int
 ) -> None:
     for stage in range(num_stages):

@@ -27,7 +27,7 @@ SLOW = ("several_micro_batches",)
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in RUNS],
 )
-def test_losses_are_bitwise_the_same_again(name: str, text_data: Path) -> None:
+def test_a_repeated_run_has_bitwise_equal_losses(name: str, text_data: Path) -> None:
     world_size, arguments = RUNS[name]
     arguments = f"{arguments} --train-iters 6 {FSSDP}"
     first = train(world_size, arguments, text_data)

@@ -88,7 +88,7 @@ def check_placements(record_dir: Path, metrics: list[IterationMetrics], num_devi
     ],
     ids=["two expert-data-parallel groups", "two pipeline stages"],
 )
-def test_reshards_are_recorded_where_they_happen(
+def test_reshards_are_recorded_in_their_iterations(
     layout: str, num_copies: int, text_data: Path, tmp_path: Path
 ) -> None:
     run = train(
@@ -111,7 +111,7 @@ def test_reshards_are_recorded_where_they_happen(
     assert moved.resharded_experts <= 8 * len(moved.layers)
 
 
-def test_none_records_losses_without_layers(text_data: Path, tmp_path: Path) -> None:
+def test_strategy_none_records_losses_without_layers(text_data: Path, tmp_path: Path) -> None:
     run = train(
         2,
         f"--expert-model-parallel-size 2 --train-iters 2 --moe-strategy-set record_dir={tmp_path}",

@@ -72,7 +72,7 @@ def shallow(path: Path) -> RunConfig:
 
 
 @pytest.mark.timeout(300)
-def test_megatron_builds_what_is_counted() -> None:
+def test_counted_parameters_equal_those_that_megatron_builds() -> None:
     runs = {path.stem: shallow(path) for path in EXPERIMENTS}
     runs |= {name: load_run([CONFIGS / "gpt_moe_tiny.yaml"], more) for name, more in OTHERS.items()}
     runs |= {name: load_run([CONFIGS / "bert_moe_tiny.yaml"], more) for name, more in BERTS.items()}

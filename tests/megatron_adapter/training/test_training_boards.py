@@ -69,7 +69,7 @@ def test_boards_have_the_scalars_and_histograms_of_logged_iterations(text_data: 
 
 
 @pytest.mark.slow
-def test_a_board_needs_no_record_dir(text_data: Path, tmp_path: Path) -> None:
+def test_a_training_board_needs_no_record_dir(text_data: Path, tmp_path: Path) -> None:
     told = tmp_path / "told.jsonl"
     train(
         4,

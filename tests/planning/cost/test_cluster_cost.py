@@ -18,7 +18,7 @@ CLUSTER = {
 RANKS = {"mp": (2, 1), "esp": (2, 1), "ep": (2, 0), "ep_esp": (4, 1)}
 
 
-def test_a_collective_costs_what_its_slowest_links_carry():
+def test_a_collective_takes_as_long_as_its_slowest_links():
     costs = schedule_costs(ClusterDescription.model_validate(CLUSTER), RANKS)
     gather = costs["all_gather", "mp"]
     assert (gather.alpha_s, gather.beta_s_per_byte) == pytest.approx((1e-5, 1 / 2 / 1e10)), (
@@ -33,7 +33,7 @@ def test_a_collective_costs_what_its_slowest_links_carry():
     assert costs["overlapped_all_to_all", "ep_esp"] == to_parts, "nothing is taken to be hidden"
 
 
-def test_measured_collectives_come_before_links():
+def test_measured_collective_costs_replace_link_costs():
     measured = {"row_exchange": {"inter_node": {"alpha_s": 2e-4, "bandwidth_bytes_per_s": 4e8}}}
     cluster = ClusterDescription.model_validate({**CLUSTER, "collectives": measured})
     costs = schedule_costs(cluster, RANKS)

@@ -20,7 +20,7 @@ from megatron_fssdp.planning.transfer.transfer_plan import plain_transfer, two_l
 FAST = ClusterCost(LinkCost(0.0, 1.0), LinkCost(0.0, 10.0), expert_flops_per_s=100.0)
 
 
-def test_link_time_is_alpha_beta():
+def test_link_time_is_alpha_plus_beta_times_bytes():
     link = LinkCost(alpha_s=2.0, beta_s_per_byte=0.5)
     assert link.time_s(8) == 6.0
     assert link.time_s(0) == 0.0
@@ -29,14 +29,14 @@ def test_link_time_is_alpha_beta():
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)
 
 
-def test_fit_finds_the_line_that_times_lie_on():
+def test_a_fit_finds_the_line_on_which_the_times_lie():
     wanted = LinkCost(alpha_s=2e-5, beta_s_per_byte=3e-10)
     fitted = fit_link_cost(SIZES, [wanted.time_s(size) for size in SIZES])
     assert fitted.alpha_s == pytest.approx(wanted.alpha_s)
     assert fitted.beta_s_per_byte == pytest.approx(wanted.beta_s_per_byte)
 
 
-def test_fit_weighs_errors_by_the_time_that_a_message_takes():
+def test_a_fit_minimizes_relative_errors():
     """10 % more for the largest message must not hide what a small one costs."""
     wanted = LinkCost(alpha_s=2e-5, beta_s_per_byte=3e-10)
     seconds = [wanted.time_s(size) for size in SIZES]
@@ -46,7 +46,7 @@ def test_fit_weighs_errors_by_the_time_that_a_message_takes():
     assert fitted.time_s(SIZES[-1]) == pytest.approx(seconds[-1], rel=0.1)
 
 
-def test_fit_to_noise_is_a_cost_still():
+def test_a_fit_to_noise_gives_valid_costs():
     faster_when_larger = fit_link_cost((1000, 2000, 3000), (3e-5, 2e-5, 1e-5))
     assert faster_when_larger.beta_s_per_byte == LEAST_BETA_S_PER_BYTE
     assert faster_when_larger.alpha_s > 0
@@ -60,7 +60,7 @@ def test_fit_to_noise_is_a_cost_still():
     beta_s_per_byte=st.floats(1e-12, 1e-7),
     noise=st.lists(st.floats(-0.05, 0.05), min_size=len(SIZES), max_size=len(SIZES)),
 )
-def test_fit_recovers_a_planted_line_and_says_how_well(alpha_s, beta_s_per_byte, noise):
+def test_a_fit_recovers_a_known_line_and_reports_its_error(alpha_s, beta_s_per_byte, noise):
     planted = LinkCost(alpha_s, beta_s_per_byte)
     exact = LinkFit.of(SIZES, [planted.time_s(size) for size in SIZES])
     share = alpha_s / planted.time_s(SIZES[0])  # what can be seen of alpha at all
@@ -77,7 +77,7 @@ def test_fit_recovers_a_planted_line_and_says_how_well(alpha_s, beta_s_per_byte,
     assert noisy.r_squared <= 1
 
 
-def test_a_cost_at_its_limit_leaves_the_best_other_one():
+def test_when_alpha_is_at_its_limit_the_fitted_beta_is_the_best():
     below_the_origin = LinkFit.of((1000, 2000, 3000), (1e-6, 3e-6, 5e-6))
     for factor in (0.99, 1.01):
         other = below_the_origin.cost.beta_s_per_byte * factor
@@ -88,7 +88,7 @@ def test_a_cost_at_its_limit_leaves_the_best_other_one():
         assert squares[0] < squares[1]
 
 
-def test_r_squared_is_that_of_the_seconds():
+def test_r_squared_is_computed_from_seconds():
     fit = LinkFit.of((1, 2, 3), (1.0, 3.0, 2.0))
     fitted = [fit.cost.time_s(size) for size in (1, 2, 3)]
     residual = sum((a - b) ** 2 for a, b in zip(fitted, (1.0, 3.0, 2.0), strict=True))
@@ -96,7 +96,7 @@ def test_r_squared_is_that_of_the_seconds():
     assert LinkFit.of((1, 2), (1.0, 1.0)).r_squared == pytest.approx(1)
 
 
-def test_all_to_all_waits_for_the_busiest_link():
+def test_an_all_to_all_takes_as_long_as_its_busiest_link():
     topology = Topology.uniform(4, 2)
     tokens_DD = np.array([[9, 5, 1, 0], [0, 9, 0, 2], [0, 0, 9, 0], [0, 0, 0, 9]])
     assert pairs_traffic(tokens_DD, topology) == BusiestLinks(
@@ -107,7 +107,7 @@ def test_all_to_all_waits_for_the_busiest_link():
     assert cost_model.all_to_all_s(tokens_DD, 2, Topology.single_node(4), FAST) == 12.0  # device 0 sends 6
 
 
-def test_dispatch_tokens_are_those_of_the_placement():
+def test_dispatched_tokens_follow_the_placement():
     placement = ExpertPlacement(np.array([0]), np.array([[True, True, False]]))
     tokens_DD = cost_model.dispatch_tokens_DD(
         plan_dispatch("even", np.array([[3], [4], [6]]), placement, Topology.single_node(3)), 3
@@ -115,13 +115,13 @@ def test_dispatch_tokens_are_those_of_the_placement():
     assert tokens_DD.tolist() == [[3, 0, 0], [0, 4, 0], [3, 3, 0]]
 
 
-def test_expert_compute():
+def test_expert_compute_time_follows_from_tokens_and_flops():
     tokens_D = np.array([3, 7, 1])
     assert cost_model.expert_forward_s(tokens_D, 50.0, FAST) == 3.5
     assert cost_model.expert_backward_s(tokens_D, 50.0, FAST) == 7.0
 
 
-def test_transfer_time_is_the_busiest_links():
+def test_a_transfer_takes_as_long_as_its_busiest_link():
     topology = Topology.uniform(4, 2)
     placement = ExpertPlacement(np.array([0]), np.ones((1, 4), dtype=bool))
     star, tree = plain_transfer(placement), two_level_transfer(placement, topology)
@@ -133,12 +133,12 @@ def test_transfer_time_is_the_busiest_links():
     assert cost_model.transfer_s(owners, 3, topology, slow_start) == 0.0
 
 
-def test_overlap_degree_is_floored():
+def test_the_overlap_degree_is_rounded_down():
     assert cost_model.overlap_degree(0.002, 1e9, 600_000) == 3
     assert cost_model.overlap_degree(0.0, 1e9, 600_000) == 0
 
 
-def test_layer_time():
+def test_layer_time_adds_exchanges_compute_and_exposed_transfers():
     assert cost_model.exposed_s(5.0, 3.0) == 2.0
     assert cost_model.exposed_s(2.0, 3.0) == 0.0
     seconds = cost_model.layer_s(

@@ -22,7 +22,7 @@ def profile(intra_beta: float, inter_beta: float, non_moe_s: float = 0.5) -> Lay
         (0.0, 0.0, 2, 0),  # nothing measured
     ],
 )
-def test_the_slower_link_in_use_counts(
+def test_the_slowest_link_in_use_sets_the_bandwidth(
     intra_beta: float, inter_beta: float, num_nodes: int, wanted: int
 ) -> None:
     topology = Topology.uniform(4, num_nodes)

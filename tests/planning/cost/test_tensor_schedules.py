@@ -25,7 +25,7 @@ def sizes(schedule, layer):
     return [(found.kind, found.over, found.num_bytes) for found in collectives_of(schedule, layer)]
 
 
-def test_collectives_of_equation_1():
+def test_the_baseline_has_the_collectives_of_equation_1():
     assert sizes("baseline", LAYER) == [
         ("all_gather", "esp", 8000),
         ("all_to_all", "ep", 12000),
@@ -34,7 +34,7 @@ def test_collectives_of_equation_1():
     ]
 
 
-def test_collectives_of_equations_11_and_14():
+def test_s1_and_s2_have_the_collectives_of_equations_11_and_14():
     assert sizes("s1", LAYER) == [
         ("all_to_all", "ep_esp", 3000),
         ("all_to_all", "ep_esp", 3000),
@@ -47,7 +47,7 @@ def test_collectives_of_equations_11_and_14():
     ]
 
 
-def test_megatrons_order():
+def test_the_megatron_schedule_exchanges_in_two_steps():
     assert sizes("megatron", LAYER) == [
         ("all_to_all", "ep", 1500),
         ("all_gather", "esp", 3000),
@@ -57,19 +57,19 @@ def test_megatrons_order():
     ]
 
 
-def test_under_sequence_parallelism_nothing_is_gathered_in_the_end():
+def test_sequence_parallelism_needs_no_final_gather():
     assert sizes("s1", SPLIT) == sizes("s2", SPLIT) == sizes("s1", LAYER)[:2]
     assert sizes("megatron", SPLIT) == sizes("megatron", LAYER)[:-1]
     assert [size for *_, size in sizes("baseline", SPLIT)] == [2000, 3000, 3000, 3000]
 
 
-def test_only_the_baseline_computes_everything_again():
+def test_only_the_baseline_repeats_expert_compute():
     assert rows_of_device("baseline", LAYER) == 300
     assert rows_of_device("baseline", SPLIT) == 75
     assert {rows_of_device(schedule, LAYER) for schedule in ("s1", "s2", "megatron")} == {75}
 
 
-def test_seconds_are_alpha_and_beta_of_each():
+def test_seconds_are_the_sum_of_each_collectives_alpha_and_beta():
     costs = {
         ("all_to_all", "ep_esp"): LinkCost(1.0, 0.001),
         ("overlapped_all_to_all", "ep_esp"): LinkCost(0.5, 0.0005),
@@ -83,7 +83,7 @@ def test_seconds_are_alpha_and_beta_of_each():
     assert best_schedule({"s1": 1.0, "s2": 1.0}) == "s1", "Alg. 1, line 6"
 
 
-def test_groups_of_nobody_are_refused():
+def test_groups_without_devices_are_refused():
     with pytest.raises(ValueError, match="n_esp 0"):
         ScheduledLayer(num_tokens=1, hidden_size=1, num_rows=1, n_esp=0)
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from megatron_fssdp.planning.cost.transfer_split import TransferSplit, split_transfers
 
 
-def test_by_hand() -> None:
+def test_split_shares_equal_those_worked_out_by_hand() -> None:
     """10 s of weights: 6 s fit under attention, the other 4 of 5 s under the experts: 40 %.
 
     20 s of gradients have 12 s of attention behind them, and 8 of 10 s of experts: 40 % as well.
@@ -13,12 +13,12 @@ def test_by_hand() -> None:
     assert split_transfers(10.0, 20.0, non_expert_s=6.0, expert_s=5.0) == TransferSplit(0.4, 0.4)
 
 
-def test_what_fits_is_not_split() -> None:
+def test_transfers_that_fit_under_other_compute_are_not_split() -> None:
     assert split_transfers(6.0, 12.0, non_expert_s=6.0, expert_s=5.0) == TransferSplit()
     assert split_transfers(0.0, 0.0, non_expert_s=0.0, expert_s=0.0) == TransferSplit()
 
 
-def test_what_nothing_hides_stays_with_the_compute_between() -> None:
+def test_the_part_that_no_compute_hides_stays_with_the_other_compute() -> None:
     assert split_transfers(100.0, 0.0, non_expert_s=6.0, expert_s=5.0) == TransferSplit(0.05, 0.0)
 
 
@@ -28,7 +28,7 @@ def test_what_nothing_hides_stays_with_the_compute_between() -> None:
     non_expert_s=st.floats(0, 1e3),
     expert_s=st.floats(0, 1e3),
 )
-def test_no_more_is_exposed_than_eq_8_says(
+def test_the_exposed_time_equals_equation_8(
     gather_s: float, reduce_s: float, non_expert_s: float, expert_s: float
 ) -> None:
     """Pro-Prophet, Eq. 8: what is exposed is the transfer less both pieces of compute."""
@@ -41,6 +41,6 @@ def test_no_more_is_exposed_than_eq_8_says(
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
-def test_shares_are_shares(share: float) -> None:
+def test_shares_outside_0_to_1_are_refused(share: float) -> None:
     with pytest.raises(ValueError, match="wanted a share"):
         TransferSplit(gather=share)

@@ -33,7 +33,7 @@ def traffic(dispatch, topology):
 
 @examples(300)
 @given(placements(), SEEDS)
-def test_nothing_is_worse_than_under_even_dispatch(case, seed):
+def test_balanced_dispatch_is_never_worse_than_even_dispatch(case, seed):
     topology, placement = case
     counts_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts)
     even = EvenDispatch(counts_DE, placement, topology)
@@ -84,7 +84,7 @@ def lowest_possible(counts_DE, placement):
     return highest
 
 
-def test_an_overloaded_owner_leaves_the_others_tokens_to_the_replicas():
+def test_replicas_take_remote_tokens_of_an_overloaded_owner():
     # Devices 0 and 3 hold expert 0; device 0 also owns expert 1, which everybody uses.
     present_ED = np.zeros((2, 4), dtype=bool)
     present_ED[0, [0, 3]] = present_ED[1, 0] = True
@@ -98,7 +98,7 @@ def test_an_overloaded_owner_leaves_the_others_tokens_to_the_replicas():
     assert balanced.from_source(1).tolist() == [[0, 0, 0, 10], [20, 0, 0, 0]]
 
 
-def test_drifted_loads_are_nearer_to_balance():
+def test_balanced_dispatch_improves_drifted_loads():
     """Sixteen experts over eight devices: planned for one load, used under another."""
     topology = Topology.single_node(8)
     excess = {"even": [], "balanced": []}
@@ -116,7 +116,7 @@ def test_drifted_loads_are_nearer_to_balance():
     assert np.mean(excess["balanced"]) < 0.5 * np.mean(excess["even"])
 
 
-def test_owners_alone_leave_nothing_to_choose():
+def test_without_replicas_the_dispatch_is_even_dispatch():
     placement = ExpertPlacement.owners_only(np.array([0, 1]), 2)
     dispatch = plan_dispatch("balanced", np.ones((2, 2), int), placement, Topology.single_node(2))
     assert isinstance(dispatch, EvenDispatch)
@@ -124,7 +124,7 @@ def test_owners_alone_leave_nothing_to_choose():
 
 @examples(200)
 @given(st.data())
-def test_level_out_deals_everything_and_levels(data):
+def test_level_out_assigns_all_tokens_and_minimizes_the_highest_load(data):
     size = data.draw(st.integers(1, 6))
     loads = data.draw(st.lists(st.integers(0, 50), min_size=size, max_size=size))
     room = data.draw(st.lists(st.integers(0, 30), min_size=size, max_size=size))

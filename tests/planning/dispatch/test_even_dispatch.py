@@ -21,14 +21,14 @@ def held_by(num_devices, *holders_of_experts):
     return ExpertPlacement(np.array([holders[0] for holders in holders_of_experts]), present_ED)
 
 
-def test_a_holder_keeps_its_own_tokens():
+def test_a_device_with_the_expert_keeps_its_own_tokens():
     counts_DE = np.array([[7], [7], [7]])
     placement = held_by(3, (0, 1))
     row = EvenDispatch(counts_DE, placement, Topology.single_node(3)).from_source(1)
     assert row.tolist() == [[0, 7, 0]]
 
 
-def test_holders_in_the_sources_node_come_first():
+def test_tokens_prefer_devices_with_the_expert_in_their_node():
     topology = Topology.uniform(6, 2)
     placement = held_by(6, (0, 1, 3))
     counts_DE = np.full((6, 1), 10)
@@ -37,7 +37,7 @@ def test_holders_in_the_sources_node_come_first():
     assert EvenDispatch(counts_DE, placement, topology).cross_node_tokens() == 0
 
 
-def test_without_a_holder_in_the_node_all_holders_share():
+def test_without_the_expert_in_the_node_all_holders_share_the_tokens():
     topology = Topology.uniform(6, 3)
     placement = held_by(6, (0, 1, 2))
     counts_DE = np.full((6, 1), 9)
@@ -45,7 +45,7 @@ def test_without_a_holder_in_the_node_all_holders_share():
     assert EvenDispatch(counts_DE, placement, topology).cross_node_tokens() == 18  # devices 4 and 5
 
 
-def test_remainders_start_at_source_plus_expert():
+def test_remaining_tokens_start_at_holder_source_plus_expert():
     topology = Topology.single_node(5)
     placement = held_by(5, (0,), (1, 2, 4))
     counts_DE = np.full((5, 2), 5)  # 5 tokens over 3 holders: 1 each, 2 left
@@ -84,7 +84,7 @@ def test_rows_columns_and_loads_are_those_of_the_full_tensor(case, seed):
 
 @examples(150)
 @given(placements(), SEEDS)
-def test_large_groups_split_the_same_tokens(case, seed):
+def test_large_groups_dispatch_the_same_tokens_as_small_ones(case, seed):
     topology, placement = case
     counts_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts)
     with pytest.MonkeyPatch.context() as patch:
@@ -107,7 +107,7 @@ def test_expected_load_is_the_dispatch_without_rounding(case, seed):
     np.testing.assert_array_equal(expected_D, fortran)
 
 
-def test_a_new_topology_is_not_served_from_the_old_tables():
+def test_a_new_topology_does_not_reuse_cached_tables():
     counts_DE = np.full((4, 1), 6)
     placement = held_by(4, (0, 1, 2))
     one, two = Topology.single_node(4), Topology.uniform(4, 2)

@@ -46,7 +46,7 @@ def dealt(rng, amount, takers):
 
 @examples(200)
 @given(quota_cases())
-def test_rows_and_columns_are_of_one_tensor_and_serve_the_quotas(case):
+def test_rows_and_columns_belong_to_one_tensor_and_fill_the_quotas(case):
     topology, counts_DE, own_DE, near_DE, far_DE = case
     dispatch = QuotaDispatch(counts_DE, own_DE, near_DE, far_DE, topology)
     devices = range(topology.num_devices)
@@ -71,7 +71,7 @@ def test_rows_and_columns_are_of_one_tensor_and_serve_the_quotas(case):
     assert dispatch.cross_node_tokens() == full.sum(axis=1)[crossing_DD].sum()
 
 
-def test_the_first_tokens_of_a_node_stay_in_it():
+def test_quotas_are_filled_with_tokens_of_the_same_node_first():
     topology = Topology.uniform(4, 2)
     counts_DE = np.array([[4], [4], [4], [4]])
     own_DE = np.array([[4], [0], [4], [0]])

@@ -40,7 +40,7 @@ def test_bad_counts_say_what_was_wanted():
         history.latest_DE()
 
 
-def test_what_lies_before_a_jump_is_forgotten() -> None:
+def test_loads_before_a_jump_are_forgotten() -> None:
     """Two even iterations, then the load goes over to expert 1: the last two count."""
     history = LoadHistory(5, 2, 4)
     even, jumped = np.full((2, 4), 100), np.array([[0, 400, 0, 0], [10, 380, 10, 0]])
@@ -53,7 +53,7 @@ def test_what_lies_before_a_jump_is_forgotten() -> None:
     np.testing.assert_allclose(history.settled_mean_DE(), jumped + 2 / 3)
 
 
-def test_without_a_jump_all_of_the_window_counts() -> None:
+def test_without_a_jump_the_whole_window_counts() -> None:
     history = LoadHistory(3, 2, 4)
     rng = np.random.default_rng(0)
     for _ in range(5):

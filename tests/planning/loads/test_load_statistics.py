@@ -13,7 +13,7 @@ from megatron_fssdp.planning.loads.load_statistics import (
 LOADS = st.lists(st.integers(0, 1000), min_size=2, max_size=8)
 
 
-def test_by_hand() -> None:
+def test_load_statistics_equal_those_worked_out_by_hand() -> None:
     assert max_over_mean(np.array([6, 2, 4])) == 1.5
     assert max_over_mean(np.zeros(3)) == 1.0
     # A quarter of the pairs moved from the first expert to the last.
@@ -25,7 +25,7 @@ def test_by_hand() -> None:
 
 
 @given(load=LOADS, other=LOADS, factor=st.integers(1, 9))
-def test_similarity_is_a_share_and_knows_no_batch_size(
+def test_similarity_is_between_0_and_1_and_independent_of_the_batch_size(
     load: list[int], other: list[int], factor: int
 ) -> None:
     size = min(len(load), len(other))
@@ -38,7 +38,7 @@ def test_similarity_is_a_share_and_knows_no_batch_size(
         assert load_similarity(load_E, factor * load_E) == pytest.approx(1)
 
 
-def test_a_jump_is_more_than_drift() -> None:
+def test_a_jump_is_told_from_drift() -> None:
     before_E = np.array([400, 200, 200, 200])
     assert not has_jumped(before_E, before_E)
     assert not has_jumped(np.array([250, 300, 250, 200]), before_E)  # 15 % elsewhere
@@ -48,7 +48,7 @@ def test_a_jump_is_more_than_drift() -> None:
 
 
 @given(seed=st.integers(0, 10_000), total=st.integers(4, 3000), num_experts=st.integers(2, 64))
-def test_the_draw_of_tokens_is_no_jump(seed: int, total: int, num_experts: int) -> None:
+def test_sampling_noise_is_not_a_jump(seed: int, total: int, num_experts: int) -> None:
     """However few tokens there are: two draws from one distribution."""
     rng = np.random.default_rng(seed)
     share_E = rng.dirichlet(np.full(num_experts, 0.5))

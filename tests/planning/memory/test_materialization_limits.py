@@ -23,7 +23,7 @@ def capacity(
     return memory_capacity(free_bytes, **{**arguments, **changed})
 
 
-def test_by_hand():
+def test_slots_of_an_iteration_and_a_layer_pass_equal_those_worked_out_by_hand():
     # Three layers' parameters and one layer's gradients: 800 bytes a slot.
     assert capacity(799) == 0
     assert capacity(1600) == 2
@@ -38,7 +38,7 @@ def test_by_hand():
     assert capacity(0) == 0
 
 
-def test_slots_of_a_micro_batch_by_hand():
+def test_slots_of_a_micro_batch_equal_those_worked_out_by_hand():
     # No sums: as for an iteration of a single micro-batch.
     assert capacity(1600, ReplicaLife.MICRO_BATCH, 8) == 2
     # Two micro-batches in flight: twice the parameters, 1400 bytes a slot.
@@ -57,7 +57,7 @@ def test_slots_of_a_micro_batch_by_hand():
     st.integers(1, 3),
     st.floats(0, 0.9),
 )
-def test_it_fits_and_one_more_would_not(
+def test_the_memory_capacity_fits_and_one_more_slot_would_not(
     free_bytes,
     expert_elements,
     num_layers,

@@ -34,7 +34,7 @@ HALF = {
 }
 
 
-def test_half_precision_by_hand():
+def test_half_precision_bytes_equal_those_worked_out_by_hand():
     memory = expert_memory(**HALF)
     assert memory.slot_parameters_bytes == 6 * 200
     assert memory.slot_gradients_bytes == 6 * 400
@@ -64,7 +64,7 @@ def test_lasting_replicas_have_gradients_and_optimizer_states():
     assert expert_memory(**HALF).replica_optimizer_bytes == 0
 
 
-def test_full_precision_by_hand():
+def test_full_precision_bytes_equal_those_worked_out_by_hand():
     memory = expert_memory(**{**HALF, "dtype_bytes": 4, "optimizer": ExpertOptimizer()})
     assert memory.slot_parameters_bytes == memory.slot_gradients_bytes == 6 * 400
     assert memory.optimizer_bytes == 6 * 800
@@ -82,11 +82,11 @@ def test_full_precision_by_hand():
         (ExpertOptimizer(num_state_tensors=1, has_master_weights=True), 1, 8 * 10),
     ],
 )
-def test_optimizers(optimizer, ranks, wanted):
+def test_optimizer_state_bytes_follow_the_optimizer_and_its_sharding(optimizer, ranks, wanted):
     assert optimizer_state_bytes(10, optimizer, expert_data_parallel_size=ranks) == wanted
 
 
-def test_what_moves_with_an_owner():
+def test_bytes_that_move_with_an_owner_include_optimizer_states():
     """100 elements in bf16: 200 bytes, and 12 for each element that two copies may share."""
     half = ExpertOptimizer(has_master_weights=True)
     assert half.owned_bytes(100, 2, 2) == 200 + 1200
@@ -94,7 +94,7 @@ def test_what_moves_with_an_owner():
     assert ExpertOptimizer(num_state_tensors=0).owned_bytes(100, 4, 1) == 400
 
 
-def test_rematerialization_keeps_one_layer():
+def test_rematerialization_keeps_replicas_of_one_layer():
     memory = expert_memory(**{**HALF, "held": held(ReplicaLife.LAYER_PASS, 8)})
     assert memory.replica_parameters_bytes == 4 * 200
     assert memory.replica_gradients_bytes == 4 * 200
@@ -104,7 +104,7 @@ def test_rematerialization_keeps_one_layer():
     assert alone.packed_experts_bytes == 4 * 200
 
 
-def test_sums_over_micro_batches_are_kept_for_all_layers():
+def test_gradient_sums_over_micro_batches_are_kept_for_all_layers():
     memory = expert_memory(**{**HALF, "held": held(num_micro_batches=2)})
     assert memory.replica_parameters_bytes == 3 * 4 * 200
     assert memory.replica_gradients_bytes == 3 * 4 * 400 + 4 * 200
@@ -112,7 +112,7 @@ def test_sums_over_micro_batches_are_kept_for_all_layers():
     assert memory.reduction_buffers_bytes == 3 * (2 + 4) * 400 + 2 * 400  # they travel in fp32
 
 
-def test_gradients_of_a_micro_batchs_own_replicas_are_not_summed():
+def test_replicas_of_one_micro_batch_need_no_gradient_sums():
     """They go home with it, as those of an iteration's only micro-batch do."""
     memory = expert_memory(**{**HALF, "held": held(ReplicaLife.MICRO_BATCH, 8)})
     assert memory == expert_memory(**HALF)
@@ -133,7 +133,7 @@ def test_every_micro_batch_in_flight_has_replicas_of_its_own():
     assert expert_memory(**{**HALF, "held": iteration}).replica_parameters_bytes == 3 * 4 * 200
 
 
-def test_chunks_bound_the_reductions_buffers():
+def test_the_chunk_size_bounds_reduction_buffers():
     assert expert_memory(**HALF, chunk_bytes=50).reduction_buffers_bytes == 3 * 6 * 50 + 2 * 400
     assert expert_memory(**HALF, chunk_bytes=1000).reduction_buffers_bytes == 3 * 6 * 200 + 2 * 400
 
@@ -157,7 +157,7 @@ def test_chunks_bound_the_reductions_buffers():
         }
     )
 )
-def test_replicas_are_all_there_is_above_expert_parallelism(arguments):
+def test_only_replicas_take_memory_beyond_expert_parallelism(arguments):
     life, num_layers, num_stages, num_micro_batches = (
         arguments.pop(name) for name in ("life", "num_layers", "num_stages", "num_micro_batches")
     )
@@ -180,7 +180,7 @@ def test_replicas_are_all_there_is_above_expert_parallelism(arguments):
     assert released.replica_parameters_bytes == one_layer.replica_parameters_bytes
 
 
-def test_description():
+def test_the_description_lists_all_bytes():
     mebibyte = 2**20
     memory = ExpertMemory(100 * mebibyte, 200 * mebibyte, 900 * mebibyte, 3 * 2**29, 512, 0, 1536, 0)
     assert memory.describe() == (

@@ -26,7 +26,7 @@ from megatron_fssdp.planning.memory.pipeline_stage import PipelineStage
         ((0, 0), {"num_stages": 2}, 4, 0),
     ],
 )
-def test_by_hand(layers, place, num_micro_batches, wanted):
+def test_layers_in_flight_equal_those_worked_out_by_hand(layers, place, num_micro_batches, wanted):
     assert PipelineStage(layers, **place).layers_in_flight(num_micro_batches) == wanted
 
 
@@ -40,7 +40,7 @@ def stages(draw):
 
 
 @given(stages(), st.integers(1, 12))
-def test_bounds(stage, num_micro_batches):
+def test_layers_in_flight_keep_their_bounds(stage, num_micro_batches):
     most = stage.layers_in_flight(num_micro_batches)
     assert max(stage.layers_of_chunk) <= most <= num_micro_batches * stage.num_layers
     if len(stage.layers_of_chunk) == 1:

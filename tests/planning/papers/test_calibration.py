@@ -36,7 +36,7 @@ def calibrate(planned, counts_DE, topology, **changed):
     return calibrated_placement(planned, np.array(counts_DE), topology, **{**arguments, **changed})
 
 
-def test_a_layer_by_hand():
+def test_gains_of_a_layer_equal_those_worked_out_by_hand():
     # Both devices send their 10 tokens to expert 0 on device 0: all-to-alls 4 * 10 s, experts 3 * 20 s.
     # With a replica on device 1: no all-to-all, experts 3 * 10 s; 70 s less.
     planned = ExpertPlacement.owners_only(np.array([0, 1]), 2)
@@ -57,7 +57,7 @@ def test_a_layer_by_hand():
     assert calibrate(planned, counts_DE, topology, expert_bytes=69, reduce_hidden_under_s=67.0) is None
 
 
-def test_what_is_there_stays_and_takes_its_slot():
+def test_planned_replicas_stay_and_keep_their_slots():
     # Planned for expert 0, but the tokens go to expert 1.
     planned = ExpertPlacement.owners_only(np.array([0, 0]), 2).with_replicas([(0, 1)], slots=1)
     counts_DE, topology = [[0, 50], [0, 50]], Topology.single_node(2)
@@ -66,7 +66,7 @@ def test_what_is_there_stays_and_takes_its_slot():
     assert calibrate(planned, counts_DE, topology, slots=2, overlap_degree=0) is None
 
 
-def test_only_the_experts_that_pay():
+def test_only_experts_that_pay_for_their_transfer_are_added():
     # Device 1 sends 90 tokens to expert 0 and 4 to expert 1, both on device 0. A replica of expert 0
     # on device 1 takes 4 * 90 s off the all-to-alls and 3 * 4 s off the experts. One of expert 1
     # too takes off 4 * 4 s and adds 3 * 4 s: it may travel for less than 4 s.
@@ -80,7 +80,7 @@ def test_only_the_experts_that_pay():
     )
 
 
-def test_no_planning_where_nothing_can_pay():
+def test_the_planner_is_not_called_where_no_replica_can_pay():
     def planner(*_, **__):
         raise AssertionError("planned although nothing can pay")
 
@@ -137,7 +137,7 @@ def gain_s(planned, placement, counts_DE, topology, arguments):
 
 @examples(200)
 @given(calibrations())
-def test_within_the_limits_and_worth_it(case):
+def test_calibration_keeps_its_limits_and_always_gains(case):
     planned, counts_DE, topology, arguments = case
     overlap_degree, slots = arguments["overlap_degree"], arguments["slots"]
     got = calibrated_placement(planned, counts_DE, topology, **arguments)

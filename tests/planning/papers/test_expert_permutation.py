@@ -7,12 +7,12 @@ from megatron_fssdp.planning.papers.expert_permutation import check_exchangeable
 from megatron_fssdp.planning.placement.placement import even_owners
 
 
-def test_hot_experts_are_spread() -> None:
+def test_hot_experts_go_to_different_devices() -> None:
     """Loads 8, 7 | 2, 1: 8 stays, 7 goes to the other device, then 2, and 1 fills the first."""
     assert permuted_owners(even_owners(4, 2), np.array([8, 7, 2, 1]), 2).tolist() == [0, 1, 1, 0]
 
 
-def test_of_equal_devices_the_present_owner_is_taken() -> None:
+def test_among_equal_devices_the_present_owner_keeps_its_expert() -> None:
     owners = np.array([1, 0, 1, 0])
     assert permuted_owners(owners, np.array([5, 5, 1, 1]), 2).tolist() == owners.tolist()
 

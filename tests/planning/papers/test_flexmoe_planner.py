@@ -45,7 +45,7 @@ def plan(
     return scheduled_replicas(placement, of, slots=slots, threshold=threshold, most_steps=16)
 
 
-def test_prices_by_hand() -> None:
+def test_prices_equal_those_worked_out_by_hand() -> None:
     """3 passes of 40 pairs; with one more holder 28 (8, 10 of its own, 10 of the others).
 
     And 2 · 2 s for gradients, of which 2 · 1 s of backward compute hide half.
@@ -59,24 +59,24 @@ def test_prices_by_hand() -> None:
     assert of.saving_s(owners_only(), grown) == 10 * (120 - 86) - 20
 
 
-def test_the_hot_expert_expands() -> None:
+def test_the_hot_expert_gets_a_replica() -> None:
     found = plan(owners_only(), price(HOT))
     assert len(found.holders(1)) > 1
     assert all(len(found.holders(expert)) == 1 for expert in (0, 2, 3))
 
 
-def test_states_that_weigh_too_much_stay() -> None:
+def test_there_are_no_replicas_where_they_cost_too_much_or_have_no_slots() -> None:
     assert plan(owners_only(), price(HOT, owned_bytes=10**6)) == owners_only()
     assert plan(owners_only(), price(HOT, num_iterations=0)) == owners_only()
     assert plan(owners_only(), price(HOT), slots=0) == owners_only()
 
 
-def test_what_is_balanced_is_left_alone() -> None:
+def test_balanced_loads_change_nothing() -> None:
     before = owners_only().with_replicas([(2, 0)])
     assert plan(before, price(np.full((4, 4), 5)), threshold=1.5) == before
 
 
-def test_a_cold_replica_makes_room() -> None:
+def test_a_cold_experts_replica_is_removed_to_make_room() -> None:
     """Every slot is taken by replicas that nobody wants now."""
     before = owners_only().with_replicas([(3, 0), (3, 1), (3, 2), (2, 3)])
     found = plan(before, price(HOT), slots=1)
@@ -105,7 +105,7 @@ def test_replicas_migrate_to_fewer_nodes() -> None:
     num_iterations=st.integers(1, 50),
 )
 @examples(60)
-def test_never_dearer_than_doing_nothing(
+def test_a_plan_never_costs_more_than_doing_nothing(
     seed: int, slots: int, owned_bytes: int, num_iterations: int
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -125,6 +125,6 @@ def test_never_dearer_than_doing_nothing(
 
 
 @pytest.mark.parametrize("most_steps", [0, 1])
-def test_steps_are_bounded(most_steps: int) -> None:
+def test_the_number_of_steps_is_bounded(most_steps: int) -> None:
     found = scheduled_replicas(owners_only(), price(HOT), slots=2, threshold=1.0, most_steps=most_steps)
     assert found.num_replicas == most_steps

@@ -100,7 +100,7 @@ def test_memory_is_shared_by_the_layers():
     assert [sorted(new.slots_on(device, 0)) for device in (0, 1)] == [[0, 1, 2], [3]]
 
 
-def test_the_node_comes_before_the_device():
+def test_nodes_are_balanced_before_devices():
     # Devices 0, 1 and 2, 3. The 8 stays on device 0; the 5 goes to node 1, where its owner 2 is; the 4 too
     # (5 < 8), to device 3; node 0 has 8 of load against 9 for the last.
     owners = OwnerMap.even(1, 4, 4)
@@ -108,7 +108,7 @@ def test_the_node_comes_before_the_device():
     assert new.device_LE.tolist() == [[0, 3, 2, 1]]
 
 
-def test_nodes_of_different_sizes_share_by_device():
+def test_nodes_of_different_sizes_share_load_by_their_number_of_devices():
     # Node 0 is device 0, node 1 devices 1 and 2; two slots each. Ones: node 1 takes two for each of node 0.
     owners = OwnerMap.even(1, 6, 3)
     topology = Topology.from_labels("abb")
@@ -118,7 +118,7 @@ def test_nodes_of_different_sizes_share_by_device():
     assert layer_loads_LD(new, np.array([[6, 3, 3, 0, 0, 0]])).tolist() == [[6, 3, 3]]
 
 
-def test_a_shard_may_hold_any_number_of_experts():
+def test_a_device_can_own_any_number_of_experts_of_a_layer():
     # The 90 stays on device 1, so all three tens of its layer go to device 0, which has no slot
     # left but one for the other layer.
     owners = OwnerMap.even(2, 4, 2)
@@ -130,7 +130,7 @@ def test_a_shard_may_hold_any_number_of_experts():
 
 @examples(300)
 @given(cases())
-def test_equals_the_reference(case):
+def test_owners_equal_those_of_the_literal_algorithm(case):
     owners, load_LE, topology, overlap_degree = case
     new = heterogeneous_sharding(owners, load_LE, topology, overlap_degree=overlap_degree)
     assert new.device_LE.tolist() == reference(owners, load_LE, topology, overlap_degree).tolist()
@@ -149,7 +149,7 @@ def test_the_same_loads_again_move_nothing(case):
 
 @examples(100)
 @given(cases())
-def test_preferring_the_owner_costs_no_balance_on_one_node(case):
+def test_preferring_present_owners_costs_no_balance_on_one_node(case):
     owners, load_LE, _, overlap_degree = case
     topology = Topology.single_node(owners.num_devices)
     remaining = np.argsort(-load_LE, axis=1, kind="stable")[:, overlap_degree:]
@@ -162,7 +162,7 @@ def test_preferring_the_owner_costs_no_balance_on_one_node(case):
     assert np.sort(got, axis=1).tolist() == np.sort(wanted, axis=1).tolist()
 
 
-def test_remaining_load_is_better_balanced_than_evenly_sharded():
+def test_the_remaining_load_is_better_balanced_than_under_even_sharding():
     rng = np.random.default_rng(3)
     topology = Topology.uniform(8, 2)
     for _ in range(10):

@@ -24,7 +24,7 @@ MODEL = ProphetModel(
 )
 
 
-def test_equations_by_hand() -> None:
+def test_equations_give_the_seconds_worked_out_by_hand() -> None:
     received_D, computed_D = np.array([2, 1, 0]), np.array([5, 2, 2])
     assert MODEL.all_to_all_s(received_D) == 2  # Eq. 1
     assert MODEL.expert_s(computed_D) == 5  # Eq. 2
@@ -35,7 +35,7 @@ def test_equations_by_hand() -> None:
     assert overlapped.layer_s(received_D, computed_D, 1) == pytest.approx(4 * 2 + 3 * 5 + 11 + 22)
 
 
-def test_figure_6() -> None:
+def test_figure_6_of_fastermoe_is_balanced() -> None:
     """Expert 0 goes to device 1 only, which has inputs for it and then 4 in all; expert 1 to device 2."""
     planned = plan_layer(OWNERS, FIGURE_6, MODEL)
     assert [planned.placement.holders(expert) for expert in range(3)] == [(0, 1), (1, 2), (2,)]
@@ -45,7 +45,7 @@ def test_figure_6() -> None:
     assert once.seconds == pytest.approx(4 * 1 + 3 * 4 + 0.2 + 0.4)
 
 
-def test_the_best_prefix_is_kept_and_not_the_whole_way() -> None:
+def test_the_search_returns_its_best_step_and_not_its_last() -> None:
     dear = dataclasses.replace(MODEL, expert_bytes=30, gradient_bytes=30)
     planned = plan_layer(OWNERS, FIGURE_6, dear, balance=0.0)
     assert planned.placement.num_replicas == 0
@@ -74,7 +74,7 @@ def test_no_device_holds_more_than_its_slots() -> None:
     overlaps=st.booleans(),
     balance=st.sampled_from([0.0, 0.5, 2.0]),
 )
-def test_never_above_doing_nothing(
+def test_a_plan_never_takes_longer_than_doing_nothing(
     seed: int, num_left_out: int, expert_bytes: float, overlaps: bool, balance: float
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -98,7 +98,7 @@ def test_never_above_doing_nothing(
         assert planned.seconds == pytest.approx(layer_s(placement.present_ED))
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="num_left_out is 3 of 3 devices"):
         dataclasses.replace(MODEL, num_left_out=3)
     with pytest.raises(ValueError, match="balance is -1"):

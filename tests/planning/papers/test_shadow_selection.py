@@ -16,12 +16,12 @@ COSTS = ShadowingCosts(
 FIGURE_6 = np.array([[1, 4, 1], [1, 4, 1], [0, 5, 1]])
 
 
-def test_latencies_by_hand() -> None:
+def test_latencies_equal_those_worked_out_by_hand() -> None:
     assert COSTS.imbalanced_s(13) == 13 + 4 * 13  # Eq. 7
     assert COSTS.shadowed_s(1, 6) == 6 + 2 * 2  # Eq. 8
 
 
-def test_figure_6_shadows_the_popular_expert() -> None:
+def test_the_popular_expert_of_figure_6_is_shadowed() -> None:
     """Worker 1 has 13 tokens; with its expert everywhere the workers have 6, 4 and 8. No more is gained."""
     assert select_shadows(even_owners(3, 3), FIGURE_6, COSTS) == (1,)
 
@@ -33,7 +33,7 @@ def test_shadows_that_cost_more_than_they_save_are_not_taken() -> None:
 
 
 @given(seed=st.integers(0, 10_000), expert_bytes=st.integers(1, 500))
-def test_closed_forms_of_the_first_shadow(seed: int, expert_bytes: int) -> None:
+def test_the_first_shadow_follows_equations_9_and_10(seed: int, expert_bytes: int) -> None:
     """One expert a worker: taken if and only if Eq. 9 or Eq. 10 holds, in the units of their derivation."""
     rng = np.random.default_rng(seed)
     counts_DE = rng.multinomial(200, rng.dirichlet(np.full(4, 0.6)), size=4)
@@ -56,7 +56,7 @@ def test_closed_forms_of_the_first_shadow(seed: int, expert_bytes: int) -> None:
         assert taken == (first,)  # Eq. 9: tokens weigh more than the model
 
 
-def test_balanced_loads_are_left_alone_once_all_exchanges_count() -> None:
+def test_balanced_loads_get_no_shadows_when_remaining_exchanges_count() -> None:
     """Nothing gets lighter by one shadow of eight; Eq. 8 believes that all of the dispatch goes away."""
     counts_DE = np.full((4, 8), 10)
     costs = ShadowingCosts(1, 20, 20, 1, 3, 1)
@@ -64,7 +64,7 @@ def test_balanced_loads_are_left_alone_once_all_exchanges_count() -> None:
     assert select_shadows(even_owners(8, 4), counts_DE, costs, remaining_exchange=True) == ()
 
 
-def test_figure_6_with_all_exchanges() -> None:
+def test_figure_6_when_remaining_exchanges_count() -> None:
     """13 + 52 s without shadows; 8 + 4 + 4·3 = 24 s with expert 1, then 7 + 8 + 4·2 = 23, then 6 + 12."""
     assert select_shadows(even_owners(3, 3), FIGURE_6, COSTS, remaining_exchange=True) == (1, 2, 0)
 
@@ -75,7 +75,7 @@ def test_figure_6_with_all_exchanges() -> None:
     expert_bytes=st.integers(1, 2000),
     complete=st.booleans(),
 )
-def test_stops_exactly_where_the_latency_no_longer_falls(
+def test_the_search_stops_where_the_latency_no_longer_falls(
     seed: int, per_device: int, expert_bytes: int, complete: bool
 ) -> None:
     rng = np.random.default_rng(seed)

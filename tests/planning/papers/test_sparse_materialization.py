@@ -17,7 +17,7 @@ def holders(placement):
     return [placement.holders(expert) for expert in range(placement.num_experts)]
 
 
-def test_enough_memory_puts_the_top_experts_everywhere():
+def test_with_enough_memory_the_top_experts_go_to_all_devices():
     # t = 2 <= slots = 3: the two most loaded experts go to all four devices.
     placement = sparse_materialization(
         np.array([0, 1, 2, 3]), np.array([1, 9, 2, 8]), Topology.single_node(4), overlap_degree=2, slots=3
@@ -25,7 +25,7 @@ def test_enough_memory_puts_the_top_experts_everywhere():
     assert holders(placement) == [(0,), (0, 1, 2, 3), (2,), (0, 1, 2, 3)]
 
 
-def test_ties_of_load_go_to_the_lowest_expert():
+def test_equal_loads_prefer_the_lowest_expert():
     placement = sparse_materialization(
         np.array([0, 1]), np.array([5, 5]), Topology.single_node(2), overlap_degree=1, slots=1
     )
@@ -52,7 +52,7 @@ def test_scarce_slots_on_two_nodes_by_hand():
     assert holders(placement) == [(0, 1, 2, 3), (0, 3)]
 
 
-def test_a_node_without_the_expert_comes_before_a_freer_one():
+def test_nodes_without_the_expert_come_before_nodes_with_more_free_slots():
     # Nodes (0, 1, 2) and (3,): the single replica of expert 0 crosses to device 3 although
     # node 0 has three free slots.
     placement = sparse_materialization(
@@ -61,7 +61,7 @@ def test_a_node_without_the_expert_comes_before_a_freer_one():
     assert 3 in placement.holders(0)
 
 
-def test_what_cannot_be_placed_passes_on():
+def test_slots_that_one_expert_cannot_use_pass_to_the_next():
     # Device 1 owns experts 0 and 1 and only device 0 could take their replicas; its one slot goes
     # to expert 0, device 1's slot to expert 2.
     placement = sparse_materialization(
@@ -104,7 +104,7 @@ def test_unused_experts_get_no_replicas(slots):
         ([1.0, 1.0], 8, 0, [0, 0]),
     ],
 )
-def test_apportioning(loads, total, most, numbers):
+def test_replicas_are_apportioned_in_proportion_to_loads(loads, total, most, numbers):
     assert apportion_replicas(loads, total, most) == numbers
 
 
@@ -152,7 +152,7 @@ def literal_alg1(owner_E, load_E, topology, num_top, slots):
 
 @examples(200)
 @given(owned_layers(), SEEDS, st.integers(0, 11), st.integers(0, 4), st.sampled_from([0.0, 0.5, 2.0]))
-def test_equals_the_literal_algorithm(case, seed, overlap_degree, slots, sigma):
+def test_placements_equal_those_of_the_literal_algorithm(case, seed, overlap_degree, slots, sigma):
     topology, owner_E = case
     load_E = np.round(np.random.default_rng(seed).lognormal(1, sigma, owner_E.size))
     placement = sparse_materialization(owner_E, load_E, topology, overlap_degree=overlap_degree, slots=slots)

@@ -4,7 +4,7 @@ from megatron_fssdp.planning.placement.group_ring import GroupRing
 from megatron_fssdp.planning.placement.topology import Topology
 
 
-def test_figure_7_of_fastermoe() -> None:
+def test_the_steps_are_those_of_fastermoes_figure_7() -> None:
     """Three groups, seen from group 0: in step 1 it sends to group 2 and gets rows of group 1."""
     ring = GroupRing(rank=1, num_ranks=6, group_size=2)
     assert [list(ring.receivers(step)) for step in range(3)] == [[0, 1], [4, 5], [2, 3]]
@@ -13,7 +13,7 @@ def test_figure_7_of_fastermoe() -> None:
 
 @pytest.mark.parametrize("own_last", [False, True])
 @pytest.mark.parametrize("group_size", [1, 2, 3, 6])
-def test_what_one_sends_another_expects_in_the_same_step(group_size: int, own_last: bool) -> None:
+def test_each_send_has_a_receive_in_the_same_step(group_size: int, own_last: bool) -> None:
     rings = [GroupRing(rank, 6, group_size, own_last) for rank in range(6)]
     for ring in rings:
         assert ring.rank in ring.senders(ring.own_step)

@@ -21,7 +21,7 @@ def owner_maps(draw: st.DrawFn) -> tuple[OwnerMap, np.ndarray]:
     return even.with_owners(shuffled()), shuffled()
 
 
-def test_even_is_what_megatron_registers() -> None:
+def test_the_even_map_equals_megatrons_assignment() -> None:
     even = OwnerMap.even(num_layers=2, num_experts=4, num_devices=2)
     assert even.device_LE.tolist() == [[0, 0, 1, 1]] * 2
     assert even.slot_LE.tolist() == [[0, 1, 0, 1], [2, 3, 2, 3]]
@@ -49,7 +49,7 @@ def test_moves_lead_from_one_map_to_the_other(case: tuple[OwnerMap, np.ndarray])
 
 
 @given(owner_maps())
-def test_lists_give_the_map_back(case: tuple[OwnerMap, np.ndarray]) -> None:
+def test_a_map_survives_conversion_to_lists(case: tuple[OwnerMap, np.ndarray]) -> None:
     old, _ = case
     again = OwnerMap.from_lists(old.as_lists())
     assert np.array_equal(again.device_LE, old.device_LE)
@@ -65,7 +65,7 @@ def test_every_device_keeps_its_number_of_slots(case: tuple[OwnerMap, np.ndarray
         assert sorted(slots) == list(range(old.slots_per_device))
 
 
-def test_refuses_maps_that_lose_an_expert() -> None:
+def test_maps_without_some_expert_are_refused() -> None:
     even = OwnerMap.even(1, 4, 2)
     with pytest.raises(ValueError, match="used twice"):
         OwnerMap(even.device_LE, [[0, 0, 0, 1]], 2)

@@ -22,7 +22,7 @@ def test_views_of_a_placement(placement):
     assert placement.owned_per_device_D.tolist() == [2, 1, 1]
 
 
-def test_contents_are_copied_and_read_only():
+def test_arrays_are_copied_and_read_only():
     owner_E, present_ED = np.array([0, 1], dtype=np.int32), np.eye(2, dtype=bool)
     placement = ExpertPlacement(owner_E, present_ED)
     owner_E[0] = 1
@@ -51,13 +51,13 @@ def test_digest_is_stable_across_processes_and_releases():
     assert digest == "b6a4d7d854008faed0083eb73fb08b26"
 
 
-def test_owners_only():
+def test_an_owners_only_placement_has_no_replicas():
     placement = ExpertPlacement.owners_only(np.array([2, 0]), 3)
     assert placement.num_replicas == 0
     assert placement.holders(0) == (2,)
 
 
-def test_even_owners():
+def test_even_owners_are_contiguous():
     assert even_owners(6, 3).tolist() == [0, 0, 1, 1, 2, 2]
     with pytest.raises(ValueError, match="6 experts cannot be shared evenly by 4 devices"):
         even_owners(6, 4)

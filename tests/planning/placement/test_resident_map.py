@@ -25,7 +25,7 @@ def drawn(rng: np.random.Generator, owner_E: np.ndarray, num_devices: int, slots
     local=st.integers(1, 3),
     slots=st.integers(1, 4),
 )
-def test_copies_make_the_new_map_of_the_old_one(
+def test_copies_turn_the_old_map_into_the_new_one(
     seed: int, num_layers: int, num_devices: int, local: int, slots: int
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -68,6 +68,6 @@ def test_a_device_without_room_is_refused() -> None:
         ResidentMap.empty(1, 2, 1).holding([placement])
 
 
-def test_an_expert_twice_on_a_device_is_refused() -> None:
+def test_two_replicas_of_an_expert_on_one_device_are_refused() -> None:
     with pytest.raises(ValueError, match="wanted each once"):
         ResidentMap(np.array([[[2, 2]]]))

@@ -14,7 +14,7 @@ def test_uniform_nodes_are_contiguous_and_equal():
         topology.node_of_device_D[0] = 1
 
 
-def test_single_node():
+def test_a_single_node_has_all_devices():
     assert Topology.single_node(3) == Topology((0, 0, 0))
 
 
@@ -27,7 +27,7 @@ def test_labels_are_numbered_by_first_appearance():
 @pytest.mark.parametrize(
     "topology", [Topology.uniform(6, 1), Topology.uniform(6, 2), Topology.uniform(3, 3), Topology((0, 1, 0))]
 )
-def test_sum_over_nodes(topology):
+def test_values_are_summed_over_the_devices_of_each_node(topology):
     values_DE = np.random.default_rng(0).random((topology.num_devices, 4))
     for node, total_E in enumerate(topology.sum_over_nodes(values_DE)):
         np.testing.assert_allclose(total_E, values_DE[list(topology.devices_of_node(node))].sum(axis=0))

@@ -32,13 +32,13 @@ def placement():
     return ExpertPlacement(np.array([3, 0, 4]), present_ED)
 
 
-def test_plain_transfer_is_a_star(placement):
+def test_a_plain_transfer_sends_everything_from_the_owner(placement):
     plan = plain_transfer(placement)
     assert hops(plan) == [(0, 3, 0, 0), (0, 3, 1, 0), (0, 3, 2, 0), (0, 3, 5, 0), (1, 0, 1, 0)]
     assert plan.max_depth == 0
 
 
-def test_two_level_transfer_by_hand(placement):
+def test_a_two_level_transfer_equals_the_one_worked_out_by_hand(placement):
     # Expert 0: leaders 3 -> 5 (node 2) -> 1 (node 0, cyclically next; 0 owns expert 1 already);
     # 3 -> 2 and 1 -> 0 inside.
     topology = Topology.uniform(6, 3)
@@ -70,7 +70,7 @@ def test_inside_a_node_holders_form_a_binary_tree():
 
 
 @pytest.mark.parametrize("num_experts", [2, 7, 16, 21])
-def test_leaders_spread_over_a_node(num_experts):
+def test_leaders_of_different_experts_are_different_devices_of_a_node(num_experts):
     # Every expert everywhere, all owned by device 0: the other three nodes have one leader an expert.
     placement = ExpertPlacement(np.zeros(num_experts, dtype=int), np.ones((num_experts, 16), dtype=bool))
     topology = Topology.uniform(16, 4)
@@ -86,7 +86,7 @@ def test_leaders_spread_over_a_node(num_experts):
         assert max(in_node) - min(in_node) <= 1
 
 
-def test_owners_only_moves_nothing():
+def test_an_owners_only_placement_moves_nothing():
     placement = ExpertPlacement.owners_only(np.array([0, 1]), 2)
     plan = two_level_transfer(placement, Topology.single_node(2))
     assert plan.edges == ()
@@ -169,7 +169,7 @@ def test_a_plan_for_another_placement_is_refused(placement):
         two_level_transfer(placement, Topology.single_node(2))
 
 
-def test_additional_transfer_by_hand():
+def test_an_additional_transfer_equals_the_one_worked_out_by_hand():
     # Nodes (0, 1, 2), (3, 4, 5), (6, 7, 8). Expert 0, owner 0, is on 0, 1 and 3, and comes to all.
     present_ED = np.zeros((1, 9), dtype=bool)
     present_ED[0, [0, 1, 3]] = True
@@ -188,7 +188,7 @@ def test_additional_transfer_by_hand():
     plan.check_extends(planned, calibrated)
 
 
-def test_additional_chains_start_in_several_nodes():
+def test_an_additional_transfer_starts_from_all_nodes_that_have_the_expert():
     # Four nodes of one device; expert 0 is on 0 and 1, expert 1 on 1 and 2.
     planned = ExpertPlacement(np.array([0, 1]), np.array([[1, 1, 0, 0], [0, 1, 1, 0]], dtype=bool))
     calibrated = planned.with_replicas([(0, 2), (0, 3), (1, 3)])
@@ -209,7 +209,7 @@ def extended_placements(draw):
 
 @examples(200)
 @given(extended_placements())
-def test_additional_transfer_completes_the_placement(case):
+def test_an_additional_transfer_completes_the_placement(case):
     topology, planned, calibrated = case
     plan = additional_transfer(planned, calibrated, topology)
     plan.check_extends(planned, calibrated)
@@ -239,7 +239,7 @@ def test_additional_transfer_completes_the_placement(case):
 
 @examples(100)
 @given(placements())
-def test_from_the_owners_alone_it_moves_what_a_two_level_transfer_moves(case):
+def test_an_additional_transfer_from_owners_alone_moves_as_much_as_a_two_level_one(case):
     topology, placement = case
     owners_only = ExpertPlacement.owners_only(placement.owner_E, placement.num_devices)
     plan = additional_transfer(owners_only, placement, topology)
@@ -272,7 +272,7 @@ def test_additions_that_do_not_fit_are_refused(placement):
         TransferPlan(6, (edge(0, 0, 1, 0),), frozenset({(0, 0), (0, 1)}))
 
 
-def test_those_that_have_experts_take_turns_to_send_them():
+def test_devices_with_the_experts_take_turns_as_senders():
     # Six experts on devices 0 and 1 of one node come to device 2, too.
     owners_only = ExpertPlacement.owners_only(np.zeros(6, dtype=int), 3)
     planned = owners_only.with_replicas([(expert, 1) for expert in range(6)])

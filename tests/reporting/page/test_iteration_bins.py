@@ -6,7 +6,7 @@ from megatron_fssdp.reporting.page.iteration_bins import IterationBins
 
 
 @given(st.integers(1, 400), st.integers(1, 60), st.integers(0, 1000))
-def test_bins_are_no_more_than_there_is_room_for_and_keep_the_mean(count: int, most: int, start: int) -> None:
+def test_bins_fit_the_available_room_and_keep_the_mean(count: int, most: int, start: int) -> None:
     bins = IterationBins(np.arange(start, start + count), most)
     values = np.random.default_rng(count).random((count, 2))
     means, peaks = bins.mean(values), bins.peak(values)
@@ -20,7 +20,7 @@ def test_bins_are_no_more_than_there_is_room_for_and_keep_the_mean(count: int, m
     assert bool(bins.describe()) == (count > most)
 
 
-def test_what_is_not_known_is_left_out_of_the_mean() -> None:
+def test_unknown_values_are_left_out_of_the_mean() -> None:
     bins = IterationBins(np.arange(4), 2)
     assert bins.mean(np.array([1.0, np.nan, 3.0, 5.0])).tolist() == [1.0, 4.0]
     assert np.isnan(bins.mean(np.array([np.nan, np.nan, 3.0, 5.0]))[0])

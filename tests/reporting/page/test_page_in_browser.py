@@ -70,7 +70,7 @@ def test_every_figure_is_drawn_and_the_console_is_silent(tmp_path: Path) -> None
     assert f" {tokens_D.max() / tokens_D.mean():.2f} × mean" in words[1]
 
 
-def test_a_script_that_fails_is_noticed(tmp_path: Path) -> None:
+def test_a_failing_script_is_detected(tmp_path: Path) -> None:
     (tmp_path / "bad.html").write_text("<!doctype html><script>nowhere()</script>")
     _, console = opened(tmp_path / "bad.html", tmp_path)
     assert len(console) == 1

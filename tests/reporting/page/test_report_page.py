@@ -44,7 +44,7 @@ def page(folder: Path) -> PageParts:
     return page_of(folder)
 
 
-def test_all_sections_are_there_and_nothing_is_fetched(page: PageParts) -> None:
+def test_the_page_has_all_sections_and_loads_nothing_from_elsewhere(page: PageParts) -> None:
     assert page.anchors == SECTIONS
     assert set(page.addresses) == {"data:,", *(f"#{anchor}" for anchor in SECTIONS)}
     assert not re.search(r"url\(|@import", "".join(page.styles))
@@ -52,7 +52,7 @@ def test_all_sections_are_there_and_nothing_is_fetched(page: PageParts) -> None:
     assert "--cluster" in page.texts["what-if"]
 
 
-def test_losses_and_loads_are_those_of_the_records(page: PageParts, folder: Path) -> None:
+def test_losses_and_loads_equal_the_records(page: PageParts, folder: Path) -> None:
     metrics = read_metrics(folder)
     loss = page.figures["loss"]["data"][0]
     np.testing.assert_array_equal(unpacked(loss["x"]), [1, 2, 3, 4, 5])
@@ -68,7 +68,7 @@ def test_losses_and_loads_are_those_of_the_records(page: PageParts, folder: Path
     np.testing.assert_allclose(unpacked(strips[1]["z"]), after_IL.T, rtol=1e-6)
 
 
-def test_heat_maps_of_experts_are_the_router_s_counts(page: PageParts, folder: Path) -> None:
+def test_heat_maps_of_experts_show_the_router_counts(page: PageParts, folder: Path) -> None:
     tokens_ILE = read_loads(folder).counts_ILDE.sum(axis=2)
     maps = page.figures["expert-load-0"]["data"]
     assert len(maps) == 2
@@ -77,7 +77,7 @@ def test_heat_maps_of_experts_are_the_router_s_counts(page: PageParts, folder: P
         np.testing.assert_allclose(unpacked(trace["z"]), tokens_EI / tokens_EI.mean(axis=0), rtol=1e-5)
 
 
-def test_replicas_memory_and_figures_are_those_of_the_records(page: PageParts, folder: Path) -> None:
+def test_replicas_memory_and_figures_equal_the_records(page: PageParts, folder: Path) -> None:
     metrics = read_metrics(folder)
     replicas, gathered, *_ = page.figures["replicas"]["data"]
     wanted = [sum(layer.num_replicas for layer in entry.layers) for entry in metrics]
@@ -91,7 +91,7 @@ def test_replicas_memory_and_figures_are_those_of_the_records(page: PageParts, f
     assert f"{metrics[-1].lm_loss:.4f}" in page.texts["figures"]
 
 
-def test_the_viewer_s_bits_are_the_placements(page: PageParts, folder: Path) -> None:
+def test_the_viewer_shows_the_recorded_placements(page: PageParts, folder: Path) -> None:
     placements, loads = read_placements(folder), read_loads(folder)
     (shown,) = page.placements
     assert (shown["iterations"], shown["layers"]) == ([1, 2, 3, 4, 5], [1, 2])
@@ -143,7 +143,7 @@ def test_runs_are_compared_with_the_first(tmp_path: Path) -> None:
     assert [run["name"] for run in page.placements] == ["ep", "fssdp", "again"]
 
 
-def test_choices_of_auto_are_shown_by_layer(tmp_path: Path) -> None:
+def test_selections_of_auto_are_shown_by_layer(tmp_path: Path) -> None:
     names = [["ep", "ep"], ["fssdp", "ep"], ["fssdp", "mine"]]
     with MetricsWriter(tmp_path / "run") as writer:
         for i, row in enumerate(names, start=1):
@@ -169,7 +169,7 @@ def test_a_run_of_one_iteration_has_a_page(tmp_path: Path) -> None:
     assert page.figures["loss"]["data"][0]["mode"] == "lines+markers"
 
 
-def test_long_runs_stay_small(tmp_path: Path) -> None:
+def test_pages_of_long_runs_stay_small(tmp_path: Path) -> None:
     sizes = {"num_iterations": 900, "num_layers": 3, "num_experts": 64, "num_devices": 16}
     runs = read_reported_runs([write_made_run(tmp_path / "long", **sizes)])
     html = page_html(runs, page_sections(runs))
@@ -184,7 +184,7 @@ def test_long_runs_stay_small(tmp_path: Path) -> None:
     assert len(shown["iterations"]) <= 200
 
 
-def test_what_was_not_recorded_is_said(tmp_path: Path) -> None:
+def test_the_page_says_what_was_not_recorded(tmp_path: Path) -> None:
     stock = tmp_path / "none"
     with MetricsWriter(stock) as writer:
         writer.append(IterationMetrics(1, 2.0, None, 1.0, 10.0))
@@ -202,7 +202,7 @@ def test_what_was_not_recorded_is_said(tmp_path: Path) -> None:
     assert "device-load-ranked" not in page.figures
 
 
-def test_damaged_records_are_one_line(tmp_path: Path) -> None:
+def test_damaged_records_give_one_line(tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "loads.npz", "placements.npz"):
         folder = write_made_run(tmp_path / name)
         octets = (folder / name).read_bytes()
@@ -212,7 +212,7 @@ def test_damaged_records_are_one_line(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
+def test_names_are_escaped_in_the_page(tmp_path: Path) -> None:
     folder = write_made_run(tmp_path / "<b>&'\"")
     (folder / "config.yaml").write_text("strategy: {name: '</script><script>alert(1)</script>'}\n")
     page = page_of(folder, write_made_run(tmp_path / "ep", "ep"))
@@ -220,7 +220,7 @@ def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
     assert page.placements[0]["name"] == "</script><script>alert(1)</script>"
 
 
-def test_a_page_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_is_written_completely_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "new" / "report.html"
     write_page(target, "first")
     assert target.read_text() == "first"

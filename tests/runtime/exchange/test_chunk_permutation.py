@@ -17,7 +17,7 @@ def chunked_rows(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 
 @given(chunked_rows())
 @examples(60)
-def test_brings_chunks_into_the_wanted_order(case: tuple[np.ndarray, np.ndarray]) -> None:
+def test_the_permutation_brings_chunks_into_the_wanted_order(case: tuple[np.ndarray, np.ndarray]) -> None:
     sizes, order = case
     rows = torch.arange(int(sizes.sum()))
     chunks = torch.split(rows, sizes.tolist())
@@ -29,7 +29,7 @@ def test_brings_chunks_into_the_wanted_order(case: tuple[np.ndarray, np.ndarray]
 
 @given(chunked_rows())
 @examples(60)
-def test_the_inverse_order_undoes_it(case: tuple[np.ndarray, np.ndarray]) -> None:
+def test_the_inverse_permutation_restores_the_order(case: tuple[np.ndarray, np.ndarray]) -> None:
     sizes, order = case
     rows = torch.randn(int(sizes.sum()), 2)
     there = select(rows, chunk_permutation(sizes, order, CPU))
@@ -39,6 +39,6 @@ def test_the_inverse_order_undoes_it(case: tuple[np.ndarray, np.ndarray]) -> Non
 
 @given(st.integers(1, 5), st.integers(0, 5))
 @examples(60)
-def test_transposed_order(rows: int, columns: int) -> None:
+def test_the_transposed_order_swaps_rows_and_columns(rows: int, columns: int) -> None:
     grid = [(row, column) for row in range(rows) for column in range(columns)]
     assert [grid[i] for i in transposed_order(rows, columns)] == sorted(grid, key=lambda cell: cell[::-1])

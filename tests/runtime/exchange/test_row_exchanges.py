@@ -164,7 +164,7 @@ def _as_modelled(journal: Journal) -> list[tuple[str, float]]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_collectives_are_those_of_the_model(schedule: Schedule) -> None:
+def test_the_collectives_equal_those_of_the_cost_model(schedule: Schedule) -> None:
     wanted = [(found.kind, found.num_bytes) for found in collectives_of(schedule, LAYER)]
     # ESP-Split's backward is a gather, ESP-AllReduce's is nothing, ESP-AllGather's a scatter.
     transposed = [size for kind, size in wanted if kind != "all_reduce"]

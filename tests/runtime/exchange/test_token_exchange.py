@@ -18,7 +18,7 @@ from tests.drawn_examples import examples
 
 @given(st.lists(st.booleans(), max_size=30))
 @examples(60)
-def test_true_positions(mask: list[bool]) -> None:
+def test_true_positions_are_the_indices_of_true_values(mask: list[bool]) -> None:
     got = true_positions(torch.tensor(mask, dtype=torch.bool), sum(mask))
     assert got.tolist() == [i for i, value in enumerate(mask) if value]
 
@@ -30,7 +30,7 @@ def test_true_positions(mask: list[bool]) -> None:
     st.sampled_from(get_args(DispatchPolicy)),
 )
 @examples(120)
-def test_every_assignment_is_computed_once_where_its_expert_is(
+def test_every_assignment_is_computed_once_on_a_device_with_its_expert(
     seed: int, num_devices: int, num_experts: int, policy: DispatchPolicy
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -70,7 +70,7 @@ def test_every_assignment_is_computed_once_where_its_expert_is(
 
 
 @pytest.mark.gpu
-def test_an_exchange_is_planned_without_the_host_waiting_for_the_device() -> None:
+def test_planning_an_exchange_never_makes_the_host_wait_for_the_device() -> None:
     rng = np.random.default_rng(1)
     placement = random_placement(rng, 8, 4)
     routing_map = torch.from_numpy(rng.random((64, 8)) < 0.3)

@@ -8,7 +8,7 @@ from megatron_fssdp.runtime.exchange.topology_aware_gate import choose_experts
 NEAR = torch.tensor([True, True, False, False])
 
 
-def test_by_hand() -> None:
+def test_choices_equal_those_worked_out_by_hand() -> None:
     """Tokens 0 to 2 want expert 2 or 3, which are far; one may go, the one that fits best."""
     fit_TE = torch.tensor(
         [
@@ -23,12 +23,12 @@ def test_by_hand() -> None:
     assert choose_experts(fit_TE, 2, NEAR, 1).tolist() == [[1, 2], [3, 0], [0, 1], [0, 1]]
 
 
-def test_all_may_leave_is_the_plain_choice() -> None:
+def test_without_a_limit_on_leaving_tokens_the_choice_is_plain_top_k() -> None:
     fit_TE = torch.rand(50, 4, generator=torch.Generator().manual_seed(0))
     assert torch.equal(choose_experts(fit_TE, 2, NEAR, 50), fit_TE.topk(2, dim=1).indices)
 
 
-def test_ties_go_to_the_lowest() -> None:
+def test_equal_scores_prefer_the_lowest_expert() -> None:
     fit_TE = torch.tensor([[0.0, 0.0, 1.0, 1.0]]).repeat(3, 1)
     assert choose_experts(fit_TE, 1, NEAR, 2).tolist() == [[2], [2], [0]]
 
@@ -39,7 +39,7 @@ def test_ties_go_to_the_lowest() -> None:
     most_leaving=st.integers(0, 40),
     few_values=st.booleans(),
 )
-def test_exactly_as_many_leave_as_may_and_no_expert_is_chosen_twice(
+def test_the_allowed_number_of_tokens_leaves_and_no_expert_is_chosen_twice(
     seed: int, num_choices: int, most_leaving: int, few_values: bool
 ) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -64,7 +64,7 @@ ALONE = [
 
 
 @pytest.mark.parametrize(("world_size", "cases"), [(4, CASES), (1, ALONE)], ids=["four-ranks", "one-rank"])
-def test_equals_the_reference_and_does_not_hang(world_size: int, cases: list[LayerCase]) -> None:
+def test_the_layer_equals_the_reference_and_does_not_hang(world_size: int, cases: list[LayerCase]) -> None:
     results = run_ranks(compare_with_reference, world_size, cases, timeout_s=60)
     for case in cases:
         limit = 3e-2 if case.dtype is torch.bfloat16 else 1e-10

@@ -122,7 +122,7 @@ def results_of(world_size: int, case: LayerCase) -> list[CaseResult]:
         for case in cases
     ],
 )
-def test_equals_the_reference(world_size: int, case: LayerCase) -> None:
+def test_the_executor_equals_the_reference(world_size: int, case: LayerCase) -> None:
     quantities = {"output"}
     for rank, result in enumerate(results_of(world_size, case)):
         quantities |= set(result.errors)
@@ -133,7 +133,7 @@ def test_equals_the_reference(world_size: int, case: LayerCase) -> None:
 
 
 @pytest.mark.parametrize("case", CASES_4, ids=lambda case: case.name)
-def test_placements_are_what_the_case_is_about(case: LayerCase) -> None:
+def test_every_case_has_the_replicas_that_it_is_meant_to_test(case: LayerCase) -> None:
     results = results_of(4, case)
     for result in results:
         assert result.digests == results[0].digests

@@ -149,7 +149,7 @@ CASES = [
 
 @pytest.mark.parametrize("schedule", ["megatron", "s1", "baseline"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_shared_experts_equal_whole_ones(case: LayerCase, schedule: Schedule) -> None:
+def test_experts_split_over_devices_equal_whole_ones(case: LayerCase, schedule: Schedule) -> None:
     results = run_ranks(compare, 4, case, schedule)
     for found in results:
         assert found.error <= TOLERANCE

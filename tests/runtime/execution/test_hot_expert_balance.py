@@ -46,7 +46,7 @@ def run_hot(rank: int, world_size: int, cases: list[tuple[str, dict, int, int]])
     return found
 
 
-def test_replicas_level_the_device_loads() -> None:
+def test_replicas_balance_the_device_loads() -> None:
     window = {"window": WINDOW}
     cases: list[tuple[str, dict, int, int]] = [("ep", {}, 1, hot) for hot in (0, 5)]
     cases += [

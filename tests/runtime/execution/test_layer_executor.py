@@ -133,7 +133,7 @@ def main_grads_take_the_sums(rank: int, world_size: int) -> None:
             assert (main_grad - 2 - wanted).abs().max() <= tolerance * max(1.0, wanted.abs().max().item())
 
 
-def test_main_grads_take_the_sums_where_there_are_any() -> None:
+def test_gradients_are_added_to_main_grad_where_parameters_have_one() -> None:
     run_ranks(main_grads_take_the_sums, 2)
 
 
@@ -258,7 +258,7 @@ def test_a_plan_is_frozen_within_an_iteration_and_replaced_in_the_next() -> None
     run_ranks(plans_last_an_iteration, 4, timeout_s=30)
 
 
-def test_without_a_known_loop_each_backward_pass_ends_an_iteration() -> None:
+def test_without_a_training_loop_each_backward_pass_ends_an_iteration() -> None:
     run_ranks(plans_last_until_a_backward_pass, 2, timeout_s=30)
 
 
@@ -306,7 +306,7 @@ def loads_and_exchanges(
     return found
 
 
-def test_recorded_loads_are_what_the_devices_did() -> None:
+def test_recorded_loads_equal_the_work_of_the_devices() -> None:
     cases = [
         replace(RANDOM, name=f"load-{i}", num_nodes=num_nodes, owners=owners, placement=placement)
         for i, (num_nodes, owners, placement) in enumerate(
@@ -396,5 +396,5 @@ def two_layers(rank: int, world_size: int) -> None:
         assert bool(load.device_D.any()) == (rank == 0), "one device of a group works the loads out"
 
 
-def test_layers_of_one_runtime_keep_their_loads_apart() -> None:
+def test_layers_of_one_runtime_record_their_loads_separately() -> None:
     run_ranks(two_layers, 2)

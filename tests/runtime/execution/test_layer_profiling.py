@@ -94,7 +94,7 @@ def test_all_ranks_and_layers_get_the_same_profile(life: ReplicaLife) -> None:
     assert one.memory_capacity == SLOTS[life]
 
 
-def test_ranks_without_rows_leave_the_throughput_to_the_others() -> None:
+def test_ranks_without_rows_do_not_count_in_the_throughput() -> None:
     (first, _), *_ = run_ranks(profile, 2, (0, 400), held(ReplicaLife.ITERATION))[0]
     assert first is not None
     assert first.cluster.expert_flops_per_s == pytest.approx(2.0 * EXPERT_ELEMENTS * 400 / 0.5)

@@ -27,7 +27,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_compute_before_is_a_median_and_experts_are_a_sum(clock: Clock) -> None:
+def test_non_expert_time_is_a_median_and_expert_time_is_a_sum(clock: Clock) -> None:
     watch = LayerStopwatch()
     for before_s in (0.25, 8.0, 0.5):  # the long one is out of the ordinary
         watch.layer_begins(CPU)
@@ -42,14 +42,14 @@ def test_compute_before_is_a_median_and_experts_are_a_sum(clock: Clock) -> None:
     assert watch.num_rows == 15
 
 
-def test_a_stopwatch_that_saw_nothing_knows_no_times() -> None:
+def test_a_stopwatch_without_passes_has_no_times() -> None:
     watch = LayerStopwatch()
     assert (watch.before_s(), watch.experts_s(), watch.num_rows) == (0.0, 0.0, 0)
     watch.tokens_ready()  # a layer whose begin nobody marks
     assert watch.before_s() == 0.0
 
 
-def test_a_begin_counts_once(clock: Clock) -> None:
+def test_repeated_begins_count_once(clock: Clock) -> None:
     watch = LayerStopwatch()
     watch.layer_begins(CPU)
     clock.passes(0.5)
@@ -59,7 +59,7 @@ def test_a_begin_counts_once(clock: Clock) -> None:
     assert watch.before_s() == 0.5
 
 
-def test_real_time_passes() -> None:
+def test_real_compute_is_timed() -> None:
     watch = LayerStopwatch()
     watch.layer_begins(CPU)
     time.sleep(0.01)
@@ -94,7 +94,7 @@ def test_a_recomputed_pass_is_not_counted(use_reentrant: bool, clock: Clock) -> 
 
 
 @pytest.mark.gpu
-def test_kernels_are_timed_where_they_run() -> None:
+def test_gpu_kernels_are_timed_on_the_device() -> None:
     device = torch.device("cuda")
     x = torch.randn(4096, 4096, device=device)
     torch.mm(x, x)

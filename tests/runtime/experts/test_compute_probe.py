@@ -32,11 +32,11 @@ def counted(monkeypatch):
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_expert_flops_are_counted(counted, gated):
+def test_expert_flops_equal_the_formula(counted, gated):
     assert expert_flops_per_s(replace(SHAPE, gated=gated), CPU, 1) == pytest.approx(1.0)
 
 
-def test_attention_flops_are_counted(monkeypatch):
+def test_attention_flops_equal_the_formula(monkeypatch):
     """The backward of fused attention computes the scores again, which is not useful work: forward only."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -50,13 +50,13 @@ def test_attention_flops_are_counted(monkeypatch):
     assert PASSES * SHAPE.attention_flops == 3 * 16 * (4 * 2 * 32 * 32 + 2 * 2 * 8 * 32)
 
 
-def test_bf16_runs_and_is_timed():
+def test_the_probe_times_bf16_compute():
     shape = replace(SHAPE, dtype=torch.bfloat16)
     assert expert_flops_per_s(shape, CPU, 2) > 0
     assert attention_flops_per_s(shape, CPU, 2) > 0
 
 
-def test_ranks_share_the_machines_memory():
+def test_ranks_share_the_memory_of_their_machine():
     whole = device_memory_bytes(CPU, 1)
     assert whole > 1 << 28
     assert device_memory_bytes(CPU, 4) == whole // 4

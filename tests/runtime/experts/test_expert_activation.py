@@ -10,7 +10,7 @@ F = 6
 @pytest.mark.parametrize("name", RUNTIME)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("num_tokens", [0, 1, 9])
-def test_equals_the_formula(name: str, bias: bool, num_tokens: int) -> None:
+def test_every_activation_equals_its_formula(name: str, bias: bool, num_tokens: int) -> None:
     generator = torch.Generator().manual_seed(3)
     width, function = REFERENCE[name]
     x = torch.randn(num_tokens, width * F, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -30,7 +30,7 @@ def test_equals_the_formula(name: str, bias: bool, num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("name", RUNTIME)
-def test_the_clamp_and_the_gate_are_exercised(name: str) -> None:
+def test_activations_differ_on_the_tested_inputs(name: str) -> None:
     """Each activation differs from every other one on the inputs above."""
     x = torch.randn(9, 2 * F, generator=torch.Generator().manual_seed(3))
     probs = torch.ones(9)
@@ -41,7 +41,7 @@ def test_the_clamp_and_the_gate_are_exercised(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RUNTIME)
-def test_half_precision_stays_half_under_fp32_probabilities(name: str) -> None:
+def test_half_precision_outputs_stay_half_with_fp32_probabilities(name: str) -> None:
     x = torch.randn(3, REFERENCE[name][0] * F, dtype=torch.bfloat16)
     probs = torch.tensor([0.1, 1.0, 0.7])
     got = RUNTIME[name](x, None, probs)

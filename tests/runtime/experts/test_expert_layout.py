@@ -23,7 +23,7 @@ def test_unpacking_a_packed_expert_gives_it_back(shapes: list[tuple[int, ...]], 
     assert all(torch.equal(*pair) for pair in zip(unpacked, tensors, strict=True))
 
 
-def test_packing_copies_and_unpacking_does_not() -> None:
+def test_packing_copies_and_unpacking_returns_views() -> None:
     weight = torch.arange(6.0).reshape(2, 3)
     transposed = weight.T
     layout = ExpertLayout.of([transposed])
@@ -52,7 +52,7 @@ def test_layouts_are_equal_where_shapes_and_dtype_are() -> None:
     assert layout != ExpertLayout.of([torch.zeros(2, 3).double(), torch.zeros(3, 2).double()])
 
 
-def test_refuses_what_one_chunk_cannot_carry() -> None:
+def test_tensors_that_do_not_fit_one_chunk_are_refused() -> None:
     with pytest.raises(ValueError, match="wanted one"):
         ExpertLayout.of([torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)])
     with pytest.raises(ValueError, match="got 3, wanted 2"):

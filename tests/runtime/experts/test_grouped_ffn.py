@@ -188,7 +188,7 @@ def test_no_copy_of_a_weight_outlives_the_forward_pass(form: Any, biases: bool, 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("device", DEVICES)
-def test_weights_may_be_away_between_forward_and_backward(form: Any, device: str) -> None:
+def test_weights_can_be_released_between_forward_and_backward(form: Any, device: str) -> None:
     """As ``ReplicaWeights`` releases them: same tensors, their storages emptied and filled again."""
     rows = ROWS[0]
     x, probs, weights = draw(rows, "swiglu", True, torch.bfloat16, device)
@@ -214,7 +214,7 @@ def test_weights_may_be_away_between_forward_and_backward(form: Any, device: str
 
 @pytest.mark.skipif(not hasattr(functional, "grouped_mm"), reason="torch has no grouped_mm")
 @pytest.mark.parametrize("frozen", ["rows", "experts"])
-def test_what_needs_no_gradient_gets_none(frozen: str) -> None:
+def test_inputs_that_need_no_gradient_get_none(frozen: str) -> None:
     x, probs, weights = draw(ROWS[2], "gelu", False, torch.float32)
     for leaf in [x] if frozen == "rows" else leaves_of(x, probs, weights)[2:]:
         leaf.requires_grad_(False)
@@ -239,7 +239,7 @@ def test_without_experts_rows_and_probabilities_stay_in_the_graph(probs_on_input
     assert probs.grad is not None
 
 
-def test_half_precision_rows_stay_half_under_fp32_probabilities() -> None:
+def test_half_precision_rows_stay_half_with_fp32_probabilities() -> None:
     x, _, weights = draw(ROWS[0], "swiglu", True, torch.bfloat16)
     for probs_on_input in (False, True):
         output = grouped_ffn(

@@ -86,7 +86,7 @@ CASES = (
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
 
-def test_equals_the_reference() -> None:
+def test_materialized_layers_equal_the_reference() -> None:
     results = run_ranks(compare_with_reference, 4, CASES, timeout_s=180)
     for case in CASES:
         for result in (of_rank[case.name] for of_rank in results):
@@ -200,7 +200,7 @@ def _resident_replicas(
 
 
 @pytest.mark.parametrize("mode", LIVES)
-def test_replicas_take_what_the_accounting_says(mode: str) -> None:
+def test_replicas_take_the_accounted_memory(mode: str) -> None:
     """Weights of one layer's replicas at most, of all layers, or of all layers for each pass in flight."""
     for of_rank in run_ranks(resident_replicas, 2, mode, timeout_s=60):
         for schedule, sampled, memory in of_rank:
@@ -224,5 +224,5 @@ def forget_to_finish(rank: int, world_size: int) -> str:
     return str(error.value)
 
 
-def test_gradients_are_never_lost_without_a_word() -> None:
+def test_gradients_that_would_be_lost_raise_an_error() -> None:
     assert all("finish_gradients" in message for message in run_ranks(forget_to_finish, 2, timeout_s=60))

@@ -141,7 +141,9 @@ def outcomes() -> list[dict[tuple[str, str], Outcome]]:
 
 @pytest.mark.parametrize("split", [name for name in SPLITS if name != "whole"])
 @pytest.mark.parametrize("case", [case.name for case in CASES])
-def test_not_one_bit_differs(outcomes: list[dict[tuple[str, str], Outcome]], case: str, split: str) -> None:
+def test_splitting_transfers_changes_no_bit(
+    outcomes: list[dict[tuple[str, str], Outcome]], case: str, split: str
+) -> None:
     for of_rank in outcomes:
         whole, parts = of_rank[case, "whole"], of_rank[case, split]
         assert len(whole.tensors) == len(parts.tensors) > 0
@@ -151,7 +153,7 @@ def test_not_one_bit_differs(outcomes: list[dict[tuple[str, str], Outcome]], cas
 
 @pytest.mark.parametrize("split", list(SPLITS))
 @pytest.mark.parametrize("case", [case.name for case in CASES])
-def test_parts_start_where_they_should(
+def test_parts_start_in_their_layers(
     outcomes: list[dict[tuple[str, str], Outcome]], case: str, split: str
 ) -> None:
     whole, found = outcomes[0][case, "whole"], outcomes[0][case, split]
