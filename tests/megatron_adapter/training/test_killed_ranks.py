@@ -140,7 +140,7 @@ def test_a_waiting_process_ends_by_itself_when_its_peer_is_killed(text_data: Pat
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[3])!r}); import torch; "
         "torch.compiler.set_stance('force_eager'); "
-        "from tests.megatron_adapter.test_killed_ranks import die_in_reduce_scatter; "
+        "from tests.megatron_adapter.training.test_killed_ranks import die_in_reduce_scatter; "
         "from megatron_fssdp.megatron_adapter.entry.launcher import launch; "
         "die_in_reduce_scatter(); launch(sys.argv[1:])"
     )
