@@ -1,4 +1,4 @@
-"""Reads Megatron's expert modules: their parameters by expert, and their activation."""
+"""Reads Megatron's expert modules: the Parameters of each expert, and the activation function."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,24 +16,24 @@ Activation = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.T
 
 
 def expert_parameters(experts: Any, num_experts: int) -> list[Parameters]:
-    """Parameters of each local expert, in the order of ``ExpertWeights``.
+    """Return the Parameters of each local expert, in the order of ``ExpertWeights``.
 
-    The modules and their Parameters stay as Megatron registered them: initial weights,
-    optimizer groups and checkpoint keys are stock.
+    The modules and their Parameters stay as Megatron registered them. Initial weights, optimizer groups
+    and checkpoint keys therefore equal those of stock Megatron.
 
     Args:
-        experts: ``SequentialMLP`` or ``TEGroupedMLP``.
-        num_experts: Local experts of the module.
+        experts: Megatron's expert module, ``SequentialMLP`` or ``TEGroupedMLP``.
+        num_experts: Number of local experts of the module.
 
     Raises:
-        ConfigurationError: A module with another way of keeping its weights.
+        ConfigurationError: The module stores its weights in another way.
     """
     if hasattr(experts, "local_experts"):
         return [_of_linears(mlp.linear_fc1, mlp.linear_fc2, "") for mlp in experts.local_experts]
     if hasattr(experts, "linear_fc1") and hasattr(experts.linear_fc1, "weight0"):
         return [_of_linears(experts.linear_fc1, experts.linear_fc2, str(i)) for i in range(num_experts)]
     raise ConfigurationError(
-        f"experts: got a {type(experts).__name__}, wanted SequentialMLP or TEGroupedMLP; "
+        f"expert module: got {type(experts).__name__}, wanted SequentialMLP or TEGroupedMLP; "
         "build the layer from Megatron's local or Transformer Engine MoE specs"
     )
 
@@ -42,18 +42,21 @@ def _of_linears(fc1: Any, fc2: Any, index: str) -> Parameters:
     names = (f"weight{index}", f"bias{index}")
     weights: Parameters = (getattr(fc1, names[0]), getattr(fc2, names[0]))
     biases = (getattr(fc1, names[1], None), getattr(fc2, names[1], None))
-    # Transformer Engine keeps an empty tensor where there is no bias.
+    # Transformer Engine stores an empty tensor instead of a missing bias.
     return weights + tuple(bias for bias in biases if bias is not None and bias.numel() > 0)
 
 
 def expert_activation(experts: Any) -> Activation:
-    """The activation that Megatron's own expert module computes under its config.
+    """Return the activation function that Megatron's own expert module computes under its config.
 
-    Uses Megatron's fused kernels where the config asks for them, so that results stay
-    equal to stock also in bf16.
+    It uses Megatron's fused kernels if the config asks for them. Results then equal those of stock
+    Megatron in bf16 too.
+
+    Args:
+        experts: Megatron's expert module, ``SequentialMLP`` or ``TEGroupedMLP``.
     """
     config = experts.config
-    # Only the grouped module knows interleaved gates; one expert at a time ignores the setting.
+    # Only TEGroupedMLP supports interleaved gates. SequentialMLP ignores the setting.
     interleave = None if hasattr(experts, "local_experts") else config.moe_mlp_glu_interleave_size
     plain = ExpertActivation(
         function=config.activation_func,
@@ -67,7 +70,7 @@ def expert_activation(experts: Any) -> Activation:
     if config.activation_func is functional.silu and config.activation_func_clamp_value is None:
 
         def swiglu(x: torch.Tensor, bias: torch.Tensor | None, probs: torch.Tensor) -> torch.Tensor:
-            if bias is not None:  # Megatron's kernel takes none
+            if bias is not None:  # Megatron's fused kernel does not accept a bias.
                 return plain(x, bias, probs)
             return weighted_bias_swiglu_impl(
                 x, None, probs.unsqueeze(-1), config.activation_func_fp8_input_store

@@ -1,6 +1,6 @@
-"""The expert Parameters of a pipeline stage as slots, and the expert that each one holds.
+"""The expert Parameters of a pipeline stage as numbered slots, and the expert that each slot holds.
 
-Shape letters: L MoE layers of the stage, E experts, D devices.
+Shape letters: L MoE layers of the stage, E experts of a layer, D devices of the expert-parallel group.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,13 @@ Parameters = Sequence[torch.nn.Parameter]
 
 @dataclass(frozen=True, eq=False)
 class _SlotLayer:
-    """One MoE layer as Megatron built it."""
+    """One MoE layer as Megatron built it.
+
+    Attributes:
+        executor: Executor of the layer on this rank.
+        experts: Megatron's expert module, which registered the Parameters.
+        parameters: Parameters of each local expert, ``E/D`` entries.
+    """
 
     executor: LayerExecutor
     experts: torch.nn.Module
@@ -26,10 +32,17 @@ class _SlotLayer:
 
 
 class ExpertSlots:
-    """A slot is an index over Megatron's own Parameters; what moves is their contents.
+    """Slots of this rank: numbered places that each hold one expert of the pipeline stage.
 
-    Slots are numbered layer by layer in the order in which the layers were built, over all
-    model chunks of this rank.
+    A slot is an index over the Parameters that Megatron registered. The Parameters stay where they are;
+    a re-shard moves their contents. Slots are numbered layer by layer, in the order in which the layers
+    were built, over all model chunks of this rank. The :class:`OwnerMap` says which expert is in which
+    slot. Two layers, four experts and two devices, after a re-shard (``layer.expert``)::
+
+        Parameters of    |  layer 0  |  layer 1  |
+        slot             |  0  |  1  |  2  |  3  |
+        device 0 holds   | 0.0 | 0.1 | 0.2 | 1.3 |   three experts of layer 0
+        device 1 holds   | 1.0 | 0.3 | 1.2 | 1.1 |   one expert of layer 0
     """
 
     def __init__(self) -> None:
@@ -42,15 +55,21 @@ class ExpertSlots:
         """Register a built layer.
 
         Args:
-            executor: The layer on this rank.
-            experts: Megatron's module that registered the Parameters.
-            parameters: Of each local expert.
+            executor: Executor of the layer on this rank.
+            experts: Megatron's expert module, which registered the Parameters.
+            parameters: Parameters of each local expert, ``E/D`` entries.
 
         Returns:
-            The layer's index in the owner map.
+            Index of the layer in the owner map.
+
+        Raises:
+            RuntimeError: Owners have moved already.
         """
         if self._owners is not None:
-            raise RuntimeError("a layer was added after owners moved; build the whole model before training")
+            raise RuntimeError(
+                "MoE layer: got a layer that was built after a re-shard, wanted all layers before the first "
+                "re-shard; build the whole model before training"
+            )
         self._layers.append(_SlotLayer(executor, experts, tuple(parameters)))
         return len(self._layers) - 1
 
@@ -59,7 +78,7 @@ class ExpertSlots:
 
     @property
     def owners(self) -> OwnerMap:
-        """The owner map in force; Megatron's even one at first."""
+        """The current owner map. Before the first re-shard, it is Megatron's even distribution."""
         if self._owners is not None:
             return self._owners
         context = self._layers[0].executor.context
@@ -67,21 +86,25 @@ class ExpertSlots:
 
     @property
     def layer_numbers(self) -> tuple[int, ...]:
-        """Megatron's number of every layer of the map."""
+        """Megatron's number of every layer of the owner map."""
         return tuple(layer.executor.context.layer for layer in self._layers)
 
     @property
     def executors(self) -> list[LayerExecutor]:
-        """The layers of the map."""
+        """The executor of every layer of the owner map."""
         return [layer.executor for layer in self._layers]
 
     @property
     def parameters(self) -> list[Parameters]:
-        """The Parameters of each slot of this rank."""
+        """The Parameters of every slot of this rank, in the order of slots, ``L*E/D`` entries."""
         return [parameters for layer in self._layers for parameters in layer.parameters]
 
     def adopt(self, owners: OwnerMap) -> None:
-        """Let the layers work with new owners; the slots' contents are in place already."""
+        """Tell all layers who owns which expert from now on.
+
+        Args:
+            owners: The new owner map. The slots hold its experts already.
+        """
         slots = self.parameters
         layout = ExpertLayout.of(slots[0])
         for index, layer in enumerate(self._layers):
@@ -93,7 +116,11 @@ class ExpertSlots:
         self._owners = owners
 
     def await_parameters(self, layer: int) -> None:
-        """Finish the parameter all-gathers that DDP overlaps, for the slots that a layer's experts are in."""
+        """Finish the parameter all-gathers that DDP overlaps, for the slots that hold a layer's experts.
+
+        Args:
+            layer: Index of the layer in the owner map.
+        """
         registered_in = {layer}
         if self._owners is not None:
             device = self._layers[layer].executor.groups.device

@@ -1,16 +1,22 @@
-"""Keeps Megatron's DDP and the experts' own gradient path in step.
+"""Makes Megatron's DDP wait for the experts' gradients, and the experts wait for DDP's parameters.
 
-The experts' Parameters take no part in autograd: the runtime adds the raw gradient sums to
-``main_grad`` itself. DDP must therefore not reduce an expert bucket over the expert
-data-parallel ranks before the backward pass is through and all replicas' gradients have come
-home. With ``--overlap-grad-reduce`` it could: schedules start bucket groups early. The two
-bucket-group methods are wrapped, once, so that a group holding our experts first brings the
-gradients home and starts its reduction when it is asked to finish it; without the overlap
-Megatron does the latter already. Nothing else tells the end of the last backward pass alike
+**Gradients.** The experts' Parameters take no part in autograd: the runtime adds the raw gradient sums
+to ``main_grad`` itself. DDP must therefore not reduce a bucket of experts over the expert-data-parallel
+ranks before the backward pass is over and all replicas' gradients are at their owners. With
+``--overlap-grad-reduce``, pipeline schedules start bucket groups too early. Two methods of DDP's bucket
+groups are therefore wrapped once. A bucket group that holds our experts then takes these steps::
+
+    start_grad_sync     with the overlap:     does nothing
+                        without the overlap:  Megatron's own method, called from finish_grad_sync
+    finish_grad_sync    1. completes the experts' gradients in the owners' main_grad
+                        2. with the overlap:  starts the reduction, unless it was started already
+                        3. Megatron's own method waits for the reduction
+
+The call of ``finish_grad_sync`` is the only event that marks the end of the last backward pass both
 with and without pipeline parallelism.
 
-DDP's ``--overlap-param-gather`` in turn updates parameters in forward pre-hooks of their
-own modules, which our experts never call: :func:`await_parameters` runs those hooks.
+**Parameters.** With ``--overlap-param-gather``, DDP updates parameters in forward pre-hooks of the modules
+that own them. The runtime never calls these modules, so :func:`await_parameters` runs their hooks.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,15 +31,15 @@ _installed = False
 
 
 def take_over(parameters: Iterable[torch.nn.Parameter], finish_gradients: Callable[[], None]) -> None:
-    """Declare parameters whose gradients the runtime delivers.
+    """Declare that the runtime delivers the gradients of these Parameters.
 
-    Parameters that DDP reduces with the dense ones (expert parallelism of size 1) stay
-    in autograd and are left alone.
+    Parameters that DDP reduces together with the dense ones (expert parallelism of size 1) stay in
+    autograd, and this function ignores them.
 
     Args:
-        parameters: Of the experts.
-        finish_gradients: Completes their gradients; called before DDP reduces them, on all ranks
-            in the same order, and more than once.
+        parameters: Parameters of experts.
+        finish_gradients: Function that completes the gradients of these Parameters. It is called before
+            DDP reduces them, on all ranks in the same order, and more than once in an iteration.
     """
     for parameter in parameters:
         if not getattr(parameter, "allreduce", True):
@@ -45,7 +51,7 @@ def await_parameters(experts: torch.nn.Module) -> None:
     """Finish the parameter all-gather that DDP overlaps with the forward pass.
 
     Args:
-        experts: The module whose submodules hold the experts' parameters.
+        experts: Module whose submodules hold the experts' Parameters.
     """
     for module in experts.modules():
         for hook in list(module._forward_pre_hooks.values()):
@@ -85,5 +91,8 @@ def _install() -> None:
 
 
 def _finish_gradients(group: Any) -> Callable[[], None] | None:
-    """What completes the gradients of a bucket group of ours; ``None`` for Megatron's own."""
+    """Return the function that completes the gradients of a bucket group.
+
+    It is ``None`` for a bucket group without Parameters whose gradients the runtime delivers.
+    """
     return next((f for parameter in group.params if (f := getattr(parameter, _MARK, None))), None)

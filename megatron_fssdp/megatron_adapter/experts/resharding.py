@@ -1,8 +1,8 @@
 """Executes a re-shard: the experts of a pipeline stage move to the slots of a new owner map.
 
-Contents move between Megatron's Parameters, which stay registered, bucketed and optimized where
-they are (Hecate §4.3, heterogeneous sharding across layers). Gradients do not move, so the time
-for it is between two iterations.
+Only the contents of Megatron's Parameters move. The Parameters themselves stay registered with their
+modules, DDP buckets and optimizer groups (Hecate §4.3, heterogeneous sharding across layers). Gradients
+do not move, so a re-shard happens between two iterations.
 """
 
 import logging
@@ -29,12 +29,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReshardReport:
-    """What one re-shard did.
+    """What one re-shard moved, and how long it took.
 
     Attributes:
-        experts_moved: Experts of the pipeline stage whose slot changed.
-        bytes_moved: Bytes of parameters and optimizer states that went to another device, all
-            devices of the expert-parallel group together.
+        experts_moved: Number of experts of the pipeline stage whose slot changed.
+        bytes_moved: Bytes of parameters and optimizer states that went to another device, summed over
+            all devices of the expert-parallel group.
         seconds: Wall time on this rank.
     """
 
@@ -44,7 +44,7 @@ class ReshardReport:
 
 
 def expert_slots(model_chunks: Sequence[torch.nn.Module]) -> list[Parameters]:
-    """Parameters of this rank's slots: of each MoE layer in model order, its local experts.
+    """Return the Parameters of every slot of this rank: the local experts of each MoE layer, in model order.
 
     Args:
         model_chunks: The model chunks of this pipeline stage.
@@ -55,16 +55,16 @@ def expert_slots(model_chunks: Sequence[torch.nn.Module]) -> list[Parameters]:
 
 @dataclass(frozen=True, eq=False)
 class ExpertResharding:
-    """The slots of a pipeline stage and what has to be known to permute them.
+    """Moves experts between the slots of a pipeline stage.
 
     Attributes:
-        slots: This rank's slots in order; a slot is all Parameters of one expert.
-        expert_parallel: The ranks that share the experts; device ``d`` of a map is rank ``d`` of it.
-        expert_data_parallel: The ranks that hold the same experts as this one and share their
+        slots: The slots of this rank in order. A slot is all Parameters of one expert.
+        expert_parallel: Expert-parallel group. Device ``d`` of an owner map is rank ``d`` of this group.
+        expert_data_parallel: Group of the ranks that hold the same experts as this rank and share their
             optimizer states.
-        model_chunks: DDP's chunks of the model on this rank.
+        model_chunks: The model chunks of this rank, wrapped in Megatron's DDP.
         optimizer: Megatron's optimizer.
-        buffer_bytes: Memory that a re-shard may take for its buffers.
+        buffer_bytes: Upper limit for the buffers of a re-shard, in bytes.
     """
 
     slots: Sequence[Sequence[Parameter]]
@@ -76,20 +76,23 @@ class ExpertResharding:
 
     @torch.no_grad()
     def execute(self, old: OwnerMap, new: OwnerMap) -> ReshardReport:
-        """Move all parameters, masters and optimizer states from where ``old`` has them to ``new``.
+        """Move parameters, master weights and optimizer states from the slots of ``old`` to ``new``.
 
-        All ranks of the pipeline stage's experts have to call it, between two iterations: after the
-        optimizer's step, before the next forward pass.
+        All ranks that hold experts of the pipeline stage must call this between two iterations: after
+        the optimizer step and before the next forward pass. If it raises, nothing has moved.
 
         Args:
-            old: Where the experts are.
-            new: Where they shall be.
+            old: Current owner map.
+            new: Owner map after the re-shard.
+
+        Returns:
+            What moved.
 
         Raises:
-            ValueError: A map is not for these slots.
-            RuntimeError: The ranks do not have the same maps.
-            ConfigurationError: The slots are not interchangeable, or an optimizer keeps what cannot be
-                moved. Nothing has moved in any of these cases.
+            ValueError: An owner map does not fit these slots.
+            RuntimeError: The ranks got different owner maps.
+            ConfigurationError: The slots are not interchangeable, or an optimizer keeps a state that
+                cannot be moved.
         """
         self._check(old, "old")
         self._check(new, "new")
@@ -124,8 +127,9 @@ class ExpertResharding:
         wanted = (self.expert_parallel.size(), len(self.slots))
         if got != wanted or wanted[0] == 1:
             raise ValueError(
-                f"{what} owner map: got {got[0]} devices of {got[1]} slots, wanted {wanted[0]} devices of "
-                f"{wanted[1]} slots, as the expert-parallel group has, and more than one device"
+                f"{what} owner map: got {got[0]} devices with {got[1]} slots each, wanted {wanted[0]} "
+                f"devices with {wanted[1]} slots each, as in the expert-parallel group, and at least two "
+                "devices; make the owner map for this pipeline stage's slots"
             )
 
     def _agree(self, old: OwnerMap, new: OwnerMap) -> None:
@@ -136,22 +140,23 @@ class ExpertResharding:
 def agree_on(
     digest: bytes, what: str, expert_parallel: dist.ProcessGroup, expert_data_parallel: dist.ProcessGroup
 ) -> None:
-    """Raise everywhere unless all ranks of both groups have the same digest.
+    """Raise on all ranks unless all ranks of both groups have the same digest.
 
     Args:
-        digest: Of what all have to agree on.
-        what: Names it in the error.
-        expert_parallel: The ranks that share the experts.
-        expert_data_parallel: The ranks that hold the same experts as this one.
+        digest: Digest of the data on which all ranks must agree.
+        what: Name of this data in the error message.
+        expert_parallel: Group of the ranks that share the experts.
+        expert_data_parallel: Group of the ranks that hold the same experts as this rank.
 
     Raises:
-        RuntimeError: They have not.
+        RuntimeError: The ranks have different digests.
     """
     disagreement = None
     try:
         check_agreement(digest, expert_parallel, what)
     except RuntimeError as error:
-        # Ranks of the other group may agree among themselves and wait in the second check.
+        # The other ranks of the expert-data-parallel group may have passed the first check. They wait in
+        # the second one, so this rank must take part in it, with a digest that differs from theirs.
         disagreement, digest = error, b"disagreement"
     check_agreement(digest, expert_data_parallel, what)
     if disagreement is not None:
@@ -159,34 +164,36 @@ def agree_on(
 
 
 def synchronized_s(device: torch.device) -> float:
-    """Now, in seconds, with the device's work done."""
+    """Return the current time in seconds, after all work of the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def finish_parameter_gathers(model_chunks: Sequence[Any]) -> None:
-    """Complete the experts' parameters where DDP overlaps their all-gather with the forward pass.
+    """Finish the all-gather of the experts' parameters if DDP overlaps it with the forward pass.
 
-    Until then only the optimizer's own part of a Parameter has the last step's update. A group that
-    is finished here is not gathered again by the forward pre-hooks before the next gradient
-    reduction; schedules that start all gathers once more find the same parameters on all ranks.
+    Before that, only the part of a Parameter that this rank's optimizer updates has the values of the
+    last step. DDP's forward pre-hooks do not gather a bucket group again that was finished here, until
+    the next reduction of gradients. Pipeline schedules that start all gathers again gather the same
+    values, because all ranks have them.
 
     Args:
-        model_chunks: DDP's chunks of the model on this rank.
+        model_chunks: The model chunks of this rank, wrapped in Megatron's DDP.
 
     Raises:
-        ConfigurationError: Gathers start during the optimizer step, before the experts' own.
+        ConfigurationError: The gathers start during the optimizer step, before the experts are updated.
     """
     for chunk in model_chunks:
-        # In the first iteration, and in evaluation, the hooks are off and the parameters complete.
+        # In the first iteration and during evaluation, DDP has removed the hooks and the parameters are
+        # complete.
         if not getattr(chunk, "remove_forward_pre_hook_handles", None):
             continue
         if chunk.overlap_param_gather_with_optimizer_step:
             raise ConfigurationError(
                 "re-sharding: got --overlap-param-gather-with-optimizer-step, which starts to gather experts "
-                "before they are updated; wanted --overlap-param-gather alone: drop the flag"
+                "before they are updated; wanted --overlap-param-gather alone; remove the flag"
             )
         for bucket_group in chunk.expert_parallel_bucket_groups:
-            # The next group has its own turn in this loop.
+            # The loop finishes every group, so DDP need not start the next group here.
             bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)

@@ -1,8 +1,17 @@
-"""Turns what the ranks hold of the experts into quantities that slots can exchange.
+"""Turns Parameters, master weights and optimizer states of experts into quantities that slots can exchange.
 
-Slots are interchangeable when an expert trains the same way in each of them. All ranks that
-keep a pipeline stage's experts compare this before anything moves, so that either all of them
-go on or all of them refuse.
+Slots are interchangeable if an expert trains in the same way in each of them. All ranks that hold a
+pipeline stage's experts compare this before anything moves. Either all of them continue or all of them
+raise.
+
+With the distributed optimizer, each rank of an expert-data-parallel group holds the optimizer states of
+a part of each slot only. The parts are put together before an exchange, and each rank keeps its part
+afterwards::
+
+    elements of a slot   0 ......................... num_elements
+    rank 0 holds         |aaaaaaaaaaaaa|
+    rank 1 holds                       |bbbbbbbbbbbbbbbb|
+    read, on all ranks   |aaaaaaaaaaaaabbbbbbbbbbbbbbbbb|
 
 Shape letters: S slots of a device, P Parameters of a slot, N moving slots, C elements of a piece.
 """
@@ -32,18 +41,20 @@ Layout = tuple[Any, ...]
 
 @dataclass(frozen=True, eq=False)
 class PartedQuantity:
-    """One quantity of all slots of a device, of which each rank may hold only parts.
+    """One quantity of all slots of a device, for example Adam's first moment.
 
-    Implements :class:`megatron_fssdp.collectives.SlotQuantity`.
+    A rank may hold only parts of it. The class implements
+    :class:`megatron_fssdp.collectives.sparse.slot_exchange.SlotQuantity`.
 
     Attributes:
-        name: What it is called in messages.
-        num_elements: Elements of one slot, its Parameters one after another.
-        dtype: Of all elements.
-        device: Where the elements are.
-        parts_S: For each slot, where a part begins in the slot and the part's elements, flat.
-        part_group: The ranks that hold a slot's parts, every element on one of them; ``None``
-            when this rank holds all elements.
+        name: Name of the quantity in messages.
+        num_elements: Number of elements of one slot, with its Parameters one after another.
+        dtype: Data type of all elements.
+        device: Torch device that holds the elements.
+        parts_S: For each slot, the parts that this rank holds: the first element's position in the slot,
+            and a flat view of the elements.
+        part_group: Group of the ranks that hold the parts of a slot, with every element on exactly one of
+            them. ``None`` if this rank holds all elements.
     """
 
     name: str
@@ -54,24 +65,37 @@ class PartedQuantity:
     part_group: dist.ProcessGroup | None
 
     def read(self, slots: Sequence[int], start: int, out_NC: Tensor) -> None:
-        """Collect the elements, with the ranks of ``part_group`` if there is one."""
+        """Collect a range of elements of some slots; collective over ``part_group`` if it is set.
+
+        Args:
+            slots: Slots to read, N numbers.
+            start: First element of the range.
+            out_NC: Output ``[N, C]``: C elements of each slot.
+        """
         if self.part_group is not None:
             out_NC.zero_()
         for slot, row_C in zip(slots, out_NC, strict=True):
             for piece, target in self._overlaps(slot, start, row_C):
                 target.copy_(piece)
         if self.part_group is not None and len(slots):
-            # As integers: adding zeros as floating-point numbers loses the sign of a negative zero.
+            # Elements of other ranks are zero here, so the sum collects all parts. The sum is taken over
+            # integers because -0.0 + 0.0 is 0.0, which would lose the sign.
             dist.all_reduce(out_NC.view(torch.int32), group=self.part_group)
 
     def write(self, slots: Sequence[int], start: int, rows_NC: Tensor) -> None:
-        """Keep the elements that belong to this rank's parts."""
+        """Write the elements that belong to this rank's parts, and ignore the others.
+
+        Args:
+            slots: Slots to write, N numbers.
+            start: First element of the range.
+            rows_NC: New elements ``[N, C]`` of each slot.
+        """
         for slot, row_C in zip(slots, rows_NC, strict=True):
             for piece, source in self._overlaps(slot, start, row_C):
                 piece.copy_(source)
 
     def _overlaps(self, slot: int, start: int, row_C: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The stretches of the parts that lie in a piece, and the same stretches of its row."""
+        """Return the ranges of this rank's parts that lie in a piece, with the same ranges of its row."""
         overlaps = []
         for offset, part in self.parts_S[slot]:
             first = max(offset, start)
@@ -83,13 +107,21 @@ class PartedQuantity:
 
 @dataclass(frozen=True)
 class _Report:
-    """What one rank, or several together, tell the others about their slots."""
+    """What one rank, or several ranks together, tell the others about their slots.
+
+    Attributes:
+        problem: Why the slots cannot be exchanged; ``None`` if they can.
+        layout: Number of slots, and shape, data type and whether it is trained of each Parameter of a slot.
+        profiles_P: Optimizer settings found for each Parameter of a slot; one entry each if all slots train
+            in the same way.
+        ranges: For every trained Parameter: first element of the rank's part, end of the part, and number
+            of elements of the whole Parameter.
+    """
 
     problem: str | None
     layout: Layout = ()
     profiles_P: tuple[frozenset[Profile], ...] = ()
     ranges: tuple[tuple[int, int, int], ...] = ()
-    """Of every trained Parameter: where the rank's part begins, where it ends, elements of the whole."""
 
 
 def slot_quantities(
@@ -99,19 +131,19 @@ def slot_quantities(
     expert_parallel: dist.ProcessGroup,
     expert_data_parallel: dist.ProcessGroup,
 ) -> list[PartedQuantity]:
-    """Everything that travels with an expert: parameters, masters, optimizer states.
+    """Return everything that travels with an expert: parameters, master weights and optimizer states.
 
-    All ranks of both groups have to call it. Before the first optimizer step there are no states.
+    All ranks of both groups must call it. Before the first optimizer step there are no optimizer states.
 
     Args:
-        slots: Parameters of each of this rank's slots.
+        slots: Parameters of each slot of this rank.
         optimizer: Megatron's optimizer.
-        expert_parallel: The ranks that share the experts.
-        expert_data_parallel: The ranks that hold the same experts as this one.
+        expert_parallel: Group of the ranks that share the experts.
+        expert_data_parallel: Group of the ranks that hold the same experts as this rank.
 
     Raises:
-        ConfigurationError: The slots are not interchangeable, or an optimizer keeps what cannot be
-            moved. Raised on all ranks of the pipeline stage's experts.
+        ConfigurationError: The slots are not interchangeable, or an optimizer keeps a state that cannot be
+            moved. It is raised on all ranks that hold experts of the pipeline stage.
     """
     try:
         states_SP = parameter_states(slots, optimizer)
@@ -154,7 +186,12 @@ def _gathered(report: _Report, group: dist.ProcessGroup) -> list[_Report]:
 
 
 def _are_parts(copies: Sequence[_Report]) -> tuple[bool, str | None]:
-    """Whether the ranks of the same experts hold parts of one optimizer state, or each all of it."""
+    """Find out how the ranks that hold the same experts share the optimizer states.
+
+    Returns:
+        Whether each rank holds only a part of every state, and the problem if the parts do not form
+        the whole exactly once. The problem is ``None`` if there is no problem.
+    """
     if any(copy.problem is not None or copy.layout != copies[0].layout for copy in copies):
         return False, None
     if all(last - first == size for copy in copies for first, last, size in copy.ranges):
@@ -165,9 +202,9 @@ def _are_parts(copies: Sequence[_Report]) -> tuple[bool, str | None]:
         ends, starts = [0, *(last for _, last in parts)], [*(first for first, _ in parts), size]
         if ends != starts:
             return True, (
-                f"re-sharding: got optimizer states of the parts {parts} of an expert's parameter of {size} "
-                "elements, wanted every element on one rank of the expert-data-parallel group; use one "
-                "instance of the distributed optimizer, --num-distributed-optimizer-instances 1"
+                f"re-sharding: got optimizer states for the element ranges {parts} of an expert's parameter "
+                f"of {size} elements, wanted every element on one rank of the expert-data-parallel group; "
+                "use one instance of the distributed optimizer: --num-distributed-optimizer-instances 1"
             )
     return True, None
 
@@ -200,7 +237,7 @@ def _quantities(
         {name for profile in profiles for name, value in profile if value == A_TENSOR}
         for profiles in agreed.profiles_P
     ]
-    # Name, dtype and positions of each quantity.
+    # Each quantity has a name, a data type, and the positions in a slot of the Parameters that have it.
     kinds = [
         (PARAMETERS, dtype, [p for p, other in enumerate(dtypes_P) if other == dtype])
         for dtype in dict.fromkeys(dtypes_P)
@@ -237,8 +274,8 @@ def _part(state: ParameterState, name: str, offset: int) -> tuple[int, Tensor]:
 
 def _not_alike(one: Layout, other: Layout) -> str:
     return (
-        f"re-sharding: got experts' slots with parameters {one} and {other}, wanted the same number of slots "
-        f"on all devices and the same shapes and dtypes in all slots; {KEEP_OWNERS}"
+        f"re-sharding: got expert slots with parameters {one} and {other}, wanted the same number of slots "
+        f"on all devices and the same shapes and data types in all slots; {KEEP_OWNERS}"
     )
 
 
@@ -251,7 +288,7 @@ def _trained_differently(position: int, profiles: frozenset[Profile]) -> str:
         if len({option.get(name) for option in options}) > 1
     ]
     return (
-        f"re-sharding: parameter {position} of the experts does not train the same way in all slots, got "
-        f"{'; '.join(differing)}; wanted the same for all experts of a pipeline stage. Drop the overrides "
-        f"for single layers, or {KEEP_OWNERS}"
+        f"re-sharding: parameter {position} of the experts does not train the same way in all slots: got "
+        f"{'; '.join(differing)}, wanted equal values for all experts of a pipeline stage; remove the "
+        f"settings for single layers, or {KEEP_OWNERS}"
     )

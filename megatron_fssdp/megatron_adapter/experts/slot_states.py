@@ -1,14 +1,15 @@
-"""What this rank holds of the experts' Parameters: weights, master weights and optimizer states.
+"""Finds all that this rank holds of the experts' Parameters: weights, master weights, optimizer states.
 
-Slots exchange contents, never Parameters, so everything that Megatron's optimizers keep about a
-Parameter has to be found. Three of them are known, alone or in a ``ChainedOptimizer``:
+Slots exchange contents and never Parameters, so this module must find everything that Megatron's
+optimizer keeps for a Parameter. It knows three optimizers, alone or in a ``ChainedOptimizer``:
 
-* ``FP32Optimizer``: states of the Parameter itself, whatever torch's optimizer keeps;
-* ``Float16OptimizerWithFloat16Params``: an fp32 master copy, and states of that;
-* ``DistributedOptimizer``: the same of a range of the Parameter, which ends where the rank's
-  part of DDP's buffer ends; in fp32 the master is a view of the Parameter and no second copy.
+* ``FP32Optimizer`` keeps the states of torch's optimizer for the Parameter itself.
+* ``Float16OptimizerWithFloat16Params`` keeps an fp32 master copy, and the states for this copy.
+* ``DistributedOptimizer`` keeps the same for a range of the Parameter. The range is the part of the
+  Parameter that lies in this rank's part of DDP's buffer. In fp32 the master is a view of the Parameter
+  and not a second copy.
 
-What is a single number (Adam's ``step``) stays where it is and must be equal for all experts.
+States that are single numbers (Adam's ``step``) do not move. They must be equal for all experts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,9 +30,9 @@ MASTERS = "master parameters"
 A_TENSOR = "a tensor"
 
 Profile = tuple[tuple[str, str], ...]
-"""What must be equal for all experts beside their tensors' sizes, sorted.
+"""Optimizer settings and states of a Parameter that must be equal for all experts.
 
-Pairs of a name and a value as text; :data:`A_TENSOR` for a state that moves.
+Sorted pairs of a name and a value as text. The value of a state that moves is :data:`A_TENSOR`.
 """
 
 _PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,15 +40,17 @@ _PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class ParameterState:
-    """One Parameter and what this rank's optimizer keeps about it.
+    """One Parameter and what the optimizer on this rank keeps for it.
 
     Attributes:
-        parameter: The Parameter's own elements, flat, all of them.
-        trained: Whether some optimizer updates it.
-        start: First element that the optimizer on this rank is responsible for.
-        tensors: Masters and states by name, each flat and for the elements from ``start`` on.
-        num_elements: Number of these elements; 0 where the rank has no part.
-        profile: Settings and single numbers of the Parameter; ``None`` where the rank has no part.
+        parameter: All elements of the Parameter, as a flat view.
+        trained: Whether an optimizer updates the Parameter.
+        start: First element that the optimizer on this rank updates.
+        tensors: Master weights and optimizer states by name. Each is a flat tensor of ``num_elements``
+            elements, beginning with element ``start`` of the Parameter.
+        num_elements: Number of elements that the optimizer on this rank updates; 0 if it updates none.
+        profile: Settings and single-number states of the Parameter; ``None`` if this rank updates no
+            part of it.
     """
 
     parameter: Tensor
@@ -60,7 +63,15 @@ class ParameterState:
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where an optimizer keeps a Parameter: its key in the states, its group, its range."""
+    """Where an optimizer keeps the states of a Parameter.
+
+    Attributes:
+        optimizer: One of Megatron's optimizers.
+        key: Tensor by which torch's optimizer finds the states: the Parameter or its master.
+        group: Parameter group of torch's optimizer, with its settings.
+        start: First element of the Parameter that this rank updates.
+        stop: End (exclusive) of the elements that this rank updates.
+    """
 
     optimizer: Any
     key: Tensor
@@ -70,14 +81,14 @@ class _Entry:
 
 
 def parameter_states(slots: Sequence[Sequence[Parameter]], optimizer: Any) -> list[list[ParameterState]]:
-    """What this rank holds of every Parameter of every slot. No communication.
+    """Return what this rank holds of every Parameter of every slot. It does not communicate.
 
     Args:
-        slots: Parameters of each slot.
-        optimizer: Megatron's optimizer, a ``ChainedOptimizer`` or one of the three known ones.
+        slots: Parameters of each slot of this rank.
+        optimizer: Megatron's optimizer: a ``ChainedOptimizer`` or one of the three known optimizers.
 
     Raises:
-        ConfigurationError: An optimizer or a state whose contents this module cannot move.
+        ConfigurationError: This module cannot move the contents of an optimizer or of a state.
     """
     optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
     entries = {parameter: entry for member in optimizers for parameter, entry in _entries(member)}
@@ -91,8 +102,8 @@ def parameter_states(slots: Sequence[Sequence[Parameter]], optimizer: Any) -> li
 
 
 def _entries(optimizer: Any) -> Iterator[tuple[Parameter, _Entry | None]]:
-    """Every Parameter of one optimizer; ``None`` where this rank has no part of it."""
-    # Subclasses may keep more than their base.
+    """Yield every Parameter of one optimizer, with ``None`` if this rank updates no part of it."""
+    # The exact type is compared because a subclass may keep more states than its base class.
     kind = type(optimizer)
     if getattr(optimizer, "is_stub_optimizer", False):
         return
@@ -127,8 +138,8 @@ def _state_of(
 ) -> ParameterState:
     if parameter.dtype not in _PARAMETER_DTYPES or not parameter.is_contiguous():
         raise ConfigurationError(
-            f"re-sharding: got an expert's parameter of {parameter.dtype}, "
-            f"{'' if parameter.is_contiguous() else 'not '}contiguous; wanted contiguous ones of "
+            f"re-sharding: got an expert's parameter of data type {parameter.dtype} that is "
+            f"{'' if parameter.is_contiguous() else 'not '}contiguous, wanted a contiguous one of "
             f"float32, bfloat16 or float16; {KEEP_OWNERS}"
         )
     flat = parameter.data.view(-1)
@@ -136,17 +147,17 @@ def _state_of(
         return ParameterState(flat)
     if parameter not in entries:
         raise ConfigurationError(
-            f"re-sharding: got an expert's parameter that is in none of the optimizers {optimizers}, wanted "
-            "it in an FP32Optimizer, a Float16OptimizerWithFloat16Params or a DistributedOptimizer; use "
-            f"Megatron's --optimizer adam or sgd, or {KEEP_OWNERS}"
+            f"re-sharding: got an expert's parameter that is in none of the optimizers {optimizers}, "
+            "wanted it in an FP32Optimizer, a Float16OptimizerWithFloat16Params or a DistributedOptimizer; "
+            f"use Megatron's --optimizer adam or sgd, or {KEEP_OWNERS}"
         )
     entry = entries[parameter]
     if entry is None:
         return ParameterState(flat, trained=True)
     if getattr(entry.optimizer.config, "optimizer_cpu_offload", False):
         raise ConfigurationError(
-            "re-sharding: got --optimizer-cpu-offload, wanted optimizer states beside their parameters: "
-            f"drop the flag, or {KEEP_OWNERS}"
+            "re-sharding: got --optimizer-cpu-offload, wanted optimizer states on the device of their "
+            f"parameters; remove the flag, or {KEEP_OWNERS}"
         )
     tensors, numbers = _sort_state(entry)
     part = flat[entry.start : entry.stop]
@@ -156,9 +167,9 @@ def _state_of(
     for name, tensor in tensors.items():
         if tensor.dtype != torch.float32 or tensor.device != part.device or tensor.numel() != part.numel():
             raise ConfigurationError(
-                f"re-sharding: got {name} of {tensor.numel()} elements of {tensor.dtype} on {tensor.device}, "
-                f"wanted {part.numel()} of torch.float32 on {part.device}; keep the optimizer's states in "
-                f"fp32 on the parameters' device, or {KEEP_OWNERS}"
+                f"re-sharding: got {name} with {tensor.numel()} elements of {tensor.dtype} on "
+                f"{tensor.device}, wanted {part.numel()} elements of torch.float32 on {part.device}; keep "
+                f"the optimizer's states in fp32 on the parameters' device, or {KEEP_OWNERS}"
             )
     settings = {key: value for key, value in entry.group.items() if key not in ("params", "param_names")}
     profile = {
@@ -172,10 +183,10 @@ def _state_of(
 
 
 def _sort_state(entry: _Entry) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """States that have an element for each of the Parameter's, and those that are single numbers."""
+    """Sort the states of a Parameter into tensors of its shape and single numbers."""
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {}
-    # Not by index: the mapping would make an empty state for a key that it does not have.
+    # The mapping is a defaultdict: an index would create an empty state for a missing key.
     for key, value in entry.optimizer.optimizer.state.get(entry.key, {}).items():
         name = f"state {key}"
         if not torch.is_tensor(value) or value.dim() == 0:

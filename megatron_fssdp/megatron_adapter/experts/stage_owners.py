@@ -1,8 +1,9 @@
-"""The owner map of a pipeline stage, with Megatron's numbers of its layers.
+"""The owner map of a pipeline stage, together with Megatron's numbers of its layers.
 
-Slots are counted over the stage's MoE layers in the order of the map, ``E/D`` of each: slot
-``a*E/D + j`` of a device is the j-th local expert of the module that Megatron registered for
-layer ``a`` of the map, whatever expert of whatever layer it holds.
+Slots are counted over the stage's MoE layers in the order of the map, with ``E/D`` slots for each layer
+(E experts of a layer, D devices). Slot ``a*E/D + j`` of a device is the j-th local expert of the module
+that Megatron registered for layer ``a`` of the map. After a re-shard, it may hold any expert of any
+layer of the stage.
 """
 
 from collections.abc import Mapping
@@ -17,8 +18,8 @@ class SlotContent:
     """The expert that a slot holds.
 
     Attributes:
-        layer_number: Megatron's number of the expert's layer, from 1.
-        expert: Its number in that layer.
+        layer_number: Megatron's number of the expert's layer, counted from 1.
+        expert: The expert's number in that layer, counted from 0.
     """
 
     layer_number: int
@@ -27,15 +28,15 @@ class SlotContent:
 
 @dataclass(frozen=True, eq=False)
 class StageOwners:
-    """Who keeps which expert of a pipeline stage.
+    """Which device owns which expert of a pipeline stage.
 
     Attributes:
-        owners: Over the stage's MoE layers, of all its model chunks.
-        layer_numbers: Megatron's global number of each layer of the map, from 1; layers of
-            multi-token prediction are counted after the decoder's.
+        owners: Owner map over the MoE layers of all model chunks of the stage.
+        layer_numbers: Megatron's global number of each layer of the owner map, counted from 1. Layers of
+            multi-token prediction are counted after the decoder's layers.
 
     Raises:
-        ValueError: Not one number for every layer of the map.
+        ValueError: The layer numbers do not match the layers of the owner map, or a number appears twice.
     """
 
     owners: OwnerMap
@@ -48,31 +49,36 @@ class StageOwners:
             or len(set(self.layer_numbers)) != self.owners.num_layers
         ):
             raise ValueError(
-                f"layer numbers: got {self.layer_numbers}, wanted one of its own for each of the "
-                f"{self.owners.num_layers} layers of the owner map"
+                f"layer numbers: got {self.layer_numbers}, wanted {self.owners.num_layers} different "
+                "numbers, one for each layer of the owner map"
             )
 
     def contents(self, device: int, layer: int) -> tuple[SlotContent, ...]:
-        """What the local experts of a module hold, in their order.
+        """Return the experts that the slots of one expert module hold, in the order of slots.
 
         Args:
             device: Rank in the expert-parallel group.
-            layer: Index in the map of the layer that the module was registered for.
+            layer: Index, in the owner map, of the layer for which Megatron registered the module.
         """
         local = self.owners.num_experts // self.owners.num_devices
         held = (self.owners.expert_in(device, layer * local + index) for index in range(local))
         return tuple(SlotContent(self.layer_numbers[index], expert) for index, expert in held)
 
     def registered(self, device: int, layer: int) -> tuple[SlotContent, ...]:
-        """What the same local experts hold in stock Megatron."""
+        """Return the experts that the same slots hold in stock Megatron.
+
+        Args:
+            device: Rank in the expert-parallel group.
+            layer: Index, in the owner map, of the layer for which Megatron registered the module.
+        """
         local = self.owners.num_experts // self.owners.num_devices
         return tuple(SlotContent(self.layer_numbers[layer], device * local + index) for index in range(local))
 
     def as_lists(self) -> dict[str, Any]:
-        """Plain numbers, to keep in a checkpoint; :meth:`from_lists` is the inverse."""
+        """Return plain lists of numbers for a checkpoint; :meth:`from_lists` is the inverse."""
         return {"layer_numbers": list(self.layer_numbers), **self.owners.as_lists()}
 
     @classmethod
     def from_lists(cls, lists: Mapping[str, Any]) -> "StageOwners":
-        """The stage's owners of :meth:`as_lists`."""
+        """Rebuild the stage's owners from the result of :meth:`as_lists`."""
         return cls(OwnerMap.from_lists(lists), tuple(lists["layer_numbers"]))
