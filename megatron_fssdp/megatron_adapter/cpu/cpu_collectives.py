@@ -1,8 +1,8 @@
-"""Collectives of torch as NCCL understands them, on gloo.
+"""Makes torch's collectives on gloo accept what NCCL accepts.
 
-Megatron's expert tensor parallelism gathers and reduce-scatters as many rows as each rank
-happens to have. NCCL serves lists of tensors of different sizes, gloo refuses them; its
-uneven all-to-all does the same work.
+In Megatron's expert tensor parallelism, every rank has another number of rows in an all-gather or a
+reduce-scatter. NCCL accepts lists of tensors of different sizes and gloo does not. Here, gloo's uneven
+all-to-all does the same work.
 """
 
 import functools
@@ -16,7 +16,7 @@ from megatron_fssdp.collectives.rows.uneven_all_gather import fill_from_all, sum
 
 
 def without_device_ids(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.distributed.barrier`` without an argument that only NCCL takes."""
+    """Return ``torch.distributed.barrier`` without the argument ``device_ids``, which only NCCL accepts."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -27,7 +27,7 @@ def without_device_ids(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.distributed.all_gather`` that also fills a list of tensors of different sizes."""
+    """Return an ``all_gather`` that also accepts a list of tensors of different sizes."""
 
     @functools.wraps(original)
     def all_gather(
@@ -42,7 +42,7 @@ def uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.distributed.reduce_scatter`` that also sums a list of tensors of different sizes."""
+    """Return a ``reduce_scatter`` that also accepts a list of tensors of different sizes."""
 
     @functools.wraps(original)
     def reduce_scatter(
@@ -61,5 +61,5 @@ def uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _equal_sizes(tensors: Sequence[torch.Tensor]) -> bool:
-    # All ranks have lists of the same sizes and decide alike.
+    # All ranks have lists of the same sizes, so all of them take the same branch.
     return len({tensor.shape for tensor in tensors}) <= 1

@@ -1,4 +1,4 @@
-"""The CPU's meaning of CUDA device arguments, streams and events."""
+"""What CUDA device arguments, streams and events mean on the CPU."""
 
 import functools
 import time
@@ -18,7 +18,7 @@ def _is_accelerator(device: object) -> bool:
 
 
 class CpuDeviceMode(TorchFunctionMode):
-    """Every CUDA device argument of every torch function means the CPU."""
+    """Replaces CUDA device arguments of all torch functions by the CPU while it is active."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -31,8 +31,8 @@ class CpuDeviceMode(TorchFunctionMode):
         if func is torch.Tensor.to and len(args) > 1 and _is_device_argument(args[1]):
             args = (args[0], _CPU, *args[2:])
         elif func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # Megatron's optimizers group parameters by comparing this string with
-            # 'torch.cuda.FloatTensor' and its relatives.
+            # Megatron's optimizers group parameters by this string. They compare it with
+            # 'torch.cuda.FloatTensor' and similar names.
             return func(*args).replace("torch.", "torch.cuda.", 1)
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
@@ -47,54 +47,54 @@ def _is_device_argument(argument: object) -> bool:
 
 
 class FinishedStream:
-    """A stream on which everything has happened already."""
+    """Replaces ``torch.cuda.Stream``: all work on this stream is done already."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
     def wait_stream(self, *_: object) -> None:
-        """Nothing to wait for."""
+        """Return at once: the CPU has no pending work."""
 
     def wait_event(self, *_: object) -> None:
-        """Nothing to wait for."""
+        """Return at once: the CPU has no pending work."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once: the CPU has no pending work."""
 
     def record_event(self, event: "HostEvent | None" = None) -> "HostEvent":
-        """The event, or a new one; all work before it is done."""
+        """Return the event, or a new one if none is given. All work before it is done."""
         return event or HostEvent()
 
 
 class HostEvent:
-    """An event that records host time."""
+    """Replaces ``torch.cuda.Event``: it records the time of the host."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self._time_s = 0.0
 
     def record(self, *_: object) -> None:
-        """Note the time."""
+        """Record the current time."""
         self._time_s = time.perf_counter()
 
     def wait(self, *_: object) -> None:
-        """Nothing to wait for."""
+        """Return at once: the CPU has no pending work."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once: the CPU has no pending work."""
 
     def query(self) -> bool:
-        """Always over."""
+        """Whether the work before the event is done; always true on the CPU."""
         return True
 
     def elapsed_time(self, end: "HostEvent") -> float:
-        """Milliseconds from this event to a later one."""
+        """Milliseconds from this event to a later event."""
         return (end._time_s - self._time_s) * 1e3
 
 
 def inside_the_device_mode(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Python code of a backward pass sees the device mode as that of a forward pass does.
+    """Return a backward function that runs its Python code inside :class:`CpuDeviceMode`.
 
-    Torch takes a mode off while one of its own functions runs. ``torch.autograd.backward``
-    is such a function, and a recomputed forward runs inside it.
+    Torch removes a function mode while one of its own functions runs. ``torch.autograd.backward`` is such
+    a function, and recomputed forward passes run inside it. They need the mode too.
     """
 
     @functools.wraps(original)

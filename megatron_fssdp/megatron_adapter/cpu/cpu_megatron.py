@@ -1,4 +1,4 @@
-"""The few places where Megatron's own code needs a CPU meaning."""
+"""Replacements for the few functions of Megatron that fail on the CPU."""
 
 import contextlib
 import importlib
@@ -12,15 +12,16 @@ import torch
 
 
 def move_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """What is on the host already; Megatron's signature."""
+    """Return the tensor, which is on the host already; the signature is Megatron's."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def norm_under_sequence_parallelism(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Torch's norms refuse sequence parallelism; they only lack the mark.
+    """Return a constructor of torch's norms that accepts sequence parallelism.
 
-    With the mark on their parameters, Megatron's finalize step sums their
-    gradients over the tensor-parallel ranks as it does for its own norms.
+    Megatron refuses these norms under sequence parallelism, although only an attribute of their parameters
+    is missing. With the attribute ``sequence_parallel``, Megatron sums the gradients of these parameters
+    over the tensor-parallel ranks, as it does for its own norms.
     """
 
     def build(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:
@@ -37,10 +38,10 @@ def norm_under_sequence_parallelism(original: Callable[..., Any]) -> Callable[..
 
 
 def find_dataset_helpers(original: Callable[[], None]) -> Callable[[], None]:
-    """Use compiled dataset helpers that exist already; compile only without any.
+    """Return a function that uses existing compiled dataset helpers, and compiles only if there are none.
 
-    The wheel ships them without a Makefile. A Megatron-LM checkout has the Makefile
-    but wants pybind11 and a compiler; the installed wheel's serve it as well.
+    The megatron-core wheel contains the compiled helpers and no Makefile. A Megatron-LM checkout has the
+    Makefile but needs pybind11 and a compiler. The helpers of an installed wheel work with a checkout too.
     """
     name = "megatron.core.datasets.helpers_cpp"
     with contextlib.suppress(ImportError):

@@ -1,17 +1,17 @@
 """Runs Megatron on CPU ranks over gloo, for laptops, tests and CI.
 
-Megatron assumes CUDA in many places: factories with ``device="cuda"``, streams,
-CUDA random states, NCCL-only arguments. Without an accelerator, :func:`install`
-answers those calls with their CPU meaning. On a machine with an accelerator it
-does nothing, unless ``MEGATRON_FSSDP_DEVICE=cpu`` asks for CPU.
+Megatron assumes CUDA in many places: tensor factories with ``device="cuda"``, streams, CUDA random states
+and arguments that only NCCL accepts. On a machine without an accelerator, :func:`install` gives these calls
+a meaning on the CPU. On a machine with an accelerator it does nothing, unless
+``MEGATRON_FSSDP_DEVICE=cpu`` is set.
 
-Two kinds of change, both switched on here and nowhere else:
+There are two kinds of changes. Both are made here and nowhere else:
 
-* :class:`CpuDeviceMode`, a :class:`torch.overrides.TorchFunctionMode` that turns CUDA device arguments
-  into CPU ones, one rule instead of a wrapper per factory;
-* :data:`_TORCH_PATCHES` and :data:`_MEGATRON_PATCHES`: attributes replaced, each
-  with its reason. ``torch.cuda.is_available()`` stays (or becomes) ``False``:
-  claiming otherwise breaks dynamo and ``torch.optim``.
+* :class:`CpuDeviceMode`, a :class:`torch.overrides.TorchFunctionMode`, replaces CUDA device arguments by the
+  CPU. This is one rule instead of a wrapper for each tensor factory.
+* :data:`_TORCH_PATCHES` and :data:`_MEGATRON_PATCHES` list the attributes that are replaced, each with its
+  reason. ``torch.cuda.is_available()`` stays or becomes ``False``, because ``True`` breaks dynamo and
+  ``torch.optim``.
 """
 
 import contextlib
@@ -50,31 +50,35 @@ _installed = False
 
 
 def requested() -> bool:
-    """Whether this process should run Megatron on the CPU."""
+    """Whether this process should run Megatron on the CPU.
+
+    Raises:
+        ConfigurationError: The environment variable ``MEGATRON_FSSDP_DEVICE`` names an unknown device.
+    """
     asked = os.environ.get(DEVICE_VARIABLE, "").lower()
     if asked not in ("", "cpu", "cuda"):
         raise ConfigurationError(
-            f"{DEVICE_VARIABLE}: got {asked!r}, wanted 'cpu', 'cuda' or nothing; "
+            f"environment variable {DEVICE_VARIABLE}: got {asked!r}, wanted 'cpu' or 'cuda'; "
             "unset it to detect the device"
         )
     return asked == "cpu" or (asked == "" and not torch.cuda.is_available())
 
 
 def install() -> bool:
-    """Apply the CPU runtime when it is requested; idempotent.
+    """Apply the CPU patches if the CPU is requested. Repeated calls have no further effect.
 
     Returns:
-        Whether the CPU runtime is active in this process.
+        Whether the CPU patches are active in this process.
     """
     global _installed
     if not requested():
         return False
     if not _installed:
         _installed = True
-        # Megatron asks for this variable at argument checks of TP or CP > 1; it
-        # orders CUDA work queues and means nothing here.
+        # With tensor or context parallelism, Megatron's argument check wants this variable. It orders
+        # CUDA's work queues and has no effect on the CPU.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        # Entered for the life of the process.
+        # The mode stays active until the process ends.
         CpuDeviceMode().__enter__()
         for patch in _TORCH_PATCHES:
             patch.apply()
@@ -90,19 +94,26 @@ def check_arguments(args: Any) -> None:
         args: Megatron's parsed arguments.
 
     Raises:
-        ConfigurationError: With what is refused and what to do.
+        ConfigurationError: The arguments ask for context parallelism on the CPU.
     """
     if _installed and (args.context_parallel_size or 1) > 1:
         raise ConfigurationError(
-            f"--context-parallel-size: got {args.context_parallel_size} on the CPU, wanted 1: Megatron's "
-            "context parallelism is Transformer Engine's attention, which needs a GPU; use "
+            f"--context-parallel-size: got {args.context_parallel_size} on the CPU, wanted 1, because "
+            "Megatron's context parallelism uses Transformer Engine's attention, which needs a GPU; use "
             "--tensor-model-parallel-size 2 --sequence-parallel to split sequences, or run on GPUs"
         )
 
 
 @dataclass(frozen=True)
 class _Patch:
-    """One attribute replaced, and why."""
+    """Attributes of one module or class that are replaced, with the reason.
+
+    Attributes:
+        target: ``package.module`` or ``package.module:Class``.
+        names: Names of the replaced attributes, separated by spaces.
+        replacement: Function from the original attribute to its replacement.
+        reason: Why the CPU needs the replacement.
+    """
 
     target: str
     names: str
@@ -116,7 +127,7 @@ class _Patch:
 
 
 def _resolve(target: str) -> Any:
-    """``package.module`` or ``package.module:Class``."""
+    """Return the module or class that ``package.module`` or ``package.module:Class`` names."""
     module, _, attribute = target.partition(":")
     owner = importlib.import_module(module)
     return getattr(owner, attribute) if attribute else owner
@@ -127,46 +138,49 @@ def _always(value: Any) -> Callable[[Any], Any]:
 
 
 def _returning(value: Any) -> Callable[[Any], Any]:
-    # A fresh function for every name: dynamo refuses one object under two names.
+    # Every name gets a new function, because dynamo refuses one function object under two names.
     return lambda original: lambda *_, **__: value
 
 
 _TORCH_PATCHES = (
-    _Patch("torch.cuda", "is_available", _returning(False), "CPU was asked for on a GPU machine"),
+    _Patch("torch.cuda", "is_available", _returning(False), "the CPU may be requested on a GPU machine"),
     _Patch(
-        "torch.cuda", "device_count", _returning(1), "0 makes Megatron skip its process groups and seeding"
+        "torch.cuda",
+        "device_count",
+        _returning(1),
+        "with 0 devices Megatron skips its process groups and seeding",
     ),
-    _Patch("torch.cuda", "current_device", _returning(0), "passed on as a device argument"),
-    _Patch("torch.cuda", "set_device synchronize", _returning(None), "no device to set or wait for"),
-    _Patch("torch.cuda", "Stream", _always(FinishedStream), "side streams of dispatcher and optimizer"),
-    _Patch("torch.cuda", "Event", _always(HostEvent), "timers and stream ordering"),
-    _Patch("torch.cuda", "current_stream", _returning(FinishedStream()), "stream ordering"),
-    _Patch("torch.cuda", "stream", _returning(contextlib.nullcontext()), "side streams"),
-    _Patch("torch.cuda", "memory_stats", _returning(defaultdict(int)), "--log-memory-to-tensorboard"),
+    _Patch("torch.cuda", "current_device", _returning(0), "Megatron passes it on as a device argument"),
+    _Patch("torch.cuda", "set_device synchronize", _returning(None), "there is no device to set or wait for"),
+    _Patch("torch.cuda", "Stream", _always(FinishedStream), "dispatcher and optimizer make side streams"),
+    _Patch("torch.cuda", "Event", _always(HostEvent), "timers and the ordering of streams use events"),
+    _Patch("torch.cuda", "current_stream", _returning(FinishedStream()), "streams wait for each other"),
+    _Patch("torch.cuda", "stream", _returning(contextlib.nullcontext()), "code runs inside side streams"),
+    _Patch("torch.cuda", "memory_stats", _returning(defaultdict(int)), "--log-memory-to-tensorboard uses it"),
     _Patch(
         "torch.cuda",
         "get_device_properties",
         _returning(types.SimpleNamespace(major=0, minor=0, total_memory=0, name="cpu")),
-        "argument checks of tensor and context parallelism",
+        "the argument checks of tensor and context parallelism read it",
     ),
-    # The one CPU generator stands in for the CUDA generator.
+    # The CPU has one random generator. It replaces the CUDA generator in the next three patches.
     _Patch(
         "torch.cuda",
         "manual_seed",
         _always(lambda seed: torch.default_generator.manual_seed(seed)),
-        "model-parallel seeding",
+        "Megatron seeds model-parallel random states",
     ),
     _Patch(
         "torch.cuda",
         "get_rng_state",
         _always(lambda *_, **__: torch.get_rng_state()),
-        "checkpoints, recompute",
+        "checkpoints and recompute save the random state",
     ),
     _Patch(
         "torch.cuda",
         "set_rng_state",
         _always(lambda state, *_, **__: torch.set_rng_state(state)),
-        "checkpoints, recompute",
+        "checkpoints and recompute restore the random state",
     ),
     _Patch(
         "torch.autograd.function:BackwardCFunction",
@@ -174,9 +188,19 @@ _TORCH_PATCHES = (
         inside_the_device_mode,
         "activation recompute runs forward code inside torch.autograd.backward",
     ),
-    _Patch("torch.distributed", "barrier", without_device_ids, "an NCCL-only argument that gloo refuses"),
-    _Patch("torch.distributed", "all_gather", uneven_all_gather, "expert tensor parallelism, see there"),
-    _Patch("torch.distributed", "reduce_scatter", uneven_reduce_scatter, "expert tensor parallelism"),
+    _Patch("torch.distributed", "barrier", without_device_ids, "gloo refuses an argument of NCCL"),
+    _Patch(
+        "torch.distributed",
+        "all_gather",
+        uneven_all_gather,
+        "expert tensor parallelism gathers tensors of different sizes, which gloo refuses",
+    ),
+    _Patch(
+        "torch.distributed",
+        "reduce_scatter",
+        uneven_reduce_scatter,
+        "expert tensor parallelism sums tensors of different sizes, which gloo refuses",
+    ),
 )
 
 _MEGATRON_PATCHES = (
@@ -184,36 +208,36 @@ _MEGATRON_PATCHES = (
         "megatron.core.datasets.utils",
         "compile_helpers",
         find_dataset_helpers,
-        "runs make, which the wheel cannot and a bare machine may not",
+        "it runs make, which needs a Makefile, pybind11 and a compiler",
     ),
     _Patch(
         "megatron.core.tensor_parallel.random",
         "_set_cuda_rng_state",
         _always(lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)),
-        "random state of dropout under recompute",
+        "dropout under recompute restores the random state",
     ),
     _Patch(
         "megatron.core.tensor_parallel.random",
         "_get_cuda_rng_state",
         _always(lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()),
-        "random state of dropout under recompute",
+        "dropout under recompute saves the random state",
     ),
     _Patch(
         "megatron.core.transformer.moe.token_dispatcher",
         "maybe_move_tensor_to_cpu",
         _always(move_to_host),
-        "turns split sizes into numbers only when they are CUDA tensors; gloo wants numbers",
+        "it turns only CUDA tensors of split sizes into numbers, and gloo needs numbers",
     ),
     _Patch(
         "megatron.core.transformer.torch_norm:WrappedTorchNorm",
         "__new__",
         norm_under_sequence_parallelism,
-        "sequence parallelism without Transformer Engine or Apex",
+        "sequence parallelism must work without Transformer Engine and Apex",
     ),
     _Patch(
         "megatron.training.training",
         "initialize_megatron",
         lambda original: functools.partial(original, allow_no_cuda=True),
-        "pretrain() does not pass the flag on",
+        "pretrain() does not pass allow_no_cuda on",
     ),
 )

@@ -1,1 +1,1 @@
-"""Changes to Megatron's router: the topology-aware gate, and tokens shared by ranks."""
+"""Changes to Megatron's router: the topology-aware gate, and tokens that tensor-parallel ranks share."""

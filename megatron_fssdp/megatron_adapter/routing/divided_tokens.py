@@ -1,7 +1,14 @@
-"""What a layer's gate sees where tensor-parallel ranks have the same tokens: without sequence parallelism.
+"""Which tokens a layer's gate sees if tensor-parallel ranks have the same tokens.
 
-Megatron trains no MoE layer there. Parm's schedules do: S1 divides the tokens before the gate, S2 behind it
-(Parm, §III-B). Gradients come out as in a layer on one rank, auxiliary losses' included.
+Without sequence parallelism, all tensor-parallel ranks have the same tokens. Megatron refuses MoE layers in
+this case. Parm's schedules support it: S1 divides the tokens before the gate, S2 divides them after the gate
+(Parm, §III-B)::
+
+    s1, megatron    rank 0: tokens of part 0 -> gate -> dispatch      gradients of the gate are summed
+                    rank 1: tokens of part 1 -> gate -> dispatch      over the tensor-parallel ranks
+    s2              all ranks: all tokens -> gate -> dispatch divides them
+
+Gradients equal those of the layer on one rank, including the gradients of auxiliary losses.
 """
 
 from typing import Any
@@ -15,26 +22,30 @@ from megatron_fssdp.planning.cost.tensor_schedules import Schedule
 
 
 class OneRank:
-    """Stands where Megatron asks how many ranks share a layer's tokens, to refuse more than one."""
+    """Replaces the process group that Megatron asks how many ranks have a layer's tokens.
+
+    Megatron refuses more than one rank without sequence parallelism. Our layer supports it.
+    """
 
     def size(self) -> int:
-        """This layer sees to it itself."""
+        """Always 1."""
         return 1
 
 
 class DividedTokens:
-    """Runs a router on equal tokens of all ranks, or on each rank's part of them.
+    """Runs a router on the tokens that all tensor-parallel ranks have, or on this rank's part of them.
 
     Args:
-        router: Megatron's.
-        pg_collection: The layer's process groups.
+        router: Megatron's router of the layer.
+        pg_collection: Process groups of the layer.
     """
 
     def __init__(self, router: Any, pg_collection: Any) -> None:
         self._router = router
         self.group = pg_collection.tp
         self._split_groups = router.tp_cp_group, router.tp_dp_cp_group
-        # Ranks with the same tokens count them once: auxiliary losses are over the other ranks only.
+        # Where all ranks have the same tokens, an auxiliary loss must count every token once. It is then
+        # computed over the context-parallel and data-parallel ranks only.
         data_parallel = getattr(pg_collection, "dp_cp", None)
         if data_parallel is None:
             data_parallel = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -42,18 +53,27 @@ class DividedTokens:
 
     @staticmethod
     def divides_first(schedule: Schedule) -> bool:
-        """Whether each rank's gate sees its part of the tokens only."""
+        """Whether each rank's gate sees only this rank's part of the tokens.
+
+        Args:
+            schedule: Order of collectives of the forward pass.
+        """
         return schedule in ("s1", "megatron")
 
     def route(
         self, hidden: torch.Tensor, padding_mask: torch.Tensor | None, schedule: Schedule
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The tokens to dispatch, and the router's probabilities and map for them.
+        """Run the router and return the tokens to dispatch, their probabilities and their routing map.
 
         Args:
-            hidden: ``[S, B, M]``, the same on all tensor-parallel ranks.
-            padding_mask: bool ``[S, B]``.
-            schedule: Of this forward pass.
+            hidden: Hidden states ``[S, B, M]`` (sequence, batch, model dimension), equal on all
+                tensor-parallel ranks.
+            padding_mask: Padding mask of the tokens, bool ``[S, B]``.
+            schedule: Order of collectives of this forward pass.
+
+        Returns:
+            Tokens ``[S', B, M]``, probabilities ``[T, E]`` and routing map bool ``[T, E]``. ``S'`` is S, or S
+            divided by the number of tensor-parallel ranks if :meth:`divides_first`.
         """
         router = self._router
         if not self.divides_first(schedule):
@@ -63,6 +83,7 @@ class DividedTokens:
         own = split_tokens(hidden, self.group)
         if padding_mask is not None:
             padding_mask = padding_mask.chunk(self.group.size())[self.group.rank()]
-        # Megatron sums such gradients at the end of an iteration, but only under sequence parallelism.
+        # Each rank has gradients from its own tokens only, so they are summed over the ranks. Megatron does
+        # this at the end of an iteration, but only under sequence parallelism.
         parameters = {name: sum_gradient(p, self.group) for name, p in router.named_parameters()}
         return own, *functional_call(router, parameters, (own, padding_mask))

@@ -1,7 +1,8 @@
 """FasterMoE's topology-aware gate in Megatron's router (FasterMoE, §4.3).
 
-Megatron lets a replay of recorded routings choose the experts, for debugging. The gate sits in that
-place, so scores, probabilities, auxiliary losses, capacities and expert biases stay Megatron's own.
+For debugging, Megatron's router can take the experts of each token from a recorded routing. The gate uses
+this extension point (``router_replay``). Scores, probabilities, auxiliary losses, capacities and expert
+biases therefore stay Megatron's own.
 """
 
 from collections.abc import Callable
@@ -19,17 +20,17 @@ _REFUSALS: tuple[Refusal, ...] = (
     (
         "a fused router",
         lambda value: bool(value("moe_router_fusion")),
-        "drop --moe-router-fusion",
+        "remove --moe-router-fusion",
     ),
     (
         "replayed routings",
         lambda value: bool(value("moe_enable_routing_replay")),
-        "drop --moe-enable-routing-replay",
+        "remove --moe-enable-routing-replay",
     ),
     (
         "group-limited routing",
         lambda value: bool(value("moe_router_group_topk")),
-        "drop --moe-router-num-groups and --moe-router-group-topk",
+        "remove --moe-router-num-groups and --moe-router-group-topk",
     ),
     (
         "routing by Sinkhorn or by quantiles",
@@ -40,26 +41,29 @@ _REFUSALS: tuple[Refusal, ...] = (
 
 
 def check_gate(config: Any) -> None:
-    """Refuse a model whose router chooses experts in another way.
+    """Refuse a model whose router selects experts in a way that the gate cannot replace.
 
     Args:
         config: Megatron's parsed arguments or a ``TransformerConfig``.
 
     Raises:
-        ConfigurationError: With what is refused and what to do.
+        ConfigurationError: The model uses such a router.
     """
     refuse("router: topology_aware (router=stock does)", _REFUSALS, config)
 
 
 class TopologyAwareTopK:
-    """Chooses the experts in place of the router's top-k.
+    """Selects the experts of each token instead of the router's top-k.
 
     Args:
-        owner_E: Gives the device of every expert as it is now; owners may move between iterations.
+        owner_E: Function that returns the current owner of every expert, int64 ``[E]``. Owners may move
+            between iterations.
         device: This rank in its expert-parallel group.
-        topology: Nodes of the group.
-        leaving_share: Part of this rank's tokens that may leave the node, for each choice.
-        scores_are_logits: Whether the scores are not comparable among tokens before a softmax.
+        topology: Nodes of the expert-parallel group.
+        leaving_share: Fraction of this rank's tokens, 0 to 1, that may leave the node. The limit holds
+            separately for the first, second, ... expert of a token.
+        scores_are_logits: Whether the scores are logits. They are then compared after a softmax, because
+            logits of different tokens are not comparable.
     """
 
     def __init__(
@@ -71,7 +75,7 @@ class TopologyAwareTopK:
         *,
         scores_are_logits: bool,
     ) -> None:
-        self.layer_number: int | None = None  # the router tells it
+        self.layer_number: int | None = None  # Megatron's router sets it.
         self._owner_E = owner_E
         self._device = device
         self._node_D = np.asarray(topology.node_of_device)
@@ -81,11 +85,14 @@ class TopologyAwareTopK:
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, *_groups: Any, **_more: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores and indices of every token's experts, ``[T, K]`` each; the router's own call.
+        """Select the experts of every token; Megatron's router calls this.
 
         Args:
-            scores: What the router chooses by, ``[T, E]``.
-            topk: Choices of a token.
+            scores: Scores by which the router selects experts, ``[T, E]``.
+            topk: Number of experts per token, K.
+
+        Returns:
+            Scores ``[T, K]`` and indices, int64 ``[T, K]``, of the selected experts.
         """
         node_E = self._node_D[self._owner_E()]
         is_near_E = torch.from_numpy(node_E == self._node_D[self._device]).to(scores.device)
@@ -100,29 +107,32 @@ class TopologyAwareTopK:
 def install_gate(
     router: Any, owner_E: Callable[[], np.ndarray], device: int, topology: Topology, leaving_share: float
 ) -> None:
-    """Put the gate into a router.
+    """Install the topology-aware gate in a router.
 
     Args:
         router: Megatron's ``TopKRouter`` of one layer.
-        owner_E: Gives the device of every expert.
+        owner_E: Function that returns the current owner of every expert, int64 ``[E]``.
         device: This rank in its expert-parallel group.
-        topology: Nodes of the group.
-        leaving_share: Part of this rank's tokens that may leave the node, for each choice.
+        topology: Nodes of the expert-parallel group.
+        leaving_share: Fraction of this rank's tokens, 0 to 1, that may leave the node. The limit holds
+            separately for the first, second, ... expert of a token.
 
     Raises:
-        ConfigurationError: The router has no such place, or a node has fewer experts than a token chooses.
+        ConfigurationError: The router has no attribute ``router_replay``, or the experts of a node are
+            fewer than the experts of a token.
     """
     if not hasattr(router, "router_replay"):
         raise ConfigurationError(
-            f"router: got {type(router).__name__} without a place for another choice of experts, wanted "
-            "Megatron's TopKRouter of megatron-core 0.19 or newer; use router=stock"
+            f"router: got {type(router).__name__} without the attribute router_replay, wanted Megatron's "
+            "TopKRouter of megatron-core 0.19 or newer; use router=stock"
         )
     config = router.config
     per_node = np.bincount(np.asarray(topology.node_of_device)[owner_E()], minlength=topology.num_nodes)
     if per_node.min() < config.moe_router_topk:
         raise ConfigurationError(
-            f"router: got topology_aware with {per_node.min()} experts in a node, wanted at least the "
-            f"{config.moe_router_topk} that a token chooses; use fewer nodes, more experts, or router=stock"
+            f"router: got topology_aware with {per_node.min()} experts in a node, wanted at least "
+            f"{config.moe_router_topk}, the number of experts per token; use fewer nodes, more experts, or "
+            "router=stock"
         )
     router.router_replay = TopologyAwareTopK(
         owner_E,

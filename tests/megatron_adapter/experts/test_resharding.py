@@ -321,7 +321,7 @@ def _try_what_is_refused(model: list[Any], optimizer: Any) -> None:
         exp_avg = state["exp_avg"]
         if rank == odd_rank:
             state["exp_avg"] = exp_avg.bfloat16()
-        refused("got state exp_avg of .* torch.bfloat16")
+        refused("got state exp_avg with .* torch.bfloat16")
         state["exp_avg"] = exp_avg
 
         if rank == odd_rank:
