@@ -1,1 +1,1 @@
-"""Supported Megatron versions, features and machines; what is refused, with the reason."""
+"""Supported versions and features of Megatron, and machines; what is refused, with the next step."""

@@ -1,7 +1,8 @@
-"""Whether the installed Megatron has the seams that the plugin hangs on.
+"""Checks that the installed Megatron has the seams that the plugin attaches to.
 
-Detected by symbol, not by version string: a fork or a nightly build with the seams
-works, a release without them is refused before anything runs.
+A seam is a module, class, function or attribute of Megatron that the plugin uses, wraps or subclasses. The
+check looks for these names and ignores the version number. A fork or a nightly build that has all of them
+works. A release that lacks one is refused before anything runs.
 """
 
 import importlib
@@ -14,13 +15,13 @@ from megatron_fssdp.megatron_adapter.support.tested_versions import pip_install
 
 
 class Seam(NamedTuple):
-    """A place in Megatron that the plugin hangs on.
+    """A module, class, function or attribute of Megatron that the plugin attaches to.
 
     Attributes:
-        module: Where it is.
-        path: Its attribute path there.
-        purpose: What the plugin does with it.
-        needed_by: What would not work without it.
+        module: Python module that has it.
+        path: Attribute path in the module, for example ``MoELayer.route``.
+        purpose: What the plugin does with it; completes a sentence "the plugin ...".
+        needed_by: Runs, strategies or options that do not work without it.
     """
 
     module: str
@@ -32,78 +33,93 @@ class Seam(NamedTuple):
 _EVERY_RUN = "every run, --moe-strategy none included"
 _PLACEMENT = "every strategy but none"
 _EXPERT_PARALLEL = "every strategy but none, on two or more expert-parallel ranks"
-_MOVING = "re-sharding (fssdp, smartmoe) and replicas that stay (flexmoe)"
+_MOVING = "re-sharding (fssdp, smartmoe) and resident replicas (flexmoe)"
 _RESHARDING = "re-sharding (fssdp, smartmoe)"
 
 _SEAMS = (
     Seam(
         "megatron.core.models.gpt.moe_module_specs",
         "MoELayer",
-        "puts its layer into Megatron's own specs",
+        "replaces it by the strategy's layer in Megatron's layer specs",
         _PLACEMENT,
     ),
     Seam(
         "megatron.core.models.gpt.moe_module_specs",
         "get_moe_module_spec",
-        "builds layer specs",
+        "builds layer specs with it",
         "models without a command line (megatron_fssdp.get_moe_module_spec)",
     ),
-    Seam("megatron.core.transformer.moe.moe_layer", "MoELayer.route", "plans before the gate", _PLACEMENT),
+    Seam(
+        "megatron.core.transformer.moe.moe_layer",
+        "MoELayer.route",
+        "plans the iteration before the gate",
+        _PLACEMENT,
+    ),
     Seam(
         "megatron.core.transformer.moe.moe_layer",
         "MoELayer.routed_experts_compute",
-        "runs the experts",
+        "runs owned experts and replicas",
         _PLACEMENT,
     ),
     Seam(
         "megatron.core.transformer.moe.token_dispatcher",
         "MoETokenDispatcher",
-        "dispatches tokens",
+        "dispatches tokens to owners and replicas",
         _PLACEMENT,
     ),
     Seam(
         "megatron.core.distributed.param_and_grad_buffer",
         "_ParamAndGradBucketGroup.start_grad_sync",
-        "orders the expert gradients' reduction",
+        "delays the reduction of expert gradients until they are complete",
         _EXPERT_PARALLEL,
     ),
     Seam(
         "megatron.core.distributed.param_and_grad_buffer",
         "_ParamAndGradBucketGroup.finish_grad_sync",
-        "orders the expert gradients' reduction",
+        "completes expert gradients before their reduction",
         _EXPERT_PARALLEL,
     ),
     Seam(
         "megatron.core.distributed",
         "DistributedDataParallel._make_forward_pre_hook",
-        "has experts' parameters gathered before they are used",
+        "gathers experts' parameters before they are used",
         "--overlap-param-gather under every strategy but none",
     ),
     Seam(
         "megatron.core.transformer.transformer_block",
         "TransformerBlock.sharded_state_dict",
-        "names experts in checkpoints by their owners",
+        "names experts in checkpoints by layer and number, wherever their owners are",
         "checkpoints under re-sharding (fssdp, smartmoe)",
     ),
 )
 
 _TRAINING_SEAMS = (
-    Seam("megatron.training.arguments", "add_megatron_arguments", "adds its arguments", _EVERY_RUN),
-    Seam("megatron.training.arguments", "parse_args", "adds its arguments", _EVERY_RUN),
+    Seam(
+        "megatron.training.arguments",
+        "add_megatron_arguments",
+        "adds its command-line arguments",
+        _EVERY_RUN,
+    ),
+    Seam(
+        "megatron.training.arguments",
+        "parse_args",
+        "checks that its arguments were parsed",
+        _EVERY_RUN,
+    ),
     Seam("megatron.training.arguments", "validate_args", "checks its arguments", _EVERY_RUN),
     Seam("megatron.training.training", "setup_model_and_optimizer", "checks the built model", _EVERY_RUN),
-    Seam("megatron.training.training", "train", "says where a run stopped", _PLACEMENT),
-    Seam("megatron.training.training", "train_step", "marks iterations", _EVERY_RUN),
+    Seam("megatron.training.training", "train", "reports where a run stopped", _PLACEMENT),
+    Seam("megatron.training.training", "train_step", "begins and ends iterations", _EVERY_RUN),
     Seam(
         "megatron.training.training",
         "get_forward_backward_func",
-        "notices that an iteration is repeated",
+        "detects that an iteration is repeated",
         _PLACEMENT,
     ),
     Seam(
         "megatron.core.transformer.transformer_layer",
         "TransformerLayer.mlp",
-        "starts to gather experts under the attention",
+        "starts to gather experts while attention computes",
         _PLACEMENT,
     ),
     Seam(
@@ -140,13 +156,13 @@ _TRAINING_SEAMS = (
     Seam(
         "megatron.training.checkpointing",
         "dist_checkpointing.load_content_metadata",
-        "takes the owner map up again",
+        "loads the owner map",
         _RESHARDING,
     ),
     Seam(
         "megatron.training.checkpointing",
         "dist_checkpointing.save",
-        "keeps a half written checkpoint from being loaded",
+        "prevents that an incomplete checkpoint is loaded",
         _PLACEMENT,
     ),
 )
@@ -155,20 +171,20 @@ _OPTIONAL_SEAMS = (
     Seam(
         "megatron.core.transformer.moe.router",
         "TopKRouter.router_replay",
-        "chooses experts by nodes",
+        "selects experts by the nodes of their owners",
         "router=topology_aware",
     ),
     Seam(
         "megatron.core.models.bert.bert_model",
         "BertModel",
-        "puts experts into its layers",
+        "adds experts to its layers",
         "BERT with --num-experts",
     ),
 )
 
 
 def check_core() -> None:
-    """Raise unless megatron-core has what the layer needs.
+    """Raise unless megatron-core has all seams that the strategy's layer needs.
 
     Raises:
         ConfigurationError: A seam is missing, or megatron-core is not installed.
@@ -177,7 +193,7 @@ def check_core() -> None:
 
 
 def check_training() -> None:
-    """Raise unless megatron.training has what the command line needs.
+    """Raise unless Megatron has all seams that a training run from the command line needs.
 
     Raises:
         ConfigurationError: A seam is missing, or megatron-core is not installed.
@@ -186,17 +202,20 @@ def check_training() -> None:
 
 
 def training_seams() -> tuple[Seam, ...]:
-    """All that :func:`check_training` wants."""
+    """Return all seams that :func:`check_training` looks for."""
     return _SEAMS + _TRAINING_SEAMS
 
 
 def optional_seams() -> tuple[Seam, ...]:
-    """What single features want, which say so when they are asked for and it is missing."""
+    """Return the seams that only single features need.
+
+    A feature checks its seam when it is requested.
+    """
     return _OPTIONAL_SEAMS
 
 
 def absence(seam: Seam) -> Exception | None:
-    """Why the installed Megatron lacks a seam; ``None`` if it has it."""
+    """Return the error from looking up a seam in the installed Megatron; ``None`` if Megatron has it."""
     try:
         found: Any = importlib.import_module(seam.module)
         for name in seam.path.split("."):
@@ -210,14 +229,14 @@ def _check(seams: tuple[Seam, ...]) -> None:
     for seam in seams:
         if (error := absence(seam)) is not None:
             raise ConfigurationError(
-                f"Megatron: got {_version()} without {seam.module}.{seam.path} ({error}), with which the "
+                f"Megatron: got {_version()} without {seam.module}.{seam.path} ({error}), where the "
                 f"plugin {seam.purpose}; wanted a release in the tested range: "
                 f"{pip_install('megatron-core')}"
             ) from None
 
 
 def _assigns(owner: object, name: str) -> bool:
-    """Whether some method of a class names an attribute that only its instances have."""
+    """Whether a class has no attribute ``name``, but its methods use it as an attribute of instances."""
     if not isinstance(owner, type) or hasattr(owner, name):
         return False
     methods = (inspect.unwrap(method) for base in owner.__mro__ for method in vars(base).values())

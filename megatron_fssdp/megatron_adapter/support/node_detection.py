@@ -1,4 +1,4 @@
-"""Which ranks share a node: declared, from the launcher, or from host names."""
+"""Finds out which ranks share a node: from a setting, from the launcher, or from host names."""
 
 import os
 import socket
@@ -10,15 +10,18 @@ from megatron_fssdp.planning.placement.topology import Topology
 
 
 def detect_topology(group: dist.ProcessGroup, declared_nodes: int | None) -> Topology:
-    """Nodes of a process group's ranks.
+    """Return the nodes of a process group's ranks.
+
+    Without a declared number of nodes, torchrun's ``LOCAL_WORLD_SIZE`` decides, and host names if it is not
+    set. Host names are gathered by a collective over the group.
 
     Args:
-        group: The expert-parallel group.
-        declared_nodes: Number of equal nodes that the world's ranks form in rank order
-            (4 ranks on one machine can play 2 nodes); ``None`` to detect them.
+        group: Expert-parallel group.
+        declared_nodes: Number of equal nodes into which all ranks are divided, in rank order. Four ranks on
+            one machine can be treated as two nodes. ``None`` detects the nodes.
 
     Raises:
-        ConfigurationError: The declared number does not divide the world.
+        ConfigurationError: The number of ranks is not a multiple of ``declared_nodes``.
     """
     ranks = dist.get_process_group_ranks(group)
     if declared_nodes is not None:
@@ -34,13 +37,17 @@ def detect_topology(group: dist.ProcessGroup, declared_nodes: int | None) -> Top
 
 
 def check_declared_nodes(declared_nodes: int, world_size: int) -> None:
-    """Raise unless the world's ranks can form that many equal nodes.
+    """Raise unless all ranks can be divided into that many equal nodes.
+
+    Args:
+        declared_nodes: Number of nodes.
+        world_size: Number of all ranks.
 
     Raises:
-        ConfigurationError: They cannot.
+        ConfigurationError: The number of ranks is not a multiple of ``declared_nodes``.
     """
     if world_size % declared_nodes:
         raise ConfigurationError(
             f"nodes: got {declared_nodes}, wanted a divisor of the {world_size} ranks; "
-            "leave it out to detect the nodes"
+            "leave the setting out to detect the nodes"
         )

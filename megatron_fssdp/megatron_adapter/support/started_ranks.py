@@ -1,4 +1,4 @@
-"""Whether somebody has started this process as one of a training's ranks."""
+"""Checks that a launcher such as torchrun started this process as a rank of a training."""
 
 import os
 
@@ -10,14 +10,14 @@ _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def check_started_as_rank() -> None:
-    """Raise where Megatron could not find the other ranks, however many there are.
+    """Raise if Megatron could not find the other ranks. A single rank needs the launcher too.
 
     Raises:
-        ConfigurationError: torchrun's variables are missing.
+        ConfigurationError: Environment variables that torchrun sets are missing.
     """
     missing = [name for name in _RENDEZVOUS if not os.environ.get(name)]
     if missing and not dist.is_initialized():
         raise ConfigurationError(
-            f"no ranks: {' and '.join(missing)} not set, wanted a process that torchrun has started; use "
+            f"no ranks: {' and '.join(missing)} not set, wanted a process that torchrun has started; run "
             "torchrun --standalone --nproc-per-node=N -m megatron_fssdp SCRIPT.py ARGS…"
         )

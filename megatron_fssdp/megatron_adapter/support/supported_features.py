@@ -1,7 +1,7 @@
-"""What a placement strategy cannot serve (yet), refused before it could go silently wrong.
+"""Features of Megatron that a placement strategy does not support.
 
-The same table reads command-line arguments and a ``TransformerConfig``: where both have
-a setting, both call it by the same name.
+They are refused before a run starts, because their results would be wrong without a warning. The same table
+serves command-line arguments and a ``TransformerConfig``: settings that exist in both have the same name.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,12 +12,16 @@ from megatron_fssdp.config.errors import ConfigurationError
 Value = Callable[[str], Any]
 
 Refusal = tuple[str, Callable[[Value], bool], str]
-"""What is refused, when, and the next step."""
+"""Name of the refused feature; whether settings ask for it; the next step for the user.
+
+The second entry gets a function from the name of a setting to its value.
+"""
 
 REFUSALS: tuple[Refusal, ...] = (
     (
         "biases of experts under expert tensor parallelism",
-        # Megatron refuses them too, with an assertion. Its default is the tensor-parallel size.
+        # Megatron refuses them too, by an assertion. Without the option, the expert-tensor-parallel size
+        # equals the tensor-parallel size.
         lambda value: (
             (value("expert_tensor_parallel_size") or value("tensor_model_parallel_size") or 1) > 1
             and bool(value("add_bias_linear"))
@@ -26,8 +30,8 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     (
         "biases of experts under sequence parallelism",
-        # Megatron 0.19 sums the output biases' gradients over the tensor-parallel ranks, where with
-        # whole experts they belong to different ones: what is learnt depends on who owns what.
+        # Megatron 0.19 sums the gradients of output biases over the tensor-parallel ranks. With whole
+        # experts, these ranks own different experts, so the result would depend on who owns what.
         lambda value: (
             bool(value("sequence_parallel"))
             and (value("tensor_model_parallel_size") or 1) > 1
@@ -38,29 +42,30 @@ REFUSALS: tuple[Refusal, ...] = (
     (
         "the flex token dispatcher",
         lambda value: value("moe_token_dispatcher_type") == "flex",
-        "the strategy brings its own dispatcher: use --moe-token-dispatcher-type alltoall",
+        "the strategy has its own dispatcher: use --moe-token-dispatcher-type alltoall",
     ),
     (
         "--moe-shared-expert-overlap",
         lambda value: bool(value("moe_shared_expert_overlap")),
-        "the strategy's dispatcher does not interleave the shared expert: drop the flag",
+        "the strategy's dispatcher does not overlap the shared expert with communication: remove the flag",
     ),
     (
         "--overlap-moe-expert-parallel-comm",
         lambda value: bool(value("overlap_moe_expert_parallel_comm")),
-        "it replaces the layer's forward pass: drop the flag",
+        "it replaces the layer's forward pass: remove the flag",
     ),
     (
         "delayed weight gradients of experts",
         lambda value: bool(
             value("delay_wgrad_compute") or value("overlap_dispatch_backward_with_experts_wgrad")
         ),
-        "the strategy owns the experts' gradients: drop the flag",
+        "the strategy computes and reduces the experts' gradients itself: remove --delay-wgrad-compute and "
+        "--overlap-dispatch-backward-with-experts-wgrad",
     ),
     (
         "fp8 or fp4 experts",
         lambda value: bool(value("fp8") or value("fp4")),
-        "replicas travel in bf16, fp16 or fp32: drop the fp8/fp4 flags",
+        "replicas are sent in bf16, fp16 or fp32: remove the fp8 and fp4 flags",
     ),
     (
         "CUDA graphs",
@@ -70,17 +75,17 @@ REFUSALS: tuple[Refusal, ...] = (
     (
         "Transformer Engine's activation functions",
         lambda value: bool(value("use_te_activation_func")),
-        "drop --use-te-activation-func",
+        "remove --use-te-activation-func",
     ),
     (
         "Transformer Engine's fused grouped MLP",
         lambda value: bool(value("use_transformer_engine_op_fuser")),
-        "drop --use-transformer-engine-op-fuser",
+        "remove --use-transformer-engine-op-fuser",
     ),
     (
         "one weight tensor for all experts",
         lambda value: bool(value("moe_single_grouped_weight") or value("moe_single_grouped_bias")),
-        "experts are sharded one by one: drop the flag",
+        "each expert has its own owner: remove --moe-single-grouped-weight and --moe-single-grouped-bias",
     ),
     (
         "fully sharded data parallelism of the whole model",
@@ -90,14 +95,14 @@ REFUSALS: tuple[Refusal, ...] = (
     (
         "expert weight rematerialization over GTP",
         lambda value: (value("expert_gtp_weight_remat_size") or 1) > 1,
-        "drop the option",
+        "remove --expert-tensor-parallel-num-weight-shards",
     ),
     (
         "recompute of moe_act alone",
         lambda value: (
             value("recompute_granularity") == "selective" and "moe_act" in (value("recompute_modules") or ())
         ),
-        "recompute 'moe' instead, or the full layer",
+        "use --recompute-modules moe, or --recompute-granularity full",
     ),
     (
         "fine-grained activation offloading of experts",
@@ -105,12 +110,12 @@ REFUSALS: tuple[Refusal, ...] = (
             bool(value("fine_grained_activation_offloading"))
             and any("expert" in module or "moe" in module for module in (value("offload_modules") or ()))
         ),
-        "leave the expert modules out of --offload-modules",
+        "remove the expert modules from --offload-modules",
     ),
     (
         "paged stashing",
         lambda value: bool(value("moe_paged_stash")),
-        "drop --moe-paged-stash",
+        "remove --moe-paged-stash",
     ),
     (
         "the inference-optimized implementation",
@@ -118,34 +123,34 @@ REFUSALS: tuple[Refusal, ...] = (
         "use --transformer-impl local or transformer_engine",
     ),
 )
-"""What no placement strategy can serve."""
+"""Features that no placement strategy supports."""
 
 
 RESIDENT_REFUSALS: tuple[Refusal, ...] = (
     (
-        "fp16, whose loss scale decides about a step",
+        "fp16, whose loss scale may skip an optimizer step",
         lambda value: bool(value("fp16")),
-        "its replicas step by themselves: use --bf16 or fp32",
+        "its resident replicas have an optimizer step of their own: use --bf16 or fp32",
     ),
     (
         "--calculate-per-token-loss",
         lambda value: bool(value("calculate_per_token_loss")),
-        "gradients of its replicas are scaled before the number of tokens is known: drop the flag",
+        "gradients of its resident replicas are scaled before the number of tokens is known: remove the flag",
     ),
 )
-"""What a strategy with optimizer states of replicas cannot serve beside."""
+"""Features that strategies with resident replicas do not support either."""
 
 
 def refuse(who: str, refusals: Iterable[Refusal], settings: Any) -> None:
-    """Raise at the first thing that is refused.
+    """Raise for the first refused feature that the settings ask for.
 
     Args:
-        who: Starts the message.
-        refusals: What is.
+        who: Strategy or setting that does not support the feature; starts the message.
+        refusals: Table of refused features.
         settings: Megatron's parsed arguments or a ``TransformerConfig``.
 
     Raises:
-        ConfigurationError: With what is refused and what to do.
+        ConfigurationError: The settings ask for a refused feature.
     """
     for what, is_refused, advice in refusals:
         if is_refused(lambda name: getattr(settings, name, None)):
@@ -153,14 +158,15 @@ def refuse(who: str, refusals: Iterable[Refusal], settings: Any) -> None:
 
 
 def check_supported(strategy: str, settings: Any) -> None:
-    """Refuse what the strategy's layer would compute wrongly or not at all.
+    """Refuse settings under which the strategy's layer would fail or compute wrong results.
 
     Args:
         strategy: Name of the strategy, for the message.
         settings: Megatron's parsed arguments or a ``TransformerConfig``.
 
     Raises:
-        ConfigurationError: With what is refused and what to do.
+        ConfigurationError: The settings ask for a refused feature, the model has no experts, or the experts
+            cannot be divided evenly among the expert-parallel ranks.
     """
 
     def value(name: str) -> Any:

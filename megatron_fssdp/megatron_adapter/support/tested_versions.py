@@ -1,6 +1,6 @@
-"""Versions that the plugin is tested with: the only place in the package that states them.
+"""Versions with which the plugin is tested. No other module of the package states them.
 
-``pyproject.toml`` has to repeat them for pip; a test compares the two.
+``pyproject.toml`` repeats them for pip, and a test compares the two.
 """
 
 from packaging.specifiers import SpecifierSet
@@ -12,17 +12,18 @@ TESTED_VERSIONS = {
     "megatron-core": ">=0.19,<0.21",
     "transformer-engine": ">=2.1",
 }
-"""By distribution, as pip writes ranges."""
+"""Tested version range of each distribution, in pip's notation."""
 
 
 def is_tested(distribution: str, version: str) -> bool | None:
-    """Whether a version lies in the range; ``None`` if it is no version at all.
+    """Whether a version lies in the tested range; ``None`` if the text is not a version number.
 
-    Suffixes do not count: ``2.6.0a0+git`` is 2.6.0, as in NVIDIA's containers, and ``0.21.0rc0`` is 0.21.0.
+    Suffixes are ignored: ``2.6.0a0+git``, as in NVIDIA's containers, counts as 2.6.0, and ``0.21.0rc0``
+    counts as 0.21.0.
 
     Args:
         distribution: A key of :data:`TESTED_VERSIONS`.
-        version: What is installed.
+        version: Version of the installed distribution.
     """
     try:
         base = Version(version).base_version
@@ -32,10 +33,10 @@ def is_tested(distribution: str, version: str) -> bool | None:
 
 
 def requirement_of(distribution: str) -> str:
-    """The tested versions of a distribution, as pip's requirement."""
+    """Return the tested versions of a distribution as a requirement for pip."""
     return distribution + TESTED_VERSIONS[distribution]
 
 
 def pip_install(distribution: str) -> str:
-    """The command that installs a tested version."""
+    """Return the command that installs a tested version of a distribution."""
     return f"pip install '{requirement_of(distribution)}'"

@@ -1,4 +1,4 @@
-"""What the plugin hangs on is there; what is not is named."""
+"""The installed Megatron has all seams of the plugin, and a missing seam is named."""
 
 import importlib.metadata
 from pathlib import Path
