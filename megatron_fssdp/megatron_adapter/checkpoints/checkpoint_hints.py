@@ -1,7 +1,7 @@
-"""Plain values in a checkpoint's common state, with which a run goes on as it was.
+"""Hints: plain values in a checkpoint's common state with which a run continues as before.
 
-A checkpoint loads without them, under any strategy and in stock Megatron, which ignores them. They are
-the same on all ranks.
+A checkpoint can be loaded without its hints, under any strategy and in stock Megatron, which ignores them.
+All ranks save the same values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,41 +10,42 @@ from typing import Any, Protocol
 
 
 class CheckpointHint(Protocol):
-    """One of these values."""
+    """A value that is saved in checkpoints and used when a run resumes."""
 
     @property
     def key(self) -> str:
-        """Its name in the common state."""
+        """Name of the value in the checkpoint's common state."""
         ...
 
     def gather(self) -> Any:
-        """What goes into a checkpoint; every rank calls it. ``None`` for nothing."""
+        """Return the value to save, or ``None`` to save nothing. Collective: every rank calls it."""
         ...
 
     def take(self, hint: Any, metadata: Mapping[str, Any]) -> None:
-        """Go on with what a checkpoint has, or say in one log line why not; every rank calls it.
+        """Continue with a checkpoint's value, or log one line why it is not used. Every rank calls it.
 
         Args:
-            hint: What :meth:`gather` gave when it was saved, not trusted.
+            hint: The value in the checkpoint. It may be damaged or come from another layout.
             metadata: Megatron's content metadata of the checkpoint.
         """
         ...
 
 
 def wrap_checkpointing(checkpointing: Any, hints: Sequence[CheckpointHint]) -> None:
-    """Wrap the functions by which Megatron's checkpoints get and give their common state.
+    """Wrap Megatron's functions that save and load the common state of a checkpoint.
 
     Args:
-        checkpointing: The module ``megatron.training.checkpointing``; it looks both functions
-            up at call time.
-        hints: What is to be kept.
+        checkpointing: The module ``megatron.training.checkpointing``. It looks up both functions at call
+            time.
+        hints: Values to save and to load.
     """
     generate = checkpointing.generate_state_dict
 
     @wraps(generate)
     def generate_state_dict(args: Any, *rest: Any, **kwargs: Any) -> Any:
         state = generate(args, *rest, **kwargs)
-        # Only a save has an iteration. The other formats are written by some of the ranks.
+        # Megatron passes the iteration only when it saves. In other formats than torch_dist, some ranks do
+        # not come here, so the hints could not be gathered.
         if kwargs.get("iteration") is not None and args.ckpt_format == "torch_dist":
             for hint in hints:
                 if (value := hint.gather()) is not None:
@@ -53,8 +54,8 @@ def wrap_checkpointing(checkpointing: Any, hints: Sequence[CheckpointHint]) -> N
 
     checkpointing.generate_state_dict = generate_state_dict
 
-    # load_checkpoint hands the common state to this one function between reading it and
-    # building the sharded state dict to load into; nobody else calls it.
+    # load_checkpoint reads the common state, calls this function with it, and then builds the sharded state
+    # dict into which it loads. No other function of Megatron calls it.
     dist_checkpointing = checkpointing.dist_checkpointing
     load_metadata = dist_checkpointing.load_content_metadata
 

@@ -1,14 +1,19 @@
-"""Sharded state dicts of experts that are not where Megatron registered them.
+"""Sharded state dicts of experts that are in other slots than in stock Megatron.
 
-A ``torch_dist`` checkpoint knows an expert by its layer and number only. Megatron derives
-both from the module and its place in the expert-parallel group; here they come from the
-owner map. Keys, global shapes and replica numbers stay Megatron's, the state dict's own
-keys keep naming the local slot, and optimizer state follows by the identity of the
-Parameters. Under an even map Megatron's own methods run.
+A ``torch_dist`` checkpoint identifies an expert only by its layer and its number. Megatron derives both from
+the expert module and the rank in the expert-parallel group. Here both come from the owner map::
 
-A layer is an axis of the stored tensor where a decoder's layers are alike, and a number in
-its key where they are not. The number is written by ``TransformerBlock`` after the layer
-has returned, so it is set right once the block is through.
+    slot 2 of device 0:   Megatron registered it for   expert 0 of layer 2
+                          the owner map puts in it     expert 5 of layer 1
+                          it is saved under the name   expert 5 of layer 1
+
+Keys, global shapes and replica numbers are Megatron's. The keys of the state dict itself name the local slot.
+Optimizer states follow, because Megatron finds them by the identity of the Parameters. Under an even owner
+map, Megatron's own methods run.
+
+If all layers of a decoder are alike, the layer is an axis of the stored tensor. Otherwise the layer's number
+is a part of the key. ``TransformerBlock`` writes this number after the layer has returned its state, so the
+wrapper around ``TransformerBlock`` corrects it afterwards.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,14 +43,15 @@ _blocks_wrapped = False
 def follow_owners(experts: Any, layer: int, current: CurrentOwners) -> None:
     """Make an expert module's sharded state dict follow the owner map.
 
-    Done when the layer is built, because models are built in several ways and checkpoints are
-    loaded soon after.
+    Call this when the layer is built, because models are built in several ways and a checkpoint may be
+    loaded soon afterwards. The first call also wraps the method of ``TransformerBlock``, which changes
+    nothing for other layers.
 
     Args:
-        experts: Expert module of a layer of the owner map; its method is replaced, and the one of
-            ``TransformerBlock``, once, which changes nothing for other layers.
-        layer: Index of the layer in the map.
-        current: Gives the owners at the time of a save or load; ``None`` means even.
+        experts: Expert module of the layer. Its method ``sharded_state_dict`` is replaced.
+        layer: Index of the layer in the owner map.
+        current: Function that returns the owners at the time of a save or a load; ``None`` means that
+            Megatron's even distribution applies.
     """
     experts.sharded_state_dict = MethodType(_state_by_owner(layer, current), experts)
     _wrap_blocks()
@@ -86,19 +92,19 @@ def expert_sharded_state_dict(
     sharded_offsets: Any = (),
     metadata: dict[str, Any] | None = None,
 ) -> ShardedStateDict:
-    """Sharded state dict of a layer's expert module, every slot under its content's name.
+    """Return the sharded state dict of an expert module, with every slot named after the expert in it.
 
     Args:
-        experts: ``SequentialMLP`` or ``TEGroupedMLP``.
-        layer: Index in the map of the layer that the module was registered for.
+        experts: Megatron's expert module, ``SequentialMLP`` or ``TEGroupedMLP``.
+        layer: Index, in the owner map, of the layer for which Megatron registered the module.
         device: This rank in the expert-parallel group.
-        stage: The owners; ``None`` where no map is in force.
-        prefix: As Megatron's method of the same name.
-        sharded_offsets: As Megatron's: the layer axis, or nothing.
-        metadata: As Megatron's.
+        stage: Owners of the pipeline stage; ``None`` means Megatron's even distribution.
+        prefix: Prefix of the keys, as in Megatron's method ``sharded_state_dict``.
+        sharded_offsets: Layer axis of the stored tensors, or nothing, as in Megatron's method.
+        metadata: Content metadata of the checkpoint, as in Megatron's method.
 
     Raises:
-        ValueError: A slot crosses between the decoder and multi-token prediction.
+        ValueError: A slot of the decoder holds an expert of multi-token prediction, or the reverse.
     """
     if stage is None or stage.contents(device, layer) == stage.registered(device, layer):
         return type(experts).sharded_state_dict(experts, prefix, sharded_offsets, metadata)
@@ -106,7 +112,8 @@ def expert_sharded_state_dict(
     number = stage.layer_numbers[layer]
     _check_stays_in_decoder(number, contents, experts.config.num_layers)
     metadata = ensure_metadata_has_dp_cp_group(metadata)
-    # One tensor for each expert with its number in the key, instead of an axis.
+    # With this option, each expert is a tensor of its own with its number in the key. Without it, experts
+    # are an axis of one tensor.
     singleton = bool(metadata.get("singleton_local_shards", False))
     places = [
         _place(content, number, tuple(sharded_offsets), stage.owners.num_experts, singleton)
@@ -118,14 +125,14 @@ def expert_sharded_state_dict(
 
 
 def correct_layer_keys(state: ShardedStateDict, layers_prefix: str) -> None:
-    """Give entries whose slot belongs to another layer that layer's number in the key, in place.
+    """Correct the layer number in the keys of experts that are in slots of another layer, in place.
 
     Args:
-        state: What a transformer block returned.
-        layers_prefix: Prefix of its layers' keys, up to the layer number.
+        state: Sharded state dict that a transformer block returned.
+        layers_prefix: Prefix of the keys of its layers, up to the layer number.
 
     Raises:
-        ValueError: An entry's key does not have the form that Megatron gives it.
+        ValueError: A key does not have the form that Megatron gives it.
     """
     for entry in state.values():
         number = getattr(entry, _OWNER_LAYER, None)
@@ -134,8 +141,9 @@ def correct_layer_keys(state: ShardedStateDict, layers_prefix: str) -> None:
         written, dot, rest = entry.key.removeprefix(layers_prefix).partition(".")
         if not entry.key.startswith(layers_prefix) or not dot or not written.isdigit():
             raise ValueError(
-                f"checkpoint key: got {entry.key}, wanted {layers_prefix} and a layer number; this "
-                "Megatron names the layers of its checkpoints in another way than the tested range"
+                f"checkpoint key: got {entry.key}, wanted {layers_prefix} followed by a layer number; this "
+                "Megatron names layers in checkpoints in another way than the tested releases: install a "
+                "tested release (megatron-fssdp doctor shows the range)"
             )
         entry.key = f"{layers_prefix}{number - 1}.{rest}"
         delattr(entry, _OWNER_LAYER)
@@ -143,14 +151,15 @@ def correct_layer_keys(state: ShardedStateDict, layers_prefix: str) -> None:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where in a checkpoint the content of one slot belongs.
+    """Where the content of one slot belongs in a checkpoint.
 
     Attributes:
-        expert: The content's number in its layer.
-        offsets: Its axes before those of the tensor: layer, expert, each where there is one.
-        num_layer_axes: 1, or 0 where the layer's number is in the key.
-        layer_in_key: That number, or ``None`` where it is an axis.
-        expert_in_key: Whether the expert's number is in the key as well.
+        expert: Number of the expert in its layer.
+        offsets: Position in the stored tensor, as (axis, index, size) for the layer axis and the expert
+            axis, if these axes exist.
+        num_layer_axes: 1 if the layer is an axis of the stored tensor, 0 if its number is in the key.
+        layer_in_key: Layer number for the key; ``None`` if the layer is an axis.
+        expert_in_key: Whether the expert's number is in the key and not an axis.
     """
 
     expert: int
@@ -160,7 +169,7 @@ class _Place:
     expert_in_key: bool
 
     def mark(self, entry: ShardedBase) -> None:
-        """Remember the layer where it must go into the key."""
+        """Store the layer number at the entry if :func:`correct_layer_keys` must write it into the key."""
         if self.layer_in_key is not None:
             setattr(entry, _OWNER_LAYER, self.layer_in_key)
 
@@ -171,7 +180,8 @@ def _place(
     if [offset[:2] for offset in layer_offsets] not in ([], [(0, number - 1)]):
         raise ValueError(
             f"sharded offsets of layer {number}: got {layer_offsets}, wanted none or (0, {number - 1}, "
-            "layers); this Megatron numbers layers in another way than the tested range"
+            "layers); this Megatron numbers layers in another way than the tested releases: install a "
+            "tested release (megatron-fssdp doctor shows the range)"
         )
     offsets: Offsets = tuple((axis, content.layer_number - 1, size) for axis, _, size in layer_offsets)
     if not singleton:
@@ -190,9 +200,9 @@ def _check_stays_in_decoder(number: int, contents: Sequence[SlotContent], num_la
     if foreign:
         raise ValueError(
             f"owner map: got slots of layer {number} that hold experts of layers "
-            f"{sorted({held.layer_number for held in contents})} of a decoder with {num_layers} layers; "
-            "wanted layers of multi-token prediction to keep Megatron's own split: their checkpoint keys "
-            "have another form. Leave them out of re-sharding"
+            f"{sorted({held.layer_number for held in contents})} in a model whose decoder has {num_layers} "
+            "layers, wanted layers of multi-token prediction to keep their experts, because their checkpoint "
+            "keys have another form; leave these layers out of re-sharding"
         )
 
 
@@ -206,7 +216,8 @@ def _sequential(
         number = f"{place.expert}." if place.expert_in_key else ""
         replace_prefix_for_sharding(slot_state, slot_prefix, f"{prefix}experts.{number}")
         for entry in slot_state.values():
-            # Copies of an expert are its data-parallel ones, not those of the dense layers.
+            # An expert has a copy on each expert-data-parallel rank. Megatron's MLP numbers copies by the
+            # data-parallel ranks of dense layers.
             entry.replica_id = (*entry.replica_id[:2], experts.dp_group.rank())
             place.mark(entry)
         state.update(slot_state)
@@ -223,7 +234,7 @@ def _grouped(
             module, f"{name}.", layer_offsets, metadata, tp_group=experts.tp_group
         )
         for index, place in enumerate(places):
-            # Transformer Engine's own name of the first extra state has no number.
+            # Transformer Engine's name of the first extra state has no number.
             suffixes = (f"weight{index}", f"bias{index}", f"_extra_state{index or ''}")
             for key in (f"{name}.{suffix}" for suffix in suffixes):
                 if key not in entries:
@@ -238,7 +249,7 @@ def _grouped(
                         dp_group=metadata["dp_cp_group"],
                     )
                 place.mark(entries[key])
-        # As SequentialMLP names them, so that either loads the other's checkpoints.
+        # These are the names of SequentialMLP, so each module can load the other's checkpoints.
         singleton = places[0].expert_in_key
         old, new = ("", f"{prefix}experts.") if singleton else (f"{name}.", f"{prefix}experts.{name}.")
         replace_prefix_for_sharding(entries, old, new)
@@ -247,7 +258,7 @@ def _grouped(
 
 
 def _relabel(entry: ShardedTensor | ShardedObject, registered: int, place: _Place) -> None:
-    """Move an entry that Megatron made for the registered expert to the place of its content."""
+    """Change an entry that Megatron made for the registered expert to name the expert in the slot."""
     if place.expert_in_key:
         entry.key = f"{place.expert}.{entry.key.removeprefix(f'{registered}.')}"
         return
@@ -255,8 +266,9 @@ def _relabel(entry: ShardedTensor | ShardedObject, registered: int, place: _Plac
     axis = place.num_layer_axes
     if offset[axis] != registered:
         raise ValueError(
-            f"{entry.key}: got {offset[axis]} on its expert axis, wanted {registered}; this Megatron lays "
-            "out grouped experts in another way than the tested range"
+            f"{entry.key}: got {offset[axis]} on the expert axis, wanted {registered}; this Megatron stores "
+            "grouped experts in another way than the tested releases: install a tested release "
+            "(megatron-fssdp doctor shows the range)"
         )
     for position, index, _ in place.offsets:
         offset[position] = index

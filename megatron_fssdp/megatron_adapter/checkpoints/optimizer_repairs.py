@@ -1,24 +1,29 @@
-"""Lets Megatron's distributed optimizer resume from what it saved.
+"""Repairs Megatron's distributed optimizer so that it can resume from its own checkpoints.
 
-Its fully reshardable format (megatron-core 0.19) stores wrong numbers where a buffer has several
-buckets and one that is not the last is padded: it takes the padding out of the state and then
-cuts the parameters' parts out by offsets that count it. Megatron only warns of "data corruption".
+**Padded buckets.** The fully reshardable format of megatron-core 0.19 stores wrong numbers if a buffer has
+several buckets and a bucket other than the last one is padded. Megatron removes the padding from the state,
+and then cuts out each parameter's part by an offset that still counts the padding::
 
-And without Transformer Engine and Apex, Megatron's optimizer is torch's Adam, on a GPU as on
-the CPU. It keeps one ``step`` tensor per parameter where their Adams keep one number per
-parameter group. The distributed optimizer misses that in four places, so that a resume fails
-or, worse, goes on from wrong state:
+    buffer with padding      |  bucket 0  |pad|  bucket 1  |    offsets of bucket 1 count the pad
+    state without padding    |  bucket 0  |  bucket 1  |        so they are too large by the pad
 
-* it asks a fresh optimizer, which has no state yet, for its step, and fails;
-* it gives one step tensor to all parameters; Adam advances every parameter's step in
-  place, so that the shared one advances once per parameter and iteration;
-* its default format puts the step of before the load over the one that was loaded;
-* its fully reshardable format stores no step per parameter and then fails to find it.
+Megatron only warns of "data corruption".
 
-The default format also fails to write into fp32 parameters, which require a gradient.
+**Torch's Adam.** Without Transformer Engine and Apex, Megatron's optimizer is torch's Adam, on GPUs and on
+CPUs. Torch's Adam keeps one ``step`` tensor for each parameter; the other two keep one number for each
+parameter group. The distributed optimizer ignores the difference in four places. A resumed run then fails
+or, worse, continues with wrong states:
 
-The methods are wrapped once. An optimizer that is not torch's Adam passes through the last three
-unchanged. So does everything but a checkpoint: no method of a training step is touched.
+* It asks a new optimizer for its step. The optimizer has no state yet, and the call fails.
+* It gives one step tensor to all parameters. Adam increases the step of every parameter in place, so the
+  shared step increases once per parameter in every iteration.
+* Its default format overwrites the loaded step by the step from before the load.
+* Its fully reshardable format stores no step for each parameter, and then fails because it is missing.
+
+The default format also fails to write into fp32 parameters, because they require a gradient.
+
+The methods are wrapped once. The last three wrappers change nothing for an optimizer other than torch's Adam.
+All wrapped methods belong to checkpoints; no method of a training step is wrapped.
 """
 
 from contextlib import ExitStack
@@ -33,7 +38,7 @@ Offsets = dict[torch.nn.Parameter, tuple[int, int, int]]
 
 
 def install() -> None:
-    """Repair the distributed optimizer; idempotent."""
+    """Repair the distributed optimizer. Repeated calls have no further effect."""
     global _installed
     from megatron.core.optimizer import distrib_optimizer
 
@@ -60,7 +65,7 @@ def _repair_offsets(distributed: Any) -> None:
 
 
 def _offsets_without_padding(buffer: Any) -> Offsets:
-    """Begin, end and bucket of each parameter when the padding at the buckets' ends is left out."""
+    """Return begin, end and bucket of each parameter in a buffer without the padding of its buckets."""
     padding_before, padding = [], 0
     for bucket in buffer.buckets:
         padding_before.append(padding)
@@ -93,9 +98,9 @@ def _repair_torch_adam(distributed: Any) -> None:
     @wraps(set_state)
     def set_state_except_step(self: Any, model_param: Any, tensors: Any) -> Any:
         if _is_repaired(self):
-            # Megatron passes over what is no tensor; load_state_dict has set the step.
+            # Megatron skips values that are not tensors. load_state_dict has set the step already.
             tensors = {**tensors, "step": None}
-        with torch.no_grad():  # in fp32 the target is a view of the model's own Parameter
+        with torch.no_grad():  # In fp32 the target is a view of the model's Parameter.
             return set_state(self, model_param, tensors)
 
     distributed.state_dict = state_dict_with_a_step
@@ -108,7 +113,10 @@ def _is_repaired(optimizer: Any) -> bool:
 
 
 def _start_empty_state(adam: torch.optim.Optimizer) -> None:
-    """What Adam's own first step starts from, so that a run that loads nothing stays the same."""
+    """Create the states with which Adam's first step begins.
+
+    A run that loads no checkpoint therefore computes the same results as before.
+    """
     if adam.state:
         return
     for group in adam.param_groups:

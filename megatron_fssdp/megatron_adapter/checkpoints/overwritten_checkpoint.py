@@ -1,11 +1,12 @@
-"""A checkpoint that is being written over is none until it is complete again.
+"""Makes a checkpoint invalid while it is overwritten, until it is complete again.
 
-Megatron writes the two files that make a folder a ``torch_dist`` checkpoint when all ranks
-have written their data, and names the iteration in ``latest_checkpointed_iteration.txt``
-after that. A save that is killed in a new folder therefore leaves the former checkpoint the
-latest. A run that goes on from an earlier iteration, however, saves into folders that hold
-complete checkpoints; killed there, it would leave their old marks over a mixture of old and
-new data. Whether that loads, or fails on the way, would depend on which bytes have changed.
+Two files mark a folder as a ``torch_dist`` checkpoint. Megatron writes them after all ranks have written
+their data, and then writes the iteration to ``latest_checkpointed_iteration.txt``. If a save into a new
+folder is killed, the previous checkpoint stays the latest one.
+
+A run that resumes from an earlier iteration saves into folders that hold complete checkpoints. If such a
+save were killed, the two old files would mark a mixture of old and new data as a checkpoint. Loading it would
+succeed or fail depending on which bytes have changed. The two files are therefore deleted before the save.
 """
 
 from functools import wraps
@@ -17,21 +18,23 @@ from megatron.core.dist_checkpointing.core import CONFIG_FNAME
 
 from megatron_fssdp.collectives.failure_place import naming_failures
 
-_MARKS = (".metadata", CONFIG_FNAME)  # without the first, a load that saw the second fails
+# The order matters. If the save is killed between the two deletions, a load finds the second file, misses
+# the first one and fails.
+_MARKS = (".metadata", CONFIG_FNAME)
 
 
 def wrap_save(dist_checkpointing: Any) -> None:
-    """Wrap Megatron's ``save`` so that it takes a folder's marks away before it writes there.
+    """Wrap Megatron's ``save`` so that it deletes the two files that mark a checkpoint before it writes.
 
     Args:
-        dist_checkpointing: The package ``megatron.core.dist_checkpointing``, in which
-            Megatron's training looks the function up at call time.
+        dist_checkpointing: The package ``megatron.core.dist_checkpointing``. Megatron's training looks up
+            the function there at call time.
     """
     save = dist_checkpointing.save
 
     @wraps(save)
     def save_with_new_marks(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        # All ranks plan with rank 0 before any of them writes.
+        # No rank writes data before the deletion, because all ranks plan the save with rank 0 first.
         if dist.get_rank() == 0:
             for name in _MARKS:
                 (Path(str(checkpoint_dir)) / name).unlink(missing_ok=True)

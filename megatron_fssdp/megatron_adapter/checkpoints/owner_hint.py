@@ -1,9 +1,8 @@
-"""The owner map in a checkpoint: a hint with which a run goes on where it was.
+"""The owner map in a checkpoint: a hint with which a resumed run keeps its owners.
 
-The experts of a checkpoint are known by layer and number, so it loads under any owner map
-and in stock Megatron, which ignores the hint. With it, a run of the same layout starts with
-the experts where the saved one had them. The hint is plain numbers in the common state, the
-same on all ranks.
+A checkpoint identifies experts by layer and number. It can be loaded under any owner map and in stock
+Megatron, which ignores the hint. With the hint, a run of the same layout starts with the owners of the run
+that saved the checkpoint. The hint consists of plain numbers in the common state, equal on all ranks.
 """
 
 import logging
@@ -28,12 +27,13 @@ Adopt = Callable[[OwnerMap], None]
 
 @dataclass(frozen=True)
 class OwnerHint:
-    """The owner map of this run's stage, for checkpoints.
+    """The owner map of this pipeline stage as a :class:`CheckpointHint`.
 
     Attributes:
-        current: Gives the stage's owners, ``None`` on a stage without MoE layers.
-        adopt: Takes the owners that fit this run, before experts are loaded under them. It
-            moves no contents: loading fills every slot.
+        current: Function that returns the owners of the stage; ``None`` on a stage without MoE layers.
+        adopt: Function that makes a loaded owner map the current one, before experts are loaded. It moves
+            no contents, because loading fills every slot.
+        key: Name of the hint in the checkpoint's common state.
     """
 
     current: CurrentOwners
@@ -50,15 +50,13 @@ class OwnerHint:
 
 
 def gather_hint(stage: StageOwners | None) -> dict[str, Any] | None:
-    """The owner maps of all pipeline stages, the same on every rank.
-
-    Every rank calls it.
+    """Gather the owner maps of all pipeline stages. Collective: every rank calls it.
 
     Args:
-        stage: This stage's owners.
+        stage: Owners of this pipeline stage.
 
     Returns:
-        What goes into the checkpoint; ``None`` where all stages have Megatron's own split.
+        The value to save, equal on all ranks; ``None`` if all stages have Megatron's even distribution.
     """
     own = None if stage is None or stage.owners.is_even else stage.as_lists()
     group = parallel_state.get_pipeline_model_parallel_group()
@@ -72,16 +70,16 @@ def gather_hint(stage: StageOwners | None) -> dict[str, Any] | None:
 def take_hint(
     hint: Any, metadata: Mapping[str, Any], stage: StageOwners | None, adopt: Adopt
 ) -> OwnerMap | None:
-    """Adopt a checkpoint's owner map, or say in one log line why not.
+    """Adopt a checkpoint's owner map, or log one line why it is not used.
 
     Args:
-        hint: What :func:`gather_hint` gave when the checkpoint was saved.
+        hint: Result of :func:`gather_hint` in the run that saved the checkpoint.
         metadata: Megatron's content metadata of the checkpoint.
-        stage: This run's owners of this stage.
-        adopt: Takes the map.
+        stage: Owners of this pipeline stage in this run.
+        adopt: Function that makes an owner map the current one.
 
     Returns:
-        The adopted map, if any.
+        The adopted owner map; ``None`` if none was adopted.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     try:
@@ -91,31 +89,32 @@ def take_hint(
         return None
     if owners is not None:
         adopt(owners)
-        log_single_rank(logger, logging.INFO, "[fssdp] experts go on where the checkpoint had them")
+        log_single_rank(logger, logging.INFO, "[fssdp] experts keep the owners of the checkpoint")
     return owners
 
 
 def fitting_owners(
     hint: Any, metadata: Mapping[str, Any], stage: StageOwners | None, rank: int, num_stages: int
 ) -> OwnerMap | None:
-    """The owner map that a hint has for this stage.
+    """Return the owner map that a hint contains for this pipeline stage.
 
     Args:
-        hint: From the checkpoint, not trusted.
+        hint: Value in the checkpoint. It may be damaged or come from another layout.
         metadata: Megatron's content metadata of the checkpoint.
-        stage: This run's owners of this stage.
-        rank: Of the stage in the pipeline.
-        num_stages: Of this run's pipeline.
+        stage: Owners of this pipeline stage in this run.
+        rank: Number of this stage in the pipeline.
+        num_stages: Number of stages of this run's pipeline.
 
     Returns:
-        The map, or ``None`` where this stage has nothing to adopt.
+        The owner map; ``None`` if the hint has none for this stage.
 
     Raises:
-        ValueError: The hint is of another layout, another model, or damaged.
+        ValueError: The hint comes from another layout or another model, or it is damaged.
     """
     if metadata.get("distrib_optim_sharding_type") == "dp_reshardable":
         raise ValueError(
-            "got optimizer state by bucket position, wanted Megatron's own split to load it into"
+            "got optimizer states stored by bucket position, which can be loaded only under Megatron's even "
+            "owners"
         )
     try:
         stages = hint["stages"]
@@ -123,20 +122,20 @@ def fitting_owners(
     except (TypeError, KeyError, IndexError) as error:
         raise ValueError(f"got a hint that cannot be read ({type(error).__name__}: {error})") from None
     if len(saved) != num_stages:
-        raise ValueError(f"got one of {len(saved)} pipeline stages, wanted {num_stages}")
+        raise ValueError(f"got an owner map of {len(saved)} pipeline stages, wanted {num_stages}")
     mine = saved[rank]
     if mine is None:
         return None
     if stage is None or mine.layer_numbers != stage.layer_numbers:
         here = "none" if stage is None else list(stage.layer_numbers)
         raise ValueError(
-            f"got MoE layers {list(mine.layer_numbers)} on stage {rank}, wanted {here}: another model or "
-            "pipeline"
+            f"got MoE layers {list(mine.layer_numbers)} on stage {rank}, wanted {here}; the checkpoint is "
+            "from another model or another pipeline layout"
         )
     for what, got, wanted in (
         ("expert-parallel devices", mine.owners.num_devices, stage.owners.num_devices),
         ("experts of a layer", mine.owners.num_experts, stage.owners.num_experts),
     ):
         if got != wanted:
-            raise ValueError(f"got one of {got} {what}, wanted {wanted}")
+            raise ValueError(f"got an owner map of {got} {what}, wanted {wanted}")
     return mine.owners

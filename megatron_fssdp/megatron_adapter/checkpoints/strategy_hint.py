@@ -1,4 +1,4 @@
-"""What every layer has chosen under ``auto``, in a checkpoint: a hint to go on with."""
+"""The strategies that ``auto`` has selected, in a checkpoint: a hint with which a resumed run keeps them."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +16,12 @@ HINT_KEY = "megatron_fssdp_choices"
 
 
 class StrategyHint:
-    """The choices of a strategy that makes some.
+    """The strategy that ``auto`` has selected for every layer, as a :class:`CheckpointHint`.
 
     Args:
-        strategy: Chooses.
-        layers: Numbers of this pipeline stage's layers; the model is built when they are looked at.
+        strategy: Strategy that selects other strategies (``auto``).
+        layers: Function that returns Megatron's numbers of this pipeline stage's MoE layers. It is called
+            only after the model is built.
     """
 
     key = HINT_KEY
@@ -30,7 +31,7 @@ class StrategyHint:
         self._layers = layers
 
     def gather(self) -> dict[str, str]:
-        """Names by layer number, as text, of all pipeline stages."""
+        """Return the selected strategy's name by layer number (as text), for all pipeline stages."""
         named = {layer: self._strategy.selected(layer) for layer in self._layers()}
         own = {str(layer): name for layer, name in named.items() if name is not None}
         group = parallel_state.get_pipeline_model_parallel_group()
@@ -39,15 +40,21 @@ class StrategyHint:
         return {layer: name for stage in stages for layer, name in stage.items()}
 
     def take(self, hint: Any, metadata: Mapping[str, Any]) -> None:
-        """Start with the saved choices, whatever the layout of the run that saved them was."""
+        """Continue with the saved selection, whatever the layout of the run that saved it was.
+
+        Args:
+            hint: Result of :meth:`gather` in the run that saved the checkpoint. It may be damaged.
+            metadata: Megatron's content metadata of the checkpoint.
+        """
         try:
             chosen = {int(layer): str(name) for layer, name in hint.items()}
         except (AttributeError, TypeError, ValueError) as error:
             log_single_rank(
                 logger,
                 logging.WARNING,
-                f"[fssdp] the checkpoint's choices of strategies are not used: they cannot be read ({error})",
+                "[fssdp] the checkpoint's selection of strategies is not used because it cannot be read "
+                f"({type(error).__name__}: {error}); auto selects again",
             )
             return
         self._strategy.resume(chosen)
-        log_single_rank(logger, logging.INFO, "[fssdp] layers go on with the strategies of the checkpoint")
+        log_single_rank(logger, logging.INFO, "[fssdp] layers keep the strategies of the checkpoint")

@@ -1,4 +1,4 @@
-"""Checkpoint options that would lose experts without a word are refused."""
+"""Checkpoint options that would lose experts without a warning are refused."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +34,7 @@ SAFE = {
             {"use_distributed_optimizer": True, "save": None, "non_persistent_save_interval": 5},
             "add --dist-ckpt-optim-fully-reshardable",
         ),
-        ({"ckpt_assume_constant_structure": True}, "drop the flag"),
+        ({"ckpt_assume_constant_structure": True}, "remove the flag"),
     ],
 )
 def test_unsafe_checkpoint_arguments_are_refused(options: dict[str, Any], match: str) -> None:

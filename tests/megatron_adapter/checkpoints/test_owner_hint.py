@@ -83,7 +83,7 @@ def test_all_ranks_gather_the_same_hint() -> None:
     assert [none for _, none, _ in hints] == [None] * 4
     # One line on rank 0 of why a hint is not used; its run goes on.
     assert [len(lines) for _, _, lines in hints] == [1, 0, 0, 0]
-    assert "not used: got one of 1 pipeline stages, wanted 2" in hints[0][2][0]
+    assert "not used: got an owner map of 1 pipeline stages, wanted 2" in hints[0][2][0]
 
 
 def _gather(rank: int, world_size: int) -> Any:

@@ -75,7 +75,7 @@ def test_a_run_resumes_between_two_reshards(name: str, text_data: Path, tmp_path
         world_size, f"{layout} {FSSDP} --load {tmp_path} --ckpt-step 5", text_data, tmp_path / "resumed"
     )
     journal = resumed.journal
-    assert sum("go on where the checkpoint had them" in line for line in journal.lines) == 1
+    assert sum("keep the owners of the checkpoint" in line for line in journal.lines) == 1
     assert journal.contents[6] == whole.journal.contents[6]
     assert sorted(journal.owners) == [6, 7, 8, 9, 10]
     assert journal.owners[6] == journal.owners[7] == journal.owners[8] == whole.journal.owners[5]
