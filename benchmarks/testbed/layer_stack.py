@@ -16,8 +16,10 @@ from torch.nn import functional
 
 from benchmarks.testbed.expert_moves import ExpertMoves, Parameters
 from benchmarks.testbed.pacing import Timeline, paced, paced_experts
-from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost, all_to_all_s, dispatch_tokens_DD
+from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost, dispatch_tokens_DD
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.cost.layer_traffic import dispatch_traffic
+from megatron_fssdp.planning.cost.link_seconds import plain_links
 from megatron_fssdp.planning.dispatch.even_dispatch import EvenDispatch
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
@@ -90,8 +92,8 @@ def balanced_moe_s(size: StackSize, topology: Topology, cluster: ClusterCost) ->
     devices = topology.num_devices
     counts_DE = np.full((devices, size.num_experts), size.tokens_per_rank * size.top_k // size.num_experts)
     owners = ExpertPlacement.owners_only(even_owners(size.num_experts, devices), devices)
-    dispatch = EvenDispatch(counts_DE, owners, topology)
-    exchange_s = all_to_all_s(dispatch_tokens_DD(dispatch, devices), size.token_bytes, topology, cluster)
+    pairs = dispatch_traffic("even", counts_DE, owners, topology).busiest
+    exchange_s = float(plain_links(cluster).all_to_all.times(pairs, size.token_bytes).seconds)
     rows = size.tokens_per_rank * size.top_k
     return 4 * exchange_s + 3 * rows * size.flops_per_token / cluster.expert_flops_per_s
 

@@ -1,6 +1,6 @@
 """FasterMoE's DDL-Roofline: how near MoE layers come to what compute and communication allow (§3.3).
 
-Eq. 1 is ``cost_model.expert_forward_s`` and Eq. 2 ``cost_model.link_time_s``; 3 to 6 are here.
+Eq. 1 is ``layer_seconds.expert_seconds`` and Eq. 2 ``LinkSet.times``; Eq. 3 to 6 are here.
 """
 
 from dataclasses import dataclass

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
-from megatron_fssdp.simulation.link_seconds import LinkTimes
+from megatron_fssdp.planning.cost.link_seconds import LinkTimes
 
 COMPUTE, ALL_TO_ALL, TRANSFER = "compute", "all-to-all", "transfer"
 LANES = (COMPUTE, ALL_TO_ALL, TRANSFER)

@@ -52,6 +52,11 @@ class TransferColumns:
         self.num_experts_IL[iteration, layer] = traffic.num_experts
         self.num_between_nodes_IL[iteration, layer] = traffic.num_between_nodes
 
+    def traffic(self) -> TransferTraffic:
+        """All entries' busiest links and hops; the fields are arrays."""
+        hops = (self.near_hops_IL, self.far_hops_IL)
+        return TransferTraffic(self.links.busiest(), hops)  # type: ignore[arg-type]
+
 
 @dataclass(eq=False)
 class LayerLedger:
@@ -126,7 +131,8 @@ class LayerLedger:
             self.addition.put(iteration, layer, addition)
             self.replicas_IL[iteration, layer] = placement.num_replicas
             self.most_replicas_IL[iteration, layer] = placement.replicas_per_device_D.max()
-        self.ahead_IL[iteration, layer] = plan.gather_ahead
+        # Resident replicas gather nothing, and their gradients are summed beside compute.
+        self.ahead_IL[iteration, layer] = plan.gather_ahead or plan.resident
         self.rematerialize_IL[iteration, layer] = plan.rematerialize
         self.each_pass_IL[iteration, layer] = plan.each_micro_batch
         self.resident_IL[iteration, layer] = plan.resident

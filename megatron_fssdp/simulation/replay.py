@@ -90,7 +90,7 @@ def replay_strategy(
             plan = strategy.after_gate(context, first_DE, planned, num_micro_batches)
             strategy.check_plan(context, plan)
             traffic = plan.traffic(counts_DE, topology, num_micro_batches)
-            _record(ledger, iteration, layer, planned, plan, counts_DE, traffic)
+            record_layer(ledger, iteration, layer, planned, plan, counts_DE, traffic)
             if on_plan is not None:
                 on_plan(iteration, layer, plan)
         _remember(histories, counts_ILDE[iteration])
@@ -103,7 +103,7 @@ def _remember(histories: Sequence[LoadHistory], counts_LDE: np.ndarray) -> None:
             history.append(counts_DE)
 
 
-def _record(
+def record_layer(
     ledger: LayerLedger,
     iteration: int,
     layer: int,
@@ -112,10 +112,21 @@ def _record(
     counts_DE: np.ndarray,
     dispatch: DispatchTraffic,
 ) -> None:
+    """Write what one layer does in one iteration.
+
+    Args:
+        ledger: Where to write.
+        iteration: Number of the iteration, from 0.
+        layer: Index of the layer.
+        planned: What was planned before the gate.
+        plan: What is executed.
+        counts_DE: (token, k) pairs of the iteration by source and expert, int64 ``[D, E]``.
+        dispatch: All dispatches of the iteration.
+    """
     topology = ledger.topology
     gather = reduce = transfer_traffic(planned.transfer, topology)
     if plan.resident:
-        gather, reduce = NO_TRANSFER, reduce.there_and_back()
+        gather = NO_TRANSFER
     addition = NO_TRANSFER
     if plan is not planned:
         reduce = transfer_traffic(plan.transfer, topology)

@@ -17,20 +17,18 @@ from megatron_fssdp.config.strategy_settings import (
 from megatron_fssdp.planning.cost.cluster_cost import cluster_cost
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.cost.layer_seconds import exchange_times, expert_seconds, transfer_times
+from megatron_fssdp.planning.cost.link_seconds import ClusterLinks, LinkTimes, cluster_links, topology_of
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.memory.materialization_limits import memory_capacity
 from megatron_fssdp.planning.memory.memory_accounting import FP32_BYTES
 from megatron_fssdp.simulation.device_memory import DeviceMemory, device_memory
 from megatron_fssdp.simulation.iteration_timeline import PARTS, IterationTimeline, LayerSeconds, OnSpan
 from megatron_fssdp.simulation.layer_ledger import LayerLedger, TransferColumns
-from megatron_fssdp.simulation.link_seconds import ClusterLinks, LinkTimes, cluster_links, topology_of
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.replay import OnPlan, replay_strategy
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import LayerContext, Strategy
-
-PROB_BYTES = 4
-"""One routing probability, which goes along with each row in an all-to-all of its own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,9 +170,10 @@ def layer_profile(job: MoeJob, cluster: ClusterDescription, life: ReplicaLife) -
         token_bytes=job.token_bytes,
         flops_per_token=job.expert_flops_per_token,
         memory_capacity=capacity,
-        gradient_bytes=job.expert_elements * FP32_BYTES if held.sums_gradients else job.expert_bytes,
+        gradient_bytes=job.expert_elements * FP32_BYTES if held.sends_fp32 else job.expert_bytes,
         num_micro_batches=job.num_micro_batches,
         owned_bytes=job.owned_bytes,
+        message_bytes=job.message_bytes,
     )
 
 
@@ -199,12 +198,15 @@ class LayerTimes:
     ) -> None:
         self._ledger, self._cluster, self._job = ledger, cluster, job
         self._counts_s = links.gather_counts_s(ledger.topology, job.num_experts)
-        parts = 1 / job.num_micro_batches
-        busiest = ledger.dispatch.busiest()
-        dispatch = links.all_to_all.times(busiest, (job.token_bytes + PROB_BYTES) * parts, starts=2)
-        combine = links.all_to_all.times(busiest, job.token_bytes * parts)
-        tokens_IL = ledger.tokens_ILD.max(axis=2)
-        experts_s = tokens_IL * (parts * job.expert_flops_per_token / cluster.expert_flops_per_s)
+        dispatch, combine = exchange_times(
+            links.all_to_all, ledger.dispatch.busiest(), job.token_bytes, job.num_micro_batches
+        )
+        experts_s = expert_seconds(
+            ledger.tokens_ILD.max(axis=2),
+            job.expert_flops_per_token,
+            cluster.expert_flops_per_s,
+            job.num_micro_batches,
+        )
         sums_IL = np.where(
             ledger.rematerialize_IL | ledger.each_pass_IL,
             False,
@@ -213,10 +215,15 @@ class LayerTimes:
         reduced_bytes = np.where(
             sums_IL | ledger.resident_IL, job.expert_elements * FP32_BYTES, job.expert_bytes
         )
-        gather = transfer_times(links, ledger.gather, job.expert_bytes, job.message_bytes)
-        regather = transfer_times(links, ledger.reduce, job.expert_bytes, job.message_bytes)
-        addition_s = transfer_times(links, ledger.addition, job.expert_bytes, job.message_bytes).seconds
-        reduce_s = transfer_times(links, ledger.reduce, reduced_bytes, job.message_bytes).seconds
+
+        def transfer(columns: TransferColumns, expert_bytes: int | np.ndarray) -> LinkTimes:
+            return transfer_times(links.transfer, columns.traffic(), expert_bytes, job.message_bytes)
+
+        gather = transfer(ledger.gather, job.expert_bytes)
+        regather = transfer(ledger.reduce, job.expert_bytes)
+        addition_s = transfer(ledger.addition, job.expert_bytes).seconds
+        # Sums of resident replicas' gradients travel to the owners, and then back.
+        reduce_s = np.where(ledger.resident_IL, 2, 1) * transfer(ledger.reduce, reduced_bytes).seconds
         # The compute of the source with most tokens; dropped ones are computed there as well.
         slowest_IL = np.maximum(ledger.most_routed_IL / job.pairs_per_device, 1.0)
         s_per_flop_IL = slowest_IL / cluster.non_expert_flops_per_s
@@ -335,19 +342,6 @@ class LayerTimes:
         return link.alpha_s + num_bytes / min(
             link.bandwidth_bytes_per_s, cluster.intra_node.bandwidth_bytes_per_s
         )
-
-
-def transfer_times(
-    links: ClusterLinks, columns: TransferColumns, expert_bytes: int | np.ndarray, message_bytes: int
-) -> LinkTimes:
-    """Seconds of spAG or spRS: the busiest link, and the hops before it, message by message."""
-    times = links.transfer.times(columns.links.busiest(), expert_bytes)
-    message = min(message_bytes, int(np.min(expert_bytes)))
-    fill_s = links.fill_s(columns.near_hops_IL, columns.far_hops_IL, message)
-    return LinkTimes(
-        np.where(times.near_s > 0, times.near_s + fill_s, 0.0),
-        np.where(times.far_s > 0, times.far_s + fill_s, 0.0),
-    )
 
 
 def _of_layer(times: LinkTimes, layer: int) -> LinkTimes:

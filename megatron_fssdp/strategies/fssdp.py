@@ -90,9 +90,9 @@ class FssdpStrategy(Strategy[FssdpSettings]):
                 load_DE,
                 context.topology,
                 slots=slots,
-                # In turn with the layer, transfers hide under nothing.
-                profile=profile if settings.overlap else replace(profile, non_moe_s=0.0),
+                profile=profile,
                 rematerialize=settings.rematerialize,
+                hides=settings.overlap,
             )
         else:
             placement = self._planner(
@@ -121,13 +121,11 @@ class FssdpStrategy(Strategy[FssdpSettings]):
             planner=self._planner,
             overlap_degree=self.overlap_degree(context),
             slots=self.slots(context),
-            cluster=profile.cluster,
-            expert_bytes=profile.expert_bytes,
-            token_bytes=profile.token_bytes,
-            flops_per_token=profile.flops_per_token,
+            profile=profile,
+            life=plan.life,
             num_micro_batches=num_micro_batches,
             dispatch_policy=self.settings.dispatch_policy,
-            gradient_bytes=profile.gradient_bytes,
+            hides=plan.gather_ahead,
         )
         return plan if placement is None else self._plan_of(placement, context)
 

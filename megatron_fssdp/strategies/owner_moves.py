@@ -5,8 +5,8 @@ Shape legend: D devices of the expert-parallel group, E experts of a layer.
 
 import numpy as np
 
-from megatron_fssdp.planning.cost import cost_model
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.cost.layer_seconds import moving_seconds
 from megatron_fssdp.planning.placement.topology import Topology
 
 
@@ -19,7 +19,5 @@ def exchange_s(old_E: np.ndarray, new_E: np.ndarray, profile: LayerProfile, topo
         profile: Measured costs of the layer.
         topology: Nodes of the devices.
     """
-    experts_DD = np.zeros((topology.num_devices, topology.num_devices), np.int64)
     moves = old_E != new_E
-    np.add.at(experts_DD, (old_E[moves], new_E[moves]), 1)
-    return cost_model.all_to_all_s(experts_DD, profile.moved_bytes, topology, profile.cluster)
+    return moving_seconds(old_E[moves], new_E[moves], topology, profile)

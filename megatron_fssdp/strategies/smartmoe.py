@@ -3,9 +3,10 @@
 import numpy as np
 
 from megatron_fssdp.config.strategy_settings import SmartmoeSettings
-from megatron_fssdp.planning.cost import cost_model
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.cost.layer_seconds import placement_seconds
 from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.expert_permutation import check_exchangeable, permuted_owners
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
@@ -68,11 +69,6 @@ def _layer_s(owner_E: np.ndarray, load_E: np.ndarray, profile: LayerProfile, top
     """An iteration of the layer, every source sending as much to an expert as every other."""
     num_devices = topology.num_devices
     counts_DE = np.tile(np.rint(load_E / num_devices).astype(np.int64), (num_devices, 1))
-    return cost_model.dispatched_layer_s(
-        counts_DE,
-        ExpertPlacement.owners_only(owner_E, num_devices),
-        topology,
-        cluster=profile.cluster,
-        token_bytes=profile.token_bytes,
-        flops_per_token=profile.flops_per_token,
-    )
+    placement = ExpertPlacement.owners_only(owner_E, num_devices)
+    price = placement_seconds(counts_DE, placement, topology, profile, ReplicaLife.ITERATION)
+    return float(price.seconds)

@@ -1,6 +1,6 @@
 """How a layer's transfers are split over the compute before them, by measured costs (Pro-Prophet, §V-B)."""
 
-from megatron_fssdp.planning.cost.cost_model import transfer_s
+from megatron_fssdp.planning.cost.layer_seconds import transfer_seconds
 from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit, split_transfers
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 from megatron_fssdp.strategies.strategy import LayerContext
@@ -21,8 +21,8 @@ def split_of(transfer: TransferPlan, num_pairs: float, context: LayerContext) ->
     topology, cluster = context.topology, profile.cluster
     flops = num_pairs * profile.flops_per_token / (topology.num_devices * profile.num_micro_batches)
     return split_transfers(
-        transfer_s(transfer, profile.expert_bytes, topology, cluster),
-        transfer_s(transfer, profile.reduced_bytes, topology, cluster),
+        transfer_seconds(transfer, profile.expert_bytes, topology, profile),
+        transfer_seconds(transfer, profile.reduced_bytes, topology, profile),
         non_expert_s=profile.non_moe_s,
         expert_s=flops / cluster.expert_flops_per_s,
     )

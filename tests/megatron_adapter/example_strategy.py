@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from megatron_fssdp.config.strategy_registry import STRATEGIES, register_strategy
+from megatron_fssdp.config import strategy_selection
+from megatron_fssdp.strategies import registry
 
 NAME = "second_home"
 FILE = Path(__file__).parents[2] / "docs" / "examples" / f"{NAME}.py"
@@ -24,14 +25,12 @@ def example() -> ModuleType:
 
 
 def register_example() -> None:
-    """What the package does; a rank that was forked from a registered process has it already."""
-    if NAME in STRATEGIES:
-        return
-    register_strategy(
-        NAME, settings=example().SecondHomeSettings, strategy=example().SecondHome, summary="an example"
-    )
+    """What the page says to write into the two dicts."""
+    strategy_selection.SETTINGS_BY_STRATEGY[NAME] = example().SecondHomeSettings
+    registry._STRATEGIES[NAME] = example().SecondHome
 
 
 def forget_example() -> None:
     """Undo it."""
-    STRATEGIES._entries.pop(NAME, None)
+    strategy_selection.SETTINGS_BY_STRATEGY.pop(NAME, None)
+    registry._STRATEGIES.pop(NAME, None)

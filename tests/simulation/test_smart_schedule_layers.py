@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
+from megatron_fssdp.planning.cost.link_seconds import LinkTimes
 from megatron_fssdp.simulation.iteration_timeline import IterationTimeline, LayerSeconds
-from megatron_fssdp.simulation.link_seconds import LinkTimes
 
 
 def times(near_s: float, far_s: float) -> LinkTimes:

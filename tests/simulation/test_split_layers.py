@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_fssdp.planning.cost.link_seconds import LinkTimes
 from megatron_fssdp.simulation.iteration_timeline import IterationTimeline, LayerSeconds
-from megatron_fssdp.simulation.link_seconds import LinkTimes
 
 NOTHING = LinkTimes(np.zeros(1), np.zeros(1))
 # 3 s of attention, 2 s of experts, 5 s of transfers either way; rows travel for 1 s.

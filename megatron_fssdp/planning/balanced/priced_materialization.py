@@ -9,6 +9,7 @@ Shape letters: E experts, D devices, K replicated experts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -17,9 +18,16 @@ from megatron_fssdp.planning.balanced.materialization_planner import (
     plan_materialization,
     quick_look,
 )
-from megatron_fssdp.planning.balanced.traffic_of_first import dispatch_of_first, transfer_of_first
-from megatron_fssdp.planning.cost import cost_model
+from megatron_fssdp.planning.balanced.traffic_of_first import (
+    DispatchOfFirst,
+    dispatch_of_all,
+    dispatch_of_first,
+    transfer_of_first,
+)
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.cost.layer_seconds import LayerPrice, LayerWork, counts_seconds, layer_seconds
+from megatron_fssdp.planning.cost.layer_traffic import TransferTraffic, transfer_traffic
+from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
@@ -34,71 +42,54 @@ host more than they save a device."""
 
 
 @dataclass(frozen=True, eq=False)
-class LayerPrice:
-    """Modelled seconds of one layer in an iteration under a placement: all-to-alls, experts, transfers.
+class PlacementPricer:
+    """Modelled seconds of one layer in an iteration under placements, by :func:`layer_seconds`.
 
-    Tokens are split evenly among holders, without rounding; balanced dispatch is not dearer.
+    Tokens are split evenly among holders, without rounding. Balanced dispatch does not cost more.
 
     Attributes:
         load_DE: (token, k) pairs of an iteration by source and expert, ``[D, E]``.
         topology: Nodes of the devices.
         profile: Measured costs.
         rematerialize: Whether every micro-batch gathers twice and reduces once, instead of an iteration.
+        hides: Whether transfers run beside compute.
     """
 
     load_DE: np.ndarray
     topology: Topology
     profile: LayerProfile
     rematerialize: bool = False
+    hides: bool = True
 
     def seconds(self, placement: ExpertPlacement) -> float:
-        """All-to-alls, experts, and what attention does not hide of spAG and spRS."""
-        return float(self.seconds_of_first(placement, replicated_experts(placement))[-1])
+        """Seconds of the layer without the compute before it, which no placement changes."""
+        dispatch = dispatch_of_all(self.load_DE, placement, self.topology)
+        moved = transfer_traffic(two_level_transfer(placement, self.topology), self.topology)
+        return float(self._price(dispatch, moved).moe_s[-1])
 
-    def seconds_of_first(self, placement: ExpertPlacement, experts: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The same if only the first 0, 1, … K experts have their replicas, [K+1].
+    def price_of_first(self, placement: ExpertPlacement, experts: Sequence[int] | np.ndarray) -> LayerPrice:
+        """The price if only the first 0, 1, … K experts have their replicas; arrays [K+1].
 
         Args:
             placement: Owners and all replicas.
             experts: All replicated experts, in the order in which they get their replicas.
         """
-        profile = self.profile
         dispatch = dispatch_of_first(self.load_DE, placement, experts, self.topology)
-        gather_s, reduce_s = self.exposed_s(placement, experts)
-        return cost_model.layer_s(
-            all_to_all_s=cost_model.link_time_s(
-                dispatch.near_K, dispatch.far_of_node_K, profile.token_bytes, profile.cluster
-            ),
-            expert_forward_s=dispatch.tokens_K * profile.flops_per_token / profile.cluster.expert_flops_per_s,
-            exposed_gather_s=gather_s,
-            exposed_reduce_s=reduce_s,
-        )
-
-    def exposed_s(
-        self, placement: ExpertPlacement, experts: Sequence[int] | np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of spAG and of spRS that compute does not hide, [K+1] each.
-
-        They hide under the compute before the layer, in its backward pass under twice as much.
-        """
-        profile = self.profile
         moved = transfer_of_first(two_level_transfer(placement, self.topology), experts, self.topology)
-        gather_s, reduce_s = cost_model.pipelined_s(
-            moved.near_K,
-            moved.far_of_node_K,
-            moved.max_depth_K,
-            np.array([[profile.expert_bytes], [profile.reduced_bytes]]),
-            profile.cluster,
+        return self._price(dispatch, moved)
+
+    def _price(self, dispatch: DispatchOfFirst, moved: TransferTraffic) -> LayerPrice:
+        return layer_seconds(
+            LayerWork(dispatch.tokens_K, dispatch.busiest, gather=moved, replicas=moved),
+            self.profile,
+            ReplicaLife.LAYER_PASS if self.rematerialize else ReplicaLife.ITERATION,
+            counts_s=self._counts_s,
+            hides=self.hides,
         )
-        forward_s, backward_s = profile.non_moe_s, cost_model.BACKWARD_PER_FORWARD * profile.non_moe_s
-        if not self.rematerialize:
-            return cost_model.exposed_s(gather_s, forward_s), cost_model.exposed_s(reduce_s, backward_s)
-        # Every micro-batch gathers, gathers again beside the backward pass, and reduces.
-        times = profile.num_micro_batches
-        return (
-            times * cost_model.exposed_s(gather_s, forward_s),
-            times * cost_model.exposed_s(gather_s + reduce_s, backward_s),
-        )
+
+    @cached_property
+    def _counts_s(self) -> float:
+        return counts_seconds(self.profile, self.topology, self.load_DE.shape[1])
 
 
 def replicated_experts(placement: ExpertPlacement) -> np.ndarray:
@@ -114,8 +105,9 @@ def priced_materialization(
     slots: int,
     profile: LayerProfile,
     rematerialize: bool = False,
+    hides: bool = True,
 ) -> ExpertPlacement:
-    """The cheapest of several placements by :class:`LayerPrice`.
+    """The cheapest of several placements by :class:`PlacementPricer`.
 
     A quick search plans for many experts. Of its result the replicas of the most loaded 0, 1, 2, …
     experts are compared; the fewest that cost the least are then planned anew, because a search that
@@ -128,19 +120,21 @@ def priced_materialization(
         slots: Most replicas a device may hold, m.
         profile: Measured costs, the same numbers on all ranks.
         rematerialize: Whether replicas are gathered and reduced with every micro-batch.
+        hides: Whether transfers run beside compute.
 
     Returns:
         A placement whose modelled seconds are at most the owners-only one's.
     """
-    considered = max(LEAST_CONSIDERED, CONSIDERED_OVER_HIDDEN * profile.overlap_degree(topology))
+    num_hidden = profile.overlap_degree(topology) if hides else 0
+    considered = max(LEAST_CONSIDERED, CONSIDERED_OVER_HIDDEN * num_hidden)
     look = quick_look(owner_E, load_DE, topology, overlap_degree=considered, slots=slots)
     many = look.placement
     if not many.num_replicas:
         return many
-    price = LayerPrice(np.asarray(load_DE), topology, profile, rematerialize)
+    pricer = PlacementPricer(np.asarray(load_DE), topology, profile, rematerialize, hides)
     experts = replicated_experts(many)
-    experts = experts[np.argsort(-price.load_DE.sum(axis=0)[experts], kind="stable")]
-    seconds_K = price.seconds_of_first(many, experts)
+    experts = experts[np.argsort(-pricer.load_DE.sum(axis=0)[experts], kind="stable")]
+    seconds_K = pricer.price_of_first(many, experts).moe_s
     plain_s, least_s = seconds_K[0], seconds_K.min()
     if not least_s < (1 - LEAST_SAVING) * plain_s:
         return ExpertPlacement.owners_only(owner_E, topology.num_devices)
@@ -151,7 +145,7 @@ def priced_materialization(
         return many
     else:  # Further starts lower the price by 0.1 %, and take most of the time.
         again = quick_look(owner_E, load_DE, topology, overlap_degree=number, slots=slots).placement
-    if price.seconds(again) < seconds_K[number]:
+    if pricer.seconds(again) < seconds_K[number]:
         return again
     return _of_experts(many, experts[:number])
 

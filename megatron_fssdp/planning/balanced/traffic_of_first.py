@@ -13,6 +13,7 @@ from itertools import chain
 
 import numpy as np
 
+from megatron_fssdp.planning.cost.layer_traffic import BusiestLinks, TransferTraffic
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
@@ -34,6 +35,11 @@ class DispatchOfFirst:
     tokens_K: np.ndarray
     near_K: np.ndarray
     far_of_node_K: np.ndarray
+
+    @property
+    def busiest(self) -> BusiestLinks:
+        """Pairs on the busiest links; the fields are arrays [K+1]."""
+        return BusiestLinks(near=self.near_K, far_of_node=self.far_of_node_K)  # type: ignore[arg-type]
 
 
 def dispatch_of_first(
@@ -60,6 +66,23 @@ def dispatch_of_first(
     np.subtract(replicated_LDK, owned_LDE[:, :, experts], out=total_LDK[:, :, 1:])
     np.cumsum(total_LDK, axis=2, out=total_LDK)
     total_LDK[total_LDK < ROUNDING * load_DE.sum()] = 0.0
+    return _busiest(total_LDK, topology)
+
+
+def dispatch_of_all(load_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> DispatchOfFirst:
+    """The same with all replicas alone, [1] each: less work than with those of the first 0, 1, … K experts.
+
+    Args:
+        load_DE: (token, k) pairs by source and expert, [D, E]; need not be whole numbers.
+        placement: Owners and all replicas.
+        topology: Nodes of the devices.
+    """
+    total_LDK = _by_column(load_DE, placement.present_ED.T, topology).sum(axis=2, keepdims=True)
+    total_LDK[total_LDK < ROUNDING * load_DE.sum()] = 0.0
+    return _busiest(total_LDK, topology)
+
+
+def _busiest(total_LDK: np.ndarray, topology: Topology) -> DispatchOfFirst:
     own_DK, near_in_DK, near_out_DK, far_in_DK, far_out_DK = total_LDK
     return DispatchOfFirst(
         (own_DK + near_in_DK + far_in_DK).max(axis=0),
@@ -91,30 +114,18 @@ def _by_column(load_DC: np.ndarray, present_DC: np.ndarray, topology: Topology) 
     return traffic_LDC
 
 
-@dataclass(frozen=True, eq=False)
-class TransferOfFirst:
-    """One SparseAllGather of the replicas of the first 0, 1, … K experts; float64 [K+1] each.
-
-    Attributes:
-        near_K: Experts on the busiest link between a device and others of its node.
-        far_of_node_K: Experts on the busiest link between a node and other nodes.
-        max_depth_K: Depth of the deepest edge, 0 where nothing moves.
-    """
-
-    near_K: np.ndarray
-    far_of_node_K: np.ndarray
-    max_depth_K: np.ndarray
-
-
 def transfer_of_first(
     plan: TransferPlan, experts: Sequence[int] | np.ndarray, topology: Topology
-) -> TransferOfFirst:
-    """What a plan's edges move.
+) -> TransferTraffic:
+    """What a plan's edges put on the busiest links, for the replicas of the first 0, 1, … K experts.
 
     Args:
-        plan: Of all replicas.
+        plan: A two-level plan of all replicas: an expert comes to each node once, and spreads there.
         experts: All experts that it moves, in the order in which they get their replicas, [K].
         topology: Nodes of the devices.
+
+    Returns:
+        Numbers and hops as arrays [K+1].
     """
     num_columns, num_devices, num_nodes = len(experts) + 1, plan.num_devices, topology.num_nodes
     edges = np.fromiter(chain.from_iterable(plan.edges), np.int64, 4 * plan.num_transfers)
@@ -131,8 +142,16 @@ def transfer_of_first(
     places = np.concatenate([in_P, out_P]) * num_columns + np.concatenate([column_P, column_P])
     moved_RK = np.bincount(places, minlength=num_rows * num_columns).reshape(num_rows, num_columns)
     near_K, far_of_node_K = np.maximum.reduceat(np.cumsum(moved_RK, axis=1), [0, 2 * num_devices], axis=0)
-    max_depth_K = np.zeros(num_columns)
-    np.maximum.at(max_depth_K, column_P, depth_P)
-    return TransferOfFirst(
-        near_K.astype(np.float64), far_of_node_K.astype(np.float64), np.maximum.accumulate(max_depth_K)
-    )
+    # Depth counts hops before an edge. Those between nodes come first, as many as to the edge's node.
+    far_hops_P = depth_P
+    if is_near_P.any():
+        hops_KN = np.zeros((num_columns, num_nodes), np.int64)
+        is_far_P = ~is_near_P
+        hops_KN[column_P[is_far_P], into_P[is_far_P]] = depth_P[is_far_P] + 1
+        far_hops_P = np.where(is_near_P, hops_KN[column_P, into_P], depth_P)
+    # The path with most hops between nodes counts, and of those the one with most inside a node.
+    both_K = np.zeros(num_columns, np.int64)
+    np.maximum.at(both_K, column_P, far_hops_P * num_devices + (depth_P - far_hops_P))
+    far_hops_K, near_hops_K = np.divmod(np.maximum.accumulate(both_K), num_devices)
+    busiest = BusiestLinks(near=near_K, far_of_node=far_of_node_K)
+    return TransferTraffic(busiest, (near_hops_K, far_hops_K))  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""What a layer costs in seconds: traffic over links, expert compute, exposed transfers.
+"""Costs of links and devices, and the constants of a layer's two passes.
 
-Shape letters: T tokens, M model dim, F ffn dim, E experts, D devices, N nodes, L layers.
+What a whole layer costs is in ``layer_seconds.py``. Shape letters: D devices.
 """
 
 from collections.abc import Sequence
@@ -8,11 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_fssdp.planning.cost.layer_traffic import dispatch_traffic, pairs_traffic, transfer_traffic
-from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy, TokenDispatch
-from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
+from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch
 
 NUM_ALL_TO_ALLS = 4
 """Dispatch and combine, forward and backward (FasterMoE, Eq. 7)."""
@@ -117,77 +113,6 @@ def dispatch_tokens_DD(dispatch: TokenDispatch, num_devices: int) -> np.ndarray:
     return np.stack([dispatch.from_source(source).sum(axis=0) for source in range(num_devices)])
 
 
-def link_time_s[Amount: (float, np.ndarray)](
-    near: Amount, far_of_node: Amount, bytes_per_unit: Amount | float, cluster: ClusterCost
-) -> Amount:
-    """Seconds until the slowest link is done: ``max over links of traffic / bandwidth``.
-
-    FasterMoE, Eq. 2, with both directions of every link and a start-up term (Parm, Eq. 12).
-
-    Args:
-        near: Units on the busiest device's link inside its node, or an array of such cases.
-        far_of_node: Units on the busiest node's NIC, likewise.
-        bytes_per_unit: Bytes of a unit.
-        cluster: Link costs.
-    """
-    near_s = cluster.intra.time_s(near * bytes_per_unit)
-    far_s = cluster.inter.time_s(far_of_node * bytes_per_unit)
-    return np.maximum(near_s, far_s)
-
-
-def all_to_all_s(
-    tokens_DD: np.ndarray, token_bytes: float, topology: Topology, cluster: ClusterCost
-) -> float:
-    """Seconds of one all-to-all of the dispatch (FasterMoE, Eq. 2).
-
-    Args:
-        tokens_DD: (token, k) pairs by sender and receiver, [D, D].
-        token_bytes: Bytes of one token's hidden state.
-        topology: Nodes of the devices.
-        cluster: Link costs.
-    """
-    busiest = pairs_traffic(tokens_DD, topology)
-    return link_time_s(busiest.near, busiest.far_of_node, token_bytes, cluster)
-
-
-def expert_forward_s(tokens_D: np.ndarray, flops_per_token: float, cluster: ClusterCost) -> float:
-    """Seconds of the experts' forward: ``max_d tokens_d * flops_per_token / P`` (FasterMoE, Eq. 1)."""
-    return float(np.max(tokens_D)) * flops_per_token / cluster.expert_flops_per_s
-
-
-def expert_backward_s(tokens_D: np.ndarray, flops_per_token: float, cluster: ClusterCost) -> float:
-    """Seconds of the experts' backward, twice the forward (FasterMoE, Eq. 7; Pro-Prophet, Eq. 3)."""
-    return BACKWARD_PER_FORWARD * expert_forward_s(tokens_D, flops_per_token, cluster)
-
-
-def transfer_s(plan: TransferPlan, expert_bytes: int, topology: Topology, cluster: ClusterCost) -> float:
-    """Seconds of one SparseAllGather: bytes over the slowest link, and a start-up for each hop.
-
-    The volume bound of Hecate, Eq. 1, on every link of the plan; hops of one expert follow
-    each other, so each adds the start-up of the slower link it may use. SparseReduceScatter
-    is the transpose: the same links in the other direction, the same seconds.
-    """
-    busiest = transfer_traffic(plan, topology).busiest
-    return pipelined_s(busiest.near, busiest.far_of_node, float(plan.max_depth), expert_bytes, cluster)
-
-
-def pipelined_s[Amount: (float, np.ndarray)](
-    near: Amount, far_of_node: Amount, max_depth: Amount, expert_bytes: Amount | int, cluster: ClusterCost
-) -> Amount:
-    """Seconds of a transfer, or of an array of them, from its busiest links and its deepest edge.
-
-    Args:
-        near: Experts on the busiest device's link inside its node.
-        far_of_node: Experts on the busiest node's NIC.
-        max_depth: Depth of the deepest edge; 0 and less add nothing.
-        expert_bytes: Bytes of an expert.
-        cluster: Link costs.
-    """
-    between_s = max(0.0, cluster.inter.alpha_s - cluster.intra.alpha_s)
-    hop_s = cluster.intra.alpha_s + (far_of_node > 0) * between_s
-    return link_time_s(near, far_of_node, expert_bytes, cluster) + (max_depth > 0) * max_depth * hop_s
-
-
 def overlap_degree(non_moe_s: float, bandwidth_bytes_per_s: float, expert_bytes: int) -> int:
     """Experts whose transfer hides under ``non_moe_s``: ``t = T_nonMoE * bw / size``, floored (Hecate, §4.2).
 
@@ -206,48 +131,7 @@ def overlap_degree(non_moe_s: float, bandwidth_bytes_per_s: float, expert_bytes:
     return int(non_moe_s * bandwidth_bytes_per_s / expert_bytes)
 
 
-def exposed_s[Amount: (float, np.ndarray)](busy_s: Amount, hidden_under_s: float) -> Amount:
+def exposed_s[Amount: (float, np.ndarray)](busy_s: Amount, hidden_under_s: Amount | float) -> Amount:
     """Seconds of a transfer that the compute beside it does not hide (Pro-Prophet, Eq. 8)."""
-    return np.maximum(0.0, busy_s - hidden_under_s)
-
-
-def layer_s[Amount: (float, np.ndarray)](
-    *, all_to_all_s: Amount, expert_forward_s: Amount, exposed_gather_s: Amount, exposed_reduce_s: Amount
-) -> Amount:
-    """Seconds of one MoE layer, forward and backward.
-
-    Four all-to-alls, three times the forward compute, and what of spAG and spRS is not
-    hidden (FasterMoE, Eq. 7; Pro-Prophet, Eq. 8).
-    """
-    compute_s = (1 + BACKWARD_PER_FORWARD) * expert_forward_s
-    return NUM_ALL_TO_ALLS * all_to_all_s + compute_s + exposed_gather_s + exposed_reduce_s
-
-
-def dispatched_layer_s(
-    counts_DE: np.ndarray,
-    placement: ExpertPlacement,
-    topology: Topology,
-    *,
-    cluster: ClusterCost,
-    token_bytes: float,
-    flops_per_token: float,
-    dispatch_policy: DispatchPolicy = "even",
-) -> float:
-    """Seconds of a layer's all-to-alls and experts when these counts are dispatched under a placement.
-
-    Args:
-        counts_DE: (token, k) pairs by source and expert, int64 ``[D, E]``.
-        placement: Where the experts are.
-        topology: Nodes of the devices.
-        cluster: Link and compute costs.
-        token_bytes: One token's hidden state.
-        flops_per_token: Forward of one expert for one token.
-        dispatch_policy: How the tokens are split among holders.
-    """
-    traffic = dispatch_traffic(dispatch_policy, counts_DE, placement, topology)
-    return layer_s(
-        all_to_all_s=link_time_s(traffic.busiest.near, traffic.busiest.far_of_node, token_bytes, cluster),
-        expert_forward_s=expert_forward_s(traffic.tokens_D, flops_per_token, cluster),
-        exposed_gather_s=0.0,
-        exposed_reduce_s=0.0,
-    )
+    exposed: Amount = np.maximum(0.0, busy_s - hidden_under_s)
+    return exposed

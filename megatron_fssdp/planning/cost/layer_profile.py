@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost, overlap_degree
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGE_BYTES
 
 STATE_OVER_PARAMETERS = 7
 """Bytes that move with an expert over those of its parameters where nobody says how many: the
@@ -25,6 +26,7 @@ class LayerProfile:
         num_micro_batches: Micro-batches of an iteration.
         owned_bytes: Parameters, masters and optimizer states of one expert on a device that owns it;
             ``None`` if that is not known.
+        message_bytes: Most bytes of a message in which a part of an expert travels.
     """
 
     non_moe_s: float
@@ -36,6 +38,7 @@ class LayerProfile:
     gradient_bytes: int | None = None
     num_micro_batches: int = 1
     owned_bytes: int | None = None
+    message_bytes: int = CUDA_MESSAGE_BYTES
 
     @property
     def reduced_bytes(self) -> int:

@@ -152,13 +152,6 @@ class TransferTraffic:
     num_experts: int = 0
     num_between_nodes: int = 0
 
-    def there_and_back(self) -> "TransferTraffic":
-        """Sums to the owners, and then from there: both directions of the same edges, one after the other."""
-        near, far = self.fill_hops
-        return TransferTraffic(
-            self.busiest.times(2), (2 * near, 2 * far), 2 * self.num_experts, 2 * self.num_between_nodes
-        )
-
 
 NO_TRANSFER = TransferTraffic()
 

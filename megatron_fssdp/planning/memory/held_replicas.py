@@ -63,6 +63,11 @@ class HeldReplicas:
         return self.life.sums_gradients(self.num_micro_batches)
 
     @property
+    def sends_fp32(self) -> bool:
+        """Whether gradients travel in fp32: sums of several micro-batches, and those of resident replicas."""
+        return self.sums_gradients or self.life is ReplicaLife.LASTING
+
+    @property
     def layers_with_weights(self) -> int:
         """Layers whose replicas' weights are there at once, most.
 

@@ -7,10 +7,25 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_fssdp.planning.cost import cost_model
-from megatron_fssdp.planning.cost.cost_model import ClusterCost
+from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.cost.layer_seconds import (
+    LayerPrice,
+    LayerWork,
+    counts_seconds,
+    expert_seconds,
+    layer_seconds,
+    transfer_seconds,
+)
+from megatron_fssdp.planning.cost.layer_traffic import (
+    NO_TRANSFER,
+    TransferTraffic,
+    dispatch_traffic,
+    transfer_traffic,
+)
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.loads.checked_loads import checked_counts
+from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.sparse_materialization import sparse_materialization
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
@@ -43,14 +58,11 @@ def calibrated_placement(
     overlap_degree: int,
     slots: int,
     planner: MaterializationPlanner,
-    cluster: ClusterCost,
-    expert_bytes: int,
-    token_bytes: float,
-    flops_per_token: float,
+    profile: LayerProfile,
+    life: ReplicaLife = ReplicaLife.ITERATION,
     num_micro_batches: int = 1,
     dispatch_policy: DispatchPolicy = "even",
-    gradient_bytes: int | None = None,
-    reduce_hidden_under_s: float = 0.0,
+    hides: bool = True,
 ) -> ExpertPlacement | None:
     """More replicas for the exact counts, if they save more time than they take to bring.
 
@@ -65,10 +77,11 @@ def calibrated_placement(
     they have been paid for. And it need not be all or nothing: the additions of the most loaded
     1, 2, 4, ... experts and of all are compared, because one expert's may pay where all do not.
 
-    A candidate's gain is what the layer saves (:func:`cost_model.layer_s` with the exact
-    dispatch) in every micro-batch, taking the others to be like this one, less the gather of
-    the additions, all of it on the critical path, and less what the longer reduction exposes.
-    The host's own time to find it is not counted.
+    A candidate's gain is the difference of two prices of :func:`layer_seconds` with the exact dispatch,
+    taking the other micro-batches to be like this one. The candidate pays for the gather of its
+    additions, which nothing hides, and for the longer reduction as far as compute does not hide it.
+    With re-materialization it also pays for the longer gathers of all later passes. The host's own time
+    to find it is not counted.
 
     Args:
         planned: The placement whose replicas are there or under way.
@@ -77,14 +90,11 @@ def calibrated_placement(
         overlap_degree: Most experts that gain replicas, t.
         slots: Most replicas a device may hold altogether, m.
         planner: Plans the layer anew; :func:`sparse_materialization_by_source` for Alg. 1.
-        cluster: Link and compute costs, the same numbers on all ranks.
-        expert_bytes: Parameters of one expert.
-        token_bytes: One token's hidden state.
-        flops_per_token: Forward of one expert for one token.
+        profile: Measured costs, the same numbers on all ranks.
+        life: For how long replicas are on their devices.
         num_micro_batches: How many micro-batches run under the placement before it is planned again.
         dispatch_policy: How the tokens are split among holders.
-        gradient_bytes: One expert's gradient on its way home; None for ``expert_bytes``.
-        reduce_hidden_under_s: Seconds of compute under which SparseReduceScatter hides.
+        hides: Whether transfers run beside compute.
 
     Returns:
         A superset of ``planned`` with the highest gain; None if none gains.
@@ -97,51 +107,51 @@ def calibrated_placement(
             f"the planned placement has {int(planned.replicas_per_device_D.max())} replicas on one device: "
             f"wanted at most slots = {slots}, the bound it was planned with"
         )
+    counts_s = counts_seconds(profile, topology, planned.num_experts)
+    gather = transfer_traffic(two_level_transfer(planned, topology), topology)
 
-    def seconds_of_layer(placement: ExpertPlacement) -> float:
-        return num_micro_batches * cost_model.dispatched_layer_s(
-            counts,
-            placement,
-            topology,
-            cluster=cluster,
-            token_bytes=token_bytes,
-            flops_per_token=flops_per_token,
-            dispatch_policy=dispatch_policy,
+    def price_of(
+        placement: ExpertPlacement, replicas: TransferTraffic, addition: TransferTraffic
+    ) -> LayerPrice:
+        traffic = dispatch_traffic(dispatch_policy, counts, placement, topology).times(num_micro_batches)
+        return layer_seconds(
+            LayerWork(float(traffic.tokens_D.max()), traffic.busiest, gather, replicas, addition),
+            profile,
+            life,
+            counts_s=counts_s,
+            num_micro_batches=num_micro_batches,
+            hides=hides,
         )
 
-    def seconds_of_reduction(placement: ExpertPlacement) -> float:
-        plan = two_level_transfer(placement, topology)
-        reduced_bytes = expert_bytes if gradient_bytes is None else gradient_bytes
-        reduce_s = cost_model.transfer_s(plan, reduced_bytes, topology, cluster)
-        return cost_model.exposed_s(reduce_s, reduce_hidden_under_s)
-
-    planned_s = seconds_of_layer(planned)
-    mean_tokens_D = np.array([counts.sum() / planned.num_devices])
-    ideal_s = num_micro_batches * cost_model.layer_s(
-        all_to_all_s=0.0,
-        expert_forward_s=cost_model.expert_forward_s(mean_tokens_D, flops_per_token, cluster),
-        exposed_gather_s=0.0,
-        exposed_reduce_s=0.0,
+    price = price_of(planned, gather, NO_TRANSFER)
+    cluster = profile.cluster
+    mean_tokens = num_micro_batches * float(counts.sum()) / planned.num_devices
+    ideal_s = (
+        (1 + BACKWARD_PER_FORWARD)
+        * num_micro_batches
+        * expert_seconds(mean_tokens, profile.flops_per_token, cluster.expert_flops_per_s, num_micro_batches)
     )
     # No placement saves more than what separates this one from a balanced layer without traffic:
     # where that does not pay for one expert's way, the planner need not run.
-    if planned_s - ideal_s <= min(cluster.intra.time_s(expert_bytes), cluster.inter.time_s(expert_bytes)):
+    savable_s = float(price.moe_s) - num_micro_batches * counts_s - ideal_s
+    if life is ReplicaLife.ITERATION:
+        savable_s -= float(price.gather_s)  # what was planned comes in any case
+    one_way_s = min(link.time_s(profile.expert_bytes) for link in (cluster.intra, cluster.inter))
+    if savable_s <= one_way_s:
         return None
     wanted = planner(planned.owner_E, counts, topology, overlap_degree=overlap_degree, slots=slots)
     additions = _additions(planned, wanted, counts.sum(axis=0), slots)
-    planned_reduce_s = seconds_of_reduction(planned) if additions else 0.0
     best, best_gain_s = None, 0.0
     for num_experts in doubling(len(additions)):
         pairs = [pair for of_expert in additions[:num_experts] for pair in of_expert]
         candidate = planned.with_replicas(pairs, slots=slots)
-        gather = additional_transfer(planned, candidate, topology)
-        added_s = cost_model.transfer_s(gather, expert_bytes, topology, cluster)
-        if planned_s - ideal_s - added_s <= best_gain_s:
+        added = additional_transfer(planned, candidate, topology)
+        if savable_s - transfer_seconds(added, profile.expert_bytes, topology, profile) <= best_gain_s:
             continue
-        added_s += max(0.0, seconds_of_reduction(candidate) - planned_reduce_s)
-        gain_s = planned_s - seconds_of_layer(candidate) - added_s
+        replicas = transfer_traffic(two_level_transfer(candidate, topology), topology)
+        gain_s = price.moe_s - price_of(candidate, replicas, transfer_traffic(added, topology)).moe_s
         if gain_s > best_gain_s:
-            best, best_gain_s = candidate, gain_s
+            best, best_gain_s = candidate, float(gain_s)
     return best
 
 

@@ -12,13 +12,13 @@ from itertools import islice
 
 import numpy as np
 
-from megatron_fssdp.planning.cost import cost_model
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.cost.layer_seconds import moving_seconds, placement_seconds
 from megatron_fssdp.planning.dispatch.even_dispatch import expected_device_load_D
 from megatron_fssdp.planning.loads.load_statistics import max_over_mean
+from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer, two_level_transfer
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,25 +39,13 @@ class ReplicaPrice:
 
     def iteration_s(self, placement: ExpertPlacement) -> float:
         """All-to-alls, experts, and what is not hidden of the all-reduce of gradients among replicas."""
-        profile, topology = self.profile, self.topology
-        layer_s = cost_model.dispatched_layer_s(
-            self.counts_DE,
-            placement,
-            topology,
-            cluster=profile.cluster,
-            token_bytes=profile.token_bytes,
-            flops_per_token=profile.flops_per_token,
-        )
-        # Sums travel to the owner and back to the replicas, beside the backward pass of the compute before.
-        plan = two_level_transfer(placement, topology)
-        summed_s = 2 * cost_model.transfer_s(plan, profile.reduced_bytes, topology, profile.cluster)
-        return layer_s + cost_model.exposed_s(summed_s, cost_model.BACKWARD_PER_FORWARD * profile.non_moe_s)
+        price = placement_seconds(self.counts_DE, placement, self.topology, self.profile, ReplicaLife.LASTING)
+        return float(price.moe_s)
 
     def move_s(self, before: ExpertPlacement, after: ExpertPlacement) -> float:
-        """Bringing parameters, masters and optimizer states to the replicas that are new."""
-        appearing = ExpertPlacement(before.owner_E, before.present_ED | after.present_ED)
-        plan = additional_transfer(before, appearing, self.topology)
-        return cost_model.transfer_s(plan, self.profile.moved_bytes, self.topology, self.profile.cluster)
+        """Bringing parameters, masters and optimizer states from owners to the replicas that are new."""
+        expert_P, device_P = np.nonzero(after.present_ED & ~before.present_ED)
+        return moving_seconds(before.owner_E[expert_P], device_P, self.topology, self.profile)
 
     def saving_s(self, before: ExpertPlacement, after: ExpertPlacement) -> float:
         """Seconds won by going over from one to the other, as long as it is kept."""

@@ -23,9 +23,9 @@ def test_first_experts_by_hand() -> None:
     np.testing.assert_allclose(found.near_K, [6, 6, 6])
     np.testing.assert_allclose(found.far_of_node_K, [12, 4, 0])
     moved = transfer_of_first(two_level_transfer(placement, TOPOLOGY), [0, 3], TOPOLOGY)
-    assert moved.near_K.tolist() == [0, 1, 1]
-    assert moved.far_of_node_K.tolist() == [0, 1, 1]
-    assert moved.max_depth_K.tolist() == [0, 0, 0]
+    assert np.array(moved.busiest.near).tolist() == [0, 1, 1]
+    assert np.array(moved.busiest.far_of_node).tolist() == [0, 1, 1]
+    assert np.array(moved.fill_hops).tolist() == [[0, 0, 0], [0, 0, 0]]
 
 
 @given(seed=st.integers(0, 10_000), devices_per_node=st.sampled_from([1, 2, 3, 6]))
@@ -43,9 +43,10 @@ def test_all_experts_have_the_whole_layers_traffic(seed: int, devices_per_node: 
     np.testing.assert_allclose((found.tokens_K[-1], found.near_K[-1], found.far_of_node_K[-1]), busiest)
     plan = two_level_transfer(placement, topology)
     moved = transfer_of_first(plan, experts, topology)
-    traffic = transfer_traffic(plan, topology).busiest
-    assert (moved.near_K[-1], moved.far_of_node_K[-1]) == (traffic.near, traffic.far_of_node)
-    assert moved.max_depth_K[-1] == max(plan.max_depth, 0)
+    traffic = transfer_traffic(plan, topology)
+    near_K, far_of_node_K = np.array(moved.busiest.near), np.array(moved.busiest.far_of_node)
+    assert (near_K[-1], far_of_node_K[-1]) == (traffic.busiest.near, traffic.busiest.far_of_node)
+    assert tuple(np.array(moved.fill_hops)[:, -1]) == traffic.fill_hops
 
 
 def test_nothing_is_left_where_nothing_is_sent() -> None:

@@ -1,13 +1,19 @@
 """Calibration adds replicas only where the modelled gain is positive, and only within the limits."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning.balanced.materialization_planner import plan_materialization
-from megatron_fssdp.planning.cost import cost_model
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.cost.layer_seconds import PROB_BYTES, placement_seconds, transfer_seconds
+from megatron_fssdp.planning.cost.layer_traffic import pairs_traffic
+from megatron_fssdp.planning.cost.link_seconds import plain_links
+from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.calibration import (
     calibrated_placement,
     sparse_materialization_by_source,
@@ -19,19 +25,29 @@ from tests.drawn_examples import examples
 
 from ..placement_cases import brute_force_dispatch_DED, owned_layers, random_counts_DE
 
-# A second a byte inside a node and ten across, a second a flop.
-SLOW = ClusterCost(LinkCost(0.0, 1.0), LinkCost(0.0, 10.0), expert_flops_per_s=1.0)
+MEGA = 10**6
+# A second a megabyte inside a node and ten across, a second a flop. Probabilities and router counts, some
+# bytes, take next to nothing.
+SLOW = ClusterCost(LinkCost(0.0, 1e-6), LinkCost(0.0, 1e-5), expert_flops_per_s=1.0)
+PROFILE = LayerProfile(
+    non_moe_s=0.0, cluster=SLOW, expert_bytes=MEGA, token_bytes=MEGA, flops_per_token=1.0, memory_capacity=8
+)
 
 
-def calibrate(planned, counts_DE, topology, **changed):
+def calibrate(
+    planned, counts_DE, topology, *, megabytes=1, gradient_megabytes=None, non_moe_s=0.0, **changed
+):
+    profile = replace(
+        PROFILE,
+        non_moe_s=non_moe_s,
+        expert_bytes=megabytes * MEGA,
+        gradient_bytes=None if gradient_megabytes is None else gradient_megabytes * MEGA,
+    )
     arguments = {
         "overlap_degree": 1,
         "slots": 1,
         "planner": sparse_materialization_by_source,
-        "cluster": SLOW,
-        "expert_bytes": 1,
-        "token_bytes": 1.0,
-        "flops_per_token": 1.0,
+        "profile": profile,
     }
     return calibrated_placement(planned, np.array(counts_DE), topology, **{**arguments, **changed})
 
@@ -41,20 +57,30 @@ def test_gains_of_a_layer_equal_those_worked_out_by_hand():
     # With a replica on device 1: no all-to-all, experts 3 * 10 s; 70 s less.
     planned = ExpertPlacement.owners_only(np.array([0, 1]), 2)
     counts_DE, topology = [[10, 0], [10, 0]], Topology.single_node(2)
-    costs = {"cluster": SLOW, "token_bytes": 1.0, "flops_per_token": 1.0}
-    assert cost_model.dispatched_layer_s(np.array(counts_DE), planned, topology, **costs) == 100.0
     everywhere = planned.with_replicas([(0, 1)])
-    assert cost_model.dispatched_layer_s(np.array(counts_DE), everywhere, topology, **costs) == 30.0
+    for placement, seconds in ((planned, 100.0), (everywhere, 30.0)):
+        price = placement_seconds(np.array(counts_DE), placement, topology, PROFILE, ReplicaLife.ITERATION)
+        assert float(price.all_to_all_s + price.experts_s) == pytest.approx(seconds, abs=1e-3)
     # It travels there and its gradient back.
-    assert calibrate(planned, counts_DE, topology, expert_bytes=34) == everywhere
-    assert calibrate(planned, counts_DE, topology, expert_bytes=35) is None
-    assert calibrate(planned, counts_DE, topology, expert_bytes=35, num_micro_batches=2) == everywhere
-    assert calibrate(planned, counts_DE, topology, expert_bytes=70, num_micro_batches=2) is None
-    # A gradient of twice the bytes; a reduction that hides.
-    assert calibrate(planned, counts_DE, topology, expert_bytes=23, gradient_bytes=46) == everywhere
-    assert calibrate(planned, counts_DE, topology, expert_bytes=24, gradient_bytes=48) is None
-    assert calibrate(planned, counts_DE, topology, expert_bytes=69, reduce_hidden_under_s=69.0) == everywhere
-    assert calibrate(planned, counts_DE, topology, expert_bytes=69, reduce_hidden_under_s=67.0) is None
+    assert calibrate(planned, counts_DE, topology, megabytes=34) == everywhere
+    assert calibrate(planned, counts_DE, topology, megabytes=36) is None
+    assert calibrate(planned, counts_DE, topology, megabytes=36, num_micro_batches=2) == everywhere
+    assert calibrate(planned, counts_DE, topology, megabytes=71, num_micro_batches=2) is None
+    # A gradient of twice the bytes; a reduction that hides under the backward pass of the compute before.
+    assert calibrate(planned, counts_DE, topology, megabytes=23, gradient_megabytes=46) == everywhere
+    assert calibrate(planned, counts_DE, topology, megabytes=24, gradient_megabytes=48) is None
+    assert calibrate(planned, counts_DE, topology, megabytes=69, non_moe_s=69 / 2) == everywhere
+    assert calibrate(planned, counts_DE, topology, megabytes=69, non_moe_s=67 / 2) is None
+    assert calibrate(planned, counts_DE, topology, megabytes=69, non_moe_s=69 / 2, hides=False) is None
+
+
+def test_rematerialized_additions_travel_with_every_pass():
+    """Two micro-batches save 140 s. Each gathers twice, the first time of all as an addition, and reduces."""
+    planned = ExpertPlacement.owners_only(np.array([0, 1]), 2)
+    counts_DE, topology = [[10, 0], [10, 0]], Topology.single_node(2)
+    keys = {"num_micro_batches": 2, "life": ReplicaLife.LAYER_PASS}
+    assert calibrate(planned, counts_DE, topology, megabytes=23, **keys) is not None
+    assert calibrate(planned, counts_DE, topology, megabytes=24, **keys) is None
 
 
 def test_planned_replicas_stay_and_keep_their_slots():
@@ -72,10 +98,10 @@ def test_only_experts_that_pay_for_their_transfer_are_added():
     # too takes off 4 * 4 s and adds 3 * 4 s: it may travel for less than 4 s.
     planned = ExpertPlacement.owners_only(np.array([0, 0, 0, 1]), 2)
     counts_DE, topology = [[0, 0, 0, 0], [90, 4, 0, 0]], Topology.single_node(2)
-    limits = {"overlap_degree": 2, "slots": 2, "reduce_hidden_under_s": 1e9}
+    limits = {"overlap_degree": 2, "slots": 2, "non_moe_s": 1e9}
     hot = planned.with_replicas([(0, 1)])
-    assert calibrate(planned, counts_DE, topology, expert_bytes=20, **limits) == hot
-    assert calibrate(planned, counts_DE, topology, expert_bytes=3, **limits) == planned.with_replicas(
+    assert calibrate(planned, counts_DE, topology, megabytes=20, **limits) == hot
+    assert calibrate(planned, counts_DE, topology, megabytes=3, **limits) == planned.with_replicas(
         [(0, 1), (1, 1)]
     )
 
@@ -88,9 +114,9 @@ def test_the_planner_is_not_called_where_no_replica_can_pay():
     topology = Topology.single_node(2)
     assert calibrate(planned, [[10, 0], [0, 10]], topology, planner=planner) is None
     assert calibrate(planned, [[0, 0], [0, 0]], topology, planner=planner) is None
-    assert calibrate(planned, [[10, 0], [10, 0]], topology, planner=planner, expert_bytes=70) is None
+    assert calibrate(planned, [[10, 0], [10, 0]], topology, planner=planner, megabytes=71) is None
     with pytest.raises(AssertionError):
-        calibrate(planned, [[10, 0], [10, 0]], topology, planner=planner, expert_bytes=69)
+        calibrate(planned, [[10, 0], [10, 0]], topology, planner=planner, megabytes=69)
 
 
 @st.composite
@@ -108,10 +134,15 @@ def calibrations(draw):
     arguments = {
         **limits,
         "planner": planner,
-        "cluster": ClusterCost(LinkCost(2.0, 1.0), LinkCost(5.0, 3.0), expert_flops_per_s=1.0),
-        "expert_bytes": draw(st.sampled_from([1, 20, 200])),
-        "token_bytes": 1.0,
-        "flops_per_token": draw(st.sampled_from([0.0, 1.0, 10.0])),
+        "profile": LayerProfile(
+            non_moe_s=draw(st.sampled_from([0.0, 30.0])),
+            cluster=ClusterCost(LinkCost(2.0, 1.0), LinkCost(5.0, 3.0), expert_flops_per_s=1.0),
+            expert_bytes=draw(st.sampled_from([1, 20, 200])),
+            token_bytes=1,
+            flops_per_token=draw(st.sampled_from([0.0, 1.0, 10.0])),
+            memory_capacity=8,
+            message_bytes=20,
+        ),
         "num_micro_batches": draw(st.integers(1, 3)),
     }
     return planned, counts_DE, topology, arguments
@@ -119,20 +150,26 @@ def calibrations(draw):
 
 def gain_s(planned, placement, counts_DE, topology, arguments):
     """What the placement saves, from the dispatch token by token."""
-    cluster, expert_bytes = arguments["cluster"], arguments["expert_bytes"]
+    profile, times = arguments["profile"], arguments["num_micro_batches"]
+    cluster = profile.cluster
 
     def layer_s(of):
         tokens_DD = brute_force_dispatch_DED(counts_DE, of, topology).sum(axis=1)
-        all_to_all_s = cost_model.all_to_all_s(tokens_DD, arguments["token_bytes"], topology, cluster)
-        return 4 * all_to_all_s + 3 * tokens_DD.sum(axis=0).max() * arguments["flops_per_token"]
+        links, busiest = plain_links(cluster).all_to_all, pairs_traffic(tokens_DD, topology)
+        rows_s = links.times(busiest, profile.token_bytes + PROB_BYTES, starts=2).seconds
+        all_to_alls_s = 2 * (rows_s + links.times(busiest, profile.token_bytes).seconds)
+        return all_to_alls_s + 3 * tokens_DD.sum(axis=0).max() * profile.flops_per_token
 
     def transfer_s(plan):
-        return cost_model.transfer_s(plan, expert_bytes, topology, cluster)
+        return transfer_seconds(plan, profile.expert_bytes, topology, profile)
 
-    saved_s = arguments["num_micro_batches"] * (layer_s(planned) - layer_s(placement))
+    saved_s = times * (layer_s(planned) - layer_s(placement))
     gather_s = transfer_s(additional_transfer(planned, placement, topology))
-    reductions_s = [transfer_s(two_level_transfer(of, topology)) for of in (planned, placement)]
-    return saved_s - gather_s - max(0.0, reductions_s[1] - reductions_s[0])
+    reductions_s = [
+        max(0.0, transfer_s(two_level_transfer(of, topology)) - 2 * profile.non_moe_s)
+        for of in (planned, placement)
+    ]
+    return saved_s - gather_s - (reductions_s[1] - reductions_s[0])
 
 
 @examples(200)

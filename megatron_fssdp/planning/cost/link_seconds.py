@@ -1,12 +1,17 @@
-"""Seconds that a cluster's links take for the busiest of them; arrays in, arrays out."""
+"""Seconds that a cluster's links take for the busiest of them; arrays in, arrays out.
+
+Single numbers count as arrays without dimensions: the planners price one placement at a time.
+"""
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
 from megatron_fssdp.config.cluster_description import ClusterDescription, CollectiveName
 from megatron_fssdp.planning.cost.cluster_cost import collective_link, link_cost
-from megatron_fssdp.planning.cost.cost_model import LinkCost
+from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_traffic import BusiestLinks
 from megatron_fssdp.planning.placement.topology import Topology
 
@@ -28,7 +33,7 @@ class LinkTimes:
     near_s: np.ndarray
     far_s: np.ndarray
 
-    @property
+    @cached_property
     def seconds(self) -> np.ndarray:
         """Until both are done."""
         return np.maximum(self.near_s, self.far_s)
@@ -55,7 +60,13 @@ class LinkSet:
     far_of_device: LinkCost = FREE
     far_of_all: LinkCost = FREE
 
-    def times(self, busiest: BusiestLinks, bytes_per_unit: float | np.ndarray, starts: int = 1) -> LinkTimes:
+    def times(
+        self,
+        busiest: BusiestLinks,
+        bytes_per_unit: float | np.ndarray,
+        starts: int = 1,
+        first_s: float | np.ndarray = 0.0,
+    ) -> LinkTimes:
         """Start-up and bytes of the busiest links (FasterMoE, Eq. 2; Parm, Eq. 12).
 
         Between nodes the largest of three bounds counts: the busiest NIC's bytes, the busiest device's, and
@@ -65,18 +76,22 @@ class LinkSet:
             busiest: Units; its fields may be arrays.
             bytes_per_unit: Bytes of each.
             starts: Collectives among which the bytes are divided.
+            first_s: Seconds before the first bytes arrive at the busiest links, where these have any.
         """
-        near = np.asarray(busiest.near, float) * bytes_per_unit
-        of_device = np.asarray(busiest.far_of_device, float) * bytes_per_unit
-        of_node = np.asarray(busiest.far_of_node, float) * bytes_per_unit
-        of_mean = np.asarray(busiest.far_of_mean_node, float) * bytes_per_unit
-        far_s = np.maximum(
-            of_node * self.far_of_node.beta_s_per_byte, of_device * self.far_of_device.beta_s_per_byte
-        )
-        far_s = np.maximum(far_s, of_mean * self.far_of_all.beta_s_per_byte)
+        near: Any = busiest.near * bytes_per_unit
+        of_node: Any = busiest.far_of_node * bytes_per_unit
+        far_s = of_node * self.far_of_node.beta_s_per_byte
+        for units, link in (
+            (busiest.far_of_device, self.far_of_device),
+            (busiest.far_of_mean_node, self.far_of_all),
+        ):
+            if link.beta_s_per_byte:
+                far_s = np.maximum(far_s, units * bytes_per_unit * link.beta_s_per_byte)
+        near_start_s = starts * self.near.alpha_s + first_s
+        far_start_s = starts * self.far_of_node.alpha_s + first_s
         return LinkTimes(
-            np.where(near > 0, starts * self.near.alpha_s + near * self.near.beta_s_per_byte, 0.0),
-            np.where(of_node > 0, starts * self.far_of_node.alpha_s + far_s, 0.0),
+            (near > 0) * (near_start_s + near * self.near.beta_s_per_byte),
+            (of_node > 0) * (far_start_s + far_s),
         )
 
 
@@ -103,10 +118,16 @@ class ClusterLinks:
         busiest = BusiestLinks(float(largest - 1), float(others), float(others), float(others))
         return float(self.counts.times(busiest, COUNT_BYTES * num_experts).seconds)
 
-    def fill_s(self, near_hops: np.ndarray, far_hops: np.ndarray, message_bytes: int) -> np.ndarray:
-        """Seconds until the first message of an expert has passed so many hops."""
-        near_s = self.transfer.near.time_s(message_bytes)
-        return near_hops * near_s + far_hops * self.transfer.far_of_node.time_s(message_bytes)
+
+@lru_cache
+def plain_links(cluster: ClusterCost) -> ClusterLinks:
+    """The links of a measured or described cluster, the same for every kind of transfer.
+
+    Args:
+        cluster: Link costs, as a run's profile has them.
+    """
+    links = LinkSet(cluster.intra, cluster.inter)
+    return ClusterLinks(links, links, links)
 
 
 def cluster_links(

@@ -1,0 +1,326 @@
+"""Modelled seconds of one layer in an iteration, both passes: the one price that all planners compare.
+
+The simulator lays the same pieces out on lanes: :func:`exchange_times`, :func:`expert_seconds` and
+:func:`transfer_times`. A test compares the two (``tests/simulation/test_layer_price.py``).
+
+What is charged, and why, after what the runtime does:
+
+* **Start-ups.** Every micro-batch starts its own collectives. Rows and their probabilities are two
+  all-to-alls, in both passes; results are one. So an iteration of n micro-batches pays 6 n start-ups.
+* **All-to-alls** last until the busiest device's link inside its node and the busiest node's NICs are both
+  done. The devices of a node share its NICs.
+* **Transfers** travel in messages. Each hop before the last one of a path adds the time of one message, with
+  its start-up and its bytes.
+* **Gathers** hide under the compute before the layer and under the router counts, because the runtime waits
+  for replicas just before the dispatch. What calibration adds, and the replicas of a plan for a single
+  micro-batch, start when the counts are known, so that nothing hides them.
+* **Reductions** hide under the backward pass of the compute before the layer. Their bytes follow from the
+  life of the replicas: sums of several micro-batches and gradients of resident replicas travel in fp32,
+  all others in the data type of the parameters.
+* **Experts** take as long as on the device with the most tokens, three times: forward once, backward twice.
+
+The papers' own formulas (FasterMoE Eq. 8, Pro-Prophet Eq. 1 to 8) are elsewhere, as published.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD, exposed_s
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.cost.layer_traffic import (
+    NO_TRANSFER,
+    BusiestLinks,
+    DispatchTraffic,
+    TransferTraffic,
+    dispatch_traffic,
+    pairs_traffic,
+    transfer_traffic,
+)
+from megatron_fssdp.planning.cost.link_seconds import ClusterLinks, LinkSet, LinkTimes, plain_links
+from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
+from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
+from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, two_level_transfer
+
+PROB_BYTES = 4
+"""One routing probability, which goes along with each row in an all-to-all of its own."""
+
+DISPATCH_STARTS = 2
+"""All-to-alls of a dispatch: rows, and their probabilities. Backward, both gradients."""
+
+
+def exchange_times(
+    links: LinkSet, pairs: BusiestLinks, token_bytes: float, num_micro_batches: int
+) -> tuple[LinkTimes, LinkTimes]:
+    """Dispatch and combine of one micro-batch; the backward pass has the same two again.
+
+    Args:
+        links: What all-to-alls cost.
+        pairs: (token, k) pairs of an iteration on the busiest links; its fields may be arrays.
+        token_bytes: Bytes of one token's hidden state.
+        num_micro_batches: Micro-batches of the iteration; each has its part of the pairs.
+    """
+    parts = 1 / num_micro_batches
+    dispatch = links.times(pairs, (token_bytes + PROB_BYTES) * parts, starts=DISPATCH_STARTS)
+    return dispatch, links.times(pairs, token_bytes * parts)
+
+
+def expert_seconds[Amount: (float, np.ndarray)](
+    most_tokens: Amount, flops_per_token: float, flops_per_s: float, num_micro_batches: int
+) -> Amount:
+    """Seconds of the experts' forward pass in a micro-batch: ``max_d tokens_d / P`` (FasterMoE, Eq. 1).
+
+    Args:
+        most_tokens: (token, k) pairs of an iteration on the device that computes most.
+        flops_per_token: FLOPs of one expert's forward pass for one token.
+        flops_per_s: Throughput of a device.
+        num_micro_batches: Micro-batches of the iteration.
+    """
+    return most_tokens * (flops_per_token / flops_per_s / num_micro_batches)
+
+
+def transfer_times(
+    links: LinkSet, traffic: TransferTraffic, expert_bytes: float | np.ndarray, message_bytes: int
+) -> LinkTimes:
+    """Seconds of one SparseAllGather: the busiest links, and one message for each hop before the last.
+
+    The volume bound of Hecate, Eq. 1, on every link of the plan. SparseReduceScatter is the transpose: the
+    same links in the other direction, the same seconds.
+
+    Args:
+        links: What transfers from device to device cost.
+        traffic: Experts on the busiest links, and the hops; its fields may be arrays.
+        expert_bytes: Bytes of an expert, or of its gradient.
+        message_bytes: Most bytes of a message.
+    """
+    is_array = isinstance(expert_bytes, np.ndarray)
+    message: Any = np.minimum(expert_bytes, message_bytes) if is_array else min(expert_bytes, message_bytes)
+    near_hops, far_hops = traffic.fill_hops
+    first_s = near_hops * links.near.time_s(message) + far_hops * links.far_of_node.time_s(message)
+    return links.times(traffic.busiest, expert_bytes, first_s=first_s)
+
+
+def transfer_seconds(
+    transfer: TransferPlan, expert_bytes: int, topology: Topology, profile: LayerProfile
+) -> float:
+    """Seconds of a plan's SparseAllGather, or of its transpose, by a profile's links.
+
+    Args:
+        transfer: Which experts travel along which links.
+        expert_bytes: Bytes of an expert, or of its gradient.
+        topology: Nodes of the devices.
+        profile: Measured costs.
+    """
+    links, traffic = plain_links(profile.cluster).transfer, transfer_traffic(transfer, topology)
+    return float(transfer_times(links, traffic, expert_bytes, profile.message_bytes).seconds)
+
+
+def moving_seconds(
+    sources_P: np.ndarray, devices_P: np.ndarray, topology: Topology, profile: LayerProfile
+) -> float:
+    """Seconds to move experts with all their states between iterations, everything waiting.
+
+    The runtime exchanges slots from device to device, so no path has a second hop.
+
+    Args:
+        sources_P: Device that each moved expert leaves, integers ``[P]``.
+        devices_P: Device that gets it, integers ``[P]``.
+        topology: Nodes of the devices.
+        profile: Measured costs.
+    """
+    experts_DD = np.zeros((topology.num_devices, topology.num_devices), np.int64)
+    np.add.at(experts_DD, (sources_P, devices_P), 1)
+    links = plain_links(profile.cluster).transfer
+    return float(links.times(pairs_traffic(experts_DD, topology), profile.moved_bytes).seconds)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerWork:
+    """What one layer does in an iteration; the numbers may be arrays of cases.
+
+    Attributes:
+        most_tokens: (token, k) pairs on the device that computes most.
+        pairs: Pairs on the busiest links in one direction of the dispatch.
+        gather: SparseAllGather that was planned before the gate.
+        replicas: SparseAllGather of all replicas in the end; SparseReduceScatter is its transpose.
+        addition: What calibration gathers after the gate.
+    """
+
+    most_tokens: Any
+    pairs: BusiestLinks
+    gather: TransferTraffic = NO_TRANSFER
+    replicas: TransferTraffic = NO_TRANSFER
+    addition: TransferTraffic = NO_TRANSFER
+
+    @classmethod
+    def of(
+        cls,
+        dispatch: DispatchTraffic,
+        transfer: TransferPlan,
+        topology: Topology,
+        *,
+        planned: TransferPlan | None = None,
+        addition: TransferPlan | None = None,
+    ) -> "LayerWork":
+        """The work of one plan.
+
+        Args:
+            dispatch: All dispatches of the iteration.
+            transfer: SparseAllGather of all replicas.
+            topology: Nodes of the devices.
+            planned: What was planned before the gate, if that is not ``transfer``.
+            addition: What was added to it after the gate.
+        """
+        replicas = transfer_traffic(transfer, topology)
+        gather = replicas if planned is None or planned is transfer else transfer_traffic(planned, topology)
+        added = NO_TRANSFER if addition is None else transfer_traffic(addition, topology)
+        return cls(float(dispatch.tokens_D.max()), dispatch.busiest, gather, replicas, added)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPrice:
+    """Seconds of one layer in an iteration, both passes, by what they go on; numbers or arrays of cases.
+
+    Attributes:
+        before_s: Compute before the layer, such as attention.
+        all_to_all_s: Router counts, dispatches and combines.
+        experts_s: Experts of the device that computes most.
+        gather_s: Waiting for spAG.
+        reduce_s: Waiting for spRS.
+    """
+
+    before_s: float
+    all_to_all_s: Any
+    experts_s: Any
+    gather_s: Any
+    reduce_s: Any
+
+    @property
+    def moe_s(self) -> Any:
+        """Everything but the compute before the layer, which no placement changes."""
+        return self.all_to_all_s + self.experts_s + self.gather_s + self.reduce_s
+
+    @property
+    def seconds(self) -> Any:
+        """Everything."""
+        return self.before_s + self.moe_s
+
+
+def layer_seconds(
+    work: LayerWork,
+    profile: LayerProfile,
+    life: ReplicaLife,
+    *,
+    counts_s: float,
+    num_micro_batches: int | None = None,
+    hides: bool = True,
+    split: TransferSplit = WHOLE,
+) -> LayerPrice:
+    """Price one layer's iteration; see the top of this file for what is charged.
+
+    With re-materialization the second gather of a micro-batch runs behind the reduction of the layer above,
+    so that both hide under the same compute. What is left of it shares the links with combine's backward
+    pass, where both are longest on the same kind of link, and else runs beside it. The reduction and the
+    return of resident replicas' gradients are two transfers, which hide under the same compute.
+
+    Args:
+        work: Traffic of the iteration.
+        profile: Measured costs.
+        life: For how long replicas are on their devices.
+        counts_s: Seconds to gather the router counts of a micro-batch, see :func:`counts_seconds`.
+        num_micro_batches: Micro-batches of the iteration; by default the profile's.
+        hides: Whether transfers run beside compute.
+        split: Share of the transfers that runs beside the experts of the layer before, which hide it.
+    """
+    times = profile.num_micro_batches if num_micro_batches is None else num_micro_batches
+    cluster = profile.cluster
+    links = plain_links(cluster)
+    dispatch, combine = exchange_times(links.all_to_all, work.pairs, profile.token_bytes, times)
+    experts_s = expert_seconds(work.most_tokens, profile.flops_per_token, cluster.expert_flops_per_s, times)
+    both = 1 + BACKWARD_PER_FORWARD
+    gather_s, reduce_s = _exposed_seconds(
+        work, profile, life, links, times, counts_s if hides else None, split, combine
+    )
+    return LayerPrice(
+        before_s=times * both * profile.non_moe_s,
+        all_to_all_s=times * (counts_s + 2 * (dispatch.seconds + combine.seconds)),
+        experts_s=times * both * experts_s,
+        gather_s=gather_s,
+        reduce_s=reduce_s,
+    )
+
+
+def _exposed_seconds(
+    work: LayerWork,
+    profile: LayerProfile,
+    life: ReplicaLife,
+    links: ClusterLinks,
+    times: int,
+    counts_s: float | None,
+    split: TransferSplit,
+    combine: LinkTimes,
+) -> tuple[Any, Any]:
+    """Seconds that compute waits for spAG and for spRS; without ``counts_s`` nothing hides."""
+    if work.replicas is NO_TRANSFER and work.gather is NO_TRANSFER:
+        return 0.0, 0.0
+
+    def times_of(traffic: TransferTraffic, expert_bytes: int) -> LinkTimes:
+        return transfer_times(links.transfer, traffic, expert_bytes, profile.message_bytes)
+
+    hidden_s = 0.0 if counts_s is None else profile.non_moe_s + counts_s
+    hidden_back_s = 0.0 if counts_s is None else BACKWARD_PER_FORWARD * profile.non_moe_s
+    is_iteration = life in (ReplicaLife.ITERATION, ReplicaLife.LASTING)
+    reduced_bytes = profile.reduced_bytes if is_iteration else profile.expert_bytes
+    again = times_of(work.replicas, profile.expert_bytes)
+    reduce = again if reduced_bytes == profile.expert_bytes else times_of(work.replicas, reduced_bytes)
+    reduce_s = (1 - split.reduce) * reduce.seconds
+    if life is ReplicaLife.LASTING:
+        return 0.0, exposed_s(2 * reduce_s, hidden_back_s)
+    if life is ReplicaLife.MICRO_BATCH:
+        return times * again.seconds, times * exposed_s(reduce_s, hidden_back_s)
+    gather = again if work.gather is work.replicas else times_of(work.gather, profile.expert_bytes)
+    gather_s = exposed_s((1 - split.gather) * gather.seconds, hidden_s)
+    if work.addition is not NO_TRANSFER:
+        gather_s = gather_s + times_of(work.addition, profile.expert_bytes).seconds
+    if life is ReplicaLife.ITERATION:
+        return gather_s, exposed_s(reduce_s, hidden_back_s)
+    left_s = exposed_s(again.seconds, np.maximum(0.0, hidden_back_s - reduce_s))
+    beside_s = (again.is_far != combine.is_far) * combine.seconds
+    gather_s = gather_s + (times - 1) * exposed_s(again.seconds, hidden_s)
+    gather_s = gather_s + times * exposed_s(left_s, beside_s)
+    return gather_s, times * exposed_s(reduce_s, hidden_back_s)
+
+
+def counts_seconds(profile: LayerProfile, topology: Topology, num_experts: int) -> float:
+    """Seconds in which every device gets the router counts of all others, by a profile's links."""
+    return plain_links(profile.cluster).gather_counts_s(topology, num_experts)
+
+
+def placement_seconds(
+    counts_DE: np.ndarray,
+    placement: ExpertPlacement,
+    topology: Topology,
+    profile: LayerProfile,
+    life: ReplicaLife,
+    *,
+    dispatch_policy: DispatchPolicy = "even",
+) -> LayerPrice:
+    """Price a placement under an iteration's counts.
+
+    Args:
+        counts_DE: (token, k) pairs of the iteration by source and expert, int64 ``[D, E]``.
+        placement: Where the experts are.
+        topology: Nodes of the devices.
+        profile: Measured costs.
+        life: For how long replicas are on their devices.
+        dispatch_policy: How the tokens of an expert are split among its holders.
+    """
+    traffic = dispatch_traffic(dispatch_policy, counts_DE, placement, topology)
+    work = LayerWork.of(traffic, two_level_transfer(placement, topology), topology)
+    return layer_seconds(
+        work, profile, life, counts_s=counts_seconds(profile, topology, placement.num_experts)
+    )

@@ -1,0 +1,111 @@
+"""The pieces of a layer's price, by hand. The whole is compared with the simulator in tests/simulation."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.cost.layer_seconds import (
+    PROB_BYTES,
+    LayerWork,
+    counts_seconds,
+    exchange_times,
+    expert_seconds,
+    layer_seconds,
+    moving_seconds,
+    transfer_seconds,
+)
+from megatron_fssdp.planning.cost.layer_traffic import BusiestLinks, TransferTraffic, pairs_traffic
+from megatron_fssdp.planning.cost.link_seconds import plain_links
+from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.transfer_plan import plain_transfer, two_level_transfer
+
+FAST = ClusterCost(LinkCost(0.0, 1.0), LinkCost(0.0, 10.0), expert_flops_per_s=100.0)
+PROFILE = LayerProfile(0.0, FAST, expert_bytes=3, token_bytes=1, flops_per_token=1.0, memory_capacity=1)
+
+
+def test_an_all_to_all_takes_as_long_as_its_busiest_link():
+    topology = Topology.uniform(4, 2)
+    tokens_DD = np.array([[9, 5, 1, 0], [0, 9, 0, 2], [0, 0, 9, 0], [0, 0, 0, 9]])
+    assert pairs_traffic(tokens_DD, topology) == BusiestLinks(
+        near=5, far_of_device=2, far_of_node=3, far_of_mean_node=1.5
+    )
+    links = plain_links(FAST).all_to_all
+    # NIC: 3 tokens * 2 bytes * 10 s/byte; device: 5 * 2 * 1.
+    assert links.times(pairs_traffic(tokens_DD, topology), 2).seconds == 60.0
+    # Device 0 sends 6.
+    assert links.times(pairs_traffic(tokens_DD, Topology.single_node(4)), 2).seconds == 12.0
+
+
+def test_expert_compute_time_follows_from_tokens_and_flops():
+    assert expert_seconds(7, 50.0, FAST.expert_flops_per_s, 1) == 3.5
+    assert expert_seconds(7, 50.0, FAST.expert_flops_per_s, 2) == 1.75
+
+
+def test_a_transfer_takes_as_long_as_its_busiest_link():
+    topology = Topology.uniform(4, 2)
+    placement = ExpertPlacement(np.array([0]), np.ones((1, 4), dtype=bool))
+    star, tree = plain_transfer(placement), two_level_transfer(placement, topology)
+    seconds = partial(transfer_seconds, expert_bytes=3, topology=topology)
+    fast = LayerProfile(0.0, FAST, expert_bytes=3, token_bytes=1, flops_per_token=1.0, memory_capacity=1)
+    assert seconds(star, profile=fast) == 60.0  # crosses twice
+    # Crosses once; one hop between nodes comes before the last one, and its first message is 3 or 1 bytes.
+    assert seconds(tree, profile=fast) == 30.0 + 30.0
+    slow_start = replace(fast, cluster=ClusterCost(LinkCost(1.0, 1.0), LinkCost(2.0, 10.0), 1.0))
+    assert seconds(tree, profile=replace(slow_start, message_bytes=1)) == 32.0 + 12.0
+    owners = plain_transfer(ExpertPlacement.owners_only(np.array([0]), 4))
+    assert seconds(owners, profile=slow_start) == 0.0
+
+
+def test_every_micro_batch_starts_its_own_all_to_alls():
+    """Rows, probabilities and results start once each in a pass; bytes are those of the iteration."""
+    late = replace(FAST, intra=LinkCost(5.0, 1.0))
+    links, pairs = plain_links(late).all_to_all, BusiestLinks(near=12.0)
+    for number in (1, 4):
+        dispatch, combine = exchange_times(links, pairs, 6, number)
+        assert float(dispatch.seconds) == 2 * 5.0 + 12 * (6 + PROB_BYTES) / number
+        assert float(combine.seconds) == 5.0 + 12 * 6 / number
+    work = LayerWork(0.0, pairs)
+    of = partial(layer_seconds, work, replace(PROFILE, cluster=late, token_bytes=6), ReplicaLife.ITERATION)
+    rows_s = 2 * 12 * (6 + 6 + PROB_BYTES)
+    assert of(counts_s=0.5).seconds == 0.5 + 6 * 5.0 + rows_s
+    assert of(counts_s=0.5, num_micro_batches=4).seconds == 4 * (0.5 + 6 * 5.0) + rows_s
+
+
+@pytest.mark.parametrize(
+    ("life", "gather_s", "reduce_s"),
+    [
+        # 10 s of weights and 20 s of sums; 3 s of compute and 1 s of counts before the layer, 6 s backward.
+        (ReplicaLife.ITERATION, 10 - 4, 20 - 6),
+        # To the owners and back.
+        (ReplicaLife.LASTING, 0, 2 * 20 - 6),
+        # Nothing hides a gather that starts after the counts; gradients in the parameters' data type.
+        (ReplicaLife.MICRO_BATCH, 2 * 10, 2 * (10 - 6)),
+        # Both gathers and the reduction, with each of two micro-batches.
+        (ReplicaLife.LAYER_PASS, 2 * (10 - 4) + 2 * 10, 2 * (10 - 6)),
+    ],
+)
+def test_what_is_waited_for_by_life(life: ReplicaLife, gather_s: float, reduce_s: float):
+    replicas = TransferTraffic(BusiestLinks(near=1.0))
+    profile = replace(PROFILE, non_moe_s=3.0, expert_bytes=10, gradient_bytes=20, num_micro_batches=2)
+    work = LayerWork(0.0, BusiestLinks(near=1e-9), gather=replicas, replicas=replicas)
+    price = layer_seconds(work, profile, life, counts_s=1.0)
+    assert float(price.gather_s) == pytest.approx(gather_s)
+    assert float(price.reduce_s) == pytest.approx(reduce_s)
+    assert price.before_s == 2 * 3 * 3.0
+    in_turn = layer_seconds(work, profile, life, counts_s=1.0, hides=False)
+    assert in_turn.gather_s + in_turn.reduce_s > gather_s + reduce_s
+
+
+def test_moved_experts_wait_for_the_busiest_link():
+    """Slots are exchanged from device to device: 70 bytes each out of device 0, over one NIC."""
+    topology, profile = Topology.uniform(4, 2), replace(PROFILE, owned_bytes=70)
+    moved = moving_seconds(np.array([0, 0]), np.array([2, 3]), topology, profile)
+    assert moved == 2 * 70 * 10.0
+    assert moving_seconds(np.array([], int), np.array([], int), topology, profile) == 0.0
+    assert counts_seconds(profile, Topology.single_node(1), 8) == 0.0

@@ -1,0 +1,182 @@
+"""The planners' price of a layer is the simulator's: both are made of the same pieces.
+
+Compared is what one more layer adds to an iteration, because a re-materialized gather runs behind the
+reduction of the layer above, and split transfers run beside the experts of the layer before. Conditions are
+even where a price knows nothing else: every source routes as many tokens, all layers are alike, and links
+have the costs of their description, not of single measured collectives. Prices then agree to the last
+digits, wherever replicas are and whatever links and devices cost. With all transfers but these, a single
+layer agrees as well.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_fssdp.config.cluster_description import ClusterDescription
+from megatron_fssdp.planning.cost.layer_seconds import LayerPrice, transfer_seconds
+from megatron_fssdp.planning.cost.link_seconds import cluster_links, topology_of
+from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
+from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
+from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
+from megatron_fssdp.simulation.layer_ledger import LayerLedger
+from megatron_fssdp.simulation.moe_job import MoeJob
+from megatron_fssdp.simulation.replay import record_layer
+from megatron_fssdp.simulation.simulator import LayerTimes, layer_profile
+from megatron_fssdp.strategies.plan_seconds import plan_price
+from megatron_fssdp.strategies.split_transfers import split_of
+from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
+from tests.simulation.small_jobs import cluster_of, job_of
+
+LIVES = (ReplicaLife.LAYER_PASS, ReplicaLife.MICRO_BATCH, ReplicaLife.ITERATION, ReplicaLife.LASTING)
+PAIRS_PER_SOURCE = 24
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One layer's plan and loads, and where they run."""
+
+    cluster: ClusterDescription
+    job: MoeJob
+    plan: LayerPlan
+    planned: LayerPlan
+    counts_DE: np.ndarray
+    context: LayerContext
+
+    @property
+    def life(self) -> ReplicaLife:
+        return self.plan.life
+
+    def price(self) -> LayerPrice:
+        return plan_price(
+            self.plan,
+            self.counts_DE,
+            self.context,
+            num_micro_batches=self.job.num_micro_batches,
+            planned=self.planned,
+        )
+
+    def simulated_parts_s(self, num_layers: int) -> dict[str, float]:
+        """Seconds of an iteration of so many layers like this one, by what they go on."""
+        job = replace(
+            self.job,
+            before_layer_flops_L=(0.0,) * num_layers,
+            before_gate_flops_L=self.job.before_gate_flops_L * num_layers,
+        )
+        ledger = LayerLedger(1, num_layers, self.context.topology)
+        traffic = self.plan.traffic(self.counts_DE, self.context.topology, job.num_micro_batches)
+        for layer in range(num_layers):
+            record_layer(ledger, 0, layer, self.planned, self.plan, self.counts_DE, traffic)
+        times = LayerTimes(ledger, self.cluster, cluster_links(self.cluster), job)
+        return {part: float(seconds[0]) for part, seconds in times.parts_s().items()}
+
+
+@st.composite
+def cases(draw: st.DrawFn, splits: bool = False) -> Case:
+    """Random links, devices, loads and replicas; calibrated ones and split ones among them."""
+    nodes, per_node = draw(st.sampled_from([(1, 2), (1, 4), (2, 2), (4, 1), (3, 2)]))
+    devices = nodes * per_node
+    starts_s = st.sampled_from([0.0, 0.003, 0.5])
+    cluster = cluster_of(
+        nodes=nodes, per_node=per_node, near_alpha_s=draw(starts_s), far_alpha_s=draw(starts_s)
+    )
+    faster = {"bandwidth_bytes_per_s": draw(st.sampled_from([50.0, 1000.0, 30_000.0]))}
+    cluster = cluster.model_copy(update={"inter_node": cluster.inter_node.model_copy(update=faster)})
+    num_experts = devices * 2
+    num_micro_batches = draw(st.integers(1, 4))
+    job = job_of(
+        devices=devices,
+        experts=num_experts,
+        tokens_per_micro_batch=PAIRS_PER_SOURCE,
+        num_micro_batches=num_micro_batches,
+        before_gate_flops_L=(draw(st.sampled_from([0.0, 0.5, 3.0, 100.0])),),
+        expert_elements=draw(st.sampled_from([1, 50, 700])),
+    )
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    shares_E = rng.dirichlet(np.full(num_experts, 0.4))
+    one_DE = rng.multinomial(PAIRS_PER_SOURCE, shares_E, size=devices).astype(np.int64)
+    counts_DE = one_DE * num_micro_batches
+    topology, owner_E = topology_of(cluster, devices), even_owners(num_experts, devices)
+    life = ReplicaLife.ITERATION if splits else draw(st.sampled_from(LIVES))
+    profile = layer_profile(job, cluster, life)
+    context = LayerContext(1, owner_E, topology, profile)
+    present_ED = rng.random((num_experts, devices)) < draw(st.sampled_from([0.0, 0.1, 0.5]))
+    present_ED[np.arange(num_experts), owner_E] = True
+
+    def plan_of(present_ED: np.ndarray, split: TransferSplit = WHOLE) -> LayerPlan:
+        placement = ExpertPlacement(owner_E, present_ED)
+        return LayerPlan(
+            placement,
+            two_level_transfer(placement, topology),
+            gather_ahead=is_ahead,
+            rematerialize=life is ReplicaLife.LAYER_PASS,
+            each_micro_batch=life is ReplicaLife.MICRO_BATCH,
+            resident=life is ReplicaLife.LASTING,
+            split=split,
+        )
+
+    is_ahead = splits or life is ReplicaLife.MICRO_BATCH or draw(st.booleans())
+    plan = plan_of(present_ED)
+    planned = plan
+    if splits:
+        split = split_of(plan.transfer, float(counts_DE.sum()), context)
+        planned = plan = plan_of(present_ED, split)
+    elif life is ReplicaLife.MICRO_BATCH:
+        planned = LayerPlan.owners_only(context, each_micro_batch=True)
+    elif life is not ReplicaLife.LASTING and draw(st.booleans()):
+        fewer_ED = present_ED & (rng.random(present_ED.shape) < 0.5)
+        fewer_ED[np.arange(num_experts), owner_E] = True
+        planned = plan_of(fewer_ED)
+    return Case(cluster, job, plan, planned, counts_DE, context)
+
+
+def nearly(value: Any) -> Any:
+    return pytest.approx(float(value), rel=1e-9, abs=1e-9)
+
+
+def check_parts(parts_s: dict[str, float], price: LayerPrice, life: ReplicaLife) -> None:
+    assert parts_s["other compute"] == nearly(price.before_s)
+    assert parts_s["experts"] == nearly(price.experts_s)
+    assert parts_s["waiting for spRS"] == nearly(price.reduce_s)
+    gathered_s = parts_s["waiting for spAG"] + parts_s["all-to-all"]
+    assert gathered_s == nearly(price.gather_s + price.all_to_all_s)
+    if life is not ReplicaLife.LAYER_PASS:
+        # A gather that shares the links with combine's backward pass makes that one longer.
+        assert parts_s["all-to-all"] == nearly(price.all_to_all_s)
+    assert sum(parts_s.values()) == nearly(price.seconds)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases())
+def test_one_more_layer_adds_its_price(case: Case) -> None:
+    fewer_s, more_s = case.simulated_parts_s(2), case.simulated_parts_s(3)
+    check_parts({part: more_s[part] - fewer_s[part] for part in more_s}, case.price(), case.life)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases())
+def test_a_single_layer_takes_its_price(case: Case) -> None:
+    """But where it gathers again: without a layer above, nothing but combine's backward pass can hide that.
+
+    The simulator then waits longer, by no more than that gather in each micro-batch.
+    """
+    parts_s, price = case.simulated_parts_s(1), case.price()
+    if case.life is not ReplicaLife.LAYER_PASS:
+        check_parts(parts_s, price, case.life)
+        return
+    profile = case.context.profile
+    assert profile is not None
+    gather_s = transfer_seconds(case.plan.transfer, profile.expert_bytes, case.context.topology, profile)
+    longer_s = sum(parts_s.values()) - float(price.seconds)
+    assert -1e-9 <= longer_s <= case.job.num_micro_batches * gather_s + 1e-9
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases(splits=True))
+def test_one_more_layer_with_split_transfers_adds_its_price(case: Case) -> None:
+    fewer_s, more_s = case.simulated_parts_s(2), case.simulated_parts_s(3)
+    check_parts({part: more_s[part] - fewer_s[part] for part in more_s}, case.price(), case.life)
