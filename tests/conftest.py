@@ -1,4 +1,4 @@
-"""Profiles of the property tests, the slow tests' selection, and what the suite needs of its process."""
+"""Hypothesis profiles, the selection of slow and GPU tests, and the interrupt signal of the test process."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""Settings of the papers' tables: loads under FasterMoE's gate, ZeRO by volume, what is stated."""
+"""Settings and relations of the papers' tables: loads under FasterMoE's gate, ZeRO's volume, figures."""
 
 import numpy as np
 import pytest
@@ -23,12 +23,12 @@ def test_the_gate_keeps_tokens_beyond_the_allowed_number_in_their_node(leaving_s
 def test_sources_without_near_tokens_spread_evenly() -> None:
     counts_ILDE = np.array([[[[0, 0, 6, 2]] * 2]])
     found = kept_in_nodes(counts_ILDE, Topology.uniform(2, 2), 0.25)
-    assert found[0, 0, 0].tolist() == [3, 3, 2, 0]  # 2 of 8 may leave, 1.5 and 0.5, rounded to even
+    assert found[0, 0, 0].tolist() == [3, 3, 2, 0]  # 2 of 8 tokens can leave: 1.5 and 0.5, rounded to even
     assert found[0, 0, 1].tolist() == [0, 0, 6, 2]
 
 
 def test_seconds_of_zero_equal_those_worked_out_by_hand() -> None:
-    """Even compute thrice, and all experts over the network thrice, less what is here."""
+    """ZeRO computes evenly three times and sends all experts but its own over the network three times."""
     setting = Setting(Model(256, 128, 2), "johnny", 1.0, 16, 16, 2, 1)
     job, cluster = setting.job, setting.description
     compute_s = 3 * (128 * 2) * job.expert_flops_per_token / cluster.expert_flops_per_s
@@ -46,16 +46,16 @@ def test_every_relation_has_limits_and_a_value_or_a_reason() -> None:
 
 
 def test_every_relation_of_parm_can_be_simulated() -> None:
-    """Counts, Fig. 1, extremes, 48 cells, assumptions, Fig. 7 and the text, Table V."""
+    """The terms are counts, Fig. 1, extremes, 48 cells, assumptions, Fig. 7 and the text, and Table V."""
     assert len(parm.RELATIONS) == 2 + 5 + 2 + 4 * 4 * 3 + 9 + 1 + 4 + 4 * 3
     for relation in parm.RELATIONS:
         assert relation.simulated is not None
-        if not relation.what.startswith("cells"):  # of which tests/benchmarks/test_parm.py has two
+        if not relation.what.startswith("cells"):  # tests/benchmarks/test_parm.py checks two of the cells
             assert min(relation.simulated(0.0)) > 0
 
 
 def test_pro_prophet_beats_expert_parallelism_in_one_cell_of_table_v() -> None:
-    """Pro-Prophet's Table V, one cell, at a size that takes no time."""
+    """One cell of Pro-Prophet's Table V, at a size that is simulated quickly."""
     small = Setting(Model(512, 64, 1), "lpwnv", 1.0, 8, 8, 1, 1, num_iterations=5)
     assert small.description.num_nodes == 2
     plain, prophet = small.iteration_s("ep"), small.iteration_s("prophet")

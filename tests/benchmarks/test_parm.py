@@ -1,4 +1,4 @@
-"""Parm's testbeds and layers by hand, and what the model says of all of them."""
+"""Parm's testbeds and layers worked out by hand, and relations that hold for all layers."""
 
 import itertools
 
@@ -24,7 +24,7 @@ def test_the_tables_have_as_many_layers_as_the_paper() -> None:
 
 
 def test_groups_lie_on_the_stated_nodes() -> None:
-    """4 GPUs a node: an ESP group is in one, and an EP group has a rank there for each ESP group."""
+    """With 4 GPUs a node, an ESP group lies in one node; an EP group has a rank there for each ESP group."""
     assert spans_of(2, 2, 32, 4) == {
         "mp": Span(2, 2),
         "esp": Span(2, 2),
@@ -41,7 +41,7 @@ def test_groups_lie_on_the_stated_nodes() -> None:
 
 
 def test_link_rates_follow_from_the_published_beta() -> None:
-    """4 bytes in 0.714 ns; a ring of 4 sends 3 of 4 parts. A gather among 2 sends half."""
+    """A link sends 4 bytes in 0.714 ns. A ring of 4 sends 3 of 4 parts; a gather among 2 sends half."""
     assert B_32.link_bytes_per_s == pytest.approx(4.2017e9, rel=1e-4)
     assert B_32.costs(4, 4)["all_gather", "mp"].beta_s_per_byte == pytest.approx(7.14e-10 / 4)
     assert B_32.costs(2, 4)["all_gather", "mp"].beta_s_per_byte == pytest.approx(7.14e-10 / 4 * 2 / 3)
@@ -74,7 +74,7 @@ def test_seconds_of_one_layer_equal_those_worked_out_by_hand() -> None:
     assert found.baseline.communication_s == pytest.approx(2 * (gather + reduce + 2 * exchange))
     parted = alpha + y / 4 * (7 / 8) / nic
     assert found.s1.communication_s == pytest.approx(2 * (2 * parted + alpha + 0.75 * x / link))
-    # SAA: the links of the GPUs carry 31/32 of y / 4 and 3/4 of the rows; the NIC is done before.
+    # SAA: the GPUs' links carry 31/32 of y / 4 and 3/4 of the rows; the NIC finishes before them.
     both = 2 * alpha + (y / 4 * (31 / 32) + 0.75 * rows) / link
     assert found.s2.communication_s == pytest.approx(2 * (parted + both))
     forward = 1.2 * 1024 * 4 * 2048 * 4096 / (13.45e12 / 2)
@@ -93,13 +93,13 @@ def test_s1_and_s2_are_faster_than_the_baseline_for_every_layer(column: str, pai
 
 
 def test_the_schedules_do_not_always_pay_without_esp() -> None:
-    """Without ESP the baseline is two all-to-alls; S1's gather is a third start-up, 0.66 ms on testbed A."""
+    """Without ESP the baseline is two all-to-alls; S1's gather adds a third start-up of 0.66 ms on T-A."""
     speedups = [layer.speedup("parm") for layer in cell_of("T-A", (2, 1))]
     assert min(speedups) < 1 < max(speedups)
 
 
 def test_all_but_one_cell_of_table_iv_are_close_to_the_papers() -> None:
-    """Which are further than a quarter from the paper's; docs/parm.md says so."""
+    """Only one cell differs by more than a quarter from the paper's; docs/parm.md states it."""
     taken = parm.ratios_of_table_iv()
     missed = {cell for cell, ratio in taken.items() if abs(ratio - 1) > parm.NEAR}
     assert missed == {("s1", (2, 4), "T-A")}
@@ -109,7 +109,9 @@ def test_all_but_one_cell_of_table_iv_are_close_to_the_papers() -> None:
 
 
 def test_compute_outside_moe_layers_takes_the_time_worked_out_by_hand() -> None:
-    """Attention's 8 M² + 4 L·M and logits' 2 M·V a token, cut by 4, thrice; an all-reduce in each pass."""
+    """A token takes 8 M² + 4 L·M FLOPs of attention and 2 M·V of logits, divided by 4, counted three times.
+
+    Each pass has an all-reduce."""
     without, model = TrainedModel(0, 768, 3072, 512, 30522), MODELS["BERT-Base"]
     logits = 3 * 8 * 512 * 2 * 768 * 30522 / 4 / (82.6e12 / 2)
     assert iteration_s(without, "T-A", "parm") == pytest.approx(logits)
@@ -118,7 +120,7 @@ def test_compute_outside_moe_layers_takes_the_time_worked_out_by_hand() -> None:
         12 * (iteration_s(one, "T-A", "parm") - logits)
     )
     assert iteration_s(model, "T-A", "parm") < iteration_s(model, "T-A", "baseline")
-    # At k = 1 a layer's share of its own: both schedules have the same attention.
+    # The attention of a layer takes the same time under both schedules.
     attention = 3 * 4096 * (8 * 768**2 + 4 * 512 * 768) / 4 / (82.6e12 / 2)
     all_reduce = 2 * (2 * 6.64e-4 + 2 * 5.38e-10 * 4096 * 768)
     assert iteration_s(one, "T-A", "parm") - logits > attention + all_reduce

@@ -1,4 +1,4 @@
-"""Comparison of simulated and measured seconds, on results made here."""
+"""Simulated and measured seconds are compared, on made-up results."""
 
 import json
 import sys
@@ -47,12 +47,12 @@ def sample(workload: str, variant: str, iteration: int, seconds: float) -> dict[
 def test_seconds_of_plain_expert_parallelism_equal_those_worked_out_by_hand(
     accuracy: Any, tmp_path: Path
 ) -> None:
-    """Balanced loads, free links inside nodes and no start-up: what is left can be summed up."""
+    """Loads are balanced, links inside nodes and start-ups cost nothing, so seconds are a simple sum."""
     found = accuracy.compare(record(tmp_path, [sample("W0", "none", 1, 1.0)]), None)
     (one,) = found
     pairs = SIZE["tokens_per_rank"] * SIZE["top_k"]
     experts_s = 3 * pairs * 4 * SIZE["hidden_size"] * SIZE["ffn_size"] / PACE["expert_flops_per_s"]
-    # A node's two ranks send half of their pairs to the other node, four times, with a probability twice.
+    # The two ranks of a node send half of their pairs to the other node four times, twice with probabilities.
     exchange_s = pairs * (4 * SIZE["hidden_size"] * 4 + 2 * 4) / PAYLOAD
     wanted_s = SIZE["num_layers"] * (experts_s + exchange_s + 3 * PACE["attention_s"])
     assert one.simulated_s == pytest.approx(wanted_s, rel=0.05)  # counts are gathered too
@@ -67,7 +67,7 @@ def test_a_measured_cluster_adds_its_start_up_times(accuracy: Any, tmp_path: Pat
     )
     (measured,) = accuracy.compare(results, slow)
     assert measured.simulated_s > free.simulated_s + 4 * SIZE["num_layers"] * 1.0
-    assert measured.simulated_s < 1000, "the rate stays the testbed's"
+    assert measured.simulated_s < 1000, "the testbed's rate is kept"
 
 
 def test_the_same_iterations_are_compared_and_control_runs_are_left_out(

@@ -1,4 +1,4 @@
-"""Parm's schedules on the testbed: measured at toy size, and what its table says of given seconds."""
+"""Parm's schedules are measured at toy size, and the table shows given seconds."""
 
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ from megatron_fssdp.testing import run_ranks
 
 
 def measured(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
-    """On every rank."""
+    """Run on every rank."""
     return measure_schedule_grid(plan)
 
 

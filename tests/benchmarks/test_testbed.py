@@ -1,4 +1,4 @@
-"""The testbed at toy size: routing, statistics, a run over loopback, and what an interrupted run leaves."""
+"""The testbed at toy size: routing, statistics, a run over loopback, and cleaning up after an interrupt."""
 
 import contextlib
 import json
@@ -76,7 +76,7 @@ def test_speed_ups_are_paired_and_the_ceiling_is_the_best_balanced_median() -> N
 
 
 def test_auto_is_compared_with_the_fastest_strategy_of_all_iterations() -> None:
-    """Not with the best median: c is fast most of the time and very slow once."""
+    """The best median would be the wrong reference: c is fast in most iterations and very slow in one."""
     seconds = {"none": [8, 8, 8], "a": [4, 4, 4], "c": [1, 1, 20], "auto": [5, 4, 4], "none again": [1, 1, 1]}
     samples = [
         Sample("W1", variant, index, index, one, (0, 0), (0, 0), (0, 0), (0, 0), 0, 0)
@@ -130,7 +130,7 @@ def test_two_ranks_are_measured_over_loopback(tmp_path: Path) -> None:
     assert max(record["worst_difference_from_ep"].values()) <= 1e-5
     by_cell = {(one["workload"], one["variant"]): one for one in record["summaries"]}
     skewed = by_cell["W3", "fssdp"]
-    assert skewed["replica_bytes"] >= 2 * 2 * 16 * 32 * 4  # at least an expert of each of the two layers
+    assert skewed["replica_bytes"] >= 2 * 2 * 16 * 32 * 4  # at least one expert of each of the two layers
     assert skewed["transfer_bytes_between_nodes"] > 0
     assert skewed["dispatch_bytes_between_nodes"] < by_cell["W3", "ep"]["dispatch_bytes_between_nodes"]
     assert (
@@ -142,7 +142,7 @@ def test_two_ranks_are_measured_over_loopback(tmp_path: Path) -> None:
 
 
 def namespaces_in_use() -> set[str]:
-    """Network namespaces that some process lives in."""
+    """Network namespaces that contain a process."""
     found = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -152,7 +152,7 @@ def namespaces_in_use() -> set[str]:
 
 
 def descendants(pid: int) -> set[int]:
-    """Processes below one, as they are now."""
+    """Present descendants of a process."""
     parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -165,7 +165,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended may wait for its parent to notice."""
+    """Whether a process runs. A zombie process does not count as running."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

@@ -1,4 +1,4 @@
-"""What goes wrong with files: each entry spoils a file that was good."""
+"""Ways to damage files: each entry damages a valid file."""
 
 import io
 import pickle
@@ -160,7 +160,7 @@ METRICS_FILE: dict[str, Damage] = ANY_FILE | {
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
-    """All that is below a folder; ``None`` for a folder."""
+    """Contents of all files below a folder by relative path; ``None`` for folders."""
     return {
         str(path.relative_to(folder)): None if path.is_dir() else path.read_bytes()
         for path in folder.rglob("*")
@@ -168,7 +168,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 
 
 def copied(source: Path, target: Path) -> Path:
-    """A copy of a file in a folder of its own."""
+    """Copy a file into a new folder."""
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(source, target)
     return target

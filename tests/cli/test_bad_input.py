@@ -1,4 +1,4 @@
-"""Bad input to every command: one line with the next step, exit code 2, and nothing changed on the disk."""
+"""Bad input to every command gives one line with the next step and exit code 2, and changes no file."""
 
 import resource
 import shutil
@@ -22,7 +22,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with one good file of every kind; the rows below name them relative to it."""
+    """A working folder with one valid file of every kind; the rows below name the files relative to it."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     place = tmp_path / "place"
@@ -60,7 +60,7 @@ COMPARE = ("compare", "done", "done")
 PROFILE = ("profile", "--nproc", 2, "--out", "new.yaml", "--model", "run.yaml")
 BUILD = ("data", "build", "text.txt", "--out", "new", "--tokenizer", "bytes")
 
-# Which kind of file each command reads. What it does with a good one is tested elsewhere.
+# Which kind of file each command reads. Valid files are tested elsewhere.
 READERS: list[tuple[tuple[object, ...], str, dict[str, Damage]]] = [
     (train("--out", "new"), "run.yaml", RUN_FILE),
     (train("--out", "new"), "data/manifest.json", ANY_FILE),
@@ -76,7 +76,7 @@ READERS: list[tuple[tuple[object, ...], str, dict[str, Damage]]] = [
     (ROOFLINE, "done/loads.npz", LOADS_FILE),
     (COMPARE, "done/metrics.jsonl", METRICS_FILE),
     (("report", "done"), "done/metrics.jsonl", METRICS_FILE),
-    # Of this one it wants the strategy's name only.
+    # Of this file, `compare` reads only the strategy's name.
     (
         COMPARE,
         "done/config.yaml",
@@ -140,7 +140,7 @@ def test_a_damaged_strategy_file_is_refused(place: Path, name: str) -> None:
         ((*PROFILE, "--nproc", 0), "a link needs two ends"),
         ((*BUILD, "--shards", 0), "shards: got 0"),
         ((*BUILD, "--tokenizer", "bpe", "--vocab-size", -1), "vocab size: got -1"),
-        # names and files that are not there
+        # names and files that do not exist
         (("train", "nowhere.yaml"), "nowhere.yaml: no such file"),
         (("train",), "CONFIG.yaml"),
         (train("--moe-strategy", "fsdp"), "did you mean 'fssdp'"),
@@ -166,7 +166,7 @@ def test_a_damaged_strategy_file_is_refused(place: Path, name: str) -> None:
         (("schema", "run.yaml"), "run.yaml"),
         (("version", "--long"), "--long"),
         (("frobnicate",), "No such command 'frobnicate'"),
-        # outputs that cannot be
+        # outputs that cannot be written
         (train("--out", "run.yaml"), "--out run.yaml: is a file"),
         (train("--out", "run.yaml/below"), "run.yaml/below"),
         ((*SIMULATE, "--out", "run.yaml"), "--out run.yaml: cannot be written"),
@@ -215,7 +215,7 @@ def test_a_full_disk_gives_one_line_and_leaves_no_partial_files(
     assert len(err.splitlines()) == 1
     assert "cannot be written (File too large)" in err
     left = {name: content for name, content in contents(place).items() if before.get(name) != content}
-    # A build goes on with what is finished; its data counts only with a manifest.
+    # An interrupted build leaves its finished parts. Data is complete only with a manifest.
     assert all(
         content is None or ".building-" in name or name == "new/.lock" for name, content in left.items()
     )
@@ -223,7 +223,7 @@ def test_a_full_disk_gives_one_line_and_leaves_no_partial_files(
 
 @contextmanager
 def room_for(num_bytes: int) -> Iterator[None]:
-    """Within, no file gets larger: the system refuses as on a full disk, in the middle of a write."""
+    """Limit the size of files, so that writes fail half-way as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

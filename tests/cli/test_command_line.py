@@ -182,7 +182,7 @@ def test_several_files_are_composed(command):
     assert words[words.index("--moe-strategy") + 1] == "flexmoe"
     assert "--bf16" in words
     assert "--fp16" not in words
-    assert not any(word.startswith("planner") for word in words)  # that is the experiment's own strategy's
+    assert not any(word.startswith("planner") for word in words)  # a setting of the experiment's own strategy
     assert "record_dir=runs/hecate-gpt-moe-s-hecate-b-flexmoe" in words
     words = words_of(
         command("train", configs / f"{files[0]}.yaml", "--moe-strategy", "fssdp", "--dry-run")[1]

@@ -1,4 +1,4 @@
-"""`megatron-fssdp doctor`: the report, its exit codes, and what it must not do."""
+"""`megatron-fssdp doctor`: its report, its exit codes and its limits."""
 
 import json
 import subprocess
@@ -53,7 +53,7 @@ def test_a_healthy_machine_is_ok(doctor: Any) -> None:
     code, out, _ = doctor()
     assert code == 0
     assert out.rstrip().endswith("OK")
-    assert "/site-packages/[it]" in out, "brackets are no markup"
+    assert "/site-packages/[it]" in out, "brackets are not markup"
 
 
 def test_every_problem_has_a_line_and_the_exit_code_says_so(doctor: Any) -> None:
@@ -136,7 +136,7 @@ def test_the_command_imports_torch_and_megatron_late_and_an_old_python_can_read_
 
 
 def test_without_torch_and_megatron_the_command_still_answers(tmp_path: Path) -> None:
-    """In a fresh interpreter that cannot find either."""
+    """Run in a fresh interpreter that can import neither package."""
     code = (
         "import sys\n"
         "class Hide:\n"
@@ -158,7 +158,7 @@ def test_without_torch_and_megatron_the_command_still_answers(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_this_machine_has_no_problem(tmp_path: Path) -> None:
-    """The real thing, with what is installed here; nothing but the report is on stdout."""
+    """Run the command with the installed packages; standard output holds only the report."""
     words = ("-m", "megatron_fssdp.cli.app", "doctor", "--json", "--checkpoints", str(tmp_path))
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=240)
     report = json.loads(done.stdout)

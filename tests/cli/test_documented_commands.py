@@ -1,4 +1,4 @@
-"""Commands of the README and the pages: every one exists, with the options that are given."""
+"""Every command in the README and the documentation exists, with its options."""
 
 import re
 import shlex
@@ -27,7 +27,7 @@ def words_of(command: str) -> list[str]:
 
 
 def unknown_options(words: list[str]) -> list[str] | None:
-    """Options that a command does not have; ``None`` where the words are no command."""
+    """Options that a command does not have; ``None`` where the words are not a command."""
     group: click.Command = typer.main.get_command(app)
     while hasattr(group, "commands"):
         if not words or words[0] not in group.commands:

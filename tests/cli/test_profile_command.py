@@ -1,4 +1,4 @@
-"""`megatron-fssdp profile`: real ranks, and what is refused before any starts."""
+"""`megatron-fssdp profile` with real ranks, and bad input that is refused before any rank starts."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ def test_the_command_starts_ranks_and_writes_the_cluster(tmp_path: Path) -> None
     assert done.returncode == 0, done.stdout + done.stderr
     cluster = load_cluster(out)
     assert (cluster.name, cluster.num_nodes, cluster.devices_per_node) == ("pair", 2, 1)
-    assert done.stdout.count("[10/10]") == 1, "one rank speaks"
+    assert done.stdout.count("[10/10]") == 1, "only one rank prints"
     assert f"wrote {out}" in done.stdout
     assert "all_to_all" in done.stdout
 
@@ -54,7 +54,7 @@ def test_the_command_also_runs_under_torchrun(tmp_path: Path) -> None:
         ([], {"RANK": "0", "WORLD_SIZE": "1"}, "a link needs two ends"),
         (["--nodes", "3"], {"RANK": "0", "WORLD_SIZE": "4"}, "wanted a divisor of the 4 ranks"),
         ([], {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"}, "equally many on each"),
-        (["--out", "/no/such/folder/c.yaml"], {"RANK": "1", "WORLD_SIZE": "1"}, ""),  # rank 0 speaks
+        (["--out", "/no/such/folder/c.yaml"], {"RANK": "1", "WORLD_SIZE": "1"}, ""),  # only rank 0 prints
     ],
 )
 def test_bad_input_ends_before_any_collective(

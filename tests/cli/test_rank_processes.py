@@ -35,7 +35,7 @@ def test_output_is_appended_to_the_log_and_the_exit_code_is_returned(tmp_path):
     assert polls
 
 
-# A "torchrun" with a "rank" that does not listen to SIGTERM.
+# A stand-in for torchrun with a rank that ignores SIGTERM.
 STUBBORN = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -54,7 +54,7 @@ def test_an_interrupt_ends_every_rank(tmp_path, monkeypatch, number):
     def interrupt_once_started() -> None:
         if log.read_text().strip():
             os.kill(os.getpid(), number)
-            time.sleep(1)  # the signal arrives here at the latest
+            time.sleep(1)  # the interrupt arrives during this call at the latest
 
     with pytest.raises(KeyboardInterrupt):
         run_ranks(fake(STUBBORN), log, interrupt_once_started)

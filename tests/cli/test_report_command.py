@@ -25,7 +25,7 @@ def command(*words: object) -> str:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Records as those of the tiny configuration."""
+    """Write records like those of the tiny configuration."""
     folder = write_made_run(tmp_path / "run", num_iterations=4, num_layers=4)
     shutil.copy(TINY, folder / "config.yaml")
     return folder

@@ -52,7 +52,7 @@ def test_a_workload_is_simulated_end_to_end(tmp_path: Path) -> None:
     trace = json.loads((tmp_path / "trace_fssdp.json").read_text())
     names = [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]
     assert {"spAG layer 1", "spRS layer 4", "dispatch layer 2", "experts' layer 3"} <= set(names)
-    # Four devices, each with its own experts' time.
+    # Each of the four devices has its own expert compute time.
     durations = [
         event["dur"]
         for event in trace["traceEvents"]
@@ -104,7 +104,7 @@ def test_a_model_of_several_files_is_simulated(tmp_path: Path) -> None:
 
 
 def recorded_run(folder: Path) -> Path:
-    """A run's folder as training leaves it, with made-up loads."""
+    """A run folder like that of a training, with made-up loads."""
     rng = np.random.default_rng(0)
     with LoadsWriter(folder, [1, 2, 3, 4]) as writer:
         for iteration in range(1, 8):

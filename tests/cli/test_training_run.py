@@ -38,7 +38,7 @@ strategy: {name: fssdp, settings: {slots: 1}}
 
 @pytest.fixture
 def command(tmp_path: Path) -> Callable[..., str]:
-    """Runs `megatron-fssdp ARGS…`, which must succeed, in a process of its own: standard output."""
+    """Run `megatron-fssdp ARGS…` in a new process, require success, and return its standard output."""
 
     def run(*arguments: object) -> str:
         environment = {**os.environ, "MEGATRON_FSSDP_DEVICE": "cpu"}

@@ -1,4 +1,4 @@
-"""Lanes that run transfers beside their callers, and what they know of the time it took."""
+"""Lanes run transfers in the background and measure their times."""
 
 import threading
 import time
@@ -57,7 +57,7 @@ def test_only_the_time_spent_waiting_is_exposed() -> None:
 
     hidden = lane.submit(short)
     lane.submit(dict).wait()
-    assert hidden.timer.timing().exposed_s == 0, "nobody has asked for it yet"
+    assert hidden.timer.timing().exposed_s == 0, "nothing has waited for it yet"
     hidden.wait()
     hidden.wait()
     assert hidden.timer.timing().busy_s >= 0.02
@@ -70,7 +70,7 @@ def test_exposed_time_never_exceeds_the_transfers_time() -> None:
     timer.begin_s, timer.end_s = 10.0, 12.0
     timer.waits_s = [(11.5, 12.0)]
     assert timer.timing() == TransferTiming(2.0, 0.5)
-    timer.waits_s = [(5.0, 12.0)]  # asked for while others of its lane had their turn
+    timer.waits_s = [(5.0, 12.0)]  # waited for while other transfers of its lane ran
     assert timer.timing() == TransferTiming(2.0, 2.0)
 
 

@@ -1,4 +1,4 @@
-"""Cluster descriptions from files and into files."""
+"""Cluster descriptions are written to files and read back."""
 
 from pathlib import Path
 

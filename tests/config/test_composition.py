@@ -1,4 +1,4 @@
-"""Runs made of several files."""
+"""Run configurations composed of several files."""
 
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def test_later_files_override_earlier_ones_and_set_options_override_all(tmp_path
     write(tmp_path, a=f"{MODEL}\n{TRAINING}", b="training: {iterations: 5, seed: 7}", c="training: {seed: 8}")
     run = load_run([tmp_path / "a.yaml", tmp_path / "b.yaml", tmp_path / "c.yaml"], ["training.seed=9"])
     assert (run.training.iterations, run.training.seed) == (5, 9)
-    # Asked for again, a file counts again.
+    # A file that is given again is applied again.
     asked = [tmp_path / f"{name}.yaml" for name in "abcb"]
     assert load_run(asked).training.seed == 7
 

@@ -10,7 +10,7 @@ from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROW = re.compile(r"^\| `(?P<key>\w+)` \| `(?P<default>[^`]*)`[^|]*\| (?P<meaning>[^|]+) \|$", re.MULTILINE)
-# Page, and the heading of the strategy's part where a page has several.
+# The page, and the heading of the strategy's section where a page describes several strategies.
 PAGES = {
     "fssdp": ("fssdp.md", None),
     "fastermoe": ("fastermoe.md", None),

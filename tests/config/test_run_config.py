@@ -25,7 +25,7 @@ def arguments(config: RunConfig, installation: Installation = CPU, **kwargs) -> 
 
 
 def value_of(words: list[str], flag: str) -> str:
-    assert words.count(flag) == 1, f"{flag} is there {words.count(flag)} times"
+    assert words.count(flag) == 1, f"{flag} is given {words.count(flag)} times"
     return words[words.index(flag) + 1]
 
 
@@ -215,7 +215,7 @@ def test_external_data_is_passed_through_megatron_args():
 
 
 def test_data_splits_without_documents_are_refused():
-    # Megatron would search them for tokens for ever.
+    # Megatron would search an empty split for tokens forever.
     assert value_of(arguments(tiny()), "--split") == "1,0,0"
     assert value_of(arguments(tiny("training.eval_interval=10")), "--split") == "95,5,0"
     with pytest.raises(ConfigurationError, match="none of the 50 documents for the test data"):

@@ -1,4 +1,4 @@
-"""The files of configs/: all load, combine, and become Megatron's arguments; models have the stated sizes."""
+"""All files of configs/ load, combine and become Megatron's arguments; models have the stated sizes."""
 
 import re
 from functools import cache, reduce
@@ -42,7 +42,7 @@ def arguments(run: RunConfig) -> list[str]:
 
 
 def value_of(words: list[str], flag: str) -> str:
-    assert words.count(flag) == 1, f"{flag} is there {words.count(flag)} times"
+    assert words.count(flag) == 1, f"{flag} is given {words.count(flag)} times"
     return words[words.index(flag) + 1]
 
 
@@ -79,7 +79,7 @@ def test_every_experiment_is_a_whole_run_of_one_part_of_each_kind(name: str) -> 
     assert value_of(words, "--expert-model-parallel-size") == str(run.parallelism.expert)
 
 
-# Models of a paper, its clusters with what else they need, and a batch.
+# Models of each paper, its clusters with the settings they need, and a batch size.
 PAPERS = {
     "hecate": (("hecate-a", "hecate-b"), "measure"),
     "fastermoe": (("johnny",), "measure"),
@@ -138,7 +138,7 @@ def test_a_parallelism_file_has_the_size_of_its_cluster(name: str) -> None:
     assert (cut.get("num_nodes", 1), cut["nproc_per_node"]) == (cluster.num_nodes, cluster.devices_per_node)
 
 
-# What is stated, in billions, of what, and by how much we may differ: half of the last digit.
+# The stated number in billions, what it counts, and the allowed difference: half of the last digit.
 STATED = {
     "hecate-gpt-moe-s": ("matrices_of_layers", 1.84, 0.005),
     "hecate-gpt-moe-l": ("matrices_of_layers", 7.36, 0.005),
@@ -158,7 +158,7 @@ STATED = {
 STATED_FOR_A_TOKEN = {
     "mixtral-8x7b": (12.9, 0.05),
     "deepseekmoe-16b": (2.8, 0.05),
-    "qwen3-30b-a3b": (3.3, 0.06),  # 3.35: without gates 3.34
+    "qwen3-30b-a3b": (3.3, 0.06),  # 3.35; without gates it would be 3.34
 }
 
 
@@ -190,7 +190,7 @@ def test_pro_prophets_models_are_those_of_its_table_iii(
 
 
 def test_parms_gpt2_without_experts_is_gpt2() -> None:
-    """124 M parameters: those of a token but the gates, and GPT-2 has biases, which are 0.1 M."""
+    """GPT-2 has 124 M parameters: those active for a token without the gates, plus 0.1 M for biases."""
     count = counted("parm-gpt2")
     assert (count.activated - count.routers) / 1e6 == pytest.approx(124.4, abs=0.2)
 

@@ -1,4 +1,4 @@
-"""Shipped files are found by name from any folder; files of one's own come first."""
+"""Shipped files are found by name from any folder; the user's files take precedence."""
 
 from pathlib import Path
 

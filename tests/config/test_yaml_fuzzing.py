@@ -1,4 +1,4 @@
-"""Whatever is in a YAML file, it loads to something valid or is refused in one line that names the file."""
+"""YAML files with any content load to valid settings, or are refused in one line that names the file."""
 
 import tempfile
 from pathlib import Path
@@ -21,7 +21,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 RUN = (CONFIGS / "gpt_moe_tiny.yaml").read_bytes()
 CLUSTER = (CONFIGS / "clusters" / "hpwnv.yaml").read_bytes()
 
-# Pieces that mean something to YAML or to the readers, so that mutations get past the first character.
+# Pieces with a meaning in YAML or for the readers, so that mutations reach deeper than the first character.
 PIECES = [
     *("{", "}", "[", "]", ": ", "- ", "? ", "\n", "\n  ", "&a ", "*a", "<<: ", "!!int ", "!!bool ", "!!map "),
     *("!!binary ", "!!timestamp ", "!!set ", "!!python/name:os.x ", "|\n", "'", '"', "#", "%", "\t", "---\n"),
@@ -47,7 +47,7 @@ CHANGES = st.lists(
 
 
 def changed(content: bytes, changes: list[tuple[float, int, bytes]]) -> bytes:
-    """Some bytes replaced by others, at places given as shares of the length."""
+    """Replace some bytes by others, at places given as fractions of the length."""
     for place, num_removed, added in changes:
         at = round(place * len(content))
         content = content[:at] + added + content[at + num_removed :]

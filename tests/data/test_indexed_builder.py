@@ -13,7 +13,7 @@ from megatron_fssdp.data.manifest import read_manifest
 from megatron_fssdp.data.tokenizer import BpeTokenizer
 from megatron_fssdp.data.wordpiece import WordPieceTokenizer
 
-pytestmark = pytest.mark.filterwarnings("ignore:Could not determine rank")  # Megatron logs by rank
+pytestmark = pytest.mark.filterwarnings("ignore:Could not determine rank")  # Megatron's logging needs a rank
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Sentences of docstrings, comments and paragraphs; code, tables and rulers are none."""
+"""Sentences are taken from docstrings, comments and paragraphs, but not from code, tables and rulers."""
 
 import ast
 import textwrap
@@ -105,7 +105,7 @@ def test_sentences_of_any_text_consist_of_its_words(text: str, is_python: bool) 
     for sentence in sentences(text, is_python):
         assert 3 <= len(sentence.split()) <= MAX_WORDS
         assert sentence == " ".join(sentence.split())
-        assert set(sentence) <= letters | {" "} or is_python  # docstrings may have escapes
+        assert set(sentence) <= letters | {" "} or is_python  # docstrings can contain escapes
 
 
 def test_no_sentence_of_a_module_is_python_code() -> None:

@@ -1,4 +1,4 @@
-"""BERT's tokenizer: what Megatron's data set wants of it, and that it can be trained and loaded anywhere."""
+"""BERT's tokenizer offers what Megatron's data set needs, and can be trained and loaded anywhere."""
 
 import json
 from pathlib import Path

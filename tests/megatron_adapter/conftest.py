@@ -16,7 +16,7 @@ SOURCES = [Path(module.__file__) for module in (argparse, json.decoder, pathlib,
 
 @pytest.fixture(scope="session")
 def text_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Megatron arguments' data prefix: some sources of the standard library, as bytes."""
+    """Prefix of Megatron's indexed data: some sources of the standard library, tokenized as bytes."""
     folder = tmp_path_factory.mktemp("text")
     build_data(corpus_from_paths(SOURCES), folder, tokenizer="bytes", num_shards=1)
     return folder / DATA_NAME
@@ -24,7 +24,7 @@ def text_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sentence_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same for BERT: the sentences of those sources, in WordPiece."""
+    """Prefix of Megatron's indexed data for BERT: the sentences of those sources, in WordPiece."""
     folder = tmp_path_factory.mktemp("sentences")
     build_data(corpus_from_paths(SOURCES), folder, tokenizer="wordpiece", vocab_size=600, num_shards=1)
     return folder / DATA_NAME

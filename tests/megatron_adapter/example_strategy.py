@@ -13,7 +13,7 @@ FILE = Path(__file__).parents[2] / "docs" / "examples" / f"{NAME}.py"
 
 
 def example() -> ModuleType:
-    """The file as a module."""
+    """The example's file as a module."""
     if NAME not in sys.modules:
         spec = importlib.util.spec_from_file_location(NAME, FILE)
         assert spec is not None
@@ -25,12 +25,12 @@ def example() -> ModuleType:
 
 
 def register_example() -> None:
-    """What the page says to write into the two dicts."""
+    """Register the example as the page describes: write it into the two dicts."""
     strategy_selection.SETTINGS_BY_STRATEGY[NAME] = example().SecondHomeSettings
     registry._STRATEGIES[NAME] = example().SecondHome
 
 
 def forget_example() -> None:
-    """Undo it."""
+    """Remove the example from the two dicts."""
     strategy_selection.SETTINGS_BY_STRATEGY.pop(NAME, None)
     registry._STRATEGIES.pop(NAME, None)

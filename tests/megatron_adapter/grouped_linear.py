@@ -1,4 +1,4 @@
-"""A stand-in for Transformer Engine's grouped linear layer: what its checkpoints need, no product.
+"""A stand-in for Transformer Engine's grouped linear layer that supports checkpoints but no computation.
 
 Its state dict has the names of ``TEGroupedLinear``: ``weight0``, ``weight1``, …, ``bias0``, …
 and ``_extra_state``, ``_extra_state1``, …; its sharded state dict follows
@@ -66,7 +66,7 @@ class GroupedLinear(torch.nn.Module):
 
 
 def fake_grouped_experts(mlp: Any) -> Any:
-    """A layer's submodules with Megatron's grouped experts around stand-ins."""
+    """Submodules of a layer: Megatron's grouped experts with stand-ins for the grouped linear layers."""
     from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 
     linears = GroupedMLPSubmodules(

@@ -1,4 +1,4 @@
-"""What a training under a strategy kept where, and what it said, written down by every rank."""
+"""A journal that every rank of a training writes: owners, contents of experts, and log lines."""
 
 import hashlib
 import json
@@ -38,7 +38,7 @@ class OwnerJournal:
 
     @classmethod
     def read(cls, folder: Path) -> "OwnerJournal":
-        """Put the ranks' files together."""
+        """Merge the ranks' files."""
         owners: dict[int, dict[int, Any]] = {}
         contents: dict[int, Contents] = {}
         lines = []
@@ -54,7 +54,7 @@ class OwnerJournal:
 
 
 def keep_journal() -> None:
-    """On a rank: before every iteration, write down the owners in force and what the experts are."""
+    """On each rank, record the current owners and the experts' contents before every iteration."""
     from megatron.training import training
 
     folder = Path(os.environ[FOLDER])

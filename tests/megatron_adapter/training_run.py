@@ -1,4 +1,4 @@
-"""Whole trainings through Megatron's own command line, in forked ranks."""
+"""Complete trainings through Megatron's own command line, in forked ranks."""
 
 import atexit
 import contextlib
@@ -47,7 +47,7 @@ class Model:
 
 
 GPT = Model(SCRIPT, TINY_GPT_MOE)
-# Masked words need a vocabulary of words, sentences some room.
+# Masked words need a vocabulary of words, and sentences need longer sequences.
 BERT = Model(
     SCRIPTS / "pretrain_bert.py",
     f"{TINY_GPT_MOE} --vocab-size 600 --seq-length 32 --max-position-embeddings 32",
@@ -59,12 +59,12 @@ class TrainingRun:
     """What one rank saw of a training.
 
     Attributes:
-        losses: The first one of each iteration; empty on ranks that are not on the last pipeline stage.
-        grad_norms: Of each iteration.
+        losses: First loss of each iteration; empty on ranks outside the last pipeline stage.
+        grad_norms: Gradient norm of each iteration.
         exit_code: 0, or what the launcher exited with.
         errors: Standard error.
-        messages: What our own loggers said at level WARNING and above.
-        other_losses: The further ones of all iterations.
+        messages: Messages of the plugin's loggers at level WARNING and above.
+        other_losses: All further losses of all iterations.
     """
 
     losses: tuple[float, ...]
@@ -76,7 +76,7 @@ class TrainingRun:
 
 
 class _Messages(logging.Handler):
-    """Keeps what is logged."""
+    """Keeps the logged messages."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -169,7 +169,7 @@ def _train_on_rank(
             loss, *others = map(float, result[0].values())
             losses.append(loss)
             other_losses.extend(others)
-        if result[5] is not None:  # there is none in an iteration that Megatron refuses
+        if result[5] is not None:  # an iteration that Megatron rejects has no loss
             grad_norms.append(float(result[5]))
         return result
 
@@ -194,7 +194,7 @@ def _train_on_rank(
         raise
     except SystemExit as exit_request:
         exit_code = exit_request.code if isinstance(exit_request.code, int) else 1
-    atexit._run_exitfuncs()  # a forked rank leaves without them; a real one runs them
+    atexit._run_exitfuncs()  # a forked rank exits without running them, unlike a real process
     return TrainingRun(
         tuple(losses),
         tuple(grad_norms),

@@ -1,4 +1,4 @@
-"""Stock models whose experts are not where Megatron registered them."""
+"""Stock models whose experts are in other slots than Megatron assigned."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,14 +14,14 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap
 def random_stage(
     rng: np.random.Generator, layer_numbers: Sequence[int], num_experts: int, num_devices: int
 ) -> StageOwners:
-    """Every expert in any slot of any device: also layers of which a device keeps none or all."""
+    """A random owner map, in which a device can own no or all experts of a layer."""
     places = rng.permutation(len(layer_numbers) * num_experts).reshape(len(layer_numbers), num_experts)
     slots = places.size // num_devices
     return StageOwners(OwnerMap(places // slots, places % slots, num_devices), tuple(layer_numbers))
 
 
 def even_stage(stage: StageOwners) -> StageOwners:
-    """The same layers in Megatron's own split."""
+    """The owner map of the same layers that Megatron itself uses."""
     owners = stage.owners
     even = OwnerMap.even(owners.num_layers, owners.num_experts, owners.num_devices)
     return StageOwners(even, stage.layer_numbers)
@@ -36,7 +36,7 @@ def expert_modules(model: Sequence[torch.nn.Module]) -> dict[int, Any]:
 
 
 def slot_tensors(experts: Any, index: int, optimizer: Any) -> list[torch.Tensor]:
-    """Parameters of a local expert and everything that the optimizer keeps of them."""
+    """Parameters of a local expert with their optimizer state."""
     tensors = []
     for parameter in experts.local_experts[index].parameters():
         tensors += [parameter.data, *optimizer_tensors(optimizer, parameter)]
@@ -76,7 +76,7 @@ def _slots(model: Sequence[torch.nn.Module], optimizer: Any, stage: StageOwners)
 
 @torch.no_grad()
 def permute_contents(model: Sequence[torch.nn.Module], optimizer: Any, stage: StageOwners) -> None:
-    """Move what evenly split slots hold to where ``stage`` has it."""
+    """Move the contents of evenly assigned slots to the slots that ``stage`` assigns."""
     slots = _slots(model, optimizer, stage)
     group = expert_modules(model)[stage.layer_numbers[0]].ep_group
     mine = torch.stack([torch.cat([tensor.reshape(-1).double() for tensor in slot]) for slot in slots])

@@ -1,4 +1,4 @@
-"""Array files of a run that hold something else are refused with one clear line, whatever they hold."""
+"""A run's array files with any other content are refused with one clear line."""
 
 from collections.abc import Callable
 from pathlib import Path

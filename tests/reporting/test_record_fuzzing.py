@@ -34,7 +34,7 @@ CHANGES = st.lists(
 
 
 def changed(content: bytes, changes: list[tuple[float, int, bytes]]) -> bytes:
-    """Some bytes replaced by others, at places given as shares of the length."""
+    """Replace some bytes by others, at places given as fractions of the length."""
     for place, num_removed, added in changes:
         at = round(place * len(content))
         content = content[:at] + added + content[at + num_removed :]

@@ -1,4 +1,4 @@
-"""What collectives cost: of messages that really travel, and of times given in their place."""
+"""Costs of collectives, measured with real messages and fitted to planted times."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ SIZES = (1 << 10, 1 << 14, 1 << 18)
 
 
 def pairs(rank: int) -> dist.ProcessGroup:
-    """The group of this rank: two groups of two."""
+    """The group of this rank, in a world of two groups of two ranks."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     return groups[rank // 2]
 
@@ -38,7 +38,7 @@ def test_all_ranks_measure_the_same_positive_costs() -> None:
 
 
 def measure_given_times(rank: int, world_size: int) -> LinkFit:
-    """The call is made, its time is planted: rank r needs r + 1 ms, r + 1 ns a byte, and once far more."""
+    """Make the call but plant its time: rank r takes r + 1 ms and r + 1 ns a byte, and once far more."""
     sent: list[int] = []
     original = collective_probe._prepare
 
@@ -53,7 +53,9 @@ def measure_given_times(rank: int, world_size: int) -> LinkFit:
 
     def given_s(call, device):
         call()
-        outlier_s = 5.0 if len(sent) % 6 in (1, 3) else 0.0  # the first one connects, the third one is late
+        outlier_s = (
+            5.0 if len(sent) % 6 in (1, 3) else 0.0
+        )  # the first call connects, and the third one is slow
         return (rank + 1) * (1e-3 + 1e-9 * sent[-1]) + outlier_s
 
     collective_probe._prepare, collective_probe.elapsed_s = prepare, given_s
@@ -70,7 +72,7 @@ def test_the_fit_uses_the_median_of_the_slowest_rank() -> None:
 
 
 def measure_one_pair(rank: int, world_size: int) -> LinkFit:
-    """Ranks 0 and 1 exchange, the others keep still."""
+    """Ranks 0 and 1 exchange messages; the other ranks send nothing."""
     groups = [dist.new_group([0, 1]), None]
     group = groups[rank // 2]
     return measure_collective(
@@ -96,7 +98,7 @@ def test_message_sizes_count_what_the_busiest_device_sends(world_size: int) -> N
 
 
 def test_bytes_within_the_node_are_not_counted() -> None:
-    """Of 4 ranks, one is near: a part of 6 kB goes to each of three others, two of them count."""
+    """Each of 4 ranks sends 6 kB to each of the three others. One of these is in its node, so two count."""
     assert run_ranks(part_of_exchange, 4) == [12_000] * 4
 
 
@@ -107,7 +109,7 @@ def part_of_exchange(rank: int, world_size: int) -> int:
 
 
 def results(rank: int, world_size: int) -> None:
-    """Each call does the collective of its name."""
+    """Check that each call runs the collective of its name."""
     group = dist.group.WORLD
     with pytest.raises(ValueError, match=r"collective 'gather'.*point_to_point, row_exchange, all_to_all"):
         collective_probe._prepare("gather", 8, group, CPU)

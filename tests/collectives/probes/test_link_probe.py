@@ -1,4 +1,4 @@
-"""What links cost: from messages that really travel, and from times given in their place."""
+"""Costs of links, measured with real messages and fitted to planted times."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_all_ranks_measure_the_same_positive_costs() -> None:
         for link in (intra, inter):
             assert LEAST_BETA_S_PER_BYTE < link.beta_s_per_byte < 1e-3
             assert link.alpha_s < 10
-            assert link.time_s(1 << 22) > 1e-5, "4 MiB were not sent at all"
+            assert link.time_s(1 << 22) > 1e-5, "4 MiB were not sent"
     one_node, two_nodes, alone_in_each, _ = of_ranks[0]
     assert one_node[0] == one_node[1]
     assert two_nodes[0] != two_nodes[1]
@@ -34,7 +34,7 @@ def test_all_ranks_measure_the_same_positive_costs() -> None:
 def measure_given_times(
     rank: int, world_size: int, nodes: tuple[int, ...]
 ) -> tuple[LinkCost, LinkCost, list]:
-    """Links of rank r start in r + 1 ms and move a byte in r + 1 ns; between nodes ten times that."""
+    """Links of rank r take r + 1 ms and r + 1 ns a byte; links between nodes take ten times as long."""
     rings: list[list[int]] = []
     topology = Topology(nodes)
 
@@ -54,7 +54,7 @@ def measure_given_times(
         ((0, 0, 0, 0), 4, 0.4, [[[0, 1, 2, 3]]] * 4),
         ((0, 0, 1, 1), 4, 3, [[[0, 1], [0, 2]], [[0, 1]], [[2, 3], [0, 2]], [[2, 3]]]),
         ((0, 1, 2, 3), 40, 4, [[[0, 1, 2, 3]]] * 4),
-        # A node of one device has no link inside; the first of each node speaks for its NIC.
+        # A node of one device has no link inside. The first device of each node measures the NIC.
         ((0, 0, 0, 1), 3, 4, [[[0, 1, 2], [0, 3]], [[0, 1, 2]], [[0, 1, 2]], [[0, 3]]]),
     ],
 )

@@ -1,4 +1,4 @@
-"""EP&ESP-AlltoAll, SAA and what tensor-parallel ranks do with common tokens, against dense arithmetic.
+"""EP&ESP-AlltoAll, SAA and the division of tokens among tensor-parallel ranks equal dense arithmetic.
 
 Shape letters: D devices, X parts, N tensor-parallel ranks.
 """
@@ -23,12 +23,12 @@ WIDTH = 3
 
 
 def rows_of(world_size, num_devices, empty):
-    """Rows of each source, by rank, for each device."""
+    """Number of rows that each source rank sends to each device."""
     generator = torch.Generator().manual_seed(3)
     sent = torch.randint(0, 5, (world_size, num_devices), generator=generator)
     if empty:
-        sent[1] = 0  # a rank that sends nothing
-        sent[:, 0] = 0  # a device that gets nothing
+        sent[1] = 0  # one rank sends nothing
+        sent[:, 0] = 0  # one device receives nothing
     return sent.tolist()
 
 

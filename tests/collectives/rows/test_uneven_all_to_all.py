@@ -16,7 +16,7 @@ def exchange(rank, world_size, group_ranks):
     for case in range(20):
         counts = torch.randint(0, 4, (size, size), generator=generator)
         if case % 4 == 0:
-            counts[:, case % size] = 0  # somebody receives nothing
+            counts[:, case % size] = 0  # one rank receives nothing
         if case % 5 == 0:
             counts.zero_()
         dtype, width = DTYPES[case % len(DTYPES)], (case % 3) + 1

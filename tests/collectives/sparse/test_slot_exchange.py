@@ -19,7 +19,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 @dataclass
 class Rows:
-    """A quantity in one tensor [slots, elements]; notes what it was asked for."""
+    """A quantity in one tensor [slots, elements] that records which ranges were read."""
 
     name: str
     values: torch.Tensor
@@ -40,7 +40,7 @@ class Rows:
 
 
 class AllocatedBytes(TorchDispatchMode):
-    """Sums the bytes of every new storage: an upper bound of what is alive at once."""
+    """Sums the bytes of every new storage, an upper bound of the bytes alive at once."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +56,7 @@ class AllocatedBytes(TorchDispatchMode):
 
 
 def copy_some(rank: int, world_size: int) -> list[torch.Tensor]:
-    """Slots 0-2 are read, slots 3-5 filled; every element says where it was."""
+    """Slots 0-2 are sources and slots 3-5 are filled; each element names its original place."""
     rng = np.random.default_rng(3)
     values = 1000 * rank + 10 * torch.arange(6)[:, None] + torch.arange(7)[None, :]
     quantity = Rows("parameters", values.double())
@@ -105,7 +105,7 @@ def random_map(rng, num_layers, num_experts, num_devices):
 
 
 def contents(owner_map, device, num_elements, dtype, seed):
-    """What the slots of a device hold under a map: a function of (layer, expert) alone."""
+    """Contents of a device's slots under a map; they depend only on layer and expert."""
     generator = torch.Generator().manual_seed(seed)
     shape = (owner_map.num_layers, owner_map.num_experts, num_elements)
     of_expert = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -118,7 +118,7 @@ def permute(rank, world_size, cases):
         rng = np.random.default_rng(seed)
         shape = (num_layers, experts_per_device * world_size, world_size)
         old, new = random_map(rng, *shape), random_map(rng, *shape)
-        if seed % 3 == 0:  # only two experts change places, most devices move nothing
+        if seed % 3 == 0:  # only two experts change places, so most devices move nothing
             flat = rng.permutation(old.device_LE.size)[:2]
             device_LE, slot_LE = old.device_LE.copy(), old.slot_LE.copy()
             device_LE.flat[flat], slot_LE.flat[flat] = device_LE.flat[flat[::-1]], slot_LE.flat[flat[::-1]]
@@ -137,8 +137,8 @@ def permute(rank, world_size, cases):
             assert covered == (list(range(kind[0])) if moves else [])
         calls = [None] * world_size
         dist.all_gather_object(calls, [quantity.reads for quantity in quantities])
-        assert all(other == calls[0] for other in calls), "another number of collectives"
-        # And back, all quantities in one call.
+        assert all(other == calls[0] for other in calls), "ranks ran different numbers of collectives"
+        # Move all quantities back in one call.
         exchange_slots(dist.group.WORLD, new.moves_to(old), quantities)
         for quantity, kind in zip(quantities, kinds, strict=True):
             assert torch.equal(quantity.values, contents(old, rank, *kind))
@@ -155,7 +155,7 @@ CASES = st.tuples(
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-# Shrinking would start ranks for minutes.
+# Shrinking a failing example would start ranks for minutes.
 @examples(3, phases=[Phase.generate])
 @given(cases=st.lists(CASES, min_size=6, max_size=12))
 def test_contents_arrive_within_the_memory_budget(world_size, cases):
@@ -193,7 +193,7 @@ def test_moves_that_are_not_a_permutation_or_do_not_fit_are_refused():
 def permute_in_part_of_the_world(rank, world_size):
     groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     group, device = groups[rank % 2], rank // 2
-    rng = np.random.default_rng(rank % 2)  # the groups follow maps of their own
+    rng = np.random.default_rng(rank % 2)  # each group has its own map
     old, new = OwnerMap.even(2, 4, 2), random_map(rng, 2, 4, 2)
     quantity = Rows("weights", contents(old, device, 33, torch.float32, rank % 2))
     exchange_slots(group, old.moves_to(new), [quantity], buffer_bytes=100)

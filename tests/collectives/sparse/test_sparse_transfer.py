@@ -54,7 +54,7 @@ def check_reduction(case, transfer, placement, result_dtype):
     partial = {e: own[e].clone() for e in held}
     sums = transfer.reduce_scatter(partial, result_dtype=result_dtype)
     again = transfer.reduce_scatter(partial, result_dtype=result_dtype)
-    assert all(torch.equal(partial[e], own[e]) for e in held), "the parts were written to"
+    assert all(torch.equal(partial[e], own[e]) for e in held), "the summands were overwritten"
     assert tuple(sorted(sums)) == transfer.shared_experts
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
     for e, got in sums.items():
@@ -194,7 +194,7 @@ def test_messages_and_bytes_equal_those_of_the_plan():
 
 
 def overlap_transfers(rank, world_size):
-    """Several transfers open at once, waited for in another order, while the caller uses another group."""
+    """Start several transfers, wait for them in another order, and use another group meanwhile."""
     group = dist.new_group(list(range(world_size)))
     rng = np.random.default_rng(21)
     transfers, pending, weights = [], [], []

@@ -1,4 +1,4 @@
-"""Every checkpoint goes on under every strategy and expert-parallel size.
+"""Training resumes from every checkpoint under every strategy and expert-parallel size.
 
 Reader and writer are Megatron alone, ``ep``, ``fssdp`` before its first re-shard (``even``) and
 ``fssdp`` that re-shards: a writer before its save, a reader in the iterations after its load
@@ -6,9 +6,9 @@ Reader and writer are Megatron alone, ``ep``, ``fssdp`` before its first re-shar
 Adam's learning rate is high and its averages are short, so that a wrong state shows in a few
 iterations.
 
-What fails in Megatron itself: with and without expert parallelism, optimizers are chained in
-another number. Between EP 1 and others only the model is loaded, and what the run is compared
-with is Megatron's own, which does the same.
+Megatron itself cannot resume the optimizer between EP 1 and larger EP sizes, because it chains a
+different number of optimizers. In these cases only the model is loaded, and the reference is a run
+of stock Megatron that does the same.
 """
 
 from pathlib import Path
@@ -62,7 +62,7 @@ MORE_CELLS: list[Cell] = [
 
 
 class Shelf:
-    """Checkpoints and what to compare with, each made once."""
+    """Checkpoints and their reference runs; each is made once."""
 
     def __init__(self, folder: Path, data: Path) -> None:
         self.folder = folder
@@ -80,7 +80,7 @@ class Shelf:
         return folder
 
     def wanted(self, optimizer: str, written_size: int, read_size: int) -> TrainingRun:
-        """What Megatron itself makes of its own checkpoint; without a break where it can."""
+        """The losses of stock Megatron; from a run without a break where Megatron can resume exactly."""
         crosses = (written_size == 1) != (read_size == 1)
         key = (optimizer, written_size, read_size if crosses else None)
         if key not in self._made:
@@ -92,7 +92,7 @@ class Shelf:
         return self._made[key]
 
     def read(self, cell: Cell, more: str = "") -> TrainingRun:
-        """Load a checkpoint and go on to iteration 8."""
+        """Load a checkpoint and continue to iteration 8."""
         optimizer, writer, written_size, reader, size = cell
         arguments = f"--load {self.written(optimizer, writer, written_size)} {more}"
         if (written_size == 1) != (size == 1):

@@ -1,4 +1,4 @@
-"""Checkpoints are stock: written under one strategy, they go on under another."""
+"""Checkpoints have Megatron's format: written under one strategy, they can be loaded under another."""
 
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def test_the_distributed_optimizer_resumes_exactly(name: str, text_data: Path, t
     world_size, layout = DISTRIBUTED_OPTIMIZERS[name]
     layout = (
         f"{layout} --use-distributed-optimizer --ckpt-format torch_dist --train-iters 8 "
-        # A learning rate that the step count matters to: Adam's bias correction.
+        # The learning rate is such that a wrong step count shows in Adam's bias correction.
         "--adam-beta1 0.8 --adam-beta2 0.9"
     )
     whole = train(world_size, layout, text_data)

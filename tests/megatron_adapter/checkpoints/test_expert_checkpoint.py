@@ -1,4 +1,4 @@
-"""What a sharded state dict calls its entries, under any owner map, against stock Megatron."""
+"""Under any owner map, a sharded state dict has the entries of stock Megatron."""
 
 import itertools
 from functools import partial
@@ -79,7 +79,7 @@ def _compare(
         stock = [entry for rank in ranks for entry in rank[0]]
         ours = [entry for rank in ranks for entry in rank[1][draw]]
         assert len({entry[:3] for entry in stock if entry[-2]}) == len([e for e in stock if e[-2]]) > 0
-        # The same pieces of the same tensors with the same contents, no more and no fewer of them.
+        # Both have exactly the same pieces of the same tensors, with the same contents.
         assert sorted(ours) == sorted(stock)
         slots = [[entry[:3] for entry in rank[1][draw]] for rank in ranks]
         moved += slots != [[entry[:3] for entry in rank[0]] for rank in ranks]
@@ -119,7 +119,7 @@ def _entries_on_rank(
 
 
 def _fill(modules: dict[int, Any], stage: StageOwners, device: int) -> None:
-    """Values from which layer, expert, parameter and element can be told."""
+    """Values that identify layer, expert, parameter and element."""
     for layer, number in enumerate(stage.layer_numbers):
         experts = modules[number]
         for index, held in enumerate(stage.contents(device, layer)):
@@ -168,7 +168,7 @@ def _entries(model: list[torch.nn.Module], metadata: dict[str, Any]) -> list[tup
 
 
 def build_model(config: dict[str, Any], sizes: dict[str, int], grouped: bool) -> list[torch.nn.Module]:
-    """Stock GPT of four layers, the chunks of this rank."""
+    """This rank's model chunks of a stock GPT with four layers."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel

@@ -1,4 +1,4 @@
-"""A run that is killed while it saves: what is left, and what a resume makes of it."""
+"""A run is killed while it saves: the previous checkpoint stays usable."""
 
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def test_a_checkpoint_that_is_being_overwritten_does_not_count_as_complete(
     again = f"{LAYOUT} --load {tmp_path} --ckpt-step 2 --save {tmp_path}"
     with pytest.raises(RankError):
         train(2, again, text_data, before=take_marks_and_die_in_save)
-    # Megatron named it the latest when it was complete.
+    # Megatron named this checkpoint the latest when it was complete.
     assert _latest(tmp_path) == "4"
     with pytest.raises(RankError, match=r"unknown checkpoint format in .*iter_0000004"):
         train(2, f"{LAYOUT} --load {tmp_path}", text_data)
@@ -56,12 +56,12 @@ def _latest(folder: Path) -> str:
 
 
 def die_in_second_save() -> None:
-    """Rank 1 is killed when it has written its data for the second time."""
+    """Kill rank 1 when it has written its data for the second time."""
     _die_after_writing(times=2)
 
 
 def take_marks_and_die_in_save() -> None:
-    """As above for the first time, in a folder whose marks are taken first."""
+    """Kill rank 1 in its first save, in a folder whose completion marks are removed first."""
     from megatron.core import dist_checkpointing
 
     from megatron_fssdp.megatron_adapter.checkpoints.overwritten_checkpoint import wrap_save
@@ -83,7 +83,7 @@ def _die_after_writing(times: int) -> None:
     def retrieve_write_results(self: object) -> object:
         written.append(results(self))
         if len(written) == times:
-            for child in multiprocessing.active_children():  # they would outlive a killed parent
+            for child in multiprocessing.active_children():  # writer processes would outlive a killed parent
                 child.kill()
             if os.environ["RANK"] == "1":
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The owner map in a checkpoint: taken where it fits, ignored elsewhere, unknown to stock Megatron."""
+"""The owner map in a checkpoint is used where it fits and ignored elsewhere, also by stock Megatron."""
 
 import logging
 from pathlib import Path
@@ -81,7 +81,7 @@ def test_all_ranks_gather_the_same_hint() -> None:
     stages = _stages()
     assert [hint["stages"] for hint, _, _ in hints] == [[None, stages[1].as_lists()]] * 4
     assert [none for _, none, _ in hints] == [None] * 4
-    # One line on rank 0 of why a hint is not used; its run goes on.
+    # Rank 0 logs one line that says why the hint is not used; the run continues.
     assert [len(lines) for _, _, lines in hints] == [1, 0, 0, 0]
     assert "not used: got an owner map of 1 pipeline stages, wanted 2" in hints[0][2][0]
 
@@ -116,7 +116,7 @@ def test_a_resumed_run_uses_the_saved_owners(text_data: Path, tmp_path: Path) ->
 
 
 def save_with_hint() -> None:
-    """Experts are in random slots when the run saves."""
+    """Have experts in random slots when the run saves."""
     from megatron.training import checkpointing, training
 
     from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import wrap_checkpointing
@@ -136,7 +136,7 @@ def save_with_hint() -> None:
 
 
 def load_with_hint() -> None:
-    """The load finds the owners in the checkpoint; what it loaded under them is saved, and the run ends."""
+    """Load with the owners of the checkpoint, save what was loaded, and end the run."""
     from megatron.training import checkpointing, training
 
     from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import wrap_checkpointing

@@ -1,4 +1,4 @@
-"""What layers have chosen survives a checkpoint, under another layout too, and is said in the log."""
+"""The selections of layers under ``auto`` survive a checkpoint, also in another layout, and are logged."""
 
 from pathlib import Path
 
@@ -23,9 +23,9 @@ WANTED = {1: "fssdp", 2: "smartmoe"}
 def each_its_own(
     choosing: AutoStrategy, contexts: list[LayerContext], histories: list[LoadHistory]
 ) -> np.ndarray:
-    """Layer 1 is told that fssdp costs nothing, layer 2 that smartmoe does."""
+    """Plant prices: fssdp costs nothing in layer 1, and smartmoe costs nothing in layer 2."""
     names = list(choosing.candidates)
-    assert len(contexts) <= 1, "two ranks price a layer each"
+    assert len(contexts) <= 1, "each of two ranks prices one layer"
     seconds_LC = np.full((len(contexts), len(names)), 10.0)
     for index, context in enumerate(contexts):
         seconds_LC[index, names.index(WANTED[context.layer])] = 1.0
@@ -47,7 +47,7 @@ def test_a_resumed_run_keeps_the_selections_of_auto(text_data: Path, tmp_path: P
     whole = runs[-1]
     metrics = read_metrics(tmp_path / "whole")
     assert [[layer.strategy for layer in one.layers] for one in metrics[4:6]] == [
-        ["ep", "ep"],  # five iterations are seen before the first choice
+        ["ep", "ep"],  # five iterations are observed before the first selection
         ["fssdp", "smartmoe"],
     ]
     chosen = [

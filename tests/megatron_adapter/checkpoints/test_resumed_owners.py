@@ -1,7 +1,7 @@
-"""A run that was stopped between two re-shards goes on with the owners that it had.
+"""A run that was stopped between two re-shards resumes with the same owners.
 
-It re-shards every 4 iterations and is saved after 5. What it kept where, and what that was bit
-for bit, is compared with the run that went on without a break.
+The run re-shards every 4 iterations and is saved after 5. Its owners and all their contents are compared
+bitwise with a run without a break.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ SLOW = ("plain", "distributed_in_parts", "interleaved_pipeline", "expert_tensor_
 
 @dataclass(frozen=True)
 class Journey:
-    """A training, and what its ranks wrote down."""
+    """A training and the journal of its ranks."""
 
     run: TrainingRun
     journal: OwnerJournal
@@ -79,7 +79,7 @@ def test_a_run_resumes_between_two_reshards(name: str, text_data: Path, tmp_path
     assert journal.contents[6] == whole.journal.contents[6]
     assert sorted(journal.owners) == [6, 7, 8, 9, 10]
     assert journal.owners[6] == journal.owners[7] == journal.owners[8] == whole.journal.owners[5]
-    # After 8 iterations, as without the break, and with fewer loads to go by.
+    # It re-shards after 8 iterations, like the run without a break, but knows fewer loads.
     assert journal.owners[9] == journal.owners[10] != journal.owners[8]
     assert relative_difference(resumed.run.losses, whole.run.losses[5:]) <= 1e-5
     assert relative_difference(resumed.run.grad_norms, whole.run.grad_norms[5:]) <= 1e-4

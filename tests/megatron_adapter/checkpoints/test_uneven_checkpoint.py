@@ -1,4 +1,4 @@
-"""Whole checkpoints of experts that are not where Megatron registered them.
+"""Complete checkpoints of experts in other slots than Megatron assigned.
 
 Stock training runs; right before a save, the contents of all slots are moved to random
 places. What the save writes must be, bit for bit, what stock Megatron writes.
@@ -98,7 +98,7 @@ def test_a_stock_checkpoint_loads_under_an_uneven_map(
         before=load_unevenly_and_save,
     )
     stock, again = (stored_tensors(folder, 2) for folder in (tmp_path, tmp_path / "again"))
-    # One object a rank, and there were more of them.
+    # One object for each rank, and the other run had more ranks.
     assert [key for key in differing_keys(stock, again) if not key.startswith("rerun_state")] == []
 
 
@@ -112,7 +112,7 @@ def _write(world_size: int, layout: str, data: Path, folder: Path) -> None:
 
 
 def save_twice() -> None:
-    """Every save also writes the model with its experts in random slots."""
+    """Have every save also write the model with its experts in random slots."""
     from megatron.training import get_args, training
 
     save = training.save_checkpoint
@@ -129,7 +129,7 @@ def save_twice() -> None:
 
 
 def load_unevenly_and_save() -> None:
-    """The load finds experts in random slots; what it loaded is saved, and the run ends."""
+    """Load with experts in random slots, save what was loaded, and end the run."""
     from megatron.training import training
 
     load = training.load_checkpoint
@@ -138,7 +138,7 @@ def load_unevenly_and_save() -> None:
         stage = scatter_experts(model)
         iteration, flops = load(model, optimizer, scheduler, *rest, **kwargs)
         training.save_checkpoint(iteration, model, optimizer, scheduler, flops)
-        # What just went to a checkpoint in stock order is in the slots in another one.
+        # The slots hold in another order what was just saved in stock order.
         contents = [tensor.clone() for tensor in all_slot_tensors(model, optimizer, stage)]
         permute_contents(model, optimizer, stage)
         moved = zip(contents, all_slot_tensors(model, optimizer, stage), strict=True)
@@ -149,7 +149,7 @@ def load_unevenly_and_save() -> None:
 
 
 def scatter_experts(model: Any) -> StageOwners:
-    """From here on the model's checkpoints find its experts in random slots."""
+    """Put the model's experts into random slots for all further checkpoints."""
 
     modules = expert_modules(model)
     numbers = sorted(modules)

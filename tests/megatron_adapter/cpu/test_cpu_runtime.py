@@ -1,4 +1,4 @@
-"""The CPU runtime: asked for, detected, idempotent, and off on a GPU run."""
+"""The CPU runtime is requested or detected, is idempotent, and stays off in a GPU run."""
 
 from argparse import Namespace
 

@@ -1,4 +1,4 @@
-"""From measurements to a cluster's description."""
+"""Measurements become the description of a cluster."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_all_ranks_agree_and_rank_0_reports_every_step(tmp_path: Path) -> None:
 
 
 def measure_planted(rank: int, world_size: int, num_nodes: int) -> tuple[ClusterDescription, list[Any]]:
-    """Links cost by the group that is asked for: 1 ns a byte inside a node, 100 ns between nodes."""
+    """Plant costs by group: 1 ns a byte inside a node, 100 ns between nodes."""
     asked: list[Any] = []
 
     def planted(name, group, everyone, device, **how):

@@ -1,4 +1,4 @@
-"""Made-up machines and what the doctor says about them."""
+"""The doctor's verdicts on made-up machines."""
 
 import errno
 import importlib.util
@@ -124,7 +124,7 @@ def test_a_machine_with_gpus_and_everything_else_is_ok_throughout() -> None:
         ({"python_version": "3.11.9"}, {"Python"}),
         ({"torch": InstalledPackage("2.5.1", HERE)}, {"torch"}),
         ({"megatron": InstalledPackage(), "seams": None}, {"Megatron"}),
-        ({"megatron": InstalledPackage("0.22.0", HERE)}, set()),  # its seams decide
+        ({"megatron": InstalledPackage("0.22.0", HERE)}, set()),  # the verdict depends on its seams
         ({"seams": Seams(25, (MissingSeam(A_SEAM, "AttributeError"),))}, {"seam Layer.route"}),
         ({"apex": ApexPackage("0.9.10.dev0", HERE)}, set()),
         ({"devices": replace(CPU_ONLY, has_nvidia_driver=True)}, {"GPUs"}),
@@ -453,7 +453,7 @@ def test_little_free_space_is_a_note() -> None:
 
 
 def test_examples_of_this_file_match_what_the_machine_reports() -> None:
-    """The real facts of torch here have the shape that is made up above."""
+    """The real facts about torch have the same form as the made-up ones above."""
     if importlib.util.find_spec("torch") is None:
         pytest.skip("needs torch")
     from megatron_fssdp.megatron_adapter.diagnosis.devices import look_at_backends, look_at_devices

@@ -1,4 +1,4 @@
-"""The launcher: `none` is stock, bad input is one line, foreign layers are noticed."""
+"""The launcher: `none` is stock Megatron, bad input gives one line, and foreign layers are refused."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ def test_strategy_none_equals_the_bare_script_bitwise(text_data: Path) -> None:
 
 
 def forbid_the_plugins_layer() -> None:
-    """Fail when anything of the strategies' own is built."""
+    """Fail when any part of a strategy is built."""
     from megatron_fssdp.megatron_adapter.experts import gradient_sync
     from megatron_fssdp.megatron_adapter.layer import moe_layer
 

@@ -1,4 +1,4 @@
-"""Spec functions: what they build, share and refuse."""
+"""The spec functions build and share the strategy's layers and refuse bad arguments."""
 
 import copy
 

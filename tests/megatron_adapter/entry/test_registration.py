@@ -17,7 +17,7 @@ from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySessi
     ],
 )
 def test_checkpoints_keep_what_a_run_may_change(name, settings, wanted, monkeypatch):
-    """Where owners stay, formats that know experts by their place may be saved, which checks allow."""
+    """Where owners stay, checkpoint formats that identify experts by position are allowed."""
     wrapped = []
     monkeypatch.setattr(
         registration, "wrap_checkpointing", lambda _, hints: wrapped.extend(hint.key for hint in hints)

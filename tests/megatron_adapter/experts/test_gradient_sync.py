@@ -1,4 +1,4 @@
-"""Where the experts' gradients meet Megatron's overlapped reductions."""
+"""Expert gradients and parameters work with Megatron's overlapped reductions and gathers."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ OVERLAPS = (
 
 @pytest.mark.slow
 def test_experts_wait_for_overlapped_parameter_gathers(text_data: Path) -> None:
-    """Without the parameters' pre-hooks, the experts train on last iteration's weights."""
+    """Without the parameters' pre-hooks, the experts would train on the previous iteration's weights."""
     stock = train(4, OVERLAPS.replace("--moe-strategy ep", ""), text_data)
     assert relative_difference(train(4, OVERLAPS, text_data).losses, stock.losses) <= 1e-6
     broken = train(4, OVERLAPS, text_data, before=never_await_parameters)
@@ -22,7 +22,7 @@ def test_experts_wait_for_overlapped_parameter_gathers(text_data: Path) -> None:
 
 
 def never_await_parameters() -> None:
-    """Take the fix out."""
+    """Remove the wait for gathered parameters."""
     from megatron_fssdp.megatron_adapter.experts import gradient_sync
 
     gradient_sync.await_parameters = lambda experts: None

@@ -1,7 +1,7 @@
-"""Slot contents move between Megatron's Parameters with all that its optimizers keep about them.
+"""Re-sharding moves slot contents between Megatron's Parameters, with all of their optimizer state.
 
-The trainings use stock layers, which know nothing of owner maps: a map other than the even one
-makes another model of them, until the contents are back.
+The trainings use stock layers, which do not know owner maps. An uneven map therefore changes the model
+until the contents are moved back.
 """
 
 import json
@@ -55,7 +55,7 @@ def test_a_reshard_and_its_reverse_restore_all_contents_in_more_layouts(name: st
 
 
 def _there_and_back(world_size: int, layout: str, data: Path) -> None:
-    """Iteration 1 has no optimizer state yet; iteration 4 has moved before."""
+    """In iteration 1 there is no optimizer state yet; before iteration 4 there was an earlier re-shard."""
     arguments = f"{layout} --train-iters 5"
     undisturbed = train(world_size, arguments, data)
     maps = {"1": [1, "even"], "3": [2, 3, "even"], "4": [4, "even"]}
@@ -69,7 +69,7 @@ def _there_and_back(world_size: int, layout: str, data: Path) -> None:
 
 @pytest.mark.slow
 def test_resharded_training_is_equal_with_and_without_the_distributed_optimizer(text_data: Path) -> None:
-    """The mixed-up model is the same one, wherever the optimizer keeps its states."""
+    """The permuted model is the same, wherever the optimizer keeps its states."""
     arguments = "--expert-model-parallel-size 2 --train-iters 6"
     env = {"RESHARDS": json.dumps({"3": [5], "5": [6]})}
     undisturbed = train(4, arguments, text_data)
@@ -82,7 +82,7 @@ def test_resharded_training_is_equal_with_and_without_the_distributed_optimizer(
 
 @pytest.mark.slow
 def test_a_resumed_run_can_reshard(text_data: Path, tmp_path: Path) -> None:
-    """Adam's step is one number for all experts then too, or the slots would be refused."""
+    """After a resume, Adam's step is still one number for all experts; else the slots would be refused."""
     layout = (
         "--expert-model-parallel-size 2 --use-distributed-optimizer --ckpt-format torch_dist --train-iters 5"
     )
@@ -97,7 +97,7 @@ def test_slots_that_are_not_interchangeable_are_refused_on_all_ranks(text_data: 
     arguments = f"--expert-model-parallel-size 2 --train-iters 3 {OVERLAPS}"
     undisturbed = train(4, arguments, text_data)
     tried = train(4, arguments, text_data, before=try_what_is_refused)
-    assert tried.losses == undisturbed.losses, "something moved"
+    assert tried.losses == undisturbed.losses, "a refused re-shard moved something"
 
 
 # ---------------------------------------------------------------- on the ranks
@@ -172,7 +172,7 @@ def _resharding(model: list[Any], optimizer: Any, parts: Any = None, **options: 
 
 
 def _reshard_and_check(model: list[Any], optimizer: Any, old: OwnerMap, new: OwnerMap) -> None:
-    # So little memory that parameters cross pieces and pieces cross the ranks' parts.
+    # The buffer is so small that parameters are cut into pieces, and pieces span several ranks' parts.
     resharding = _resharding(model, optimizer, buffer_bytes=20_000)
     device = resharding.expert_parallel.rank()
     wanted = _contents_by_expert(resharding, old)
@@ -196,7 +196,7 @@ def _reshard_and_check(model: list[Any], optimizer: Any, old: OwnerMap, new: Own
             )
 
     check()
-    # A schedule that gathers parameters anew, and the forward pre-hooks, change nothing.
+    # Gathering the parameters again and the forward pre-hooks change nothing.
     for chunk in model:
         if getattr(chunk, "remove_forward_pre_hook_handles", None):
             for bucket_group in chunk.expert_parallel_bucket_groups:
@@ -216,7 +216,7 @@ def _reshard_and_check(model: list[Any], optimizer: Any, old: OwnerMap, new: Own
 
 
 def _held(resharding: Any) -> Iterator[tuple[int, int, str, int, torch.Tensor]]:
-    """(slot, position, name, first element, flat piece) of all that this rank holds of the experts."""
+    """Everything that this rank holds of the experts: (slot, position, name, first element, flat piece)."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     for slot, parameters in enumerate(resharding.slots):
@@ -241,9 +241,9 @@ def _held(resharding: Any) -> Iterator[tuple[int, int, str, int, torch.Tensor]]:
 def _contents_by_expert(
     resharding: Any, owner_map: OwnerMap
 ) -> dict[tuple[int, int, int, str], torch.Tensor]:
-    """(layer, expert, position, name) -> all elements, put together from the optimizers' parts.
+    """All elements by (layer, expert, position, name), assembled from the optimizers' parts.
 
-    Weights are the masters, rounded: their own buffers may wait for an overlapped gather.
+    Weights are the rounded master weights, because a weight buffer can still wait for an overlapped gather.
     """
     device = resharding.expert_parallel.rank()
     own = [
@@ -288,7 +288,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _try_what_is_refused(model: list[Any], optimizer: Any) -> None:
-    """Each time one rank of four has something of its own; all of them must say so."""
+    """Each time one rank of four differs; all ranks must raise an error."""
     resharding = _resharding(model, optimizer)
     even = _even_map(model)
     new = _random_map(even, 1)

@@ -1,4 +1,4 @@
-"""Replicas that stay: they remain what their owners are, and checkpoints do not know them."""
+"""Resident replicas stay equal to their owners, and checkpoints do not contain them."""
 
 import json
 import os
@@ -22,7 +22,7 @@ FLEXMOE = (
     "--moe-strategy flexmoe --moe-strategy-set slots=2 --moe-strategy-set placement_interval=2 "
     "--moe-strategy-set window=2 --moe-strategy-set threshold=1.01 --moe-strategy-set profile_iterations=1"
 )
-# A schedule of learning rate and weight decay, and a norm that clips.
+# Learning rate and weight decay change by schedule, and gradients are clipped.
 CHANGING = (
     "--lr-decay-style cosine --lr-warmup-iters 2 --weight-decay-incr-style linear --start-weight-decay 0.01 "
     "--end-weight-decay 0.1 --clip-grad 0.5 --adam-beta1 0.8 --adam-beta2 0.9"
@@ -47,9 +47,9 @@ def test_resident_replicas_stay_equal_to_their_owners(layout: str, text_data: Pa
         env={"MEASURED": str(tmp_path)},
     )
     of_ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
-    assert sum(found["compared"] for found in of_ranks) > 8, "hardly any replica was there"
+    assert sum(found["compared"] for found in of_ranks) > 8, "there were hardly any replicas"
     for found in of_ranks:
-        # Sums over data-parallel ranks may be formed in another order for a replica.
+        # Sums over data-parallel ranks can be formed in another order for a replica.
         assert found["difference"] <= (1e-2 if "bf16" in layout else 1e-6)
         assert found["allocated"] == found["accounted"]
 
@@ -108,7 +108,7 @@ def test_unsupported_options_are_refused(setting: str, message: str) -> None:
 
 
 def compare_in_training() -> None:
-    """At the end of every iteration, compare all that replicas have with what their owners have."""
+    """At the end of every iteration, compare the contents of replicas with those of their owners."""
     from megatron_fssdp.megatron_adapter.training.iteration_driver import IterationDriver
     from megatron_fssdp.megatron_adapter.training.memory_report import account_memory
 
@@ -161,7 +161,7 @@ def compare_in_training() -> None:
 
 
 def _state_bytes(optimizer: Any) -> int:
-    """States of parameters' sizes, and masters that are no views of them."""
+    """Optimizer states of the parameters' sizes, and master weights that are not views of the parameters."""
     total = 0
     for member in getattr(optimizer, "chained_optimizers", [optimizer]):
         if getattr(member, "is_stub_optimizer", False):

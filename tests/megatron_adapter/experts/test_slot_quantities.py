@@ -9,7 +9,7 @@ SPECIAL = torch.tensor([-0.0, 0.0, float("nan"), float("inf"), -1e-45, 3.4e38, -
 
 
 def read_and_write(rank, world_size):
-    """Two Parameters of 6 and 4 elements, cut elsewhere in each slot; rank 2 holds nothing of slot 1."""
+    """Two Parameters of 6 and 4 elements, cut differently in each slot; rank 2 holds nothing of slot 1."""
     slots = torch.stack([SPECIAL, SPECIAL.flip(0)])
     cuts = [[[(0, 4)], [(4, 6), (6, 7)], [(7, 10)]], [[(0, 6), (6, 9)], [(9, 10)], []]]
     parts = [

@@ -1,10 +1,10 @@
-"""Ways in which owners and replicas anywhere hang, crash or silently go wrong in Megatron.
+"""Ways in which uneven owners and replicas could hang, crash or silently go wrong in Megatron.
 
-Each is a whole training that has to lose as stock Megatron does, and the same training with
-the one thing that prevents it taken out, which has to be noticed.
+Each test trains and compares the losses with stock Megatron's. It then trains without the one protection
+against the fault, and the comparison must detect that.
 
-One rank keeps all experts of the first half of a pipeline stage's layers, the other one those
-of the second half, so that slots hold experts of other layers, of other model chunks too.
+One rank owns all experts of the first half of a pipeline stage's layers, the other rank those of the
+second half. Slots therefore hold experts of other layers and of other model chunks.
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ FSSDP = "--moe-strategy fssdp --moe-strategy-set reshard_interval=2"
 REPLICAS = f"{FSSDP} --moe-strategy-set slots=2 --moe-strategy-set overlap_degree=4"
 OWNERS_ONLY = f"{FSSDP} --moe-strategy-set slots=0 --moe-strategy-set overlap_degree=0"
 DISTRIBUTED = "--use-distributed-optimizer"
-SILENT = 1e-6  # relative; what ours and stock Megatron's losses differ by is below
+SILENT = 1e-6  # relative difference to stock Megatron's losses that counts as equal
 HANGS_S = 15  # several times what the training takes
 
 
 def gather_layers_on_one_device() -> None:
-    """Re-shard to the map of this file, whatever the loads."""
+    """Re-shard to the map of this file, independent of loads."""
     from megatron_fssdp.strategies.fssdp import FssdpStrategy
 
     def reshard(self: Any, contexts: Sequence[Any], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
@@ -58,7 +58,7 @@ def test_a_rank_with_only_replicas_of_a_layer_trains_correctly(text_data: Path) 
 
 
 def thread_owned_parameters_only() -> None:
-    """The gather depends on what a rank owns and not on the hidden states."""
+    """Make the gather depend on the owned parameters instead of on the hidden states."""
     import torch
 
     from megatron_fssdp.runtime.replicas import materialization
@@ -96,7 +96,7 @@ def test_the_comparison_detects_a_rank_that_drops_its_rows(text_data: Path) -> N
 
 
 def forget_rows_without_experts() -> None:
-    """Without experts, nothing is computed from the rows that did not come."""
+    """On a rank without experts, cut the received (empty) rows out of the graph."""
     from megatron_fssdp.megatron_adapter.layer import moe_layer
 
     gather_layers_on_one_device()
@@ -115,8 +115,8 @@ def forget_rows_without_experts() -> None:
 
 @pytest.mark.slow
 def test_parameters_of_slots_in_other_layers_are_current(text_data: Path) -> None:
-    """For slots where Megatron has them: test_gradient_sync.py."""
-    # Gathers of a bucket: every layer's experts have their own.
+    """Slots in their original layers are tested in test_gradient_sync.py."""
+    # Parameters are gathered by bucket, and every layer's experts have their own bucket.
     arguments = f"{LAYOUT} {DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 8000"
     stock = train(4, arguments, text_data)
     ours = train(4, f"{arguments} {OWNERS_ONLY}", text_data, before=gather_layers_on_one_device)
@@ -126,7 +126,7 @@ def test_parameters_of_slots_in_other_layers_are_current(text_data: Path) -> Non
 
 
 def await_the_layers_own_slots() -> None:
-    """A layer waits for the parameters that it was built with."""
+    """Have a layer wait only for the parameters that it was built with."""
     from megatron_fssdp.megatron_adapter.experts import gradient_sync
     from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 
@@ -145,7 +145,7 @@ def await_the_layers_own_slots() -> None:
 def test_state_by_bucket_position_is_refused_where_owners_may_move(
     what: str, text_data: Path, tmp_path: Path
 ) -> None:
-    """Re-sharding is on by default. One of two ranks would wait for ever in a collective."""
+    """Re-sharding is on by default. Unless both ranks refuse, one of them waits forever in a collective."""
     (run,) = train_on_all_ranks(
         1,
         f"{LAYOUT} {DISTRIBUTED} --moe-strategy fssdp {what} --save {tmp_path}",
@@ -159,7 +159,7 @@ def test_state_by_bucket_position_is_refused_where_owners_may_move(
 
 
 def test_an_unsupported_checkpoint_format_is_refused_on_all_ranks(text_data: Path, tmp_path: Path) -> None:
-    """More options that are refused: test_checkpoint_arguments.py."""
+    """test_checkpoint_arguments.py has more options that are refused."""
     runs = train_on_all_ranks(2, f"{LAYOUT} {FSSDP} --save {tmp_path} --ckpt-format torch", text_data)
     assert [run.exit_code for run in runs] == [2, 2]
     assert "--ckpt-format torch_dist" in runs[0].errors
@@ -191,7 +191,7 @@ def test_optimizer_state_by_bucket_position_would_reach_wrong_experts(
 
 
 def gather_layers_and_refuse_nothing() -> None:
-    """Let the default format through."""
+    """Accept the default checkpoint format."""
     from megatron_fssdp.megatron_adapter.entry import registration
 
     gather_layers_on_one_device()
@@ -216,7 +216,7 @@ def test_gradients_reach_slots_of_other_model_chunks_in_time(text_data: Path) ->
 
 
 def reduce_when_megatron_starts() -> None:
-    """Reduce a bucket's gradients when the schedule starts it, and bring home the rest at the end."""
+    """Reduce a bucket's gradients when the schedule starts it; send the rest to their owners at the end."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
     from megatron_fssdp.megatron_adapter.experts import gradient_sync

@@ -1,4 +1,4 @@
-"""Megatron's BERT with experts: in which layers, whoever builds it, and what of it stays as it was."""
+"""Megatron's BERT has experts in the requested layers, whatever builds it, and is otherwise unchanged."""
 
 import dataclasses
 from functools import partial
@@ -70,7 +70,7 @@ def _check_models(rank: int, world_size: int) -> None:
     assert layers_of(dense) == layers_of(model_of(config_of(), stock)) == [("TransformerLayer", "MLP")] * 4
     assert bert_layers.with_experts(stock, config_of()) is stock
 
-    # A spec that has experts keeps them, and a strategy's layers know their numbers.
+    # A spec with experts keeps them, and a strategy's layers get their layer numbers.
     config = config_of(num_moe_experts=4)
     ours = model_of(config, get_bert_layer_spec(config, strategy="ep"))
     assert layers_of(ours) == [("BertLayer", "StrategyMoELayer")] * 4
@@ -81,7 +81,7 @@ def _check_models(rank: int, world_size: int) -> None:
 
 
 def _check_attention(model: Any) -> None:
-    """Words see those behind them, and nobody sees the padding."""
+    """Words attend to later words, and no word attends to the padding."""
     import torch
 
     model.eval()
@@ -95,12 +95,12 @@ def _check_attention(model: Any) -> None:
             return model(tokens, mask, tokentype_ids=torch.zeros_like(tokens))[0][0]
 
     plain = logits()
-    # Rows of an expert come in other numbers when the padding goes to another one, so sums round differently.
+    # Padding routed elsewhere changes the number of an expert's rows, so sums round differently.
     tolerance = 1e-6 * plain.abs().max()
     assert (logits(changed=5)[0] - plain[0]).abs().max() > 100 * tolerance, (
-        "the first word does not see the last"
+        "the first word does not attend to the last one"
     )
-    assert (logits(changed=7)[:6] - plain[:6]).abs().max() <= tolerance, "words see the padding"
+    assert (logits(changed=7)[:6] - plain[:6]).abs().max() <= tolerance, "words attend to the padding"
 
 
 def test_layers_are_numbered_over_pipeline_stages() -> None:
@@ -162,7 +162,7 @@ def _check_missing_spec(rank: int, world_size: int) -> None:
     from megatron_fssdp.megatron_adapter.layer import bert_layers
 
     bert_layers.install()
-    # What importing it from the module does, as Megatron-LM's script does.
+    # Import the spec from its module, as Megatron-LM's script does.
     from megatron.core.models.bert.bert_layer_specs import bert_layer_with_transformer_engine_spec
 
     for build in (

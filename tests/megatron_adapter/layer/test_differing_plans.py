@@ -1,4 +1,4 @@
-"""Ranks that plan differently, under ``check_plans``: all of them stop."""
+"""Under ``check_plans``, all ranks stop when their plans differ."""
 
 import os
 from dataclasses import replace
@@ -19,7 +19,7 @@ DIFFERENT_IN = 3
 
 
 def plan_alone() -> None:
-    """From an iteration on, rank 1 wants no replicas in layer 2."""
+    """From one iteration on, have rank 1 plan no replicas in layer 2."""
     from megatron.training.global_vars import get_args
 
     from megatron_fssdp.planning.placement.placement import ExpertPlacement

@@ -1,4 +1,4 @@
-"""Layers under Parm's schedules against a layer on one rank: outputs and all gradients in fp64.
+"""Layers under Parm's schedules equal a layer on one rank: outputs and all gradients in fp64.
 
 The reference routes all tokens with whole weights, auxiliary losses included. Ranks of a tensor-parallel
 group have the same tokens, or under sequence parallelism a part each.
@@ -27,8 +27,8 @@ class Case:
     """One layer.
 
     Attributes:
-        settings: Of the strategy.
-        strategy: Its name.
+        settings: Settings of the strategy.
+        strategy: Name of the strategy.
         top_k: Experts of a token.
         capacity: Capacity factor; None drops nothing.
         pads: Whether experts get as many rows as their capacity.
@@ -124,7 +124,7 @@ def _check(layout: tuple[int, int, int], cases: list[Case]) -> None:
 def compare_cases(
     rank: int, world_size: int, layout: tuple[int, int, int], cases: list[Case]
 ) -> list[tuple[Case, float]]:
-    """Every case that the layout has; errors of this rank."""
+    """This rank's errors for all cases that the layout supports."""
     mp, esp, _ = layout
     found = []
     for case in cases:
@@ -132,7 +132,7 @@ def compare_cases(
             continue
         if (case.biases or ("smart_schedule", True) in case.settings) and esp > 1:
             continue  # refused
-        # Slices of such small layers would not be handed on by themselves.
+        # Such small layers would not be cut into slices otherwise.
         least = patch("megatron_fssdp.planning.cost.tensor_schedules.LEAST_SLICE_BYTES", 0)
         with patch("torch.softmax", _in_full_precision), least:
             found.append((case, compare(rank, case)))
@@ -143,12 +143,12 @@ def test_auto_selects_a_schedule_for_each_new_shape() -> None:
     for schedules in run_megatron_ranks(decide_twice, 2, tp=2, ep=2, etp=1):
         assert schedules[0] in ("s1", "s2")
         assert schedules[1:] == ["s2", schedules[0]], (
-            "nine tokens cannot be divided, and what was decided stays"
+            "nine tokens cannot be divided, and an earlier selection is kept"
         )
 
 
 def decide_twice(rank: int, world_size: int) -> list[str]:
-    """What a layer does with twelve, nine and twelve tokens."""
+    """Schedules that a layer selects for twelve, nine and twelve tokens."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0, dtype=torch.float64))
@@ -161,7 +161,7 @@ def decide_twice(rank: int, world_size: int) -> list[str]:
 
 
 def _in_full_precision(x: torch.Tensor, dim: int, dtype: Any = None) -> torch.Tensor:
-    # Megatron's scores are fp32, which would hide what differs otherwise.
+    # Megatron's scores are fp32, whose rounding would hide other differences.
     return x.softmax(dim=dim)
 
 
@@ -266,7 +266,7 @@ def build(case: Case) -> Any:
 
 
 def total(gradient: torch.Tensor | None, case: Case, kind: str) -> torch.Tensor:
-    """A gradient as Megatron would finish it: summed over the ranks that have parts of it."""
+    """A gradient as Megatron would complete it: summed over the ranks that have parts of it."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -293,7 +293,7 @@ def own_parts(tensors: list[torch.Tensor], case: Case) -> list[torch.Tensor]:
 
 
 def whole_weights(layer: Any, case: Case) -> dict[int, list[torch.Tensor]]:
-    """Every expert, put together from all ranks' parts."""
+    """Every expert, assembled from all ranks' parts."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -322,8 +322,8 @@ def reference(
 
     Args:
         case: What the layer is like.
-        layer: It.
-        tokens: Of every data-parallel group.
+        layer: The reference layer's parameters come from it.
+        tokens: Tokens of every data-parallel group.
         upstream: The outputs' gradients.
         num_parts: Into how many parts tokens are cut for capacities.
     """

@@ -1,4 +1,4 @@
-"""FasterMoE's gate in Megatron's router: what it changes, and what stays Megatron's."""
+"""FasterMoE's gate in Megatron's router changes only the selection of experts."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ OWNERS = np.array([0, 0, 1, 1, 2, 2, 3, 3])
 
 
 def test_logits_are_compared_after_a_softmax() -> None:
-    """The second token's logit is higher and its probability lower: the first may leave."""
+    """The second token has the higher logit but the lower probability, so the first one can leave."""
     logits = torch.tensor([[0.0, 0, 0, 0, 9, 0, 0, 0], [19.0, 0, 0, 0, 20, 0, 0, 0]])
     for is_logits, wanted in ((True, [4, 0]), (False, [0, 4])):
         choice = TopologyAwareTopK(lambda: OWNERS, 0, TWO_NODES, 0.5, scores_are_logits=is_logits)
@@ -126,7 +126,7 @@ def _check_router(options: dict[str, Any]) -> None:
     assert routing_map[:, 4:].sum() <= 4 * config.moe_router_topk < stock_map[:, 4:].sum()
     assert ((probs > 0) == routing_map).all()
     assert gradient.abs().max() > 0
-    # Megatron's auxiliary loss looks at the gate's own wishes, which are unchanged.
+    # Megatron's auxiliary loss uses the gate's own scores, which are unchanged.
     torch.testing.assert_close(gradient, stock_gradient)
 
 

@@ -1,4 +1,4 @@
-"""Whole trainings of a BERT-MoE: masked words and the order of sentences, under every strategy."""
+"""Complete trainings of a BERT-MoE under every strategy: masked words and sentence order."""
 
 import os
 from importlib.util import find_spec
@@ -87,7 +87,7 @@ def test_losses_of_every_strategy_equal_plain_expert_parallelism(
 @pytest.mark.slow
 def test_parm_trains_bert_without_sequence_parallelism(sentence_data: Path, tmp_path: Path) -> None:
     arguments = f"--expert-model-parallel-size 2 {TENSOR_PARALLEL}"
-    # Megatron's initial weights are others under sequence parallelism: all start from one checkpoint.
+    # Megatron initializes weights differently under sequence parallelism, so all runs load one checkpoint.
     stock = f"{arguments} --sequence-parallel --moe-strategy none"
     save = f"--save {tmp_path} --save-interval 1 --ckpt-format torch_dist"
     train(4, f"{stock} --train-iters 1 {save}", sentence_data, model=BERT)
@@ -138,7 +138,7 @@ def test_megatrons_script_trains_the_same_model(sentence_data: Path) -> None:
             before=load_words_from_file,
         )
         assert stock.grad_norms == own.grad_norms
-        # For the log it sums in another order.
+        # The script sums the logged losses in another order.
         assert relative_difference(stock.losses, own.losses) <= 1e-6
         assert relative_difference(stock.other_losses, own.other_losses) <= 1e-6
 
@@ -169,7 +169,7 @@ def load_words_from_file() -> None:
 
 
 def count_experts() -> None:
-    """Fail when the model that is trained has other MoE layers than its two, or others than Megatron's."""
+    """Fail unless the trained model has exactly two MoE layers, both Megatron's own."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.training import training
 

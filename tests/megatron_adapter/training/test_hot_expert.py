@@ -1,4 +1,4 @@
-"""A forced hot expert, in a real training, as the recorded metrics see it.
+"""A forced hot expert in a real training, judged by the recorded metrics.
 
 40 % of the assignments go to one of 8 experts, top-2, on 4 devices with 2 experts each:
 under plain expert parallelism its device carries 0.4 + 0.6 / 7 of all, 1.94 times the mean.
@@ -46,7 +46,7 @@ def force_hot_expert() -> None:
     ("settings", "slots", "bound"),
     [
         ("slots=2", 2, 1.10),
-        # All experts everywhere: every token stays where it is. By measured seconds fewer may do.
+        # With all experts everywhere, every token stays on its device. Measured seconds can ask for fewer.
         ("slots=8 overlap_degree=8", 8, 1.01),
     ],
 )

@@ -1,4 +1,4 @@
-"""A rank that is killed in the middle of a training: how the other one ends, and how the run goes on."""
+"""A rank is killed during a training: the other rank ends with a clear error, and the run resumes."""
 
 import os
 import re
@@ -31,34 +31,34 @@ NOTICED_S = 60  # a lost connection is noticed at once; the groups' own time-out
 
 @pytest.fixture(scope="module")
 def whole(text_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[float, ...], Path]:
-    """Losses and checkpoints of a run that nobody killed."""
+    """Losses and checkpoints of a run without a killed rank."""
     folder = tmp_path_factory.mktemp("whole")
     return train(2, f"{TRAINING} --save {folder}", text_data).losses, folder
 
 
 def die_in_all_gather() -> None:
-    """Rank 1 is killed when it has handed over a piece of an expert."""
+    """Kill rank 1 when it has sent a piece of an expert."""
     from megatron_fssdp.collectives.sparse.transfer_cargo import GatherCargo
 
     _die_after(GatherCargo, "outgoing")
 
 
 def die_in_reduce_scatter() -> None:
-    """Rank 1 is killed when it has handed over a piece of a gradient."""
+    """Kill rank 1 when it has sent a piece of a gradient."""
     from megatron_fssdp.collectives.sparse.transfer_cargo import ReductionCargo
 
     _die_after(ReductionCargo, "outgoing")
 
 
 def die_in_forward() -> None:
-    """Rank 1 is killed between the gate and the dispatch of a layer."""
+    """Kill rank 1 between the gate and the dispatch of a layer."""
     from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 
     _die_after(StrategyMoELayer, "route")
 
 
 def die_in_reshard() -> None:
-    """Rank 1 is killed when the first piece of the moving experts has been exchanged and written."""
+    """Kill rank 1 when the first piece of the moving experts has been exchanged and written."""
     from megatron_fssdp.megatron_adapter.experts import resharding
 
     exchange = resharding.exchange_slots
@@ -73,7 +73,7 @@ def die_in_reshard() -> None:
 
 IN_TURN = "--moe-strategy-set overlap=false"
 CASES = [
-    # The other rank may first miss the counts of the layer's tokens.
+    # The other rank can first fail in the exchange of the layer's token counts.
     pytest.param(die_in_all_gather, "", "MoE layer ", id="in spAG"),
     pytest.param(
         die_in_all_gather, IN_TURN, "SparseAllGather of layer ", id="in spAG alone", marks=pytest.mark.slow
@@ -101,7 +101,7 @@ def test_after_a_killed_rank_the_other_ends_and_the_run_resumes(
     with pytest.raises(RankError) as caught:
         train(2, f"{TRAINING} {options} --save {tmp_path}", text_data, before=die, grace_s=NOTICED_S)
     message = str(caught.value)
-    assert caught.value.ranks == (1, 0), message  # both by themselves
+    assert caught.value.ranks == (1, 0), message  # both ranks ended by themselves
     assert "rank 1 was ended by signal 9" in message
     (line,) = re.findall(r"\[fssdp\] rank 0 stopped .*", message)
     print("\n" + line)
@@ -134,7 +134,7 @@ def test_a_rank_killed_during_a_save_leaves_a_usable_checkpoint(
 
 @pytest.mark.slow
 def test_a_waiting_process_ends_by_itself_when_its_peer_is_killed(text_data: Path, tmp_path: Path) -> None:
-    """No agent as torchrun's, that ends the other ranks, and no test server."""
+    """There is neither a torchrun agent that ends the other ranks nor the test server."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     code = (
@@ -175,7 +175,7 @@ def test_a_waiting_process_ends_by_itself_when_its_peer_is_killed(text_data: Pat
 
 
 def _die_after(owner: Any, name: str) -> None:
-    """Have rank 1 killed after a method's first call in an iteration."""
+    """Kill rank 1 after a method's first call in an iteration."""
     from megatron.training.global_vars import get_args
 
     method = getattr(owner, name)

@@ -1,4 +1,4 @@
-"""The accounting of memory against what a Megatron training has allocated for its experts."""
+"""The accounted memory equals what a Megatron training allocates for its experts."""
 
 import gc
 import json
@@ -20,7 +20,7 @@ FSSDP = (
 )
 EP = "--moe-strategy ep"
 
-# name: (ranks, Megatron's arguments, bytes of an element: parameter, main_grad, all of the optimizer's)
+# name: (ranks, Megatron's arguments, bytes of an element's parameter, main_grad and optimizer state)
 LAYOUTS = {
     "fp32": (2, "", (4, 4, 8)),
     "bf16_distributed": (4, "--bf16 --use-distributed-optimizer", (2, 4, 12)),
@@ -53,7 +53,7 @@ def test_accounted_bytes_equal_allocated_bytes_in_more_layouts(
 def _compare(
     world_size: int, layout: str, element_bytes: tuple[int, int, int], data: Path, folder: Path
 ) -> None:
-    """After re-shards; and the optimizer's part is plain expert parallelism's on every rank."""
+    """After re-shards, sizes hold and each rank's optimizer part is as large as under plain EP."""
     copies = world_size // 2
     found = {}
     for strategy in (FSSDP, EP):
@@ -89,7 +89,7 @@ def _compare(
 
 
 PIPELINES = {
-    # Megatron's arguments, and of each stage how many layers' replicas are there at once.
+    # Megatron's arguments, and for each stage the number of layers whose replicas exist at once.
     "in_turn": ("", (2, 1)),
     "interleaved": ("--num-layers 4 --num-layers-per-virtual-pipeline-stage 1", (5, 3)),
 }
@@ -97,7 +97,7 @@ PIPELINES = {
 
 @pytest.mark.parametrize("name", ["in_turn", pytest.param("interleaved", marks=pytest.mark.slow)])
 def test_each_micro_batch_in_flight_has_its_own_replicas(name: str, text_data: Path, tmp_path: Path) -> None:
-    """Weights of all replicas that are there after a gather, in a pipeline of two stages of two ranks."""
+    """Count the weights of all replicas after a gather, in a pipeline of two stages of two ranks."""
     arguments, layers_of_stage = PIPELINES[name]
     train(
         4,
@@ -111,7 +111,7 @@ def test_each_micro_batch_in_flight_has_its_own_replicas(name: str, text_data: P
     for rank in range(4):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert found["accounted"] == layers_of_stage[rank // 2] * 2 * EXPERT_ELEMENTS * 4
-        # Shadowed are experts of each group's first rank.
+        # Experts of each group's first rank are shadowed.
         assert found["allocated"] == (found["accounted"] if rank % 2 else 0)
 
 
@@ -133,7 +133,7 @@ def test_growing_batches_are_accounted_with_the_largest(monkeypatch: pytest.Monk
 
 
 def shadow_and_measure() -> None:
-    """The first experts are shadowed whatever the counts; write the most bytes that replicas ever had."""
+    """Shadow the first experts for any counts, and write the largest number of bytes that replicas had."""
     from megatron_fssdp.megatron_adapter.training.iteration_driver import IterationDriver
     from megatron_fssdp.megatron_adapter.training.memory_report import account_memory
     from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
@@ -143,7 +143,7 @@ def shadow_and_measure() -> None:
     dynamic_shadowing.select_shadows = lambda *_, most, **__: tuple(range(most))
     begin, end = LayerExecutor.begin_micro_batch, IterationDriver.end
     allocated: list[int] = []
-    gc.freeze()  # what is here already is not looked through
+    gc.freeze()  # objects that exist already are not searched
 
     def begin_and_measure(executor: Any, *counted: Any) -> Any:
         micro_batch = begin(executor, *counted)
@@ -201,7 +201,7 @@ def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def states(optimizer: Any, parameter: torch.nn.Parameter) -> list[torch.Tensor]:
-    """What the optimizer keeps of a Parameter beside itself: a master, states of its size."""
+    """What the optimizer keeps for a Parameter: master weights and states of its size."""
     kept: list[torch.Tensor] = []
     for member in getattr(optimizer, "chained_optimizers", [optimizer]):
         if hasattr(member, "model_param_group_index_map"):

@@ -1,4 +1,4 @@
-"""NaN and infinity: a run stops and names iteration and layer, as Megatron's own rules want it."""
+"""On NaN or infinity a run stops by Megatron's rules and names iteration and layer."""
 
 import os
 import re
@@ -19,12 +19,12 @@ EP = "--moe-strategy ep"
 FSSDP = "--moe-strategy fssdp --moe-strategy-set slots=2 --moe-strategy-set overlap_degree=4"
 DISABLED = "--rerun-mode disabled"
 SPOILED_IN = 3
-# Megatron's exit codes: the result came again, or another one did.
+# Megatron's exit codes: the repeated iteration gave the same result, or another one.
 AGAIN, ANOTHER = 16, 17
 
 
 def spoil_experts(value: float) -> None:
-    """Rank 1's experts of layer 2 get a wrong number before an iteration."""
+    """Put a wrong number into rank 1's experts of layer 2 before an iteration."""
     from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
 
     begin = MoERuntime.begin_iteration
@@ -47,17 +47,17 @@ def spoil_experts_with_infinity() -> None:
 
 
 def spoil_embedding() -> None:
-    """Rank 1 looks up NaN once; the next time all is well."""
+    """Make one embedding lookup of rank 1 return NaN; later ones are correct."""
     _spoil_once("megatron.core.models.common.embeddings.language_model_embedding", "LanguageModelEmbedding")
 
 
 def spoil_layer_once() -> None:
-    """One output of a MoE layer, Megatron's own or ours, is NaN; the next time all is well."""
+    """Make one output of an MoE layer NaN, Megatron's own or ours; later ones are correct."""
     _spoil_once("megatron.core.transformer.moe.moe_layer", "MoELayer")
 
 
 def spoil_gradients() -> None:
-    """The gradient of what the last layer makes is NaN on rank 1."""
+    """Make the gradient of the last layer's output NaN on rank 1."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     forward = MoELayer.forward
@@ -72,7 +72,7 @@ def spoil_gradients() -> None:
 
 
 def run_passes_twice() -> None:
-    """Megatron repeats every iteration's passes in a mode that its command line does not let through."""
+    """Switch on Megatron's repetition of every iteration's passes, which its command line does not offer."""
     from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
     start = RerunStateMachine.__init__
@@ -159,7 +159,7 @@ def test_an_error_that_does_not_repeat_ends_as_in_megatron(text_data: Path, tmp_
 
 @pytest.mark.parametrize("more", ["", pytest.param("rematerialize=true", marks=pytest.mark.slow)])
 def test_a_repeated_iteration_leaves_no_trace(more: str, text_data: Path, tmp_path: Path) -> None:
-    """Plans follow from loads, so they may not count twice."""
+    """Plans follow from loads, so a repeated iteration must not count its loads twice."""
     runs = []
     extra = f"--moe-strategy-set {more}" if more else ""
     for name, before in (("once", None), ("twice", run_passes_twice)):

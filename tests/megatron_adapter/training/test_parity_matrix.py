@@ -1,4 +1,4 @@
-"""Whole trainings in many parallel layouts: every strategy follows stock Megatron's losses.
+"""Complete trainings in many parallel layouts: losses equal stock Megatron's.
 
 The matrix is data. A layout combines several of Megatron's features with several of the strategy's
 settings, so that most pairs of them meet somewhere; owners move every other iteration.
@@ -64,7 +64,7 @@ class Layout:
         return "--bf16" in self.arguments
 
 
-# Cheap ones that have least in common.
+# Cheap layouts that have little in common.
 DEFAULT = {
     "copies_overlaps_bf16": Layout(
         4, 2, f"{OVERLAPS} --bf16 --global-batch-size 32 --ddp-num-buckets 4", "slots=2 overlap_degree=3"
@@ -85,7 +85,7 @@ DEFAULT = {
         "slots=1 overlap_degree=2 calibrate=true profile_iterations=1",
     ),
 }
-# Of these, the ones whose features other tests meet by default as well.
+# Layouts whose features other default tests cover as well.
 SLOW = (
     "experts_in_tensor_parallel_parts",
     "interleaved_pipeline_overlaps",
@@ -295,7 +295,7 @@ MORE = {
 }
 
 
-# With the script of a Megatron-LM checkout; ours does not serve them.
+# Layouts that need the script of a Megatron-LM checkout; our script does not support them.
 WITH_MEGATRONS_SCRIPT = {
     "multi_token_prediction_overlaps": Layout(
         2, 2, f"{MTP} {OVERLAPS} --global-batch-size 16", "slots=2 overlap_degree=2"
@@ -373,7 +373,7 @@ def compare(layout: Layout, data: Path, folder: Path, record: Record, model: Mod
     assert differences[1][0] <= (2e-3 if is_half else 1e-5)
     assert differences[1][1] <= (2e-2 if is_half else 1e-4)
     assert [entry.iteration for entry in metrics] == list(range(1, layout.num_iterations + 1))
-    assert replicas[0] == 0, "planned without a history"
+    assert replicas[0] == 0, "replicas were planned without a history"
     assert any(replicas) == layout.replicates
     assert moved or not layout.moves
 
@@ -395,5 +395,5 @@ def _losses(run: TrainingRun) -> tuple[float, ...]:
 
 
 def _norm_difference(run: TrainingRun, to: TrainingRun) -> float:
-    # Megatron works the norm out for clipping only.
+    # Megatron computes the norm only for clipping.
     return relative_difference(run.grad_norms, to.grad_norms) if any(to.grad_norms) else 0.0

@@ -1,4 +1,4 @@
-"""Whole trainings under Parm's schedules, through Megatron's command line: stock Megatron's losses.
+"""Complete trainings under Parm's schedules through Megatron's command line: losses equal stock Megatron's.
 
 Megatron itself trains these layouts with sequence parallelism only; without it losses are the same.
 """
@@ -26,7 +26,7 @@ SCHEDULES = [
 ]
 FSSDP = " --moe-strategy-set ".join(["fssdp", "slots=2", "overlap_degree=3", "reshard_interval=3"])
 
-# Ranks, arguments, and what stock Megatron needs beside them, if not sequence parallelism.
+# Ranks, arguments, and arguments that stock Megatron needs beside sequence parallelism.
 LAYOUTS: dict[str, tuple[int, str] | tuple[int, str, str]] = {
     "parts": (4, f"--tensor-model-parallel-size 2 --expert-model-parallel-size 2 {NO_BIAS} {AUX_LOSS}"),
 }
@@ -41,7 +41,7 @@ MORE: dict[str, tuple[int, str] | tuple[int, str, str]] = {
         4,
         "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --expert-model-parallel-size 4 "
         "--global-batch-size 16 --make-vocab-size-divisible-by 2",
-        # As many padded words as on two ranks: they are in the softmax.
+        # The vocabulary is padded as on two ranks, because padded words count in the softmax.
         "--tensor-model-parallel-size 1 --make-vocab-size-divisible-by 4",
     ),
     "pipeline_overlaps": (
@@ -96,7 +96,7 @@ def test_losses_equal_stock_megatron_in_more_layouts(name: str, text_data: Path,
 def test_layers_can_change_strategy_and_schedule_while_training(
     name: str, text_data: Path, tmp_path: Path
 ) -> None:
-    """Under ``auto`` s2 serves layers without replicas, and no others."""
+    """Under ``auto``, s2 is used only in layers without replicas."""
     record = f"--moe-strategy-set record_dir={tmp_path / 'record'}"
     often = "--moe-strategy-set profile_iterations=1 --moe-strategy-set choice_interval=1"
     _compare(name, text_data, tmp_path, [f"auto {often} {record}"], 20, before=prefer_s2)
@@ -107,7 +107,7 @@ def test_layers_can_change_strategy_and_schedule_while_training(
 
 
 def prefer_s2() -> None:
-    """Run on every rank before the launch: every strategy in turn, and s2 wherever it can be had."""
+    """Run on every rank before the launch: select every strategy in turn, and s2 wherever it is possible."""
     cheap_links()
     from megatron_fssdp.megatron_adapter.layer import schedule_selector as schedule_choice
 
@@ -152,7 +152,7 @@ def _compare(
 ) -> None:
     ranks, arguments, *others = {**LAYOUTS, **MORE}[name]
     stock = f"{others[0] if others else SEQUENCE} --moe-strategy none"
-    # Megatron's initial weights are others under sequence parallelism: all start from one checkpoint.
+    # Megatron initializes weights differently under sequence parallelism, so all runs load one checkpoint.
     save = f"--save {folder} --save-interval 1 --ckpt-format torch_dist"
     _train(ranks, f"{arguments} {stock} --train-iters 1 {save}", data)
     load = f"--load {folder} --finetune --no-load-optim --no-load-rng"

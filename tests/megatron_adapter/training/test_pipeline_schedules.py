@@ -1,4 +1,4 @@
-"""Passes in flight are those of Megatron's schedules."""
+"""The accounted passes in flight equal those of Megatron's pipeline schedules."""
 
 from types import SimpleNamespace
 
@@ -29,7 +29,7 @@ def test_layers_in_flight_equal_those_of_megatrons_schedule(
 
 
 def most_waiting(place: PipelineStage, num_micro_batches: int) -> int:
-    """Steps through a schedule as Megatron does: first passes, forward and backward in turn, the rest."""
+    """Step through a schedule as Megatron does: warm-up, forward and backward in turn, remaining passes."""
     num_chunks = len(place.layers_of_chunk)
     group = SimpleNamespace(size=lambda: place.num_stages, rank=lambda: place.stage)
     communicator = SimpleNamespace(

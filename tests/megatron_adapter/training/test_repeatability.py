@@ -1,4 +1,4 @@
-"""The same seed and layout give the same bits, in whatever order transfers come in."""
+"""The same seed and layout give bitwise equal losses, in whichever order transfers arrive."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def test_a_repeated_run_has_bitwise_equal_losses(name: str, text_data: Path) -> 
 
 
 def let_messages_be_late() -> None:
-    """Let each rank wait a while before some of the steps of its transfers, another while on each rank."""
+    """Delay some steps of each rank's transfers, by different times on each rank."""
     import os
     import random
     import time

@@ -1,4 +1,4 @@
-"""What is recorded when loads are spread over expert-data-parallel groups and pipeline stages."""
+"""Runs with several expert-data-parallel groups and pipeline stages are recorded completely."""
 
 from pathlib import Path
 
@@ -15,7 +15,11 @@ from ..training_run import relative_difference, train
     ("layout", "num_sources"),
     [
         ("--expert-model-parallel-size 2", 4),
-        ("--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 16", 2),
+        pytest.param(
+            "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 16",
+            2,
+            marks=pytest.mark.slow,  # the re-sharding test below records two pipeline stages by default
+        ),
         (
             "--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
             "--disable-bias-linear",
@@ -54,7 +58,7 @@ def test_all_devices_and_layers_are_recorded(
         assert 0 <= layer.spag_exposed_s <= layer.spag_s
         assert 0 <= layer.sprs_exposed_s <= layer.sprs_s
     assert all(0 < entry.passes_s < entry.iteration_s for entry in metrics)
-    # No logged iteration: the first and the last one.
+    # Megatron logs no iteration here, so memory is recorded only in the first and the last one.
     assert [len(entry.rank_peak_bytes) for entry in metrics] == [4, 0, 4]
     assert min(metrics[0].rank_peak_bytes) > 2**20
     check_placements(tmp_path, metrics, num_sources)
@@ -62,7 +66,7 @@ def test_all_devices_and_layers_are_recorded(
 
 
 def check_placements(record_dir: Path, metrics: list[IterationMetrics], num_devices: int) -> None:
-    """Against what the metrics say of the same iterations."""
+    """Compare with the metrics of the same iterations."""
     placements = read_placements(record_dir)
     assert placements.iterations.tolist() == [entry.iteration for entry in metrics]
     assert placements.present_ILED.shape == (3, 2, 8, num_devices)
@@ -83,7 +87,7 @@ def check_placements(record_dir: Path, metrics: list[IterationMetrics], num_devi
 @pytest.mark.parametrize(
     ("layout", "num_copies"),
     [
-        ("", 2),
+        pytest.param("", 2, marks=pytest.mark.slow),  # the test above records two groups by default
         ("--pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size 16", 1),
     ],
     ids=["two expert-data-parallel groups", "two pipeline stages"],

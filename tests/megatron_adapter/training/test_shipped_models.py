@@ -1,6 +1,6 @@
 """Megatron takes the arguments of every experiment and builds models with the parameters that are counted.
 
-On a meta device, so at full width; models of more than four layers with two of them.
+Models are built on a meta device at full width; models of more than four layers are cut to two.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 CONFIGS = Path(__file__).parents[3] / "configs"
 EXPERIMENTS = sorted((CONFIGS / "experiments").glob("*.yaml"))
 
-# What no shipped model has: overrides of the tiny ones.
+# Features that no shipped model has, as overrides of the tiny models.
 BERTS = {
     "BERT every other layer": [],
     "BERT without a head for the order": ["model.order_head=false", "model.tie_embeddings=false"],
@@ -38,14 +38,14 @@ OTHERS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank is to build.
+    """The model that a rank builds.
 
     Attributes:
         words: Megatron's arguments.
-        num_ranks: Of the run.
-        strategy: Of the run.
-        vocab_size: Token ids.
-        family: Of the model.
+        num_ranks: Number of ranks of the run.
+        strategy: Name of the run's strategy.
+        vocab_size: Number of token ids.
+        family: Family of the model.
     """
 
     words: list[str]
@@ -112,7 +112,7 @@ def _elements(job: Job) -> int:
         refuse(job.strategy, RESIDENT_REFUSALS, args)
 
     config = core_transformer_config_from_args(args)
-    # One rank has it all.
+    # One rank holds the whole model.
     config.tensor_model_parallel_size = config.expert_model_parallel_size = 1
     config.expert_tensor_parallel_size = 1
     config.sequence_parallel = config.perform_initialization = False
@@ -146,6 +146,6 @@ def _gpt(config: Any, args: Any, job: Job) -> Any:
 def _bert(config: Any, args: Any, job: Job) -> Any:
     from megatron_fssdp.cli.pretraining import pretrain_bert
 
-    args.padded_vocab_size = job.vocab_size  # as it is, without Megatron's padding
+    args.padded_vocab_size = job.vocab_size  # without Megatron's padding
     pretrain_bert.get_args = lambda: args
     return pretrain_bert.build_model(config=config)

@@ -1,7 +1,7 @@
-"""Whole trainings under every other strategy, and the smart schedule: the losses of plain EP.
+"""Complete trainings under every other strategy and the smart schedule have the losses of plain EP.
 
-What is measured decides for these strategies, so links are told to cost next to nothing: then all of
-them move experts. Transfers are split all the same. Layouts are those of the parity matrix.
+These strategies decide by measured costs, so links are planted to cost almost nothing: then all of them
+move experts. Transfers are split nevertheless. Layouts are those of the parity matrix.
 """
 
 from dataclasses import replace
@@ -57,7 +57,7 @@ def cheap_links() -> None:
 def next_in_turn(
     choosing: AutoStrategy, contexts: list[LayerContext], histories: list[LoadHistory]
 ) -> np.ndarray:
-    """Each layer takes another strategy every time, so that trainings change from each to each."""
+    """Have each layer select another strategy every time, so that trainings change from each to each."""
     names = list(choosing.candidates)
     seconds_LC = np.ones((len(contexts), len(names)))
     for index, context in enumerate(contexts):
@@ -93,7 +93,7 @@ def compare_strategies(layout: Layout, data: Path, folder: Path, model: Model = 
     for strategy, settings in STRATEGIES.items():
         experts = 4 if "--num-experts 4" in layout.arguments else 8
         if strategy == "smartmoe" and experts <= layout.ep:
-            continue  # refused: one expert a device
+            continue  # refused: one expert for each device
         if strategy == "flexmoe" and any(
             flag in layout.arguments for flag in ("--fp16", "--calculate-per-token-loss")
         ):
@@ -126,12 +126,12 @@ def _compare(
     is_half = layout.is_bf16 or "--fp16" in layout.arguments
     losses, wanted_losses = run.losses + run.other_losses, wanted.losses + wanted.other_losses
     assert relative_difference(losses, wanted_losses) <= (2e-3 if is_half else 1e-5), strategy
-    # Where tokens are dropped, loads are nearly even, and what looks at exact counts may do nothing.
+    # Where tokens are dropped, loads are nearly even, and strategies that use exact counts can do nothing.
     drops = "--moe-expert-capacity-factor" in layout.arguments
     if strategy == "auto":
         metrics = read_metrics(folder / strategy)
         chosen = {layer.strategy for entry in metrics for layer in entry.layers}
-        # A group of one device has nothing to choose.
+        # A group of one device has nothing to select.
         assert len(chosen) >= 3 if layout.ep > 1 else chosen == {"ep"}, chosen
     if strategy in ("fastermoe", "prophet", "quota", "auto") and layout.replicates and not drops:
         metrics = read_metrics(folder / strategy)

@@ -1,4 +1,4 @@
-"""What Megatron's own boards are told while it trains: TensorBoard's files, and a faked Weights & Biases."""
+"""Megatron's own boards get the plugin's figures: TensorBoard's files and a stand-in for Weights & Biases."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from megatron_fssdp.reporting.run_records import read_loads, read_metrics
 
 from ..training_run import train
 
-# Rank 0, which gathers, and the last rank, which has the boards, are on different pipeline stages.
+# Rank 0 gathers the figures and the last rank has the boards; they are on different pipeline stages.
 LAYOUT = (
     "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 16 --train-iters 4 "
     "--log-interval 2 --moe-strategy fssdp --moe-strategy-set slots=1 --moe-strategy-set overlap_degree=2"
@@ -58,7 +58,7 @@ def test_boards_have_the_scalars_and_histograms_of_logged_iterations(text_data: 
         assert [event.step for event in histograms] == logged
         last = histograms[-1].histogram_value
         assert (last.num, last.sum, last.max) == (8, tokens_E.sum(), tokens_E.max())
-    assert "lm loss" in events.Tags()["scalars"]  # the board is Megatron's
+    assert "lm loss" in events.Tags()["scalars"]  # written by Megatron itself
     ours = told_by_us(told)
     assert [step for step, _ in ours] == logged
     for step, values in ours:
@@ -93,13 +93,13 @@ def wandb_arguments(folder: Path) -> str:
 
 
 def told_by_us(told: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Steps and values of what is not Megatron's."""
+    """Steps and values of the plugin's own figures."""
     lines = map(json.loads, told.read_text().splitlines())
     return [(step, values) for step, values in lines if any(name.startswith("fssdp") for name in values)]
 
 
 def fake_wandb() -> None:
-    """On each rank: a module that writes what it is told."""
+    """Install on each rank a module that records its calls."""
     module: Any = types.ModuleType("wandb")
 
     def log(values: dict[str, Any], step: int | None = None) -> None:
