@@ -69,7 +69,7 @@ class ExpertMoves:
         self._group, self._device = first.groups.expert_parallel, first.groups.device
         self._owners = OwnerMap.even(len(layers), first.context.num_experts, first.context.num_devices)
         self._spares = ResidentMap.empty(len(layers), first.context.num_devices, 0)
-        slots = [tensors for layer in layers for tensors in layer.parameters.values()]
+        slots = [tensors for layer in layers for tensors in layer.experts.parameters.values()]
         self._layout = ExpertLayout.of(slots[0])
         resident_slots = self._strategy.resident_slots
         if resident_slots:
@@ -92,7 +92,7 @@ class ExpertMoves:
             self._reshard()
         if self._strategy.resident_slots and self._strategy.replicates_at(iteration):
             self._replicate(self._strategy)
-        return [{**layer.parameters, **layer.residents} for layer in self._runtime.layers]  # type: ignore[dict-item]
+        return [layer.experts.all_parameters for layer in self._runtime.layers]  # type: ignore[dict-item]
 
     def _reshard(self) -> None:
         layers = self._runtime.layers

@@ -408,7 +408,7 @@ class RuntimeStack(LayerStack):
         self._num_done = 0
 
     def _owned(self) -> Sequence[Mapping[int, Sequence[torch.nn.Parameter]]]:
-        return [layer.parameters for layer in self.runtime.layers]
+        return [layer.experts.parameters for layer in self.runtime.layers]
 
     def _begin(self) -> None:
         if self._choosing is not None:

@@ -367,7 +367,7 @@ def _run_case(rank: int, world_size: int, case: LayerCase) -> CaseResult:
         held = dict(parameters)
         if case.transfers.startswith("resident"):
             held |= _keep_some(executor, runtime.strategy, case, weights, rank)
-        plan = executor.prepare()
+        plan = executor.plan_iteration()
         result.num_present.append(len(plan.placement.experts_on(rank)))
         result.digests.append(plan.placement.digest())
         own = _run_iteration(executor, case, batches, rank, result)

@@ -133,7 +133,7 @@ class StrategyMoELayer(MoELayer):
 
     def route(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
         """Plan from the loads of past iterations, then run the gate."""
-        self.executor.prepare()
+        self.executor.plan_iteration()
         layer = self.executor.context.layer
         self.executor.load.strategy = self._session.strategy.selected(layer)
         owners_only = not self._session.strategy.may_replicate(layer)

@@ -15,7 +15,6 @@ from megatron_fssdp.runtime.exchange.row_exchanges import MegatronExchange
 from megatron_fssdp.runtime.exchange.smart_schedule import ExpertCompute
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor, MicroBatch
 from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights
-from megatron_fssdp.runtime.replicas.materialization import Materialization
 
 
 class PlacementTokenDispatcher(MoETokenDispatcher):
@@ -32,7 +31,6 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
         self._next_exchange: MegatronExchange | None = None
         self._exchange: MegatronExchange | None = None
         self._divided_among: dist.ProcessGroup | None = None
-        self._materialization: Materialization | None = None
         self._micro_batch: MicroBatch | None = None
         self._experts: list[ExpertWeights] = []
         self._hidden_shape = torch.Size()
@@ -56,12 +54,12 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
     @property
     def exchange(self) -> MegatronExchange:
         """That of the forward pass under way."""
-        if self._exchange is None:
-            raise RuntimeError(
-                "dispatcher phases out of order: dispatch_preprocess starts a forward pass, "
-                "combine_postprocess ends it"
-            )
-        return self._exchange
+        return _of_pass(self._exchange)
+
+    @property
+    def micro_batch(self) -> MicroBatch:
+        """The micro-batch of the forward pass under way."""
+        return _of_pass(self._micro_batch)
 
     def take_experts(self) -> list[ExpertWeights]:
         """Weights of the experts present in this forward pass, ascending; once a pass."""
@@ -86,11 +84,11 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
             hidden_states.reshape(-1, hidden_states.shape[-1]), probs, routing_map
         )
         self._micro_batch = micro_batch = self.executor.begin_micro_batch(routing_map, exchange.groups)
-        self._materialization = micro_batch.materialization
+        materialization = micro_batch.materialization
         if self.has_smart_schedule:
-            tokens, self._experts = self._materialization.apply(tokens, wait=False)
-        elif not self._materialization.beside_dispatch:
-            tokens, self._experts = self._materialization.apply(tokens)
+            tokens, self._experts = materialization.apply(tokens, wait=False)
+        elif not materialization.beside_dispatch:
+            tokens, self._experts = materialization.apply(tokens)
         exchange.start(micro_batch.exchange, micro_batch.plan.placement)
         return exchange.permute(tokens, probs)
 
@@ -101,8 +99,8 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
         if self.has_smart_schedule:
             return hidden_states, probs
         rows, probs = self.exchange.dispatch(hidden_states, probs, self.executor.plan_following)
-        if self._materialization is not None and self._materialization.beside_dispatch:
-            rows, self._experts = self._materialization.apply(rows)
+        if self.micro_batch.materialization.beside_dispatch:
+            rows, self._experts = self.micro_batch.materialization.apply(rows)
         return rows, probs
 
     def run_smart_schedule(
@@ -115,8 +113,7 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
             probs: Routing probabilities of these rows, ``[A]``.
             compute: The experts' forward pass.
         """
-        assert self._micro_batch is not None
-        smart_schedule = self.executor.smart_schedule(self._micro_batch, compute)
+        smart_schedule = self.executor.smart_schedule(self.micro_batch, compute)
         assert smart_schedule is not None
         return smart_schedule.run(hidden_states, probs, self.take_experts())
 
@@ -124,7 +121,7 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Phase 3: gather the peers' rows, sort by present expert; also the rows of each, on the host."""
-        record = self.exchange.record
+        record = self.micro_batch.exchange
         rows, probs = token_exchange.sort_by_expert(*self.exchange.gather_peers(hidden_states, probs), record)
         # The CPU dtype and device that Megatron's dispatcher returns.
         rows_per_expert = torch.tensor(record.rows_per_expert, dtype=torch.long, device="cpu")
@@ -132,9 +129,8 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Phase 4: back into the order of arrival, and the sum of the peers' parts."""
-        if self._materialization is not None:
-            hidden_states = self._materialization.end_use(hidden_states)
-        rows = token_exchange.sort_by_source(hidden_states, self.exchange.record)
+        rows = self.micro_batch.materialization.end_use(hidden_states)
+        rows = token_exchange.sort_by_source(rows, self.micro_batch.exchange)
         return self.exchange.sum_peers(rows, self._probs_dtype)
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -145,9 +141,21 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Phase 6: sum each token's results, in the shape of the input."""
-        output = self.exchange.unpermute(hidden_states)
-        if self._materialization is not None:
-            output = self._materialization.release(output)
-        self._exchange = self._materialization = self._micro_batch = None
+        output = self.micro_batch.materialization.release(self.exchange.unpermute(hidden_states))
+        self._exchange = self._micro_batch = None
         output = output.view(self._hidden_shape)
         return output if self._divided_among is None else gather_tokens(output, self._divided_among)
+
+
+def _of_pass[T](value: T | None) -> T:
+    """What a forward pass keeps between its phases.
+
+    Raises:
+        RuntimeError: No forward pass is under way.
+    """
+    if value is None:
+        raise RuntimeError(
+            "dispatcher phases out of order: dispatch_preprocess starts a forward pass, "
+            "combine_postprocess ends it"
+        )
+    return value

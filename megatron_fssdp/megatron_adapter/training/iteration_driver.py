@@ -114,7 +114,7 @@ class IterationDriver:
     def _device(self) -> torch.device:
         # A layer may own nothing here; a session has Parameters.
         layers = self._session.runtime.layers
-        return next(ps[0].device for layer in layers for ps in layer.parameters.values())
+        return next(ps[0].device for layer in layers for ps in layer.experts.parameters.values())
 
     def begin(self, iteration: int, num_micro_batches: int) -> None:
         """Before an iteration's first forward pass.
@@ -167,7 +167,7 @@ class IterationDriver:
 
     def _profile(self, num_micro_batches: int) -> None:
         layers = self._session.runtime.layers
-        layout = layers[0].layout_of_all()
+        layout = layers[0].experts.layout()
         copies = parallel_state.get_expert_data_parallel_group()
         profile_layers(
             layers,

@@ -43,10 +43,10 @@ def account_memory(session: StrategySession, args: Any, held: HeldReplicas) -> E
     """
     layers = session.runtime.layers
     first = layers[0]
-    layout, context = first.layout_of_all(), first.context
+    layout, context = first.experts.layout(), first.context
     per_layer = context.num_experts // context.num_devices
     # A layer may own nothing here; a session has Parameters.
-    parameter = next(ps[0] for layer in layers for ps in layer.parameters.values())
+    parameter = next(ps[0] for layer in layers for ps in layer.experts.parameters.values())
     main_grad = getattr(parameter, "main_grad", None)
     # Without replicas of its own making a strategy has no such limit.
     replicas = min(session.strategy.slots(context), context.num_experts - per_layer)

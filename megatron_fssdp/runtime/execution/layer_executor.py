@@ -55,13 +55,9 @@ class LayerExecutor:
     Attributes:
         context: What the strategy may know of the layer.
         groups: Process group and topology.
-        parameters: Parameters of each expert this rank owns, by expert, in the order of
-            :class:`ExpertWeights`. The tensors stay Megatron's own.
-        residents: The same of the replicas that stay here from iteration to iteration.
+        experts: The experts of the layer that have Parameters on this rank.
         strategy: Decides.
         clock: Who ends iterations.
-        layout: Shapes of one expert's tensors; by default those of this rank's parameters.
-            A rank that owns no expert of the layer has to be told.
         measure: Whether to work out the device loads, bytes and times that reports show; they
             cost a little host time per micro-batch.
         check_plans: Compare the plans of all ranks before using them.
@@ -71,15 +67,13 @@ class LayerExecutor:
 
     context: LayerContext
     groups: ExpertGroups
-    parameters: Mapping[int, Sequence[torch.nn.Parameter]]
+    experts: LocalExperts
     strategy: Strategy
     clock: IterationClock = field(default_factory=IterationClock)
-    layout: ExpertLayout | None = None
     measure: bool = False
     check_plans: bool = False
     following: "LayerExecutor | None" = None
     is_first: bool = True
-    residents: Mapping[int, Sequence[torch.nn.Parameter]] = field(default_factory=dict)
     history: LoadHistory = field(init=False)
     load: LayerLoad = field(init=False)
     stopwatch: LayerStopwatch | None = field(init=False, default=None)
@@ -95,13 +89,13 @@ class LayerExecutor:
         self.load = LayerLoad.empty(self.context.layer, *shape)
         self._plain_owner_E = self.context.owner_E
         self.strategy.check(self.context)
-        self.own(self.context.owner_E, self.parameters, self.layout)
+        self.experts.check_owned(self.context.owner_E, self.groups.device)
 
     def own(
         self,
         owner_E: np.ndarray,
         parameters: Mapping[int, Sequence[torch.nn.Parameter]],
-        layout: ExpertLayout | None = None,
+        layout: ExpertLayout,
     ) -> None:
         """Take over new owners, between iterations.
 
@@ -113,10 +107,10 @@ class LayerExecutor:
         Raises:
             ValueError: The parameters are not those of the experts that this rank owns.
         """
-        LocalExperts(self._what, parameters, told_layout=layout).check_owned(owner_E, self.groups.device)
+        experts = replace(self.experts, parameters=parameters, told_layout=layout)
+        experts.check_owned(owner_E, self.groups.device)
         self.context = replace(self.context, owner_E=owner_E)
-        self.parameters = parameters
-        self.layout = layout
+        self.experts = experts
         self._iteration = None
 
     def keep(self, placement: ExpertPlacement, residents: Mapping[int, Sequence[torch.nn.Parameter]]) -> None:
@@ -129,40 +123,67 @@ class LayerExecutor:
         Raises:
             ValueError: The parameters are not those of this rank's replicas.
         """
-        LocalExperts(self._what, self.parameters, residents).check_present(placement, self.groups.device)
+        experts = replace(self.experts, residents=residents)
+        experts.check_present(placement, self.groups.device)
         self.context = replace(self.context, resident=placement)
-        self.residents = residents
+        self.experts = experts
         self._iteration = None
 
     def renumber(self, layer: int) -> None:
         """Take the layer number that the model assigns after building its layers."""
         self.context = replace(self.context, layer=layer)
+        self.experts = replace(self.experts, what=f"layer {layer}")
         self.load.layer = layer
 
-    @property
-    def _what(self) -> str:
-        return f"layer {self.context.layer}"
+    def plan_iteration(self) -> LayerPlan:
+        """Make the plan of the running iteration from the iterations before it, unless it is made already.
 
-    @property
-    def _experts(self) -> LocalExperts:
-        return LocalExperts(self._what, self.parameters, self.residents, self.layout)
+        This is the only place that makes it. It is called where a forward pass of the layer begins: by
+        :meth:`launch`, by whoever runs the gate or, without a gate, by ``run_layer``. The layer before this
+        one calls it earlier, by :meth:`plan_following`. Everything else needs a plan and raises without one.
 
-    def layout_of_all(self) -> ExpertLayout:
-        """Shapes of one expert's tensors."""
-        return self._experts.layout()
-
-    def prepare(self) -> LayerPlan:
-        """The plan of the running iteration, made from the iterations before it.
-
-        Frozen until the iteration ends, but for one calibration with the first micro-batch,
-        so that every micro-batch and a recomputed forward use the same placement.
+        The plan is frozen until the iteration ends, except for one calibration with the first micro-batch.
+        So every micro-batch and a recomputed forward pass use the same placement.
         """
-        return self._running().plan
+        if self._iteration is None:
+            plan = self.strategy.before_gate(self.context, self.history)
+            self._check(plan)
+            num_micro_batches = self.clock.num_micro_batches
+            self._iteration = LayerIteration(
+                plan,
+                self.experts,
+                self.groups,
+                num_micro_batches,
+                # Parts need a layer before this one, room beside other collectives, and somebody who promises
+                # to wait for them; alike on all ranks.
+                may_split=not self.is_first
+                and self.groups.transfers is not None
+                and self.groups.ring is None
+                and not self.check_plans
+                and num_micro_batches is not None,
+                # On CUDA the host waits for a transfer's times, so they are taken only for reports.
+                journal=self._journal if self.measure else None,
+            )
+        return self._iteration.plan
 
     def plan_following(self) -> None:
-        """Plan the layer after this one; for a moment in which the host would only wait."""
+        """Plan the iteration of the following layer while the host would only wait for rows."""
         if self._next is not None:
-            self._next.prepare()
+            self._next.plan_iteration()
+
+    @property
+    def _running(self) -> LayerIteration:
+        """The running iteration.
+
+        Raises:
+            RuntimeError: It is not planned yet.
+        """
+        if self._iteration is None:
+            raise RuntimeError(
+                f"{self.experts.what}: got a step of an iteration without a plan, wanted it planned; "
+                "call LayerExecutor.plan_iteration() where the layer's forward pass begins"
+            )
+        return self._iteration
 
     @property
     def _next(self) -> "LayerExecutor | None":
@@ -182,10 +203,9 @@ class LayerExecutor:
             return hidden
         if self.stopwatch is not None:
             self.stopwatch.layer_begins(hidden.device)
-        iteration = self._running()
-        plan = iteration.plan
+        plan = self.plan_iteration()
         if plan.gather_ahead and not plan.each_micro_batch and self.groups.transfers is not None:
-            self._ahead = iteration.start_weights(hidden.device)
+            self._ahead = self._running.start_weights(hidden.device)
             self._is_launched = True
         if first:
             self.clock.latest = None
@@ -211,7 +231,7 @@ class LayerExecutor:
         counts_XDE = self._gather_counts(routing_map, groups)
         # The peers of expert tensor parallelism compute together: their loads are one load.
         counts_DE = counts_XDE.sum(axis=0)
-        iteration = self._running()
+        iteration = self._running
         if iteration.plan.each_micro_batch:
             iteration = self._planned_by(counts_DE, iteration)
         device = routing_map.device
@@ -226,15 +246,13 @@ class LayerExecutor:
         self.load.num_replicas = plan.placement.num_replicas
         self.load.placements = (plan.placement,)
 
-        def backward(done: Materialization, gradients: GradientsOfExperts) -> None:
-            iteration.take_gradients(done, gradients, device)
+        def backward(gradients: GradientsOfExperts) -> None:
+            iteration.take_gradients(gradients, device)
             self._count(counts_DE, dispatch_of_peer)
 
         materialization = Materialization(
             plan.placement,
             self.groups.device,
-            weights.layout,
-            weights.parameters,
             weights,
             iteration.whole_transfer(device),
             rematerialize=plan.rematerialize,
@@ -257,7 +275,7 @@ class LayerExecutor:
         if self.groups.ring is None:
             return None
         materialization, ring = micro_batch.materialization, self.groups.ring
-        travels_G = [expert not in materialization.parameters for expert in materialization.present]
+        travels_G = [expert not in materialization.weights.parameters for expert in materialization.present]
         # Most rows for replicas are the device's own: those from far are there to be computed meanwhile.
         ring = replace(ring, own_last=bool(micro_batch.plan.transfer.edges) and not micro_batch.plan.resident)
 
@@ -286,7 +304,7 @@ class LayerExecutor:
         A part of the following layer's replicas may travel meanwhile (Pro-Prophet §V-B).
         """
         if self._next is not None and not in_backward():
-            self._next.gather_early(device)
+            self._next._running.start_first_part(device)
         return nullcontext() if self.stopwatch is None else self.stopwatch.experts(num_rows, device)
 
     def computed(self, rows: torch.Tensor) -> torch.Tensor:
@@ -297,14 +315,10 @@ class LayerExecutor:
         Args:
             rows: Results of the present experts.
         """
-        following = None if self._next is None else self._next._running()
+        following = None if self._next is None else self._next._running
         if following is None or not following.splits:
             return rows
         return call_in_backward(following.gradients.send_rest, rows)
-
-    def gather_early(self, device: torch.device) -> None:
-        """Start the part of SparseAllGather that runs beside the experts of the layer before."""
-        self._running().start_first_part(device)
 
     def finish_gradients(self) -> None:
         """Bring home what is still here or under way; every rank of the group has to."""
@@ -330,7 +344,7 @@ class LayerExecutor:
         """
         if self._iteration is not None and not self._iteration.is_home:
             raise RuntimeError(
-                f"layer {self.context.layer}: the iteration ended with replicas' gradients not yet at their "
+                f"{self.experts.what}: the iteration ended with replicas' gradients not yet at their "
                 "owners; call MoERuntime.finish_gradients() before reading gradients"
             )
         load = self.load
@@ -342,28 +356,6 @@ class LayerExecutor:
         self._ahead = None
         self._is_launched = False
         return load
-
-    def _running(self) -> LayerIteration:
-        if self._iteration is None:
-            plan = self.strategy.before_gate(self.context, self.history)
-            self._check(plan)
-            num_micro_batches = self.clock.num_micro_batches
-            self._iteration = LayerIteration(
-                plan,
-                self._experts,
-                self.groups,
-                num_micro_batches,
-                # Parts need a layer before this one, room beside other collectives, and somebody who promises
-                # to wait for them; alike on all ranks.
-                may_split=not self.is_first
-                and self.groups.transfers is not None
-                and self.groups.ring is None
-                and not self.check_plans
-                and num_micro_batches is not None,
-                # On CUDA the host waits for a transfer's times, so they are taken only for reports.
-                journal=self._journal if self.measure else None,
-            )
-        return self._iteration
 
     def _planned_by(self, counts_DE: np.ndarray, iteration: LayerIteration) -> LayerIteration:
         """One micro-batch's own plan; a recomputed forward has the same counts and finds it again."""

@@ -10,7 +10,7 @@ from megatron_fssdp.planning.transfer.message_size import message_bytes
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, additional_transfer
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.replicas.local_experts import LocalExperts
-from megatron_fssdp.runtime.replicas.materialization import GradientsOfExperts, Materialization
+from megatron_fssdp.runtime.replicas.materialization import GradientsOfExperts
 from megatron_fssdp.runtime.replicas.replica_gradients import ReplicaGradients
 from megatron_fssdp.runtime.replicas.replica_weights import ReplicaWeights
 from megatron_fssdp.runtime.replicas.resident_gradients import ResidentGradients
@@ -103,20 +103,17 @@ class LayerIteration:
         weights.extend(self._bind(more, device))
         self.plan, self.transfer = plan, None
 
-    def take_gradients(
-        self, done: Materialization, gradients: GradientsOfExperts, device: torch.device
-    ) -> None:
-        """Called in each backward pass, with what it found for the replicas.
+    def take_gradients(self, gradients: GradientsOfExperts, device: torch.device) -> None:
+        """Send the gradients of one backward pass to the owners, or add them to sums that are sent later.
 
         Args:
-            done: The forward pass's.
-            gradients: Of its present experts.
-            device: This rank's.
+            gradients: Gradients of the replicas on this device, by expert.
+            device: This rank's device.
         """
         if self.plan.resident:
             self._sum_residents(device)
-        else:
-            self._send_home(done, gradients)
+        elif self.groups.num_devices > 1:
+            self._send_home(gradients, device)
 
     def advance_gradients(self) -> None:
         """Take in what has arrived; for a moment in which nothing else waits for it."""
@@ -133,26 +130,23 @@ class LayerIteration:
         self.gradients.send_rest()
         self.gradients.settle()
 
-    def _send_home(self, done: Materialization, gradients: GradientsOfExperts) -> None:
-        if done.alone:
-            return
-        num_micro_batches = self.num_micro_batches
+    def _send_home(self, gradients: GradientsOfExperts, device: torch.device) -> None:
+        num_micro_batches, layout = self.num_micro_batches, self.experts.layout()
         if num_micro_batches is not None and self.plan.life.sums_gradients(num_micro_batches):
-            self.gradients.accumulate(done.layout, gradients)
+            self.gradients.accumulate(layout, gradients)
             if self.gradients.num_unsent >= num_micro_batches:
-                self.gradients.send_sums(self._parts_home(done), done.layout, done.parameters)
+                self.gradients.send_sums(self._parts_home(device), layout, self.experts.parameters)
         else:
-            self.gradients.send(self._parts_home(done), done.layout, done.parameters, gradients)
+            self.gradients.send(self._parts_home(device), layout, self.experts.parameters, gradients)
         if num_micro_batches is None or self.groups.transfers is None:
             self.gradients.settle()
 
-    def _parts_home(self, done: Materialization) -> list[SparseTransfer]:
+    def _parts_home(self, device: torch.device) -> list[SparseTransfer]:
         later = self._part(self.plan.split.reduce) if self.splits else 0
         if not later:
-            return [done.transfer]
-        device = done.transfer.device
+            return [self.whole_transfer(device)]
         return [
-            self._bind(self.plan.transfer, device, done.layout.numel - later),
+            self._bind(self.plan.transfer, device, self.experts.layout().numel - later),
             self._bind(self.plan.transfer, device, later),
         ]
 

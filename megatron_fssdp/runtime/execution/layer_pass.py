@@ -49,6 +49,7 @@ def run_layer(
     Returns:
         ``[T, M]``, and what was decided for this pass.
     """
+    executor.plan_iteration()
     exchange = exchange or MegatronExchange(executor.groups)
     hidden, probs, routing_map = exchange.gather(hidden, probs, routing_map)
     with span("counts and plan"):

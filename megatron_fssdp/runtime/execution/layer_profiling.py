@@ -44,7 +44,7 @@ def profile_layers(
         device: Where collectives' tensors lie.
     """
     first = layers[0]
-    layout = first.layout_of_all()
+    layout = first.experts.layout()
     flops_per_token = 2.0 * sum(shape.numel() for shape in layout.shapes if len(shape) == 2)
     watches = [layer.stopwatch for layer in layers if layer.stopwatch is not None]
     rows, experts_s = sum(w.num_rows for w in watches), sum(w.experts_s() for w in watches)

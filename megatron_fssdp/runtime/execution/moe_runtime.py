@@ -10,6 +10,7 @@ from megatron_fssdp.runtime.execution.iteration_clock import IterationClock
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
 from megatron_fssdp.runtime.execution.layer_load import LayerLoad
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
+from megatron_fssdp.runtime.replicas.local_experts import LocalExperts
 from megatron_fssdp.strategies.strategy import LayerContext, Strategy
 
 
@@ -56,10 +57,9 @@ class MoERuntime:
         executor = LayerExecutor(
             context,
             groups,
-            parameters,
+            LocalExperts(f"layer {context.layer}", parameters, told_layout=layout),
             self.strategy,
             self.clock,
-            layout,
             # Every rank of the group knows the whole group's loads: one works them out.
             measure=self.measure and groups.device == 0,
             check_plans=self.check_plans,

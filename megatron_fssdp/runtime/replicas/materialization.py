@@ -19,14 +19,14 @@ of one device, where nothing can be replicated, leaves its Parameters in autogra
 reduces them together with the dense ones.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertWeights
+from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights
 from megatron_fssdp.runtime.replicas.replica_gradients import add_to_owner
 from megatron_fssdp.runtime.replicas.replica_weights import ReplicaWeights, WeightState
 
@@ -39,9 +39,7 @@ class Materialization:
     Args:
         placement: Where the experts are.
         device: This rank's device number.
-        layout: Shapes of one expert's tensors.
-        parameters: Parameters of the experts that this rank owns.
-        weights: The replicas' weights, gathered or being gathered.
+        weights: The replicas' weights, gathered or being gathered, and the Parameters that are here.
         transfer: SparseAllGather of all replicas of the placement.
         rematerialize: Give the replicas back after the forward pass and gather them again
             before the backward pass (Hecate's re-materialization).
@@ -55,18 +53,14 @@ class Materialization:
         self,
         placement: ExpertPlacement,
         device: int,
-        layout: ExpertLayout,
-        parameters: Mapping[int, Sequence[torch.nn.Parameter]],
         weights: ReplicaWeights,
         transfer: SparseTransfer,
         *,
         rematerialize: bool,
         beside_dispatch: bool = False,
-        on_backward: Callable[["Materialization", GradientsOfExperts], None],
+        on_backward: Callable[[GradientsOfExperts], None],
     ) -> None:
         self.present = placement.experts_on(device)
-        self.layout = layout
-        self.parameters = parameters
         self.weights = weights
         self.transfer = transfer
         self.rematerialize = rematerialize
@@ -91,8 +85,8 @@ class Materialization:
         anchor = torch.empty(0, device=hidden.device, requires_grad=True)
         hidden, *tensors = _Materialize.apply(self, wait, anchor, hidden)
         if self.alone:
-            tensors = [parameter for expert in self.present for parameter in self.parameters[expert]]
-        count = len(self.layout.shapes)
+            tensors = [parameter for expert in self.present for parameter in self.weights.parameters[expert]]
+        count = len(self.weights.layout.shapes)
         experts = [ExpertWeights.from_tensors(tensors[i : i + count]) for i in range(0, len(tensors), count)]
         return hidden, experts
 
@@ -123,17 +117,17 @@ class Materialization:
 
     def finish_backward(self, gradients: Sequence[torch.Tensor]) -> None:
         """Owned experts' gradients to their Parameters, replicas' to whoever sends them home."""
-        count = len(self.layout.shapes)
+        count = len(self.weights.layout.shapes)
         of_replicas: GradientsOfExperts = {}
         for i, expert in enumerate(() if self.alone else self.present):
             of_expert = gradients[i * count : (i + 1) * count]
-            if expert in self.parameters:
-                add_to_owner(self.parameters[expert], of_expert)
+            if expert in self.weights.parameters:
+                add_to_owner(self.weights.parameters[expert], of_expert)
             else:
                 of_replicas[expert] = of_expert
         if self.rematerialize:
             self.weights.release()
-        self.on_backward(self, of_replicas)
+        self.on_backward(of_replicas)
         before, self.before = self.before, None
         if before is not None:
             before.regather()

@@ -96,7 +96,7 @@ def _compare(
     layer = spec(config=config, pg_collection=None)
     layer.set_layer_number(1)
     generator = torch.Generator().manual_seed(7)
-    for parameters in layer.executor.parameters.values():
+    for parameters in layer.executor.experts.parameters.values():
         for bias in parameters[2:]:  # they start at zero, which would hide mistakes
             torch.nn.init.normal_(bias, std=0.1)
     worst = 0.0
@@ -107,7 +107,7 @@ def _compare(
         mine = everyones[rank].clone().requires_grad_()
         layer.zero_grad()
         output, _ = layer(mine)
-        num_replicas = layer.executor.prepare().placement.num_replicas
+        num_replicas = layer.executor.plan_iteration().placement.num_replicas
         output.backward(upstream[rank])
 
         weights = _all_weights(layer, world_size)
@@ -115,7 +115,7 @@ def _compare(
         router_gradient = layer.router.weight.grad.clone()
         dist.all_reduce(router_gradient)
         pairs = [(output, wanted[rank]), (mine.grad, inputs.grad[rank]), (router_gradient, router.grad)]
-        for expert, parameters in layer.executor.parameters.items():
+        for expert, parameters in layer.executor.experts.parameters.items():
             pairs += [(p.grad, w.grad) for p, w in zip(parameters, weights[expert], strict=True)]
         worst = max(worst, *(_relative(got, want) for got, want in pairs))
     everyones_worst = torch.tensor(worst)
@@ -126,7 +126,7 @@ def _compare(
 def _all_weights(layer: Any, world_size: int) -> dict[int, list[torch.Tensor]]:
     import torch.distributed as dist
 
-    own = {e: [p.detach().clone() for p in ps] for e, ps in layer.executor.parameters.items()}
+    own = {e: [p.detach().clone() for p in ps] for e, ps in layer.executor.experts.parameters.items()}
     everyones: list[Any] = [None] * world_size
     dist.all_gather_object(everyones, own)
     return {e: [w.requires_grad_() for w in ws] for found in everyones for e, ws in found.items()}

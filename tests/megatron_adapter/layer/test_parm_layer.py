@@ -197,7 +197,7 @@ def compare(rank: int, case: Case) -> float:
             right, right_gradient = right.chunk(n_mp)[mp_rank], right_gradient.chunk(n_mp)[mp_rank]
         pairs = [(output, right), (mine.grad, right_gradient)]
         pairs.append((total(layer.router.weight.grad, case, "router"), router))
-        for expert, parameters in layer.executor.parameters.items():
+        for expert, parameters in layer.executor.experts.parameters.items():
             whole = [total(p.grad, case, "expert") for p in parameters]
             pairs += list(zip(whole, own_parts(experts[expert], case), strict=True))
         if shared is not None:
@@ -251,7 +251,7 @@ def build(case: Case) -> Any:
     layer.set_layer_number(1)
     layer.train()
     group = parallel_state.get_expert_data_parallel_group()
-    for parameters in layer.executor.parameters.values():
+    for parameters in layer.executor.experts.parameters.values():
         for parameter in parameters:
             torch.nn.init.normal_(parameter, std=0.3)
             dist.broadcast(parameter.data, group=group, group_src=0)
@@ -300,7 +300,7 @@ def whole_weights(layer: Any, case: Case) -> dict[int, list[torch.Tensor]]:
     part = parallel_state.get_expert_tensor_parallel_rank()
     own = {
         (e, part): [p.detach().clone() for p in parameters]
-        for e, parameters in layer.executor.parameters.items()
+        for e, parameters in layer.executor.experts.parameters.items()
     }
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, own)

@@ -32,7 +32,7 @@ def spoil_experts(value: float) -> None:
     def begin_iteration(self: MoERuntime, *args: Any) -> None:
         begin(self, *args)
         if self.clock.iteration == SPOILED_IN and os.environ["RANK"] == "1":
-            for parameters in self.layers[1].parameters.values():
+            for parameters in self.layers[1].experts.parameters.values():
                 parameters[0].data.view(-1)[0] = value
 
     MoERuntime.begin_iteration = begin_iteration  # type: ignore[method-assign, assignment]

@@ -59,7 +59,7 @@ def forward(
     schedule: Schedule = "megatron",
 ) -> Tensor:
     """The layer's forward pass under a schedule."""
-    executor.prepare()
+    executor.plan_iteration()
     compute = partial(grouped_ffn, activation=ACTIVATIONS[name])
     exchange = exchange_of(schedule, executor.groups)
     output, _ = run_layer(executor, hidden, probs, routing_map, compute, exchange=exchange)
@@ -92,7 +92,7 @@ def compare(rank: int, world_size: int, case: LayerCase, schedule: Schedule) -> 
     for _ in range(case.num_iterations):
         batch = draw_inputs(case, owner_E, world_size, rng)
         runtime.begin_iteration()
-        plan = executor.prepare()
+        plan = executor.plan_iteration()
         found.digests.append(plan.placement.digest())
         found.num_replicas.append(plan.placement.num_replicas)
         _compare_iteration(executor, case, batch, weights, rank, found, schedule)
@@ -127,7 +127,7 @@ def _compare_iteration(
         (hidden.grad, batch.of_rank(all_hidden.grad, rank)),
         (probs.grad, batch.of_rank(all_probs.grad, rank)),
     ]
-    for expert, tensors in executor.parameters.items():
+    for expert, tensors in executor.experts.parameters.items():
         gradients = shard([t.grad for t in weights[expert]], case.activation, executor.groups.peer)
         pairs += [(p.grad, gradient) for p, gradient in zip(tensors, gradients, strict=True)]
     for got, right in pairs:

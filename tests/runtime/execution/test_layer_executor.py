@@ -22,6 +22,7 @@ from megatron_fssdp.planning.transfer.transfer_plan import plain_transfer
 from megatron_fssdp.runtime.exchange.token_exchange import DispatchRecord
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
 from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
+from megatron_fssdp.runtime.replicas.local_experts import LocalExperts
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 from megatron_fssdp.testing import run_ranks
 
@@ -219,15 +220,15 @@ def plans_last_an_iteration(rank: int, world_size: int) -> None:
     plans = []
     for _ in range(4):
         runtime.begin_iteration()
-        plan = executor.prepare()
+        plan = executor.plan_iteration()
         for recompute in (None, True, False):
             output = layer.forward(layer.draw(), recompute)
-            assert executor.prepare() is plan
+            assert executor.plan_iteration() is plan
             output.sum().backward()
-            assert executor.prepare() is plan
+            assert executor.plan_iteration() is plan
         with torch.no_grad():
             layer.forward(layer.draw())
-        assert executor.prepare() is plan
+        assert executor.plan_iteration() is plan
         runtime.end_iteration()
         plans.append(plan)
     assert len({plan.placement for plan in plans}) == 4
@@ -243,15 +244,15 @@ def plans_last_an_iteration(rank: int, world_size: int) -> None:
 
 def plans_last_until_a_backward_pass(rank: int, world_size: int) -> None:
     layer = Layer(RANDOM)
-    first = layer.executor.prepare()
+    first = layer.executor.plan_iteration()
     with torch.no_grad():
         layer.forward(layer.draw())
     batch = layer.draw()
     output = layer.forward(batch)
-    assert layer.executor.prepare() is first
+    assert layer.executor.plan_iteration() is first
     output.sum().backward()
     assert np.array_equal(layer.executor.history.latest_DE().sum(0), batch.routing_map.sum(0).numpy())
-    assert layer.executor.prepare() is not first
+    assert layer.executor.plan_iteration() is not first
 
 
 def test_a_plan_is_frozen_within_an_iteration_and_replaced_in_the_next() -> None:
@@ -281,7 +282,7 @@ def disagree(rank: int, world_size: int) -> str:
     with pytest.raises(
         RuntimeError, match=r"placement of layer 1 is not the same.*ranks \[2\] differ"
     ) as info:
-        layer.executor.prepare()
+        layer.executor.plan_iteration()
     return str(info.value)
 
 
@@ -362,20 +363,32 @@ def test_a_pass_has_one_exchange_of_counts_and_three_of_rows_and_the_backward_pa
         assert in_backward == 2  # rows there and back; these probs need no gradient
 
 
+def begin_without_a_plan(rank: int, world_size: int) -> None:
+    layer = Layer(RANDOM)
+    batch = layer.draw()
+    routing_map = batch.of_rank(batch.routing_map, rank)
+    with pytest.raises(RuntimeError, match=r"layer 1: .*without a plan.*call LayerExecutor.plan_iteration"):
+        layer.executor.begin_micro_batch(routing_map)
+
+
+def test_a_micro_batch_without_a_plan_is_refused() -> None:
+    run_ranks(begin_without_a_plan, 2)
+
+
 def build_wrongly(rank: int, world_size: int) -> None:
     layer = Layer(RANDOM)
     context, groups = layer.executor.context, layer.executor.groups
     strategy = layer.runtime.strategy
     missing = dict(list(layer.parameters.items())[1:])
     with pytest.raises(ValueError, match=r"got parameters of experts .*, wanted those this rank owns"):
-        LayerExecutor(context, groups, missing, strategy)
+        LayerExecutor(context, groups, LocalExperts("layer 1", missing), strategy)
     none_owned = LayerContext(7, np.full(8, 1 - rank), context.topology)
     with pytest.raises(ValueError, match=r"layer 7: got 0 expert layouts .*layout argument"):
-        LayerExecutor(none_owned, groups, {}, strategy)
+        LayerExecutor(none_owned, groups, LocalExperts("layer 7", {}), strategy)
     some = next(iter(layer.parameters))
     uneven = {**layer.parameters, some: [torch.nn.Parameter(torch.zeros(2, 2))] * 4}
     with pytest.raises(ValueError, match="got 2 expert layouts"):
-        LayerExecutor(context, groups, uneven, strategy)
+        LayerExecutor(context, groups, LocalExperts("layer 1", uneven), strategy)
 
 
 def test_parameters_that_do_not_fit_are_refused() -> None:

@@ -125,7 +125,7 @@ class Stack:
     def sample(self) -> None:
         """Bytes of replicas' weights, and of everything else that is as long as one expert."""
         of_weights = sum(item.resident_bytes for item in _alive(ReplicaWeights))
-        numel = self.layers[0].layout_of_all().numel
+        numel = self.layers[0].experts.layout().numel
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for tensor in _alive(Tensor)
@@ -190,7 +190,7 @@ def _resident_replicas(
         slots_per_device=4 * owned,
         replicas_per_layer=case.num_experts - owned,
         owned_per_layer=owned,
-        expert_elements=2 * stack.layers[0].layout_of_all().numel,  # fp64 here, sums count as fp32
+        expert_elements=2 * stack.layers[0].experts.layout().numel,  # fp64 here, sums count as fp32
         dtype_bytes=4,
         gradient_bytes=4,
         optimizer=ExpertOptimizer(),
