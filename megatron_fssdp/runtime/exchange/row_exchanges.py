@@ -28,11 +28,10 @@ from megatron_fssdp.collectives.rows.sharded_all_to_all import (
     send_to_parts,
 )
 from megatron_fssdp.collectives.rows.simultaneous_gather import SharedRoute, results_for_all
-from megatron_fssdp.collectives.rows.uneven_all_gather import uneven_all_gather
-from megatron_fssdp.collectives.rows.uneven_all_to_all import gather_counts
+from megatron_fssdp.collectives.rows.uneven_all_gather import uneven_all_gather, uneven_reduce_scatter
+from megatron_fssdp.collectives.rows.uneven_all_to_all import gather_counts, uneven_all_to_all
 from megatron_fssdp.planning.cost.tensor_schedules import Schedule
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.runtime.exchange import token_exchange
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.exchange.token_exchange import DispatchRecord, order_of_sending
 
@@ -72,37 +71,62 @@ class MegatronExchange:
         self._record = record
 
     def permute(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows ``[A, M]`` and probabilities ``[A]`` in the order of sending."""
-        return token_exchange.permute(hidden, probs, self.record)
+        """Rows ``[A, M]`` and probabilities ``[A]`` in the order of sending.
+
+        Args:
+            hidden: Hidden states, ``[T, M]``.
+            probs: Routing probabilities, ``[T, E]``; entries outside the routing map are ignored.
+        """
+        flat_probs = probs.t().reshape(-1)
+        return (
+            hidden.index_select(0, self.record.token_A),
+            flat_probs.index_select(0, self.record.assignment_A),
+        )
 
     def dispatch(
         self, rows: Tensor, probs: Tensor, meanwhile: Callable[[], object] | None
     ) -> tuple[Tensor, Tensor]:
-        """Rows and probabilities to the experts' devices."""
-        return token_exchange.dispatch(
-            rows, probs, self.record, self.groups.expert_parallel, meanwhile=meanwhile
+        """Send rows and probabilities to the experts' devices: ``[R, M]`` and ``[R]``, by source and expert.
+
+        Args:
+            rows: Rows in the order of sending, ``[A, M]``.
+            probs: Probabilities of these rows, ``[A]``.
+            meanwhile: Work of the host to do while the rows travel.
+        """
+        record, group = self.record, self.groups.expert_parallel
+        rows, probs = uneven_all_to_all(
+            (rows, probs), record.receive_D, record.send_D, group, meanwhile=meanwhile
         )
+        return rows, probs
 
     def gather_peers(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Rows and probabilities that all parts of the experts have received, ``[R, M]`` and ``[R]``."""
-        return token_exchange.gather_peers(rows, probs, self.record, self.groups.expert_tensor_parallel)
+        group, rows_X = self.groups.expert_tensor_parallel, self.record.rows_X
+        if group is None:
+            return rows, probs
+        return uneven_all_gather(rows, rows_X, group), uneven_all_gather(probs, rows_X, group)
 
     def sum_peers(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Sums of the parts' results, if this rank forms them before the results travel back.
 
         Args:
             rows: Results of this rank's parts of the experts, in the order in which rows came, ``[R, M]``.
-            dtype: Data type of the sums.
+            dtype: Data type in which to sum; the result has the data type of ``rows``.
         """
-        return token_exchange.sum_over_peers(rows, self.record, self.groups.expert_tensor_parallel, dtype)
+        group = self.groups.expert_tensor_parallel
+        if group is None:
+            return rows
+        return uneven_reduce_scatter(rows.to(dtype), self.record.rows_X, group).to(rows.dtype)
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Results back to the tokens' ranks."""
-        return token_exchange.combine(rows, self.record, self.groups.expert_parallel)
+        """Send the results back to the tokens' ranks, ``[A, M]``."""
+        record, group = self.record, self.groups.expert_parallel
+        return uneven_all_to_all((rows,), record.send_D, record.receive_D, group)[0]
 
     def unpermute(self, rows: Tensor) -> Tensor:
-        """Sums of each token's results, ``[T, M]``."""
-        return token_exchange.unpermute(rows, self.record)
+        """Sums of each token's results, ``[T, M]`` in the data type of ``rows``."""
+        output = rows.new_zeros((self.record.num_tokens, rows.shape[-1]))
+        return output.index_add(0, self.record.token_A, rows)
 
 
 class S1Exchange(MegatronExchange):

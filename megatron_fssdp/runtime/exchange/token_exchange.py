@@ -1,25 +1,20 @@
-"""Sends tokens to the devices that compute their experts, and the results back.
+"""Works out where one micro-batch's rows go and come from, from what every rank knows.
 
-Six steps, in the order of Megatron's dispatcher: permute, dispatch, sort, (experts),
-unsort, combine, unpermute. Where ranks share each expert (expert tensor parallelism), they
-exchange tokens over groups of their own and then gather each other's rows; the partial
-results are summed on the way back. What one micro-batch needs of the others travels in a frozen
-:class:`DispatchRecord`, because micro-batches interleave under pipeline parallelism.
+What a micro-batch needs travels in a frozen :class:`DispatchRecord`, because micro-batches interleave under
+pipeline parallelism. ``row_exchanges.py`` moves the rows. Where ranks share each expert (expert tensor
+parallelism), they exchange tokens over groups of their own and then gather each other's rows.
 
 Shape legend: T tokens of this rank, A assignments (token, k) of this rank, R received
-rows, M model dim, E experts, D devices, G experts present on this device, X expert-tensor-
+rows, E experts, D devices, G experts present on this device, X expert-tensor-
 parallel peers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from megatron_fssdp.collectives.rows.uneven_all_gather import uneven_all_gather, uneven_reduce_scatter
-from megatron_fssdp.collectives.rows.uneven_all_to_all import uneven_all_to_all
 from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.runtime.exchange.chunk_permutation import chunk_permutation, select, transposed_order
@@ -123,77 +118,6 @@ def true_positions(mask: torch.Tensor, num_true: int) -> torch.Tensor:
     return positions.new_empty(num_true + 1).scatter_(0, slots, positions)[:num_true]
 
 
-def permute(
-    hidden: torch.Tensor, probs: torch.Tensor, record: DispatchRecord
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and probabilities in the order of sending.
-
-    Args:
-        hidden: ``[T, M]``.
-        probs: ``[T, E]``; entries outside the routing map are ignored.
-        record: The micro-batch's exchange.
-
-    Returns:
-        ``[A, M]`` and ``[A]``.
-    """
-    return hidden.index_select(0, record.token_A), probs.t().reshape(-1).index_select(0, record.assignment_A)
-
-
-def dispatch(
-    rows: torch.Tensor,
-    probs: torch.Tensor,
-    record: DispatchRecord,
-    group: dist.ProcessGroup,
-    *,
-    meanwhile: Callable[[], object] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """All-to-all of rows and probabilities: ``[R, M]`` and ``[R]``, by source, then expert.
-
-    Args:
-        rows: ``[A, M]`` in the order of sending.
-        probs: ``[A]``.
-        record: The micro-batch's exchange.
-        group: The expert-parallel ranks.
-        meanwhile: Work of the host to do while the rows travel.
-    """
-    rows, probs = uneven_all_to_all(
-        (rows, probs), record.receive_D, record.send_D, group, meanwhile=meanwhile
-    )
-    return rows, probs
-
-
-def gather_peers(
-    rows: torch.Tensor, probs: torch.Tensor, record: DispatchRecord, group: dist.ProcessGroup | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and probabilities of all expert-tensor-parallel peers, by peer.
-
-    Args:
-        rows: ``[R, M]`` that this rank has received.
-        probs: ``[R]``.
-        record: The micro-batch's exchange.
-        group: The peers; ``None`` where experts are whole.
-    """
-    if group is None:
-        return rows, probs
-    return uneven_all_gather(rows, record.rows_X, group), uneven_all_gather(probs, record.rows_X, group)
-
-
-def sum_over_peers(
-    rows: torch.Tensor, record: DispatchRecord, group: dist.ProcessGroup | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """Sums of the peers' partial results for the rows that this rank had received: ``[R, M]``.
-
-    Args:
-        rows: This rank's part of every peer's results, by peer.
-        record: The micro-batch's exchange.
-        group: The peers; ``None`` where experts are whole.
-        dtype: In which to sum; the result has the dtype of ``rows``.
-    """
-    if group is None:
-        return rows
-    return uneven_reduce_scatter(rows.to(dtype), record.rows_X, group).to(rows.dtype)
-
-
 def sort_by_expert(
     rows: torch.Tensor, probs: torch.Tensor, record: DispatchRecord
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -204,14 +128,3 @@ def sort_by_expert(
 def sort_by_source(rows: torch.Tensor, record: DispatchRecord) -> torch.Tensor:
     """The experts' results in the order in which the rows came."""
     return select(rows, record.by_source)
-
-
-def combine(rows: torch.Tensor, record: DispatchRecord, group: dist.ProcessGroup) -> torch.Tensor:
-    """All-to-all of the results back to the tokens' ranks: ``[A, M]``."""
-    return uneven_all_to_all((rows,), record.send_D, record.receive_D, group)[0]
-
-
-def unpermute(rows: torch.Tensor, record: DispatchRecord) -> torch.Tensor:
-    """Sum of each token's results: ``[T, M]`` in the dtype of ``rows``."""
-    output = rows.new_zeros((record.num_tokens, rows.shape[-1]))
-    return output.index_add(0, record.token_A, rows)

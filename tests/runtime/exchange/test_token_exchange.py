@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy, plan_dispatch
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.exchange import token_exchange
+from megatron_fssdp.runtime.exchange.row_exchanges import MegatronExchange
 from megatron_fssdp.runtime.exchange.token_exchange import plan_exchange, true_positions
 from megatron_fssdp.testing.random_placement import random_placement
 from tests.drawn_examples import examples
@@ -40,6 +41,10 @@ def test_every_assignment_is_computed_once_on_a_device_with_its_expert(
     counts_DE = np.stack([routing_map.sum(0).numpy() for routing_map in maps])
     dispatch = plan_dispatch(policy, counts_DE, placement, topology)
     records = [plan_exchange(maps[d], [dispatch], placement, d) for d in range(num_devices)]
+    # The collectives are played below, so no process groups are needed.
+    exchanges = [MegatronExchange(None) for _ in records]  # type: ignore[arg-type]
+    for exchange, record in zip(exchanges, records, strict=True):
+        exchange.start(record, placement)
 
     # A row's hidden state is its origin (device, token), its probability names the expert.
     sent = []
@@ -47,7 +52,7 @@ def test_every_assignment_is_computed_once_on_a_device_with_its_expert(
         num_tokens = len(routing_map)
         hidden = torch.stack([torch.full((num_tokens,), float(d)), torch.arange(num_tokens).float()], dim=1)
         expert = torch.arange(num_experts).float().expand(num_tokens, -1)
-        rows, probs = token_exchange.permute(hidden, expert, record)
+        rows, probs = exchanges[d].permute(hidden, expert)
         sent.append(torch.split(torch.cat([rows, probs.unsqueeze(1)], dim=1), list(record.send_D)))
     computed, returned = [], []
     for d, record in enumerate(records):
@@ -62,8 +67,8 @@ def test_every_assignment_is_computed_once_on_a_device_with_its_expert(
         returned.append(torch.split(torch.cat([back, experts.new_ones(len(back), 1)], 1), record.receive_D))
     wanted = [(d, t, e) for d, routing_map in enumerate(maps) for t, e in routing_map.nonzero().tolist()]
     assert sorted(computed) == wanted
-    for d, (routing_map, record) in enumerate(zip(maps, records, strict=True)):
-        output = token_exchange.unpermute(torch.cat([returned[s][d] for s in range(num_devices)]), record)
+    for d, routing_map in enumerate(maps):
+        output = exchanges[d].unpermute(torch.cat([returned[s][d] for s in range(num_devices)]))
         num_choices = routing_map.sum(1)
         assert torch.equal(output[:, 2], num_choices.float()), "each token gets one result per expert"
         assert torch.equal(output[:, 1], num_choices * torch.arange(len(routing_map)).float())
