@@ -68,7 +68,7 @@ def measure_transfers(
             received = {e: torch.zeros(transfer.num_elements) for e in transfer.received_experts}
             dist.barrier()
             begin_s = time.perf_counter()
-            transfer.all_gather(owned, out=received)
+            transfer.start_all_gather(owned, out=received).wait()
             taken = torch.tensor([time.perf_counter() - begin_s], dtype=torch.float64)
             dist.all_reduce(taken, op=dist.ReduceOp.MAX)
             if repetition:

@@ -28,7 +28,6 @@ from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.planning.cost.link_seconds import LinkTimes
 
 COMPUTE, ALL_TO_ALL, TRANSFER = "compute", "all-to-all", "transfer"
-LANES = (COMPUTE, ALL_TO_ALL, TRANSFER)
 
 PARTS = (
     "other compute",

@@ -14,7 +14,7 @@ from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from megatron_fssdp.simulation.iteration_timeline import LANES
+from megatron_fssdp.simulation.iteration_timeline import ALL_TO_ALL, COMPUTE, TRANSFER
 from megatron_fssdp.simulation.simulator import StrategyOutcome, layer_profile, simulate
 from tests.drawn_examples import examples
 from tests.simulation.small_jobs import cluster_of, job_of, loads, settings_of
@@ -84,7 +84,7 @@ def test_each_lane_runs_one_span_at_a_time_and_parts_add_up(
     outcome = outcome_of("fssdp", drawn_loads(seed), **keys)
     for iteration in range(4):
         spans = outcome.layers.spans(iteration)
-        for lane in LANES:
+        for lane in (COMPUTE, ALL_TO_ALL, TRANSFER):
             times = sorted((begin, end) for of, _, begin, end in spans if of == lane)
             assert all(later[0] >= sooner[1] - 1e-9 for sooner, later in pairwise(times))
         # Compute and all-to-alls exclude each other too, and nothing runs after the end.

@@ -153,7 +153,7 @@ def hot_counts_DE(hot: int) -> np.ndarray:
 
 
 def test_fssdp_replicates_the_hot_expert_where_there_is_room() -> None:
-    context = LayerContext(1, even_owners(8, 4), Topology.single_node(4))
+    context = LayerContext(1, even_owners(8, 4), Topology.uniform(4, 1))
     history = LoadHistory(5, 4, 8)
     history.append(hot_counts_DE(hot=5))
     for slots in (1, 2, 8):
@@ -198,7 +198,7 @@ def measured(
     )
 
 
-CONTEXT = LayerContext(1, even_owners(8, 4), Topology.single_node(4))
+CONTEXT = LayerContext(1, even_owners(8, 4), Topology.uniform(4, 1))
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_calibrated_plans_keep_their_limits(context: LayerContext, slow: bool, s
 
 
 def test_fssdp_forgets_what_lies_before_its_window() -> None:
-    context = LayerContext(1, even_owners(8, 4), Topology.single_node(4))
+    context = LayerContext(1, even_owners(8, 4), Topology.uniform(4, 1))
     for window in (1, 3):
         strategy = build_strategy("fssdp", FssdpSettings(window=window, overlap_degree=1))
         assert strategy.window == window
@@ -375,7 +375,7 @@ def test_transfers_are_split_where_the_compute_before_does_not_hide_them(
         flops_per_token=1e4,
         memory_capacity=2,
     )
-    context = LayerContext(1, even_owners(8, 4), Topology.single_node(4), profile)
+    context = LayerContext(1, even_owners(8, 4), Topology.uniform(4, 1), profile)
     history = LoadHistory(5, 4, 8)
     history.append(hot_counts_DE(3)[:4, :8])
     model = SETTINGS_BY_STRATEGY[name]

@@ -28,8 +28,7 @@ from megatron_fssdp.collectives.transfer_lane import (
     run_on_stream,
     thread_lane,
 )
-from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, plain_transfer
+from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 
 # How many steps before its turn a receive is posted, and for how long a send may stay open.
 # Gloo's sender waits for the receiver, so looking ahead hides a round trip per message. NCCL
@@ -128,37 +127,6 @@ class SparseTransfer:
         if self.device.type == "cuda":
             self._stream = stream or torch.cuda.Stream(self.device)
             _connect(group, self.device)
-
-    @classmethod
-    def plain(
-        cls,
-        group: dist.ProcessGroup,
-        placement: ExpertPlacement,
-        *,
-        num_elements: int,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-    ) -> "SparseTransfer":
-        """The reference form: every owner sends each expert whole to each holder (Hecate, §5.1)."""
-        plan = plain_transfer(placement)
-        return cls(group, plan, num_elements=num_elements, dtype=dtype, device=device)
-
-    def all_gather(
-        self, owned: Mapping[int, Tensor], *, out: Mapping[int, Tensor] | None = None
-    ) -> dict[int, Tensor]:
-        """SparseAllGather: what :meth:`start_all_gather` starts, and the wait for it."""
-        return self.start_all_gather(owned, out=out).wait()
-
-    def reduce_scatter(
-        self,
-        partial: Mapping[int, Tensor],
-        *,
-        dtype: torch.dtype | None = None,
-        result_dtype: torch.dtype | None = None,
-        out: Mapping[int, Tensor] | None = None,
-    ) -> dict[int, Tensor]:
-        """SparseReduceScatter: what :meth:`start_reduce_scatter` starts, and the wait for it."""
-        return self.start_reduce_scatter(partial, dtype=dtype, result_dtype=result_dtype, out=out).wait()
 
     def start_all_gather(
         self, owned: Mapping[int, Tensor], *, out: Mapping[int, Tensor] | None = None

@@ -86,16 +86,6 @@ class Wavefront:
         """Whether this device has nothing to send or receive."""
         return not self.num_chunks or not (self.send_routes or self.receive_routes)
 
-    @property
-    def num_sends(self) -> int:
-        """Number of messages this device sends."""
-        return self.num_chunks * len(self.send_routes)
-
-    @property
-    def num_receives(self) -> int:
-        """Number of messages this device receives."""
-        return self.num_chunks * len(self.receive_routes)
-
     def step(self, t: int) -> Step:
         """The messages of step ``t``; empty outside the range of steps."""
         if not 0 <= t < self.num_steps:

@@ -13,14 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.nn import Parameter
 
 from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.collectives.plan_agreement import check_agreement
 from megatron_fssdp.collectives.sparse.slot_exchange import DEFAULT_BUFFER_BYTES, exchange_slots
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.megatron_adapter.experts.expert_parameters import Parameters, expert_parameters
 from megatron_fssdp.megatron_adapter.experts.slot_quantities import slot_quantities
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 
@@ -41,16 +39,6 @@ class ReshardReport:
     experts_moved: int
     bytes_moved: int
     seconds: float
-
-
-def expert_slots(model_chunks: Sequence[torch.nn.Module]) -> list[Parameters]:
-    """Return the Parameters of every slot of this rank: the local experts of each MoE layer, in model order.
-
-    Args:
-        model_chunks: The model chunks of this pipeline stage.
-    """
-    layers = [module for chunk in model_chunks for module in chunk.modules() if isinstance(module, MoELayer)]
-    return [slot for layer in layers for slot in expert_parameters(layer.experts, layer.num_local_experts)]
 
 
 @dataclass(frozen=True, eq=False)

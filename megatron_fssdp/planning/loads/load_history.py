@@ -116,9 +116,3 @@ class LoadHistory:
         if not 0 <= age < len(self._latest):
             raise ValueError(f"age is {age}: wanted 0 up to {len(self._latest) - 1}, the iterations kept")
         return self._latest[-1 - age]
-
-    def latest_DE(self) -> np.ndarray:
-        """The latest iteration's counts, int64 [D, E], read-only."""
-        if not self._latest:
-            raise ValueError("the load history is empty: wanted at least one append before latest_DE")
-        return self._latest[-1]

@@ -129,15 +129,6 @@ class ExpertPlacement:
         """The experts present on a device, ascending."""
         return tuple(np.flatnonzero(self.present_ED[:, device]).tolist())
 
-    def owned_by(self, device: int) -> tuple[int, ...]:
-        """The experts a device owns, ascending."""
-        return tuple(np.flatnonzero(self.owner_E == device).tolist())
-
-    def replicas_on(self, device: int) -> tuple[int, ...]:
-        """The experts present on a device that does not own them, ascending."""
-        replicas_E = self.present_ED[:, device] & (self.owner_E != device)
-        return tuple(np.flatnonzero(replicas_E).tolist())
-
     def digest(self) -> bytes:
         """A stable 16-byte hash of owners and presence; equal placements agree across ranks."""
         shape = np.array(self.present_ED.shape, dtype="<i8").tobytes()

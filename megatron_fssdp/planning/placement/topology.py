@@ -38,11 +38,6 @@ class Topology:
             )
 
     @classmethod
-    def single_node(cls, num_devices: int) -> "Topology":
-        """All devices on one node."""
-        return cls.uniform(num_devices, 1)
-
-    @classmethod
     def uniform(cls, num_devices: int, num_nodes: int) -> "Topology":
         """Nodes of equal size, contiguous in rank order."""
         if num_devices < 1 or num_nodes < 1:
@@ -81,10 +76,6 @@ class Topology:
         for device, node in enumerate(self.node_of_device):
             devices[node].append(device)
         return tuple(tuple(members) for members in devices)
-
-    def devices_of_node(self, node: int) -> tuple[int, ...]:
-        """The devices of one node, ascending."""
-        return self.devices_by_node[node]
 
     @cached_property
     def node_of_device_D(self) -> np.ndarray:

@@ -30,10 +30,6 @@ class TransferEdge(NamedTuple):
     destination: int
     depth: int
 
-    def reversed(self) -> "TransferEdge":
-        """The same edge in the direction of the gradients."""
-        return TransferEdge(self.expert, self.destination, self.source, self.depth)
-
 
 @dataclass(frozen=True)
 class TransferPlan:
@@ -109,24 +105,6 @@ class TransferPlan:
                 "placement"
             )
 
-    def check_extends(self, planned: ExpertPlacement, calibrated: ExpertPlacement) -> None:
-        """Raises ValueError unless the edges bring exactly what ``calibrated`` adds to ``planned``."""
-        sources = self.present_before or frozenset()
-        for expert, device in sorted(sources):
-            if not planned.present_ED[expert, device]:
-                raise ValueError(
-                    f"device {device} is said to have expert {expert}: wanted only devices that have it in "
-                    "the planned placement; rebuild the plan for it"
-                )
-        got = sorted((edge.expert, edge.destination) for edge in self.edges)
-        wanted = _added_pairs(planned, calibrated)
-        if got != wanted:
-            expert, device = min(set(got) ^ set(wanted))
-            raise ValueError(
-                f"expert {expert} {'reaches' if (expert, device) in got else 'does not reach'} device "
-                f"{device}: wanted transfers to exactly the added replicas; rebuild the plan for them"
-            )
-
     @property
     def num_transfers(self) -> int:
         """Number of edges; one a replica."""
@@ -136,10 +114,6 @@ class TransferPlan:
     def max_depth(self) -> int:
         """Depth of the deepest edge; -1 when nothing moves."""
         return max((edge.depth for edge in self.edges), default=-1)
-
-    def transposed_edges(self) -> tuple[TransferEdge, ...]:
-        """SparseReduceScatter: the same edges reversed, children before parents."""
-        return tuple(edge.reversed() for edge in reversed(self.edges))
 
     @cached_property
     def _edges_by_device(self) -> dict[int, tuple[list[TransferEdge], list[TransferEdge]]]:

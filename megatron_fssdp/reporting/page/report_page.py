@@ -22,7 +22,7 @@ from megatron_fssdp.reporting.page.replica_section import replica_section
 from megatron_fssdp.reporting.page.reported_run import ReportedRun
 from megatron_fssdp.reporting.page.section import Section
 from megatron_fssdp.reporting.page.time_section import time_section
-from megatron_fssdp.reporting.page.what_if_section import NOT_ASKED, what_if_section
+from megatron_fssdp.reporting.page.what_if_section import what_if_section
 from megatron_fssdp.reporting.run_records import without_nan
 from megatron_fssdp.reporting.simulation_report import SimulationReport
 
@@ -30,15 +30,12 @@ _PACKAGE = "megatron_fssdp.reporting.page"
 _SCRIPTS = ("theme.js", "placement_viewer.js", "figures.js")
 
 
-def page_sections(
-    runs: Sequence[ReportedRun], what_if: SimulationReport | None = None, why_no_what_if: str = NOT_ASKED
-) -> list[Section]:
+def page_sections(runs: Sequence[ReportedRun], what_if: SimulationReport | None = None) -> list[Section]:
     """All sections of a page, in order; one that has nothing to show says why.
 
     Args:
         runs: One run, or several to compare.
         what_if: Simulated strategies.
-        why_no_what_if: What to say without them.
     """
     choices = choice_section(runs)
     return [
@@ -50,7 +47,7 @@ def page_sections(
         replica_section(runs),
         *([choices] if choices is not None else []),
         memory_section(runs),
-        what_if_section(what_if, why_no_what_if),
+        what_if_section(what_if),
         overview_section(runs),
     ]
 

@@ -11,22 +11,21 @@ PART_COLOURS = dict(
     zip(PARTS, ("#A9B4C2", "#4E79A7", "#76B7B2", "#D55E00", "#E69F00", "#CC79A7", "#999933"), strict=True)
 )
 _TITLE = "What if: strategies ranked on a cluster"
-NOT_ASKED = (
+_NOT_ASKED = (
     "Not simulated: no cluster was named. Give --cluster NAME (one of configs/clusters) or --cluster "
     "FILE.yaml (measure one with `megatron-fssdp profile`) and the page ranks all strategies on it, with "
     "this run's loads."
 )
 
 
-def what_if_section(report: SimulationReport | None, why_not: str = NOT_ASKED) -> Section:
+def what_if_section(report: SimulationReport | None) -> Section:
     """Bars of simulated seconds and the ranking.
 
     Args:
-        report: The simulation; ``None`` leaves it out.
-        why_not: What to say then.
+        report: The simulation; ``None`` says how to get one.
     """
     if report is None:
-        return Section("what-if", _TITLE, "", missing=why_not)
+        return Section("what-if", _TITLE, "", missing=_NOT_ASKED)
     ranked = report.ranked
     traces: list[dict[str, Any]] = [
         {

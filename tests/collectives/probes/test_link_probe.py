@@ -75,7 +75,7 @@ def test_a_class_of_links_has_the_costs_of_its_slowest_link(
 
 
 def measure_alone(rank: int, world_size: int) -> tuple[LinkCost, LinkCost]:
-    return measure_links(dist.group.WORLD, Topology.single_node(1), torch.device("cpu"))
+    return measure_links(dist.group.WORLD, Topology.uniform(1, 1), torch.device("cpu"))
 
 
 def test_one_device_has_no_links() -> None:

@@ -40,8 +40,9 @@ def check_gather(case, transfer, placement, out):
     weights = weights_of(case, placement.num_experts, transfer.num_elements, transfer.dtype)
     owned = {e: weights[e].clone() for e in transfer.shared_experts}
     storage = {e: torch.empty_like(weights[e]) for e in transfer.received_experts} if out else None
-    replicas = transfer.all_gather(owned, out=storage)
-    assert tuple(sorted(replicas)) == placement.replicas_on(transfer.rank)
+    replicas = transfer.start_all_gather(owned, out=storage).wait()
+    here = placement.experts_on(transfer.rank)
+    assert sorted(replicas) == [e for e in here if placement.owner_E[e] != transfer.rank]
     for e, replica in replicas.items():
         assert torch.equal(replica, weights[e])
         assert storage is None or replica is storage[e]
@@ -52,8 +53,8 @@ def check_reduction(case, transfer, placement, result_dtype):
     held = (*transfer.shared_experts, *transfer.received_experts)
     own = parts_of(case, transfer.rank, *shape)
     partial = {e: own[e].clone() for e in held}
-    sums = transfer.reduce_scatter(partial, result_dtype=result_dtype)
-    again = transfer.reduce_scatter(partial, result_dtype=result_dtype)
+    sums = transfer.start_reduce_scatter(partial, result_dtype=result_dtype).wait()
+    again = transfer.start_reduce_scatter(partial, result_dtype=result_dtype).wait()
     assert all(torch.equal(partial[e], own[e]) for e in held), "the summands were overwritten"
     assert tuple(sorted(sums)) == transfer.shared_experts
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -106,8 +107,8 @@ def compare_inner_products(rank, world_size, num_cases):
         shape = (placement.num_experts, 7, torch.float64)
         x, y = weights_of(case, *shape), parts_of(case, rank, *shape)
         held = (*transfer.shared_experts, *transfer.received_experts)
-        gathered = transfer.all_gather({e: x[e] for e in transfer.shared_experts})
-        reduced = transfer.reduce_scatter({e: y[e] for e in held})
+        gathered = transfer.start_all_gather({e: x[e] for e in transfer.shared_experts}).wait()
+        reduced = transfer.start_reduce_scatter({e: y[e] for e in held}).wait()
         gathered |= {e: x[e] for e in transfer.shared_experts}
         left = sum(((gathered[e] * y[e]).sum() for e in held), torch.zeros((), dtype=torch.float64))
         right = sum(((x[e] * reduced[e]).sum() for e in reduced), torch.zeros((), dtype=torch.float64))
@@ -125,13 +126,15 @@ def test_gather_and_reduction_are_transposes_of_each_other(world_size):
 
 def add_small_to_large(rank, world_size):
     placement = ExpertPlacement(np.array([0]), np.ones((1, world_size), dtype=bool))
-    transfer = SparseTransfer.plain(dist.group.WORLD, placement, num_elements=3, dtype=torch.bfloat16)
+    transfer = SparseTransfer(
+        dist.group.WORLD, plain_transfer(placement), num_elements=3, dtype=torch.bfloat16
+    )
     part = torch.full((3,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
     into = {0: torch.empty(3, dtype=torch.float64)} if rank == 0 else {}
     sums = [
-        transfer.reduce_scatter({0: part}),
-        transfer.reduce_scatter({0: part}, result_dtype=torch.float32),
-        transfer.reduce_scatter({0: part}, out=into),
+        transfer.start_reduce_scatter({0: part}).wait(),
+        transfer.start_reduce_scatter({0: part}, result_dtype=torch.float32).wait(),
+        transfer.start_reduce_scatter({0: part}, out=into).wait(),
     ]
     return [(s[0].dtype, s[0].tolist()) for s in sums] if rank == 0 else sums
 
@@ -165,9 +168,9 @@ def count_messages(rank, world_size, chunk_bytes, num_elements):
         )
         weights = weights_of(case, 6, num_elements, torch.float32)
         sends = []
-        replicas = transfer.all_gather({e: weights[e] for e in transfer.shared_experts})
+        replicas = transfer.start_all_gather({e: weights[e] for e in transfer.shared_experts}).wait()
         gather_sends, sends = sends, []
-        transfer.reduce_scatter({**{e: weights[e] for e in transfer.shared_experts}, **replicas})
+        transfer.start_reduce_scatter({**{e: weights[e] for e in transfer.shared_experts}, **replicas}).wait()
         records.append((gather_sends, sends))
     return records
 
@@ -226,10 +229,12 @@ def test_transfers_run_in_the_background_in_the_order_of_their_start():
 
 def lose_a_peer(rank, world_size):
     placement = ExpertPlacement(np.array([0]), np.ones((1, 2), dtype=bool))
-    transfer = SparseTransfer.plain(dist.group.WORLD, placement, num_elements=4, dtype=torch.float32)
+    transfer = SparseTransfer(
+        dist.group.WORLD, plain_transfer(placement), num_elements=4, dtype=torch.float32
+    )
     if rank == 0:
         raise KeyError("gone")
-    transfer.all_gather({})
+    transfer.start_all_gather({}).wait()
 
 
 def test_a_lost_peer_raises_and_does_not_hang():
@@ -239,21 +244,23 @@ def test_a_lost_peer_raises_and_does_not_hang():
 
 def misuse(rank, world_size):
     placement = ExpertPlacement(np.array([0, 1]), np.ones((2, 2), dtype=bool))
-    transfer = SparseTransfer.plain(dist.group.WORLD, placement, num_elements=4, dtype=torch.float32)
+    transfer = SparseTransfer(
+        dist.group.WORLD, plain_transfer(placement), num_elements=4, dtype=torch.float32
+    )
     good = torch.ones(4)
     with pytest.raises(ValueError, match=r"owned has experts \[\], wanted"):
-        transfer.all_gather({})
+        transfer.start_all_gather({}).wait()
     with pytest.raises(ValueError, match=r"'shape': \(5,\)"):
-        transfer.all_gather({rank: torch.ones(5)})
+        transfer.start_all_gather({rank: torch.ones(5)}).wait()
     with pytest.raises(ValueError, match=r"torch.float64"):
-        transfer.all_gather({rank: good.double()})
+        transfer.start_all_gather({rank: good.double()}).wait()
     with pytest.raises(ValueError, match="not contiguous"):
-        transfer.all_gather({rank: torch.ones(8)[::2]})
+        transfer.start_all_gather({rank: torch.ones(8)[::2]}).wait()
     with pytest.raises(ValueError, match="partial has experts"):
-        transfer.reduce_scatter({rank: good})
+        transfer.start_reduce_scatter({rank: good}).wait()
     three = ExpertPlacement(np.array([0]), np.ones((1, 3), dtype=bool))
     with pytest.raises(ValueError, match="plan is for 3 devices, the group has 2"):
-        SparseTransfer.plain(dist.group.WORLD, three, num_elements=4, dtype=torch.float32)
+        SparseTransfer(dist.group.WORLD, plain_transfer(three), num_elements=4, dtype=torch.float32)
     with pytest.raises(ValueError, match="chunk_bytes"):
         SparseTransfer(dist.group.WORLD, transfer.plan, num_elements=4, dtype=torch.float32, chunk_bytes=0)
     return True

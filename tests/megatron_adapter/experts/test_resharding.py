@@ -158,11 +158,16 @@ def _random_map(even: OwnerMap, seed: int) -> OwnerMap:
 
 def _resharding(model: list[Any], optimizer: Any, parts: Any = None, **options: Any) -> Any:
     from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    from megatron_fssdp.megatron_adapter.experts.resharding import ExpertResharding, expert_slots
+    from megatron_fssdp.megatron_adapter.experts.expert_parameters import expert_parameters
+    from megatron_fssdp.megatron_adapter.experts.resharding import ExpertResharding
 
+    layers = [module for chunk in model for module in chunk.modules() if isinstance(module, MoELayer)]
     return ExpertResharding(
-        slots=expert_slots(model),
+        slots=[
+            slot for layer in layers for slot in expert_parameters(layer.experts, layer.num_local_experts)
+        ],
         expert_parallel=parallel_state.get_expert_model_parallel_group(),
         expert_data_parallel=parts or parallel_state.get_expert_data_parallel_group(),
         model_chunks=model,

@@ -97,7 +97,7 @@ def test_r_squared_is_computed_from_seconds():
 def test_dispatched_tokens_follow_the_placement():
     placement = ExpertPlacement(np.array([0]), np.array([[True, True, False]]))
     tokens_DD = cost_model.dispatch_tokens_DD(
-        plan_dispatch("even", np.array([[3], [4], [6]]), placement, Topology.single_node(3)), 3
+        plan_dispatch("even", np.array([[3], [4], [6]]), placement, Topology.uniform(3, 1)), 3
     )
     assert tokens_DD.tolist() == [[3, 0, 0], [0, 4, 0], [3, 3, 0]]
 

@@ -30,4 +30,4 @@ def test_the_slowest_link_in_use_sets_the_bandwidth(
 
 
 def test_no_compute_hides_no_transfer() -> None:
-    assert profile(1e-9, 1e-9, non_moe_s=0.0).overlap_degree(Topology.single_node(2)) == 0
+    assert profile(1e-9, 1e-9, non_moe_s=0.0).overlap_degree(Topology.uniform(2, 1)) == 0

@@ -39,7 +39,7 @@ def test_an_all_to_all_takes_as_long_as_its_busiest_link():
     # NIC: 3 tokens * 2 bytes * 10 s/byte; device: 5 * 2 * 1.
     assert links.times(pairs_traffic(tokens_DD, topology), 2).seconds == 60.0
     # Device 0 sends 6.
-    assert links.times(pairs_traffic(tokens_DD, Topology.single_node(4)), 2).seconds == 12.0
+    assert links.times(pairs_traffic(tokens_DD, Topology.uniform(4, 1)), 2).seconds == 12.0
 
 
 def test_expert_compute_time_follows_from_tokens_and_flops():
@@ -108,4 +108,4 @@ def test_moved_experts_wait_for_the_busiest_link():
     moved = moving_seconds(np.array([0, 0]), np.array([2, 3]), topology, profile)
     assert moved == 2 * 70 * 10.0
     assert moving_seconds(np.array([], int), np.array([], int), topology, profile) == 0.0
-    assert counts_seconds(profile, Topology.single_node(1), 8) == 0.0
+    assert counts_seconds(profile, Topology.uniform(1, 1), 8) == 0.0

@@ -51,7 +51,7 @@ def test_balanced_dispatch_is_never_worse_than_even_dispatch(case, seed):
 @given(placements(), SEEDS)
 def test_the_highest_load_is_as_low_as_it_can_be(case, seed):
     _, placement = case
-    topology = Topology.single_node(placement.num_devices)
+    topology = Topology.uniform(placement.num_devices, 1)
     counts_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts)
     with pytest.MonkeyPatch.context() as patch:
         begin = balanced_dispatch._Deals.__init__
@@ -89,7 +89,7 @@ def test_replicas_take_remote_tokens_of_an_overloaded_owner():
     present_ED = np.zeros((2, 4), dtype=bool)
     present_ED[0, [0, 3]] = present_ED[1, 0] = True
     placement = ExpertPlacement(np.array([0, 0]), present_ED)
-    topology = Topology.single_node(4)
+    topology = Topology.uniform(4, 1)
     counts_DE = np.array([[10, 20], [10, 20], [10, 20], [10, 20]])
     even = plan_dispatch("even", counts_DE, placement, topology)
     assert even.device_tokens_D().tolist() == [100, 0, 0, 20]
@@ -100,7 +100,7 @@ def test_replicas_take_remote_tokens_of_an_overloaded_owner():
 
 def test_balanced_dispatch_improves_drifted_loads():
     """Sixteen experts over eight devices: planned for one load, used under another."""
-    topology = Topology.single_node(8)
+    topology = Topology.uniform(8, 1)
     excess = {"even": [], "balanced": []}
     for seed in range(20):
         rng = np.random.default_rng(seed)
@@ -118,7 +118,7 @@ def test_balanced_dispatch_improves_drifted_loads():
 
 def test_without_replicas_the_dispatch_is_even_dispatch():
     placement = ExpertPlacement.owners_only(np.array([0, 1]), 2)
-    dispatch = plan_dispatch("balanced", np.ones((2, 2), int), placement, Topology.single_node(2))
+    dispatch = plan_dispatch("balanced", np.ones((2, 2), int), placement, Topology.uniform(2, 1))
     assert isinstance(dispatch, EvenDispatch)
 
 

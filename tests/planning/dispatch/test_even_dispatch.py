@@ -24,7 +24,7 @@ def held_by(num_devices, *holders_of_experts):
 def test_a_device_with_the_expert_keeps_its_own_tokens():
     counts_DE = np.array([[7], [7], [7]])
     placement = held_by(3, (0, 1))
-    row = EvenDispatch(counts_DE, placement, Topology.single_node(3)).from_source(1)
+    row = EvenDispatch(counts_DE, placement, Topology.uniform(3, 1)).from_source(1)
     assert row.tolist() == [[0, 7, 0]]
 
 
@@ -46,7 +46,7 @@ def test_without_the_expert_in_the_node_all_holders_share_the_tokens():
 
 
 def test_remaining_tokens_start_at_holder_source_plus_expert():
-    topology = Topology.single_node(5)
+    topology = Topology.uniform(5, 1)
     placement = held_by(5, (0,), (1, 2, 4))
     counts_DE = np.full((5, 2), 5)  # 5 tokens over 3 holders: 1 each, 2 left
     # source 0: start (0 + 1) % 3 = 1, so the second and third holder; source 3: start 4 % 3 = 1.
@@ -110,7 +110,7 @@ def test_expected_load_is_the_dispatch_without_rounding(case, seed):
 def test_a_new_topology_does_not_reuse_cached_tables():
     counts_DE = np.full((4, 1), 6)
     placement = held_by(4, (0, 1, 2))
-    one, two = Topology.single_node(4), Topology.uniform(4, 2)
+    one, two = Topology.uniform(4, 1), Topology.uniform(4, 2)
     assert EvenDispatch(counts_DE, placement, one).from_source(3).tolist() == [[2, 2, 2, 0]]
     assert EvenDispatch(counts_DE, placement, two).from_source(3).tolist() == [[0, 0, 6, 0]]
     assert EvenDispatch(counts_DE, placement, one).from_source(3).tolist() == [[2, 2, 2, 0]]
@@ -119,10 +119,10 @@ def test_a_new_topology_does_not_reuse_cached_tables():
 def test_bad_arguments_say_what_was_wanted():
     placement = held_by(2, (0,), (1,))
     with pytest.raises(ValueError, match=r"shape \(3, 2\): wanted \(2, 2\)"):
-        EvenDispatch(np.zeros((3, 2), int), placement, Topology.single_node(2)).from_source(0)
+        EvenDispatch(np.zeros((3, 2), int), placement, Topology.uniform(2, 1)).from_source(0)
     with pytest.raises(ValueError, match="2 devices and the topology 3"):
-        EvenDispatch(np.zeros((2, 2), int), placement, Topology.single_node(3)).from_source(0)
+        EvenDispatch(np.zeros((2, 2), int), placement, Topology.uniform(3, 1)).from_source(0)
     with pytest.raises(ValueError, match="source is 2: wanted a device from 0 to 1"):
-        EvenDispatch(np.zeros((2, 2), int), placement, Topology.single_node(2)).from_source(2)
+        EvenDispatch(np.zeros((2, 2), int), placement, Topology.uniform(2, 1)).from_source(2)
     with pytest.raises(ValueError, match="device is -1"):
-        EvenDispatch(np.zeros((2, 2), int), placement, Topology.single_node(2)).to_device(-1)
+        EvenDispatch(np.zeros((2, 2), int), placement, Topology.uniform(2, 1)).to_device(-1)

@@ -14,7 +14,7 @@ def test_mean_is_over_the_latest_iterations_only():
     assert not history.is_empty
     np.testing.assert_array_equal(history.mean_DE(), np.arange(6).reshape(2, 3) * 2.5)
     np.testing.assert_array_equal(history.mean_E(), [7.5, 12.5, 17.5])
-    np.testing.assert_array_equal(history.latest_DE(), np.arange(6).reshape(2, 3) * 4)
+    np.testing.assert_array_equal(history.counts_DE(0), np.arange(6).reshape(2, 3) * 4)
     assert history.mean_DE().dtype == np.float64
 
 
@@ -23,7 +23,7 @@ def test_appended_counts_are_copied():
     counts_DE = np.array([[1, 2]])
     history.append(counts_DE)
     counts_DE[:] = 9
-    assert history.latest_DE().tolist() == [[1, 2]]
+    assert history.counts_DE(0).tolist() == [[1, 2]]
 
 
 def test_bad_counts_say_what_was_wanted():
@@ -36,8 +36,8 @@ def test_bad_counts_say_what_was_wanted():
         history.append(np.array([[0, 0], [-3, 0]]))
     with pytest.raises(ValueError, match="window is 0"):
         LoadHistory(0, 1, 1)
-    with pytest.raises(ValueError, match="at least one append"):
-        history.latest_DE()
+    with pytest.raises(ValueError, match="age is 0"):
+        history.counts_DE(0)
 
 
 def test_loads_before_a_jump_are_forgotten() -> None:

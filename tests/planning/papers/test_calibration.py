@@ -56,7 +56,7 @@ def test_gains_of_a_layer_equal_those_worked_out_by_hand():
     # Both devices send their 10 tokens to expert 0 on device 0: all-to-alls 4 * 10 s, experts 3 * 20 s.
     # With a replica on device 1: no all-to-all, experts 3 * 10 s; 70 s less.
     planned = ExpertPlacement.owners_only(np.array([0, 1]), 2)
-    counts_DE, topology = [[10, 0], [10, 0]], Topology.single_node(2)
+    counts_DE, topology = [[10, 0], [10, 0]], Topology.uniform(2, 1)
     everywhere = planned.with_replicas([(0, 1)])
     for placement, seconds in ((planned, 100.0), (everywhere, 30.0)):
         price = placement_seconds(np.array(counts_DE), placement, topology, PROFILE, ReplicaLife.ITERATION)
@@ -77,7 +77,7 @@ def test_gains_of_a_layer_equal_those_worked_out_by_hand():
 def test_rematerialized_additions_travel_with_every_pass():
     """Two micro-batches save 140 s. Each gathers twice, the first time of all as an addition, and reduces."""
     planned = ExpertPlacement.owners_only(np.array([0, 1]), 2)
-    counts_DE, topology = [[10, 0], [10, 0]], Topology.single_node(2)
+    counts_DE, topology = [[10, 0], [10, 0]], Topology.uniform(2, 1)
     keys = {"num_micro_batches": 2, "life": ReplicaLife.LAYER_PASS}
     assert calibrate(planned, counts_DE, topology, megabytes=23, **keys) is not None
     assert calibrate(planned, counts_DE, topology, megabytes=24, **keys) is None
@@ -86,7 +86,7 @@ def test_rematerialized_additions_travel_with_every_pass():
 def test_planned_replicas_stay_and_keep_their_slots():
     # Planned for expert 0, but the tokens go to expert 1.
     planned = ExpertPlacement.owners_only(np.array([0, 0]), 2).with_replicas([(0, 1)], slots=1)
-    counts_DE, topology = [[0, 50], [0, 50]], Topology.single_node(2)
+    counts_DE, topology = [[0, 50], [0, 50]], Topology.uniform(2, 1)
     assert calibrate(planned, counts_DE, topology, slots=1) is None
     assert calibrate(planned, counts_DE, topology, slots=2) == planned.with_replicas([(1, 1)])
     assert calibrate(planned, counts_DE, topology, slots=2, overlap_degree=0) is None
@@ -97,7 +97,7 @@ def test_only_experts_that_pay_for_their_transfer_are_added():
     # on device 1 takes 4 * 90 s off the all-to-alls and 3 * 4 s off the experts. One of expert 1
     # too takes off 4 * 4 s and adds 3 * 4 s: it may travel for less than 4 s.
     planned = ExpertPlacement.owners_only(np.array([0, 0, 0, 1]), 2)
-    counts_DE, topology = [[0, 0, 0, 0], [90, 4, 0, 0]], Topology.single_node(2)
+    counts_DE, topology = [[0, 0, 0, 0], [90, 4, 0, 0]], Topology.uniform(2, 1)
     limits = {"overlap_degree": 2, "slots": 2, "non_moe_s": 1e9}
     hot = planned.with_replicas([(0, 1)])
     assert calibrate(planned, counts_DE, topology, megabytes=20, **limits) == hot
@@ -111,7 +111,7 @@ def test_the_planner_is_not_called_where_no_replica_can_pay():
         raise AssertionError("planned although nothing can pay")
 
     planned = ExpertPlacement.owners_only(np.array([0, 1]), 2)
-    topology = Topology.single_node(2)
+    topology = Topology.uniform(2, 1)
     assert calibrate(planned, [[10, 0], [0, 10]], topology, planner=planner) is None
     assert calibrate(planned, [[0, 0], [0, 0]], topology, planner=planner) is None
     assert calibrate(planned, [[10, 0], [10, 0]], topology, planner=planner, megabytes=71) is None
@@ -202,7 +202,7 @@ def test_calibration_keeps_its_limits_and_always_gains(case):
 
 def test_bad_arguments_say_what_was_wanted():
     planned = ExpertPlacement.owners_only(np.array([0, 1]), 2)
-    counts_DE, topology = [[10, 0], [10, 0]], Topology.single_node(2)
+    counts_DE, topology = [[10, 0], [10, 0]], Topology.uniform(2, 1)
     with pytest.raises(ValueError, match=r"wanted integers \(2, 2\)"):
         calibrate(planned, [[10.0, 0.0], [10.0, 0.0]], topology)
     with pytest.raises(ValueError, match=r"counts_DE\[1, 0\] is -1"):

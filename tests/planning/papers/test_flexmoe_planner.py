@@ -25,7 +25,7 @@ PROFILE = LayerProfile(
     gradient_bytes=2 * MEGA,
     owned_bytes=20 * MEGA,
 )
-FOUR = Topology.single_node(4)
+FOUR = Topology.uniform(4, 1)
 # Expert 1 has 40 of 64 pairs, every other one 8.
 HOT = np.array([[2, 10, 2, 2]] * 4)
 
@@ -115,7 +115,7 @@ def test_a_plan_never_costs_more_than_doing_nothing(
     counts_DE = rng.poisson(rng.gamma(0.5, 30, 8), (4, 8))
     before = owners_only(8)
     for expert, device in rng.integers(0, (8, 4), (4, 2)).tolist():
-        if before.owner_E[expert] != device and len(before.replicas_on(device)) < slots:
+        if before.owner_E[expert] != device and before.replicas_per_device_D[device] < slots:
             before = before.with_replicas([(expert, device)])
     profile = dataclasses.replace(
         PROFILE, token_bytes=int(rng.integers(0, 3)) * MEGA, owned_bytes=owned_bytes * MEGA

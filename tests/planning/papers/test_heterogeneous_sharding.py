@@ -47,7 +47,7 @@ def reference(owners, load_LE, topology, overlap_degree, *, prefer_owner=True):
                 owner = owners.device_LE[layer, expert] if prefer_owner else -1
 
                 def node_key(node, layer=layer, owner=owner):
-                    members = topology.devices_of_node(node)
+                    members = topology.devices_by_node[node]
                     load = sum(load_on(layer, d) for d in members) / len(members)
                     return load, sum(free[d] for d in members) / len(members), owner not in members, node
 
@@ -56,7 +56,7 @@ def reference(owners, load_LE, topology, overlap_degree, *, prefer_owner=True):
 
                 node = min((topology.node_of_device[d] for d in devices if free[d]), key=node_key)
                 assign(
-                    layer, expert, min((d for d in topology.devices_of_node(node) if free[d]), key=device_key)
+                    layer, expert, min((d for d in topology.devices_by_node[node] if free[d]), key=device_key)
                 )
 
     first_of = [experts[0] if experts else -1 for experts in remaining]
@@ -84,9 +84,7 @@ def test_memory_is_shared_by_the_layers():
     # and goes first: 9 to its owner 0, 1 to device 1. In layer 0 the experts weigh 5 and 4: all
     # is equal for the 5, so it stays on device 0, and the 4 goes to the device without load.
     owners = OwnerMap.even(2, 2, 2)
-    new = heterogeneous_sharding(
-        owners, np.array([[5, 4], [9, 1]]), Topology.single_node(2), overlap_degree=0
-    )
+    new = heterogeneous_sharding(owners, np.array([[5, 4], [9, 1]]), Topology.uniform(2, 1), overlap_degree=0)
     assert new.device_LE.tolist() == [[0, 1], [0, 1]]
     # Three remaining experts of layer 0 (7, 6, 5; the 9 is set aside) and three of layer 1
     # (3, 2, 1; the 8 is set aside) on two devices of four slots. Layer 0: the 7 stays on 1, the
@@ -95,7 +93,7 @@ def test_memory_is_shared_by_the_layers():
     # What was set aside stays: the 9 on 0, the 8 on 1.
     owners = OwnerMap.even(2, 4, 2)
     load_LE = np.array([[9, 5, 6, 7], [3, 2, 8, 1]])
-    new = heterogeneous_sharding(owners, load_LE, Topology.single_node(2), overlap_degree=1)
+    new = heterogeneous_sharding(owners, load_LE, Topology.uniform(2, 1), overlap_degree=1)
     assert new.device_LE.tolist() == [[0, 0, 0, 1], [0, 1, 1, 1]]
     assert [sorted(new.slots_on(device, 0)) for device in (0, 1)] == [[0, 1, 2], [3]]
 
@@ -123,7 +121,7 @@ def test_a_device_can_own_any_number_of_experts_of_a_layer():
     # left but one for the other layer.
     owners = OwnerMap.even(2, 4, 2)
     load_LE = np.array([[1, 1, 1, 1], [10, 10, 10, 90]])
-    new = heterogeneous_sharding(owners, load_LE, Topology.single_node(2), overlap_degree=0)
+    new = heterogeneous_sharding(owners, load_LE, Topology.uniform(2, 1), overlap_degree=0)
     assert new.device_LE[1].tolist() == [0, 0, 0, 1]
     assert np.bincount(new.device_LE[0], minlength=2).tolist() == [1, 3]
 
@@ -151,7 +149,7 @@ def test_the_same_loads_again_move_nothing(case):
 @given(cases())
 def test_preferring_present_owners_costs_no_balance_on_one_node(case):
     owners, load_LE, _, overlap_degree = case
-    topology = Topology.single_node(owners.num_devices)
+    topology = Topology.uniform(owners.num_devices, 1)
     remaining = np.argsort(-load_LE, axis=1, kind="stable")[:, overlap_degree:]
     remaining_LE = np.zeros_like(load_LE)
     np.put_along_axis(remaining_LE, remaining, np.take_along_axis(load_LE, remaining, axis=1), axis=1)
@@ -177,7 +175,7 @@ def test_the_remaining_load_is_better_balanced_than_under_even_sharding():
 
 
 def test_bad_arguments_say_what_was_wanted():
-    owners, topology = OwnerMap.even(2, 4, 2), Topology.single_node(2)
+    owners, topology = OwnerMap.even(2, 4, 2), Topology.uniform(2, 1)
     good = np.ones((2, 4))
     with pytest.raises(ValueError, match=r"shape \(4,\): wanted \(2, 4\)"):
         heterogeneous_sharding(owners, good[0], topology, overlap_degree=0)
@@ -188,6 +186,6 @@ def test_bad_arguments_say_what_was_wanted():
     with pytest.raises(ValueError, match=r"load_LE\[0, 0\] is nan"):
         heterogeneous_sharding(owners, good * np.nan, topology, overlap_degree=0)
     with pytest.raises(ValueError, match="2 devices and the topology 4"):
-        heterogeneous_sharding(owners, good, Topology.single_node(4), overlap_degree=0)
+        heterogeneous_sharding(owners, good, Topology.uniform(4, 1), overlap_degree=0)
     with pytest.raises(ValueError, match="overlap_degree is -1"):
         heterogeneous_sharding(owners, good, topology, overlap_degree=-1)

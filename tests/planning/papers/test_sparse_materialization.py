@@ -20,14 +20,14 @@ def holders(placement):
 def test_with_enough_memory_the_top_experts_go_to_all_devices():
     # t = 2 <= slots = 3: the two most loaded experts go to all four devices.
     placement = sparse_materialization(
-        np.array([0, 1, 2, 3]), np.array([1, 9, 2, 8]), Topology.single_node(4), overlap_degree=2, slots=3
+        np.array([0, 1, 2, 3]), np.array([1, 9, 2, 8]), Topology.uniform(4, 1), overlap_degree=2, slots=3
     )
     assert holders(placement) == [(0,), (0, 1, 2, 3), (2,), (0, 1, 2, 3)]
 
 
 def test_equal_loads_prefer_the_lowest_expert():
     placement = sparse_materialization(
-        np.array([0, 1]), np.array([5, 5]), Topology.single_node(2), overlap_degree=1, slots=1
+        np.array([0, 1]), np.array([5, 5]), Topology.uniform(2, 1), overlap_degree=1, slots=1
     )
     assert holders(placement) == [(0, 1), (1,)]
 
@@ -36,7 +36,7 @@ def test_scarce_slots_on_one_node_by_hand():
     # 4 slots, t = 3: shares of [8, 4, 4] are 2, 1, 1. Expert 0 (owner 0) takes devices 1 and 2,
     # expert 1 (owner 1) takes 0 (free slot, lowest rank), expert 2 (owner 2) takes 3.
     placement = sparse_materialization(
-        np.array([0, 1, 2, 3]), np.array([8, 4, 4, 1]), Topology.single_node(4), overlap_degree=3, slots=1
+        np.array([0, 1, 2, 3]), np.array([8, 4, 4, 1]), Topology.uniform(4, 1), overlap_degree=3, slots=1
     )
     assert holders(placement) == [(0, 1, 2), (0, 1), (2, 3), (3,)]
 
@@ -65,7 +65,7 @@ def test_slots_that_one_expert_cannot_use_pass_to_the_next():
     # Device 1 owns experts 0 and 1 and only device 0 could take their replicas; its one slot goes
     # to expert 0, device 1's slot to expert 2.
     placement = sparse_materialization(
-        np.array([1, 1, 0]), np.array([9, 9, 1]), Topology.single_node(2), overlap_degree=3, slots=1
+        np.array([1, 1, 0]), np.array([9, 9, 1]), Topology.uniform(2, 1), overlap_degree=3, slots=1
     )
     assert holders(placement) == [(0, 1), (1,), (0, 1)]
 
@@ -75,7 +75,7 @@ def test_nothing_to_overlap_or_no_slots_means_owners_only(overlap_degree, slots)
     placement = sparse_materialization(
         even_owners(4, 2),
         np.ones(4),
-        Topology.single_node(2),
+        Topology.uniform(2, 1),
         overlap_degree=overlap_degree,
         slots=slots,
     )
@@ -84,7 +84,7 @@ def test_nothing_to_overlap_or_no_slots_means_owners_only(overlap_degree, slots)
 
 @pytest.mark.parametrize("slots", [1, 4])
 def test_unused_experts_get_no_replicas(slots):
-    topology = Topology.single_node(2)
+    topology = Topology.uniform(2, 1)
     idle = sparse_materialization(even_owners(4, 2), np.zeros(4), topology, overlap_degree=4, slots=slots)
     assert idle.num_replicas == 0
     one = sparse_materialization(
@@ -137,7 +137,7 @@ def literal_alg1(owner_E, load_E, topology, num_top, slots):
         for _ in range(min(number + unplaced, num_devices - 1)):
 
             def key(device, expert=expert):
-                node = topology.devices_of_node(topology.node_of_device[device])
+                node = topology.devices_by_node[topology.node_of_device[device]]
                 has = any(present[expert, other] for other in node)
                 return (has, -sum(free[other] for other in node), -free[device], device)
 
@@ -169,7 +169,7 @@ def test_placements_equal_those_of_the_literal_algorithm(case, seed, overlap_deg
 
 
 def test_bad_arguments_say_what_was_wanted():
-    topology = Topology.single_node(2)
+    topology = Topology.uniform(2, 1)
     with pytest.raises(ValueError, match=r"load_E has shape \(3,\): wanted \(2,\)"):
         sparse_materialization(np.array([0, 1]), np.ones(3), topology, overlap_degree=1, slots=1)
     with pytest.raises(ValueError, match=r"load_E\[1\] is nan"):

@@ -80,7 +80,7 @@ def test_planning_an_exchange_never_makes_the_host_wait_for_the_device() -> None
     placement = random_placement(rng, 8, 4)
     routing_map = torch.from_numpy(rng.random((64, 8)) < 0.3)
     counts_DE = np.repeat(routing_map.sum(0).numpy()[None], 4, axis=0)
-    dispatch = plan_dispatch("balanced", counts_DE, placement, Topology.single_node(4))
+    dispatch = plan_dispatch("balanced", counts_DE, placement, Topology.uniform(4, 1))
     on_device = routing_map.cuda()
     torch.cuda.set_sync_debug_mode("error")
     try:

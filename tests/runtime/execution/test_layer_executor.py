@@ -239,7 +239,7 @@ def plans_last_an_iteration(rank: int, world_size: int) -> None:
     layer.forward(layer.draw()).sum().backward()
     runtime.begin_iteration()
     assert len(executor.history) == num_seen + 1
-    assert executor.history.latest_DE().any()
+    assert executor.history.counts_DE(0).any()
 
 
 def plans_last_until_a_backward_pass(rank: int, world_size: int) -> None:
@@ -251,7 +251,7 @@ def plans_last_until_a_backward_pass(rank: int, world_size: int) -> None:
     output = layer.forward(batch)
     assert layer.executor.plan_iteration() is first
     output.sum().backward()
-    assert np.array_equal(layer.executor.history.latest_DE().sum(0), batch.routing_map.sum(0).numpy())
+    assert np.array_equal(layer.executor.history.counts_DE(0).sum(0), batch.routing_map.sum(0).numpy())
     assert layer.executor.plan_iteration() is not first
 
 
