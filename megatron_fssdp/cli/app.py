@@ -49,6 +49,25 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
+ClusterName = Annotated[
+    str, typer.Option(help="YAML of a cluster, or a name that `megatron-fssdp configs` lists.")
+]
+ClusterValues = Annotated[
+    list[str] | None, typer.Option(metavar="KEY=VALUE", help="A value of the cluster. Repeatable.")
+]
+StrategySettings = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY=VALUE", help="A setting for all strategies that have this key. Repeatable."),
+]
+RankingCluster = Annotated[
+    str | None,
+    typer.Option(
+        help="Cluster to rank strategies on: YAML file, or a name that `megatron-fssdp configs` lists."
+    ),
+]
+RankedStrategies = Annotated[str, typer.Option(help="Strategies to rank, separated by commas. Default: all.")]
+
+
 @app.callback()
 def _root(
     version: Annotated[
@@ -225,15 +244,8 @@ def report_command(
     out: Annotated[
         Path | None, typer.Option(help="HTML file to write. Default: report.html in the run's folder.")
     ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            help="Cluster to rank strategies on: YAML file, or a name that `megatron-fssdp configs` lists."
-        ),
-    ] = None,
-    strategies: Annotated[
-        str, typer.Option(help="Strategies to rank, separated by commas. Default: all.")
-    ] = "",
+    cluster: RankingCluster = None,
+    strategies: RankedStrategies = "",
 ) -> None:
     """Write an HTML page with the losses, loads, times, placements and memory of a run."""
     from rich.console import Console
@@ -256,15 +268,8 @@ def compare_command(
     png: Annotated[
         Path | None, typer.Option(help="PNG file to write with a plot of the device loads.")
     ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            help="Cluster to rank strategies on: YAML file, or a name that `megatron-fssdp configs` lists."
-        ),
-    ] = None,
-    strategies: Annotated[
-        str, typer.Option(help="Strategies to rank, separated by commas. Default: all.")
-    ] = "",
+    cluster: RankingCluster = None,
+    strategies: RankedStrategies = "",
 ) -> None:
     """Compare the losses, device loads, speed and moved bytes of runs in a table and an HTML page."""
     from rich.console import Console
@@ -281,9 +286,7 @@ def simulate_command(
         str,
         typer.Option(help="Folder of a recorded run, its loads.npz, or the name of a workload (W0 to W7)."),
     ],
-    cluster: Annotated[
-        str, typer.Option(help="YAML of a cluster, or a name that `megatron-fssdp configs` lists.")
-    ],
+    cluster: ClusterName,
     model: Annotated[
         list[Path],
         typer.Option(help="YAML of the run. Repeatable for parts of a run.", metavar="RUN.yaml"),
@@ -304,15 +307,8 @@ def simulate_command(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Any setting of the run. Repeatable."),
     ] = None,
-    cluster_set: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A value of the cluster. Repeatable.")
-    ] = None,
-    moe_strategy_set: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE", help="A setting for all strategies that have this key. Repeatable."
-        ),
-    ] = None,
+    cluster_set: ClusterValues = None,
+    moe_strategy_set: StrategySettings = None,
     break_even: Annotated[
         bool, typer.Option(help="Find the batch size and bandwidth at which each strategy starts to pay.")
     ] = True,
@@ -344,9 +340,7 @@ def simulate_command(
 @app.command("roofline")
 def roofline_command(
     run: Annotated[Path, typer.Argument(help="Output folder of a recorded run.", metavar="RUN_DIR")],
-    cluster: Annotated[
-        str, typer.Option(help="YAML of a cluster, or a name that `megatron-fssdp configs` lists.")
-    ],
+    cluster: ClusterName,
     strategies: Annotated[
         str,
         typer.Option(help="Strategies to draw, separated by commas. Default: ep and the run's strategy."),
@@ -354,15 +348,8 @@ def roofline_command(
     out: Annotated[
         Path | None, typer.Option(help="Folder to write the results to. Default: the run's folder.")
     ] = None,
-    cluster_set: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A value of the cluster. Repeatable.")
-    ] = None,
-    moe_strategy_set: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE", help="A setting for all strategies that have this key. Repeatable."
-        ),
-    ] = None,
+    cluster_set: ClusterValues = None,
+    moe_strategy_set: StrategySettings = None,
 ) -> None:
     """Draw how close a run's MoE layers come to the limits of compute and communication (FasterMoE, §3.3)."""
     from rich.console import Console

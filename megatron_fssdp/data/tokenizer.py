@@ -92,7 +92,34 @@ class ByteTokenizer:
         """Do nothing, because this tokenizer has no data of its own."""
 
 
-class BpeTokenizer:
+class TrainedTokenizer:
+    """A tokenizer of the ``tokenizers`` library.
+
+    Args:
+        json_text: Text of a ``tokenizer.json``.
+
+    Raises:
+        ConfigurationError: The text is not a valid tokenizer.
+    """
+
+    def __init__(self, json_text: str) -> None:
+        self._tokenizer = parse_tokenizer(json_text)
+        self.vocab_size: int = self._tokenizer.get_vocab_size()
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+        """Return the token ids of each text, int64 ``[tokens]``.
+
+        Special tokens are left out, except the one for unknown words.
+        """
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+class BpeTokenizer(TrainedTokenizer):
     """Byte-level byte-pair encoding, trained on the corpus with the ``tokenizers`` library."""
 
     def __init__(self, json_text: str) -> None:
@@ -101,8 +128,7 @@ class BpeTokenizer:
         Raises:
             ConfigurationError: The text is not a valid tokenizer, or its last token is not end-of-document.
         """
-        self._tokenizer = parse_tokenizer(json_text)
-        self.vocab_size: int = self._tokenizer.get_vocab_size()
+        super().__init__(json_text)
         self.eod_id: int = self.vocab_size - 1
         if self._tokenizer.token_to_id(EOD_TOKEN) != self.eod_id:
             raise ConfigurationError(
@@ -149,15 +175,6 @@ class BpeTokenizer:
             ConfigurationError: The file is missing or damaged.
         """
         return cls(read_tokenizer_file(folder))
-
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Return the token ids of each text, int64 ``[tokens]``, without end-of-document."""
-        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def save(self, folder: Path) -> None:
         """Write ``tokenizer.json``, and ``tokenizer_config.json`` for loading with ``transformers``."""

@@ -7,18 +7,15 @@ a word and which tokens are special.
 import hashlib
 import json
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.data.tokenizer import (
     TOKENIZER_FILE,
+    TrainedTokenizer,
     check_vocab_size,
-    parse_tokenizer,
     read_tokenizer_file,
 )
 
@@ -26,7 +23,7 @@ PAD, UNK, CLS, SEP, MASK = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]",
 VOCAB_FILE = "vocab.txt"
 
 
-class WordPieceTokenizer:
+class WordPieceTokenizer(TrainedTokenizer):
     """WordPiece tokenizer (Devlin et al. 2019) with BERT's normalization. Padding has id 0."""
 
     def __init__(self, json_text: str) -> None:
@@ -36,8 +33,7 @@ class WordPieceTokenizer:
             ConfigurationError: The text is not a valid tokenizer, or its first tokens are not BERT's special
                 tokens.
         """
-        self._tokenizer = parse_tokenizer(json_text)
-        self.vocab_size: int = self._tokenizer.get_vocab_size()
+        super().__init__(json_text)
         words = self._tokenizer.get_vocab(with_added_tokens=True)
         got = [words.get(token) for token in SPECIAL_TOKENS]
         if got != list(range(len(SPECIAL_TOKENS))):
@@ -104,18 +100,6 @@ class WordPieceTokenizer:
         """Properties of the tokenizer that decide whether Megatron can reuse its index caches."""
         digest = hashlib.sha256(self._json_text.encode()).hexdigest()
         return OrderedDict({"class": type(self).__qualname__, "sha256": digest})
-
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Return the token ids of each text, int64 ``[tokens]``.
-
-        ``[UNK]`` is the only special token in them.
-        """
-        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def save(self, folder: Path) -> None:
         """Write ``tokenizer.json``, and the two files that Megatron's own tokenizers load.

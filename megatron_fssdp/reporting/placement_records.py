@@ -6,8 +6,7 @@ Shape letters: I iterations, L recorded MoE layers, E experts, D devices of all 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,14 +111,6 @@ class PlacementsWriter:
     def close(self) -> None:
         """Write what is left."""
         self._arrays.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def read_placements(record_dir: Path | str) -> RecordedPlacements:

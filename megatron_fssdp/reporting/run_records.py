@@ -12,8 +12,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -190,14 +189,6 @@ class MetricsWriter:
         """Close the file."""
         self._file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 class LoadsWriter:
     """Collects router counts and keeps ``loads.npz`` up to date, always as a whole file.
@@ -241,14 +232,6 @@ class LoadsWriter:
     def close(self) -> None:
         """Write what is left."""
         self._arrays.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def parse_metrics_line(line: str) -> IterationMetrics:

@@ -3,7 +3,7 @@
 import resource
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +34,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (place / "text.txt").write_text("some words " * 20)
     (place / "strategy.yaml").write_text("slots: 2\n")
     done = place / "done"
-    with MetricsWriter(done) as metrics, LoadsWriter(done, [1, 2, 3, 4]) as loads:
+    with closing(MetricsWriter(done)) as metrics, closing(LoadsWriter(done, [1, 2, 3, 4])) as loads:
         for iteration in (1, 2):
             layers = tuple(LayerMetrics(layer, 1.5, 1.1, 2, 3, 4, 5) for layer in (1, 2, 3, 4))
             metrics.append(IterationMetrics(iteration, 2.0, 1.0, 1.0, 1e3, layers))

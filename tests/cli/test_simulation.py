@@ -2,6 +2,7 @@
 
 import csv
 import json
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -64,7 +65,7 @@ def test_a_workload_is_simulated_end_to_end(tmp_path: Path) -> None:
 
 def test_a_recorded_run_is_simulated(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    with LoadsWriter(tmp_path / "run", [1, 2, 3, 4]) as writer:
+    with closing(LoadsWriter(tmp_path / "run", [1, 2, 3, 4])) as writer:
         for iteration in range(1, 6):
             writer.append(iteration, rng.multinomial(100, np.arange(1, 9) / 36, size=(4, 4)))
     arguments = ("--iterations", "4", "--no-plots", "--no-break-even", "--moe-strategy-set", "slots=3")
@@ -106,7 +107,7 @@ def test_a_model_of_several_files_is_simulated(tmp_path: Path) -> None:
 def recorded_run(folder: Path) -> Path:
     """A run folder like that of a training, with made-up loads."""
     rng = np.random.default_rng(0)
-    with LoadsWriter(folder, [1, 2, 3, 4]) as writer:
+    with closing(LoadsWriter(folder, [1, 2, 3, 4])) as writer:
         for iteration in range(1, 8):
             writer.append(iteration, rng.multinomial(1024, np.arange(1, 9) ** 2 / 204, size=(4, 4)))
     (folder / "config.yaml").write_text(TINY.read_text())

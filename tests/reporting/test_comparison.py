@@ -1,3 +1,4 @@
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from megatron_fssdp.reporting.run_records import IterationMetrics, LayerMetrics,
 def write_run(
     folder: Path, strategy: str | None, load: float, num_iterations: int = 5, layers=(2, 4)
 ) -> Path:
-    with MetricsWriter(folder) as writer:
+    with closing(MetricsWriter(folder)) as writer:
         for iteration in range(1, num_iterations + 1):
             moved = 0 if load == 2.0 else 1000
             found = tuple(
@@ -47,7 +48,7 @@ def test_hidden_transfers_and_reshards_have_rows_where_a_run_has_them(tmp_path):
         LayerMetrics(2, 2.0, 1.1, 1, 10, 5, 0, spag_s=1.0, spag_exposed_s=0.25),
         LayerMetrics(4, 2.0, 1.1, 1, 10, 5, 0, spag_s=3.0, spag_exposed_s=0.5),
     ]
-    with MetricsWriter(tmp_path / "b") as writer:
+    with closing(MetricsWriter(tmp_path / "b")) as writer:
         for iteration in (1, 2, 3):
             moved = (4, 2_500_000, 0.5) if iteration != 2 else (0, 0, 0.0)
             writer.append(IterationMetrics(iteration, 7.0, None, 0.5, 100.0, tuple(busy), *moved))
@@ -99,7 +100,7 @@ def test_runs_without_loads_are_refused(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(ConfigurationError, match="no finished iteration"):
         read_run(tmp_path)
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         for number in (1, 2):
             layer = LayerMetrics(number, 1.0, 1.0, 0, 0, 0, 0)
             writer.append(IterationMetrics(number, 1.0, None, 1.0, 1.0, (layer,)))

@@ -1,6 +1,7 @@
 """A run's array files with any other content are refused with one clear line."""
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -20,7 +21,7 @@ LAYERS = [1, 3]
 
 
 def write_loads(folder: Path) -> Path:
-    with LoadsWriter(folder, LAYERS) as writer:
+    with closing(LoadsWriter(folder, LAYERS)) as writer:
         for iteration in (1, 2):
             writer.append(iteration, np.full((NUM_LAYERS, NUM_DEVICES, NUM_EXPERTS), 5))
     return folder / LOADS_FILE
@@ -30,7 +31,7 @@ def write_placements(folder: Path) -> Path:
     owned_LED = np.zeros((NUM_LAYERS, NUM_EXPERTS, NUM_DEVICES), np.bool_)
     owned_LED[:, :, 0] = True
     tokens_LD = np.full((NUM_LAYERS, NUM_DEVICES), 7)
-    with PlacementsWriter(folder, LAYERS) as writer:
+    with closing(PlacementsWriter(folder, LAYERS)) as writer:
         for iteration in (1, 2):
             writer.append(iteration, owned_LED, owned_LED, tokens_LD, tokens_LD)
     return folder / PLACEMENTS_FILE

@@ -1,3 +1,4 @@
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +22,10 @@ def entry(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 
 def test_placements_round_trip_and_a_resumed_run_replaces_what_it_repeats(tmp_path: Path) -> None:
-    with PlacementsWriter(tmp_path, [1, 3]) as writer:
+    with closing(PlacementsWriter(tmp_path, [1, 3])) as writer:
         for iteration in (1, 2, 3):
             writer.append(iteration, *entry(iteration))
-    with PlacementsWriter(tmp_path, [1, 3]) as writer:
+    with closing(PlacementsWriter(tmp_path, [1, 3])) as writer:
         writer.append(3, *entry(33))
     found = read_placements(tmp_path)
     assert (found.iterations.tolist(), found.layers.tolist()) == ([1, 2, 3], [1, 3])
@@ -41,17 +42,17 @@ def test_records_that_do_not_fit_or_are_inconsistent_are_refused(tmp_path: Path)
     with pytest.raises(ConfigurationError, match="no such file"):
         read_placements(tmp_path)
     owned_LED, present_LED, ep_LD, tokens_LD = entry(1)
-    with PlacementsWriter(tmp_path, [1, 3]) as writer:
+    with closing(PlacementsWriter(tmp_path, [1, 3])) as writer:
         writer.append(1, owned_LED, present_LED, ep_LD, tokens_LD)
         with pytest.raises(ConfigurationError, match="choose another output folder"):
             writer.append(2, owned_LED[:, :3], present_LED[:, :3], ep_LD, tokens_LD)
     with pytest.raises(ConfigurationError, match="holds layers"):
         PlacementsWriter(tmp_path, [1, 2])
-    with PlacementsWriter(tmp_path / "absent", [1, 3]) as writer:
+    with closing(PlacementsWriter(tmp_path / "absent", [1, 3])) as writer:
         writer.append(1, owned_LED, present_LED & ~owned_LED, ep_LD, tokens_LD)
     with pytest.raises(ConfigurationError, match="not present on its owner"):
         read_placements(tmp_path / "absent")
-    with LoadsWriter(tmp_path / "other", [1]) as loads:
+    with closing(LoadsWriter(tmp_path / "other", [1])) as loads:
         loads.append(1, np.ones((1, 2, 3)))
     (tmp_path / "other" / "loads.npz").rename(tmp_path / "other" / "placements.npz")
     with pytest.raises(ConfigurationError, match="not a record of a run"):

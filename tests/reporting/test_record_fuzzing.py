@@ -3,6 +3,7 @@
 import io
 import json
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -97,7 +98,7 @@ def placements_file() -> bytes:
     owned_LED = np.arange(8)[None, :, None] // 2 == np.arange(4)
     tokens_LD = np.arange(4)[None]
     with tempfile.TemporaryDirectory() as folder:
-        with PlacementsWriter(folder, [1]) as writer:
+        with closing(PlacementsWriter(folder, [1])) as writer:
             for iteration in (1, 2):
                 writer.append(iteration, owned_LED, owned_LED, tokens_LD, tokens_LD)
         return Path(folder, PLACEMENTS_FILE).read_bytes()
@@ -141,7 +142,7 @@ def test_placements_of_any_arrays_are_valid_or_refused(content) -> None:
 
 def metrics_file() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
-        with MetricsWriter(folder) as writer:
+        with closing(MetricsWriter(folder)) as writer:
             for iteration in (1, 2, 3):
                 layers = tuple(LayerMetrics(layer, 1.5, 1.25, 2, 3, 4, 5, 0.5, 0.25) for layer in (1, 2))
                 writer.append(IterationMetrics(iteration, 2.5, 1.0, 0.5, 1e3, layers))

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import math
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -61,19 +62,19 @@ def test_metrics_round_trip_and_are_visible_at_once(tmp_path):
 
 
 def test_losses_that_are_not_finite_are_valid_json(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         writer.append(record(1, loss=math.nan))
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
     assert math.isnan(read_metrics(tmp_path)[0].lm_loss)
 
 
 def test_a_resumed_run_replaces_repeated_iterations(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         for iteration in (1, 2, 3):
             writer.append(record(iteration))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 4, "lm_')  # killed while writing
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         writer.append(record(2, loss=9.0))
     assert read_metrics(tmp_path) == [record(1), record(2, loss=9.0)]
 
@@ -105,7 +106,7 @@ def test_keys_that_earlier_versions_did_not_write_are_zero():
 
 @pytest.mark.parametrize("line", ["{", "3", '{"iteration": 1}', '{"iteration": 1, "layers": [3]}'])
 def test_damaged_metrics_name_the_line(tmp_path, line):
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         writer.append(record(1))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(line)
@@ -121,7 +122,7 @@ def test_missing_records_are_refused(tmp_path):
 
 
 def test_loads_round_trip(tmp_path):
-    with LoadsWriter(tmp_path / "run", layers=[2, 4]) as writer:
+    with closing(LoadsWriter(tmp_path / "run", layers=[2, 4])) as writer:
         for iteration in (1, 2, 3):
             writer.append(iteration, counts(iteration))
     loads = read_loads(tmp_path / "run")
@@ -141,7 +142,7 @@ def test_loads_are_written_periodically_and_survive_a_resume(tmp_path, monkeypat
         writer.append(iteration, counts(iteration))
     monkeypatch.undo()
     assert len(read_loads(tmp_path).iterations) == 3  # without close: the run was killed
-    with LoadsWriter(tmp_path, layers=[1, 2]) as resumed:
+    with closing(LoadsWriter(tmp_path, layers=[1, 2])) as resumed:
         resumed.append(3, counts(33))
         resumed.append(4, counts(4))
     loads = read_loads(tmp_path)
@@ -151,14 +152,14 @@ def test_loads_are_written_periodically_and_survive_a_resume(tmp_path, monkeypat
 
 def test_appended_counts_are_copied(tmp_path):
     array = counts(1).astype(np.int32)
-    with LoadsWriter(tmp_path, layers=[1, 2]) as writer:
+    with closing(LoadsWriter(tmp_path, layers=[1, 2])) as writer:
         writer.append(1, array)
         array[:] = 0
     np.testing.assert_array_equal(read_loads(tmp_path).counts_ILDE[0], counts(1))
 
 
 def test_runs_that_do_not_fit_together_are_refused(tmp_path):
-    with LoadsWriter(tmp_path, layers=[1, 2]) as writer:
+    with closing(LoadsWriter(tmp_path, layers=[1, 2])) as writer:
         writer.append(1, counts(1))
         with pytest.raises(ValueError, match="wanted"):
             writer.append(2, counts(1)[0])
@@ -215,7 +216,7 @@ def damage_array(path):
     ],
 )
 def test_damaged_loads_are_one_clear_line(tmp_path, damage):
-    with LoadsWriter(tmp_path, layers=[1, 2]) as writer:
+    with closing(LoadsWriter(tmp_path, layers=[1, 2])) as writer:
         writer.append(1, counts(1))
     damage(tmp_path / "loads.npz")
     with pytest.raises(ConfigurationError) as caught:

@@ -1,5 +1,6 @@
 """Run folders with made-up records of every kind, quick to write and different in every number."""
 
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -26,9 +27,9 @@ def write_made_run(
     layers = list(range(1, num_layers + 1))
     skew_LE = rng.dirichlet(np.full(num_experts, 0.4), num_layers)
     with (
-        MetricsWriter(folder) as metrics,
-        LoadsWriter(folder, layers) as loads,
-        PlacementsWriter(folder, layers) as placements,
+        closing(MetricsWriter(folder)) as metrics,
+        closing(LoadsWriter(folder, layers)) as loads,
+        closing(PlacementsWriter(folder, layers)) as placements,
     ):
         for iteration in range(1, num_iterations + 1):
             skew_LE = 0.9 * skew_LE + 0.1 * rng.dirichlet(np.full(num_experts, 0.4), num_layers)

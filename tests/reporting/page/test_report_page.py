@@ -2,6 +2,7 @@
 
 import base64
 import re
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -145,7 +146,7 @@ def test_runs_are_compared_with_the_first(tmp_path: Path) -> None:
 
 def test_selections_of_auto_are_shown_by_layer(tmp_path: Path) -> None:
     names = [["ep", "ep"], ["fssdp", "ep"], ["fssdp", "mine"]]
-    with MetricsWriter(tmp_path / "run") as writer:
+    with closing(MetricsWriter(tmp_path / "run")) as writer:
         for i, row in enumerate(names, start=1):
             layers = tuple(
                 LayerMetrics(n, 1.0, 1.0, 0, 0, 0, 0, strategy=name) for n, name in enumerate(row, 1)
@@ -186,7 +187,7 @@ def test_pages_of_long_runs_stay_small(tmp_path: Path) -> None:
 
 def test_the_page_says_what_was_not_recorded(tmp_path: Path) -> None:
     stock = tmp_path / "none"
-    with MetricsWriter(stock) as writer:
+    with closing(MetricsWriter(stock)) as writer:
         writer.append(IterationMetrics(1, 2.0, None, 1.0, 10.0))
     page = page_of(stock)
     assert page.anchors == SECTIONS
