@@ -1,1 +1,1 @@
-"""File formats of a run's records and the pictures drawn from them."""
+"""File formats of a run's records, and the tables, plots and pages that show them."""

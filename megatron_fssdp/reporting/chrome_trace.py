@@ -1,4 +1,4 @@
-"""Spans of time as a file for Chrome's tracing page, Perfetto and other viewers of that format."""
+"""Writes time spans as a Chrome trace, which Perfetto and Chrome's tracing page can show."""
 
 import json
 from collections.abc import Sequence
@@ -11,14 +11,15 @@ from megatron_fssdp.config.written_files import written_whole
 
 @dataclass(frozen=True)
 class TraceSpan:
-    """Something that one rank did for a while.
+    """A time span in which one rank did something.
 
     Attributes:
-        rank: Shown as a process.
-        lane: Shown as a row of it. Spans of one lane may lie inside each other, not across.
-        name: What was done.
-        begin_s: On a clock that all ranks share.
-        end_s: On the same clock.
+        rank: Number of the rank. Viewers show it as a process.
+        lane: Name of the lane. Viewers show it as a row of the process. Two spans of one lane can be nested,
+            but must not overlap partly.
+        name: Name of the work that was done.
+        begin_s: Begin of the span, in seconds on a clock that all ranks share.
+        end_s: End of the span, in seconds on the same clock.
     """
 
     rank: int
@@ -30,16 +31,16 @@ class TraceSpan:
     def __post_init__(self) -> None:
         if not self.begin_s <= self.end_s:
             raise ValueError(
-                f"span {self.name} of rank {self.rank}: got an end at {self.end_s} s, wanted one at or after "
-                f"its begin at {self.begin_s} s"
+                f"span {self.name} of rank {self.rank}: got the end {self.end_s} s, wanted an end at or "
+                f"after the begin {self.begin_s} s"
             )
 
 
 def chrome_trace(spans: Sequence[TraceSpan]) -> dict[str, Any]:
-    """The JSON object of a trace: times in microseconds from the first span's begin.
+    """Return the JSON object of a trace. Its times are microseconds since the begin of the first span.
 
     Args:
-        spans: In any order; lanes are shown in the order in which they appear.
+        spans: Spans in any order. Lanes are shown in the order in which they first appear.
     """
     lanes = {lane: number for number, lane in enumerate(dict.fromkeys(span.lane for span in spans))}
     start_s = min((span.begin_s for span in spans), default=0.0)
@@ -66,7 +67,11 @@ def chrome_trace(spans: Sequence[TraceSpan]) -> dict[str, Any]:
 
 
 def write_chrome_trace(path: Path | str, spans: Sequence[TraceSpan]) -> None:
-    """Write :func:`chrome_trace` to a file.
+    """Write spans to a file as a Chrome trace.
+
+    Args:
+        path: File to write.
+        spans: Spans in any order.
 
     Raises:
         ConfigurationError: The file cannot be written.

@@ -1,21 +1,21 @@
-"""A measured cluster as a table for the terminal."""
+"""Shows a measured cluster as a table for the terminal."""
 
 from rich.table import Table
 
 from megatron_fssdp.config.cluster_description import ClusterDescription, FittedLink, LinkDescription
 
 LEAST_R_SQUARED = 0.95
-"""Fits below it are named: times then do not lie on a line, mostly because something else was running."""
+"""Fits with a lower R² are reported.
+
+Their times are not on a line, mostly because other programs were running.
+"""
 
 
 def cluster_table(cluster: ClusterDescription) -> Table:
-    """Links, collectives and compute.
+    """Return a table of links, collectives and compute.
 
     Args:
-        cluster: The cluster; what was not measured is left out.
-
-    Returns:
-        The table.
+        cluster: Description of the cluster. Values that were not measured are left out.
     """
     compute = [
         f"{label} {flops_per_s / 1e9:,.1f} GFLOP/s"
@@ -29,7 +29,7 @@ def cluster_table(cluster: ClusterDescription) -> Table:
     title = f"{cluster.name}: {cluster.num_nodes} × {cluster.devices_per_node} devices; {', '.join(compute)}"
     table = Table(title=title, title_justify="left", caption=_doubts(cluster), caption_justify="left")
     table.add_column("", no_wrap=True)
-    for heading in ("link", "start-up us", "GB/s", "R²", "worst error"):
+    for heading in ("link", "start-up µs", "GB/s", "R²", "worst error"):
         table.add_column(heading, justify="left" if heading == "link" else "right", no_wrap=True)
     for link_class, link in (("intra_node", cluster.intra_node), ("inter_node", cluster.inter_node)):
         owner = "one device" if link_class == "intra_node" else "one node"

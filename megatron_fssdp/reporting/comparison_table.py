@@ -1,4 +1,4 @@
-"""Runs side by side, as a table for the terminal."""
+"""Compares runs side by side in a table for the terminal."""
 
 from collections.abc import Sequence
 
@@ -9,15 +9,13 @@ from megatron_fssdp.reporting.recorded_run import RecordedRun, distinct_names, l
 
 
 def comparison_table(*runs: RecordedRun) -> Table:
-    """Tabulate losses, device loads, speed and bytes moved.
+    """Return a table of losses, device loads, speed and moved bytes.
 
     Args:
-        runs: The runs; the first, usually plain expert parallelism, is what losses are compared with.
-
-    Returns:
-        The table.
+        runs: Records of the runs. Losses are compared with those of the first run, which is usually plain
+            expert parallelism.
     """
-    table = Table(title="load: max over mean device load, 1 is even")
+    table = Table(title="load: max/mean device load; 1 is even")
     table.add_column("")
     columns, rows = compared_figures(runs, distinct_names(*runs))
     for name in columns:
@@ -30,14 +28,14 @@ def comparison_table(*runs: RecordedRun) -> Table:
 def compared_figures(
     runs: Sequence[RecordedRun], names: Sequence[str]
 ) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
-    """Figures of runs as text.
+    """Return summary figures of runs as text.
 
     Args:
-        runs: The runs.
-        names: What they are called.
+        runs: Records of the runs.
+        names: Name of each run.
 
     Returns:
-        The names, and one cell for each run by what the figure is.
+        The names of the columns, and the rows: one cell for each run, by the label of the figure.
     """
     columns = [_figures(run) for run in runs]
     labels = dict.fromkeys(label for column in columns for label in column)
@@ -57,7 +55,7 @@ def _figures(run: RecordedRun) -> dict[str, str]:
         "tokens/s (median)": f"{run.median_tokens_per_s:,.0f}",
         "bytes moved: weights (spAG)": format_bytes(run.total("spag_bytes")),
         "bytes moved: gradients (spRS)": format_bytes(run.total("sprs_bytes")),
-        "tokens sent to another node": f"{run.total('cross_node_tokens'):,}" if run.layers else "–",
+        "tokens sent to other nodes": f"{run.total('cross_node_tokens'):,}" if run.layers else "–",
         **_transfer_figures(run),
         **_reshard_figures(run),
     }
@@ -87,15 +85,15 @@ def _load_figures(run: RecordedRun) -> dict[str, str]:
         "load: mean of all iterations and layers": "–",
         "load: last iteration": "–",
         "load: worst layer of the run": "–",
-        "replicas in a layer": "–",
+        "replicas per layer": "–",
     }
     if run.layers:
         replicas = run.total("num_replicas") / run.load_IL.size
         values = (run.load_IL.mean(), run.load_IL[-1].mean(), run.load_IL.max())
         figures |= dict(zip(figures, [f"{value:.3f}" for value in values] + [f"{replicas:.1f}"], strict=True))
     for label, field in (
-        ("loads like those of the iteration before (median)", "load_similarity"),
-        ("RB: deviation of loads, EP's over its own (median)", "balance_ratio"),
+        ("similarity of loads to the previous iteration (median)", "load_similarity"),
+        ("RB: deviation of device loads, plain EP / own (median)", "balance_ratio"),
     ):
         if (median := run.median(field)) is not None:
             figures[label] = f"{median:.2f}"
@@ -103,7 +101,7 @@ def _load_figures(run: RecordedRun) -> dict[str, str]:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Bytes in the largest decimal unit that leaves a number of 1 or more."""
+    """Return a number of bytes as text, in the largest decimal unit that gives a number of at least 1."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(num_bytes) < 1000:
             return f"{num_bytes:,.0f} {unit}" if unit == "B" else f"{num_bytes:,.1f} {unit}"

@@ -1,4 +1,4 @@
-"""One picture of the device loads of several runs."""
+"""Draws the device loads of several runs into one picture."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,19 +14,20 @@ from megatron_fssdp.reporting.strategy_colours import distinct_colours
 
 
 def draw_device_loads(runs: Sequence[RecordedRun], png: Path) -> None:
-    """Draw max over mean device load: as lines over the iterations, and by layer as strips below.
+    """Draw the max/mean device load of runs: as curves over iterations, and below as one strip for each run.
 
     Args:
-        runs: The runs.
-        png: The file to write.
+        runs: Records of the runs.
+        png: File to write.
 
     Raises:
-        ConfigurationError: A run has no loads, matplotlib is missing or the file cannot be written.
+        ConfigurationError: A run has no loads, matplotlib is not installed, or the file cannot be written.
     """
     for run in runs:
         if not run.layers:
             raise ConfigurationError(
-                f"--png: {run.path} recorded no loads of MoE layers; run it again with a strategy such as ep"
+                f"--png: {run.path} has no recorded loads of MoE layers; run it again with a strategy such "
+                "as ep"
             )
 
     figure = new_figure((9, 4.0 + 1.3 * len(runs)))
@@ -48,7 +49,7 @@ def draw_device_loads(runs: Sequence[RecordedRun], png: Path) -> None:
     kinds = figure.canvas.get_supported_filetypes()
     if png.suffix[1:].lower() not in kinds:
         raise ConfigurationError(
-            f"--png {png}: got the ending '{png.suffix}', wanted one of {', '.join(sorted(kinds))}"
+            f"--png {png}: got the suffix '{png.suffix}', wanted one of {', '.join(sorted(kinds))}"
         )
     with written_whole(png.parent, "--png") as partial:
         figure.savefig(partial / png.name, dpi=DPI)
@@ -77,7 +78,7 @@ def _finish_curves(axes: Any) -> None:
     axes.plot([], [], color="0.35", linewidth=2, label="mean of layers")
     axes.plot([], [], color="0.35", linewidth=0.9, linestyle=":", label="worst layer")
     span = axes.get_ylim()[1] - 1.0
-    axes.set_ylim(1.0 - 0.1 * span, 1.0 + 1.15 * span)  # room for the words below and the legend above
+    axes.set_ylim(1.0 - 0.1 * span, 1.0 + 1.15 * span)  # space for the annotation below and the legend above
     axes.set_ylabel("device load, max / mean")
     axes.set_title("Load of the busiest device in each iteration", loc="left")
     axes.legend(frameon=False, loc="upper left", ncols=4, fontsize=9, columnspacing=1.4)
@@ -102,7 +103,7 @@ def _draw_strip(axes: Any, run: RecordedRun, name: str, highest: float) -> Any:
 
 
 def _edges(iterations: np.ndarray) -> np.ndarray:
-    """Borders of the strips' columns, half-way between iterations."""
+    """Return the borders of the strips' columns, halfway between iterations: float64 ``[I + 1]``."""
     if len(iterations) == 1:
         return np.array([iterations[0] - 0.5, iterations[0] + 0.5])
     middles = (iterations[:-1] + iterations[1:]) / 2

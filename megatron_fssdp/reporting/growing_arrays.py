@@ -1,7 +1,7 @@
-"""Arrays that get one entry an iteration, in a file that is always whole.
+"""Records arrays with one entry per iteration in an ``.npz`` file that is always complete.
 
-A file grows with the run that it is of. When a resumed run starts again at an iteration that is already
-there, what was recorded from that iteration on is replaced.
+The file grows with its run. If a resumed run starts at an iteration that the file already holds, the run
+replaces the entries from this iteration on.
 """
 
 import time
@@ -18,17 +18,17 @@ from megatron_fssdp.config.written_files import written_whole
 ITERATIONS = "iterations"
 LAYERS = "layers"
 
-# A write rewrites the file; it may cost at most this share of the time between two writes.
+# Every write replaces the whole file. Writing may take at most this share of the time.
 _MAX_WRITE_SHARE = 0.05
 _MIN_WRITE_INTERVAL_S = 10.0
 
 
 class ArrayFormat(NamedTuple):
-    """What an array in a file must be.
+    """Format that an array in a file must have.
 
     Attributes:
-        dtype: Integer data type; smaller integers are converted to it.
-        num_dimensions: Number of dimensions. Each must have at least one entry.
+        dtype: Integer data type. Arrays of smaller integers are converted to it.
+        num_dimensions: Number of dimensions. Each dimension must have at least one entry.
     """
 
     dtype: type[np.integer[Any]]
@@ -39,15 +39,15 @@ _INDEX = ArrayFormat(np.int64, 1)
 
 
 class GrowingArrays:
-    """Collects entries in memory, and replaces the file now and then and on :meth:`close`.
+    """Collects entries in memory, and writes the file at intervals and on :meth:`close`.
 
     Args:
-        path: The ``.npz``.
-        layers: Megatron's number of each recorded layer, in order.
-        found: What :func:`read_arrays` found in the file; ``None`` where there is none.
+        path: Path of the ``.npz`` file.
+        layers: Megatron's number of each recorded layer, in order: int64 ``[L]``.
+        found: Arrays that :func:`read_arrays` read from an existing file, or None if there is no file.
 
     Raises:
-        ConfigurationError: The file holds other layers.
+        ConfigurationError: The existing file holds other layers.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class GrowingArrays:
             return
         if not np.array_equal(found[LAYERS], layers):
             raise ConfigurationError(
-                f"{path}: holds layers {found[LAYERS].tolist()}, this run records "
+                f"{path}: holds layers {found[LAYERS].tolist()}, but this run records "
                 f"{layers.tolist()}; choose another output folder"
             )
         self._iterations = found[ITERATIONS].tolist()
@@ -72,14 +72,14 @@ class GrowingArrays:
         self._entries = [{name: found[name][i] for name in names} for i in range(len(self._iterations))]
 
     def append(self, iteration: int, entry: Mapping[str, NDArray[Any]]) -> None:
-        """Add one iteration; entries from this iteration on are dropped first.
+        """Add one iteration. Existing entries from this iteration on are dropped first.
 
         Args:
             iteration: Number of the iteration.
-            entry: The arrays of one iteration, always the same names and shapes.
+            entry: Arrays of the iteration, by name. Names and shapes must be the same in every iteration.
 
         Raises:
-            ConfigurationError: Shapes differ from those of the iterations before.
+            ConfigurationError: The shapes differ from those of earlier iterations.
         """
         while self._iterations and self._iterations[-1] >= iteration:
             self._iterations.pop()
@@ -87,8 +87,8 @@ class GrowingArrays:
         for name, array in entry.items():
             if self._entries and array.shape != self._entries[-1][name].shape:
                 raise ConfigurationError(
-                    f"{self._path}: holds {name} of shape {self._entries[-1][name].shape}, this run records "
-                    f"{array.shape}; choose another output folder"
+                    f"{self._path}: holds {name} of shape {self._entries[-1][name].shape}, but this run "
+                    f"records {array.shape}; choose another output folder"
                 )
         self._iterations.append(iteration)
         self._entries.append(dict(entry))
@@ -97,10 +97,10 @@ class GrowingArrays:
             self.write()
 
     def write(self) -> None:
-        """Replace the file now.
+        """Write the file now.
 
         Raises:
-            ConfigurationError: It cannot be written; the file is as it was.
+            ConfigurationError: The file cannot be written. The old file is unchanged.
         """
         if not self._dirty:
             return
@@ -117,20 +117,20 @@ class GrowingArrays:
         self._dirty = False
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the entries that are not yet in the file."""
         self.write()
 
 
 def read_arrays(path: Path, formats: Mapping[str, ArrayFormat]) -> dict[str, NDArray[Any]]:
-    """Read the named arrays, the iterations and the layers of a file, without pickle.
+    """Read arrays, iteration numbers and layer numbers from a file, without pickle.
 
     Args:
-        path: The ``.npz`` file.
-        formats: The wanted format of each array, by name.
+        path: Path of the ``.npz`` file.
+        formats: Wanted format of each array, by name.
 
     Returns:
-        The arrays by name, with ``iterations`` int64 ``[I]`` and ``layers`` int64 ``[L]``. Both ascend and
-        are not negative.
+        The arrays by name, with ``iterations`` int64 ``[I]`` and ``layers`` int64 ``[L]``. The numbers in
+        both are ascending and not negative.
 
     Raises:
         ConfigurationError: The file is missing, damaged or holds something else.
@@ -146,29 +146,29 @@ def read_arrays(path: Path, formats: Mapping[str, ArrayFormat]) -> dict[str, NDA
             }
         for name in (ITERATIONS, LAYERS):
             if found[name][0] < 0 or np.any(found[name][1:] <= found[name][:-1]):
-                raise ValueError(f"{name} are not ascending, from 0 or more on")
+                raise ValueError(f"{name} are negative or not ascending")
         return found
-    except Exception as error:  # zipfile, zlib and numpy raise a dozen kinds for damaged files
+    except Exception as error:  # damaged files raise many kinds of errors in zipfile, zlib and numpy
         raise unreadable(path, error) from None
 
 
 def _array(content: Mapping[str, Any], name: str, wanted: ArrayFormat) -> NDArray[Any]:
-    """One array of a file, as the wanted integers.
+    """Return one array of a file, converted to the wanted data type.
 
     Raises:
-        ValueError: It is missing or has another format; the message says what was got and wanted.
+        ValueError: The array is missing or has another format.
     """
     if name not in content:
         raise ValueError(f"got no array {name}; found: {', '.join(content) or 'no arrays'}")
     try:
         array = content[name]
-    except Exception as error:  # zipfile, zlib and numpy raise a dozen kinds for damaged files
+    except Exception as error:  # damaged files raise many kinds of errors in zipfile, zlib and numpy
         raise ValueError(f"{name}: {error}") from None
     if not isinstance(array, np.ndarray):
         raise ValueError(f"{name} is not an array")
     if array.ndim != wanted.num_dimensions or 0 in array.shape:
         raise ValueError(
-            f"{name} has shape {array.shape}, wanted {wanted.num_dimensions} dimensions without an empty one"
+            f"{name} has shape {array.shape}, wanted {wanted.num_dimensions} dimensions, none of them empty"
         )
     if array.dtype.kind not in "iu" or not np.can_cast(array.dtype, wanted.dtype):
         raise ValueError(f"{name} has data type {array.dtype}, wanted {np.dtype(wanted.dtype)} or smaller")
@@ -176,10 +176,15 @@ def _array(content: Mapping[str, Any], name: str, wanted: ArrayFormat) -> NDArra
 
 
 def unreadable(path: Path, error: Exception) -> ConfigurationError:
-    """What to say of a record that cannot be read."""
+    """Make the error for a record that cannot be read.
+
+    Args:
+        path: Path of the record.
+        error: The error that reading it raised.
+    """
     if isinstance(error, FileNotFoundError):
         return ConfigurationError(f"{path}: no such file; give the folder of a run that recorded its loads")
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return ConfigurationError(
-        f"{path}: damaged, half written or not a record of a run ({reason}); record the run again"
+        f"{path}: damaged, incomplete or not a record of a run ({reason}); record the run again"
     )

@@ -1,4 +1,4 @@
-"""Loads to simulate with: a run's record, or a workload made for the job."""
+"""Provides the loads of a simulation: from a run's record, or generated for the job."""
 
 from pathlib import Path
 
@@ -12,25 +12,27 @@ from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.workloads import WORKLOADS
 
 GENERATED_ITERATIONS = 20
-"""Of a workload, if nobody says how many."""
+"""Default number of iterations of a generated workload."""
 
 
 def loads_for_job(
     source: str, job: MoeJob, num_iterations: int | None = None, seed: int = 0
 ) -> tuple[RecordedLoads, str]:
-    """Loads at the size of a job.
+    """Read or generate loads that fit the sizes of a job.
 
     Args:
         source: Folder of a run, its ``loads.npz``, or the name of a workload.
-        job: For its sizes.
-        num_iterations: How many to generate, or the most to take of a record.
-        seed: Of generated loads.
+        job: Training job whose sizes the loads must have.
+        num_iterations: Number of iterations to generate, or the maximum to use of a record. None means 20 or
+            the whole record.
+        seed: Seed of generated loads.
 
     Returns:
-        The loads, and what has to be said of them; empty for a record as it is.
+        The loads, and a note that states how they were generated or scaled. The note is empty if a record
+        fits the job unchanged.
 
     Raises:
-        ConfigurationError: There is no such run or workload, or it does not fit the job.
+        ConfigurationError: No run or workload has this name, or the loads do not fit the job.
     """
     if source in WORKLOADS:
         count = num_iterations or GENERATED_ITERATIONS
@@ -39,7 +41,7 @@ def loads_for_job(
             np.arange(1, count + 1),
             np.arange(1, job.num_layers + 1),
         )
-        return loads, f"loads generated: {source}, {WORKLOADS[source].description}"
+        return loads, f"loads: generated workload {source}, {WORKLOADS[source].description}"
     path = Path(source)
     if not path.exists():
         raise ConfigurationError(
@@ -48,5 +50,5 @@ def loads_for_job(
     found = read_loads(path.parent if path.name == LOADS_FILE else path)
     most = num_iterations or len(found.iterations)
     counts, factor = fitted_loads(found.counts_ILDE[:most], job)
-    note = "" if factor == 1.0 else f"tokens scaled by {factor:.4g} to the model's batch"
+    note = "" if factor == 1.0 else f"loads: tokens scaled by {factor:.4g} to the model's batch size"
     return RecordedLoads(counts, found.iterations[:most], found.layers), note

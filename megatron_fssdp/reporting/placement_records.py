@@ -1,6 +1,7 @@
-"""The file ``placements.npz`` of a run: where experts were, and how many tokens each device had.
+"""Reads and writes ``placements.npz`` of a run: the placement of experts and the tokens of each device.
 
-Shape letters: I iterations, L recorded MoE layers, E experts, D devices of all groups side by side.
+Shape letters: I iterations, L recorded MoE layers, E experts, D devices of all expert-parallel groups
+together.
 """
 
 from collections.abc import Sequence
@@ -27,15 +28,17 @@ _FORMATS = {
 
 @dataclass(frozen=True, eq=False)
 class RecordedPlacements:
-    """Placements of a run, as they were at the end of each iteration.
+    """Placements of a run at the end of each iteration.
 
     Attributes:
-        owned_ILED: bool, true where the device owns the expert.
-        present_ILED: bool, true where the expert's weights were, owners included.
-        ep_tokens_ILD: Tokens that each device would compute under plain expert parallelism.
-        tokens_ILD: Tokens that each device computed.
-        iterations: Iteration number of each entry, ascending.
-        layers: Megatron's layer number of each recorded layer.
+        owned_ILED: bool ``[I, L, E, D]``. True where the device owns the expert.
+        present_ILED: bool ``[I, L, E, D]``. True where the device has the expert's weights, as owner or
+            replica.
+        ep_tokens_ILD: int64 ``[I, L, D]``. Tokens that each device would compute under plain expert
+            parallelism.
+        tokens_ILD: int64 ``[I, L, D]``. Tokens that each device computed.
+        iterations: int64 ``[I]``. Number of each iteration, ascending.
+        layers: int64 ``[L]``. Megatron's number of each recorded layer.
     """
 
     owned_ILED: NDArray[np.bool_]
@@ -50,8 +53,8 @@ class RecordedPlacements:
         shape = self.present_ILED.shape
         if len(shape) != 4 or shape[:2] != lead or self.owned_ILED.shape != shape:
             raise ValueError(
-                f"owners have shape {self.owned_ILED.shape} and presence {shape}, "
-                f"wanted {lead} + (E, D) of both by the iterations and layers"
+                f"owned_ILED has shape {self.owned_ILED.shape} and present_ILED {shape}, "
+                f"wanted {lead} + (E, D) for both, as iterations and layers say"
             )
         for name, tokens_ILD in ((_EP_TOKENS, self.ep_tokens_ILD), (_TOKENS, self.tokens_ILD)):
             if tokens_ILD.shape != (*lead, shape[3]):
@@ -65,19 +68,19 @@ class RecordedPlacements:
 
     @property
     def replicas_IL(self) -> NDArray[np.int64]:
-        """Expert copies beyond the owners' (I, L)."""
+        """Number of replicas of all experts of a layer, int64 ``[I, L]``."""
         return (self.present_ILED & ~self.owned_ILED).sum(axis=(2, 3))
 
 
 class PlacementsWriter:
-    """Collects placements, a bit for each expert and device, and keeps ``placements.npz`` up to date."""
+    """Collects placements, one bit for each expert and device, and keeps ``placements.npz`` up to date."""
 
     def __init__(self, record_dir: Path | str, layers: Sequence[int]) -> None:
-        """Open, going on with what is there.
+        """Open the file. New entries are added to existing ones.
 
         Args:
             record_dir: Folder of the run.
-            layers: Megatron's layer number of each recorded layer, in order.
+            layers: Megatron's number of each recorded layer, in order.
         """
         path = Path(record_dir) / PLACEMENTS_FILE
         found = _read_checked(path)[0] if path.exists() else None
@@ -91,14 +94,14 @@ class PlacementsWriter:
         ep_tokens_LD: NDArray[Any],
         tokens_LD: NDArray[Any],
     ) -> None:
-        """Add one iteration; entries from this iteration on are dropped first.
+        """Add one iteration. Existing entries from this iteration on are dropped first.
 
         Args:
             iteration: Number of the iteration.
-            owned_LED: Who owns what.
-            present_LED: Who has what.
-            ep_tokens_LD: Tokens of each device under plain expert parallelism.
-            tokens_LD: Tokens of each device as it was.
+            owned_LED: bool ``[L, E, D]``. True where the device owns the expert.
+            present_LED: bool ``[L, E, D]``. True where the device has the expert's weights.
+            ep_tokens_LD: Integers ``[L, D]``. Tokens of each device under plain expert parallelism.
+            tokens_LD: Integers ``[L, D]``. Tokens that each device computed.
         """
         entry: dict[str, NDArray[Any]] = {
             _OWNED: np.packbits(owned_LED, axis=-1),
@@ -109,24 +112,27 @@ class PlacementsWriter:
         self._arrays.append(iteration, entry)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the entries that are not yet in the file."""
         self._arrays.close()
 
 
 def read_placements(record_dir: Path | str) -> RecordedPlacements:
     """Read ``placements.npz`` of a run, without pickle.
 
+    Args:
+        record_dir: Folder of the run.
+
     Raises:
-        ConfigurationError: The file is missing, damaged or holds something else.
+        ConfigurationError: The file is missing or damaged, or does not hold placements.
     """
     return _read_checked(Path(record_dir) / PLACEMENTS_FILE)[1]
 
 
 def _read_checked(path: Path) -> tuple[dict[str, NDArray[Any]], RecordedPlacements]:
-    """The arrays of the file as they are stored, and the placements that they describe.
+    """Return the arrays of the file as they are stored, and the placements that they describe.
 
     Raises:
-        ConfigurationError: The file is missing, damaged or holds something else.
+        ConfigurationError: The file is missing or damaged, or does not hold placements.
     """
     arrays = read_arrays(path, _FORMATS)
     num_devices = arrays[_TOKENS].shape[-1]

@@ -1,4 +1,4 @@
-"""A finished or running run, read from its folder, and its figures."""
+"""Reads the records of a finished or running run from its folder and computes summary figures."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,9 +20,9 @@ class RecordedRun:
     """The records of one run. Shape letters: I iterations, L MoE layers.
 
     Attributes:
-        path: The run's folder.
-        strategy: Name of its strategy; the folder's name when it is not known.
-        metrics: The iterations, in order; at least one.
+        path: Folder of the run.
+        strategy: Name of the run's strategy, or the folder's name if the strategy is unknown.
+        metrics: Metrics of at least one iteration, in order.
     """
 
     path: Path
@@ -31,17 +31,17 @@ class RecordedRun:
 
     @cached_property
     def iterations(self) -> NDArray[np.int64]:
-        """Iteration numbers (I)."""
+        """Iteration numbers, int64 ``[I]``."""
         return np.array([record.iteration for record in self.metrics])
 
     @cached_property
     def layers(self) -> list[int]:
-        """Megatron's numbers of the MoE layers (L); none were recorded under strategy ``none``."""
+        """Megatron's numbers of the MoE layers, of length L. The list is empty under strategy ``none``."""
         return [layer.layer for layer in self.metrics[0].layers]
 
     @cached_property
     def load_IL(self) -> NDArray[np.float64]:
-        """Max over mean device load under the placement that was used (I, L)."""
+        """Max/mean device load under the placement that was used, float64 ``[I, L]``."""
         return np.array(
             [[layer.load_max_over_mean for layer in record.layers] for record in self.metrics],
             dtype=np.float64,
@@ -49,46 +49,59 @@ class RecordedRun:
 
     @cached_property
     def losses(self) -> NDArray[np.float64]:
-        """Language-model losses (I)."""
+        """Language-model losses, float64 ``[I]``."""
         return np.array([record.lm_loss for record in self.metrics])
 
     @property
     def median_tokens_per_s(self) -> float:
-        """Tokens a second in the middling iteration: the first ones warm up."""
+        """Median tokens per second of the iterations. The median ignores the slow first iterations."""
         return float(np.median([record.tokens_per_s for record in self.metrics]))
 
     def total(self, field: str) -> float:
-        """Sum of a layer metric over layers and iterations."""
+        """Return the sum of a layer metric over layers and iterations.
+
+        Args:
+            field: Name of a field of ``LayerMetrics``.
+        """
         return sum(getattr(layer, field) for record in self.metrics for layer in record.layers)
 
     def median(self, field: str) -> float | None:
-        """Median of a layer metric where it is known; ``None`` where it never is."""
+        """Return the median of a layer metric over the entries that have it, or None if no entry has it.
+
+        Args:
+            field: Name of a field of ``LayerMetrics``.
+        """
         known = [getattr(layer, field) for record in self.metrics for layer in record.layers]
         known = [value for value in known if value is not None]
         return float(np.median(known)) if known else None
 
     def hidden_share(self, transfer: Literal["spag", "sprs"]) -> float | None:
-        """Part of a transfer's seconds in which the recording ranks computed; ``None`` without transfers."""
+        """Return the share of a transfer's seconds that was hidden under compute, or None without transfers.
+
+        Args:
+            transfer: ``spag`` for weights or ``sprs`` for gradients.
+        """
         busy_s = self.total(f"{transfer}_s")
         return 1 - self.total(f"{transfer}_exposed_s") / busy_s if busy_s else None
 
     @property
     def reshards(self) -> list[IterationMetrics]:
-        """The iterations before which experts moved."""
+        """Metrics of the iterations before which experts moved to new owners."""
         return [record for record in self.metrics if record.resharded_experts]
 
 
 def read_run(path: Path) -> RecordedRun:
-    """Read a run's folder.
+    """Read the records in a run's folder.
 
     Args:
-        path: The folder that ``megatron-fssdp train --out`` wrote, or any ``record_dir``.
+        path: Folder that ``megatron-fssdp train --out`` wrote, or any ``record_dir``.
 
     Returns:
-        The run.
+        The records of the run.
 
     Raises:
-        ConfigurationError: It holds no records, those of different models, or a damaged configuration.
+        ConfigurationError: The folder holds no records, records of different models, or a damaged
+            ``config.yaml``.
     """
     metrics = read_metrics(path)
     if not metrics:
@@ -96,37 +109,40 @@ def read_run(path: Path) -> RecordedRun:
     layers = [layer.layer for layer in metrics[0].layers]
     if any([layer.layer for layer in record.layers] != layers for record in metrics):
         raise ConfigurationError(
-            f"{path}: metrics.jsonl holds different MoE layers in different iterations, "
-            "so of different models; record the run again"
+            f"{path}: metrics.jsonl holds different MoE layers in different iterations, so it mixes "
+            "different models; record the run again"
         )
     return RecordedRun(path=path, strategy=_strategy_of(path), metrics=tuple(metrics))
 
 
 def _strategy_of(path: Path) -> str:
     config = path / "config.yaml"
-    if not config.exists():  # records of a script that the command line did not start
+    if not config.exists():  # the command line did not start this run's script
         return path.resolve().name
     section = load_yaml(config).get("strategy")
     name = section.get("name") if isinstance(section, dict) else None
     if not isinstance(name, str):
         raise ConfigurationError(
-            f"{config}: names no strategy, so it is damaged or half written; record the run again"
+            f"{config}: names no strategy, so the file is damaged or incomplete; record the run again"
         )
     return name
 
 
 def run_config_of(path: Path) -> RunConfig:
-    """The configuration that a run was started with.
+    """Return the settings that a run was started with.
+
+    Args:
+        path: Folder of the run.
 
     Raises:
-        ConfigurationError: The folder has none, or a damaged one.
+        ConfigurationError: The folder has no ``config.yaml``, or the file is damaged.
     """
     config = path / "config.yaml"
     return validate(RunConfig, with_new_spellings(load_yaml(config)), str(config))
 
 
 def distinct_names(*runs: RecordedRun) -> list[str]:
-    """What to call runs side by side: their strategies, or what is needed of their folders' names."""
+    """Return a different name for each run: its strategy, its folder's name, or its whole path."""
     names = [run.strategy for run in runs]
     for candidates in (names, [run.path.resolve().name for run in runs]):
         if len(set(candidates)) == len(runs):
@@ -137,7 +153,12 @@ def distinct_names(*runs: RecordedRun) -> list[str]:
 def loss_differences(
     first: RecordedRun, second: RecordedRun
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Common iterations of two runs, and ``|a - b| / |a|`` of their losses in these."""
+    """Compare the losses a and b of two runs.
+
+    Returns:
+        The numbers of the iterations that both runs have, int64 ``[I]``, and the relative difference
+        ``|a - b| / |a|`` of the losses in these iterations, float64 ``[I]``.
+    """
     common, at_first, at_second = np.intersect1d(first.iterations, second.iterations, return_indices=True)
     one, other = first.losses[at_first], second.losses[at_second]
     return common, np.abs(one - other) / np.maximum(np.abs(one), np.finfo(np.float64).tiny)

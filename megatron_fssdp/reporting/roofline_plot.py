@@ -1,4 +1,4 @@
-"""The DDL-Roofline of a run as a table and a picture (FasterMoE, §3.3, Fig. 5)."""
+"""Shows the DDL-Roofline of a run as a table and a plot (FasterMoE, §3.3, Fig. 5)."""
 
 import json
 from dataclasses import dataclass
@@ -17,12 +17,13 @@ _UNITS = ((1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"), (1.0, "FLOP/s")
 
 @dataclass(frozen=True)
 class Roofline:
-    """The curves' only figure, and the points.
+    """Data of a DDL-Roofline: the peak throughput, which determines both curves, and the points.
 
     Attributes:
-        title: What was asked.
-        peak_flops_per_s: Throughput of a device on expert GEMMs, ``P_w``.
-        points: By strategy.
+        title: Title of the table and the plot.
+        peak_flops_per_s: Throughput of a device on expert GEMMs (``P_w``), in floating-point operations per
+            second.
+        points: Point of each strategy, by the strategy's name.
     """
 
     title: str
@@ -31,11 +32,11 @@ class Roofline:
 
 
 def roofline_table(roofline: Roofline) -> Table:
-    """One row a strategy."""
+    """Return a table with one row for each strategy."""
     scale, unit = _unit(roofline.peak_flops_per_s)
     table = Table(title=roofline.title, title_justify="left")
     table.add_column("strategy")
-    for heading in ("R_CC", f"{unit} a device", "% of peak", "% of semi-ideal", "% of ideal"):
+    for heading in ("R_CC", f"{unit} per device", "% of peak", "% of semi-ideal", "% of ideal"):
         table.add_column(heading, justify="right")
     peak = roofline.peak_flops_per_s
     for name, point in roofline.points.items():
@@ -57,7 +58,7 @@ def roofline_table(roofline: Roofline) -> Table:
 
 
 def write_roofline(roofline: Roofline, path: Path) -> None:
-    """All figures as JSON."""
+    """Write the peak throughput and all points as JSON."""
     data = {
         "title": roofline.title,
         "peak_flops_per_s": roofline.peak_flops_per_s,
@@ -79,11 +80,11 @@ def draw_roofline(roofline: Roofline, path: Path) -> None:
     """Draw the curves and the points.
 
     Args:
-        roofline: What to draw.
-        path: PNG or SVG.
+        roofline: Data to draw.
+        path: PNG or SVG file to write.
 
     Raises:
-        ConfigurationError: matplotlib is missing.
+        ConfigurationError: matplotlib is not installed.
     """
     figure = new_figure((7.5, 4.8))
     _draw(figure.add_subplot(), roofline)
@@ -111,8 +112,8 @@ def _draw(axes: Any, roofline: Roofline) -> None:
         )
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlabel("computation over communication, R_CC (Eq. 3)")
-    axes.set_ylabel(f"{unit} of a device, on average (Eq. 4)")
+    axes.set_xlabel("compute seconds / communication seconds, R_CC (Eq. 3)")
+    axes.set_ylabel(f"mean {unit} per device (Eq. 4)")
     axes.set_title(roofline.title, loc="left", fontsize=10)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

@@ -1,9 +1,9 @@
-"""The two files a recorded run leaves: ``metrics.jsonl`` and ``loads.npz``.
+"""Reads and writes two record files of a run: ``metrics.jsonl`` and ``loads.npz``.
 
 Shape letters: I iterations, L recorded MoE layers, D source devices, E experts.
 
-A resumed run goes on in the same files. When it starts again at an iteration that
-is already there, what was recorded from that iteration on is replaced.
+A resumed run continues the same files. If it starts at an iteration that the files already hold, it replaces
+the records from this iteration on.
 """
 
 import dataclasses
@@ -28,35 +28,37 @@ LOADS_FILE = "loads.npz"
 
 _COUNTS = "counts_ILDE"
 
-# What a record read back can hold; a damaged record is refused by it.
+# Limit of numbers in a record, which detects damaged records.
 _Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerMetrics:
-    """One MoE layer in one iteration.
+    """Metrics of one MoE layer in one iteration.
 
     Attributes:
-        layer: Megatron's layer number, from 1.
-        ep_load_max_over_mean: Max over mean device load, had every expert stayed with its owner.
-        load_max_over_mean: Max over mean device load under the placement that was used.
-        num_replicas: Expert copies beyond the owners'.
-        spag_bytes: Bytes moved by SparseAllGather, over all devices.
-        sprs_bytes: Bytes moved by SparseReduceScatter, over all devices.
-        cross_node_tokens: Dispatched tokens whose expert sat on another node.
-        spag_s: Seconds in which SparseAllGather ran on device 0 of its expert-parallel group, not on the
-            slowest device; the mean of several groups.
-        spag_exposed_s: Of these, the ones for which that device's compute stood still.
-        sprs_s: The same for SparseReduceScatter.
-        sprs_exposed_s: The same for SparseReduceScatter.
-        load_similarity: Share of the load that is on the experts on which it was in the iteration recorded
-            before (Pro-Prophet's locality); ``None`` in the first one.
-        balance_ratio: Standard deviation of the device loads under plain expert parallelism over the one
-            under the placement that was used (Pro-Prophet's RB); ``None`` where the latter is 0.
-        schedule: In which order collectives carried the rows of the last forward pass (Parm's schedules).
-        schedule_predicted_s: Modelled seconds of a forward pass's collectives by schedule, where several
-            were compared.
-        strategy: What the layer had chosen under ``auto``.
+        layer: Megatron's number of the layer, from 1.
+        ep_load_max_over_mean: Max/mean device load that plain expert parallelism would have had, where every
+            expert is only on its owner.
+        load_max_over_mean: Max/mean device load under the placement that was used.
+        num_replicas: Number of replicas of all experts.
+        spag_bytes: Bytes that SparseAllGather moved, over all devices.
+        sprs_bytes: Bytes that SparseReduceScatter moved, over all devices.
+        cross_node_tokens: Number of dispatched tokens whose expert was on another node.
+        spag_s: Seconds of SparseAllGather on device 0 of each expert-parallel group (not on the slowest
+            device), averaged over the groups.
+        spag_exposed_s: The part of ``spag_s`` in which the device's compute waited for the transfer.
+        sprs_s: Seconds of SparseReduceScatter on device 0 of each expert-parallel group, averaged over the
+            groups.
+        sprs_exposed_s: The part of ``sprs_s`` in which the device's compute waited for the transfer.
+        load_similarity: Share of the load that is on the same experts as in the iteration recorded before
+            (Pro-Prophet's locality). None in the first iteration.
+        balance_ratio: Standard deviation of the device loads under plain expert parallelism, divided by the
+            one under the placement that was used (Pro-Prophet's RB). None if the latter is 0.
+        schedule: Order of the collectives in the last forward pass (Parm's schedules).
+        schedule_predicted_s: Modelled seconds of a forward pass's collectives under each schedule, by
+            schedule, if several schedules were compared.
+        strategy: Strategy that ``auto`` selected for the layer. None under other strategies.
     """
 
     layer: Count
@@ -79,25 +81,26 @@ class LayerMetrics:
 
 @dataclasses.dataclass(frozen=True)
 class IterationMetrics:
-    """One training iteration.
+    """Metrics of one training iteration.
 
     Attributes:
         iteration: Number of the iteration, from 1.
-        lm_loss: Language-model loss; NaN when it was not finite or not known.
-        grad_norm: Global gradient norm, None when Megatron did not compute it.
-        iteration_s: Wall-clock seconds.
-        tokens_per_s: Tokens of the global batch a second.
-        layers: The MoE layers, in order.
-        resharded_experts: Experts whose owner or slot changed before the iteration, over all
-            pipeline stages; 0 where nothing was re-sharded.
-        reshard_bytes: Bytes that this moved between devices, over all devices.
-        reshard_s: Seconds that it took, on device 0 of the slowest expert-parallel group; part
-            of ``iteration_s``.
-        passes_s: Seconds of forward and backward passes on global rank 0, with the reduction of
-            gradients; part of ``iteration_s``. 0 where it was not recorded.
-        rank_peak_bytes: Most memory that each global rank had taken up to now, where that was asked for.
-        rank_memory: What these bytes are of: ``allocated`` by torch on the GPU, or ``resident`` in the
-            host's memory, libraries included.
+        lm_loss: Language-model loss. NaN if it was not finite or not known.
+        grad_norm: Global gradient norm. None if Megatron did not compute it.
+        iteration_s: Duration of the iteration in wall-clock seconds.
+        tokens_per_s: Tokens of the global batch per second.
+        layers: Metrics of the MoE layers, in order.
+        resharded_experts: Number of experts whose owner or slot changed before the iteration, over all
+            pipeline stages. 0 if no re-shard happened.
+        reshard_bytes: Bytes that the re-shard moved between devices, over all devices.
+        reshard_s: Seconds of the re-shard on device 0 of the slowest expert-parallel group. Part of
+            ``iteration_s``.
+        passes_s: Seconds of forward and backward passes on global rank 0, including the reduction of
+            gradients. Part of ``iteration_s``. 0 if it was not recorded.
+        rank_peak_bytes: Peak memory of each global rank so far, in bytes. Empty if it was not recorded in
+            this iteration.
+        rank_memory: Kind of memory of ``rank_peak_bytes``: ``allocated`` by torch on the GPU, or ``resident``
+            in the host's memory, libraries included.
     """
 
     iteration: Count
@@ -119,9 +122,9 @@ class RecordedLoads:
     """Router counts of a run.
 
     Attributes:
-        counts_ILDE: Tokens that each source device sent to each expert, int32.
-        iterations: Iteration number of each entry, ascending.
-        layers: Megatron's layer number of each recorded layer.
+        counts_ILDE: int32 ``[I, L, D, E]``. Tokens that each source device sent to each expert.
+        iterations: int64 ``[I]``. Number of each iteration, ascending.
+        layers: int64 ``[L]``. Megatron's number of each recorded layer.
     """
 
     counts_ILDE: NDArray[np.int32]
@@ -138,7 +141,7 @@ class RecordedLoads:
         if self.counts_ILDE.ndim != 4 or self.counts_ILDE.shape[:2] != wanted:
             raise ValueError(
                 f"counts_ILDE has shape {self.counts_ILDE.shape}, "
-                f"wanted {wanted} + (D, E) by the iterations and layers"
+                f"wanted {wanted} + (D, E), as iterations and layers say"
             )
         if 0 in self.counts_ILDE.shape:
             raise ValueError(
@@ -146,15 +149,15 @@ class RecordedLoads:
                 "wanted at least one iteration, layer, device and expert"
             )
         if np.any(np.diff(self.iterations) <= 0) or np.any(self.iterations < 0):
-            raise ValueError("iterations are not ascending, from 0 or more on")
+            raise ValueError("iterations are negative or not ascending")
         if np.any(np.diff(self.layers) <= 0) or np.any(self.layers < 0):
-            raise ValueError("layers are not ascending, from 0 or more on")
+            raise ValueError("layers are negative or not ascending")
         if np.any(self.counts_ILDE < 0):
             raise ValueError("counts_ILDE has negative numbers of tokens")
 
 
 class MetricsWriter:
-    """Appends one JSON line an iteration to ``metrics.jsonl``, at once and as a whole.
+    """Appends one JSON line per iteration to ``metrics.jsonl``, each completely and without delay.
 
     Raises:
         ConfigurationError: The file cannot be written.
@@ -170,10 +173,11 @@ class MetricsWriter:
             raise cannot_write(self._path, "record_dir", error) from None
 
     def append(self, metrics: IterationMetrics) -> None:
-        """Write one iteration.
+        """Write the line of one iteration.
 
         Raises:
-            ConfigurationError: The disk is full; the file is as it was.
+            ConfigurationError: The file cannot be written, for example because the disk is full. The file is
+                unchanged.
         """
         text = json.dumps(without_nan(dataclasses.asdict(metrics)), allow_nan=False) + "\n"
         line = memoryview(text.encode())
@@ -191,18 +195,18 @@ class MetricsWriter:
 
 
 class LoadsWriter:
-    """Collects router counts and keeps ``loads.npz`` up to date, always as a whole file.
+    """Collects router counts and keeps ``loads.npz`` up to date. The file is always complete.
 
-    The run's counts stay in memory (I·L·D·E·4 bytes). The file is replaced now and
-    then, at most about 5 % of the time, and on :meth:`close`.
+    The counts of the whole run stay in memory (I·L·D·E·4 bytes). The file is written at intervals, which
+    takes at most about 5 % of the time, and on :meth:`close`.
     """
 
     def __init__(self, record_dir: Path | str, layers: Sequence[int]) -> None:
-        """Open, going on with what is there.
+        """Open the file. New entries are added to existing ones.
 
         Args:
             record_dir: Folder of the run.
-            layers: Megatron's layer number of each recorded layer, in order.
+            layers: Megatron's number of each recorded layer, in order.
         """
         path = Path(record_dir) / LOADS_FILE
         found = vars(read_loads(record_dir)) if path.exists() else None
@@ -210,11 +214,11 @@ class LoadsWriter:
         self._arrays = GrowingArrays(path, np.asarray(layers, dtype=np.int64), found)
 
     def append(self, iteration: int, counts_LDE: NDArray[Any]) -> None:
-        """Add one iteration; entries from this iteration on are dropped first.
+        """Add one iteration. Existing entries from this iteration on are dropped first.
 
         Args:
             iteration: Number of the iteration.
-            counts_LDE: Tokens by layer, source device and expert.
+            counts_LDE: Integers ``[L, D, E]``. Tokens that each source device sent to each expert.
         """
         counts = np.array(counts_LDE, dtype=np.int32)
         if counts.ndim != 3 or counts.shape[0] != self._num_layers:
@@ -222,15 +226,15 @@ class LoadsWriter:
         self._arrays.append(iteration, {_COUNTS: counts})
 
     def write(self) -> None:
-        """Replace the file now.
+        """Write the file now.
 
         Raises:
-            ConfigurationError: It cannot be written; the file is as it was.
+            ConfigurationError: The file cannot be written. The old file is unchanged.
         """
         self._arrays.write()
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the entries that are not yet in the file."""
         self._arrays.close()
 
 
@@ -238,14 +242,14 @@ def parse_metrics_line(line: str) -> IterationMetrics:
     """Read one line of ``metrics.jsonl``.
 
     Args:
-        line: One JSON object.
+        line: JSON object of one iteration.
 
     Returns:
-        The iteration; keys this version does not know are left out, and those that earlier
-        versions did not write are 0.
+        The metrics of the iteration. Unknown keys are ignored. Missing keys, which earlier versions did not
+        write, get their default values.
 
     Raises:
-        ValueError: Not an iteration record.
+        ValueError: The line is not the record of an iteration.
     """
     try:
         return parse_record(IterationMetrics, line)
@@ -254,7 +258,10 @@ def parse_metrics_line(line: str) -> IterationMetrics:
 
 
 def read_metrics(record_dir: Path | str) -> list[IterationMetrics]:
-    """Read ``metrics.jsonl`` of a run, in order of iterations.
+    """Read ``metrics.jsonl`` of a run, in the order of iterations.
+
+    Args:
+        record_dir: Folder of the run.
 
     Raises:
         ConfigurationError: The file is missing or a line is damaged.
@@ -270,8 +277,8 @@ def read_metrics(record_dir: Path | str) -> list[IterationMetrics]:
             record = parse_metrics_line(line)
         except ValueError as error:
             raise ConfigurationError(
-                f"{path}: line {number} is damaged or half written ({error}); if the run is still going on, "
-                "try again; else delete that line or record the run again"
+                f"{path}: line {number} is damaged or incomplete ({error}); if the run is still training, "
+                "try again; otherwise delete this line or record the run again"
             ) from None
         while records and records[-1].iteration >= record.iteration:
             records.pop()
@@ -282,8 +289,11 @@ def read_metrics(record_dir: Path | str) -> list[IterationMetrics]:
 def read_loads(record_dir: Path | str) -> RecordedLoads:
     """Read ``loads.npz`` of a run, without pickle.
 
+    Args:
+        record_dir: Folder of the run.
+
     Raises:
-        ConfigurationError: The file is missing, damaged or holds something else.
+        ConfigurationError: The file is missing or damaged, or does not hold loads.
     """
     path = Path(record_dir) / LOADS_FILE
     arrays = read_arrays(path, {_COUNTS: ArrayFormat(np.int32, 4)})
@@ -303,7 +313,7 @@ def _cut_half_written_line(path: Path) -> None:
 
 
 def without_nan(value: Any) -> Any:
-    """Plain values with ``None`` for every number that JSON does not know."""
+    """Return plain values with None in place of every number that JSON does not support (NaN, infinity)."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

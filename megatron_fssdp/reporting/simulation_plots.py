@@ -1,4 +1,4 @@
-"""Pictures of a simulation: seconds over time, what they go on, and device loads."""
+"""Plots of a simulation: seconds of every iteration, their parts, and device loads."""
 
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,17 @@ from megatron_fssdp.simulation.iteration_timeline import PARTS
 
 
 def draw_simulation(report: SimulationReport, folder: Path) -> list[Path]:
-    """Draw all pictures, each as PNG and SVG.
+    """Draw all plots of a simulation, each as PNG and SVG.
 
     Args:
-        report: The simulation.
-        folder: Where to put them.
+        report: Results of the simulation.
+        folder: Folder to write the files to.
 
     Returns:
-        The files.
+        Paths of the files.
 
     Raises:
-        ConfigurationError: matplotlib is missing.
+        ConfigurationError: matplotlib is not installed.
     """
     files = []
     for name, draw in (("iterations", _iterations), ("breakdown", _breakdown), ("device_load", _loads)):
@@ -49,14 +49,14 @@ def _iterations(axes: Any, report: SimulationReport) -> None:
             row.outcome.iteration_s,
             color=colour,
             linewidth=1.2,
-            label=f"{row.label} ({row.outcome.mean_s:.4g} s on average)",
+            label=f"{row.label} (mean {row.outcome.mean_s:.4g} s)",
             marker="o" if len(report.iterations) == 1 else None,
         )
     axes.axhline(report.ceiling_s, color="0.35", linewidth=0.9, linestyle="--", label="balanced routing")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("iteration")
-    axes.set_ylabel("seconds, simulated")
-    axes.set_title("Seconds of each iteration", loc="left")
+    axes.set_ylabel("simulated seconds")
+    axes.set_title("Simulated seconds of each iteration", loc="left")
     axes.legend(frameon=False, fontsize=9)
     axes.margins(x=0.01)
 
@@ -72,8 +72,8 @@ def _breakdown(axes: Any, report: SimulationReport) -> None:
     axes.axvline(report.ceiling_s, color="0.35", linewidth=0.9, linestyle="--", label="balanced routing")
     axes.invert_yaxis()
     axes.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4))
-    axes.set_xlabel("seconds of an iteration, simulated")
-    axes.set_title("What an iteration's seconds go on", loc="left")
+    axes.set_xlabel("simulated seconds of an iteration")
+    axes.set_title("Parts of an iteration's time", loc="left")
     axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4)
 
 
@@ -88,7 +88,7 @@ def _loads(axes: Any, report: SimulationReport) -> None:
     axes.axhline(1.0, color="0.35", linewidth=0.9, linestyle="--", label="even load")
     axes.set_ylim(bottom=0)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel("devices of a layer, the busiest first")
-    axes.set_ylabel("load / mean")
-    axes.set_title("Device loads, mean of all iterations and layers", loc="left")
+    axes.set_xlabel("devices of a layer, from the busiest to the least busy")
+    axes.set_ylabel("device load / mean")
+    axes.set_title("Device loads, averaged over iterations and layers", loc="left")
     axes.legend(frameon=False, fontsize=9)

@@ -1,4 +1,4 @@
-"""What a simulation leaves: a ranking, and its numbers as JSON and CSV.
+"""Results of a simulation: a ranking of strategies, written as a table, JSON and CSV.
 
 Shape letters: I iterations, L MoE layers, D devices.
 """
@@ -24,13 +24,14 @@ ITERATIONS_FILE = "iterations.csv"
 
 @dataclass(frozen=True, eq=False)
 class RankedStrategy:
-    """One row of the ranking.
+    """One strategy in the ranking.
 
     Attributes:
-        label: The strategy's name, and its settings where the name is not enough.
-        outcome: What it came to.
-        tokens: Tokens of a rank in an iteration at which it stops paying; ``None`` if not asked for.
-        bandwidth: Bytes a second of a node at which it stops paying; ``None`` if not asked for.
+        label: Name of the strategy, with settings if the name alone is ambiguous.
+        outcome: Result of simulating the strategy.
+        tokens: Tokens per rank and iteration from which the strategy pays, or None if they were not searched.
+        bandwidth: Bandwidth of a node's network up to which the strategy pays, in bytes per second, or None
+            if it was not searched.
     """
 
     label: str
@@ -41,15 +42,15 @@ class RankedStrategy:
 
 @dataclass(frozen=True, eq=False)
 class SimulationReport:
-    """Everything that is shown and written.
+    """All results of a simulation that are shown and written.
 
     Attributes:
-        title: Loads, cluster and model in a line.
-        rows: The strategies, in any order.
+        title: One line that names loads, cluster and model.
+        rows: Simulated strategies, in any order.
         plain_s: Seconds of an iteration under plain expert parallelism.
-        ceiling_s: Seconds of an iteration with balanced routing under plain expert parallelism.
-        iterations: Numbers of the iterations.
-        notes: What was scaled or left out.
+        ceiling_s: Seconds of an iteration under plain expert parallelism with balanced routing.
+        iterations: Numbers of the iterations, int64 ``[I]``.
+        notes: Sentences on how the loads were scaled and what the simulation leaves out.
     """
 
     title: str
@@ -61,12 +62,12 @@ class SimulationReport:
 
     @property
     def ranked(self) -> list[RankedStrategy]:
-        """Those that fit into memory first, then by seconds."""
+        """Strategies from best to worst: first those that fit into memory, then the others, by seconds."""
         return sorted(self.rows, key=lambda row: (row.outcome.memory.runs_out, row.outcome.mean_s))
 
 
 def ranking_table(report: SimulationReport) -> Table:
-    """The ranking for a terminal."""
+    """Return the ranking as a table for the terminal."""
     table = Table(title=report.title, title_justify="left", title_style="bold")
     table.add_column("strategy", no_wrap=True)
     table.add_column("seconds", justify="right", no_wrap=True)
@@ -81,7 +82,7 @@ def ranking_table(report: SimulationReport) -> Table:
             f"{report.plain_s / outcome.mean_s:.2f}",
             f"{100 * report.ceiling_s / outcome.mean_s:.0f}",
             f"{outcome.load_max_over_mean_IL.mean():.2f}",
-            f"{memory} runs out" if outcome.memory.runs_out else memory,
+            f"{memory}, too much" if outcome.memory.runs_out else memory,
             _in_words(row.tokens, "{:,.0f} tokens"),
             _in_words(row.bandwidth, "{:.3g} Gb/s", 8e-9),
         )
@@ -97,7 +98,7 @@ def _in_words(found: BreakEven | None, form: str, unit: float = 1.0) -> str:
 
 
 def ranking_data(report: SimulationReport) -> dict[str, Any]:
-    """The ranking as plain values."""
+    """Return the ranking as plain values for JSON."""
     return {
         "title": report.title,
         "notes": list(report.notes),
@@ -138,7 +139,7 @@ def _break_even_data(found: BreakEven | None) -> dict[str, Any] | None:
 
 
 def write_report(report: SimulationReport, folder: Path) -> None:
-    """Write ``ranking.json`` and ``iterations.csv``."""
+    """Write ``ranking.json`` and ``iterations.csv`` into a folder."""
     text = json.dumps(ranking_data(report), indent=2) + "\n"
     (folder / RANKING_FILE).write_text(text, encoding="utf-8")
     with (folder / ITERATIONS_FILE).open("w", newline="", encoding="utf-8") as file:

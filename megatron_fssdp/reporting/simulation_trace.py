@@ -1,4 +1,4 @@
-"""One simulated iteration for Perfetto: every device's experts, and the lanes that all share."""
+"""Writes one simulated iteration as a trace for Perfetto."""
 
 from pathlib import Path
 
@@ -7,17 +7,18 @@ from megatron_fssdp.simulation.iteration_timeline import COMPUTE
 from megatron_fssdp.simulation.simulator import StrategyOutcome
 
 MOST_DEVICES = 64
-"""More make a file that viewers open slowly."""
+"""Maximum number of devices in a trace. Viewers open larger files slowly."""
 
 
 def simulation_spans(outcome: StrategyOutcome, iteration: int) -> list[TraceSpan]:
-    """Spans of one iteration, by device.
+    """Return the time spans of one iteration on every device.
 
-    Each device's experts take as long as its own tokens; everything else is the same on all devices.
+    The time of a device's experts depends on the device's own tokens. All other spans are the same on all
+    devices.
 
     Args:
-        outcome: A simulated strategy.
-        iteration: Index of the iteration.
+        outcome: Result of simulating a strategy.
+        iteration: Index of the iteration, from 0.
     """
     num_devices = min(outcome.ledger.topology.num_devices, MOST_DEVICES)
     spans = []
@@ -35,5 +36,5 @@ def simulation_spans(outcome: StrategyOutcome, iteration: int) -> list[TraceSpan
 
 
 def write_simulation_trace(path: Path, outcome: StrategyOutcome, iteration: int) -> None:
-    """Write :func:`simulation_spans` as a Chrome trace."""
+    """Write the spans of one iteration (:func:`simulation_spans`) as a Chrome trace."""
     write_chrome_trace(path, simulation_spans(outcome, iteration))

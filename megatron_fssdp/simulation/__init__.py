@@ -1,1 +1,1 @@
-"""What-if: strategies' decisions on described clusters, and the loads to ask with."""
+"""Simulates strategies on described clusters, with recorded or generated loads of experts."""

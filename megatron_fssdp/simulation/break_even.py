@@ -1,4 +1,4 @@
-"""Where a strategy stops paying: how many tokens, how fast a network.
+"""Finds the number of tokens and the network bandwidth at which a strategy starts or stops to pay.
 
 Shape letters: I iterations, L MoE layers, D devices, E experts.
 """
@@ -15,23 +15,24 @@ from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import simulate
 
 LEAST_GAIN = 0.01
-"""A strategy pays if it is faster than plain expert parallelism by more than this part."""
+"""A strategy pays if it is faster than plain expert parallelism by more than this share."""
 
 MOST_DOUBLINGS = 6
-"""From a 64th to 64 times what the job has is searched."""
+"""The search covers 2 to the power of this number, so from 1/64 to 64 times the job's own value."""
 
 STEPS = 5
-"""Halvings of the interval: the answer is right to 2 ** (6 / 32) / 2, a tenth."""
+"""Number of halvings of the interval. The result is accurate to about a tenth: 2 ** (6 / 32) / 2."""
 
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Where a strategy stops paying along one quantity.
+    """Value of one quantity at which a strategy starts or stops to pay.
 
     Attributes:
-        pays_now: Whether it pays at the job's own value.
-        factor: At how many times that value this changes; ``None`` if nowhere in the range searched.
-        value: The quantity there.
+        pays_now: Whether the strategy pays at the job's own value.
+        factor: Multiple of the job's own value at which this changes, or None if it does not change in the
+            searched range.
+        value: The quantity at this multiple, or None.
     """
 
     pays_now: bool
@@ -47,15 +48,15 @@ def break_even_tokens(
     job: MoeJob,
     past_ILDE: np.ndarray | None,
 ) -> BreakEven:
-    """Tokens of a rank in an iteration below which a strategy does not pay.
+    """Find the tokens per rank and iteration below which a strategy does not pay.
 
     Args:
-        name: The strategy.
-        settings: Its settings.
-        counts_ILDE: Some iterations.
-        cluster: Where.
-        job: What.
-        past_ILDE: Those before them.
+        name: Name of the strategy.
+        settings: Settings of the strategy.
+        counts_ILDE: Integers ``[I, L, D, E]``. Pairs of the iterations to simulate.
+        cluster: Link and compute costs of the cluster.
+        job: Sizes and parallelism of the training job.
+        past_ILDE: Pairs of the iterations before them, for the load history, or None.
     """
 
     def pays(factor: float) -> bool:
@@ -75,7 +76,16 @@ def break_even_bandwidth(
     job: MoeJob,
     past_ILDE: np.ndarray | None,
 ) -> BreakEven:
-    """Bandwidth of a node above which a strategy does not pay, bytes/s; arguments as for tokens."""
+    """Find the bandwidth of a node's network, in bytes per second, above which a strategy does not pay.
+
+    Args:
+        name: Name of the strategy.
+        settings: Settings of the strategy.
+        counts_ILDE: Integers ``[I, L, D, E]``. Pairs of the iterations to simulate.
+        cluster: Link and compute costs of the cluster.
+        job: Sizes and parallelism of the training job.
+        past_ILDE: Pairs of the iterations before them, for the load history, or None.
+    """
 
     def pays(factor: float) -> bool:
         return _pays(name, settings, counts_ILDE, faster_network(cluster, factor), job, past_ILDE)
@@ -84,7 +94,7 @@ def break_even_bandwidth(
 
 
 def faster_network(cluster: ClusterDescription, factor: float) -> ClusterDescription:
-    """The cluster with ``factor`` times the bandwidth between nodes."""
+    """Return the cluster with ``factor`` times the bandwidth between nodes."""
 
     def faster[LinkT: (LinkDescription, FittedLink)](link: LinkT) -> LinkT:
         return link.model_copy(update={"bandwidth_bytes_per_s": link.bandwidth_bytes_per_s * factor})
@@ -110,7 +120,7 @@ def _pays(
 
 
 def _search(pays: Callable[[float], bool], value: float, *, pays_above: bool) -> BreakEven:
-    """Bisection over the logarithm of the factor, on the side where the answer should change."""
+    """Bisect over the logarithm of the factor, on the side where the answer is expected to change."""
     pays_now = pays(1.0)
     here, there = 0.0, float(MOST_DOUBLINGS if pays_now != pays_above else -MOST_DOUBLINGS)
     if pays(2.0**there) == pays_now:

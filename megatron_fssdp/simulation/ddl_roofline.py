@@ -1,6 +1,6 @@
-"""FasterMoE's DDL-Roofline: how near MoE layers come to what compute and communication allow (§3.3).
+"""FasterMoE's DDL-Roofline: how close MoE layers come to the limits of compute and communication (§3.3).
 
-Eq. 1 is ``layer_seconds.expert_seconds`` and Eq. 2 ``LinkSet.times``; Eq. 3 to 6 are here.
+This module has Eq. 3 to 6. Eq. 1 is ``layer_seconds.expert_seconds``, and Eq. 2 is ``LinkSet.times``.
 """
 
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ class RooflinePoint:
     """The MoE layers of an iteration under one strategy.
 
     Attributes:
-        compute_s: Seconds of the experts, forward and backward, of the slowest device in each layer.
-        communication_s: Seconds of everything that is exchanged, as if nothing ran beside it.
-        end_to_end_s: Seconds that the layers take.
-        total_flops: Of all experts on all devices, ``12 α H² Σ B_w``.
-        num_devices: N.
+        compute_s: Seconds of the experts on the slowest device of each layer, forward and backward.
+        communication_s: Seconds of all communication, if nothing else runs at the same time.
+        end_to_end_s: Seconds that the layers take in total.
+        total_flops: Floating-point operations of all experts on all devices, ``12 α H² Σ B_w``.
+        num_devices: Number of devices, N.
     """
 
     compute_s: float
@@ -30,36 +30,36 @@ class RooflinePoint:
         for name in ("communication_s", "end_to_end_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)}: wanted more than 0 seconds; a roofline needs "
-                    "layers that communicate, so at least two devices"
+                    f"{name}: got {getattr(self, name)}, wanted more than 0 seconds; a roofline needs layers "
+                    "that communicate, so give a run on at least two devices"
                 )
 
     @property
     def ratio(self) -> float:
-        """Computation over communication, ``R_CC`` (Eq. 3)."""
+        """Seconds of computation divided by seconds of communication, ``R_CC`` (Eq. 3)."""
         return self.compute_s / self.communication_s
 
     @property
     def mean_flops_per_s(self) -> float:
-        """Throughput of a device on average, ``P̄`` (Eq. 4)."""
+        """Mean throughput of a device, ``P̄`` (Eq. 4), in floating-point operations per second."""
         return self.total_flops / (self.num_devices * self.end_to_end_s)
 
 
 def ideal_flops_per_s[Ratio: (float, np.ndarray)](ratio: Ratio, peak_flops_per_s: float) -> Ratio:
-    """Throughput where communication and computation run together: ``P_w · min(1, R_CC)`` (Eq. 5).
+    """Return the throughput if communication and computation overlap fully: ``P_w · min(1, R_CC)`` (Eq. 5).
 
     Args:
-        ratio: ``R_CC``, or an array of them.
-        peak_flops_per_s: ``P_w``, of one device.
+        ratio: Ratio ``R_CC``, a number or an array.
+        peak_flops_per_s: Peak throughput of one device, ``P_w``.
     """
     return peak_flops_per_s * np.minimum(1.0, ratio)
 
 
 def semi_ideal_flops_per_s[Ratio: (float, np.ndarray)](ratio: Ratio, peak_flops_per_s: float) -> Ratio:
-    """Throughput where one follows the other on even loads: ``P_w · R_CC / (R_CC + 1)`` (Eq. 6).
+    """Return the throughput with even loads and no overlap: ``P_w · R_CC / (R_CC + 1)`` (Eq. 6).
 
     Args:
-        ratio: ``R_CC``, or an array of them.
-        peak_flops_per_s: ``P_w``, of one device.
+        ratio: Ratio ``R_CC``, a number or an array.
+        peak_flops_per_s: Peak throughput of one device, ``P_w``.
     """
     return peak_flops_per_s * ratio / (ratio + 1)

@@ -1,4 +1,4 @@
-"""Bytes on the device that needs most."""
+"""Computes the peak memory of the device that needs the most."""
 
 from dataclasses import dataclass
 
@@ -17,14 +17,14 @@ from megatron_fssdp.simulation.moe_job import MoeJob
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What a device holds at the peak.
+    """Peak memory of a device.
 
     Attributes:
-        experts: Parameters, gradients, optimizer, replicas and transfers of experts.
-        dense_bytes: Parameters, gradients and optimizer of everything else.
-        activation_bytes: Kept for the backward pass, an estimate: without attention matrices, and
-            with the rows of the device that had most.
-        capacity_bytes: What the device has; ``None`` if that is not known.
+        experts: Memory of experts: parameters, gradients, optimizer states, replicas and transfers.
+        dense_bytes: Bytes of parameters, gradients and optimizer states of everything else.
+        activation_bytes: Estimated bytes that are kept for the backward pass, without attention matrices and
+            with the rows of the most loaded device.
+        capacity_bytes: Memory that the device has, in bytes, or None if it is unknown.
     """
 
     experts: ExpertMemory
@@ -34,12 +34,12 @@ class DeviceMemory:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """Bytes of experts, dense parameters and activations together."""
         return self.experts.total_bytes + self.dense_bytes + self.activation_bytes
 
     @property
     def runs_out(self) -> bool:
-        """Whether it is more than the device has."""
+        """Whether the device needs more memory than it has."""
         return self.capacity_bytes is not None and self.total_bytes > self.capacity_bytes
 
 
@@ -51,14 +51,14 @@ def device_memory(
     ledger: LayerLedger | None,
     life: ReplicaLife,
 ) -> DeviceMemory:
-    """Memory of a strategy's busiest device.
+    """Compute the peak memory of the device that needs the most under a strategy.
 
     Args:
-        job: What runs.
-        cluster: Says how much memory there is.
-        slots: Most replicas a device may hold of a layer.
-        ledger: What was decided; ``None`` for balanced loads without replicas.
-        life: Of a replica; for lasting ones there is room from the start.
+        job: Sizes and parallelism of the training job.
+        cluster: Description of the cluster, which gives the memory of a device.
+        slots: Maximum number of replicas of one layer on a device.
+        ledger: Decisions of the strategy, or None for balanced loads without replicas.
+        life: Lifetime of a replica. Memory for resident replicas is reserved from the start.
     """
     per_layer = job.num_experts // job.num_devices
     pairs, owned, replicas = job.pairs_per_device * job.num_layers, per_layer, 0

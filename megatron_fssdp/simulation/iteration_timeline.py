@@ -1,22 +1,24 @@
-"""One iteration in seconds: three lanes, and what waits for what.
+"""Timeline of one iteration: three lanes, and which work waits for which.
 
-* ``compute``: a device's own kernels; of experts those of the slowest device.
-* ``all-to-all``: router counts, dispatch and combine. The model computes nothing meanwhile.
+* ``compute``: the kernels of a device. For experts, these are the kernels of the slowest device.
+* ``all-to-all``: router counts, dispatch and combine. The model computes nothing at the same time.
 * ``transfer``: spAG, spRS, re-gathering and re-sharding, one after the other.
 
-Forward of a layer: compute before the gate, counts, dispatch, experts, combine. spAG starts with the
-compute before the gate, or behind it if the plan says so, and must be done before the dispatch, where the
-runtime waits for it. Backward is the reverse with twice the compute; spRS starts behind dispatch's backward
-and must be done when the same layer's compute before the gate is. Re-materialized replicas are
-gathered again behind the spRS of the layer above, and must be there before the experts' backward.
+The forward pass of a layer consists of compute before the gate, counts, dispatch, experts and combine. spAG
+starts together with the compute before the gate, or after this compute if the plan says so. spAG must end
+before the dispatch, where the runtime waits for it.
 
-Of split transfers a part of spAG runs beside the experts of the layer before, and a part of spRS beside their
-backward pass.
+The backward pass is the reverse, with twice the compute. spRS starts after the backward of the dispatch and
+must end together with the same layer's compute before the gate. Re-materialized replicas are gathered again
+after the spRS of the layer above, and must arrive before the backward of the experts.
 
-An all-to-all and a transfer that run at the same time, both longest on the same kind of link, get half
-of it each until one of them is done, so that no time of the link is lost.
+If transfers are split, a part of spAG runs at the same time as the experts of the layer before, and a part of
+spRS at the same time as their backward pass.
 
-All times are arrays over iterations: I.
+If an all-to-all and a transfer run at the same time and both take longest on the same kind of link, each gets
+half of the link until one of them ends. So the link is never idle.
+
+All times are float64 arrays over iterations, ``[I]``.
 """
 
 from collections.abc import Callable
@@ -38,32 +40,33 @@ PARTS = (
     "re-sharding",
     "gradient sync",
 )
-"""What the seconds of an iteration are spent on; they add up."""
+"""Parts of an iteration's time. Their seconds add up to the whole iteration."""
 
 OnSpan = Callable[[str, str, np.ndarray, np.ndarray], None]
 
 
 @dataclass(frozen=True, eq=False)
 class LayerSeconds:
-    """What one layer's pieces take in a micro-batch, [I] each, forward.
+    """Seconds of the parts of one layer's forward pass in a micro-batch. Arrays are ``[I]``.
 
     Attributes:
-        before_layer_s: Compute between the MoE layer before and this transformer layer.
-        before_gate_s: Compute under which spAG hides.
-        counts_s: Gathering the router counts.
-        dispatch: All-to-all of rows and probabilities.
-        combine: All-to-all of results.
-        experts_s: The slowest device's experts.
-        gather: spAG.
-        addition_s: What calibration brings after the gate.
-        reduce_s: spRS.
-        regather: spAG of all the plan's replicas, before backward.
-        is_ahead: Whether transfers run beside compute.
-        is_rematerialized: Whether replicas are gathered for every pass.
-        num_steps: Steps of the smart schedule; 1 without it, when dispatch, experts and combine run in turn.
-        is_each_pass: Whether they are planned, gathered and reduced for every micro-batch alone.
-        gather_early: Share of spAG that runs beside the experts of the layer before.
-        reduce_late: Share of spRS that runs beside their backward pass.
+        before_layer_s: Seconds of compute between the previous MoE layer and this transformer layer.
+        before_gate_s: Seconds of compute before the gate, under which spAG can be hidden.
+        counts_s: Seconds of gathering the router counts.
+        dispatch: Seconds of the all-to-alls of rows and probabilities.
+        combine: Seconds of the all-to-all of results.
+        experts_s: Seconds of the experts on the slowest device.
+        gather: Seconds of spAG.
+        addition_s: Seconds of the transfer that calibration adds after the gate.
+        reduce_s: Seconds of spRS.
+        regather: Seconds of the spAG of all replicas before the backward pass.
+        is_ahead: Whether transfers run at the same time as compute.
+        is_rematerialized: Whether replicas are released after each pass and gathered again.
+        is_each_pass: Whether replicas are planned, gathered and reduced separately for every micro-batch.
+        gather_early: Share of spAG that runs at the same time as the experts of the layer before.
+        reduce_late: Share of spRS that runs at the same time as their backward pass.
+        num_steps: Number of steps of the smart schedule. 1 without it, when dispatch, experts and combine run
+            one after the other.
     """
 
     before_layer_s: np.ndarray
@@ -86,21 +89,30 @@ class LayerSeconds:
     def exchange_and_experts_s(
         self, first: LinkTimes, second: LinkTimes, experts_s: np.ndarray
     ) -> np.ndarray:
-        """Seconds from the first row sent to the last result, with or without the smart schedule, [I]."""
+        """Return the seconds from the first sent row to the last result, ``[I]``.
+
+        The layer uses the smart schedule if it has several steps.
+
+        Args:
+            first: Seconds of the exchange before the experts.
+            second: Seconds of the exchange after the experts.
+            experts_s: Seconds of the experts on the slowest device, ``[I]``.
+        """
         if self.num_steps > 1:
             return self.smart_schedule_s(first, second, experts_s)
         return first.seconds + experts_s + second.seconds
 
     def smart_schedule_s(self, first: LinkTimes, second: LinkTimes, experts_s: np.ndarray) -> np.ndarray:
-        """Seconds from the first row sent to the last result (FasterMoE, §4.2, Fig. 8), [I].
+        """Return the seconds from the first sent row to the last result in the smart schedule: ``[I]``.
 
-        Messages run ``S_0 … S_{n−1}, R_0 … R_{n−1}`` and compute ``C_0 … C_{n−1}``. Step 0 has the links
-        inside a group, the others share what is between groups; compute is split evenly.
+        This is FasterMoE's pipelined exchange (§4.2, Fig. 8). Messages run in the order
+        ``S_0 … S_{n−1}, R_0 … R_{n−1}``, and compute in the order ``C_0 … C_{n−1}``. Step 0 uses the links
+        inside a group. The other steps share the links between groups. Compute is divided evenly.
 
         Args:
-            first: The exchange before the experts.
-            second: The exchange behind them.
-            experts_s: The slowest device's experts.
+            first: Seconds of the exchange before the experts.
+            second: Seconds of the exchange after the experts.
+            experts_s: Seconds of the experts on the slowest device, ``[I]``.
         """
         num_steps = self.num_steps
         sent_s = computed_s = np.zeros_like(experts_s)
@@ -124,13 +136,14 @@ def _step_s(exchange: LinkTimes, step: int, num_steps: int) -> np.ndarray:
 
 @dataclass(eq=False)
 class IterationTimeline:
-    """Clocks of the lanes while an iteration is laid out.
+    """Clocks of the lanes while the timeline of an iteration is built.
 
     Attributes:
-        now_s: End of everything that the next piece of compute or all-to-all waits for.
-        lane_s: When the transfer lane is free.
-        parts_s: Seconds so far by what they went on; a dict over :data:`PARTS`.
-        on_span: Told of everything that runs: lane, name, begin, end.
+        num_iterations: Number of iterations, I.
+        on_span: Function that is called with the lane, name, begin and end of every span.
+        now_s: End of all work that the next compute or all-to-all waits for, in seconds: ``[I]``.
+        lane_s: Time when the transfer lane becomes free, in seconds: ``[I]``.
+        parts_s: Seconds so far of each part in :data:`PARTS`: ``[I]`` each.
     """
 
     num_iterations: int
@@ -149,14 +162,14 @@ class IterationTimeline:
     def forward(
         self, name: str, layer: LayerSeconds, is_first: bool, above: LayerSeconds | None = None
     ) -> None:
-        """One layer's forward pass.
+        """Add one layer's forward pass.
 
         Args:
-            name: Of the layer.
-            layer: Its seconds.
-            is_first: Whether it is an iteration's first micro-batch; only then weights are gathered,
-                unless they are re-materialized.
-            above: The MoE layer behind it, whose forward comes next.
+            name: Name of the layer.
+            layer: Seconds of the layer's parts.
+            is_first: Whether this is the first micro-batch of an iteration. Without re-materialization,
+                weights are gathered only in this micro-batch.
+            above: Seconds of the next MoE layer, or None for the last layer.
         """
         self._run("other compute", f"before {name}", layer.before_layer_s)
         again_s = np.where(layer.is_rematerialized, layer.regather.seconds, 0.0)
@@ -189,15 +202,15 @@ class IterationTimeline:
         is_last: bool,
         above: LayerSeconds | None = None,
     ) -> None:
-        """One layer's backward pass.
+        """Add one layer's backward pass.
 
         Args:
-            name: Of the layer.
-            layer: Its seconds.
-            below: The MoE layer before it, whose backward comes next.
-            is_last: Whether it is an iteration's last micro-batch; only then gradients go home,
-                unless replicas are re-materialized.
-            above: The MoE layer behind it, whose backward came before.
+            name: Name of the layer.
+            layer: Seconds of the layer's parts.
+            below: Seconds of the MoE layer before it, whose backward comes next, or None for the first layer.
+            is_last: Whether this is the last micro-batch of an iteration. Without re-materialization,
+                gradients are sent to the owners only in this micro-batch.
+            above: Seconds of the MoE layer after it, whose backward came before, or None for the last layer.
         """
         starts = layer.is_rematerialized & ~self._is_regathering
         self._transfer(f"spAG again {name}", self.now_s, np.where(starts, layer.regather.seconds, 0.0))
@@ -231,20 +244,25 @@ class IterationTimeline:
         self._run("other compute", f"before' {name}", BACKWARD_PER_FORWARD * layer.before_layer_s)
 
     def compute(self, name: str, seconds: float) -> None:
-        """Compute that belongs to no MoE layer."""
+        """Add compute that does not belong to an MoE layer."""
         self._run("other compute", name, seconds)
 
     def reshard(self, seconds: np.ndarray) -> None:
-        """Owners' exchange before an iteration; everything waits."""
+        """Add the re-shard before an iteration. Everything else waits for it."""
         end_s = self._transfer("re-sharding", self.now_s, seconds)
         self._wait("re-sharding", end_s)
 
     def sync_gradients(self, seconds: float) -> None:
-        """Reduction of the dense gradients behind the last backward pass."""
+        """Add the reduction of the dense gradients after the last backward pass."""
         self._run("gradient sync", "gradient sync", seconds, ALL_TO_ALL)
 
     def skip(self, parts_s: dict[str, np.ndarray], times: int) -> None:
-        """Let ``times`` passes go by that take as long as one has."""
+        """Add ``times`` more passes that take as long as a pass that was already added.
+
+        Args:
+            parts_s: Seconds of each part of that pass, ``[I]``.
+            times: Number of passes to add.
+        """
         for part, seconds in parts_s.items():
             self.parts_s[part] = self.parts_s[part] + times * seconds
             self.now_s = self.now_s + times * seconds
@@ -269,7 +287,10 @@ class IterationTimeline:
         experts_s: np.ndarray,
         needed_s: np.ndarray,
     ) -> None:
-        """Both exchanges and the experts, whose first step waits for replicas until ``needed_s``."""
+        """Add both exchanges and the experts.
+
+        The first step of the experts waits for replicas until ``needed_s``.
+        """
         first_rows_s = self.now_s + _step_s(first, 0, layer.num_steps)
         late_s = np.maximum(needed_s - first_rows_s, 0.0)
         self._wait("waiting for spAG", self.now_s + late_s)
@@ -281,7 +302,7 @@ class IterationTimeline:
         self._tell(COMPUTE, f"experts {name}", first_rows_s, first_rows_s + experts_s)
 
     def _transfer(self, name: str, ready_s: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-        """Runs something on the transfer lane; when it is done, or 0 where there is nothing."""
+        """Run a transfer on the transfer lane and return its end in seconds, or 0 where it takes no time."""
         runs = seconds > 0
         begin_s = np.maximum(ready_s, self.lane_s)
         end_s = begin_s + seconds
@@ -290,13 +311,13 @@ class IterationTimeline:
         return np.where(runs, end_s, 0.0)
 
     def _contended_all_to_all(self, name: str, layer: LayerSeconds) -> None:
-        """Combine's backward, with a re-gathering that may still run beside it."""
+        """Add the backward of combine, which can share a link with a re-gathering that still runs."""
         seconds = layer.combine.seconds
         left_s = np.maximum(self.lane_s - self.now_s, 0.0)
         contends = (left_s > 0) & layer.is_rematerialized & (self._regather_is_far == layer.combine.is_far)
         shorter_s = np.where(contends, np.minimum(seconds, left_s), 0.0)
         before_s = self.lane_s
-        # Both go at half their speed until the shorter one is done; the other then lost as much.
+        # Both run at half speed until the shorter one ends. The other one is delayed by the same time.
         self.lane_s = np.where(contends, self.lane_s + shorter_s, self.lane_s)
         self._tell(TRANSFER, "shared link", before_s, self.lane_s)
         self._run("all-to-all", name, seconds + shorter_s, ALL_TO_ALL)

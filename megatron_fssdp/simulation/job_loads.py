@@ -1,4 +1,4 @@
-"""Loads at the size of a job: recorded ones fitted to it, named ones generated for it.
+"""Makes loads that fit the sizes of a job: adapts recorded loads, or generates named workloads.
 
 Shape letters: I iterations, L MoE layers, D devices, E experts.
 """
@@ -11,13 +11,16 @@ from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
 
 
 def generated_loads(name: str, job: MoeJob, num_iterations: int, seed: int = 0) -> np.ndarray:
-    """A named workload for every layer, each drawn with a seed of its own: int32 [I, L, D, E].
+    """Generate a named workload for every layer, each layer with its own seed.
 
     Args:
         name: A key of ``WORKLOADS``.
-        job: For its sizes.
-        num_iterations: I.
-        seed: Of the first layer.
+        job: Training job whose sizes the loads have.
+        num_iterations: Number of iterations, I.
+        seed: Seed of the first layer. Each next layer uses the next number.
+
+    Returns:
+        int32 ``[I, L, D, E]``. (token, k) pairs that each source device sends to each expert.
     """
     shape = WorkloadShape(
         num_devices=job.num_devices,
@@ -31,32 +34,36 @@ def generated_loads(name: str, job: MoeJob, num_iterations: int, seed: int = 0) 
 
 
 def fitted_loads(counts_ILDE: np.ndarray, job: MoeJob) -> tuple[np.ndarray, float]:
-    """Recorded loads for a job that may have another number of devices or tokens.
+    """Adapt recorded loads to a job that can have another number of devices or tokens.
 
-    Where the record has fewer sources, neighbours share one's; where it has more, theirs are added up.
-    All counts are then scaled, and rounded, so that a device has the job's tokens on average.
+    If the record has fewer source devices than the job, neighbouring devices get the same counts. If it has
+    more, the counts of neighbours are added. All counts are then scaled and rounded, so that the mean device
+    has the job's number of tokens.
 
     Args:
-        counts_ILDE: The record.
-        job: For its sizes.
+        counts_ILDE: Recorded counts, integers ``[I, L, sources, E]``.
+        job: Training job whose sizes the loads must have.
 
     Returns:
-        int32 [I, L, D, E], and by how much tokens were scaled (1.0: as recorded).
+        The adapted counts, int32 ``[I, L, D, E]``, and the factor by which tokens were scaled (1.0: not
+        scaled).
 
     Raises:
-        ConfigurationError: The record has other layers or experts, or devices that cannot be mapped.
+        ConfigurationError: The record has other layers or experts than the job, or its number of devices does
+            not match.
     """
     num_iterations, num_layers, num_sources, num_experts = counts_ILDE.shape
     if (num_layers, num_experts) != (job.num_layers, job.num_experts) or not num_iterations:
         raise ConfigurationError(
-            f"--loads: {num_iterations} recorded iterations of {num_layers} MoE layers with {num_experts} "
-            f"experts; wanted some of {job.num_layers} layers with {job.num_experts} experts, as --model says"
+            f"--loads: got {num_iterations} recorded iterations of {num_layers} MoE layers with "
+            f"{num_experts} experts, wanted at least one of {job.num_layers} layers with {job.num_experts} "
+            "experts, as in --model; give the run's own model"
         )
     wanted = job.num_devices
     if max(wanted, num_sources) % min(wanted, num_sources):
         raise ConfigurationError(
-            f"--loads: recorded on {num_sources} devices, the model has parallelism.expert {wanted}; one has "
-            "to divide the other"
+            f"--loads: got a record of {num_sources} devices, but the model has parallelism.expert {wanted}; "
+            "one of them must divide the other, so change parallelism.expert"
         )
     if wanted < num_sources:
         counts_ILDE = counts_ILDE.reshape(num_iterations, num_layers, wanted, -1, num_experts).sum(axis=3)
@@ -72,5 +79,5 @@ def fitted_loads(counts_ILDE: np.ndarray, job: MoeJob) -> tuple[np.ndarray, floa
 
 
 def scaled_loads(counts_ILDE: np.ndarray, factor: float) -> np.ndarray:
-    """Counts times ``factor``, rounded: int32."""
+    """Return counts multiplied by ``factor`` and rounded: int32 of the same shape."""
     return np.rint(counts_ILDE * factor).astype(np.int32)

@@ -1,4 +1,4 @@
-"""What strategies decided and what it puts on devices and links, iteration by iteration.
+"""Records the decisions of a strategy and the resulting load of devices and links, for every iteration.
 
 Shape letters: I iterations, L MoE layers, D devices.
 """
@@ -19,23 +19,31 @@ _LINKS = tuple(field.name for field in fields(BusiestLinks))
 
 
 class LinkColumns:
-    """Busiest links of every iteration and layer, [I, L] each."""
+    """Units on the busiest links of every iteration and layer, float64 ``[I, L]`` for each kind of link."""
 
     def __init__(self, num_iterations: int, num_layers: int) -> None:
         self._values = {name: np.zeros((num_iterations, num_layers)) for name in _LINKS}
 
     def put(self, iteration: int, layer: int, busiest: BusiestLinks) -> None:
-        """Write one entry."""
+        """Write the entry of one iteration and layer."""
         for name in _LINKS:
             self._values[name][iteration, layer] = getattr(busiest, name)
 
     def busiest(self) -> BusiestLinks:
-        """All entries; the fields are arrays."""
+        """Return all entries. Each field is an array ``[I, L]``."""
         return BusiestLinks(**self._values)  # type: ignore[arg-type]
 
 
 class TransferColumns:
-    """Transfers of every iteration and layer, [I, L] each."""
+    """Transfers of experts in every iteration and layer. Arrays are ``[I, L]``.
+
+    Attributes:
+        links: Experts on the busiest links.
+        near_hops_IL: Number of hops inside nodes before the last hop.
+        far_hops_IL: Number of hops between nodes before the last hop.
+        num_experts_IL: Number of moved experts.
+        num_between_nodes_IL: Number of moves between nodes.
+    """
 
     def __init__(self, num_iterations: int, num_layers: int) -> None:
         shape = (num_iterations, num_layers)
@@ -46,7 +54,7 @@ class TransferColumns:
         self.num_between_nodes_IL = np.zeros(shape, np.int64)
 
     def put(self, iteration: int, layer: int, traffic: TransferTraffic) -> None:
-        """Write one entry."""
+        """Write the entry of one iteration and layer."""
         self.links.put(iteration, layer, traffic.busiest)
         self.near_hops_IL[iteration, layer], self.far_hops_IL[iteration, layer] = traffic.fill_hops
         self.num_experts_IL[iteration, layer] = traffic.num_experts
@@ -60,29 +68,34 @@ class TransferColumns:
 
 @dataclass(eq=False)
 class LayerLedger:
-    """What every layer does in every iteration.
+    """Decisions and traffic of every layer in every iteration.
 
     Attributes:
-        topology: Nodes of the devices.
-        tokens_ILD: (token, k) pairs that each device computes, int32.
+        num_iterations: Number of iterations, I.
+        num_layers: Number of MoE layers, L.
+        topology: Node of each device.
+        tokens_ILD: int32 ``[I, L, D]``. (token, k) pairs that each device computes.
         dispatch: Pairs on the busiest links in one direction of the dispatch.
-        most_routed_IL: Pairs that the source with most tokens routes.
-        cross_node_IL: Pairs sent to another node.
-        gather: Experts that spAG brings, and spRS takes home unless there is an addition.
-        reduce: Experts that spRS takes home.
-        addition: Experts that calibration brings after the gate.
-        ahead_IL: Whether spAG starts before the layer's compute.
-        rematerialize_IL: Whether replicas are released between the passes.
-        gather_early_IL: Share of spAG beside the experts of the layer before; 0 in the first layer.
-        reduce_late_IL: Share of spRS beside their backward pass, likewise.
-        each_pass_IL: Whether replicas are planned and brought for every micro-batch alone.
-        resident_IL: Whether replicas stay, and gradients are summed among all holders.
-        replicas_IL: Replicas on all devices together.
-        most_replicas_IL: On the device that has most.
-        most_owned_IL: Experts of the layer on the device that owns most.
-        reshard: What re-sharding, or replicas that stay, move before each iteration: experts on the busiest
-            links.
-        reshard_experts_I: Experts whose device changes, or that get a replica that stays.
+        most_routed_IL: int64 ``[I, L]``. Pairs of the source device that routes the most.
+        cross_node_IL: int64 ``[I, L]``. Pairs that are sent to another node.
+        gather: Experts that spAG materializes. spRS reduces the same experts unless calibration adds some.
+        reduce: Experts whose gradients spRS reduces.
+        addition: Experts that calibration materializes after the gate.
+        ahead_IL: bool ``[I, L]``. Whether spAG starts before the layer's compute.
+        rematerialize_IL: bool ``[I, L]``. Whether replicas are released between the passes.
+        gather_early_IL: float64 ``[I, L]``. Share of spAG that runs at the same time as the experts of the
+            layer before. 0 in the first layer.
+        reduce_late_IL: float64 ``[I, L]``. Share of spRS that runs at the same time as their backward pass. 0
+            in the first layer.
+        each_pass_IL: bool ``[I, L]``. Whether replicas are planned and materialized for every micro-batch.
+        resident_IL: bool ``[I, L]``. Whether replicas are resident, so that gradients are summed over all
+            holders.
+        replicas_IL: int64 ``[I, L]``. Number of replicas on all devices together.
+        most_replicas_IL: int64 ``[I, L]``. Number of replicas on the device that has the most.
+        most_owned_IL: int64 ``[I, L]``. Number of experts of the layer on the device that owns the most.
+        reshard: Experts on the busiest links before each iteration, moved by a re-shard or for new resident
+            replicas.
+        reshard_experts_I: int64 ``[I]``. Number of experts that get a new owner or a new resident replica.
     """
 
     num_iterations: int
@@ -118,7 +131,18 @@ class LayerLedger:
         reduce: TransferTraffic,
         addition: TransferTraffic,
     ) -> None:
-        """Write what one layer does in one iteration."""
+        """Write the decisions and traffic of one layer in one iteration.
+
+        Args:
+            iteration: Index of the iteration.
+            layer: Index of the layer.
+            plan: Plan of the strategy.
+            counts_DE: int64 ``[D, E]``. (token, k) pairs that each source device sends to each expert.
+            dispatch: Traffic of the dispatch.
+            gather: Traffic of spAG before the gate.
+            reduce: Traffic of spRS.
+            addition: Traffic of the spAG that calibration adds after the gate.
+        """
         self.tokens_ILD[iteration, layer] = dispatch.tokens_D
         self.most_routed_IL[iteration, layer] = counts_DE.sum(axis=1).max()
         self.dispatch.put(iteration, layer, dispatch.busiest)

@@ -1,4 +1,4 @@
-"""What a training job asks of each device, in FLOPs, bytes and elements.
+"""Sizes of a training job on each device, in FLOPs, bytes and elements.
 
 Shape letters: T tokens of a micro-batch, M model dim, F ffn dim, E experts, L MoE layers.
 """
@@ -20,38 +20,41 @@ from megatron_fssdp.simulation.parameter_count import (
 )
 
 ACTIVATIONS_PER_HIDDEN = 15 / 2
-"""Elements kept for backward of each element of a layer's hidden states, without the MLP and the
-attention matrix: 11 bytes of attention and 4 of norms in 16 bit (Korthikanti et al. 2022, §4.1)."""
+"""Elements that a layer keeps for its backward pass, per element of its hidden states.
+
+The MLP and the attention matrix are not included. These are 11 bytes of attention and 4 bytes of norms in
+16-bit precision (Korthikanti et al. 2022, §4.1).
+"""
 
 
 @dataclass(frozen=True)
 class MoeJob:
-    """One device's work.
+    """Sizes of a training job, for one device. FLOPs are floating-point operations of the forward pass.
 
     Attributes:
-        num_devices: Devices of an expert-parallel group, D.
-        num_experts: Routed experts of a layer, E.
-        top_k: Experts of a token.
+        num_devices: Number of devices of an expert-parallel group, D.
+        num_experts: Number of routed experts of a layer, E.
+        top_k: Number of experts of each token.
         tokens_per_micro_batch: Tokens of a device in a micro-batch.
-        num_micro_batches: Micro-batches of an iteration.
-        token_bytes: One token's hidden state.
-        expert_elements: Elements of one expert's parameters.
-        expert_flops_per_token: Forward of one expert for one token.
-        dtype_bytes: Bytes of an element of the parameters.
-        gradient_bytes: Bytes of an element of ``main_grad``.
-        before_layer_flops_L: Forward of a micro-batch between an MoE layer's transformer layer and the
-            one before it: dense layers, embeddings.
-        before_gate_flops_L: Forward of a micro-batch in the MoE layer's own transformer layer up to the
-            dispatch: attention, gate, shared experts. spAG hides under it.
-        after_layers_flops: Forward of a micro-batch behind the last MoE layer: dense layers, logits.
-        dense_elements: Parameters that every device has, experts aside.
-        optimizer: What is kept of every parameter.
-        expert_data_parallel_size: Groups with copies of the same owners.
-        data_parallel_size: Ranks with copies of the dense parameters.
-        reduces_dense_at_end: Whether dense gradients are reduced behind the last backward pass.
-        activation_bytes: Kept for a micro-batch's backward pass, experts aside; an estimate.
-        activation_bytes_per_pair: Kept by the experts for each (token, k) pair; an estimate.
-        on_cuda: Whether devices are GPUs, to which transfers send larger messages.
+        num_micro_batches: Number of micro-batches of an iteration.
+        token_bytes: Bytes of one token's hidden state.
+        expert_elements: Number of elements of one expert's parameters.
+        expert_flops_per_token: FLOPs of one expert for one token.
+        dtype_bytes: Bytes of one element of the parameters.
+        gradient_bytes: Bytes of one element of ``main_grad``.
+        before_layer_flops_L: For each MoE layer, FLOPs of a micro-batch between the transformer layer of the
+            previous MoE layer and its own: embeddings and dense layers.
+        before_gate_flops_L: For each MoE layer, FLOPs of a micro-batch in its own transformer layer up to the
+            dispatch: attention, gate and shared experts. spAG is hidden under this compute.
+        after_layers_flops: FLOPs of a micro-batch after the last MoE layer: dense layers and logits.
+        dense_elements: Number of elements of the parameters that every device has, without experts.
+        optimizer: Optimizer states that are kept for every parameter.
+        expert_data_parallel_size: Number of expert-parallel groups that own the same experts.
+        data_parallel_size: Number of ranks that have the same dense parameters.
+        reduces_dense_at_end: Whether dense gradients are reduced after the last backward pass.
+        activation_bytes: Estimated bytes that a micro-batch keeps for its backward pass, without experts.
+        activation_bytes_per_pair: Estimated bytes that experts keep for each (token, k) pair.
+        on_cuda: Whether devices are GPUs. Transfers between GPUs use larger messages.
     """
 
     num_devices: int
@@ -94,37 +97,43 @@ class MoeJob:
 
     @property
     def num_layers(self) -> int:
-        """MoE layers, L."""
+        """Number of MoE layers, L."""
         return len(self.before_gate_flops_L)
 
     @property
     def expert_bytes(self) -> int:
-        """One expert's parameters."""
+        """Bytes of one expert's parameters."""
         return self.expert_elements * self.dtype_bytes
 
     @property
     def owned_bytes(self) -> int:
-        """What moves with one expert when its owner changes."""
+        """Bytes that move when one expert changes its owner."""
         return self.optimizer.owned_bytes(
             self.expert_elements, self.dtype_bytes, self.expert_data_parallel_size
         )
 
     @property
     def message_bytes(self) -> int:
-        """Most bytes in which the runtime sends a part of an expert from device to device."""
+        """Maximum bytes of one message in which the runtime sends a part of an expert."""
         return message_bytes(on_cuda=self.on_cuda)
 
     @property
     def pairs_per_device(self) -> float:
-        """(token, k) pairs that a device routes in an iteration."""
+        """Number of (token, k) pairs that a device routes in an iteration."""
         return self.tokens_per_micro_batch * self.num_micro_batches * self.top_k
 
     def held_replicas(self, life: ReplicaLife) -> HeldReplicas:
-        """When replicas are on a device; pipelines are not simulated, so one micro-batch is in flight."""
+        """Return when a device holds replicas.
+
+        One micro-batch is in flight, as pipelines are not simulated.
+        """
         return HeldReplicas(life, PipelineStage((self.num_layers,)), self.num_micro_batches)
 
     def with_tokens(self, factor: float) -> "MoeJob":
-        """The job with ``factor`` times as many tokens on every device, of samples as long as before."""
+        """Return the job with ``factor`` times as many tokens on every device.
+
+        The sequence length is unchanged.
+        """
         return replace(
             self,
             tokens_per_micro_batch=self.tokens_per_micro_batch * factor,
@@ -136,13 +145,17 @@ class MoeJob:
 
 
 def job_of_run(run: RunConfig) -> MoeJob:
-    """The job of a training run's YAML.
+    """Return the job of a training run's settings.
 
-    FLOPs are those of matrix products, two a multiply-add; attention is counted in full although
-    half of it is masked, as Megatron's own throughput figure does.
+    FLOPs count matrix products, with two operations for each multiply-add. Attention is counted in full
+    although half of it is masked, as in Megatron's own throughput figure.
+
+    Args:
+        run: Settings of the training run.
 
     Raises:
-        ConfigurationError: The model has no experts, or is cut in a way the simulator does not count.
+        ConfigurationError: The model has no experts, or uses parallelism or recomputation that the simulator
+            does not support.
     """
     model, cut, training = run.model, run.parallelism, run.training
     if model.num_experts is None:
@@ -151,13 +164,13 @@ def job_of_run(run: RunConfig) -> MoeJob:
         size = getattr(cut, name)
         if size > 1:
             raise ConfigurationError(
-                f"simulate: parallelism.{name} is {size}, wanted 1: only data and expert parallelism are "
-                "simulated; describe the share of one stage or shard as a model of its own"
+                f"simulate: parallelism.{name} is {size}, wanted 1, because only data and expert parallelism "
+                "are simulated; describe the part of one stage or shard as a separate model"
             )
     if training.recompute == "full":
         raise ConfigurationError(
-            "simulate: training.recompute is full, wanted none or selective: recomputed layers are not "
-            "simulated"
+            "simulate: training.recompute is full, wanted none or selective, because recomputed layers are "
+            "not simulated; change it"
         )
     tokens = model.seq_length * training.micro_batch_size
     dtype_bytes = FP32_BYTES if training.precision == "fp32" else 2
@@ -174,7 +187,7 @@ def job_of_run(run: RunConfig) -> MoeJob:
         expert_elements=expert_elements(model),
         expert_flops_per_token=2.0 * mlp_matrix_elements(model, model.expert_ffn_size),
         dtype_bytes=dtype_bytes,
-        # Megatron's main_grad is fp32 in bf16 training too.
+        # Megatron's main_grad is fp32 also in bf16 training.
         gradient_bytes=2 if training.precision == "fp16" else FP32_BYTES,
         before_layer_flops_L=before_layer,
         before_gate_flops_L=before_gate,
@@ -197,7 +210,7 @@ def job_of_run(run: RunConfig) -> MoeJob:
 def _flops_by_layer(
     model: ModelSettings, vocab_size: int, tokens: int
 ) -> tuple[tuple[float, ...], tuple[float, ...], float]:
-    """FLOPs before each MoE layer's transformer layer, in it up to the dispatch, and behind the last."""
+    """Return FLOPs before each MoE layer's transformer layer, in it up to the dispatch, and at the end."""
     hidden, heads_size = model.hidden_size, model.num_attention_heads * model.head_width
     attention = 2.0 * attention_elements(model) + 4.0 * model.seq_length * heads_size
     dense_mlp = 2.0 * mlp_matrix_elements(model, model.dense_ffn_size)
@@ -217,6 +230,6 @@ def _flops_by_layer(
 
 
 def _dense_elements(model: ModelSettings, vocab_size: int) -> int:
-    """Parameters that are no routed expert's, without biases and norms."""
+    """Return the number of parameter elements outside the routed experts, without biases and norms."""
     count = count_parameters(model, vocab_size)
     return count.total - count.routed_experts - count.norms_and_biases

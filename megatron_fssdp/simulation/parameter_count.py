@@ -1,6 +1,7 @@
-"""Parameters of a model, by its settings: of all of it, and of what one token passes through.
+"""Counts the parameters of a model from its settings: all of them, and those that one token uses.
 
-What Megatron builds, without its padding of the vocabulary. M model dim, F ffn dim, E experts.
+The counts are those of the model that Megatron builds, without its padding of the vocabulary. Shape letters:
+M model dimension, F ffn dimension, E experts.
 """
 
 from dataclasses import dataclass, fields
@@ -10,21 +11,21 @@ from megatron_fssdp.config.model_settings import ModelSettings
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Elements of a model's parameters, each in one place.
+    """Numbers of elements of a model's parameters. Every element is in exactly one field.
 
     Attributes:
-        embeddings: Of tokens, of positions where these are learned, and of BERT's two parts of a text.
+        embeddings: Embeddings of tokens, of learned positions, and of BERT's two parts of a text.
         attention: Matrices of queries, keys, values and results.
         dense_mlps: Matrices of feed-forward layers without experts.
         routers: Matrices of the gates.
-        shared_experts: Matrices of experts that all tokens go to.
-        chosen_experts: Matrices of those routed experts that one token goes to.
-        other_experts: And of the others.
-        chosen_expert_biases: Biases of those that one token goes to.
-        other_expert_biases: And of the others.
-        norms_and_biases: Vectors outside the routed experts.
-        output_layer: Its matrix, unless that is the embeddings'.
-        loss_heads: What BERT has between its last layer and its losses, and the output layer's biases.
+        shared_experts: Matrices of shared experts, which process all tokens.
+        chosen_experts: Matrices of the routed experts that process one token.
+        other_experts: Matrices of all other routed experts.
+        chosen_expert_biases: Biases of the routed experts that process one token.
+        other_expert_biases: Biases of all other routed experts.
+        norms_and_biases: Norms and biases outside the routed experts.
+        output_layer: Matrix of the output layer. 0 if it is shared with the embeddings.
+        loss_heads: Layers of BERT between its last layer and its losses, and the output layer's biases.
     """
 
     embeddings: int
@@ -42,22 +43,25 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
-        """All."""
+        """Number of all elements."""
         return sum(getattr(self, field.name) for field in fields(self))
 
     @property
     def activated(self) -> int:
-        """What one token passes through, embeddings and output layer included."""
+        """Number of elements that one token uses, embeddings and output layer included."""
         return self.total - self.other_experts - self.other_expert_biases
 
     @property
     def routed_experts(self) -> int:
-        """Matrices and biases of all routed experts."""
+        """Number of elements of the matrices and biases of all routed experts."""
         return self.chosen_experts + self.other_experts + self.chosen_expert_biases + self.other_expert_biases
 
     @property
     def matrices_of_layers(self) -> int:
-        """Without embeddings, all behind the layers, norms and biases: what Hecate and FasterMoE state."""
+        """Number of elements of the layers' matrices, the count that Hecate and FasterMoE state.
+
+        It excludes embeddings, norms, biases and everything after the layers.
+        """
         experts = self.chosen_experts + self.other_experts + self.shared_experts
         return self.attention + self.dense_mlps + self.routers + experts
 
@@ -66,8 +70,8 @@ def count_parameters(model: ModelSettings, vocab_size: int) -> ParameterCount:
     """Count a model's parameters.
 
     Args:
-        model: The model.
-        vocab_size: Token ids there are. Megatron rounds them up to a multiple, which is not counted.
+        model: Architecture of the model.
+        vocab_size: Number of token ids. Megatron pads this number, and the padding is not counted.
     """
     hidden, num_moe_layers = model.hidden_size, sum(model.moe_layers)
     num_dense_layers = model.num_layers - num_moe_layers
@@ -95,18 +99,18 @@ def count_parameters(model: ModelSettings, vocab_size: int) -> ParameterCount:
 
 
 def expert_elements(model: ModelSettings) -> int:
-    """Elements of one routed expert."""
+    """Return the number of elements of one routed expert, biases included."""
     ffn = model.expert_ffn_size
     return mlp_matrix_elements(model, ffn) + (_mlp_bias_elements(model, ffn) if model.linear_bias else 0)
 
 
 def mlp_matrix_elements(model: ModelSettings, ffn: int) -> int:
-    """Elements of a feed-forward layer's matrices of M x F each."""
+    """Return the number of elements of a feed-forward layer's two or three matrices of M × F elements."""
     return (3 if model.is_gated else 2) * model.hidden_size * ffn
 
 
 def attention_elements(model: ModelSettings) -> int:
-    """Elements of a layer's projections of queries, keys, values and results."""
+    """Return the number of elements of a layer's projections of queries, keys, values and results."""
     return model.hidden_size * (2 * _query_size(model) + 2 * _key_size(model))
 
 
@@ -119,14 +123,14 @@ def _key_size(model: ModelSettings) -> int:
 
 
 def _norm_elements(model: ModelSettings) -> int:
-    """Two norms a layer, those of queries and keys, and the last one."""
+    """Count two norms for each layer, the norms of queries and keys, and the final norm."""
     vectors = 2 if model.normalization == "LayerNorm" else 1
     of_heads = 2 * model.head_width if model.qk_layernorm else 0
     return vectors * (model.num_layers * (2 * model.hidden_size + of_heads) + model.hidden_size)
 
 
 def _loss_head_elements(model: ModelSettings, vocab_size: int) -> int:
-    """A dense layer with a norm before the output layer; another one on the first token, for the order."""
+    """Count BERT's heads: a dense layer and a norm before the output layer, and the sentence-order head."""
     if model.family != "bert":
         return 0
     hidden = model.hidden_size
@@ -136,7 +140,7 @@ def _loss_head_elements(model: ModelSettings, vocab_size: int) -> int:
 
 
 def _bias_elements(model: ModelSettings) -> int:
-    """Outside the routed experts; gates have one too, the output layer has none."""
+    """Count the biases outside the routed experts. Gates have biases, the output layer does not."""
     if not model.linear_bias:
         return 0
     elements = model.num_layers * (_query_size(model) + 2 * _key_size(model) + model.hidden_size)

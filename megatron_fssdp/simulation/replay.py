@@ -1,4 +1,4 @@
-"""Asks a strategy what the runtime would ask it, in the same order, with recorded loads.
+"""Replays recorded loads through a strategy, with the same calls in the same order as the runtime.
 
 Shape letters: I iterations, L MoE layers, D devices, E experts.
 """
@@ -36,24 +36,26 @@ def replay_strategy(
     layer_numbers: Sequence[int] | None = None,
     on_plan: OnPlan | None = None,
 ) -> LayerLedger:
-    """Run a strategy's decisions over an iteration after the other, from Megatron's even owners on.
+    """Let a strategy decide for one iteration after another, starting with Megatron's even owners.
 
-    As the runtime does: a strategy that wants a profile gets it after its ``profile_iterations``; owners
-    are thought over before an iteration; the gate's counts come after the plan; they become history
-    when the iteration ends. Every micro-batch is taken to have its part of an iteration's counts.
+    The order is that of the runtime. A strategy that wants a profile gets it after its
+    ``profile_iterations``. Owners are reconsidered before an iteration. The gate's counts are known after the
+    plan, and become history when the iteration ends. Every micro-batch has an equal share of an iteration's
+    counts.
 
     Args:
-        strategy: A fresh strategy.
-        counts_ILDE: (token, k) pairs of an iteration by layer, source and expert.
-        topology: Nodes of the devices.
-        profile: What measuring would have found.
-        num_micro_batches: Of an iteration.
-        past_ILDE: Iterations before the first one, for the load history only.
-        layer_numbers: Megatron's numbers of the layers; from 1 by default.
-        on_plan: Called with iteration, layer index and the final plan.
+        strategy: A new strategy object without history.
+        counts_ILDE: Integers ``[I, L, D, E]``. (token, k) pairs that each source device sends to each expert.
+        topology: Node of each device.
+        profile: Profile that measuring would have found.
+        num_micro_batches: Number of micro-batches of an iteration.
+        past_ILDE: Pairs of the iterations before the first one, as ``counts_ILDE``. They only fill the load
+            history.
+        layer_numbers: Megatron's number of each layer, or None for 1 to L.
+        on_plan: Function that is called with the iteration, the layer's index and the final plan.
 
     Returns:
-        What every layer did.
+        Decisions and traffic of every layer in every iteration.
     """
     num_iterations, num_layers, num_devices, num_experts = counts_ILDE.shape
     owners = OwnerMap.even(num_layers, num_experts, num_devices)
@@ -65,7 +67,7 @@ def replay_strategy(
     for past_LDE in () if past_ILDE is None else past_ILDE[-strategy.window :]:
         _remember(histories, past_LDE)
     ledger = LayerLedger(num_iterations, num_layers, topology)
-    # Iterations before the first one count as measured.
+    # If there are earlier iterations, they have already been measured.
     profiled_at = strategy.profile_iterations if past_ILDE is None else 0
     for iteration in range(num_iterations):
         if strategy.profile_iterations and iteration == profiled_at:
@@ -161,7 +163,7 @@ def _replicate(
     ledger: LayerLedger,
     iteration: int,
 ) -> list[LayerContext]:
-    """The layers with the replicas that stay from now on."""
+    """Return the contexts of the layers with their new resident replicas, and record the moved experts."""
     placements = [
         strategy.replicate(context, history.mean_DE())
         for context, history in zip(contexts, histories, strict=True)
@@ -178,7 +180,7 @@ def _replicate(
 
 
 def _move(ledger: LayerLedger, iteration: int, source_P: np.ndarray, device_P: np.ndarray) -> None:
-    """Parameters, masters and optimizer states go from device to device before an iteration."""
+    """Record moves of parameters, master weights and optimizer states before an iteration."""
     if not len(source_P):
         return
     num_devices = ledger.topology.num_devices

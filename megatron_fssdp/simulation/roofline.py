@@ -1,4 +1,4 @@
-"""Simulated strategies as points of the DDL-Roofline (FasterMoE, §3.3)."""
+"""Computes the points of simulated strategies in the DDL-Roofline (FasterMoE, §3.3)."""
 
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.simulation.ddl_roofline import RooflinePoint
@@ -9,14 +9,14 @@ _OF_LAYERS = ("experts", "all-to-all", "waiting for spAG", "waiting for spRS")
 
 
 def roofline_point(outcome: StrategyOutcome, job: MoeJob) -> RooflinePoint:
-    """A strategy's MoE layers, in an iteration on average.
+    """Return a strategy's point: the mean of its MoE layers over iterations.
 
-    Communication is all-to-alls and counts, and of spAG and spRS what compute outside the layers does
-    not hide; what hides there costs the layers nothing.
+    Communication consists of all-to-alls, counts, and the exposed part of spAG and spRS. The part of spAG and
+    spRS that is hidden under compute outside the layers does not count.
 
     Args:
-        outcome: What the strategy came to.
-        job: Of which job.
+        outcome: Result of simulating the strategy.
+        job: Training job that was simulated.
 
     Raises:
         ValueError: The layers do not communicate.

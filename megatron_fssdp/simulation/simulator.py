@@ -1,4 +1,4 @@
-"""What-if: a strategy's decisions on a described cluster, in seconds and bytes.
+"""Simulates a strategy on a described cluster: its decisions, and their cost in seconds and bytes.
 
 Shape letters: I iterations, L MoE layers, D devices, E experts.
 """
@@ -33,14 +33,14 @@ from megatron_fssdp.strategies.strategy import LayerContext, Strategy
 
 @dataclass(frozen=True, eq=False)
 class StrategyOutcome:
-    """What a strategy came to.
+    """Result of simulating a strategy.
 
     Attributes:
-        name: The strategy's.
-        parts_s: Seconds of each iteration by what they went on, a dict over ``PARTS`` of [I].
-        ledger: What it decided, and the traffic.
-        memory: Of the device that needs most.
-        layers: To lay out the spans of one iteration.
+        name: Name of the strategy.
+        parts_s: Seconds of each iteration's parts, float64 ``[I]``, by the names in ``PARTS``.
+        ledger: Decisions of the strategy and the traffic that they cause.
+        memory: Peak memory of the device that needs the most.
+        layers: Times of all layers, from which the spans of an iteration are computed.
     """
 
     name: str
@@ -51,17 +51,17 @@ class StrategyOutcome:
 
     @property
     def iteration_s(self) -> np.ndarray:
-        """Seconds of each iteration, [I]."""
+        """Seconds of each iteration, float64 ``[I]``."""
         return np.asarray(sum(self.parts_s.values()))
 
     @property
     def mean_s(self) -> float:
-        """Seconds of an iteration, on average."""
+        """Mean seconds of an iteration."""
         return float(self.iteration_s.mean())
 
     @property
     def load_max_over_mean_IL(self) -> np.ndarray:
-        """Busiest device's pairs over the mean, [I, L]."""
+        """Max/mean device load in (token, k) pairs, float64 ``[I, L]``."""
         mean_IL = self.ledger.tokens_ILD.mean(axis=2)
         return self.ledger.tokens_ILD.max(axis=2) / np.maximum(mean_IL, 1e-12)
 
@@ -77,26 +77,31 @@ def simulate(
     layer_numbers: Sequence[int] | None = None,
     on_plan: OnPlan | None = None,
 ) -> StrategyOutcome:
-    """Run a strategy on loads.
+    """Simulate a strategy on loads.
 
     Args:
-        name: A strategy's name; ``none`` is ``ep`` with the collectives that Megatron's dispatcher calls.
-        settings: Its settings.
-        counts_ILDE: (token, k) pairs of an iteration by layer, source and expert.
-        cluster: Where it runs.
-        job: What runs.
-        past_ILDE: Iterations before the first one, for the load history only.
-        layer_numbers: Megatron's numbers of the layers.
-        on_plan: Called with iteration, layer index and the final plan.
+        name: Name of the strategy. ``none`` is simulated as ``ep`` with the collectives of Megatron's
+            dispatcher.
+        settings: Settings of the strategy.
+        counts_ILDE: Integers ``[I, L, D, E]``. (token, k) pairs that each source device sends to each expert.
+        cluster: Link and compute costs of the cluster.
+        job: Sizes and parallelism of the training job.
+        past_ILDE: Pairs of the iterations before the first one, as ``counts_ILDE``. They only fill the load
+            history.
+        layer_numbers: Megatron's number of each layer, or None for 1 to L.
+        on_plan: Function that is called with the iteration, the layer's index and the final plan.
+
+    Returns:
+        Seconds, decisions, traffic and memory of the strategy.
 
     Raises:
-        ValueError: The loads are not those of the job, or the job does not fit the cluster.
+        ValueError: The loads do not have the job's sizes, or the job does not fit the cluster.
     """
     wanted = (job.num_layers, job.num_devices, job.num_experts)
     if counts_ILDE.ndim != 4 or counts_ILDE.shape[1:] != wanted or not len(counts_ILDE):
         raise ValueError(
-            f"counts_ILDE has shape {counts_ILDE.shape}, wanted (iterations, layers, devices, experts) with "
-            f"{wanted} after the iterations, as the job has them"
+            f"counts_ILDE has shape {counts_ILDE.shape}, wanted (iterations, layers, devices, experts), "
+            f"where the last three are {wanted} as in the job"
         )
     topology = topology_of(cluster, job.num_devices)
     strategy = _strategy(name, settings)
@@ -127,10 +132,16 @@ def simulate(
 
 
 def balanced_counts(counts_ILDE: np.ndarray) -> np.ndarray:
-    """One iteration in which every source sends each expert the same: [1, L, D, E].
+    """Return one iteration in which every source sends the same number of pairs to each expert.
 
-    Each source has as many pairs as it has on average; remainders go round among the experts, so
-    that none gets them from all sources.
+    Each source has its mean number of pairs. The remainders of the division are distributed over the experts,
+    so that no expert gets the remainders of all sources.
+
+    Args:
+        counts_ILDE: Integers ``[I, L, D, E]``. (token, k) pairs that each source device sends to each expert.
+
+    Returns:
+        int64 ``[1, L, D, E]``.
     """
     num_experts = counts_ILDE.shape[3]
     pairs_LD = np.rint(counts_ILDE.sum(axis=3).mean(axis=0)).astype(np.int64)
@@ -141,17 +152,23 @@ def balanced_counts(counts_ILDE: np.ndarray) -> np.ndarray:
 
 
 def ceiling_s(counts_ILDE: np.ndarray, cluster: ClusterDescription, job: MoeJob) -> float:
-    """Seconds of an iteration of the same job with balanced routing under plain expert parallelism."""
+    """Return the seconds of an iteration under plain expert parallelism with balanced routing.
+
+    Args:
+        counts_ILDE: Integers ``[I, L, D, E]``. (token, k) pairs that each source device sends to each expert.
+        cluster: Link and compute costs of the cluster.
+        job: Sizes and parallelism of the training job.
+    """
     return simulate("ep", EpSettings(), balanced_counts(counts_ILDE), cluster, job).mean_s
 
 
 def layer_profile(job: MoeJob, cluster: ClusterDescription, life: ReplicaLife) -> LayerProfile:
-    """What a run on the cluster would measure in its first iterations.
+    """Return the profile that a run on the cluster would measure in its first iterations.
 
     Args:
-        job: What runs.
-        cluster: Where.
-        life: Of the replicas that memory is to hold.
+        job: Sizes and parallelism of the training job.
+        cluster: Link and compute costs of the cluster.
+        life: Lifetime of the replicas, which decides how much memory they need.
     """
     capacity, held = job.num_experts, job.held_replicas(life)
     if cluster.memory_bytes is not None:
@@ -178,14 +195,14 @@ def layer_profile(job: MoeJob, cluster: ClusterDescription, life: ReplicaLife) -
 
 
 class LayerTimes:
-    """Seconds of every layer's pieces, and the iterations they make up.
+    """Seconds of the parts of every layer, and of the iterations that consist of them.
 
     Args:
-        ledger: What every layer does.
-        cluster: Where.
-        links: Of the cluster.
-        job: Of which job.
-        num_steps: Steps of the smart schedule; 1 without.
+        ledger: Decisions and traffic of every layer.
+        cluster: Link and compute costs of the cluster.
+        links: Links of the cluster, as each kind of transfer uses them.
+        job: Sizes and parallelism of the training job.
+        num_steps: Number of steps of the smart schedule. 1 if it is not used.
     """
 
     def __init__(
@@ -222,12 +239,12 @@ class LayerTimes:
         gather = transfer(ledger.gather, job.expert_bytes)
         regather = transfer(ledger.reduce, job.expert_bytes)
         addition_s = transfer(ledger.addition, job.expert_bytes).seconds
-        # Sums of resident replicas' gradients travel to the owners, and then back.
+        # Gradients of resident replicas are summed at the owners, and the sums travel back.
         reduce_s = np.where(ledger.resident_IL, 2, 1) * transfer(ledger.reduce, reduced_bytes).seconds
-        # The compute of the source with most tokens; dropped ones are computed there as well.
+        # The source with the most tokens sets the time. It also computes tokens that are dropped later.
         slowest_IL = np.maximum(ledger.most_routed_IL / job.pairs_per_device, 1.0)
         s_per_flop_IL = slowest_IL / cluster.non_expert_flops_per_s
-        # The smart schedule has no room for split transfers.
+        # Split transfers cannot be combined with the smart schedule.
         splits = num_steps == 1
         self._layers = [
             LayerSeconds(
@@ -254,11 +271,11 @@ class LayerTimes:
         self._links = links
 
     def parts_s(self) -> dict[str, np.ndarray]:
-        """Seconds of all iterations by what they went on."""
+        """Return the seconds of each iteration's parts, float64 ``[I]``, by the names in ``PARTS``."""
         return self._lay_out(None).parts_s
 
     def spans(self, iteration: int) -> list[tuple[str, str, float, float]]:
-        """(lane, name, begin, end) of everything in one iteration that takes time, in seconds."""
+        """Return the spans of one iteration as (lane, name, begin, end), with times in seconds."""
         found: list[tuple[str, str, float, float]] = []
 
         def keep(lane: str, name: str, begin_s: np.ndarray, end_s: np.ndarray) -> None:
@@ -270,7 +287,10 @@ class LayerTimes:
         return found
 
     def moe_s(self) -> np.ndarray:
-        """Seconds of each MoE layer's all-to-alls and experts in a micro-batch, both passes: [I, L]."""
+        """Return the seconds of each MoE layer's all-to-alls and experts, float64 ``[I, L]``.
+
+        They are the seconds of one micro-batch, both passes included.
+        """
         columns = [
             layer.counts_s
             + layer.exchange_and_experts_s(layer.dispatch, layer.combine, layer.experts_s)
@@ -282,14 +302,17 @@ class LayerTimes:
         return np.stack(columns, axis=1)
 
     def exchange_s(self) -> np.ndarray:
-        """Seconds of each layer's counts and all-to-alls in a micro-batch, both passes, in turn: [I, L]."""
+        """Return the seconds of each layer's counts and all-to-alls in a micro-batch: float64 ``[I, L]``.
+
+        Both passes are included. The collectives run one after the other.
+        """
         columns = [
             2 * (layer.dispatch.seconds + layer.combine.seconds) + layer.counts_s for layer in self._layers
         ]
         return np.stack(columns, axis=1)
 
     def expert_shares_D(self, iteration: int, layer: int) -> np.ndarray:
-        """Each device's expert compute over that of the slowest, [D]."""
+        """Return each device's expert compute divided by that of the slowest device: float64 ``[D]``."""
         tokens_D = self._ledger.tokens_ILD[iteration, layer]
         return np.asarray(tokens_D / max(int(tokens_D.max()), 1))
 
@@ -306,7 +329,7 @@ class LayerTimes:
             self._pass(timeline, is_first=done == 0, is_last=done == num - 1)
             done += 1
             if on_span is None and done == 2 and num > 3:
-                # Those between the first and the last are alike.
+                # All micro-batches between the first and the last take the same time.
                 timeline.skip({part: timeline.parts_s[part] - before[part] for part in PARTS}, num - 3)
                 done = num - 1
         timeline.sync_gradients(self._gradient_sync_s())
@@ -326,17 +349,20 @@ class LayerTimes:
             timeline.backward(f"layer {layer + 1}", layers[layer], below, is_last, above)
 
     def _reshard_seconds(self, links: ClusterLinks) -> np.ndarray:
-        """Parameters, masters and optimizer states over the links, everything waiting."""
+        """Return the seconds of moving experts before an iteration, while everything else waits: ``[I]``."""
         job = self._job
         return links.transfer.times(self._ledger.reshard.busiest(), job.owned_bytes).seconds[:, 0]
 
     def _gradient_sync_s(self) -> float:
-        """Ring all-reduce of the dense gradients over all data-parallel ranks, if nothing hides it."""
+        """Return the seconds of the ring all-reduce of dense gradients over data-parallel ranks.
+
+        0 if the reduction is hidden under the backward pass.
+        """
         job, cluster = self._job, self._cluster
         if not job.reduces_dense_at_end:
             return 0.0
         ranks = job.data_parallel_size
-        # A ring crosses each NIC once, whatever the devices of the node.
+        # A ring crosses each node's NICs once, for any number of devices in the node.
         link = cluster.intra_node if ranks <= cluster.devices_per_node else cluster.inter_node
         num_bytes = 2 * (ranks - 1) / ranks * job.dense_elements * job.gradient_bytes
         return link.alpha_s + num_bytes / min(
@@ -352,5 +378,7 @@ def _strategy(name: str, settings: StrategySettings) -> Strategy:
     if name == "none":
         return build_strategy("ep", EpSettings())
     if not isinstance(settings, PlacementSettings):
-        raise ValueError(f"strategy {name}: got {type(settings).__name__}, wanted a strategy's own settings")
+        raise ValueError(
+            f"strategy {name}: got {type(settings).__name__}, wanted settings of a placement strategy"
+        )
     return build_strategy(name, settings)

@@ -1,4 +1,4 @@
-"""Seconds of one MoE layer under a schedule of tensor and expert tensor parallelism (Parm), both passes."""
+"""Seconds of one MoE layer under one of Parm's schedules of tensor and expert tensor parallelism."""
 
 from dataclasses import dataclass
 
@@ -12,16 +12,19 @@ from megatron_fssdp.planning.cost.tensor_schedules import (
 )
 
 NUM_PASSES = 2
-"""A backward pass has the transposes of the forward pass's collectives, of the same sizes."""
+"""Forward and backward.
+
+The backward pass has the transposed collectives of the forward pass, of equal sizes.
+"""
 
 
 @dataclass(frozen=True)
 class ScheduledSeconds:
-    """Seconds of a layer's forward and backward pass; experts and collectives run one after the other.
+    """Seconds of a layer's forward and backward pass, where collectives and experts never overlap.
 
     Attributes:
-        communication_s: Seconds of the collectives. S2's all-to-all counts only with the seconds that it adds
-            to the gather beside it.
+        communication_s: Seconds of the collectives. S2's all-to-all overlaps a gather. Only the time that it
+            adds to this gather counts.
         compute_s: Seconds of the experts.
     """
 
@@ -35,7 +38,7 @@ class ScheduledSeconds:
 
     @property
     def communication_share(self) -> float:
-        """Communication's share of the total seconds."""
+        """Share of communication in the total seconds, from 0 to 1."""
         return self.communication_s / self.total_s
 
 
@@ -46,14 +49,15 @@ def scheduled_seconds(
     flops_per_row: float,
     flops_per_s: float,
 ) -> ScheduledSeconds:
-    """Seconds of a layer with even loads: Parm's Eq. 1, 11 and 14 in each pass, and the experts.
+    """Compute the seconds of a layer with even loads: Parm's Eq. 1, 11 and 14 in each pass, plus the experts.
 
     Args:
         schedule: Name of the schedule: ``baseline``, ``megatron``, ``s1`` or ``s2``.
         layer: Sizes and parallelism of the layer.
         costs: Costs of all collectives of the schedule.
-        flops_per_row: Floating-point operations of one row's forward pass through a part of an expert.
-        flops_per_s: Throughput of a device on experts.
+        flops_per_row: Floating-point operations of the forward pass of one row in a device's part of an
+            expert.
+        flops_per_s: Throughput of a device on experts, in floating-point operations per second.
     """
     forward_s = rows_of_device(schedule, layer) * flops_per_row / flops_per_s
     return ScheduledSeconds(

@@ -1,8 +1,8 @@
-"""Routing of experiments: how many tokens each device sends to each expert, iteration by iteration.
+"""Generates workloads: how many tokens each device sends to each expert in each iteration.
 
-The testbed forces it on real ranks and the simulator plans and counts with it, so that a measured
-and a simulated figure speak of the same loads. Experts lie as Megatron places them: device ``d`` owns
-the ``E/D`` experts from ``d·E/D`` on.
+The testbed forces this routing on real ranks, and the simulator uses it as its input. Therefore measured and
+simulated figures have the same loads. Experts are placed as by Megatron: device ``d`` owns the ``E/D``
+experts from ``d·E/D`` on.
 
 Shape letters: I iterations, D devices, E experts.
 """
@@ -16,27 +16,27 @@ from numpy.typing import NDArray
 Counts = NDArray[np.int64]
 
 HOT_SET_SHARE = 0.5
-"""Share of all assignments that W1's hot experts have together."""
+"""Share of all assignments that W1's popular experts have together."""
 HOT_EXPERT_SHARE = 0.4
-"""Share of all assignments that W3's one hot expert has."""
+"""Share of all assignments that W3's popular expert has."""
 ROTATION_ITERATIONS = 3
-"""After how many iterations W6's hot device changes."""
+"""Number of iterations after which W6's overloaded device changes."""
 BURST_PERIOD, BURST_ITERATIONS = 5, 2
-"""W7: of so many iterations the last so many are a burst."""
+"""W7: length of a period in iterations, and the number of iterations at its end that are a burst."""
 LOG_NORMAL_SIGMAS = {"weak": 0.5, "medium": 1.0, "strong": 1.5}
 """Standard deviations of the logarithm of experts' popularity."""
 
 
 @dataclass(frozen=True)
 class WorkloadShape:
-    """Sizes that a workload is made for.
+    """Sizes of a workload.
 
     Attributes:
-        num_devices: D.
-        num_experts: E, a multiple of D.
-        tokens_per_device: Tokens of each source; where sources are ragged, their mean.
-        top_k: Different experts of each token.
-        num_iterations: I.
+        num_devices: Number of devices, D.
+        num_experts: Number of experts, E. A multiple of D.
+        tokens_per_device: Tokens of each source device, or their mean if the devices have different numbers.
+        top_k: Number of different experts of each token.
+        num_iterations: Number of iterations, I.
     """
 
     num_devices: int
@@ -59,19 +59,21 @@ class WorkloadShape:
 
     @property
     def experts_per_device(self) -> int:
-        """E/D."""
+        """Number of experts that each device owns, E/D."""
         return self.num_experts // self.num_devices
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A named routing.
+    """A named kind of routing.
 
     Attributes:
-        name: Short name, as in ``W1``.
-        description: What is uneven in it.
-        popularity_IE: Share of all assignments of every expert, for a shape and a seed.
-        tokens_D: Tokens of every source, for a shape; equal where ``None``.
+        name: Short name, for example ``W1``.
+        description: Description of the uneven loads, in one line.
+        popularity_IE: Function of a shape and a seed that returns each expert's share of all assignments,
+            float64 ``[I, E]``, on any positive scale.
+        tokens_D: Function of a shape that returns the tokens of every source device, int64 ``[D]``. None if
+            all have the same number.
     """
 
     name: str
@@ -80,10 +82,14 @@ class Workload:
     tokens_D: Callable[[WorkloadShape], Counts] | None = None
 
     def counts(self, shape: WorkloadShape, seed: int = 0) -> Counts:
-        """Assignments (token, k) of every source to every expert: int64 ``[I, D, E]``.
+        """Return the assignments (token, k) of every source device to every expert: int64 ``[I, D, E]``.
 
-        No source sends an expert more than its tokens, so that each token can have ``top_k``
-        different experts.
+        A source sends to an expert at most as many assignments as it has tokens. Therefore each token can
+        have ``top_k`` different experts.
+
+        Args:
+            shape: Sizes of the workload.
+            seed: Seed of random workloads.
         """
         tokens_D = (
             np.full(shape.num_devices, shape.tokens_per_device)
@@ -98,25 +104,31 @@ class Workload:
 
 
 def counts_of_shares(share_IDE: NDArray[np.float64], tokens_D: Counts, top_k: int) -> Counts:
-    """Whole assignments in given shares.
+    """Divide each source's assignments over experts by given shares, in whole numbers.
 
-    Shares above 1/top_k of a source are cut there, and the rest goes to its other experts in
-    proportion; if those have none, evenly. Remainders go to the largest fractions, ties in turn where
-    the source before left off, so that no expert collects them from all sources.
+    A share above 1/top_k of a source is lowered to 1/top_k. The difference goes to the source's other experts
+    in proportion to their shares, or evenly if their shares are 0. Remainders go to the largest fractions.
+    Ties are broken in turn, starting where the previous source stopped, so that no expert gets the remainders
+    of all sources.
 
     Args:
-        share_IDE: Share of each source's assignments that goes to each expert, any positive scale.
-        tokens_D: Tokens of every source.
-        top_k: Different experts of each token.
+        share_IDE: Shares ``[I, D, E]`` of each source's assignments that go to each expert, on any positive
+            scale.
+        tokens_D: int64 ``[D]``. Tokens of every source device.
+        top_k: Number of different experts of each token.
 
     Returns:
-        int64 ``[I, D, E]``; source ``d``'s sum to ``tokens_D[d] · top_k``, none above ``tokens_D[d]``.
+        int64 ``[I, D, E]``. The assignments of source ``d`` sum to ``tokens_D[d] · top_k``, and none exceeds
+        ``tokens_D[d]``.
+
+    Raises:
+        ValueError: A source has negative shares, or all of its shares are 0.
     """
     share_IDE = np.asarray(share_IDE, dtype=np.float64)
     num_experts = share_IDE.shape[2]
     if np.any(share_IDE < 0) or np.any(share_IDE.sum(axis=2) <= 0):
         raise ValueError(
-            "got a source with negative shares or none at all; wanted shares >= 0 with a sum > 0"
+            "got a source device with negative shares or a sum of 0; wanted shares >= 0 with a sum > 0"
         )
     capped_IDE = _capped(share_IDE / share_IDE.sum(axis=2, keepdims=True), 1 / top_k)
     wanted_IDE = capped_IDE * (tokens_D * top_k)[None, :, None]
@@ -148,12 +160,20 @@ def _capped(share_IDE: NDArray[np.float64], cap: float) -> NDArray[np.float64]:
 
 
 def expert_max_over_mean(counts_DE: Counts) -> float:
-    """Most assigned expert's assignments over the mean; 1 where there are none."""
+    """Return the assignments of the most popular expert divided by the mean, or 1 without assignments.
+
+    Args:
+        counts_DE: int64 ``[D, E]``. Assignments of every source device to every expert.
+    """
     return _max_over_mean(counts_DE.sum(axis=0))
 
 
 def device_max_over_mean(counts_DE: Counts) -> float:
-    """Most loaded device's assignments over the mean, every expert computed by its owner."""
+    """Return the max/mean device load if every expert is computed by its owner.
+
+    Args:
+        counts_DE: int64 ``[D, E]``. Assignments of every source device to every expert.
+    """
     num_devices, num_experts = counts_DE.shape
     return _max_over_mean(counts_DE.sum(axis=0).reshape(num_devices, num_experts // num_devices).sum(axis=1))
 
@@ -163,25 +183,30 @@ def _max_over_mean(load: Counts) -> float:
 
 
 def replay(recorded_IDE: NDArray[np.integer], shape: WorkloadShape, first_iteration: int = 0) -> Counts:
-    """Recorded loads of one layer, at the size of an experiment.
+    """Adapt the recorded loads of one layer to the sizes of an experiment.
 
-    Every source keeps its shares and gets the shape's tokens. Where the record has fewer sources than
-    the shape has devices, neighbours share one: device ``d`` of D sends as source ``d·R//D`` of R did;
-    where it has more, device ``d`` sends what sources ``d·R/D`` up to the next device's did together.
+    Every source keeps its shares and gets the shape's number of tokens. If the record has fewer sources R
+    than the shape has devices D, neighbours share one: device ``d`` sends as source ``d·R//D`` did. If it has
+    more, device ``d`` sends what sources ``d·R/D`` to ``(d+1)·R/D - 1`` sent together.
 
     Args:
-        recorded_IDE: Counts by iteration, source and expert.
-        shape: Sizes to replay at.
-        first_iteration: Where in the record to start.
+        recorded_IDE: Integers ``[recorded iterations, R, E]``. Assignments of every source to every expert.
+        shape: Sizes of the experiment.
+        first_iteration: Index of the first recorded iteration to use.
 
     Returns:
-        int64 ``[I, D, E]``.
+        int64 ``[I, D, E]``. Assignments of every source device to every expert.
+
+    Raises:
+        ValueError: The record has other experts, too few iterations, or a number of sources that does not
+            match.
     """
     num_recorded, num_sources, num_experts = recorded_IDE.shape
     devices, wanted = shape.num_devices, first_iteration + shape.num_iterations
     if num_experts != shape.num_experts:
         raise ValueError(
-            f"the record has {num_experts} experts, wanted {shape.num_experts}; record such a model"
+            f"the record has {num_experts} experts, wanted {shape.num_experts}; record a model with this "
+            "number"
         )
     if max(devices, num_sources) % min(devices, num_sources):
         raise ValueError(
@@ -200,7 +225,7 @@ def replay(recorded_IDE: NDArray[np.integer], shape: WorkloadShape, first_iterat
 
 
 def _hot(shape: WorkloadShape, hot: list[int], share: float) -> NDArray[np.float64]:
-    """One iteration's popularity: ``share`` evenly on the hot experts, the rest evenly on the others."""
+    """Return one iteration's popularity: ``share`` on the popular experts, the rest on the others."""
     cold = shape.num_experts - len(hot)
     popularity_E = np.full(shape.num_experts, (1 - share) / cold if cold else 0.0)
     popularity_E[hot] = share / len(hot)
@@ -225,7 +250,7 @@ def _hot_device(shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
 
 def _hot_spread(shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
     stride = max(1, shape.num_devices // shape.experts_per_device)
-    # One expert of each of E/D devices, as far apart as they can be.
+    # One expert on each of E/D devices, with the largest possible distance between the devices.
     hot = [
         (i * stride % shape.num_devices) * shape.experts_per_device + i * stride // shape.num_devices
         for i in range(shape.experts_per_device)
@@ -240,7 +265,7 @@ def _hot_expert(shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
 def _idle(shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
     popularity_E = np.ones(shape.num_experts)
     popularity_E[_experts_of(shape, shape.num_devices - 1)] = 0
-    # The first expert of every second other device, if that leaves the device one.
+    # The first expert of every second remaining device, if the device then still has another expert.
     if shape.experts_per_device > 1:
         popularity_E[0 : shape.num_experts - shape.experts_per_device : 2 * shape.experts_per_device] = 0
     return _always(popularity_E, shape)
@@ -271,14 +296,14 @@ def _bursts(shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
 
 def _log_normal(sigma: float) -> Callable[[WorkloadShape, int], NDArray[np.float64]]:
     def popularity_IE(shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
-        # One draw of standard normals for all strengths: the same experts are popular in all three.
+        # All strengths use the same standard normal numbers, so the same experts are popular in all three.
         return _always(np.exp(sigma * np.random.default_rng(seed).normal(size=shape.num_experts)), shape)
 
     return popularity_IE
 
 
 def _ragged_tokens(shape: WorkloadShape) -> Counts:
-    """In proportion to 1, 2, … D, with the mean that the shape says."""
+    """Return tokens in proportion to 1, 2, … D, with the mean of the shape: int64 ``[D]``."""
     devices = shape.num_devices
     ends = np.cumsum(np.arange(1, devices + 1)) * (shape.tokens_per_device * devices)
     return np.diff(ends // (devices * (devices + 1) // 2), prepend=0)
@@ -288,23 +313,26 @@ WORKLOADS: dict[str, Workload] = {
     workload.name: workload
     for workload in (
         Workload("W0", "balanced", _balanced),
-        Workload("W1", "half of all assignments on the experts of device 0", _hot_device),
-        Workload("W2", "W1's hot experts, one each on as many devices", _hot_spread),
-        Workload("W3", "two fifths of all assignments on expert 0", _hot_expert),
+        Workload("W1", "half of all assignments go to the experts of device 0", _hot_device),
+        Workload("W2", "as W1, but every popular expert is on another device", _hot_spread),
+        Workload("W3", "two fifths of all assignments go to expert 0", _hot_expert),
         Workload(
-            "W4", "balanced experts, sources with 1, 2, … D parts of the tokens", _balanced, _ragged_tokens
+            "W4",
+            "balanced experts; devices have tokens in proportion to 1, 2, … D",
+            _balanced,
+            _ragged_tokens,
         ),
-        Workload("W5", "the last device idle, and one expert of every second other one", _idle),
-        Workload("W6", "W1 with a hot device that changes every 3 iterations", _rotating),
-        Workload("W7", "balanced, but for 2 of 5 iterations W3 on a drawn expert", _bursts),
+        Workload("W5", "the last device and one expert of every second other device are idle", _idle),
+        Workload("W6", "as W1, but the overloaded device changes every 3 iterations", _rotating),
+        Workload("W7", "balanced, but in 2 of 5 iterations as W3 with a random expert", _bursts),
         *(
             Workload(
                 f"lognormal-{strength}",
-                f"experts' popularity log-normal with sigma {sigma}",
+                f"popularity of experts is log-normal with sigma {sigma}",
                 _log_normal(sigma),
             )
             for strength, sigma in LOG_NORMAL_SIGMAS.items()
         ),
     )
 }
-"""Every generated workload by name; the other one is :func:`replay`."""
+"""All generated workloads by name. :func:`replay` makes a workload from recorded loads."""

@@ -1,4 +1,4 @@
-"""Run code on gloo ranks in milliseconds, and Megatron's parallel state on them."""
+"""Runs test code on gloo ranks that start in milliseconds, optionally with Megatron's parallel state."""
 
 from megatron_fssdp.testing.parallel_state import (
     MEGATRON_PRELOAD,

@@ -1,4 +1,4 @@
-"""A process that has imported but never computed, and forks the ranks of each job."""
+"""A server process that imports the libraries once, computes nothing, and forks the ranks of each job."""
 
 import contextlib
 import ctypes
@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, wait
 
 from megatron_fssdp.testing.rank_job import RankJob, run_rank
 
-_DUMP_S = 0.1  # for the ranks of a job that timed out, to show where they hang
+_DUMP_S = 0.1  # time for ranks that timed out to print where they hang
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
@@ -23,10 +23,9 @@ class JobReport:
     """How the ranks of a job ended.
 
     Attributes:
-        exit_codes: One a rank; negative for the signal that ended it.
-        unfinished: Ranks that were ended by the server because another one had failed
-            or the time was over.
-        timed_out: Whether the time was over.
+        exit_codes: Exit code of each rank. A negative number is the signal that ended the rank.
+        unfinished: Ranks that the server ended, because another rank failed or the time limit was reached.
+        timed_out: Whether the time limit was reached.
     """
 
     exit_codes: tuple[int, ...]
@@ -35,10 +34,14 @@ class JobReport:
 
 
 def serve(descriptor: int, preload: tuple[str, ...]) -> None:
-    """Run the preload entries, then jobs from the connection until the caller closes it.
+    """Run the preload entries, then run jobs from the connection until the caller closes it.
 
-    Entries are ``"module"`` (imported) or ``"module:function"`` (imported and called
-    without arguments), in order. The first message back is "" or a traceback.
+    The first message to the caller is an empty string, or the traceback of a failed preload entry.
+
+    Args:
+        descriptor: File descriptor of the connection to the caller.
+        preload: Entries to run in order. ``"module"`` is imported. ``"module:function"`` is imported, and
+            then the function is called without arguments.
     """
     connection = Connection(descriptor)
     try:
@@ -51,7 +54,7 @@ def serve(descriptor: int, preload: tuple[str, ...]) -> None:
         connection.send(traceback.format_exc())
         return
     gc.collect()
-    gc.freeze()  # keeps the collector from touching, and so copying, the shared pages
+    gc.freeze()  # the garbage collector then does not touch the shared pages, which would copy them
     connection.send("")
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
@@ -70,7 +73,7 @@ def _run(job: RankJob, connection: Connection) -> JobReport:
         while children:
             ready = wait([connection, *children], max(0.0, deadline_s - time.monotonic()))
             if connection in ready:
-                raise EOFError("the caller went away")
+                raise EOFError("the caller closed the connection")
             for descriptor in [d for d in children if d in ready]:
                 rank = children[descriptor]
                 exit_codes[rank] = _reap(pids, children, descriptor)
@@ -87,7 +90,7 @@ def _run(job: RankJob, connection: Connection) -> JobReport:
 def _end(
     job: RankJob, pids: list[int], children: dict[int, int], exit_codes: dict[int, int], timed_out: bool
 ) -> tuple[int, ...]:
-    """End the ranks that still run; return those that did not end by themselves in the grace time."""
+    """End the ranks that still run. Return those that did not end by themselves within the grace time."""
     if timed_out:
         for rank in children.values():
             os.kill(pids[rank], signal.SIGUSR1)
@@ -108,7 +111,8 @@ def _end(
 def _reap(pids: list[int], children: dict[int, int], descriptor: int) -> int:
     rank = children.pop(descriptor)
     os.close(descriptor)
-    # What the rank has started and not ended, such as writers of a checkpoint, while its number is its own.
+    # End processes that the rank started and left, such as checkpoint writers, before its number can be
+    # reused.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pids[rank], signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pids[rank], 0)[1])
@@ -129,6 +133,6 @@ def _fork_rank(job: RankJob, rank: int, listener: socket.socket, connection: Con
 
 
 def _die_with_parent() -> None:
-    """Ask Linux to end this process when the server ends, however that happens."""
+    """Ask Linux to end this process when the server ends for any reason."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""A module-level function as a picklable reference: module name, source file, qualified name."""
+"""Picklable references to module-level functions: module name, source file and qualified name."""
 
 import importlib
 import importlib.util
@@ -12,15 +12,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FunctionReference:
-    """Where a module-level function is found, in this process or in another one.
+    """Reference to a module-level function, from which this or another process can find the function.
 
-    Test files imported by pytest have module names that no other process can
-    import, so the source file travels too and is imported by its path.
+    Another process cannot import the module names of test files that pytest imported. Therefore the reference
+    includes the source file, which is then imported by its path.
 
     Attributes:
         module: Name under which the function's module is registered.
-        path: The module's source file; None for modules without one.
-        qualname: Qualified name inside the module; static methods are fine.
+        path: Path of the module's source file, or None for modules without one.
+        qualname: Qualified name of the function inside the module. Static methods are allowed.
     """
 
     module: str
@@ -29,26 +29,34 @@ class FunctionReference:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> "FunctionReference":
-        """Describe ``function``, or refuse it when no other process could find it."""
+        """Return a reference to ``function``.
+
+        Raises:
+            ValueError: Another process could not find the function, because it is not at the top of a module.
+        """
         module_name = getattr(function, "__module__", None)
         qualname = getattr(function, "__qualname__", None)
         module = sys.modules.get(module_name) if module_name else None
         if module is None or qualname is None:
             raise ValueError(
-                f"run_ranks needs a function defined at the top of a module, got {function!r}; "
-                "write a module-level function and pass what it needs as arguments"
+                f"run_ranks: got {function!r}, wanted a function at the top of a module; write a "
+                "module-level function and pass its data as arguments"
             )
         if "<" in qualname or _lookup(module, qualname) is not function:
             raise ValueError(
-                f"run_ranks cannot send {module_name}.{qualname} to other processes: it is a closure, a "
-                "lambda, a bound method or is hidden by a decorator; move it to the top of its module and "
-                "pass what it captures as arguments"
+                f"run_ranks cannot send {module_name}.{qualname} to other processes, because it is a "
+                "closure, a lambda, a bound method, or hidden by a decorator; move it to the top of its "
+                "module and pass captured values as arguments"
             )
         path = getattr(module, "__file__", None)
         return cls(module.__name__, str(Path(path).resolve()) if path else None, qualname)
 
     def resolve(self) -> Callable[..., Any]:
-        """Import the module in this process if need be and return the function."""
+        """Return the function. Its module is imported first if necessary.
+
+        Raises:
+            ImportError: The module cannot be imported or does not have the function.
+        """
         function = _lookup(self._import(), self.qualname)
         if function is None:
             raise ImportError(f"{self.module} ({self.path}) has no {self.qualname}")
@@ -56,8 +64,8 @@ class FunctionReference:
 
     def _import(self) -> ModuleType:
         if self.module == "__main__" and self.path is not None:
-            # The caller is a script: import it under another name so that its main block stays quiet,
-            # then alias it so that pickles that name __main__ resolve on both sides.
+            # The caller is a script. It is imported under another name, so that its main block does not run.
+            # The alias lets both sides resolve pickles that name __main__.
             module = _import_file("__rank_main__", self.path)
             sys.modules["__main__"] = module
             return module
@@ -94,7 +102,7 @@ def _import_file(name: str, path: str) -> ModuleType:
 
 
 def _register_parents(module: str, path: Path) -> None:
-    """Give ``a`` and ``a.b`` of ``a.b.c`` a place in sys.modules; pickle imports them on its way."""
+    """Register ``a`` and ``a.b`` of ``a.b.c`` in sys.modules, because pickle imports parent modules."""
     parents = module.split(".")[:-1]
     for depth in range(len(parents), 0, -1):
         name = ".".join(parents[:depth])

@@ -1,4 +1,4 @@
-"""Megatron's parallel state on the ranks of a test."""
+"""Sets up Megatron's parallel state on the ranks of a test."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,10 +31,10 @@ def megatron_parallel_state(
     vpp: int | None = None,
     seed: int = 1234,
 ) -> Iterator[None]:
-    """Bring up Megatron's process groups on the running world, and take them down afterwards.
+    """Create Megatron's process groups on the running ranks, and destroy them afterwards.
 
-    The data-parallel size follows from the world size. Megatron's model-parallel random
-    states are seeded as its own initialization does.
+    The data-parallel size follows from the number of ranks. Megatron's model-parallel random states are
+    seeded as in its own initialization.
 
     Args:
         tp: Tensor-parallel size.
@@ -42,8 +42,11 @@ def megatron_parallel_state(
         ep: Expert-parallel size.
         etp: Tensor-parallel size of the experts.
         cp: Context-parallel size.
-        vpp: Number of model chunks on a pipeline rank; None for one, not interleaved.
+        vpp: Number of model chunks on each pipeline rank, or None for one chunk without interleaving.
         seed: Seed of the model-parallel random states.
+
+    Raises:
+        ValueError: The parallel sizes do not divide the number of ranks.
     """
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -52,8 +55,8 @@ def megatron_parallel_state(
     world_size = dist.get_world_size()
     if world_size % (tp * pp * cp) or world_size % (etp * ep * pp):
         raise ValueError(
-            f"a world of {world_size} is divisible neither by tp*pp*cp = {tp * pp * cp} nor can it hold "
-            f"etp*ep*pp = {etp * ep * pp}; both must divide it"
+            f"got {world_size} ranks, wanted a multiple of tp*pp*cp = {tp * pp * cp} and of etp*ep*pp = "
+            f"{etp * ep * pp}; change the number of ranks or the sizes"
         )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
@@ -86,7 +89,7 @@ def run_megatron_ranks(
 ) -> list[Any]:
     """Call ``fn(rank, world_size, *args)`` on ranks that have Megatron's parallel state.
 
-    Like :func:`run_ranks` with Megatron and its CPU runtime preloaded and
+    This is :func:`run_ranks` with Megatron and its CPU runtime preloaded, and with
     :func:`megatron_parallel_state` around the call.
     """
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **(env or {})}

@@ -1,4 +1,4 @@
-"""Placements of all kinds for property tests."""
+"""Random placements for property tests."""
 
 import numpy as np
 
@@ -6,14 +6,16 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 
 
 def random_placement(rng: np.random.Generator, num_experts: int, num_devices: int) -> ExpertPlacement:
-    """Any owners, also devices with none or all; experts on all, some or no other devices.
+    """Return a random placement.
+
+    A device can own no expert or all experts. An expert can have replicas on all, some or no other devices.
 
     Args:
-        rng: Source of randomness; equal states give equal placements.
+        rng: Random generator. Equal states give equal placements.
         num_experts: Number of experts, E.
         num_devices: Number of devices, D.
     """
-    # Half of the time only a few devices own anything.
+    # Only a random subset of the devices owns experts.
     candidates = rng.permutation(num_devices)[: rng.integers(1, num_devices + 1)]
     owner_E = rng.choice(candidates, num_experts)
     share_E = rng.choice([0.0, 0.4, 1.0], num_experts)

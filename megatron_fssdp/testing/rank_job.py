@@ -1,4 +1,4 @@
-"""What one call asks of the ranks, and what each rank does about it."""
+"""Describes one job for the ranks of a process group, and runs it on each rank."""
 
 import contextlib
 import datetime
@@ -20,20 +20,20 @@ from megatron_fssdp.testing.function_reference import FunctionReference
 
 @dataclass(frozen=True)
 class RankJob:
-    """One function call on every rank of a fresh world.
+    """One function call on every rank of a new process group.
 
     Attributes:
-        function: Called as ``function(rank, world_size, *arguments)``.
-        arguments: The pickled tuple of further arguments.
+        function: Function to call, as ``function(rank, world_size, *arguments)``.
+        arguments: Pickled tuple of the further arguments.
         world_size: Number of ranks.
         backend: Backend of the default process group.
-        timeout_s: Time limit of the whole job and of each collective in it.
-        env: Environment variables set on every rank, over the server's own.
+        timeout_s: Time limit of the whole job and of each collective in it, in seconds.
+        env: Environment variables of every rank. They win over those of the server.
         cwd: Working directory of the ranks.
         sys_path: Import path of the ranks.
-        run_dir: Folder for logs, results and failures; exists, belongs to this job alone.
-        grace_s: Seconds that the other ranks have to end by themselves when one has failed.
-        context: Context manager to enter around the function, as a reference; None for none.
+        run_dir: Existing folder for logs, results and failures. Only this job uses it.
+        grace_s: Seconds that the other ranks have to end by themselves after a rank has failed.
+        context: Reference to a context manager to enter around the function, or None.
         context_options: Keyword arguments of ``context``.
     """
 
@@ -51,15 +51,21 @@ class RankJob:
     context_options: dict[str, Any] = field(default_factory=dict)
 
     def log_path(self, rank: int) -> Path:
-        """Everything that the rank wrote to stdout and stderr."""
+        """Return the path of the file with everything that the rank wrote to stdout and stderr."""
         return Path(self.run_dir) / f"rank{rank}.log"
 
     def result_path(self, rank: int) -> Path:
-        """The rank's pickled return value; there only if it returned."""
+        """Return the path of the rank's pickled return value.
+
+        The file exists only if the function returned.
+        """
         return Path(self.run_dir) / f"rank{rank}.result"
 
     def failure_path(self, rank: int) -> Path:
-        """The rank's pickled :class:`RankFailure`; there only if it raised."""
+        """Return the path of the rank's pickled :class:`RankFailure`.
+
+        The file exists only if the rank raised.
+        """
         return Path(self.run_dir) / f"rank{rank}.failure"
 
 
@@ -68,8 +74,9 @@ class RankFailure:
     """An exception that ended a rank.
 
     Attributes:
-        raised_at_s: Monotonic clock, comparable between the ranks of a job.
-        traceback: The formatted traceback.
+        raised_at_s: Time of the exception on the monotonic clock, in seconds. The ranks of a job share this
+            clock.
+        traceback: Formatted traceback of the exception.
     """
 
     raised_at_s: float
@@ -77,10 +84,16 @@ class RankFailure:
 
 
 def run_rank(job: RankJob, rank: int, listener: socket.socket) -> int:
-    """Carry out the job on this rank, in a process of its own; return the exit code.
+    """Run the job on this rank, in the rank's own process.
 
-    ``listener`` is a listening socket on the loopback interface that every rank has
-    inherited. Rank 0 serves the rendezvous store on it, so no port is ever guessed.
+    Args:
+        job: The job to run.
+        rank: Number of this rank.
+        listener: Listening socket on the loopback interface, which every rank inherits. Rank 0 serves the
+            rendezvous store on it, so that no port has to be guessed.
+
+    Returns:
+        The exit code of the rank: 0 if the function returned, 1 if it raised.
     """
     _redirect_output(job.log_path(rank))
     try:
@@ -130,7 +143,7 @@ def _enter_process_group(job: RankJob, rank: int, listener: socket.socket) -> No
     timeout = datetime.timedelta(seconds=job.timeout_s)
     port = listener.getsockname()[1]
     if rank == 0:
-        # The store owns the descriptor from here on.
+        # From now on the store owns the descriptor.
         descriptor = listener.detach()
         store = dist.TCPStore(
             "127.0.0.1",
@@ -153,7 +166,7 @@ def _leave_process_group() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
-        # Rank 0 carries the store: nobody leaves before all are done.
+        # Rank 0 serves the store, so no rank may leave before all ranks have finished.
         dist.barrier()
         dist.destroy_process_group()
 
@@ -165,13 +178,13 @@ def _redirect_output(path: Path) -> None:
     os.close(descriptor)
     sys.stdout = open(1, "w", buffering=1, closefd=False, encoding="utf-8", errors="replace")  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False, encoding="utf-8", errors="replace")  # noqa: SIM115
-    # The server sends this signal to ranks that run out of time: it shows where they hang.
+    # The server sends this signal to ranks that exceed the time limit. The traceback shows where they hang.
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
     faulthandler.enable(file=sys.stderr)
 
 
 def _write(path: Path, payload: bytes) -> None:
-    """Write so that a reader sees the whole file or none."""
+    """Write a file so that a reader sees either the complete file or no file."""
     partial = path.with_suffix(path.suffix + ".partial")
     partial.write_bytes(payload)
     partial.rename(path)

@@ -1,4 +1,4 @@
-"""Run a function on the ranks of a fresh process group in a fraction of a second."""
+"""Runs a function on the ranks of a new process group within a fraction of a second."""
 
 import atexit
 import os
@@ -17,19 +17,21 @@ from megatron_fssdp.testing.fork_server import JobReport
 from megatron_fssdp.testing.function_reference import FunctionReference
 from megatron_fssdp.testing.rank_job import RankFailure, RankJob
 
-# torch.testing and the optimizers import the last one on their first use, which costs every rank of
-# every call near a second otherwise.
+# torch.testing and the optimizers import torch._dynamo on their first use. Without preloading, this costs
+# every rank of every call almost a second.
 DEFAULT_PRELOAD = ("numpy", "torch", "torch.distributed", "torch._dynamo")
 _GRACE_S = 0.1
-_MARGIN_S = 30.0  # the server keeps the time; the caller only guards against a dead server
+_MARGIN_S = 30.0  # the server enforces the time limit, and the caller only detects a dead server
 _LOG_TAIL_CHARS = 6000
 
 
 class RankError(RuntimeError):
-    """A rank raised, died or ran out of time; the message has the ranks' tracebacks and output.
+    """A rank raised an exception, died or exceeded the time limit.
+
+    The message contains the ranks' tracebacks and output.
 
     Attributes:
-        ranks: The ranks that failed by themselves, or that still ran when time was over.
+        ranks: Ranks that failed by themselves, or that still ran when the time limit was reached.
     """
 
     def __init__(self, message: str, ranks: Sequence[int]) -> None:
@@ -38,7 +40,7 @@ class RankError(RuntimeError):
 
 
 class RankTimeoutError(RankError):
-    """Some ranks were still running when the time was over."""
+    """Some ranks were still running when the time limit was reached."""
 
 
 def run_ranks(
@@ -53,33 +55,33 @@ def run_ranks(
     context: Callable[..., Any] | None = None,
     context_options: Mapping[str, Any] | None = None,
 ) -> list[Any]:
-    """Call ``fn(rank, world_size, *args)`` on every rank of a new world and return the results.
+    """Call ``fn(rank, world_size, *args)`` on every rank of a new process group and return the results.
 
-    The ranks are forked from a server that has done the imports and is kept for the
-    life of this process, one for each ``preload``. The default process group is up when
-    ``fn`` is called and is torn down after it.
+    The ranks are forked from a server process that has already imported the libraries. This process keeps one
+    server for each ``preload`` until it ends. The default process group exists while ``fn`` runs.
 
     Args:
-        fn: A module-level function; closures are refused.
+        fn: Module-level function to call. Closures are refused.
         world_size: Number of ranks.
         *args: Picklable arguments, the same for every rank.
-        timeout_s: Time limit of the call; also of every collective in it.
-        env: Environment variables of the ranks. What libraries read at import, as
+        timeout_s: Time limit of the call and of every collective in it, in seconds.
+        env: Environment variables of the ranks. Variables that libraries read at import, such as
             OMP_NUM_THREADS (always 1), cannot be set here.
-        preload: What the server does before the first fork, in order: "module" is
-            imported, "module:function" is imported and the function called.
+        preload: Entries that the server runs before the first fork, in order. "module" is imported.
+            "module:function" is imported, and then the function is called.
         backend: Backend of the default process group.
-        grace_s: When a rank has failed, the time that the others have to end by themselves, with an
-            exception of their own, before they are ended.
-        context: A module-level context manager factory, entered around ``fn`` on each rank.
-        context_options: Keyword arguments for ``context``.
+        grace_s: Seconds that the other ranks have to end by themselves after a rank has failed.
+        context: Module-level function that returns a context manager, which is entered around ``fn`` on each
+            rank.
+        context_options: Keyword arguments of ``context``.
 
     Returns:
-        What ``fn`` returned, in rank order; must be picklable.
+        The return values of ``fn``, in the order of ranks. They must be picklable.
 
     Raises:
-        RankError: A rank raised or died; the others have been ended.
-        RankTimeoutError: The time was over; names the ranks that still ran.
+        RankError: A rank raised an exception or died. All other ranks have been ended.
+        RankTimeoutError: The time limit was reached. The message names the ranks that still ran.
+        ValueError: ``world_size`` is less than 1, or another process cannot find ``fn`` or ``context``.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
@@ -110,7 +112,7 @@ def run_ranks(
 
 
 class _ForkServerProcess:
-    """The caller's end of one fork server."""
+    """A fork server process, as the caller sees it."""
 
     def __init__(self, preload: tuple[str, ...]) -> None:
         ours, theirs = socket.socketpair()
@@ -120,7 +122,7 @@ class _ForkServerProcess:
             f"import os, sys; sys.path[:] = {_import_path()!r}; "
             "from megatron_fssdp.testing.fork_server import serve; "
             f"serve({theirs.fileno()}, {preload!r}); "
-            "os._exit(0)"  # nothing to clean up, and some libraries complain about how Python would
+            "os._exit(0)"  # skips Python's clean-up, during which some libraries print errors
         )
         with theirs:
             self._process = subprocess.Popen(
@@ -128,7 +130,7 @@ class _ForkServerProcess:
                 env=environment,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # a Ctrl-C reaches the caller, who then ends the server
+                start_new_session=True,  # only the caller gets Ctrl-C, and it then ends the server
             )
         self._connection = Connection(ours.detach())
         try:
@@ -158,7 +160,7 @@ class _ForkServerProcess:
                 self.close()
                 raise RuntimeError("the fork server died during a job") from error
             except BaseException:
-                # Interrupted: closing the connection makes the server end the ranks and itself.
+                # The call was interrupted. Closing the connection makes the server end the ranks and itself.
                 self.close()
                 raise
         assert isinstance(report, JobReport)
@@ -180,7 +182,10 @@ _servers_lock = threading.Lock()
 def _server(preload: Sequence[str]) -> _ForkServerProcess:
     key = tuple(preload)
     if "pytest" in sys.modules:
-        key = (*key, "pytest")  # every test file imports it; once here is cheaper than on every rank
+        key = (
+            *key,
+            "pytest",
+        )  # every test file imports pytest, and one import in the server is cheaper than one on every rank
     with _servers_lock:
         if key not in _servers or not _servers[key].alive:
             _servers[key] = _ForkServerProcess(key)
@@ -208,10 +213,10 @@ def _raise_on_failure(job: RankJob, report: JobReport) -> None:
             failures.append((0.0, rank, f"rank {rank} {_describe_exit(report.exit_codes[rank])}"))
     if not failures and not report.timed_out and not any(report.exit_codes):
         return
-    # A rank that died without a word comes first, else the earliest exception: it is the likely cause.
+    # The likely cause comes first: a rank that died without an exception, else the earliest exception.
     failures.sort()
     parts = [text for _, _, text in failures]
-    # Those that have returned only wait for the others at the end.
+    # Ranks that have returned a result only wait for the others.
     running = [r for r in report.unfinished if not job.result_path(r).exists()] or list(report.unfinished)
     if report.timed_out:
         names = ", ".join(str(rank) for rank in running)
@@ -240,7 +245,7 @@ def _log(job: RankJob, rank: int) -> str:
 
 
 def _show_output(job: RankJob) -> None:
-    """Print what the ranks wrote; pytest shows it with a test that fails afterwards."""
+    """Print the output of the ranks. pytest shows it if the test fails afterwards."""
     for rank in range(job.world_size):
         if text := _log(job, rank):
             print(f"output of rank {rank}:\n{text}")

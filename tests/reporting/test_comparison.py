@@ -104,7 +104,7 @@ def test_runs_without_loads_are_refused(tmp_path):
         for number in (1, 2):
             layer = LayerMetrics(number, 1.0, 1.0, 0, 0, 0, 0)
             writer.append(IterationMetrics(number, 1.0, None, 1.0, 1.0, (layer,)))
-    with pytest.raises(ConfigurationError, match="of different models"):
+    with pytest.raises(ConfigurationError, match="mixes different models"):
         read_run(tmp_path)
 
 
@@ -114,7 +114,7 @@ def test_stock_megatron_has_losses_to_compare_but_no_loads(tmp_path):
     console = Console(width=100, record=True)
     console.print(comparison_table(none, ep))
     assert "0.0e+00 relative" in console.export_text()
-    with pytest.raises(ConfigurationError, match="no loads of MoE layers"):
+    with pytest.raises(ConfigurationError, match="no recorded loads of MoE layers"):
         draw_device_loads([none, ep], tmp_path / "loads.png")
 
 

@@ -79,7 +79,7 @@ def assert_refused(record: str, file: Path, words: str = "") -> None:
         with pytest.raises(ConfigurationError) as caught:
             refuse()
         message = str(caught.value)
-        assert message.startswith(f"{file}: damaged, half written or not a record of a run (")
+        assert message.startswith(f"{file}: damaged, incomplete or not a record of a run (")
         assert message.endswith("; record the run again")
         assert words in message
         assert len(message.splitlines()) == 1
@@ -157,7 +157,7 @@ def test_bits_for_another_number_of_devices_are_refused(tmp_path: Path) -> None:
     np.savez(file, **{**content, "owned_bits": np.concatenate([content["owned_bits"]] * 2, axis=-1)})
     assert_refused("placements", file, "owned_bits has 2 bytes for each expert, wanted 1 for 3 devices")
     np.savez(file, **{**content, "owned_bits": content["owned_bits"][:, :, :2]})
-    assert_refused("placements", file, "owners have shape")
+    assert_refused("placements", file, "owned_ILED has shape")
 
 
 @pytest.mark.parametrize("record", RECORDS)

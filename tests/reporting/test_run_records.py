@@ -110,7 +110,7 @@ def test_damaged_metrics_name_the_line(tmp_path, line):
         writer.append(record(1))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(line)
-    with pytest.raises(ConfigurationError, match=r"metrics\.jsonl: line 2 is damaged or half written"):
+    with pytest.raises(ConfigurationError, match=r"metrics\.jsonl: line 2 is damaged or incomplete"):
         read_metrics(tmp_path)
 
 
@@ -221,7 +221,7 @@ def test_damaged_loads_are_one_clear_line(tmp_path, damage):
     damage(tmp_path / "loads.npz")
     with pytest.raises(ConfigurationError) as caught:
         read_loads(tmp_path)
-    assert "loads.npz: damaged, half written or not a record" in str(caught.value)
+    assert "loads.npz: damaged, incomplete or not a record" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

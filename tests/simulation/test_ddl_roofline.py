@@ -33,5 +33,5 @@ def test_points_lie_on_and_below_the_curves(
 
 
 def test_layers_that_do_not_communicate_are_refused() -> None:
-    with pytest.raises(ValueError, match="communication_s is 0"):
+    with pytest.raises(ValueError, match="communication_s: got 0"):
         RooflinePoint(1.0, 0.0, 1.0, 1.0, 1)

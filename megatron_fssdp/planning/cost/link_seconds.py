@@ -1,6 +1,6 @@
-"""Seconds that a cluster's links take for the busiest of them; arrays in, arrays out.
+"""Computes the seconds of transfers from the bytes on the busiest links of a cluster, for whole arrays.
 
-Single numbers count as arrays without dimensions: the planners price one placement at a time.
+Single numbers count as arrays without dimensions, because the planners price one placement at a time.
 """
 
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ from megatron_fssdp.planning.cost.layer_traffic import BusiestLinks
 from megatron_fssdp.planning.placement.topology import Topology
 
 COUNT_BYTES = 8
-"""One entry of the router counts that all devices gather."""
+"""Bytes of one entry of the router counts that all devices gather."""
 
 FREE = LinkCost(0.0, 0.0)
 
 
 @dataclass(frozen=True, eq=False)
 class LinkTimes:
-    """Seconds on the links inside nodes and between them, beside each other.
+    """Seconds of a transfer on links inside nodes and between nodes, which work at the same time.
 
     Attributes:
-        near_s: On the busiest device's link.
-        far_s: On the busiest NIC.
+        near_s: Seconds on the link of the busiest device inside its node, ``[I, L]`` or ``[I]``.
+        far_s: Seconds on the NICs of the busiest node, with the same shape.
     """
 
     near_s: np.ndarray
@@ -35,24 +35,24 @@ class LinkTimes:
 
     @cached_property
     def seconds(self) -> np.ndarray:
-        """Until both are done."""
+        """Seconds until the transfers on both kinds of links have ended."""
         return np.maximum(self.near_s, self.far_s)
 
     @property
     def is_far(self) -> np.ndarray:
-        """Whether the NICs are what takes longest."""
+        """Whether the NICs take at least as long as the links inside nodes."""
         return np.asarray(self.far_s >= self.near_s)
 
 
 @dataclass(frozen=True)
 class LinkSet:
-    """Costs by kind of link of one collective.
+    """Costs of one collective on each kind of link.
 
     Attributes:
-        near: A device's link inside its node.
-        far_of_node: A node's NICs together, shared by its devices.
-        far_of_device: What one device alone gets of them; costs nothing where that is not known.
-        far_of_all: What a node gets while all nodes send and receive as much; not known: nothing.
+        near: Cost of a device's link inside its node.
+        far_of_node: Cost of all NICs of a node together, which the node's devices share.
+        far_of_device: Cost of the NICs when one device sends alone. Zero if unknown.
+        far_of_all: Cost of a node's NICs when all nodes send and receive the same amount. Zero if unknown.
     """
 
     near: LinkCost
@@ -67,16 +67,18 @@ class LinkSet:
         starts: int = 1,
         first_s: float | np.ndarray = 0.0,
     ) -> LinkTimes:
-        """Start-up and bytes of the busiest links (FasterMoE, Eq. 2; Parm, Eq. 12).
+        """Compute start-up plus transfer seconds of the busiest links (FasterMoE, Eq. 2; Parm, Eq. 12).
 
-        Between nodes the largest of three bounds counts: the busiest NIC's bytes, the busiest device's, and
-        an average NIC's at the bandwidth that is left while all of them are busy.
+        Between nodes, the largest of three bounds counts: the bytes of the busiest node's NICs, the bytes of
+        the busiest device, and the bytes of an average node at the bandwidth that remains when all NICs are
+        busy.
 
         Args:
-            busiest: Units; its fields may be arrays.
-            bytes_per_unit: Bytes of each.
-            starts: Collectives among which the bytes are divided.
-            first_s: Seconds before the first bytes arrive at the busiest links, where these have any.
+            busiest: Number of units (rows or experts) on the busiest links. Its fields can be arrays.
+            bytes_per_unit: Bytes of one unit.
+            starts: Number of collectives that share the bytes. Each one adds a start-up time.
+            first_s: Seconds until the first bytes arrive at the busiest links. They count only where these links
+                have bytes.
         """
         near: Any = busiest.near * bytes_per_unit
         of_node: Any = busiest.far_of_node * bytes_per_unit
@@ -97,12 +99,12 @@ class LinkSet:
 
 @dataclass(frozen=True)
 class ClusterLinks:
-    """Links of a cluster as each kind of transfer uses them.
+    """Links of a cluster, as each kind of transfer uses them.
 
     Attributes:
-        all_to_all: Dispatch and combine.
-        transfer: spAG, spRS and re-sharding, which go device to device.
-        counts: Router counts, to every device from every device.
+        all_to_all: Links for dispatch and combine.
+        transfer: Links for spAG, spRS and re-sharding, which send from device to device.
+        counts: Links for router counts, which every device sends to every device.
     """
 
     all_to_all: LinkSet
@@ -110,7 +112,7 @@ class ClusterLinks:
     counts: LinkSet
 
     def gather_counts_s(self, topology: Topology, num_experts: int) -> float:
-        """Seconds in which every device gets the counts of all others."""
+        """Return the seconds in which every device gets the router counts of all other devices."""
         if topology.num_devices == 1:
             return 0.0
         largest = max(len(devices) for devices in topology.devices_by_node)
@@ -121,10 +123,10 @@ class ClusterLinks:
 
 @lru_cache
 def plain_links(cluster: ClusterCost) -> ClusterLinks:
-    """The links of a measured or described cluster, the same for every kind of transfer.
+    """Return the links of a cluster, with the same costs for every kind of transfer.
 
     Args:
-        cluster: Link costs, as a run's profile has them.
+        cluster: Link costs of the cluster, from a profile or a description.
     """
     links = LinkSet(cluster.intra, cluster.inter)
     return ClusterLinks(links, links, links)
@@ -133,20 +135,20 @@ def plain_links(cluster: ClusterCost) -> ClusterLinks:
 def cluster_links(
     cluster: ClusterDescription, *, is_megatrons: bool = False, on_cuda: bool = True
 ) -> ClusterLinks:
-    """The links of a description, with what was measured of single collectives in their place.
+    """Return the links of a cluster. Measured costs of single collectives replace the general link costs.
 
-    Megatron's dispatcher calls torch's collectives. So does this package on CUDA devices; between
-    CPUs it exchanges messages, rows and counts alike.
+    Megatron's dispatcher calls torch's collectives. This package does the same on CUDA devices. Between CPUs,
+    it exchanges rows and counts as point-to-point messages.
 
-    A fitted all-to-all or all-gather gives what each device gets while all nodes' devices use
-    their NICs, so a node gets that many times as much. An uneven all-to-all leaves most NICs idle: its
-    busiest one has the description's ``inter_node`` to itself. A fitted point-to-point transfer bounds one
-    device; the node's bound is ``inter_node`` as well.
+    A fitted all-to-all or all-gather gives the bandwidth of each device while all devices of all nodes use
+    their NICs. A node therefore has this bandwidth times its number of devices. In an uneven all-to-all most
+    NICs are idle, and the busiest node has the whole bandwidth ``inter_node`` of the description. A fitted
+    point-to-point transfer limits one device. The limit of a node is ``inter_node`` here, too.
 
     Args:
-        cluster: The description.
+        cluster: Description of the cluster.
         is_megatrons: Whether Megatron's own dispatcher moves the tokens.
-        on_cuda: Whether they lie on CUDA devices.
+        on_cuda: Whether the devices are CUDA devices.
     """
     near, far = link_cost(cluster.intra_node), link_cost(cluster.inter_node)
 
@@ -176,7 +178,11 @@ def cluster_links(
 
 
 def topology_of(cluster: ClusterDescription, num_devices: int) -> Topology:
-    """Nodes of an expert-parallel group whose devices follow each other on the cluster's nodes.
+    """Return the nodes of an expert-parallel group whose devices fill one node after the other.
+
+    Args:
+        cluster: Description of the cluster.
+        num_devices: Number of devices of the group.
 
     Raises:
         ValueError: The group does not fit the nodes.
@@ -184,8 +190,9 @@ def topology_of(cluster: ClusterDescription, num_devices: int) -> Topology:
     per_node = cluster.devices_per_node
     if num_devices > cluster.num_devices or (num_devices > per_node and num_devices % per_node):
         raise ValueError(
-            f"cluster {cluster.name}: {num_devices} devices of an expert-parallel group do not fit "
-            f"{cluster.num_nodes} nodes of {per_node}; wanted at most {cluster.num_devices}, whole nodes "
-            "where there are several; change parallelism.expert or num_nodes (--cluster-set num_nodes=…)"
+            f"cluster {cluster.name}: {num_devices} devices of an expert-parallel group do not fit on "
+            f"{cluster.num_nodes} nodes of {per_node} devices; wanted at most {cluster.num_devices} devices, "
+            "and whole nodes if there are several; change parallelism.expert or num_nodes (--cluster-set "
+            "num_nodes=…)"
         )
     return Topology(tuple(device // per_node for device in range(num_devices)))

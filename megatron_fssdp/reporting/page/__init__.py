@@ -1,1 +1,1 @@
-"""The page of HTML that shows recorded runs: sections, their figures, and the template that holds them."""
+"""The HTML page that shows recorded runs: its sections, their figures, and the template around them."""

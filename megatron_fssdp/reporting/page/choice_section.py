@@ -1,4 +1,4 @@
-"""Which strategy each layer had chosen under ``auto``."""
+"""Page section on the strategies that ``auto`` selected for each layer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,20 +14,23 @@ MOST_POINTS = 600
 
 
 def choice_section(runs: Sequence[ReportedRun]) -> Section | None:
-    """Strategies by layer and iteration; ``None`` where no run could choose.
+    """Make the section with the selected strategies by layer and iteration.
 
     Args:
-        runs: The page's runs.
+        runs: Runs of the page.
+
+    Returns:
+        The section, or None if no run used ``auto``.
     """
     figures = [_choices(run, i) for i, run in enumerate(runs) if _could_choose(run)]
     if not figures:
         return None
     lead = (
-        "The strategy of every layer under auto, which looks now and then which one is modelled to take the "
-        "fewest "
-        "seconds. The run's log says what a change was to save, and what was seen of that."
+        "The strategy of every layer under auto. At intervals, auto reconsiders which strategy takes the "
+        "fewest seconds by its model. The run's log states the expected and the measured savings of every "
+        "change."
     )
-    return Section("choices", "Strategies that auto chose", lead, tuple(figures))
+    return Section("choices", "Strategies that auto selected", lead, tuple(figures))
 
 
 def _could_choose(run: ReportedRun) -> bool:
@@ -37,7 +40,7 @@ def _could_choose(run: ReportedRun) -> bool:
 def _choices(run: ReportedRun, number: int) -> Figure:
     chosen_IL = [[layer.strategy or "–" for layer in record.layers] for record in run.records.metrics]
     known = {name for row in chosen_IL for name in row}
-    # As in all pictures, then what this version does not know.
+    # The same order as in all plots, then strategies that this version does not know.
     names = [name for name in STRATEGY_COLOURS if name in known]
     names += sorted(known - set(names))
     colours = distinct_colours(names)

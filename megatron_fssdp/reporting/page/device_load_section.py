@@ -1,4 +1,4 @@
-"""Load of devices, before (plain expert parallelism) and after (the placement that was used).
+"""Page section on device loads: before (plain expert parallelism) and after (the placement that was used).
 
 Shape letters: I iterations, L MoE layers, D devices.
 """
@@ -24,19 +24,20 @@ from megatron_fssdp.reporting.page.section import (
 
 MOST_POINTS = 600
 NO_LAYERS = (
-    "No loads of MoE layers were recorded: Megatron's own layer (strategy none) does not tell them. Run it "
-    "again with --moe-strategy ep to see what plain expert parallelism does."
+    "No loads of MoE layers were recorded, because Megatron's own layer (strategy none) does not report "
+    "them. To see the loads of plain expert parallelism, run again with --moe-strategy ep."
 )
 
-# Even is dark, crowded is bright: read on light and dark ground, and without telling red from green.
+# Even loads are dark, overloaded devices are bright. The scale works on light and dark backgrounds and does
+# not need a distinction of red and green.
 _SCALE = "Cividis"
 
 
 def device_load_section(runs: Sequence[ReportedRun]) -> Section:
-    """Busiest device over the mean by iteration, by layer, and all devices by rank.
+    """Make the section: max/mean device load by iteration and by layer, and the sorted loads of all devices.
 
     Args:
-        runs: The page's runs.
+        runs: Runs of the page.
     """
     title = "Device load, before and after"
     recorded = [run for run in runs if run.records.layers]
@@ -48,9 +49,9 @@ def device_load_section(runs: Sequence[ReportedRun]) -> Section:
     if ranked:
         figures.append(_ranked(ranked))
     lead = (
-        "Tokens of the busiest device over the mean of all devices; 1 is even, and the layer takes as long "
-        "as its busiest device. Before: had every expert stayed with its owner of plain expert parallelism. "
-        "After: where tokens really went."
+        "Tokens of the busiest device, divided by the mean of all devices. 1 is even. A layer takes as long "
+        "as its busiest device. Before: the load under plain expert parallelism, with every expert only on "
+        "its owner. After: the load under the placement that was used."
     )
     notes = [IterationBins(recorded[0].records.iterations, MOST_POINTS).describe()]
     notes += [f"{run.name}: {NO_LAYERS}" for run in runs if run not in recorded]
@@ -58,14 +59,14 @@ def device_load_section(runs: Sequence[ReportedRun]) -> Section:
 
 
 def load_before_IL(run: ReportedRun) -> NDArray[np.float64]:
-    """Max over mean device load under plain expert parallelism, (I, L)."""
+    """Return the max/mean device load under plain expert parallelism, float64 ``[I, L]``."""
     return np.array(
         [[layer.ep_load_max_over_mean for layer in record.layers] for record in run.records.metrics]
     )
 
 
 def _is_plain(run: ReportedRun) -> bool:
-    """Whether before and after are the same: its line is the one to compare with."""
+    """Whether the loads before and after are the same, so that the run itself is the line to compare with."""
     return bool(np.array_equal(load_before_IL(run), run.records.load_IL))
 
 
@@ -82,7 +83,7 @@ def _curves(runs: Sequence[ReportedRun]) -> Figure:
                 _line("before (plain EP), mean of layers", x, mean, GREY, mode, {"dash": "dash", "width": 2})
             )
         mean, worst = bins.mean(after_IL.mean(axis=1)), bins.mean(after_IL.max(axis=1))
-        # The band first, from the mean up to the worst layer.
+        # A band fills the space between the mean and the worst layer.
         band = _line(f"{run.name}, worst layer", x, worst, run.colour, mode, {"width": 1, "dash": "dot"})
         line = _line(f"{run.name}, mean of layers", x, mean, run.colour, mode, {"width": 2.5})
         traces += [line, {**band, "fill": "tonexty", "fillcolor": run.colour + "22"}]
@@ -125,7 +126,7 @@ def _line(
 def _strips(run: ReportedRun, number: int) -> Figure:
     bins = IterationBins(run.records.iterations, MOST_POINTS)
     before_IL, after_IL = load_before_IL(run), run.records.load_IL
-    # A moment at the start must not make all of the rest dark.
+    # The colour scale ignores the highest 0.5 %, so that a peak at the start does not make the rest dark.
     highest = max(1.05, float(np.quantile([before_IL, after_IL], 0.995)))
     names = [str(layer) for layer in run.records.layers]
     traces = [
@@ -179,18 +180,25 @@ def _ranked(runs: Sequence[ReportedRun]) -> Figure:
                 }
             )
     layout = {
-        "title": {"text": "All devices, the busiest of each iteration first"},
+        "title": {"text": "All devices, sorted by load in each iteration"},
         "barmode": "group",
         "bargap": 0.25,
-        "xaxis": titled("device by rank of load", **every_tick(len(traces[0]["x"]), 16)),
-        "yaxis": titled("load / mean, averaged", rangemode="tozero"),
+        "xaxis": titled("device, from the busiest to the least busy", **every_tick(len(traces[0]["x"]), 16)),
+        "yaxis": titled("mean of load / mean load", rangemode="tozero"),
         "shapes": [_even()],
     }
     return Figure("device-load-ranked", traces, layout, 300)
 
 
 def ranked_load_D(tokens_ILD: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Load over the mean of the devices from the busiest to the idlest, mean of iterations and layers."""
+    """Return device loads relative to the mean, sorted from busiest to least busy: float64 ``[D]``.
+
+    The devices of each iteration and layer are sorted first. Then the values are averaged over iterations and
+    layers.
+
+    Args:
+        tokens_ILD: Tokens of each device, int64 ``[I, L, D]``.
+    """
     mean_IL = np.maximum(tokens_ILD.mean(axis=2, keepdims=True), 1e-12)
     ranked: NDArray[np.float64] = -np.sort(-(tokens_ILD / mean_IL), axis=2).mean(axis=(0, 1))
     return ranked

@@ -1,4 +1,4 @@
-"""Heat maps of the load of every expert over iterations, one a layer.
+"""Page section with heat maps of the load of every expert over iterations, one for each layer.
 
 Shape letters: I iterations, L MoE layers, D source devices, E experts, B bins of iterations.
 """
@@ -17,20 +17,23 @@ from megatron_fssdp.reporting.run_records import RecordedLoads
 
 MOST_COLUMNS = 300
 MOST_CELLS = 400_000
-"""Of all layers together, so that a page stays a few megabytes."""
+"""Maximum number of cells of all heat maps together, so that a page has only a few megabytes."""
 
 SAME = 0.01
-"""Runs whose loads differ by less, on average, are shown once: placement does not change what routers do."""
+"""Runs are shown once if the mean difference of their relative loads is less than this number.
 
-# Blue is idle, pale is even, orange to brown is crowded; both ends are told apart by colour-blind readers.
+Placement does not change what routers do, so runs with the same seed have the same loads.
+"""
+
+# Blue is idle, pale is even, orange to brown is overloaded. Colour-blind readers can distinguish both ends.
 _IDLE, _UNDER, _EVEN, _OVER, _CROWDED = "#08306B", "#6BAED6", "#F2EFE6", "#F28E2B", "#7F2704"
 
 
 def expert_load_section(runs: Sequence[ReportedRun]) -> Section:
-    """Load of every expert over its even share.
+    """Make the section with the load of every expert, relative to an even share.
 
     Args:
-        runs: The page's runs.
+        runs: Runs of the page.
     """
     title = "Expert load over iterations"
     figures, notes, missing = [], [], []
@@ -40,14 +43,17 @@ def expert_load_section(runs: Sequence[ReportedRun]) -> Section:
             absent = (
                 NO_LAYERS
                 if not run.records.layers
-                else "loads.npz is not written yet; wait, and report again."
+                else "loads.npz is not written yet. Wait, then run the report again."
             )
             missing.append(absent)
             notes.append(f"{run.name}: {absent}")
             continue
         twin = next((one for one in shown if _are_alike(one.loads, run.loads)), None)
         if twin is not None:
-            notes.append(f"{run.name}: within {SAME:.0%} the loads of {twin.name}, which are shown.")
+            notes.append(
+                f"{run.name} is not shown: its loads differ from those of {twin.name} by less than "
+                f"{SAME:.0%}."
+            )
             continue
         shown.append(run)
         bins = bins_of(run.loads, len(runs))
@@ -57,22 +63,25 @@ def expert_load_section(runs: Sequence[ReportedRun]) -> Section:
     if not figures:
         return Section("expert-load", title, "", missing=missing[0])
     lead = (
-        "Tokens that the router gave to each expert, over what an even share would be. Pale is an even "
-        "share, orange is more, blue is less. Experts that stay orange for many iterations are what replicas "
-        "are for; stripes that jump are what planning from the past misses."
+        "Tokens that the router sent to each expert, divided by an even share. Pale is an even share, orange "
+        "is more, blue is less. Replicas help experts that stay orange for many iterations. Planning from "
+        "past iterations misses stripes that jump between experts."
     )
     return Section("expert-load", title, lead, tuple(figures), notes=tuple(notes))
 
 
 def bins_of(loads: RecordedLoads, num_runs: int) -> IterationBins:
-    """As many columns as there is room for in a page of some runs."""
+    """Group iterations into as many columns as fit on a page of ``num_runs`` runs."""
     _, num_layers, _, num_experts = loads.counts_ILDE.shape
     room = MOST_CELLS // (num_layers * num_experts * num_runs)
     return IterationBins(loads.iterations, max(24, min(MOST_COLUMNS, room)))
 
 
 def relative_load_ILE(loads: RecordedLoads) -> NDArray[np.float64]:
-    """Tokens of each expert over the mean of its layer; 0 where the layer had none."""
+    """Return the tokens of each expert divided by the mean of its layer, float64 ``[I, L, E]``.
+
+    The values of a layer without tokens are 0.
+    """
     tokens_ILE = loads.counts_ILDE.sum(axis=2, dtype=np.int64)
     mean_IL = tokens_ILE.mean(axis=2, keepdims=True)
     return np.where(mean_IL > 0, tokens_ILE / np.maximum(mean_IL, 1e-12), 0.0)
@@ -97,7 +106,7 @@ def _heat_maps(
     num_layers, num_experts = load_BLE.shape[1:]
     num_columns = min(num_layers, 2 if num_layers <= 4 else 3)
     num_rows = -(-num_layers // num_columns)
-    # A single hot moment must not make everything else pale.
+    # The colour scale ignores the highest 0.1 %, so that a short peak does not make everything else pale.
     highest = max(2.0, float(np.quantile(load_BLE, 0.999)))
     gap_x, row_height = 0.055, 210 if num_experts <= 32 else 240
     height = 110 + num_rows * row_height

@@ -1,5 +1,5 @@
 "use strict";
-// Draws every figure, and all of them anew in other colours when the reader's scheme changes.
+// Draws every figure. Draws all of them again when the reader changes between the light and dark scheme.
 (() => {
   const figures = JSON.parse(document.getElementById("figures-data").textContent);
   const drawn = figures.map((figure) => Plotly.newPlot(

@@ -1,4 +1,4 @@
-"""Iterations put together where there are more than a picture has room for.
+"""Groups iterations if there are more than a figure can show.
 
 Shape letters: I iterations, B bins.
 """
@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, eq=False)
 class IterationBins:
-    """Neighbouring iterations, in groups of equal size but for the last.
+    """Bins of consecutive iterations. All bins have the same size, except that the last can be smaller.
 
     Attributes:
-        iterations: Their numbers (I), ascending.
-        most: Bins that there is room for.
+        iterations: Iteration numbers, ascending: int64 ``[I]``.
+        most: Maximum number of bins.
     """
 
     iterations: NDArray[np.int64]
@@ -23,7 +23,7 @@ class IterationBins:
 
     @property
     def width(self) -> int:
-        """Iterations in a bin."""
+        """Number of iterations in a bin."""
         return max(1, -(-len(self.iterations) // max(1, self.most)))
 
     @property
@@ -32,17 +32,17 @@ class IterationBins:
 
     @property
     def middles(self) -> NDArray[np.float64]:
-        """Mean iteration number of each bin (B)."""
+        """Mean iteration number of each bin, float64 ``[B]``."""
         return self.mean(self.iterations)
 
     def mean(self, values: NDArray[np.generic]) -> NDArray[np.float64]:
-        """Mean over each bin, along the first axis; of what is known, where something is NaN.
+        """Compute the mean of each bin along the first axis, ignoring NaN.
 
         Args:
-            values: (I, …).
+            values: Numbers ``[I, …]``.
 
         Returns:
-            (B, …).
+            Means, float64 ``[B, …]``. NaN where a bin has only NaN.
         """
         if self.width == 1:
             return np.asarray(values, dtype=np.float64)
@@ -53,13 +53,13 @@ class IterationBins:
         return np.where(counts > 0, totals / np.maximum(counts, 1), np.nan)
 
     def peak(self, values: NDArray[np.generic]) -> NDArray[np.float64]:
-        """Largest value in each bin, along the first axis."""
+        """Return the largest value of each bin along the first axis: ``[I, …]`` to float64 ``[B, …]``."""
         return np.maximum.reduceat(np.asarray(values, dtype=np.float64), self._starts, axis=0)
 
     def first[Scalar: np.generic](self, values: NDArray[Scalar]) -> NDArray[Scalar]:
-        """What each bin begins with, along the first axis: of values that have no mean."""
+        """Return the first value of each bin along the first axis, for values that have no mean."""
         return values[self._starts]
 
     def describe(self) -> str:
-        """A sentence where bins hold several iterations; empty otherwise."""
+        """Return a sentence on the size of the bins. It is empty if each bin holds one iteration."""
         return f"Each point is the mean of {self.width} iterations." if self.width > 1 else ""

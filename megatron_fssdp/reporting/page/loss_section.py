@@ -1,4 +1,4 @@
-"""Loss curves, one over the other, and how far they are apart."""
+"""Page section with the loss curves of all runs and their differences."""
 
 from collections.abc import Sequence
 
@@ -13,10 +13,10 @@ MOST_POINTS = 2000
 
 
 def loss_section(runs: Sequence[ReportedRun]) -> Section:
-    """Losses of all runs; with several, also the difference from the first.
+    """Make the section with the losses of all runs. With several runs, it also shows their differences.
 
     Args:
-        runs: The page's runs.
+        runs: Runs of the page.
     """
     figures = [
         Figure("loss", [_curve(run, i) for i, run in enumerate(runs)], _layout("loss", most_iterations(runs)))
@@ -25,8 +25,8 @@ def loss_section(runs: Sequence[ReportedRun]) -> Section:
     if len(runs) > 1:
         notes += [_agreement(runs[0], run) for run in runs[1:]]
         if traces := [trace for run in runs[1:] if (trace := _difference(runs[0], run)) is not None]:
-            title = {"text": f"Difference from {runs[0].name}, relative, where it is not 0"}
-            axis = titled("difference / loss", type="log", exponentformat="power", nticks=5)
+            title = {"text": f"Relative difference from {runs[0].name}, where it is not 0"}
+            axis = titled("|difference| / loss", type="log", exponentformat="power", nticks=5)
             figures.append(
                 Figure(
                     "loss-difference",
@@ -38,8 +38,8 @@ def loss_section(runs: Sequence[ReportedRun]) -> Section:
     lead = "Language-model loss of each iteration, as Megatron reports it."
     if len(runs) > 1:
         lead += (
-            " The runs should lie on one another where they started from one seed with the same data: "
-            "placement does not change what is computed, only where. Below: how far each is from the first."
+            " Runs with the same seed and the same data should have the same curve, because placement "
+            "changes only where experts are computed. Below: the difference of each run from the first."
         )
     width = max(IterationBins(run.records.iterations, MOST_POINTS).width for run in runs)
     if width > 1:
@@ -56,7 +56,7 @@ def _curve(run: ReportedRun, number: int) -> dict[str, object]:
         "showlegend": True,
         "x": packed(bins.middles),
         "y": packed(bins.mean(run.records.losses)),
-        # Later ones are dashed over the earlier ones, which else could not be seen below them.
+        # Later curves are dashed, so that the earlier ones below them stay visible.
         "line": {
             "color": run.colour,
             "width": 2.5 if number == 0 else 2,
@@ -89,7 +89,9 @@ def _agreement(first: ReportedRun, run: ReportedRun) -> str:
     if not len(iterations):
         return f"{run.name} has no iteration in common with {first.name}."
     same = int((difference == 0).sum())
-    return f"{run.name}: the loss of {same} of {len(iterations)} iterations is exactly that of {first.name}."
+    return (
+        f"{run.name}: the loss equals that of {first.name} exactly in {same} of {len(iterations)} iterations."
+    )
 
 
 def _layout(title: str, num_iterations: int) -> dict[str, object]:

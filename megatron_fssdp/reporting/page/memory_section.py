@@ -1,4 +1,4 @@
-"""Peak memory of every rank."""
+"""Page section on the peak memory of every rank."""
 
 from collections.abc import Sequence
 
@@ -7,13 +7,16 @@ from megatron_fssdp.reporting.page.section import Figure, Section, every_tick, t
 from megatron_fssdp.reporting.recorded_run import RecordedRun
 
 _WORDS = {
-    "allocated": "most bytes that torch had allocated on the GPU",
-    "resident": "largest resident set of the process, libraries included",
+    "allocated": "the maximum memory that torch allocated on the GPU",
+    "resident": "the maximum resident memory of the process, libraries included",
 }
 
 
 def peak_memory(run: RecordedRun) -> tuple[tuple[int, ...], str]:
-    """The last recorded peaks by global rank, and what they are of; empty where there are none."""
+    """Return the last recorded peak of each global rank, in bytes, and the kind of memory.
+
+    Both are empty if no peaks were recorded.
+    """
     for record in reversed(run.metrics):
         if record.rank_peak_bytes:
             return record.rank_peak_bytes, record.rank_memory or ""
@@ -21,16 +24,16 @@ def peak_memory(run: RecordedRun) -> tuple[tuple[int, ...], str]:
 
 
 def memory_section(runs: Sequence[ReportedRun]) -> Section:
-    """Bars of all ranks, and what the log accounts for experts.
+    """Make the section with the peak memory of all ranks and the log's statement on the memory of experts.
 
     Args:
-        runs: The page's runs.
+        runs: Runs of the page.
     """
     title = "Memory of every rank"
     peaks = {run.name: peak_memory(run.records) for run in runs}
     notes = tuple(f"{run.name}, from its log: {run.accounted}." for run in runs if run.accounted)
     if not any(found for found, _ in peaks.values()):
-        missing = "Memory was not recorded in this run; runs recorded from this version on have it."
+        missing = "This run did not record memory. Runs of the current version record it."
         return Section("memory", title, "", notes=notes, missing=missing)
     unit, word = _unit(max(max(found) for found, _ in peaks.values() if found))
     traces = [
@@ -58,7 +61,7 @@ def memory_section(runs: Sequence[ReportedRun]) -> Section:
 
 
 def in_binary_unit(num_bytes: int) -> str:
-    """Bytes as text, in MiB or GiB."""
+    """Return a number of bytes as text, in MiB or GiB."""
     unit, word = _unit(num_bytes)
     return f"{num_bytes / unit:,.3g} {word}" if unit == 2.0**30 else f"{num_bytes / unit:,.0f} {word}"
 

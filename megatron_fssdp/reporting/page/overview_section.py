@@ -1,4 +1,4 @@
-"""The figures that a reader wants first."""
+"""The most important numbers of a page, and the section with all figures."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from megatron_fssdp.reporting.recorded_run import loss_differences
 
 @dataclass(frozen=True)
 class Tile:
-    """One large number.
+    """One large number at the top of the page.
 
     Attributes:
-        label: What it is.
-        value: The number, with its unit.
-        hint: What it is to be compared with.
+        label: Name of the number.
+        value: The number with its unit.
+        hint: Another number to compare it with, or an explanation.
     """
 
     label: str
@@ -29,29 +29,28 @@ class Tile:
 
 
 def tiles_of(runs: Sequence[ReportedRun]) -> tuple[Tile, ...]:
-    """Large numbers of one run, or of what several come to beside one another.
+    """Return the large numbers of one run, or those that compare several runs.
 
     Args:
-        runs: The page's runs.
+        runs: Runs of the page.
     """
     return _tiles_of_one(runs[0]) if len(runs) == 1 else _tiles_of_several(runs)
 
 
 def overview_section(runs: Sequence[ReportedRun]) -> Section:
-    """The terminal's table.
+    """Make the section with the same table that the terminal shows.
 
     Args:
-        runs: The page's runs.
+        runs: Runs of the page.
     """
     columns, rows = compared_figures([run.records for run in runs], [run.name for run in runs])
-    # A number of its own for the loss is the curves' business, and the model is in the title.
     table = Table(("", *columns), tuple((label, *cells) for label, cells in rows.items()))
-    lead = "Of the whole run, where nothing else is said. Load: max over mean device load, 1 is even."
+    lead = "Figures are of the whole run unless stated otherwise. Load: max/mean device load; 1 is even."
     return Section("figures", "All figures", lead, table=table)
 
 
 def model_line(run: ReportedRun) -> str:
-    """Iterations, layers, experts and devices in a line."""
+    """Return one line with the numbers of iterations, layers, experts and devices of a run."""
     words = [_counted(len(run.records.metrics), "iteration")]
     if run.records.layers:
         words.append(_counted(len(run.records.layers), "MoE layer"))
@@ -69,16 +68,16 @@ def _tiles_of_one(run: ReportedRun) -> tuple[Tile, ...]:
     records = run.records
     tiles = [
         Tile("last loss", f"{records.losses[-1]:.4f}", f"first {records.losses[0]:.4f}"),
-        Tile("tokens a second", f"{records.median_tokens_per_s:,.0f}", "median of iterations"),
+        Tile("tokens per second", f"{records.median_tokens_per_s:,.0f}", "median of all iterations"),
     ]
     if records.layers:
         before = float(load_before_IL(run).mean())
         tiles += [
             Tile("device load, max / mean", f"{records.load_IL.mean():.2f} ×", f"plain EP {before:.2f} ×"),
             Tile(
-                "replicas in a layer",
+                "replicas per layer",
                 f"{records.total('num_replicas') / records.load_IL.size:.1f}",
-                "on average",
+                "mean",
             ),
             Tile(
                 "weights moved (spAG)",
@@ -88,7 +87,9 @@ def _tiles_of_one(run: ReportedRun) -> tuple[Tile, ...]:
         ]
     peaks, _ = peak_memory(records)
     if peaks:
-        tiles.append(Tile("peak memory of a rank", in_binary_unit(max(peaks)), "the rank with most"))
+        tiles.append(
+            Tile("peak memory of a rank", in_binary_unit(max(peaks)), "the rank with the highest peak")
+        )
     return tuple(tiles)
 
 
@@ -119,7 +120,7 @@ def _tiles_of_several(runs: Sequence[ReportedRun]) -> tuple[Tile, ...]:
             Tile(
                 "most even",
                 most_even.name,
-                f"device load {most_even.records.load_IL.mean():.2f} × mean; plain EP "
+                f"device load, max / mean: {most_even.records.load_IL.mean():.2f} ×; plain EP "
                 f"{load_before_IL(most_even).mean():.2f} ×",
             )
         )

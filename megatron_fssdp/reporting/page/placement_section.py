@@ -1,4 +1,4 @@
-"""Which device had which expert at a chosen iteration: the data of the page's viewer.
+"""Page section that shows the placement of experts at an iteration: the data of the page's viewer.
 
 Shape letters: I iterations, L MoE layers, E experts, D devices, S shown iterations.
 """
@@ -16,26 +16,26 @@ from megatron_fssdp.reporting.page.section import Section
 
 MOST_ITERATIONS = 200
 MOST_BYTES = 2_000_000
-"""Of all runs of a page together."""
+"""Maximum bytes of the viewer's data, for all runs of a page together."""
 
 _LEAD = (
-    "Experts from left to right, devices from top to bottom: the owner keeps parameters and optimizer state, "
-    "a replica is a copy of the weights for an iteration or more. Bars above: tokens that the router gave to "
-    "each expert. Bars at the right: tokens that each device computed, over a frame of what it would have "
-    "had under plain expert parallelism. Move the slider (arrow keys work) to another iteration."
+    "Columns are experts, rows are devices. The owner of an expert keeps its parameters and optimizer state. "
+    "A replica is a copy of the weights for an iteration or longer. Bars above: tokens that the router sent "
+    "to each expert. Bars on the right: tokens that each device computed; the frames show the tokens under "
+    "plain expert parallelism. Move the slider, with the mouse or the arrow keys, to see another iteration."
 )
 
-
 _NOT_THERE = (
-    "There is no placements.npz (yet): it is written now and then and at the end, by runs of this version on."
+    "There is no placements.npz yet. A run writes it at intervals and at its end. Runs of early versions do "
+    "not write it."
 )
 
 
 def placement_section(runs: Sequence[ReportedRun]) -> Section:
-    """The place of the viewer, or why there is none.
+    """Make the section that contains the viewer, or the reason why there is nothing to show.
 
     Args:
-        runs: The page's runs.
+        runs: Runs of the page.
     """
     title = "Placement at an iteration"
     shown = placement_data(runs)
@@ -51,22 +51,31 @@ def placement_section(runs: Sequence[ReportedRun]) -> Section:
 
 
 def placement_data(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
-    """Everything that the viewer draws from, of the runs that recorded it.
+    """Return the data that the viewer draws, for each run that recorded placements and loads.
 
     Args:
-        runs: The page's runs.
+        runs: Runs of the page.
 
     Returns:
-        Plain values; arrays are base64 of little-endian bytes, in the order iteration, layer, and:
-        ``owned`` and ``present`` bits by expert and device (rows of whole bytes, first bit highest),
-        ``expert`` uint32 tokens by expert, ``before`` and ``after`` uint32 tokens by device.
+        Plain values for each run. Arrays are base64 text of little-endian bytes. ``owned`` and ``present``
+        hold bits ``[S, L, E, D]``, where each row of D bits is filled up to whole bytes and the first bit is
+        the highest. ``expert`` holds tokens, uint32 ``[S, L, E]``. ``before`` and ``after`` hold tokens,
+        uint32 ``[S, L, D]``.
     """
     recorded = [run for run in runs if run.placements is not None and run.loads is not None]
     return [data for run in recorded if (data := _data_of(run, MOST_BYTES // len(recorded)))]
 
 
 def shown_iterations(num_iterations: int, bytes_of_one: int, most_bytes: int) -> NDArray[np.int64]:
-    """Indices of the iterations there is room for, evenly spread, the first and the last among them."""
+    """Return the indices of evenly spread iterations that fit into a number of bytes: int64 ``[S]``.
+
+    The first and the last iteration are always among them.
+
+    Args:
+        num_iterations: Number of recorded iterations.
+        bytes_of_one: Bytes that one iteration takes.
+        most_bytes: Maximum bytes of all shown iterations.
+    """
     most = max(2, min(MOST_ITERATIONS, most_bytes // max(1, bytes_of_one)))
     return np.unique(np.linspace(0, num_iterations - 1, min(most, num_iterations)).round().astype(np.int64))
 
@@ -75,7 +84,7 @@ def _data_of(run: ReportedRun, most_bytes: int) -> dict[str, Any] | None:
     placements, loads = run.placements, run.loads
     assert placements is not None
     assert loads is not None
-    # Both files are written now and then, not at once.
+    # The two files are written at different times, so one of them can hold more iterations.
     common, at_placements, at_loads = np.intersect1d(
         placements.iterations, loads.iterations, return_indices=True
     )

@@ -1,5 +1,5 @@
 "use strict";
-// Experts × devices of one layer at one iteration, with the tokens of both.
+// Draws the placement of one layer at one iteration (experts × devices), with the tokens of both.
 function placementViewer() {
   const runs = JSON.parse(document.getElementById("placements-data").textContent);
   const slider = document.getElementById("placement-iteration");
@@ -20,7 +20,7 @@ function placementViewer() {
   };
   const range = (count) => Array.from({ length: count }, (_, i) => i);
 
-  // 0 for none, 1 for the owner, 2 for a replica, by device and expert.
+  // By device and expert: 0 if the device does not have the expert, 1 for the owner, 2 for a replica.
   function held(run) {
     const row = Math.ceil(run.devices / 8);
     const owned = slice(run.owned, run, run.experts * row), present = slice(run.present, run, run.experts * row);
@@ -75,7 +75,7 @@ function placementViewer() {
     const run = runs[runSelect.selectedIndex];
     const { data, z, before, after } = traces(run);
     const mostTokens = (array) => array.reduce((most, value) => Math.max(most, value), 1);
-    // Of all iterations, so that the bars can be compared while the slider moves.
+    // The maximum over all iterations, so that bars can be compared while the slider moves.
     const mostOfLayer = (array, length) => Math.max(...run.iterations.map((_, i) => {
       const begin = (i * run.layers.length + layerSelect.selectedIndex) * length;
       return mostTokens(array.subarray(begin, begin + length));
@@ -104,7 +104,7 @@ function placementViewer() {
     select.parentElement.hidden = names.length < 2;
   }
 
-  // The layer that plain expert parallelism would have been slowest in, in the last iteration.
+  // Start with the layer that is slowest under plain expert parallelism in the last iteration.
   function leastEven(run) {
     const last = run.before.length - run.layers.length * run.devices;
     const most = run.layers.map((_, layer) =>
@@ -123,7 +123,7 @@ function placementViewer() {
   }
 
   show(runSelect, runs.map((run) => run.name));
-  // The last run: where several are compared, the first is mostly the plain one.
+  // Start with the last run, because the first of several runs is usually plain expert parallelism.
   runSelect.selectedIndex = runs.length - 1;
   chooseRun();
   runSelect.addEventListener("change", () => { chooseRun(); draw(); });

@@ -1,4 +1,4 @@
-"""Replicas over time, and the bytes that they cost."""
+"""Page section on replicas over time and the bytes that were moved for them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +14,10 @@ MOST_POINTS = 600
 
 
 def replica_section(runs: Sequence[ReportedRun]) -> Section:
-    """Copies of experts beyond the owners' by iteration and layer, and bytes moved.
+    """Make the section with the number of replicas and the moved bytes, by iteration and layer.
 
     Args:
-        runs: The page's runs.
+        runs: Runs of the page.
     """
     title = "Replicas and bytes over time"
     recorded = [run for run in runs if run.records.layers]
@@ -26,16 +26,17 @@ def replica_section(runs: Sequence[ReportedRun]) -> Section:
     figures = [_curves(recorded)]
     figures += [_by_layer(run, i) for i, run in enumerate(recorded) if run.records.total("num_replicas") > 0]
     notes = [
-        f"{run.name}: experts moved to new owners before {len(run.records.reshards)} iterations (triangles)."
+        f"{run.name}: experts moved to new owners before {len(run.records.reshards)} iterations (marked by "
+        "triangles)."
         for run in recorded
         if run.records.reshards
     ]
     without = [run.name for run in recorded if not run.records.total("num_replicas")]
     if without:
-        notes.append(f"No replicas under {', '.join(without)}.")
+        notes.append(f"No replicas in {', '.join(without)}.")
     lead = (
-        "Copies of experts beyond their owners', at the end of each iteration, and the bytes of weights "
-        "(spAG) and gradients (spRS) that went between devices for them."
+        "Number of replicas at the end of each iteration, and the bytes of their weights (spAG) and "
+        "gradients (spRS) that were moved between devices."
     )
     return Section("replicas", title, lead, tuple(figures), notes=tuple(notes))
 
@@ -98,7 +99,7 @@ def _curves(runs: Sequence[ReportedRun]) -> Figure:
         "xaxis2": iteration_axis(most_iterations(runs), domain=[0.54, 1], anchor="y2", matches="x"),
         "yaxis": titled("replicas, all layers", rangemode="tozero"),
         "yaxis2": titled(
-            "bytes an iteration",
+            "bytes per iteration",
             anchor="x2",
             rangemode="tozero",
             tickformat="~s",

@@ -1,4 +1,4 @@
-"""Puts sections into one file of HTML that needs nothing else."""
+"""Writes the sections of a page into one self-contained HTML file."""
 
 import json
 from collections.abc import Sequence
@@ -31,11 +31,11 @@ _SCRIPTS = ("theme.js", "placement_viewer.js", "figures.js")
 
 
 def page_sections(runs: Sequence[ReportedRun], what_if: SimulationReport | None = None) -> list[Section]:
-    """All sections of a page, in order; one that has nothing to show says why.
+    """Return all sections of a page, in order. A section that has nothing to show gives the reason.
 
     Args:
-        runs: One run, or several to compare.
-        what_if: Simulated strategies.
+        runs: One run, or several runs to compare.
+        what_if: Results of a simulation of strategies, or None.
     """
     choices = choice_section(runs)
     return [
@@ -53,11 +53,11 @@ def page_sections(runs: Sequence[ReportedRun], what_if: SimulationReport | None 
 
 
 def page_html(runs: Sequence[ReportedRun], sections: Sequence[Section]) -> str:
-    """The page as text.
+    """Return the page as HTML text.
 
     Args:
-        runs: What it is of.
-        sections: As of :func:`page_sections`.
+        runs: Runs of the page.
+        sections: Sections of the page, from :func:`page_sections`.
     """
     environment = Environment(
         loader=PackageLoader(_PACKAGE, "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
@@ -81,14 +81,14 @@ def page_html(runs: Sequence[ReportedRun], sections: Sequence[Section]) -> str:
 
 
 def write_page(path: Path, html: str) -> None:
-    """Write a page, all of it or nothing.
+    """Write a page completely or not at all.
 
     Args:
-        path: The file; its folder is made.
-        html: The page.
+        path: File to write. Its folder is created if it does not exist.
+        html: HTML text of the page.
 
     Raises:
-        ConfigurationError: It cannot be written.
+        ConfigurationError: The file cannot be written.
     """
     with written_whole(path.parent, "--out") as partial:
         (partial / path.name).write_text(html, encoding="utf-8")
@@ -106,6 +106,6 @@ def _text(name: str) -> str:
 
 
 def _script_json(value: Any) -> Markup:
-    """JSON that may stand inside a script element."""
+    """Return JSON text that is safe inside an HTML script element."""
     text = json.dumps(without_nan(value), allow_nan=False, separators=(",", ":"))
     return Markup(text.replace("<", "\\u003c"))

@@ -1,4 +1,4 @@
-"""Everything that a run's folder has for its page."""
+"""Reads all records of a run that its page shows."""
 
 import re
 from collections.abc import Sequence
@@ -21,15 +21,15 @@ _ACCOUNTED = re.compile(rb"\[fssdp\] memory of a rank: ([^\r\n]+)")
 
 @dataclass(frozen=True, eq=False)
 class ReportedRun:
-    """One run of a page.
+    """All records of one run on a page.
 
     Attributes:
-        name: What the page calls it.
-        colour: Of its lines and bars.
-        records: Its metrics.
-        loads: Its router counts; ``None`` where there are none (yet).
-        placements: Where its experts were; ``None`` where that was not recorded.
-        accounted: What the log says of the memory of its experts; empty where it says nothing.
+        name: Name of the run on the page.
+        colour: Colour of the run's lines and bars.
+        records: Metrics of the run.
+        loads: Router counts of the run, or None if they are not written yet or were not recorded.
+        placements: Placements of the run's experts, or None if they were not recorded.
+        accounted: The log's statement on the memory of experts. Empty if the log has none.
     """
 
     name: str
@@ -41,23 +41,23 @@ class ReportedRun:
 
     @property
     def num_iterations(self) -> int:
-        """Recorded iterations."""
+        """Number of recorded iterations."""
         return len(self.records.metrics)
 
 
 def most_iterations(runs: Sequence[ReportedRun]) -> int:
-    """Of any of the runs."""
+    """Return the number of iterations of the longest run."""
     return max(run.num_iterations for run in runs)
 
 
 def read_reported_runs(paths: Sequence[Path]) -> list[ReportedRun]:
-    """Read runs for one page.
+    """Read the records of several runs for one page.
 
     Args:
-        paths: Their folders.
+        paths: Folders of the runs.
 
     Raises:
-        ConfigurationError: One of them has no records, or damaged ones.
+        ConfigurationError: A folder has no records, or damaged records.
     """
     found = [read_run(path) for path in paths]
     colours = distinct_colours([run.strategy for run in found])
@@ -78,7 +78,7 @@ def _accounted_memory(path: Path) -> str:
     accounted = b""
     with suppress(OSError), (path / _LOG_FILE).open("rb") as lines:
         for line in lines:
-            # The last one counts: limits that are measured are known only after some iterations.
+            # The last statement counts, because measured limits are known only after some iterations.
             if found := _ACCOUNTED.search(line):
                 accounted = found[1]
     return accounted.decode("utf-8", errors="replace")

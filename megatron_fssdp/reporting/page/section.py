@@ -1,6 +1,6 @@
-"""What a page is made of: sections with figures, tables and words.
+"""Building blocks of a page: sections with figures, tables and text.
 
-Figures are plotly.js' own plain values, so that a page needs its script and nothing of Python.
+Figures are plain values for plotly.js. Therefore a page needs only plotly's script, and no Python.
 """
 
 import base64
@@ -12,22 +12,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 GREY = "#8A8F98"
-"""Of what is compared with; seen on light and dark ground."""
-
+"""Colour of reference lines, visible on light and dark backgrounds."""
 
 FEW = 12
-"""As many ticks fit everywhere."""
+"""Number of ticks that fit on every axis."""
 
 
 @dataclass(frozen=True, eq=False)
 class Figure:
-    """One picture.
+    """One figure of a section.
 
     Attributes:
-        name: Of its element; once on a page.
-        traces: As plotly.js takes them.
-        layout: As plotly.js takes it, without colours of the page, which its script adds.
-        height: Pixels.
+        name: Unique name of the figure's HTML element on the page.
+        traces: Traces in plotly.js' format.
+        layout: Layout in plotly.js' format. The page's script adds the colours of the page.
+        height: Height in pixels.
     """
 
     name: str
@@ -38,11 +37,11 @@ class Figure:
 
 @dataclass(frozen=True)
 class Table:
-    """Words and numbers in rows.
+    """A table of a section.
 
     Attributes:
         header: Names of the columns.
-        rows: Cells as text; the first of each row names it.
+        rows: Cells of each row, as text. The first cell is the row's name.
     """
 
     header: tuple[str, ...]
@@ -51,17 +50,17 @@ class Table:
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """A part of the page.
+    """One section of the page.
 
     Attributes:
-        anchor: Its name in links.
-        title: What is seen.
-        lead: How to read it.
-        figures: Its pictures, from the top.
-        table: Below them.
-        notes: Small print below that.
-        missing: Why there is nothing to be seen, and how to get it; empty where there is something.
-        has_placement: Whether the page's placement viewer goes here.
+        anchor: Name of the section in links.
+        title: Title of the section.
+        lead: Text that explains how to read the section.
+        figures: Figures, from top to bottom.
+        table: Table below the figures, or None.
+        notes: Small notes at the end of the section.
+        missing: Reason why the section has nothing to show, and how to record it. Empty if it has something.
+        has_placement: Whether the section contains the page's placement viewer.
     """
 
     anchor: str
@@ -75,11 +74,11 @@ class Section:
 
 
 def packed(values: NDArray[Any], dtype: type[np.generic] = np.float32) -> dict[str, Any]:
-    """An array as plotly.js' base64: a quarter of what decimal text takes.
+    """Encode an array in plotly.js' base64 format, which takes a quarter of the bytes of decimal text.
 
     Args:
-        values: One- or two-dimensional.
-        dtype: What is sent.
+        values: Array with one or two dimensions.
+        dtype: Data type of the encoded numbers.
     """
     array = np.ascontiguousarray(values, dtype=dtype)
     data = {
@@ -90,22 +89,28 @@ def packed(values: NDArray[Any], dtype: type[np.generic] = np.float32) -> dict[s
 
 
 def titled(text: str, **more: Any) -> dict[str, Any]:
-    """An axis with a title."""
+    """Return the layout of an axis with a title."""
     return {"title": {"text": text}, **more}
 
 
 def iteration_axis(num_iterations: int, **more: Any) -> dict[str, Any]:
-    """The axis of iterations; of a few, every one has a tick, and no other place has."""
+    """Return the layout of an axis of iterations. With few iterations, each one has a tick."""
     return titled("iteration", **every_tick(num_iterations, FEW), **more)
 
 
 def every_tick(count: int, most: int) -> dict[str, Any]:
-    """A tick at every whole number, if there are no more than ``most``."""
+    """Return axis settings with a tick at every whole number, if there are at most ``most`` numbers."""
     return {"dtick": 1} if count <= most else {}
 
 
 def above(text: str, x: float, y: float) -> dict[str, Any]:
-    """A heading over one of several plots in a figure, at its upper left corner in the figure's units."""
+    """Return a heading above one of several plots in a figure.
+
+    Args:
+        text: The heading.
+        x: Position of the plot's upper left corner, as a fraction of the figure's width.
+        y: Position of the plot's upper left corner, as a fraction of the figure's height.
+    """
     return {
         "text": text,
         "x": x,

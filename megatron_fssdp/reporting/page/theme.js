@@ -1,5 +1,5 @@
 "use strict";
-// Colours of the page's style, for plotly: a template that follows the reader's light or dark scheme.
+// A plotly template with the colours of the page's style, which follow the reader's light or dark scheme.
 const pageTheme = {
   colour: (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim(),
   template() {
@@ -26,7 +26,7 @@ const pageTheme = {
   },
   config: {
     responsive: true, displaylogo: false, displayModeBar: "hover",
-    // Named one by one: others would send the data to a server.
+    // The buttons are listed one by one, because other buttons would send the data to a server.
     plotlyServerURL: "",
     modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
   },

@@ -1,4 +1,4 @@
-"""What the seconds of an iteration went on.
+"""Page section on the time of an iteration and its parts.
 
 Shape letters: I iterations.
 """
@@ -26,14 +26,14 @@ PART_COLOURS = {
 
 
 def time_parts(run: RecordedRun) -> dict[str, NDArray[np.float64]]:
-    """Seconds of each iteration by what they went on; they add up to the iteration's.
+    """Divide the seconds of each iteration into parts, which add up to the whole iteration.
 
     Args:
-        run: Its records.
+        run: Records of the run.
 
     Returns:
-        A dict over :data:`PART_COLOURS` of (I). Without recorded seconds of passes these are with
-        everything else.
+        Seconds of each part, float64 ``[I]``, by the names in :data:`PART_COLOURS`. If the seconds of the
+        passes were not recorded, they are included in the last part.
     """
     whole_I = np.array([record.iteration_s for record in run.metrics])
     passes_I = np.array([record.passes_s for record in run.metrics])
@@ -42,7 +42,7 @@ def time_parts(run: RecordedRun) -> dict[str, NDArray[np.float64]]:
         for field in ("spag_exposed_s", "sprs_exposed_s")
     )
     reshard_I = np.array([record.reshard_s for record in run.metrics])
-    # Stages of a pipeline wait at the same time, their sums may be longer than the passes.
+    # Pipeline stages wait at the same time, so the sum of their waits can exceed the time of the passes.
     waits_I = np.maximum(gather_I + reduce_I, 1e-12)
     share_I = np.minimum(1.0, np.where(passes_I > 0, passes_I, whole_I - reshard_I) / waits_I)
     gather_I, reduce_I = gather_I * share_I, reduce_I * share_I
@@ -54,10 +54,10 @@ def time_parts(run: RecordedRun) -> dict[str, NDArray[np.float64]]:
 
 
 def time_section(runs: Sequence[ReportedRun]) -> Section:
-    """Mean breakdown of every run, and each iteration of it.
+    """Make the section: the mean parts of every run's iterations, and the time of each iteration.
 
     Args:
-        runs: The page's runs.
+        runs: Runs of the page.
     """
     figures = [_means(runs)]
     if len(runs) == 1:
@@ -65,22 +65,23 @@ def time_section(runs: Sequence[ReportedRun]) -> Section:
     else:
         figures.append(_iterations(runs))
     notes = [
-        "Waits are those of the first device of each expert-parallel group (the mean of several groups), "
-        "summed over layers; passes include the dispatch of tokens and the reduction of gradients."
+        "Waits are measured on the first device of each expert-parallel group, averaged over the groups, and "
+        "summed over layers. Passes include the dispatch of tokens and the reduction of gradients."
     ]
     if any(not any(record.passes_s for record in run.records.metrics) for run in runs):
         notes.append(
-            "Seconds of the passes were not recorded in every run; they are with everything else there."
+            "At least one run did not record the seconds of its passes. There, the passes are part of "
+            "“optimizer and everything else”."
         )
     lead = (
-        "Seconds of an iteration on the first rank. Transfers of weights and gradients count only where "
-        "compute stood still for them; what is hidden under compute costs nothing."
+        "Seconds of an iteration on the first rank. Transfers of weights and gradients count only while "
+        "compute waits for them. Transfers that are hidden under compute cost no time."
     )
     return Section("time", "Iteration time", lead, tuple(figures), notes=tuple(notes))
 
 
 def _means(runs: Sequence[ReportedRun]) -> Figure:
-    # The first iteration allocates and compiles; it is in the curves below.
+    # The first iteration also allocates and compiles, so the mean leaves it out. The curves below show it.
     parts = [
         {
             name: float(values[1:].mean() if len(values) > 1 else values.mean())
@@ -101,9 +102,9 @@ def _means(runs: Sequence[ReportedRun]) -> Figure:
         for name, colour in PART_COLOURS.items()
         if any(found[name] for found in parts)
     ]
-    words = "seconds of an iteration, mean"
+    words = "mean seconds of an iteration"
     if most_iterations(runs) > 1:
-        words += " without the first"
+        words += ", without the first"
     layout = {
         "barmode": "stack",
         "xaxis": titled(words, rangemode="tozero"),

@@ -1,4 +1,4 @@
-"""How the strategies rank on a described cluster, with the run's own loads."""
+"""Page section that ranks strategies on a described cluster, by simulation with the run's own loads."""
 
 from typing import Any
 
@@ -12,17 +12,17 @@ PART_COLOURS = dict(
 )
 _TITLE = "What if: strategies ranked on a cluster"
 _NOT_ASKED = (
-    "Not simulated: no cluster was named. Give --cluster NAME (one of configs/clusters) or --cluster "
-    "FILE.yaml (measure one with `megatron-fssdp profile`) and the page ranks all strategies on it, with "
-    "this run's loads."
+    "No cluster was given, so nothing was simulated. To rank all strategies on a cluster with this run's "
+    "loads, give --cluster NAME (`megatron-fssdp configs` lists the names) or --cluster FILE.yaml "
+    "(`megatron-fssdp profile` measures a cluster and writes the file)."
 )
 
 
 def what_if_section(report: SimulationReport | None) -> Section:
-    """Bars of simulated seconds and the ranking.
+    """Make the section with bars of simulated seconds and the ranking.
 
     Args:
-        report: The simulation; ``None`` says how to get one.
+        report: Results of the simulation, or None. Without results, the section says how to get them.
     """
     if report is None:
         return Section("what-if", _TITLE, "", missing=_NOT_ASKED)
@@ -73,14 +73,14 @@ def what_if_section(report: SimulationReport | None) -> Section:
                 f"{100 * report.ceiling_s / row.outcome.mean_s:.0f}",
                 f"{row.outcome.load_max_over_mean_IL.mean():.2f}",
                 format_bytes(row.outcome.memory.total_bytes)
-                + (" runs out" if row.outcome.memory.runs_out else ""),
+                + (", too much" if row.outcome.memory.runs_out else ""),
             )
             for row in ranked
         ),
     )
     lead = (
-        f"{report.title}. Simulated, not measured: every strategy decides on the recorded loads, and the "
-        "cluster's figures say how long that takes. Fastest first."
+        f"{report.title}. These times are simulated, not measured: every strategy decides from the recorded "
+        "loads, and the cluster's description gives the time of its decisions. The fastest is first."
     )
     figure = Figure("what-if", traces, layout, 170 + 34 * len(ranked))
     return Section("what-if", _TITLE, lead, (figure,), table, notes=report.notes)

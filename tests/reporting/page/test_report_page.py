@@ -133,7 +133,7 @@ def test_runs_are_compared_with_the_first(tmp_path: Path) -> None:
     assert [trace["name"] for trace in page.figures["loss"]["data"]] == ["ep", "fssdp", "again"]
     colours = [trace["line"]["color"] for trace in page.figures["loss"]["data"]]
     assert len(set(colours)) == 3
-    assert "the loss of 5 of 5 iterations is exactly that of ep" in page.texts["loss"]
+    assert "the loss equals that of ep exactly in 5 of 5 iterations" in page.texts["loss"]
     (difference,) = page.figures["loss-difference"]["data"]
     assert difference["name"] == "again"
     # Routers of ep and fssdp did the same, which is shown once.
@@ -193,7 +193,7 @@ def test_the_page_says_what_was_not_recorded(tmp_path: Path) -> None:
     assert page.anchors == SECTIONS
     for anchor in ("device-load", "expert-load", "placement", "replicas"):
         assert "strategy none" in page.texts[anchor]
-    assert "Memory was not recorded" in page.texts["memory"]
+    assert "This run did not record memory" in page.texts["memory"]
     running = write_made_run(tmp_path / "running")
     for name in ("loads.npz", "placements.npz"):
         (running / name).unlink()
@@ -208,7 +208,7 @@ def test_damaged_records_give_one_line(tmp_path: Path) -> None:
         folder = write_made_run(tmp_path / name)
         octets = (folder / name).read_bytes()
         (folder / name).write_bytes(octets[: len(octets) - 30])
-        with pytest.raises(ConfigurationError, match=f"{name}: .*half written") as caught:
+        with pytest.raises(ConfigurationError, match=f"{name}: .*incomplete") as caught:
             page_of(folder)
         assert "\n" not in str(caught.value)
 
