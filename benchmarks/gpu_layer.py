@@ -1,13 +1,13 @@
-"""One MoE layer on one device: ours against Megatron's own, on equal work in one run.
+"""Compares this plugin's MoE layer with Megatron's own layers on one device, with the same work in one run.
 
-With one device there is nothing to replicate: what is timed is our dispatch and grouped FFN under the
-strategy ``ep``. Forms take turns in random order, have the same router, tokens and gradients; ratios are
-turn by turn. On a CPU it runs at toy size, which shows that it runs and nothing else.
+On one device there are no replicas. The benchmark times the plugin's dispatch and grouped FFN under the
+strategy ``ep``. All forms have the same router, tokens and gradients, and take turns in random order. Ratios
+compare measurements of the same turn. On a CPU the layer has toy size, which only shows that the code runs.
 
     python benchmarks/gpu_layer.py [--size NAME] [--repetitions N] [--out FILE.json]
 
-Host overhead is the host's time in our planning and in the preparation of the dispatch, with an idle
-device before it. Host synchronizations are those that torch's sync debug mode warns of, CUDA only.
+Host overhead is the host's time for planning and for preparing the dispatch, while the device is idle. Host
+synchronizations are those that torch's sync debug mode warns about (CUDA only).
 """
 
 import argparse
@@ -30,7 +30,7 @@ _WARM_UP = 3
 
 @dataclass(frozen=True)
 class LayerSize:
-    """Sizes of the layer; bf16 on CUDA, fp32 on the CPU."""
+    """Sizes of the layer. Its data type is bf16 on CUDA and fp32 on the CPU."""
 
     num_tokens: int
     hidden_size: int
@@ -47,17 +47,19 @@ SIZES = {
 
 
 def main() -> None:
-    """Measure and print; with ``--out``, also write JSON."""
+    """Measure all sizes and print the results. With ``--out``, also write them as JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", choices=SIZES, help="default: coarse and fine on CUDA, toy on the CPU")
     parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--cpu", action="store_true", help="also where there is a CUDA device")
+    parser.add_argument("--cpu", action="store_true", help="use the CPU although there is a CUDA device")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.repetitions < 2:
-        parser.error(f"--repetitions {options.repetitions}: wanted 2 or more, for a spread")
+        parser.error(
+            f"--repetitions {options.repetitions}: wanted 2 or more, because the result includes quartiles"
+        )
     on_gpu = start(options.cpu)
     names = [options.size] if options.size else (["coarse", "fine"] if on_gpu else ["toy"])
     records = [measure(SIZES[name], on_gpu, options.repetitions) for name in names]
@@ -72,7 +74,10 @@ def main() -> None:
 
 
 def start(on_cpu: bool) -> bool:
-    """A process group of one, after Megatron's CPU runtime where that is needed; says whether on CUDA."""
+    """Start a process group of one rank, with Megatron's CPU runtime if needed.
+
+    Return whether it uses CUDA.
+    """
     import torch
     import torch.distributed as dist
 
@@ -91,7 +96,7 @@ def start(on_cpu: bool) -> bool:
 
 
 def device_name(on_gpu: bool) -> str:
-    """What was measured on."""
+    """Return the name of the device and the version of torch."""
     import torch
 
     name = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} CPU"
@@ -99,7 +104,11 @@ def device_name(on_gpu: bool) -> str:
 
 
 def measure(size: LayerSize, on_gpu: bool, repetitions: int) -> dict[str, Any]:
-    """Everything of one size, as plain data."""
+    """Measure one size and return all results as plain data.
+
+    Raises:
+        RuntimeError: The outputs of the forms differ.
+    """
     import torch
 
     from megatron_fssdp.testing.parallel_state import megatron_parallel_state
@@ -116,7 +125,7 @@ def measure(size: LayerSize, on_gpu: bool, repetitions: int) -> dict[str, Any]:
         results = {name: both_passes(layer, hidden, upstream) for name, layer in layers.items()}
         difference = relative_difference(results[OURS], results[SEQUENTIAL])
         if difference > (5e-2 if on_gpu else 1e-4):
-            raise RuntimeError(f"outputs differ by {difference:.1e}: the forms do not do equal work")
+            raise RuntimeError(f"outputs differ by {difference:.1e}, so the forms do not do the same work")
         calls = {name: (lambda x=layer: both_passes(x, hidden, upstream)) for name, layer in layers.items()}
         seconds = take_turns(calls, device, repetitions)
         return {
@@ -137,7 +146,10 @@ def measure(size: LayerSize, on_gpu: bool, repetitions: int) -> dict[str, Any]:
 
 
 def build_layers(size: LayerSize, device: Any, dtype: Any) -> dict[str, Any]:
-    """The forms by name, with the same router, and where they have the same shape, the same experts."""
+    """Return the forms of the layer by name.
+
+    They have the same router and, if shapes agree, the same experts.
+    """
     import torch
     from megatron.core.extensions.transformer_engine import HAVE_TE
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
@@ -187,7 +199,7 @@ def build_layers(size: LayerSize, device: Any, dtype: Any) -> dict[str, Any]:
 
 
 def both_passes(layer: Any, hidden: Any, upstream: Any) -> Any:
-    """Forward and backward with fresh gradients; the output."""
+    """Run forward and backward passes with new gradients, and return the output."""
     layer.zero_grad(set_to_none=True)
     leaf = hidden.detach().requires_grad_()
     output = layer(leaf)[0]
@@ -196,12 +208,12 @@ def both_passes(layer: Any, hidden: Any, upstream: Any) -> Any:
 
 
 def relative_difference(got: Any, wanted: Any) -> float:
-    """Largest difference over the largest value."""
+    """Return the largest difference divided by the largest wanted value."""
     return float((got - wanted).abs().max() / wanted.abs().max())
 
 
 def take_turns(calls: dict[str, Callable[[], Any]], device: Any, repetitions: int) -> dict[str, list[float]]:
-    """Seconds of each call in each round, in an order drawn anew for each."""
+    """Return the seconds of each call in each round. Every round has a new random order."""
     from megatron_fssdp.collectives.probes.device_timing import elapsed_s
 
     order, seconds = random.Random(0), {name: [] for name in calls}
@@ -214,7 +226,7 @@ def take_turns(calls: dict[str, Callable[[], Any]], device: Any, repetitions: in
 
 
 def ffn_against_ceiling(size: LayerSize, device: Any, dtype: Any, repetitions: int) -> dict[str, Any]:
-    """FLOP/s of our grouped FFN, both passes, and of one matrix product of the same sizes."""
+    """Measure FLOP/s of the grouped FFN (both passes) and of one matrix product of the same sizes."""
     import torch
 
     from megatron_fssdp.collectives.probes.device_timing import elapsed_s
@@ -244,7 +256,7 @@ def ffn_against_ceiling(size: LayerSize, device: Any, dtype: Any, repetitions: i
 
 
 def host_overhead(layer: Any, call: Callable[[], Any], device: Any, repetitions: int) -> list[float]:
-    """Host seconds of planning and of preparing the dispatch, in one iteration of a layer."""
+    """Return quartiles of the host seconds for planning and preparing the dispatch of one layer."""
     from megatron_fssdp.collectives.probes.device_timing import synchronize
 
     executor, spent_s, totals = layer.executor, [0.0], []
@@ -259,7 +271,7 @@ def host_overhead(layer: Any, call: Callable[[], Any], device: Any, repetitions:
 
         return run
 
-    # The layer asks for a plan again, which is free once it is made: planning is timed once.
+    # The layer asks for its plan a second time, which costs nothing, so planning is timed once.
     plan, begin = executor.plan_iteration, executor.begin_micro_batch
     try:
         executor.begin_micro_batch = timed(begin)
@@ -275,7 +287,7 @@ def host_overhead(layer: Any, call: Callable[[], Any], device: Any, repetitions:
 
 
 def count_synchronizations(call: Callable[[], Any]) -> int:
-    """Waits of the host for the device in both passes."""
+    """Return how often the host waits for the device in both passes."""
     import torch
 
     torch.cuda.synchronize()
@@ -295,7 +307,7 @@ def quartiles(values: list[float]) -> list[float]:
 
 
 def lines(name: str, record: dict[str, Any]) -> list[str]:
-    """What to print of one size."""
+    """Return the lines to print for one size."""
 
     def shown(values: list[float], scale: float = 1.0, digits: int = 2) -> str:
         low, median, high = (f"{value * scale:.{digits}f}" for value in values)
@@ -305,7 +317,7 @@ def lines(name: str, record: dict[str, Any]) -> list[str]:
     found = [f"{name}: {record['size']}; medians (quartiles)"]
     found += [f"  {form}: {shown(times, 1e3)} ms" for form, times in record["seconds"].items()]
     found += [
-        f"  {form} / ours: {shown(ratios)}, above 1 ours is faster"
+        f"  {form} / ours: {shown(ratios)} (above 1: ours is faster)"
         for form, ratios in record["megatron_over_ours"].items()
     ]
     found.append(
@@ -313,7 +325,8 @@ def lines(name: str, record: dict[str, Any]) -> list[str]:
         f"{shown(ffn['matmul_flops_per_s'], 1e-12)} TFLOP/s, share {shown(ffn['share'])}"
     )
     found.append(
-        f"  host, planning and preparing the dispatch: {shown(record['host_overhead_s'], 1e6, 0)} us a layer"
+        f"  host time for planning and preparing the dispatch: {shown(record['host_overhead_s'], 1e6, 0)} us "
+        "per layer"
     )
     syncs = record["host_synchronizations"].items()
     found.append(

@@ -1,7 +1,8 @@
-"""One grouped matrix product against a loop over experts, forward and backward, in one run.
+"""Compares one grouped matrix product with a loop over experts, forward and backward, in one run.
 
-Decides where ``grouped_mm`` pays (``megatron_fssdp/runtime/experts/grouped_ffn.py``). Takes the GPU when
-there is one. Both forms get the same experts and rows and take turns; ratios are pair by pair.
+The result decides where ``megatron_fssdp/runtime/experts/grouped_ffn.py`` uses ``grouped_mm``. The benchmark
+uses the GPU if there is one. Both forms get the same experts and rows and take turns. Ratios compare
+measurements of the same turn.
 
     python benchmarks/grouped_ffn.py [REPETITIONS]
 """
@@ -17,13 +18,13 @@ from megatron_fssdp.runtime.experts import grouped_ffn
 from megatron_fssdp.runtime.experts.expert_activation import ExpertActivation
 from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights
 
-# experts present, model dim, ffn dim, rows
+# Number of present experts, model dimension, ffn dimension, number of rows.
 CPU_SHAPES = ((2, 64, 128, 512), (4, 256, 512, 1024), (8, 256, 1024, 2048))
 GPU_SHAPES = ((2, 1024, 4096, 4096), (8, 2048, 1408, 16384), (8, 4096, 14336, 8192), (32, 2048, 1024, 32768))
 
 
 def main() -> None:
-    """Print one line per shape and dtype."""
+    """Print one line for each shape and data type."""
     repetitions = int(sys.argv[1]) if len(sys.argv) > 1 else 20
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")

@@ -1,16 +1,18 @@
-"""How much of the replicas' transfers hides under compute, in real trainings on gloo ranks.
+"""Measures how much of the replicas' transfers is hidden under compute, in real trainings on gloo ranks.
 
     python benchmarks/overlap.py [--size tiny] [--ranks 2] [--rounds 2] [--out o.json] [--trace t.json]
 
-Every round trains Megatron's GPT through the launcher once in each setting: micro-batches of an
-iteration, with and without re-materialization. Within a training the iterations take turns, on off off on,
-between overlapped transfers and transfers in turn, so that both see the same load of the
-machine and the same routing. Hidden share = 1 - exposed / busy, of all ranks and layers of an iteration:
-busy is the time that the lanes spend on transfers, exposed the part of it in which a caller
-stood still. Where the ranks outnumber the cores, a transfer that is hidden takes the cores from
-the compute that hides it, and the ratio of iteration seconds says more than the share.
+Every round trains Megatron's GPT through the launcher once in each setting. Settings are different numbers of
+micro-batches, with and without re-materialization. Within a training, iterations with and without overlapped
+transfers alternate (on, off, off, on), so that both see the same load of the machine and the same routing.
 
-``--trace`` writes a Chrome trace of one more training's last two iterations, the first one overlapped.
+Hidden share = 1 - exposed / busy, over all ranks and layers of an iteration. Busy is the time that lanes
+spend on transfers. Exposed is the part of it in which compute waits. If there are more ranks than cores, a
+hidden transfer takes cores from the compute that hides it. Then the ratio of iteration seconds says more than
+the hidden share.
+
+``--trace`` writes a Chrome trace of the last two iterations of one more training. The first of them is
+overlapped.
 """
 
 import argparse
@@ -52,13 +54,13 @@ ARGUMENTS = """
     --moe-strategy-set reshard_interval=0
 """
 WARM_UP_ITERATIONS = 4
-TURNS = (True, False, False, True)  # overlapped or not; a drift counts for both alike
+TURNS = (True, False, False, True)  # overlapped or not; in this order a drift affects both equally
 COMPUTE, TRANSFERS, WAITS = "compute", "transfers", "waits"
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """One rank's iteration. Seconds of transfers are summed over layers."""
+    """Times of one rank's iteration, in seconds. Transfers are summed over layers."""
 
     is_overlapped: bool
     seconds: float
@@ -70,7 +72,7 @@ class Iteration:
 
 @dataclass
 class RankReport:
-    """What one rank saw of a training."""
+    """Iterations and time spans that one rank recorded in a training."""
 
     iterations: list[Iteration] = field(default_factory=list)
     spans: list[TraceSpan] = field(default_factory=list)
@@ -78,7 +80,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Setting:
-    """What differs between the trainings of a round."""
+    """Settings in which the trainings of a round differ."""
 
     num_micro_batches: int
     rematerialize: bool
@@ -88,14 +90,16 @@ class Setting:
 
 
 def main() -> None:
-    """Measure, print one block per setting, write everything to a JSON file."""
+    """Measure, print one block for each setting, and write all results to a JSON file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--iterations", type=int, default=16, help="measured ones of a training, in fours")
+    parser.add_argument(
+        "--iterations", type=int, default=16, help="measured iterations of a training, a multiple of 4"
+    )
     parser.add_argument("--out", type=Path, default=Path("overlap.json"))
     parser.add_argument("--trace", type=Path, help="also write a Chrome trace to this file")
     options = parser.parse_args()
@@ -143,18 +147,18 @@ def main() -> None:
 
 
 def competition(num_ranks: int) -> str:
-    """What the reader has to know of the machine."""
+    """Return a sentence on whether ranks compete for cores on this machine."""
     cores = os.cpu_count() or 1
     if num_ranks * 2 <= cores:
-        return "Every rank has a core to compute and one to transfer."
+        return "Every rank has one core for compute and one for transfers."
     return (
-        "Ranks compute and transfer on the same cores: hidden transfers slow the compute that hides "
-        "them, and a share near 1 is no proof of saved time."
+        "Ranks compute and transfer on the same cores. Hidden transfers slow down the compute that hides "
+        "them, so a hidden share near 1 does not prove that time was saved."
     )
 
 
 def train(options: argparse.Namespace, setting: Setting, *, traced: bool = False) -> list[RankReport]:
-    """One training; what each rank saw."""
+    """Run one training and return the report of each rank."""
     measured = len(TURNS) * max(1, options.iterations // len(TURNS))
     micro_batch = int(SIZES[options.size].split()[-1])
     argv = [
@@ -180,9 +184,9 @@ def train(options: argparse.Namespace, setting: Setting, *, traced: bool = False
 
 
 def train_on_rank(rank: int, world_size: int, argv: list[str], traced: bool) -> tuple[Any, list[TraceSpan]]:
-    """Launch the training script and watch its iterations; a report as plain data.
+    """Launch the training script and record its iterations.
 
-    A script's own classes cannot travel back from the ranks.
+    The report is plain data, because ranks cannot send back objects of a script's own classes.
     """
     from megatron.training import training
 
@@ -206,7 +210,7 @@ def train_on_rank(rank: int, world_size: int, argv: list[str], traced: bool) -> 
 
 
 def watch_iterations(runtime_class: type[Any], report: RankReport, rank: int, traced: bool) -> None:
-    """Switch the overlap by turns, and keep the time and the transfers of every iteration."""
+    """Switch the overlap on and off by turns, and record the time and the transfers of every iteration."""
     begin_iteration, end_iteration = runtime_class.begin_iteration, runtime_class.end_iteration
     groups: list[Any] = []
     begins_s: list[float] = []
@@ -216,7 +220,7 @@ def watch_iterations(runtime_class: type[Any], report: RankReport, rank: int, tr
             groups.extend(layer.groups for layer in runtime.layers)
         is_overlapped = TURNS[len(begins_s) % len(TURNS)]
         for layer, own in zip(runtime.layers, groups, strict=True):
-            layer.measure = True  # on every rank; by default the first device reports
+            layer.measure = True  # on every rank; by default only the first device measures
             layer.groups = own if is_overlapped else dataclasses.replace(own, transfers=None)
         if len(begins_s) <= WARM_UP_ITERATIONS:
             report.spans.clear()
@@ -252,7 +256,7 @@ def watch_iterations(runtime_class: type[Any], report: RankReport, rank: int, tr
 
 
 def hook_layers(training: Any, report: RankReport, rank: int) -> None:
-    """Note when the forward and backward passes of transformer layers begin and end."""
+    """Record when the forward and backward passes of transformer layers begin and end."""
     setup = training.setup_model_and_optimizer
 
     def setup_and_hook(*args: Any, **kwargs: Any) -> Any:
@@ -270,14 +274,14 @@ def hook_layers(training: Any, report: RankReport, rank: int) -> None:
 
 
 def hook_layer(layer: Any, report: RankReport, rank: int, latest_s: list[float]) -> None:
-    """Hook a layer, and the gradients of its output and of its input."""
+    """Add hooks to a layer and to the gradients of its input and output."""
     begins_s: list[float] = []
 
     def begin(*_: Any) -> None:
         begins_s.append(time.perf_counter())
 
     def end(name: str) -> None:
-        # A gradient is the end of one layer's backward pass and the begin of the next one's.
+        # When a gradient is ready, one layer's backward pass ends and the next one's begins.
         begin_s, latest_s[0] = max(begins_s.pop(), latest_s[0]), time.perf_counter()
         report.spans.append(
             TraceSpan(rank, COMPUTE, f"{name} of layer {layer.layer_number}", begin_s, latest_s[0])
@@ -297,7 +301,7 @@ def hook_layer(layer: Any, report: RankReport, rank: int, latest_s: list[float])
 
 
 def summary(setting: Setting, runs: list[tuple[Setting, float, list[list[Iteration]]]]) -> dict[str, Any]:
-    """Quartiles over the iterations of all rounds; an iteration's seconds are those of the slowest rank."""
+    """Return quartiles over the iterations of all rounds. The slowest rank sets the time of an iteration."""
     turns: dict[bool, list[tuple[Iteration, ...]]] = {True: [], False: []}
     ratios = []
     for _, _, ranks in runs:
@@ -322,24 +326,29 @@ def summary(setting: Setting, runs: list[tuple[Setting, float, list[list[Iterati
 
 
 def slowest_s(ranks: tuple[Iteration, ...]) -> float:
-    """Seconds of an iteration."""
+    """Return the seconds of an iteration on the slowest rank."""
     return max(one.seconds for one in ranks)
 
 
 def hidden_share(ranks: tuple[Iteration, ...], kind: str) -> float | None:
-    """Of one iteration, over all ranks; ``None`` where nothing was transferred."""
+    """Return the hidden share of one iteration over all ranks, or None without transfers.
+
+    Args:
+        ranks: Times of the iteration on each rank.
+        kind: ``spag`` for weights or ``sprs`` for gradients.
+    """
     busy_s = sum(getattr(one, f"{kind}_s") for one in ranks)
     return 1 - sum(getattr(one, f"{kind}_exposed_s") for one in ranks) / busy_s if busy_s else None
 
 
 def quartiles(values: list[Any]) -> list[float] | None:
-    """25th, 50th and 75th percentile of what is known."""
+    """Return the 25th, 50th and 75th percentile of the values that are not None."""
     known = [value for value in values if value is not None]
     return statistics.quantiles(known, n=4, method="inclusive") if len(known) > 1 else None
 
 
 def print_summary(one: dict[str, Any]) -> None:
-    """Medians and quartiles of one setting."""
+    """Print medians and quartiles of one setting."""
 
     def shown(key: str, scale: float = 1.0, digits: int = 2) -> str:
         found = one[key]

@@ -1,8 +1,8 @@
-"""Times the planners on one core: medians and percentiles of CPU and wall time, no pass or fail.
+"""Times the planners on one core: medians and percentiles of CPU and wall time, without a limit to pass.
 
-Run: ``python benchmarks/planner_time.py``. On a shared machine the CPU time says more than the
-wall time, and its 10th percentile more than its median. Loads are log-normal, tokens multinomial, 8
-devices a node. Shape letters: E experts, D devices.
+Run: ``python benchmarks/planner_time.py``. On a shared machine, CPU time is more reliable than wall time, and
+its 10th percentile more than its median. Popularities are log-normal, tokens are multinomial, and a node has
+8 devices. Shape letters: E experts, D devices.
 """
 
 import argparse
@@ -28,10 +28,10 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 
 DEVICES_PER_NODE = 8
-TOKENS_PER_DEVICE = 8192  # (token, k) pairs a device and layer, e.g. 4096 tokens with top-2
-DRIFT_SIGMA = 0.3  # the same of its change since the placement was planned
+TOKENS_PER_DEVICE = 8192  # (token, k) pairs per device and layer, for example 4096 tokens with top-2
+DRIFT_SIGMA = 0.3  # standard deviation of the change of this logarithm after the placement was planned
 LOAD_SIGMA = 1.0  # standard deviation of the logarithm of an expert's popularity
-# Links and devices of today, an expert of 16 MiB: what strategies that weigh seconds are told.
+# Costs for strategies that weigh seconds: present-day links and devices, and an expert of 16 MiB.
 INTER = LinkCost(1e-5, 1 / 50e9)
 PROFILE = LayerProfile(
     non_moe_s=1e-3,
@@ -41,12 +41,12 @@ PROFILE = LayerProfile(
     flops_per_token=float(16 << 20),
     memory_capacity=2,
 )
-# (experts, devices, slots): 2 slots, and E/D where that is more.
+# (experts, devices, slots): 2 slots, and also E/D slots if this is more.
 SIZES = [(16, 8, 2), (64, 32, 2), (64, 64, 2), (256, 64, 2), (256, 64, 4), (512, 1024, 2)]
 
 
 def cases(num_experts: int, num_devices: int, num_cases: int) -> list[np.ndarray]:
-    """Router counts [D, E] of several layers, reproducible."""
+    """Return reproducible router counts of several layers, int64 ``[D, E]`` each."""
     layers = []
     for seed in range(num_cases):
         rng = np.random.default_rng(seed)
@@ -57,14 +57,20 @@ def cases(num_experts: int, num_devices: int, num_cases: int) -> list[np.ndarray
 
 
 def owners(num_experts: int, num_devices: int) -> np.ndarray:
-    """Even owners; with fewer experts than devices, evenly spaced devices own one each."""
+    """Return even owners, int64 ``[E]``.
+
+    With fewer experts than devices, evenly spaced devices own one each.
+    """
     if num_experts >= num_devices:
         return even_owners(num_experts, num_devices)
     return np.arange(num_experts, dtype=np.int64) * (num_devices // num_experts)
 
 
 def timed_s(calls: list[Callable[[], object]], min_total_s: float) -> tuple[list[float], list[float]]:
-    """CPU and wall seconds of single calls, all of them in turn, for at least ``min_total_s``."""
+    """Return CPU and wall seconds of single calls.
+
+    The calls take turns for at least ``min_total_s`` seconds.
+    """
     for call in calls:
         call()
     cpu_s: list[float] = []
@@ -80,7 +86,7 @@ def timed_s(calls: list[Callable[[], object]], min_total_s: float) -> tuple[list
 
 
 def report(name: str, size: str, samples_s: tuple[list[float], list[float]], note: str = "") -> None:
-    """Prints one row, in milliseconds: median, 10th and 90th percentile of CPU and of wall time."""
+    """Print one row in milliseconds: median, 10th and 90th percentile of CPU and of wall time."""
     numbers = [
         f"{value * 1e3:8.3f}" for times_s in samples_s for value in np.percentile(times_s, [50, 10, 90])
     ]
@@ -88,13 +94,13 @@ def report(name: str, size: str, samples_s: tuple[list[float], list[float]], not
 
 
 def max_over_mean(load_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> float:
-    """Modelled imbalance of a placement."""
+    """Return the modelled max/mean device load of a placement."""
     load_D = expected_device_load_D(load_DE, placement, topology)
     return float(load_D.max() / load_D.mean())
 
 
 def drifted(counts: list[np.ndarray]) -> list[np.ndarray]:
-    """Counts of a later iteration: popularities times log-normal noise, as many tokens."""
+    """Return counts of a later iteration: popularities with log-normal noise, and the same number of tokens."""
     later = []
     for seed, counts_DE in enumerate(counts):
         rng = np.random.default_rng(1000 + seed)
@@ -107,7 +113,7 @@ def drifted(counts: list[np.ndarray]) -> list[np.ndarray]:
 def measure_policies(
     size: str, plans: list[ExpertPlacement], counts: list[np.ndarray], topology: Topology, min_total_s: float
 ) -> None:
-    """Prints time and balance of each dispatch policy, under placements planned for other loads."""
+    """Print time and balance of each dispatch policy, under placements that were planned for other loads."""
     for policy in get_args(DispatchPolicy):
 
         def exchange(i: int, policy: DispatchPolicy = policy) -> None:
@@ -126,7 +132,7 @@ def measure_policies(
 
 
 def measure(num_experts: int, num_devices: int, slots: int, num_cases: int, min_total_s: float) -> None:
-    """Prints the rows of one size."""
+    """Print the rows of one size."""
     size = f"E={num_experts} D={num_devices} slots={slots}"
     topology = Topology.uniform(num_devices, max(num_devices // DEVICES_PER_NODE, 1))
     owner_E = owners(num_experts, num_devices)
@@ -168,7 +174,7 @@ def measure(num_experts: int, num_devices: int, slots: int, num_cases: int, min_
     row("device_tokens_D", lambda i: EvenDispatch(counts[i], plans[i], topology).device_tokens_D())
     measure_policies(size, plans, drifted(counts), topology, min_total_s)
     row("two_level_transfer", lambda i: two_level_transfer(plans[i], topology))
-    # What the other strategies decide, and what else decides by seconds.
+    # The planners of the other strategies, and our planner that decides by seconds.
     costs = (PROFILE.token_bytes, PROFILE.expert_bytes, PROFILE.expert_bytes, PROFILE.flops_per_token)
     shadowing = ShadowingCosts(*costs, PROFILE.cluster.expert_flops_per_s, 1 / INTER.beta_s_per_byte)
     prophet = ProphetModel(
@@ -193,8 +199,8 @@ def measure(num_experts: int, num_devices: int, slots: int, num_cases: int, min_
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=1.0, help="least time spent on each row")
-    parser.add_argument("--cases", type=int, default=8, help="different loads for each row")
+    parser.add_argument("--seconds", type=float, default=1.0, help="minimum seconds for each row")
+    parser.add_argument("--cases", type=int, default=8, help="number of different loads for each row")
     arguments = parser.parse_args()
     columns = [f"{clock} {what}" for clock in ("cpu", "wall") for what in ("med", "p10", "p90")]
     print(f"{'what (ms)':<36} {'size':<22} {' '.join(f'{name:>8}' for name in columns)} {'calls':>6}")

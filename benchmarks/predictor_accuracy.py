@@ -1,15 +1,18 @@
-"""Simulated against measured testbed seconds, over workloads, strategies and link rates.
+"""Compares simulated with measured seconds of the testbed, over workloads, strategies and link rates.
 
     python -m benchmarks.predictor_accuracy RESULTS… --out DIR [--cluster CLUSTER.yaml…]
 
-RESULTS are ``testbed.json`` files of ``python -m benchmarks.testbed`` (or their folders), one a link rate.
-The same loads, drawn again from the options that each file keeps, go through the simulator on the cluster
-that the testbed builds: the link's payload rate between nodes and the stated pace of compute. What the
-testbed does not state, its start-up times and the links inside a node, comes from ``--cluster``, which
-``megatron-fssdp profile`` wrote on such nodes; without it, both cost nothing. Nothing is fitted to the
-seconds that are predicted.
+RESULTS are ``testbed.json`` files of ``python -m benchmarks.testbed`` (or their folders), one for each link
+rate. Each file keeps the options from which the same loads are generated again. The simulator gets these
+loads and a description of the testbed's cluster: the payload rate of the links between nodes and the stated
+pace of compute.
 
-R² is that of the measured medians about the simulated ones, so that a constant bias counts as an error.
+The testbed does not state start-up times and the links inside a node. They come from ``--cluster``, a file
+that ``testbed --profile`` wrote on such nodes. Without it, both cost nothing. Nothing is fitted to the
+predicted seconds.
+
+R² measures how far the measured medians are from the simulated ones. A constant bias therefore counts as an
+error.
 """
 
 import argparse
@@ -41,12 +44,12 @@ class Comparison:
     """One workload under one strategy at one link rate.
 
     Attributes:
-        rate: Of a node's link, as given to the testbed.
-        workload: Its name.
-        strategy: The variant's name.
-        measured_s: Median of the measured iterations.
-        measured_spread: Their interquartile range over the median.
-        simulated_s: Median of the same iterations.
+        rate: Rate of a node's link, as given to the testbed.
+        workload: Name of the workload.
+        strategy: Name of the testbed's variant.
+        measured_s: Median seconds of the measured iterations.
+        measured_spread: Interquartile range of the measured seconds, divided by their median.
+        simulated_s: Median seconds of the same iterations in the simulator.
     """
 
     rate: str
@@ -58,19 +61,25 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Of the simulation, relative to the measurement; positive where it is too slow."""
+        """Relative error of the simulation.
+
+        It is positive if the simulation is slower than the measurement.
+        """
         return self.simulated_s / self.measured_s - 1
 
 
 def main() -> int:
-    """Compare, print a table, write JSON, a table and pictures."""
+    """Compare, print a table, and write JSON, a table and plots."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", type=Path, nargs="+", metavar="RESULTS")
     parser.add_argument("--out", type=Path, required=True, help="folder of the report")
     parser.add_argument(
-        "--cluster", type=Path, nargs="+", help="measured by `testbed --profile`; one, or one for each result"
+        "--cluster",
+        type=Path,
+        nargs="+",
+        help="cluster.yaml written by `testbed --profile`: one file, or one for each result",
     )
     options = parser.parse_args()
     try:
@@ -83,7 +92,7 @@ def main() -> int:
         ]
         if len(comparisons) < 2:
             raise ConfigurationError(
-                f"{len(comparisons)} comparison: wanted two or more; give results with more workloads"
+                f"got {len(comparisons)} comparison, wanted two or more; give results with more workloads"
             )
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -109,26 +118,27 @@ def main() -> int:
 
 
 def clusters_of(paths: Sequence[Path] | None, num_results: int) -> list[ClusterDescription | None]:
-    """What was measured of each result's nodes.
+    """Return the cluster description of each result, or None where no file was given.
 
     Raises:
-        ConfigurationError: There are neither one nor as many as results.
+        ConfigurationError: The number of files is neither one nor the number of results.
     """
     if paths is None:
         return [None] * num_results
     if len(paths) not in (1, num_results):
         raise ConfigurationError(
-            f"--cluster: got {len(paths)} files for {num_results} results; wanted one for all or one for each"
+            f"--cluster: got {len(paths)} files for {num_results} results, wanted one file for all or one "
+            "for each"
         )
     clusters: list[ClusterDescription | None] = [load_cluster(path) for path in paths]
     return clusters * num_results if len(clusters) == 1 else clusters
 
 
 def read(path: Path) -> dict[str, Any]:
-    """One file of the testbed's.
+    """Read one result file of the testbed.
 
     Raises:
-        ConfigurationError: It is none.
+        ConfigurationError: The file cannot be read or is not a result of the testbed.
     """
     path = path / "testbed.json" if path.is_dir() else path
     try:
@@ -143,7 +153,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def compare(record: dict[str, Any], measured: ClusterDescription | None) -> list[Comparison]:
-    """All workloads and strategies of one file."""
+    """Compare all workloads and strategies of one result file."""
     options, size = parsed_options(record["options"]), record["size"]
     world_size = options.nodes * options.ranks_per_node
     cluster = described_cluster(record, options.nodes, options.ranks_per_node, measured)
@@ -179,7 +189,11 @@ def compare(record: dict[str, Any], measured: ClusterDescription | None) -> list
 def described_cluster(
     record: dict[str, Any], num_nodes: int, per_node: int, measured: ClusterDescription | None
 ) -> ClusterDescription:
-    """What the testbed builds, with start-up times and links inside a node as measured."""
+    """Return a description of the testbed's cluster, with measured start-up times and links inside a node.
+
+    Raises:
+        ConfigurationError: The measured cluster has other nodes than the testbed.
+    """
     payload = record["link_payload_bytes_per_s"]
     pace = record["pace"]["expert_flops_per_s"]
     inter = LinkDescription(
@@ -204,7 +218,7 @@ def described_cluster(
 
 
 def described_job(size: dict[str, Any], pace: dict[str, Any], num_devices: int) -> MoeJob:
-    """The testbed's stack: paced attention, two matrices an expert, fp32, no optimizer."""
+    """Return the job of the testbed's stack: paced attention, two matrices per expert, fp32, no optimizer."""
     elements = 2 * size["hidden_size"] * size["ffn_size"]
     return MoeJob(
         num_devices=num_devices,
@@ -224,7 +238,7 @@ def described_job(size: dict[str, Any], pace: dict[str, Any], num_devices: int) 
 
 
 def parsed_options(texts: dict[str, str]) -> argparse.Namespace:
-    """The testbed's options from the words that its file keeps."""
+    """Return the testbed's options from the texts that its result file keeps."""
     from benchmarks.testbed.__main__ import _parser
 
     parser = _parser()
@@ -239,7 +253,7 @@ def parsed_options(texts: dict[str, str]) -> argparse.Namespace:
 def drawn_counts(
     options: argparse.Namespace, workload: str, size: dict[str, Any], world_size: int
 ) -> np.ndarray:
-    """The testbed's own loads, [I, L, D, E]."""
+    """Return the loads of the testbed: int64 ``[I, L, D, E]``."""
     from benchmarks.testbed.__main__ import _counts
     from benchmarks.testbed.layer_stack import StackSize
 
@@ -251,7 +265,7 @@ def drawn_counts(
 def simulated_iterations_s(
     variant: str, counts_ILDE: np.ndarray, cluster: ClusterDescription, job: MoeJob
 ) -> np.ndarray:
-    """Seconds of every iteration, [I], warm-ups too."""
+    """Return the simulated seconds of every iteration, warm-ups included: float64 ``[I]``."""
     from benchmarks.testbed.__main__ import _variant
 
     chosen = _variant(variant)
@@ -260,7 +274,7 @@ def simulated_iterations_s(
 
 
 def summary(comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """R², mean and worst relative error, of all and by rate, workload and strategy."""
+    """Return R², mean and worst relative error of all comparisons, and by rate, workload and strategy."""
     groups = {
         key: {
             name: _figures([one for one in comparisons if getattr(one, key) == name])
@@ -287,7 +301,7 @@ def _figures(comparisons: Sequence[Comparison]) -> dict[str, float | int | None]
 
 
 def report(comparisons: Sequence[Comparison], figures: dict[str, Any]) -> str:
-    """Markdown: every comparison, then the figures."""
+    """Return a Markdown report: a table of all comparisons, then the summary figures."""
     rows = [
         "| rate | workload | strategy | measured ms | simulated ms | error |",
         "|---|---|---|--:|--:|--:|",
@@ -299,7 +313,7 @@ def report(comparisons: Sequence[Comparison], figures: dict[str, Any]) -> str:
     ]
     rows.append("")
     if (noise := figures.get("worst_control_difference")) is not None:
-        rows.append(f"- noise: `none` measured a second time differed by up to {noise:.1%}")
+        rows.append(f"- noise: a second measurement of `none` differed by up to {noise:.1%}")
     for key, names in {"all": {"": figures}, **figures["by"]}.items():
         for name, of in names.items():
             r_squared = "–" if of["r_squared"] is None else f"{of['r_squared']:.4f}"
@@ -312,7 +326,7 @@ def report(comparisons: Sequence[Comparison], figures: dict[str, Any]) -> str:
 
 
 def draw(comparisons: Sequence[Comparison], figures: dict[str, Any], path: Path) -> None:
-    """Measured against simulated seconds, a colour a strategy, a marker a rate."""
+    """Plot measured against simulated seconds. Each strategy has a colour, each rate a marker."""
     from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
     figure = new_figure((6, 8))

@@ -1,17 +1,17 @@
-"""Relations and tables of the papers, beside what the simulator says of them.
+"""Prints figures and tables of the papers beside the values that the simulator computes for them.
 
-Run as ``python benchmarks/reproduce_papers.py``, with ``--paper hecate`` for one of them. What differs from
-the papers, and why the ratios are no measurements of anything:
+Run it as ``python benchmarks/reproduce_papers.py``. ``--paper hecate`` prints only one paper. The ratios are
+not measurements, because the simulations differ from the papers:
 
-* No paper's loads are published. The one number for their skew is Hecate's (§1): they slow EP down by up to
-  5.18 times on its V100 cluster. Here popularities are log-normal and drift from iteration to iteration. The
-  script looks for the spread that slows EP down as much, and says if there is none; the tables are for the
-  three spreads of the testbed's workloads as well, none of them chosen by what comes out. Parm's layers have
-  a capacity factor and even loads; its table is printed once.
-* Clusters are those of ``configs/clusters``, with the assumptions named there; what each paper leaves open is
-  said in ``benchmarks/papers``.
+* No paper publishes its loads. The only number for their skew is Hecate's (§1): its loads slow EP down by up
+  to 5.18 times on its V100 cluster. Here, popularities are log-normal and drift from iteration to iteration.
+  The script searches for the spread that slows EP down equally, and says so if none does. It also prints
+  tables for the three spreads of the testbed's workloads. No spread was chosen by its results. Parm's layers
+  have a capacity factor and even loads, so its table is printed once.
+* Clusters are those of ``configs/clusters``, with the assumptions named there. ``benchmarks/papers`` states
+  the assumptions about everything else that a paper does not state.
 
-Nothing is tuned to the figures; where they are missed, the table says so.
+Nothing is tuned to the papers' figures. Where they are missed, the tables show it.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from benchmarks.papers.setting import Relation
 from megatron_fssdp.simulation.workloads import LOG_NORMAL_SIGMAS
 
 MOST_SIGMA = 4.0
-"""Up to which a spread is looked for."""
+"""Largest spread in the search for a spread that matches the paper."""
 
 PAPERS = {
     "hecate": ("Hecate", hecate.RELATIONS),
@@ -41,7 +41,7 @@ WITH_EVEN_LOADS = {"parm": ("Parm", parm.RELATIONS)}
 
 
 def fitted_sigma() -> float | None:
-    """Spread at which EP on Hecate's cluster A is as much slower than with even loads as it says; if any."""
+    """Return the spread that slows EP on Hecate's cluster A down as published, or None if there is none."""
     low, high = 0.0, MOST_SIGMA
     if hecate.slowdown(high) < hecate.PUBLISHED_SLOWDOWN:
         return None
@@ -64,7 +64,14 @@ def _middle(values: list[float]) -> float:
 def print_relations(
     console: Console, name: str, relations: tuple[Relation, ...], sigma: float | None
 ) -> None:
-    """One paper's table for one spread, or ``None`` for even loads."""
+    """Print one paper's table.
+
+    Args:
+        console: Console to print to.
+        name: Name of the paper.
+        relations: Statements of the paper.
+        sigma: Spread of the loads, or None for even loads.
+    """
     loads = f"loads log-normal, sigma {sigma}, not the paper's" if sigma is not None else "even loads"
     table = Table(title=f"{name}; {loads}", title_justify="left")
     for header in ("where", "relation", "paper", "simulated", "simulated / paper"):
@@ -81,13 +88,13 @@ def print_relations(
 
 
 def spreads(console: Console) -> list[float]:
-    """The testbed's, and the one that slows EP down as published, if there is one."""
+    """Return the spreads of the testbed's workloads, and the one with the published slowdown if it exists."""
     sigmas, fitted = list(LOG_NORMAL_SIGMAS.values()), fitted_sigma()
     if fitted is not None:
         return [*sigmas, fitted]
     console.print(
-        f"no spread up to sigma {MOST_SIGMA} slows EP down {hecate.PUBLISHED_SLOWDOWN} times, as "
-        "Hecate's loads did at worst: the tables are not for loads of the published skew"
+        f"No spread up to sigma {MOST_SIGMA} slows EP down {hecate.PUBLISHED_SLOWDOWN} times, as Hecate's "
+        "loads did at worst. So the loads of these tables do not have the published skew."
     )
     return sigmas
 
@@ -98,7 +105,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--paper", choices=[*PAPERS, *WITH_EVEN_LOADS], nargs="*", help="all of them by default"
+        "--paper", choices=[*PAPERS, *WITH_EVEN_LOADS], nargs="*", help="papers to print; default: all"
     )
     parser.add_argument("--sigma", type=float, nargs="*", help="spreads to print tables for")
     arguments = parser.parse_args()
@@ -116,7 +123,8 @@ def main() -> None:
         if key in WITH_EVEN_LOADS:
             print_relations(console, *WITH_EVEN_LOADS[key], None)
     console.print(
-        "Ratios compare geometric means of what is simulated and of the ends of what the paper states."
+        "Ratios compare the geometric mean of the simulated values with that of the smallest and largest "
+        "stated value."
     )
 
 

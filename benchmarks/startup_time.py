@@ -1,8 +1,8 @@
-"""What importing and registering the plugin adds to Megatron's own start.
+"""Measures the time that importing and registering the plugin adds to Megatron's own start.
 
-Each sample is a fresh interpreter that imports what a pretraining script imports from
-Megatron, and then, timed on its own, imports and registers the plugin. On a machine
-without an accelerator the CPU runtime is installed before, untimed: a GPU run has none.
+Each sample is a new interpreter. It imports the same modules of Megatron as a pretraining script. Then it
+imports and registers the plugin, which is timed separately. On a machine without an accelerator, the CPU
+runtime is installed before. It is not timed, because runs on GPUs do not need it.
 
     python benchmarks/startup_time.py [SAMPLES]
 """
@@ -27,7 +27,7 @@ print(megatron_s, time.perf_counter() - started_s)
 
 
 def main() -> None:
-    """Print medians and spread."""
+    """Print medians, minima and maxima."""
     samples = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     rows = []
     for _ in range(samples):
@@ -35,10 +35,12 @@ def main() -> None:
             [sys.executable, "-W", "ignore", "-c", _CODE], capture_output=True, text=True, check=True
         )
         rows.append([float(value) for value in done.stdout.split()])
-    for name, column in zip(("Megatron's imports", "plugin, on top"), zip(*rows, strict=True), strict=True):
+    for name, column in zip(
+        ("Megatron's imports", "plugin, in addition"), zip(*rows, strict=True), strict=True
+    ):
         print(
             f"{name}: median {statistics.median(column):.3f} s, min {min(column):.3f}, max {max(column):.3f} "
-            f"({samples} fresh interpreters)"
+            f"({samples} new interpreters)"
         )
 
 

@@ -1,1 +1,1 @@
-"""Settings and relations of the papers, for ``benchmarks/reproduce_papers.py``."""
+"""Settings and statements of the papers, which ``benchmarks/reproduce_papers.py`` prints."""

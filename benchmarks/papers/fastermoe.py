@@ -1,9 +1,11 @@
-"""What FasterMoE's text states of Fig. 10, 11, 12, 13 and Table 3.
+"""Statements of FasterMoE's text on Fig. 10, 11, 12, 13 and Table 3.
 
-Batch sizes are not published; 8 sequences of 1,024 tokens a device are taken. Expert selections were
-recorded in real trainings and are not published either. Latencies are those of the MoE layers, as in the
-paper (§5.2), but for Table 3. ZeRO is not a strategy here; stage 3 is counted by its volume: parameters
-gathered in each pass and gradients reduced once, nothing overlapped, even compute.
+Batch sizes are not published. This module assumes 8 sequences of 1,024 tokens per device. The paper recorded
+expert selections in real trainings, and did not publish them either. Latencies are those of the MoE layers,
+as in the paper (§5.2), except for Table 3. ZeRO is not a strategy of this package. Its stage 3 is computed
+from its
+volume: parameters are gathered in each pass and gradients are reduced once, without overlap, with even
+compute.
 """
 
 from collections.abc import Callable
@@ -32,7 +34,7 @@ def _setting(model: str, sigma: float, leaving_share: float | None = None) -> Se
 
 
 def _faster(models: tuple[str, ...], name: str, keys: dict[str, object]) -> Callable[[float], list[float]]:
-    """The largest speed-up of the MoE layers over ``ep``; the text states "up to"."""
+    """Largest speed-up of the MoE layers over ``ep``, because the text states "up to"."""
 
     def speedup(sigma: float) -> list[float]:
         settings = [_setting(model, sigma) for model in models]
@@ -50,7 +52,7 @@ def _over_zero(models: tuple[str, ...]) -> Callable[[float], list[float]]:
 
 
 def _zero_s(setting: Setting) -> float:
-    """Seconds of the MoE layers under ZeRO stage 3 by volume, in rings over all devices."""
+    """Return the seconds of the MoE layers under ZeRO stage 3, from its volume in rings over all devices."""
     job, cluster = setting.job, setting.description
     tokens = job.pairs_per_device
     compute_s = (1 + BACKWARD_PER_FORWARD) * tokens * job.expert_flops_per_token / cluster.expert_flops_per_s
@@ -60,7 +62,7 @@ def _zero_s(setting: Setting) -> float:
 
 
 def _shadowed(sigma: float) -> list[float]:
-    """Part of the experts that is shadowed, over models, layers and iterations."""
+    """Mean share of shadowed experts over models, layers and iterations."""
     shares = []
     for model in (*ON_JOHNNY, *ON_TREVOR):
         setting = _setting(model, sigma)
@@ -70,7 +72,7 @@ def _shadowed(sigma: float) -> list[float]:
 
 
 def _smart_per_layer(sigma: float) -> list[float]:
-    """The largest ratio of one layer's exchanges and experts in turn to those in steps."""
+    """Largest speed-up of one layer by the smart schedule."""
     best = 0.0
     for model in (*ON_JOHNNY, *ON_TREVOR):
         plain, smart = (_setting(model, sigma).run("ep", **keys).layers for keys in ({}, SMART))

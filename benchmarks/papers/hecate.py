@@ -1,11 +1,13 @@
-"""Relations that Hecate's text states (Fig. 9 to 15).
+"""Statements of Hecate's text (Fig. 9 to 15).
 
-The paper does not state batch sizes; 4 sequences a device are taken, and 16 of BERT's shorter ones. Where the
-text names no cluster (Fig. 13 to 15), B is taken; for Fig. 13 BERT-MoE-Deep, for Fig. 14 two and four
-sequences a device. "Hecate" is ``fssdp`` with the paper's planner (Alg. 1) and limits as measured (§4.2);
-"ours" has the default planner. The paper tuned the baselines' intervals and reserved memory by hand and does
-not say to what: here SmartMoE and FlexMoE think things over every 5 iterations, and FlexMoE has as many spare
-experts as it owns.
+The paper does not state batch sizes. This module assumes 4 sequences per device, and 16 of BERT's shorter
+ones. Where the text names no cluster (Fig. 13 to 15), it assumes cluster B. For Fig. 13 it assumes
+BERT-MoE-Deep, and for Fig. 14 two and four sequences per device.
+
+"Hecate" is ``fssdp`` with the paper's planner (Alg. 1) and with measured limits (§4.2). "Ours" has the
+default planner. The paper tuned the baselines' intervals and reserved memory by hand and does not state the
+values. Here, SmartMoE and FlexMoE reconsider their placements every 5 iterations, and FlexMoE has as many
+slots for resident replicas as owned experts.
 """
 
 from collections.abc import Callable
@@ -15,9 +17,9 @@ import numpy as np
 from benchmarks.papers.setting import Model, Relation, Setting
 
 PUBLISHED_SLOWDOWN = 5.18
-"""Of EP by imbalanced loads, at most (Hecate, §1)."""
+"""Largest slowdown of EP by imbalanced loads (Hecate, §1)."""
 
-MODELS = {  # Table 1, and sequences a device
+MODELS = {  # Table 1, and sequences per device
     "GPT-MoE-S": (Model(768, 2048, 12), 4),
     "GPT-MoE-L": (Model(1536, 2048, 12), 4),
     "BERT-MoE": (Model(1024, 512, 12), 16),
@@ -39,7 +41,7 @@ def setting_of(
     sequences: int | None = None,
     num_iterations: int = 24,
 ) -> Setting:
-    """One of the paper's models; weak scaling: 32 experts on 16 devices (§5.2)."""
+    """Return the setting of one of the paper's models. Weak scaling: 32 experts on 16 devices (§5.2)."""
     shape, default = MODELS[model]
     return Setting(
         shape, cluster, sigma, devices, 2 * devices, 2, sequences or default, num_iterations=num_iterations
@@ -47,7 +49,7 @@ def setting_of(
 
 
 def slowdown(sigma: float) -> float:
-    """EP on cluster A under a spread, over EP with even loads."""
+    """Return the seconds of EP on cluster A with loads of a spread, divided by those with even loads."""
     skewed, even = (
         setting_of("GPT-MoE-S", "hecate-a", value, num_iterations=4).iteration_s("ep")
         for value in (sigma, 0.0)
@@ -60,7 +62,7 @@ def _speedup(setting: Setting, **keys: object) -> float:
 
 
 def _over_baselines(cluster: str, devices: int) -> Callable[[float], list[float]]:
-    """Geometric mean over models and baselines of their seconds over Hecate's."""
+    """Geometric mean over models and baselines: seconds of the baseline divided by Hecate's."""
 
     def ratio(sigma: float) -> list[float]:
         found = []
@@ -84,7 +86,7 @@ def _of_models(cluster: str, devices: int, **keys: object) -> Callable[[float], 
 
 
 def _layers(sigma: float) -> list[float]:
-    """EP's seconds in each MoE layer's own parts over ours, from the fastest to the slowest."""
+    """Speed-up of each MoE layer over EP, without other compute, in ascending order."""
     setting = setting_of("GPT-MoE-S", "hecate-b", sigma)
     plain, ours = (setting.run(name, **keys).layers.moe_s() for name, keys in (("ep", {}), ("fssdp", HECATE)))
     return sorted((plain.mean(axis=0) / ours.mean(axis=0)).tolist())
@@ -102,7 +104,7 @@ def _memory(*, parameters: bool, rematerialize: bool) -> Callable[[float], list[
         plain = setting.run("ep").memory.experts
         ours = setting.run("fssdp", **HECATE, rematerialize=rematerialize).memory.experts
         if not parameters:
-            # The paper counts optimizer, gradients and parameters, not transfers' buffers.
+            # The paper counts optimizer states, gradients and parameters, but no buffers of transfers.
             with_replicas = ours.total_bytes - ours.transfer_buffers_bytes
             return [with_replicas / plain.expert_parallelism_bytes]
         held = ours.slot_parameters_bytes + ours.replica_parameters_bytes
@@ -112,7 +114,7 @@ def _memory(*, parameters: bool, rematerialize: bool) -> Callable[[float], list[
 
 
 def _of_flexmoe(sigma: float) -> list[float]:
-    """Memory of FlexMoE, without transfers' buffers, over Hecate's."""
+    """Memory of FlexMoE divided by Hecate's, without buffers of transfers."""
     setting = setting_of("BERT-MoE-Deep", "hecate-b", sigma)
     theirs, ours = (
         setting.run(name, **keys).memory.experts
@@ -143,7 +145,7 @@ def _slower_with_rematerialization(sigma: float) -> list[float]:
 
 
 def _intervals(sigma: float) -> list[float]:
-    """Sharding alone, at intervals of 10 to 100 iterations, over EP."""
+    """Speed-up over EP of sharding alone, at intervals of 10 to 100 iterations."""
     setting = setting_of("GPT-MoE-S", "hecate-b", sigma, num_iterations=110)
     keys = {"slots": 0, "overlap_degree": 0, "planner": "hecate"}
     return [

@@ -1,8 +1,9 @@
-"""Parm's Table IV cell by cell, Table V, and what its text states of Fig. 1 and 7 and of SAA.
+"""Parm's Table IV cell by cell, its Table V, and the statements of its text on Fig. 1 and 7 and on SAA.
 
-Loads are even: a capacity factor pads or drops what is not, so nothing depends on a spread. Assumptions are
-in ``parm_testbeds``, ``parm_layers`` and ``parm_models``. Rows named "(ours)" say how far an assumption moves
-Table IV; the slowdown of all-to-alls among them explains what is missed, and is taken nowhere else.
+Loads are even, because a capacity factor pads or drops tokens. So no result depends on a spread. Assumptions
+are in ``parm_testbeds``, ``parm_layers`` and ``parm_models``. Rows named "(ours)" show how much an assumption
+changes Table IV. One of them, the slowdown of all-to-alls, explains the missed cells. It is not used in any
+other row.
 """
 
 from collections.abc import Callable
@@ -43,7 +44,7 @@ TABLE_V = {  # base model, column: milliseconds of DeepSpeed-MoE and of Parm, sp
     ("GPT-2", "T-B 32"): (2187, 695, 3.15),
 }
 NEAR = 0.25
-"""How far from the paper's a cell may be and still count as reproduced."""
+"""Largest relative distance from the paper at which a cell counts as reproduced."""
 
 OTHERWISE = {
     "as simulated": AS_TAKEN,
@@ -58,20 +59,20 @@ OTHERWISE = {
 }
 
 OF_FIGURE_1 = (*list(OTHERWISE)[:4], "if H and M do not grow with N_ESP")
-"""What moves the share of communication."""
+"""Assumptions that change the share of communication."""
 
 Values = Callable[[float], list[float]]
 
 
 def speedup(name: str, pair: tuple[int, int], column: str, assumptions: Assumptions = AS_TAKEN) -> float:
-    """One cell of Table IV: the mean of its layers' speed-ups."""
+    """Return one cell of Table IV: the mean of its layers' speed-ups."""
     return float(np.mean([layer.speedup(name) for layer in cell_of(column, pair, assumptions)]))
 
 
 def ratios_of_table_iv(
     assumptions: Assumptions = AS_TAKEN,
 ) -> dict[tuple[str, tuple[int, int], str], float]:
-    """Simulated over published, of each cell by schedule, pair and column."""
+    """Return simulated divided by published speed-up of each cell, by schedule, pair and column."""
     return {
         (name, pair, column): speedup(name, pair, column, assumptions) / value
         for name, rows in TABLE_IV.items()
@@ -122,7 +123,7 @@ def _models() -> list[Relation]:
 
 
 def communication_shares(assumptions: Assumptions = AS_TAKEN) -> list[float]:
-    """The baseline's on 32 GPUs, of all layers (Fig. 1)."""
+    """Return the baseline's share of communication on 32 GPUs, for all layers (Fig. 1)."""
     return [
         layer.baseline.communication_share for pair in PAIRS for layer in cell_of("T-B 32", pair, assumptions)
     ]
@@ -143,13 +144,13 @@ def _figure_7(_: float) -> list[float]:
 
 
 def _of_testbed(letter: str) -> list[LayerSeconds]:
-    """All layers on all numbers of a testbed's GPUs."""
+    """Return all layers on all numbers of GPUs of a testbed."""
     columns = [column for column in COLUMNS if column.startswith(letter)]
     return [layer for column in columns for pair in PAIRS for layer in cell_of(column, pair)]
 
 
 def _over_worse(letter: str) -> Values:
-    """Parm over the worse one of S1 and S2, over all layers of a testbed."""
+    """Mean speed-up of Parm over the slower of S1 and S2, over all layers of a testbed."""
 
     def ratio(_: float) -> list[float]:
         found = [
@@ -166,7 +167,7 @@ def _count(column: str | None) -> Values:
 
 
 def _saa(letter: str) -> Values:
-    """S2 with gather and all-to-all in turn over S2, over all layers of a testbed."""
+    """Mean speed-up of S2 over S2 without overlap of gather and all-to-all, over all layers of a testbed."""
 
     def ratio(_: float) -> list[float]:
         return [

@@ -1,18 +1,19 @@
-"""The MoE layers that Parm was measured with (Table III) and their simulated seconds.
+"""The MoE layers on which Parm was measured (Table III), and their simulated seconds.
 
-What the table leaves open:
+The table leaves some points open. This module assumes the following:
 
-* How 1,296 layers come of it. Four columns of Table IV (8 GPUs of A; 8, 16 and 32 of B) times its four pairs
-  of N_MP and N_ESP leave 81 layers for each cell and 324 for each column, and 324 is what Fig. 1 has on 32
-  GPUs. The values of B, L, H, M and f make 162, so half of them ran. Which ones is not published, only that
-  memory decided. Here it is the half with the fewest numbers in E·T·M = k·f·B·L·M, with which activations
-  grow: that has 8 values, each twice the one before, and exactly 81 layers have one of the four smaller.
-  Another reading leaves none out: H = M makes 54 of the 162, which with six pairs are 324 as well, those with
-  N_MP = 1 (or N_ESP = 1) among them. Table IV has no such pairs.
-* k, see ``Assumptions``; E = P / N_ESP, as in §VI-D (2 and 8 experts on 8 and 32 GPUs with N_ESP = 4), so one
-  shard of one expert on each GPU. Volumes do not depend on E.
-* ``N_ES`` is taken to be N_ESP: H and M are what the table says, times N_ESP.
-* B is of a GPU; the N_MP ranks of an MP group have the same samples.
+* The 1,296 layers: four columns of Table IV (8 GPUs of A; 8, 16 and 32 of B) times its four pairs of N_MP and
+  N_ESP give 81 layers for each cell and 324 for each column. Fig. 1 has 324 layers on 32 GPUs. The values of
+  B, L, H, M and f give 162 combinations, so half of them ran. The paper states only that memory decided which
+  ones. Here it is the half with the smallest E·T·M = k·f·B·L·M, because activations grow with it. This
+  product has 8 values, each twice the one before, and exactly 81 layers have one of the four smaller values.
+  Another interpretation leaves no layer
+  out: H = M gives 54 of the 162, and six pairs of them are 324 as well, including those with N_MP = 1 (or
+  N_ESP = 1). But Table IV has no such pairs.
+* k: see ``Assumptions``. E = P / N_ESP, as in §VI-D (2 and 8 experts on 8 and 32 GPUs with N_ESP = 4), so
+  each GPU has one shard of one expert. Volumes do not depend on E.
+* ``N_ES`` means N_ESP: H and M are the table's values times N_ESP.
+* B is the batch size of one GPU. The N_MP ranks of an MP group have the same samples.
 """
 
 import itertools
@@ -34,25 +35,25 @@ LENGTHS = (512, 1024, 2048)
 WIDTHS = (1024, 2048, 4096)
 CAPACITY_FACTORS = (1.2, 2.4)
 PAIRS = ((2, 2), (2, 4), (4, 2), (4, 4))
-"""N_MP and N_ESP of Table IV."""
+"""Pairs of N_MP and N_ESP in Table IV."""
 
 COLUMNS = {"T-A": ("parm-a", 8), "T-B 8": ("parm-b", 8), "T-B 16": ("parm-b", 16), "T-B 32": ("parm-b", 32)}
-"""Of Table IV: testbed and P."""
+"""Columns of Table IV: testbed and number of GPUs, P."""
 
 MOST_ROW_NUMBERS = 8 * 1.2 * 2 * 512 * 1024
-"""f·B·L·M / N_ESP of the largest layers kept, 8 times that of the smallest; it goes up to 128 times."""
+"""f·B·L·M / N_ESP of the largest selected layers: 8 times the smallest value. The maximum is 128 times."""
 
 
 @dataclass(frozen=True)
 class ConfiguredLayer:
-    """One line of Table III's grid.
+    """One combination of values of Table III.
 
     Attributes:
-        batch: B.
-        length: L.
-        ffn_width: H / N_ESP.
-        model_width: M / N_ESP.
-        capacity_factor: f.
+        batch: Number of samples of a GPU, B.
+        length: Number of tokens of a sample, L.
+        ffn_width: Inner dimension of an expert, H / N_ESP.
+        model_width: Model dimension, M / N_ESP.
+        capacity_factor: Capacity factor, f.
     """
 
     batch: int
@@ -63,20 +64,21 @@ class ConfiguredLayer:
 
     @property
     def num_tokens(self) -> int:
-        """B·L."""
+        """Number of tokens of a GPU, B·L."""
         return self.batch * self.length
 
     @property
     def is_small(self) -> bool:
-        """Whether it is in the half with the fewest numbers in its rows."""
+        """Whether the layer is in the half with the smallest f·B·L·M."""
         return self.capacity_factor * self.num_tokens * self.model_width <= MOST_ROW_NUMBERS
 
 
 def layers_of(which: str) -> Iterator[ConfiguredLayer]:
-    """Layers of one cell of Table IV.
+    """Yield the layers of one cell of Table IV.
 
     Args:
-        which: As in :class:`Assumptions`; ``unscaled`` are those of the smaller half, see :func:`layer_on`.
+        which: Selection of layers, as in :class:`Assumptions`. ``unscaled`` selects the smaller half (see
+            :func:`layer_on`).
     """
     for values in itertools.product(BATCHES, LENGTHS, WIDTHS, WIDTHS, CAPACITY_FACTORS):
         layer = ConfiguredLayer(*values)
@@ -90,7 +92,10 @@ def layers_of(which: str) -> Iterator[ConfiguredLayer]:
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """One layer under each schedule; ``s2_in_turn`` has no SAA: the gather follows the all-to-all."""
+    """Seconds of one layer under each schedule.
+
+    ``s2_in_turn`` has no SAA: its gather follows the all-to-all.
+    """
 
     baseline: ScheduledSeconds
     s1: ScheduledSeconds
@@ -99,23 +104,23 @@ class LayerSeconds:
 
     @property
     def parm(self) -> ScheduledSeconds:
-        """By Alg. 1, which has the very costs that are simulated: the better one."""
+        """The faster one of S1 and S2, which Alg. 1 selects because it knows exactly the simulated costs."""
         chosen: Schedule = best_schedule({"s1": self.s1.communication_s, "s2": self.s2.communication_s})
         return self.s1 if chosen == "s1" else self.s2
 
     def speedup(self, name: str) -> float:
-        """Of ``s1``, ``s2`` or ``parm`` over the baseline."""
+        """Return the speed-up of ``s1``, ``s2`` or ``parm`` over the baseline."""
         found: ScheduledSeconds = getattr(self, name)
         return self.baseline.total_s / found.total_s
 
 
 def seconds_of(scheduled: ScheduledLayer, ffn_size: int, testbed: Testbed) -> LayerSeconds:
-    """A layer on a testbed.
+    """Return the seconds of a layer on a testbed, under each schedule.
 
     Args:
-        scheduled: The layer.
-        ffn_size: H, of a whole expert of two matrices.
-        testbed: Where.
+        scheduled: Sizes of the layer.
+        ffn_size: Inner dimension of a whole expert with two matrices, H.
+        testbed: Testbed that the layer runs on.
     """
     costs = testbed.costs(scheduled.n_mp, scheduled.n_esp)
     flops_per_row = 4.0 * scheduled.hidden_size * ffn_size / scheduled.n_esp
@@ -130,13 +135,13 @@ def seconds_of(scheduled: ScheduledLayer, ffn_size: int, testbed: Testbed) -> La
 
 
 def layer_on(layer: ConfiguredLayer, n_mp: int, n_esp: int, testbed: Testbed) -> tuple[ScheduledLayer, int]:
-    """What the schedules need of a line of the grid, and H.
+    """Return the sizes of a layer that the schedules need, and H.
 
     Args:
-        layer: The line.
-        n_mp: Ranks of an MP group.
-        n_esp: Ranks of an ESP group, by which H and M grow.
-        testbed: P, k and bytes of a number.
+        layer: Combination of values of Table III.
+        n_mp: Number of ranks of an MP group.
+        n_esp: Number of ranks of an ESP group. H and M are multiplied by it.
+        testbed: Testbed, which gives P, k and the bytes of a number.
     """
     assumptions = testbed.assumptions
     growth = 1 if assumptions.layers == "unscaled" else n_esp
@@ -156,12 +161,12 @@ def layer_on(layer: ConfiguredLayer, n_mp: int, n_esp: int, testbed: Testbed) ->
 def cell_of(
     column: str, pair: tuple[int, int], assumptions: Assumptions = AS_TAKEN
 ) -> tuple[LayerSeconds, ...]:
-    """All layers of a cell of Table IV.
+    """Return the seconds of all layers of a cell of Table IV.
 
     Args:
-        column: Testbed and P.
+        column: Column of the table, which names testbed and number of GPUs.
         pair: N_MP and N_ESP.
-        assumptions: What is assumed.
+        assumptions: Assumptions about unstated values.
     """
     testbed = Testbed(*COLUMNS[column], assumptions)
     return tuple(

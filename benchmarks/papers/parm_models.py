@@ -1,10 +1,12 @@
-"""Parm's two models (Table V), of which the paper says the names, N_MP = N_ESP = 4 and the number of experts.
+"""Parm's two models (Table V). The paper states only their names, N_MP = N_ESP = 4 and the number of experts.
 
-Assumed: the published sizes of BERT-Base and of the smallest GPT-2; their longest sequences; 8 of them on
-a GPU, the most in Table III; experts in place of every feed-forward layer and of its size; k = 1, f = 1.2.
-Seconds grow with the batch, the speed-up hardly does. Outside the MoE layers: matrix products of attention
-and logits, cut by N_MP, and an all-reduce among the MP ranks in each pass of each attention. Reduction of
-gradients (left out of the paper's measurements of layers), optimizer, embeddings and norms are not counted.
+Assumptions: the published sizes of BERT-Base and of the smallest GPT-2; their longest sequences; 8 sequences
+on a GPU, the maximum of Table III; experts in place of every feed-forward layer, with its size; k = 1, f =
+1.2. Seconds grow with the batch size, but the speed-up hardly changes.
+
+Outside the MoE layers, the simulation counts the matrix products of attention and logits, divided by N_MP,
+and an all-reduce among the MP ranks in each pass of each attention. It does not count optimizer, embeddings,
+norms and the reduction of gradients, which the paper's measurements of layers also leave out.
 """
 
 from dataclasses import dataclass
@@ -22,14 +24,14 @@ CAPACITY_FACTOR = 1.2
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A base model; each of its layers has attention and experts.
+    """A base model. Each of its layers has attention and experts.
 
     Attributes:
-        layers: Of the transformer.
-        hidden: M.
-        ffn: H.
-        length: Tokens of a sequence.
-        vocabulary: Tokens there are.
+        layers: Number of transformer layers.
+        hidden: Model dimension, M.
+        ffn: Inner dimension of an expert, H.
+        length: Number of tokens of a sequence.
+        vocabulary: Number of token ids.
     """
 
     layers: int
@@ -40,7 +42,7 @@ class TrainedModel:
 
     @property
     def num_tokens(self) -> int:
-        """B·L."""
+        """Number of tokens of a GPU, B·L."""
         return SEQUENCES * self.length
 
 
@@ -51,13 +53,13 @@ MODELS = {
 
 
 def iteration_s(model: TrainedModel, column: str, name: str, assumptions: Assumptions = AS_TAKEN) -> float:
-    """Seconds of an iteration.
+    """Return the simulated seconds of an iteration.
 
     Args:
-        model: The model.
-        column: Testbed and P.
+        model: Model to simulate.
+        column: Column of Table IV, which names testbed and number of GPUs.
         name: ``baseline`` or ``parm``.
-        assumptions: What is assumed.
+        assumptions: Assumptions about unstated values.
     """
     testbed = Testbed(*COLUMNS[column], assumptions)
     layer = ScheduledLayer(
@@ -75,7 +77,7 @@ def iteration_s(model: TrainedModel, column: str, name: str, assumptions: Assump
 
 
 def _dense_s(model: TrainedModel, flops_per_s: float) -> float:
-    """Attention and logits, both passes."""
+    """Return the seconds of attention and logits, both passes."""
     attention = 8.0 * model.hidden**2 + 4.0 * model.length * model.hidden
     logits = 2.0 * model.hidden * model.vocabulary
     forward = model.num_tokens * (model.layers * attention + logits) / N_MP

@@ -1,17 +1,17 @@
-"""Parm's two testbeds: where the groups of a layer lie, and what their collectives cost over the links there.
+"""Parm's two testbeds: the ranks of each group of a layer, and the costs of their collectives.
 
-Of all costs the paper publishes alpha and beta of one collective, MP-AllGather, on each testbed (§VI-B).
-The others follow from those two, Table II and the data sheets:
+The paper publishes the costs, alpha and beta, of only one collective on each testbed: MP-AllGather (§VI-B).
+All other costs follow from these two numbers, Table II and the data sheets:
 
-* A GPU has one PCIe link, in each direction as fast as that beta says of a ring. All that leaves the GPU
-  takes it, also for other nodes: there is no NVLink.
+* A GPU has one PCIe link. In each direction its bandwidth is the one that beta gives for a ring. All data
+  that leaves the GPU uses this link, also data for other nodes. There is no NVLink.
 * The GPUs of a node share one 100 Gb/s NIC.
-* A collective takes alpha, whatever it is and whomever among, and as long as its busiest link is busy. An
-  all-reduce is a reduce-scatter and an all-gather (§IV-B).
-* SAA saves no start-ups. Its gather and its all-to-all share the links: the pair takes as long as the busiest
-  link has bytes of both.
-* MP and ESP groups are consecutive ranks, so inside a node; ranks of an EP group are N_ESP apart, so across
-  nodes where there are several (§III-A, Case 2 of §IV-B, Eq. 9).
+* Every collective takes alpha plus the time of its busiest link. An all-reduce is a reduce-scatter and an
+  all-gather (§IV-B).
+* SAA saves no start-ups. Its gather and its all-to-all share the links. The pair takes the time in which the
+  busiest link sends the bytes of both.
+* MP and ESP groups consist of consecutive ranks, inside one node. Ranks of an EP group have a distance of
+  N_ESP, so they are on several nodes if there are several (§III-A, Case 2 of §IV-B, Eq. 9).
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from megatron_fssdp.planning.cost.cost_model import LinkCost
 from megatron_fssdp.planning.cost.tensor_schedules import Group, Kind, ScheduleCosts
 
 PUBLISHED_ALL_GATHER = {"parm-a": (6.64e-4, 5.38e-10), "parm-b": (1.09e-4, 7.14e-10)}
-"""Alpha in seconds and beta in seconds an element of MP-AllGather (§VI-B; per element: §V-A)."""
+"""Alpha in seconds and beta in seconds per element of MP-AllGather (§VI-B; per element: §V-A)."""
 
 PEAK_FLOPS_PER_S = {
     ("parm-a", 4): 82.6e12,  # RTX 4090, fp32
@@ -32,20 +32,23 @@ PEAK_FLOPS_PER_S = {
     ("parm-b", 4): 13.45e12,  # RTX 2080 Ti, fp32
     ("parm-b", 2): 53.8e12,  # fp16 tensor cores, fp32 accumulation
 }
-"""By testbed and bytes of a number (public data sheets)."""
+"""Peak throughput of a GPU by testbed and bytes of a number (public data sheets)."""
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What the paper leaves open; no default is chosen by what comes out.
+    """Assumptions about values that the paper does not state. No default was chosen by its results.
 
     Attributes:
-        element_bytes: Of a number. The paper names no mixed precision, so fp32.
-        share_of_peak: That expert GEMMs reach; half, as in the descriptions of all clusters here.
-        ranks_of_fit: Ranks of the MP group that the published beta was measured with; the largest.
-        top_k: Experts of a token; Table III has none, so one. Only k times f counts.
-        layers: Which of Table III's are taken, see ``parm_layers``.
-        slowdown_of_all_to_all: Factor on beta of all-to-alls on testbed A, to see what it would do.
+        element_bytes: Bytes of a number. The paper does not mention mixed precision, so this is fp32.
+        share_of_peak: Share of the peak throughput that expert GEMMs reach. One half, as in all shipped
+            cluster descriptions.
+        ranks_of_fit: Ranks of the MP group on which the published beta was measured. The largest group is
+            assumed.
+        top_k: Number of experts of a token. Table III does not state it, so it is one. Only k times f
+            matters.
+        layers: Selection of the layers of Table III, see ``parm_layers``.
+        slowdown_of_all_to_all: Factor on beta of all-to-alls on testbed A, to see its effect.
     """
 
     element_bytes: int = 4
@@ -61,11 +64,11 @@ AS_TAKEN = Assumptions()
 
 @dataclass(frozen=True)
 class Span:
-    """How the ranks of a group lie.
+    """Distribution of a group's ranks over nodes.
 
     Attributes:
-        num_ranks: Of a group.
-        num_near: Of them in one node; the same in each.
+        num_ranks: Number of ranks of the group.
+        num_near: Number of these ranks in one node. It is the same in each node.
     """
 
     num_ranks: int
@@ -73,13 +76,13 @@ class Span:
 
 
 def spans_of(n_mp: int, n_esp: int, num_devices: int, devices_per_node: int) -> dict[Group, Span]:
-    """How each kind of group lies on a testbed.
+    """Return the distribution of each kind of group over the nodes of a testbed.
 
     Args:
-        n_mp: Ranks of an MP group.
-        n_esp: Ranks of an ESP group.
-        num_devices: P; the EP groups and ESP groups take all of them.
-        devices_per_node: GPUs of a node.
+        n_mp: Number of ranks of an MP group.
+        n_esp: Number of ranks of an ESP group.
+        num_devices: Number of GPUs, P. The EP groups and ESP groups together use all of them.
+        devices_per_node: Number of GPUs of a node.
     """
     n_ep = num_devices // n_esp
     return {
@@ -92,15 +95,15 @@ def spans_of(n_mp: int, n_esp: int, num_devices: int, devices_per_node: int) -> 
 
 @dataclass(frozen=True)
 class Testbed:
-    """GPUs of one of the testbeds.
+    """A number of GPUs of one of the testbeds.
 
     Attributes:
-        cluster: Name of its description; nodes and NICs are taken from there.
-        num_devices: P.
-        assumptions: What is assumed.
+        cluster: Name of the testbed's cluster description, which gives nodes and NICs.
+        num_devices: Number of GPUs, P.
+        assumptions: Assumptions about unstated values.
     """
 
-    __test__ = False  # for pytest: the word is the paper's
+    __test__ = False  # pytest must not collect this class as a test
 
     cluster: str
     num_devices: int
@@ -108,24 +111,27 @@ class Testbed:
 
     @property
     def description(self) -> ClusterDescription:
-        """Nodes and NICs."""
+        """Cluster description with nodes and NICs."""
         return load_cluster(self.cluster)
 
     @property
     def flops_per_s(self) -> float:
-        """Of a GPU on expert GEMMs."""
+        """Throughput of a GPU on expert GEMMs, in floating-point operations per second."""
         peak = PEAK_FLOPS_PER_S[self.cluster, self.assumptions.element_bytes]
         return self.assumptions.share_of_peak * peak
 
     @property
     def link_bytes_per_s(self) -> float:
-        """Of a GPU's link: the published beta is of a ring, in which a rank sends all parts but one."""
+        """Bandwidth of a GPU's link.
+
+        The published beta is that of a ring, where a rank sends all parts but one.
+        """
         ranks = self.assumptions.ranks_of_fit
         _, beta_s_per_element = PUBLISHED_ALL_GATHER[self.cluster]
         return (ranks - 1) / ranks * self.assumptions.element_bytes / beta_s_per_element
 
     def costs(self, n_mp: int, n_esp: int) -> ScheduleCosts:
-        """Of all collectives among the groups."""
+        """Return the costs of all collectives of the groups."""
         return _costs(self, n_mp, n_esp)
 
 
@@ -139,15 +145,16 @@ def _costs(testbed: Testbed, n_mp: int, n_esp: int) -> ScheduleCosts:
     found: dict[tuple[Kind, Group], LinkCost] = {}
     for group, span in spans.items():
         leaving = (span.num_ranks - 1) / span.num_ranks
-        # Rings of all the groups with ranks in a node cross its NIC, each of them once.
+        # The rings of all groups with ranks in a node cross its NIC, each ring once.
         rings = per_node / span.num_near if span.num_ranks > span.num_near else 0.0
         gather = max(leaving / link, rings * leaving / nic)
         found["all_gather", group] = found["reduce_scatter", group] = LinkCost(alpha_s, gather)
         found["all_reduce", group] = LinkCost(2 * alpha_s, 2 * gather)
         far = (span.num_ranks - span.num_near) / span.num_ranks
         found["all_to_all", group] = LinkCost(alpha_s, slowdown * max(leaving / link, per_node * far / nic))
-    # What the all-to-all adds to MP-AllGather, whose bytes are E·T·M for the all-to-all's E·T·M·N_ESP / N_MP:
-    # all its own on the link, where the gather's are too, and on the NIC what the gather leaves time for.
+    # The time that the all-to-all adds to MP-AllGather, which has E·T·M bytes where the all-to-all has
+    # E·T·M·N_ESP / N_MP. On the link, all of its bytes add time, because the gather uses the link as well. On
+    # the NIC, only the bytes add time that do not fit into the time of the gather.
     everyone = spans["ep_esp"]
     beside = found["all_gather", "mp"].beta_s_per_byte * n_mp / n_esp
     on_link = slowdown * (everyone.num_ranks - 1) / everyone.num_ranks / link

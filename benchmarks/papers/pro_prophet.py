@@ -1,7 +1,7 @@
-"""Pro-Prophet's Tables IV and V cell by cell, and what its text states of Fig. 10, 14 and 16.
+"""Pro-Prophet's Tables IV and V cell by cell, and the statements of its text on Fig. 10, 14, 15 and 16.
 
-Tokens of an iteration are published; each device takes one sequence. Expert selections are not published.
-DeepSpeed-MoE is ``ep``; its capacity factor is not stated and not simulated.
+The paper publishes the tokens of an iteration. Here each device processes one sequence. Expert selections are
+not published. DeepSpeed-MoE is simulated as ``ep``. Its capacity factor is not stated and not simulated.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ TABLE_IV = {  # K, model: FasterMoE's and Pro-Prophet's speed-up over DeepSpeed-
     (2, "MoE-GPT-DS"): (1.77, 1.94),
     (2, "MoE-GPT-DM"): (1.84, 2.07),
 }
-TABLE_V = {  # likewise; 8 GPUs, 4,096 tokens
+TABLE_V = {  # the same; 8 GPUs, 4,096 tokens
     (1, "MoE-GPT-S"): (1.20, 1.30),
     (1, "MoE-GPT-M"): (1.02, 1.18),
     (1, "MoE-GPT-DS"): (1.12, 1.30),
@@ -42,7 +42,7 @@ TABLE_V = {  # likewise; 8 GPUs, 4,096 tokens
     (2, "MoE-GPT-DS"): (1.44, 1.64),
     (2, "MoE-GPT-DM"): (1.25, 1.58),
 }
-# FasterMoE as a whole, and Pro-Prophet.
+# FasterMoE with all of its techniques, and Pro-Prophet.
 SYSTEMS = {"FasterMoE": ("fastermoe", {"smart_schedule": True}), "Pro-Prophet": ("prophet", {})}
 
 
@@ -101,7 +101,7 @@ def _end_to_end(top_k: int, over: str) -> Callable[[float], list[float]]:
 def _component(
     top_k: int, slow: dict[str, object] | None, fast: dict[str, object]
 ) -> Callable[[float], list[float]]:
-    """Seconds of MoE-GPT-M without a component over those with it (Fig. 14)."""
+    """Seconds of MoE-GPT-M without a component divided by those with it (Fig. 14)."""
 
     def ratio(sigma: float) -> list[float]:
         setting = _setting("MoE-GPT-M", "hpwnv", 16, 16384, top_k, sigma)
@@ -112,9 +112,9 @@ def _component(
 
 
 def _over_top(top_k: int, number: int) -> Callable[[float], list[float]]:
-    """Seconds of MoE-GPT-M with the most loaded experts of the last iteration everywhere, over the planner's.
+    """Speed-up of the planner over sending the last iteration's most loaded experts to all devices.
 
-    That is what Hecate's Alg. 1 does where memory does not bind.
+    Hecate's Alg. 1 gives this placement if memory is sufficient.
     """
 
     def ratio(sigma: float) -> list[float]:
@@ -134,7 +134,10 @@ def _over_top(top_k: int, number: int) -> Callable[[float], list[float]]:
 
 
 def _ratio_of_balance(top_k: int) -> Callable[[float], list[float]]:
-    """RB of Pro-Prophet over FasterMoE's in the layer of MoE-GPT-M where it is largest (Fig. 16)."""
+    """RB of Pro-Prophet divided by FasterMoE's, in the layer of MoE-GPT-M with the largest ratio (Fig.
+
+    16).
+    """
 
     def ratio(sigma: float) -> list[float]:
         setting = _setting("MoE-GPT-M", "hpwnv", 16, 16384, top_k, sigma)

@@ -1,4 +1,4 @@
-"""One model on one described cluster, under loads of one spread, and what is said of it.
+"""Simulated settings (one model on one cluster with loads of one spread) and statements of the papers.
 
 Shape letters: I iterations, L layers, D devices, E experts.
 """
@@ -20,22 +20,22 @@ from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run
 from megatron_fssdp.simulation.simulator import StrategyOutcome, simulate
 
 DRIFT = 0.02
-"""Standard deviation by which the logarithm of a popularity changes in an iteration: an assumption."""
+"""Assumed standard deviation of the change of a popularity's logarithm in one iteration."""
 
 OF_MOE_LAYERS = ("experts", "all-to-all", "waiting for spAG", "waiting for spRS")
 PROFILED = 3
-"""Iterations at the start in which strategies still measure; they are not compared."""
+"""Number of iterations at the start in which strategies still measure. They are not compared."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A paper's model.
+    """A model of a paper.
 
     Attributes:
-        hidden: Model dim.
-        seq_length: Tokens of a sequence.
-        layers: All with experts.
-        ffn: Over the model dim.
+        hidden: Model dimension.
+        seq_length: Number of tokens of a sequence.
+        layers: Number of layers. All layers have experts.
+        ffn: Ratio of the ffn dimension to the model dimension.
     """
 
     hidden: int
@@ -46,18 +46,19 @@ class Model:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a figure or a cell of a table was measured with.
+    """Setting in which a figure or a cell of a table was measured.
 
     Attributes:
-        model: The model.
-        cluster: Name of a description.
+        model: Model that was trained.
+        cluster: Name of the cluster's description.
         sigma: Spread of the log-normal popularities.
-        num_devices: GPUs, all in one expert-parallel group.
-        num_experts: Of a layer.
-        top_k: Experts of a token.
-        sequences: Of a device in an iteration.
-        num_iterations: That are simulated.
-        leaving_share: Of a source's tokens that the topology-aware gate lets leave; ``None`` without it.
+        num_devices: Number of GPUs. All of them form one expert-parallel group.
+        num_experts: Number of experts of a layer.
+        top_k: Number of experts of a token.
+        sequences: Number of sequences of a device in an iteration.
+        num_iterations: Number of simulated iterations.
+        leaving_share: Share of a source's tokens that the topology-aware gate sends to other nodes at most.
+            None without this gate.
     """
 
     model: Model
@@ -72,41 +73,42 @@ class Setting:
 
     @property
     def job(self) -> MoeJob:
-        """What each device computes."""
+        """Sizes of the training job on each device."""
         return _job(self)
 
     @property
     def description(self) -> ClusterDescription:
-        """The cluster, with as many nodes as the devices fill."""
+        """Description of the cluster, with the number of nodes that the devices fill."""
         cluster = load_cluster(self.cluster)
         num_nodes = max(1, self.num_devices // cluster.devices_per_node)
         return cluster.model_copy(update={"num_nodes": num_nodes})
 
     def run(self, name: str, **keys: object) -> StrategyOutcome:
-        """A strategy with settings, simulated once."""
+        """Simulate a strategy with some settings. The result is cached."""
         return _run(self, name, tuple(sorted(keys.items())))
 
     def iteration_s(self, name: str, **keys: object) -> float:
-        """Seconds of an iteration, on average, once costs are measured."""
+        """Return the mean seconds of an iteration after strategies have measured costs."""
         return float(self.run(name, **keys).iteration_s[PROFILED:].mean())
 
     def moe_s(self, name: str, **keys: object) -> float:
-        """Seconds of the MoE layers in it, on average."""
+        """Return the mean seconds of the MoE layers in an iteration."""
         parts_s = self.run(name, **keys).parts_s
         return float(sum(parts_s[part][PROFILED:].mean() for part in OF_MOE_LAYERS))
 
 
 @dataclass(frozen=True)
 class Relation:
-    """One stated relation; ``low`` and ``high`` are equal where one number is stated.
+    """One statement of a paper. If it is one number, ``low`` and ``high`` are equal.
 
     Attributes:
-        where: Figure or table.
-        what: In words.
+        where: Figure, table or section of the paper.
+        what: The statement in words.
         low: Smallest stated value.
-        high: Largest.
-        simulated: Values for a spread; ``None`` where nothing here stands for it.
-        why_not: Then the reason.
+        high: Largest stated value.
+        simulated: Function of a spread that returns the simulated values, or None if they cannot be
+            simulated.
+        why_not: Reason why the statement cannot be simulated.
     """
 
     where: str
@@ -149,7 +151,7 @@ def _job(setting: Setting) -> MoeJob:
 
 @cache
 def _loads(num_layers: int, num_devices: int, num_experts: int, iterations: int, sigma: float) -> np.ndarray:
-    """Drawn tokens by log-normal popularities that do a random walk: [I, L, D, E]."""
+    """Draw tokens with log-normal popularities that follow a random walk: int32 ``[I, L, D, E]``."""
     rng = np.random.default_rng(0)
     popularity_LE = sigma * rng.normal(size=(num_layers, num_experts))
     drawn = []
@@ -173,15 +175,19 @@ def _run(setting: Setting, name: str, keys: tuple[tuple[str, object], ...]) -> S
 
 
 def kept_in_nodes(counts_ILDE: np.ndarray, topology: Topology, leaving_share: float) -> np.ndarray:
-    """Loads as the topology-aware gate would leave them (FasterMoE, §4.3), roughly.
+    """Return the approximate loads under the topology-aware gate (FasterMoE, §4.3).
 
-    What exceeds a source's allowance stays, spread over its node's experts by their own shares. Who
-    would have gone is not known without the scores.
+    Pairs that exceed a source's allowance stay in the source's node. They are spread over the node's experts
+    in proportion to the experts' own shares. The gate's exact selection would need the scores, which are
+    unknown.
 
     Args:
-        counts_ILDE: Loads of a stock gate.
-        topology: Nodes; owners are even.
-        leaving_share: Of every source's pairs that may leave.
+        counts_ILDE: Integers ``[I, L, D, E]``. (token, k) pairs under a stock gate.
+        topology: Node of each device. Owners are even.
+        leaving_share: Maximum share of every source's pairs that go to other nodes.
+
+    Returns:
+        int32 ``[I, L, D, E]``.
     """
     num_devices, num_experts = counts_ILDE.shape[2:]
     node_D = np.asarray(topology.node_of_device)

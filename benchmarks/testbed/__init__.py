@@ -1,1 +1,1 @@
-"""A cluster with shaped links on one machine, and MoE layer stacks that run across it."""
+"""A testbed: a cluster with links of limited rate on one machine, and stacks of MoE layers that run on it."""

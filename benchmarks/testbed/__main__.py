@@ -1,4 +1,4 @@
-"""Strategies against each other on nodes with shaped links; see docs/testbed.md.
+"""Compares strategies on nodes with links of limited rate (see docs/testbed.md).
 
 For example::
 
@@ -21,7 +21,7 @@ CONTROL = "none again"
 
 
 def main() -> int:
-    """Parse, enter private namespaces, run."""
+    """Parse the options, enter private namespaces, and run the testbed."""
     options = _parser().parse_args()
     from benchmarks.testbed import processes
 
@@ -29,8 +29,8 @@ def main() -> int:
         return run(options)
     refusal = processes.namespaces_refusal()
     if refusal is not None:
-        print(f"[testbed] this machine refuses the namespaces: {refusal}", file=sys.stderr)
-        print("[testbed] give --loopback to run without shaped links", file=sys.stderr)
+        print(f"[testbed] this machine refuses to create namespaces: {refusal}", file=sys.stderr)
+        print("[testbed] give --loopback to run without links of limited rate", file=sys.stderr)
         return 2
     try:
         return processes.run_inside(sys.argv[1:])
@@ -47,12 +47,17 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--nodes", type=int, default=4)
     add("--ranks-per-node", type=int, default=2)
-    add("--rate", default="400mbit", help="of every node's link, in each direction")
+    add("--rate", default="400mbit", help="rate of every node's link, in each direction")
     add("--workloads", default="W0,W1,W3", help="W0 to W7, lognormal-weak/-medium/-strong, replay")
     add("--strategies", default="none,ep,fssdp", help="NAME or NAME:key=value;key=value")
     add("--repetitions", type=int, default=10)
-    add("--warm-up", type=int, default=3, help="unmeasured iterations of every pair, which fill the history")
-    add("--out", type=Path, required=True, help="folder of the results")
+    add(
+        "--warm-up",
+        type=int,
+        default=3,
+        help="unmeasured iterations of every workload and variant, which fill the history",
+    )
+    add("--out", type=Path, required=True, help="folder to write the results to")
     add("--loads", type=Path, default=LOADS, help="loads.npz that `replay` reads")
     add("--replay-from", type=int, default=400, help="first iteration of the record to replay")
     add("--layers", type=int, default=4)
@@ -60,26 +65,32 @@ def _parser() -> argparse.ArgumentParser:
     add("--top-k", type=int, default=2)
     add("--hidden", type=int, default=256)
     add("--ffn", type=int, default=1024)
-    add("--tokens", type=int, default=1024, help="of each rank")
-    add("--gflops", type=float, default=200, help="of each rank on experts, in 10^9 operations a second")
-    add("--attention-ms", type=float, help="forward, of a layer; default: a third of a balanced layer")
-    add("--cluster", type=Path, help="cluster.yaml of --profile: what strategies know of the links")
+    add("--tokens", type=int, default=1024, help="tokens of each rank")
+    add("--gflops", type=float, default=200, help="throughput of each rank on experts, in GFLOP/s")
+    add(
+        "--attention-ms",
+        type=float,
+        help="forward time of a layer's attention; default: both passes take a third of a balanced layer",
+    )
+    add("--cluster", type=Path, help="cluster.yaml of --profile, from which strategies know the links")
     add("--seed", type=int, default=0)
     add("--trace", action="store_true", help="also write trace.json of the last repetition, for Perfetto")
     add("--no-control", action="store_true", help="do not run `none` a second time under another name")
-    add("--loopback", action="store_true", help="no namespaces, links as fast as the machine")
-    add("--profile", action="store_true", help="instead: measure the nodes' links, write cluster.yaml")
+    add("--loopback", action="store_true", help="no namespaces and no limit of the links' rate")
+    add("--profile", action="store_true", help="instead: measure the nodes' links and write cluster.yaml")
     add(
         "--schedules",
         metavar="N_MP,N_ESP",
-        help="instead: Parm's schedules over a grid of shapes",
+        help="instead: measure Parm's schedules over a grid of shapes",
     )
-    add("--transfers", metavar="MIB,MIB", help="instead: SparseAllGather of one expert of these sizes")
+    add(
+        "--transfers", metavar="MIB,MIB", help="instead: measure SparseAllGather of one expert of these sizes"
+    )
     return parser
 
 
 def run(options: argparse.Namespace) -> int:
-    """Build the nodes, measure, write the results."""
+    """Build the nodes, measure, and write the results."""
     from benchmarks.testbed import processes
     from benchmarks.testbed.links import Nodes, parse_rate, payload_bytes_per_s
     from megatron_fssdp.config.errors import ConfigurationError
@@ -110,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _prepare_imports() -> None:
-    """What ranks share by being forked; nothing computes here."""
+    """Import the modules that forked ranks share. Nothing is computed in this process."""
     os.environ["MEGATRON_FSSDP_DEVICE"] = "cpu"
     import torch.distributed  # noqa: F401
 
@@ -153,8 +164,8 @@ def _run_schedules(options: argparse.Namespace, nodes: Any) -> None:
     world_size = options.nodes * options.ranks_per_node
     if n_mp < 2 or n_esp < 1 or world_size % n_mp or world_size % n_esp:
         raise ValueError(
-            f"--schedules: got {options.schedules}, wanted N_MP of 2 or more and N_ESP that both divide the "
-            f"{world_size} ranks, such as 2,2"
+            f"--schedules: got {options.schedules}, wanted N_MP (2 or more) and N_ESP, both divisors of the "
+            f"{world_size} ranks, for example 2,2"
         )
     plan = Plan(
         n_mp,
@@ -180,13 +191,13 @@ def _run_schedules(options: argparse.Namespace, nodes: Any) -> None:
         schedule_table(found),
     )
     print(
-        f"[testbed] cores while measuring: idle {shares['idle']:.0%}, taken by other machines "
-        f"{shares['steal']:.0%}"
+        f"[testbed] cores while measuring: {shares['idle']:.0%} idle, {shares['steal']:.0%} taken by other "
+        "machines"
     )
 
 
 def _run_profile(options: argparse.Namespace, nodes: Any) -> None:
-    """What ``megatron-fssdp profile`` does, between these nodes; compute is what experts are paced to."""
+    """Measure the links between the nodes as ``megatron-fssdp profile`` does. Compute has the stated pace."""
     from benchmarks.testbed.processes import run_on_nodes
     from benchmarks.testbed.transfer_bench import profile_nodes
     from megatron_fssdp.config.cluster_files import cluster_yaml
@@ -253,7 +264,7 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
     if not options.no_control and any(variant.name == "none" for variant in variants):
         variants.append(measurement.Variant(CONTROL, "none"))
     iterations = options.warm_up + options.repetitions
-    # The balanced workload is what the ceiling is taken from.
+    # The balanced workload is always included, because it gives the ceiling.
     names = list(dict.fromkeys(["W0", *options.workloads.split(",")]))
     counts = {name: _counts(options, name, size, world_size, iterations) for name in names}
     heats = {name: report.heat(counts_LIDE) for name, counts_LIDE in counts.items()}
@@ -262,7 +273,7 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
             f"[testbed] {name}: expert max/mean {of['expert_max_over_mean']:.2f}, "
             f"device max/mean {of['device_max_over_mean']:.2f}"
         )
-    print(f"[testbed] attention {1e3 * attention_s:.1f} ms forward, twice that backward", flush=True)
+    print(f"[testbed] attention: {1e3 * attention_s:.1f} ms forward, twice as long backward", flush=True)
     where = {"namespaces": not options.loopback}
 
     small = StackSize(2, options.experts, options.top_k, 16, 32, 64)
@@ -353,7 +364,10 @@ def _variant(text: str) -> Any:
 
 
 def _counts(options: argparse.Namespace, name: str, size: Any, world_size: int, iterations: int) -> Any:
-    """int64 ``[L, I, D, E]``; the same in all layers, but for a replay."""
+    """Return the assignments of a workload, int64 ``[L, I, D, E]``.
+
+    All layers are equal except in a replay.
+    """
     import numpy as np
 
     from megatron_fssdp.config.errors import ConfigurationError
@@ -374,7 +388,7 @@ def _counts(options: argparse.Namespace, name: str, size: Any, world_size: int, 
 
 
 def _recorded(path: Path, read_loads: Any) -> Any:
-    """Counts of a ``loads.npz`` under any name."""
+    """Return the counts of a ``loads.npz``, which can have any file name."""
     import shutil
     import tempfile
 

@@ -1,4 +1,4 @@
-"""The same stack with real compute: every variant's results against plain expert parallelism."""
+"""Compares the results of every variant with plain expert parallelism, with real compute."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from megatron_fssdp.planning.placement.placement import even_owners
 TOLERANCE = 1e-5
 """Largest accepted difference of fp32 numbers, relative to the largest value of a tensor."""
 _HIDES_ALL_S = 1e6
-_ITERATIONS = 3  # the first one has no history to replicate by
+_ITERATIONS = 3  # the first iteration has no history, so it has no replicas
 
 
 def compare(
@@ -28,18 +28,21 @@ def compare(
     profile: LayerProfile,
     seed: int,
 ) -> dict[str, float]:
-    """Runs on every rank: worst difference of each variant over outputs, inputs' and experts' gradients.
+    """Return the largest difference of each variant, over outputs and the gradients of inputs and experts.
+
+    This function runs on every rank.
 
     Args:
-        size: Of the model part; small.
-        num_nodes: Nodes of the ranks.
-        variants: To compare.
-        counts: ``[L, I, D, E]`` of every workload, for ``size``; at least 3 iterations.
-        profile: What strategies may know of costs, the compute before a layer aside.
-        seed: Of the tokens.
+        size: Small sizes of the stack.
+        num_nodes: Number of nodes of the ranks.
+        variants: Variants to compare.
+        counts: Assignments of every workload, int64 ``[L, I, D, E]``, with at least 3 iterations.
+        profile: Costs that strategies know. The compute before a layer is replaced.
+        seed: Seed of the tokens.
     """
     torch.set_num_threads(1)
-    # Few tokens save no seconds: with transfers that hide entirely, replicas pay and are compared.
+    # With few tokens, replicas save no time. If their transfers cost nothing, strategies use replicas, which
+    # are then compared.
     profile = replace(profile, non_moe_s=_HIDES_ALL_S)
     groups = make_groups(num_nodes)
     rank = dist.get_rank()

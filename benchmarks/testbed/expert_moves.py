@@ -1,6 +1,6 @@
-"""Owners that move and replicas that stay: what the Megatron adapter does between two iterations.
+"""Moves owners and resident replicas between two iterations, as the Megatron adapter does.
 
-Parameters move in earnest; beside them go as many bytes as Adam's two moments take in fp32.
+Parameters are really moved. In addition, the testbed sends as many bytes as Adam's two moments have in fp32.
 
 Shape legend: L layers, D devices, E experts, N slots, C elements of a piece.
 """
@@ -24,42 +24,42 @@ Parameters = dict[int, list[torch.nn.Parameter]]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """One quantity of all slots, a row a slot; implements ``SlotQuantity``."""
+    """One quantity of all slots, with one row per slot. Implements ``SlotQuantity``."""
 
     name: str
     rows_NC: Sequence[torch.Tensor]
 
     @property
     def num_elements(self) -> int:
-        """Of one slot."""
+        """Number of elements of one slot."""
         return self.rows_NC[0].numel()
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all slots."""
+        """Data type of all slots."""
         return self.rows_NC[0].dtype
 
     @property
     def device(self) -> torch.device:
-        """Of all slots."""
+        """Torch device of all slots."""
         return self.rows_NC[0].device
 
     def read(self, slots: Sequence[int], start: int, out_NC: torch.Tensor) -> None:
-        """Copy the elements from ``start`` on."""
+        """Copy the elements of some slots, from ``start`` on, into ``out_NC``."""
         for slot, row_C in zip(slots, out_NC, strict=True):
             row_C.copy_(self.rows_NC[slot][start : start + len(row_C)])
 
     def write(self, slots: Sequence[int], start: int, rows_NC: torch.Tensor) -> None:
-        """The inverse of :meth:`read`."""
+        """Copy ``rows_NC`` into some slots, from ``start`` on."""
         for slot, row_C in zip(slots, rows_NC, strict=True):
             self.rows_NC[slot][start : start + len(row_C)].copy_(row_C)
 
 
 class ExpertMoves:
-    """Asks a strategy between iterations and moves experts as it says.
+    """Lets a strategy decide between iterations, and moves experts accordingly.
 
     Args:
-        runtime: Its layers' Parameters become views of flat slots.
+        runtime: Runtime with all layers. Their Parameters become views of flat slots.
     """
 
     def __init__(self, runtime: MoERuntime) -> None:
@@ -78,15 +78,15 @@ class ExpertMoves:
             slots += [[torch.nn.Parameter(torch.zeros_like(t)) for t in slots[0]] for _ in range(num_spares)]
         self._slots = slots
         weights = [self._flattened(tensors) for tensors in slots]
-        # Nobody reads them, so one tensor stands for those of all slots.
+        # The moments are never read, so one tensor is used for all slots.
         moments = [torch.zeros(MOMENTS * self._layout.numel)] * len(slots)
         self._quantities = [Rows("parameters", weights), Rows("moments", moments)]
 
     def before(self, iteration: int) -> list[Parameters]:
-        """Move what is to move before the iteration after ``iteration`` of them.
+        """Move experts after ``iteration`` iterations are complete and before the next one begins.
 
         Returns:
-            Parameters of all experts that are here, of every layer.
+            Parameters of all experts on this device, for each layer.
         """
         if self._strategy.moves_owners and self._strategy.reshards_at(iteration):
             self._reshard()
@@ -121,7 +121,9 @@ class ExpertMoves:
 
     def _flattened(self, tensors: Sequence[torch.nn.Parameter]) -> torch.Tensor:
         storage = tensors[0].untyped_storage()
-        if storage.nbytes() == self._layout.num_bytes:  # another stack with the same Parameters was first
+        if (
+            storage.nbytes() == self._layout.num_bytes
+        ):  # another stack has already flattened the same Parameters
             return torch.empty(0, dtype=self._layout.dtype).set_(storage)
         flat = self._layout.pack([tensor.detach() for tensor in tensors])
         for tensor, view in zip(tensors, self._layout.unpack(flat), strict=True):

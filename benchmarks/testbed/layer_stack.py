@@ -1,4 +1,4 @@
-"""A stack of MoE layers under Megatron's own dispatcher and under our runtime, with forced routing.
+"""A stack of MoE layers with forced routing, under Megatron's own dispatcher or under this plugin's runtime.
 
 Shape legend: T tokens of this rank, M model dim, F ffn dim, E experts, D devices, L layers.
 """
@@ -40,15 +40,15 @@ _ACTIVATION = ExpertActivation(functional.gelu)
 
 @dataclass(frozen=True)
 class StackSize:
-    """Sizes of the model part that is run.
+    """Sizes of the layer stack.
 
     Attributes:
-        num_layers: MoE layers, each behind an attention.
-        num_experts: Of each layer.
-        top_k: Experts of each token.
-        hidden_size: M.
-        ffn_size: F.
-        tokens_per_rank: T, a mean where sources are ragged.
+        num_layers: Number of MoE layers. Each one follows an attention layer.
+        num_experts: Number of experts of each layer.
+        top_k: Number of experts of each token.
+        hidden_size: Model dimension, M.
+        ffn_size: Ffn dimension of an expert, F.
+        tokens_per_rank: Tokens of each rank, T, or their mean if ranks have different numbers.
     """
 
     num_layers: int
@@ -60,27 +60,27 @@ class StackSize:
 
     @property
     def expert_bytes(self) -> int:
-        """Parameters of one expert: two matrices."""
+        """Bytes of one expert's parameters, which are two matrices."""
         return 2 * self.hidden_size * self.ffn_size * ELEMENT_BYTES
 
     @property
     def token_bytes(self) -> int:
-        """One token's hidden state."""
+        """Bytes of one token's hidden state."""
         return self.hidden_size * ELEMENT_BYTES
 
     @property
     def flops_per_token(self) -> int:
-        """Of one expert's forward pass: two products of ``2·M·F`` each."""
+        """FLOPs of one expert's forward pass for one token: two products of ``2·M·F`` each."""
         return 4 * self.hidden_size * self.ffn_size
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long compute takes.
+    """Pace of the paced compute.
 
     Attributes:
-        expert_flops_per_s: Of one rank.
-        attention_s: Forward pass of the compute between two MoE layers, for ``tokens_per_rank`` tokens.
+        expert_flops_per_s: Throughput of one rank on experts, in floating-point operations per second.
+        attention_s: Seconds of the forward pass between two MoE layers, for ``tokens_per_rank`` tokens.
     """
 
     expert_flops_per_s: float
@@ -88,7 +88,7 @@ class Pace:
 
 
 def balanced_moe_s(size: StackSize, topology: Topology, cluster: ClusterCost) -> float:
-    """Modelled seconds of one MoE layer, forward and backward, under balanced routing and plain EP."""
+    """Return the modelled seconds of one MoE layer, both passes, under plain EP with balanced routing."""
     devices = topology.num_devices
     counts_DE = np.full((devices, size.num_experts), size.tokens_per_rank * size.top_k // size.num_experts)
     owners = ExpertPlacement.owners_only(even_owners(size.num_experts, devices), devices)
@@ -99,17 +99,17 @@ def balanced_moe_s(size: StackSize, topology: Topology, cluster: ClusterCost) ->
 
 
 def third_of_balanced_iteration_s(size: StackSize, topology: Topology, cluster: ClusterCost) -> float:
-    """Forward seconds of attention that make it, with its backward pass, a third of a balanced layer."""
+    """Return the forward seconds with which attention takes a third of a balanced layer, both passes."""
     return balanced_moe_s(size, topology, cluster) / 2 / 3
 
 
 @dataclass(frozen=True)
 class LayerInput:
-    """One layer's forced routing on this rank.
+    """Forced routing of one layer on this rank.
 
     Attributes:
-        routing_map: bool ``[T, E]``.
-        probs: ``[T, E]``, zero outside the map.
+        routing_map: bool ``[T, E]``. True where the token goes to the expert.
+        probs: Probabilities of the tokens, ``[T, E]``. Zero outside the map.
     """
 
     routing_map: torch.Tensor
@@ -139,12 +139,12 @@ class LayerInput:
 
 @dataclass(frozen=True)
 class IterationInput:
-    """What this rank computes in an iteration.
+    """Input of this rank in an iteration.
 
     Attributes:
-        hidden: ``[T, M]``.
-        layers: One routing a layer.
-        gradient: Of the output, ``[T, M]``.
+        hidden: Hidden states of the tokens, ``[T, M]``.
+        layers: Forced routing of each layer.
+        gradient: Gradient of the output, ``[T, M]``.
     """
 
     hidden: torch.Tensor
@@ -153,7 +153,13 @@ class IterationInput:
 
     @classmethod
     def draw(cls, counts_LE: np.ndarray, size: StackSize, seed: Sequence[int]) -> "IterationInput":
-        """Tokens of this rank's own, routed as the counts say."""
+        """Draw random tokens of this rank, with the routing that the counts give.
+
+        Args:
+            counts_LE: int64 ``[L, E]``. Assignments of this rank to every expert.
+            size: Sizes of the layer stack.
+            seed: Seed of the tokens and the routing.
+        """
         rng = np.random.default_rng(seed)
         num_tokens = int(counts_LE[0].sum()) // size.top_k
         hidden, gradient = (
@@ -167,17 +173,18 @@ class IterationInput:
 
 @dataclass
 class IterationResult:
-    """What an iteration left on this rank.
+    """Result of an iteration on this rank.
 
     Attributes:
-        output: ``[T, M]``.
-        hidden_gradient: Of the input.
-        seconds: From the start of the forward pass to the last gradient at its owner.
-        loads: Of every layer, with transfers' bytes and times; none under Megatron's dispatcher.
-        pairs_LDD: Assignments that each device sent to each, forward.
-        spag_inter_node_bytes: Of SparseAllGather's bytes, those between nodes, all layers.
-        replica_bytes: Most that replicas take on this rank: all layers' parameters, a layer's gradients.
-        transfers: Name, begin and end of what ran on this rank's lane.
+        output: Output of the stack, ``[T, M]``.
+        hidden_gradient: Gradient of the input, ``[T, M]``.
+        seconds: Seconds from the start of the forward pass to the arrival of the last gradient at its owner.
+        loads: Loads of every layer, with bytes and times of transfers. Empty under Megatron's dispatcher.
+        pairs_LDD: Assignments that each device sent to each device in the forward pass, ``[L, D, D]``.
+        spag_inter_node_bytes: Bytes of SparseAllGather between nodes, over all layers.
+        replica_bytes: Largest memory of replicas on this rank: the parameters of all layers and the gradients
+            of one layer.
+        transfers: Name, begin and end of each transfer on this rank's lane.
     """
 
     output: torch.Tensor
@@ -191,7 +198,7 @@ class IterationResult:
 
 
 def make_parameters(size: StackSize, owned: Sequence[int]) -> list[Parameters]:
-    """Owned experts of every layer, the same values wherever an expert is owned."""
+    """Make the parameters of the owned experts of every layer. They have the same values on any owner."""
     hidden, ffn = size.hidden_size, size.ffn_size
     layers: list[Parameters] = []
     for layer in range(size.num_layers):
@@ -206,14 +213,14 @@ def make_parameters(size: StackSize, owned: Sequence[int]) -> list[Parameters]:
 
 
 class LayerStack:
-    """Attention and MoE in turns, with residuals; subclasses say how tokens meet experts.
+    """Alternating attention and MoE layers, with residuals. Subclasses implement the MoE layers.
 
     Args:
-        size: Of the model.
-        groups: Ranks and nodes.
-        parameters: Owned experts of every layer.
-        pace: Of compute; ``None`` computes in earnest.
-        timeline: Where paced compute is noted.
+        size: Sizes of the stack.
+        groups: Process groups of the ranks, and their nodes.
+        parameters: Parameters of the owned experts of every layer.
+        pace: Pace of compute, or None for real compute.
+        timeline: Timeline that records paced compute.
     """
 
     def __init__(
@@ -228,11 +235,11 @@ class LayerStack:
         self.pace, self.timeline = pace, timeline
 
     def run(self, inputs: IterationInput, counts_LDE: np.ndarray) -> IterationResult:
-        """One iteration: forward, backward, gradients at their owners.
+        """Run one iteration: forward pass, backward pass, and gradients at their owners.
 
         Args:
-            inputs: This rank's part.
-            counts_LDE: Everyone's counts, for reports only.
+            inputs: Input of this rank.
+            counts_LDE: int64 ``[L, D, E]``. Assignments of all devices, used only for reports.
         """
         probs = [layer.probs.clone().requires_grad_() for layer in inputs.layers]
         leaf = inputs.hidden.clone().requires_grad_()
@@ -264,7 +271,7 @@ class LayerStack:
         return result
 
     def gradients(self) -> list[torch.Tensor]:
-        """Of all experts of every layer, wherever they are owned: [E, elements], the same on all ranks."""
+        """Return the gradients of all experts of each layer, ``[E, elements]``, the same on all ranks."""
         found = []
         for owned in self._owned():
             example = next(iter(self.parameters[0].values()))
@@ -277,7 +284,7 @@ class LayerStack:
         return found
 
     def _owned(self) -> Sequence[Mapping[int, Sequence[torch.nn.Parameter]]]:
-        """Parameters of the experts that this rank owns, of every layer."""
+        """Return the parameters of the experts that this rank owns, for each layer."""
         return self.parameters
 
     def _attention(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -304,7 +311,7 @@ class LayerStack:
         """Mark the start of an iteration."""
 
     def _launch(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Called where a layer begins."""
+        """Start the transfers of a layer. The stack calls this where the layer begins."""
         return hidden
 
     def _moe(
@@ -316,18 +323,18 @@ class LayerStack:
         return 0
 
     def _finish(self) -> None:
-        """Called after the backward pass, within the iteration."""
+        """Finish the transfers of an iteration. The stack calls this after the backward pass."""
 
     def _report(self, result: IterationResult, counts_LDE: np.ndarray) -> None:
         raise NotImplementedError
 
 
 class MegatronStack(LayerStack):
-    """Megatron's ``MoEAlltoAllTokenDispatcher``, experts in autograd: what ``none`` means."""
+    """Stack of the variant ``none``: Megatron's ``MoEAlltoAllTokenDispatcher`` and experts in autograd."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Not at the top: whoever imports this module decides about Megatron's CPU runtime first.
+        # Imported here, because the caller must first decide about Megatron's CPU runtime.
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
         from megatron.core.transformer.transformer_config import TransformerConfig
@@ -379,7 +386,7 @@ class MegatronStack(LayerStack):
 
 
 class RuntimeStack(LayerStack):
-    """Our runtime under a placement strategy, driven as the Megatron adapter drives it."""
+    """Stack with this plugin's runtime under a placement strategy, called as by the Megatron adapter."""
 
     def __init__(
         self,
@@ -400,7 +407,7 @@ class RuntimeStack(LayerStack):
             context = LayerContext(number + 1, owner_E, groups.topology, profile)
             self.runtime.add_layer(context, groups, of_layer)
         for executor in self.runtime.layers:
-            executor.measure = True  # on every rank; the runtime itself lets only the first one
+            executor.measure = True  # on every rank; by default only the first rank measures
         self._moves = ExpertMoves(self.runtime)
         self._choosing: StrategySelector | None = None
         if strategy.selects:
@@ -439,10 +446,10 @@ class RuntimeStack(LayerStack):
 
     def _replica_bytes(self) -> int:
         if self.runtime.strategy.resident_slots:
-            # Parameters, gradients and both moments, whatever is in them.
+            # Resident slots have parameters, gradients and both moments, also when they are empty.
             return self.size.num_layers * self.runtime.strategy.resident_slots * 4 * self.size.expert_bytes
         of_layers = [one.materialization.weights.resident_bytes for one in self._running.values()]
-        # Parameters stay for the iteration, gradients are there for one layer at a time.
+        # Parameters stay for the whole iteration. Gradients exist for one layer at a time.
         return sum(of_layers) + max(of_layers, default=0)
 
     def _finish(self) -> None:
@@ -469,7 +476,10 @@ class RuntimeStack(LayerStack):
 
 
 def nominal_cluster(payload_bytes_per_s: float, expert_flops_per_s: float) -> ClusterCost:
-    """Links without start-up and with the payload's share of the rate; free ones inside a node."""
+    """Return costs of links without start-up time and with the payload's bandwidth.
+
+    Links inside a node are fast.
+    """
     return ClusterCost(
         LinkCost(0.0, 1 / payload_bytes_per_s / 100),
         LinkCost(0.0, 1 / payload_bytes_per_s),

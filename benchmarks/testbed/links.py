@@ -1,8 +1,8 @@
-"""Nodes as network namespaces, joined by links of a given rate.
+"""Builds nodes as network namespaces that are connected by links of a given rate.
 
-Every node has one interface, ``eth0``, whose other end lies in a bridge of the namespace that builds the
-nodes. Both ends are shaped by HTB with one class for each other node, because one queue for all peers
-shares a link unfairly when many send to one. No latency is added.
+Every node has one interface, ``eth0``. Its other end is in a bridge of the namespace that builds the nodes.
+HTB limits the rate of both ends, with one class for each other node, because one queue for all peers shares a
+link unfairly when many nodes send to one. No latency is added.
 """
 
 import os
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 
 INTERFACE = "eth0"
 PAYLOAD_SHARE = 1448 / 1514
-"""Payload of a full TCP segment over what it occupies on the wire."""
+"""Payload of a full TCP segment divided by its size on the wire."""
 _QUEUE_BYTES = 32_000_000
 _BURST_BYTES = 3028
-_SEGMENT_BYTES = 32768  # largest piece that is queued at once; less keeps cores busy, 64 KB come in bursts
+_SEGMENT_BYTES = 32768  # largest segment in a queue; smaller ones keep cores busy, and 64 KB cause bursts
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
 def parse_rate(text: str) -> int:
-    """Bits a second of a rate such as ``400mbit``.
+    """Return the bits per second of a rate such as ``400mbit``.
 
     Raises:
-        ValueError: It is not one.
+        ValueError: The text is not a rate.
     """
     match = re.fullmatch(r"(\d+)(kbit|mbit|gbit)", text.lower())
     if match is None or not int(match[1]):
@@ -32,16 +32,16 @@ def parse_rate(text: str) -> int:
 
 
 def payload_bytes_per_s(rate_bits_per_s: int) -> float:
-    """What a link of a rate carries of its users' bytes in one direction."""
+    """Return the payload bytes per second that a link of a rate carries in one direction."""
     return rate_bits_per_s / 8 * PAYLOAD_SHARE
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Namespaces ``node0``, ``node1``, ….
+    """Nodes as network namespaces ``node0``, ``node1``, ….
 
     Attributes:
-        num_nodes: How many.
+        num_nodes: Number of nodes.
         rate_bits_per_s: Of each node's link, in each direction.
     """
 
@@ -50,14 +50,16 @@ class Nodes:
 
     @staticmethod
     def address(node: int) -> str:
-        """IPv4 address of a node."""
+        """Return the IPv4 address of a node."""
         return f"10.77.{(node + 1) // 250}.{(node + 1) % 250}"
 
     def build(self) -> None:
-        """Make them, in private network and mount namespaces with the rights of root in both.
+        """Build the nodes.
+
+        The process must be in its own network and mount namespaces, with root rights in both.
 
         Raises:
-            RuntimeError: A command was refused.
+            RuntimeError: The system refused a command.
         """
         _run("mount -t tmpfs tmpfs /run")
         _run("ip link set lo up")
@@ -84,7 +86,10 @@ class Nodes:
             self._shape("", f"port{node}", node, "src")
 
     def _shape(self, prefix: str, interface: str, node: int, side: str) -> None:
-        """One class for each peer: by destination where packets leave a node, by source where they arrive."""
+        """Limit the rate of an interface, with one class for each peer.
+
+        Packets that leave a node are classified by destination. Packets that arrive are classified by source.
+        """
         rate = self.rate_bits_per_s
         _run(f"{prefix}ip link set dev {interface} gso_max_size {_SEGMENT_BYTES} gso_max_segs 64")
         _run(f"{prefix}tc qdisc add dev {interface} root handle 1: htb default f000")
@@ -112,7 +117,7 @@ class Nodes:
 
 
 def enter_node(node: int) -> None:
-    """Move this process, which must have one thread, into a node's network."""
+    """Move this process into a node's network. The process must have only one thread."""
     descriptor = os.open(f"/run/netns/node{node}", os.O_RDONLY)
     try:
         os.setns(descriptor, os.CLONE_NEWNET)
@@ -121,7 +126,7 @@ def enter_node(node: int) -> None:
 
 
 def sent_and_received_bytes(interface: str) -> tuple[int, int]:
-    """An interface's counters in this process's network, with all headers."""
+    """Return the sent and received bytes of an interface in this process's network, headers included."""
     with open("/proc/self/net/dev", encoding="ascii") as file:
         for line in file:
             name, _, counters = line.partition(":")

@@ -1,4 +1,4 @@
-"""Variants and workloads in random turns on the ranks; what each iteration cost.
+"""Runs variants and workloads in random turns on the ranks, and measures each iteration.
 
 Shape legend: L layers, I iterations, D devices, E experts.
 """
@@ -33,12 +33,12 @@ from megatron_fssdp.strategies.registry import build_strategy
 
 @dataclass(frozen=True)
 class Variant:
-    """One column of a run.
+    """One strategy with settings that a run measures.
 
     Attributes:
-        name: What reports call it.
-        strategy: ``none``, or a placement strategy.
-        settings: Of a placement strategy.
+        name: Name of the variant in reports.
+        strategy: ``none``, or the name of a placement strategy.
+        settings: Settings of the placement strategy. None for ``none``.
     """
 
     name: str
@@ -51,17 +51,20 @@ class Sample:
     """One measured iteration.
 
     Attributes:
-        workload: Its name.
-        variant: Its name.
-        repetition: From 0.
-        iteration: Of the workload, from 0; warm-ups came before the first.
-        seconds: Of the slowest rank.
-        transfer_s: Lanes' seconds of spAG and of spRS, summed over ranks and layers.
-        exposed_s: Of these, those in which the rank's compute stood still.
-        dispatch_bytes: Hidden states of the four all-to-alls between nodes and inside them, from the plans.
-        transfer_bytes: Of spAG and spRS together, between nodes and inside them, from the plans.
-        node_bytes: Most that one node's interface sent or received, with headers; 0 without namespaces.
-        replica_bytes: Most that replicas take on one rank: all layers' parameters, a layer's gradients.
+        workload: Name of the workload.
+        variant: Name of the variant.
+        repetition: Number of the repetition, from 0. Warm-ups have no number.
+        iteration: Index of the iteration in the workload, from 0, warm-ups included.
+        seconds: Seconds of the slowest rank.
+        transfer_s: Seconds of spAG and of spRS on the transfer lanes, summed over ranks and layers.
+        exposed_s: The part of ``transfer_s`` in which the rank's compute waited.
+        dispatch_bytes: Bytes of hidden states in the four all-to-alls, between nodes and inside nodes, from
+            the plans.
+        transfer_bytes: Bytes of spAG and spRS together, between nodes and inside nodes, from the plans.
+        node_bytes: Largest number of bytes that one node's interface sent or received, headers included. 0
+            without namespaces.
+        replica_bytes: Largest memory of replicas on one rank: the parameters of all layers and the gradients
+            of one layer.
     """
 
     workload: str
@@ -79,20 +82,20 @@ class Sample:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure.
+    """Settings of a measurement.
 
     Attributes:
-        size: Of the model part.
-        pace: Of compute.
-        profile: What strategies may know of costs.
-        num_nodes: Nodes of the ranks, equal ones.
-        variants: In the order of reports.
-        counts: Of every workload, ``[L, I, D, E]``.
-        repetitions: Measured iterations of every pair of workload and variant.
-        warm_up: Unmeasured ones before them, which fill the load history.
-        seed: Of the turns and of the tokens.
-        namespaces: Whether nodes have interfaces of their own.
-        traced: Whether to keep spans of the last repetition.
+        size: Sizes of the layer stack.
+        pace: Pace of compute.
+        profile: Costs that strategies know.
+        num_nodes: Number of equal nodes of the ranks.
+        variants: Variants to measure, in the order of reports.
+        counts: Assignments of every workload, int64 ``[L, I, D, E]``.
+        repetitions: Number of measured iterations of every pair of workload and variant.
+        warm_up: Number of unmeasured iterations before them, which fill the load history.
+        seed: Seed of the turns and of the tokens.
+        namespaces: Whether nodes have their own network interfaces.
+        traced: Whether to record the time spans of the last repetition.
     """
 
     size: StackSize
@@ -119,14 +122,17 @@ class Cell:
 
 @dataclass
 class RankReport:
-    """What a rank hands back; samples are the same on all."""
+    """Result of one rank. The samples are the same on all ranks."""
 
     samples: list[Sample] = field(default_factory=list)
     spans: list[TraceSpan] = field(default_factory=list)
 
 
 def measure(plan: Plan) -> RankReport:
-    """Runs on every rank: all pairs once in each round, in an order drawn anew for each."""
+    """Measure all pairs of workload and variant once in each round. Every round has a new random order.
+
+    This function runs on every rank.
+    """
     torch.set_num_threads(1)
     rank = dist.get_rank()
     groups = make_groups(plan.num_nodes)
@@ -147,7 +153,7 @@ def measure(plan: Plan) -> RankReport:
             name = names[choice]
             cell = cells[name]
             counts_LDE = cell.counts_LIDE[:, cell.num_done]
-            # The same tokens for all variants of a workload.
+            # All variants of a workload get the same tokens.
             seed = (plan.seed, list(plan.counts).index(name[0]), cell.num_done, rank)
             inputs = IterationInput.draw(counts_LDE[:, rank], plan.size, seed)
             timeline.spans.clear()
@@ -170,7 +176,7 @@ def measure(plan: Plan) -> RankReport:
 
 
 def make_groups(num_nodes: int) -> ExpertGroups:
-    """All ranks, once for the dispatch and once for the transfers."""
+    """Make two process groups of all ranks: one for the dispatch and one for the transfers."""
     ranks = list(range(dist.get_world_size()))
     topology = Topology.uniform(len(ranks), num_nodes)
     return ExpertGroups(dist.new_group(ranks), topology, transfers=dist.new_group(ranks))
@@ -185,7 +191,7 @@ def make_stack(
     timeline: Timeline,
     profile: LayerProfile,
 ) -> LayerStack:
-    """A variant's stack; stacks may share parameters."""
+    """Make the layer stack of a variant. Several stacks can share parameters."""
     if variant.settings is None:
         return MegatronStack(size, groups, parameters, pace, timeline)
     strategy = build_strategy(variant.strategy, variant.settings)
@@ -217,7 +223,7 @@ def _sample(
     pairs_DD = result.pairs_LDD.sum(axis=0)
     per_pair = 4 * plan.size.token_bytes
     spag, sprs, spag_exposed, sprs_exposed = summed.tolist()
-    # Transposes of each other, and both in the experts' own dtype.
+    # spAG and spRS are transposes of each other, and both use the data type of the experts.
     all_transferred = sum(load.spag_bytes + load.sprs_bytes for load in loads)
     between = 2 * result.spag_inter_node_bytes
     return Sample(

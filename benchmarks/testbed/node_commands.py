@@ -1,6 +1,7 @@
-"""Nodes in which other programs' command lines run, as on machines with networks and names of their own.
+"""Runs command lines of other programs on nodes with their own networks and host names.
 
-As a program this module holds their namespaces: it makes them, says so, and ends with its standard input.
+Run as a program, this module builds the nodes' namespaces, prints ``ready``, and keeps them until its
+standard input ends.
 """
 
 import os
@@ -19,21 +20,24 @@ _READY = b"ready\n"
 
 @dataclass(frozen=True)
 class NodeCommands:
-    """How to run commands on nodes that are there.
+    """Makes command lines that run on existing nodes.
 
     Attributes:
-        keeper: Process that holds the nodes.
+        keeper: Number of the process that holds the nodes.
     """
 
     keeper: int
 
     @staticmethod
     def name(node: int) -> str:
-        """A node's host name, which all of them know."""
+        """Return a node's host name, which all nodes can resolve."""
         return f"node{node}"
 
     def on(self, node: int) -> list[str]:
-        """Words to put before a command; what is started is the command itself, not a parent of it."""
+        """Return the words to put before a command.
+
+        They start the command itself, not a parent process of it.
+        """
         return [
             *("nsenter", "--target", str(self.keeper), "--net", "--mount", "--wd=.", "--"),
             *("ip", "netns", "exec", self.name(node), "unshare", "--uts", "--"),
@@ -43,15 +47,15 @@ class NodeCommands:
 
 @contextmanager
 def built_nodes(nodes: Nodes) -> Iterator[NodeCommands]:
-    """Nodes that are there meanwhile; only root may make them.
+    """Build nodes that exist inside this context. Only root can build them.
 
-    What runs on them is the caller's to end: their processes are not in a namespace.
+    The caller must end all processes on the nodes, because they are not in a process namespace.
 
     Args:
-        nodes: Which.
+        nodes: Number of nodes and rate of their links.
 
     Raises:
-        RuntimeError: The system refuses.
+        RuntimeError: The system refuses to build the nodes.
     """
     words = [sys.executable, "-m", __name__, str(nodes.num_nodes), str(nodes.rate_bits_per_s)]
     keeper = subprocess.Popen(
@@ -74,7 +78,7 @@ def built_nodes(nodes: Nodes) -> Iterator[NodeCommands]:
 
 def _keep(nodes: Nodes) -> None:
     nodes.build()
-    hosts = Path("/run/hosts")  # a file system of its own
+    hosts = Path("/run/hosts")  # /run is a file system of this mount namespace
     lines = [f"{nodes.address(node)} {NodeCommands.name(node)}" for node in range(nodes.num_nodes)]
     hosts.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]), encoding="ascii")
     subprocess.run(["mount", "--bind", str(hosts), "/etc/hosts"], check=True)

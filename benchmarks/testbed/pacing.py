@@ -1,8 +1,9 @@
-"""Compute that takes the time of a stated throughput, and none of the machine's cores.
+"""Paced compute: it takes the time that follows from a stated throughput, but uses no cores.
 
-Ranks outnumber cores, and a busy rank would borrow the cores of an idle one: imbalance would not
-show. So attention and experts sleep for their FLOPs over a stated rate, forward and backward, while every
-tensor that would move, gradients of weights included, exists in its right size.
+There are more ranks than cores. With real compute, a busy rank would use the cores of an idle one, and
+imbalance would not be visible. Therefore attention and experts sleep for their FLOPs divided by a stated
+rate, forward and backward. All tensors that are moved, gradients of weights included, exist in their real
+sizes.
 
 Shape legend: T tokens, M model dim.
 """
@@ -20,26 +21,26 @@ from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 
 @dataclass
 class Timeline:
-    """What one rank did, for traces: name, begin and end on ``time.perf_counter``'s clock."""
+    """Time spans of one rank, for traces: name, begin and end on ``time.perf_counter``'s clock."""
 
     spans: list[tuple[str, float, float]] = field(default_factory=list)
 
     @contextmanager
     def span(self, what: str) -> Iterator[None]:
-        """Note what runs inside."""
+        """Record the time span of the code in the block."""
         begin_s = time.perf_counter()
         yield
         self.spans.append((what, begin_s, time.perf_counter()))
 
     def sleep(self, what: str, seconds: float) -> None:
-        """Sleep, and note it."""
+        """Sleep, and record the time span."""
         begin_s = time.perf_counter()
         time.sleep(seconds)
         self.spans.append((what, begin_s, time.perf_counter()))
 
 
 def paced(hidden: torch.Tensor, forward_s: float, timeline: Timeline, what: str) -> torch.Tensor:
-    """The hidden states after compute of a given forward time; the backward pass takes twice that."""
+    """Return the hidden states after paced compute. The backward pass takes twice the forward time."""
     result: torch.Tensor = _Paced.apply(timeline, what, forward_s, hidden)
     return result
 
@@ -52,15 +53,15 @@ def paced_experts(
     timeline: Timeline,
     what: str,
 ) -> torch.Tensor:
-    """Rows of the experts' results, in the time of their forward pass.
+    """Return the rows after paced compute in place of experts.
 
     Args:
-        rows: ``[T, M]``.
-        probs: ``[T]``; get a gradient, as they would.
-        weights: Of all present experts; get gradients of zeros.
-        forward_s: Seconds of the forward pass; the backward pass takes twice that.
-        timeline: Where to note it.
-        what: Under which name.
+        rows: Rows of all experts, ``[T, M]``.
+        probs: Probabilities of the rows, ``[T]``. They get gradients, as with real experts.
+        weights: Weights of all present experts. Their gradients are zeros.
+        forward_s: Seconds of the forward pass. The backward pass takes twice this time.
+        timeline: Timeline that records the time spans.
+        what: Name of the time spans.
     """
     result: torch.Tensor = _Paced.apply(timeline, what, forward_s, rows, probs, *weights)
     return result
@@ -81,7 +82,7 @@ class _Paced(torch.autograd.Function):
         others = ctx.saved_tensors
         begin_s = time.perf_counter()
         zeros = [torch.zeros_like(tensor) for tensor in others]
-        # Making them is part of the compute.
+        # Making the zeros counts as part of the compute.
         left_s = BACKWARD_PER_FORWARD * ctx.forward_s - (time.perf_counter() - begin_s)
         ctx.timeline.sleep(f"{ctx.what} backward", max(0.0, left_s))
         return None, None, None, gradients[0], *zeros

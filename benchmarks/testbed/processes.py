@@ -1,8 +1,8 @@
-"""One private set of namespaces for a whole run, and the ranks in it.
+"""Starts a run in its own set of namespaces, and the ranks in them.
 
-Everything that a run makes lives in network, mount and process namespaces of its own. The kernel
-removes them, with all processes in them, when the first process of them ends; that process
-ends when the command that started it is gone for whatever reason, a SIGKILL included.
+A run has its own network, mount and process namespaces. When the first process in them ends, the kernel
+removes the namespaces and all of their processes. This first process ends when the command that started it
+ends for any reason, SIGKILL included.
 """
 
 import multiprocessing
@@ -24,21 +24,21 @@ _INSIDE = "TESTBED_INSIDE"
 
 
 def is_inside() -> bool:
-    """Whether this process is the first of a run's namespaces."""
+    """Whether this process is the first process of a run's namespaces."""
     return os.environ.get(_INSIDE) == "1"
 
 
 def _unshare() -> list[str]:
-    # Without --user only root may; with it, anybody whom the kernel allows to be root of a namespace.
+    # Without --user, only root can create the namespaces. With it, any user can if the kernel allows it.
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
     return ["unshare", *user, "--net", "--mount", "--pid", "--fork", "--kill-child"]
 
 
 def namespaces_refusal() -> str | None:
-    """Why this machine cannot run the testbed; ``None`` if it can."""
+    """Return the reason why this machine cannot run the testbed, or None if it can."""
     missing = [tool for tool in ("unshare", "ip", "tc", "sysctl") if shutil.which(tool) is None]
     if missing:
-        return f"the commands {', '.join(missing)} are missing (packages util-linux, iproute2, procps)"
+        return f"missing commands: {', '.join(missing)} (install the packages util-linux, iproute2, procps)"
     probe = (
         "mount -t tmpfs tmpfs /run && ip netns add probe && ip link add probe type bridge "
         "&& tc qdisc add dev probe root handle 1: htb"
@@ -48,10 +48,10 @@ def namespaces_refusal() -> str | None:
 
 
 def run_inside(arguments: Sequence[str]) -> int:
-    """Run this program again as the first process of new namespaces; its exit code.
+    """Run this program again as the first process of new namespaces, and return its exit code.
 
     Args:
-        arguments: Of the program, behind ``python -m benchmarks.testbed``.
+        arguments: Arguments of the program, after ``python -m benchmarks.testbed``.
     """
     command = [*_unshare(), "--", sys.executable, "-m", "benchmarks.testbed", *arguments]
     process = subprocess.Popen(
@@ -61,12 +61,12 @@ def run_inside(arguments: Sequence[str]) -> int:
     try:
         return process.wait()
     finally:
-        process.stdin.close()  # the process inside reads its end, and ends
+        process.stdin.close()  # the process inside then reads end-of-file and ends
         process.wait()
 
 
 def end_with_the_command() -> None:
-    """End this process, and with it the namespaces, as soon as the command outside is gone."""
+    """End this process, and so the namespaces, as soon as the command outside has ended."""
 
     def watch() -> None:
         while os.read(0, 1):
@@ -79,19 +79,20 @@ def end_with_the_command() -> None:
 def run_on_nodes(
     function: Callable[..., Any], nodes: Nodes, ranks_per_node: int, *args: Any, namespaces: bool = True
 ) -> list[Any]:
-    """Call ``function(*args)`` on ranks that have a gloo world; what each returned.
+    """Call ``function(*args)`` on the ranks of a gloo process group, and return the result of each rank.
 
-    Ranks are forked, so that what this process has imported is there at once.
+    Ranks are forked, so that they share the modules that this process has imported.
 
     Args:
-        function: What to run.
-        nodes: Built already where ``namespaces`` is true.
-        ranks_per_node: Ranks on each node, in the order of nodes.
-        *args: For the function.
-        namespaces: Whether each rank moves into its node; else all talk over loopback.
+        function: Function to call.
+        nodes: Nodes of the ranks. They must be built if ``namespaces`` is true.
+        ranks_per_node: Number of ranks on each node, in the order of nodes.
+        *args: Arguments of the function.
+        namespaces: Whether each rank moves into its node's namespace. If false, ranks communicate over
+            loopback.
 
     Raises:
-        RuntimeError: A rank failed; with its traceback.
+        RuntimeError: A rank failed. The message contains its traceback.
     """
     world_size = nodes.num_nodes * ranks_per_node
     port = 29500 if namespaces else _free_port()
@@ -99,7 +100,7 @@ def run_on_nodes(
     ends: list[Connection] = []
     processes = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside the watching thread
+        warnings.simplefilter("ignore", DeprecationWarning)  # warns about forking while another thread runs
         for rank in range(world_size):
             receiving, sending = context.Pipe(duplex=False)
             environment = {

@@ -1,4 +1,4 @@
-"""From samples to medians, a table and a JSON file."""
+"""Computes medians, ratios and tables from the testbed's samples."""
 
 import os
 import platform
@@ -18,17 +18,17 @@ REFERENCE = "none"
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
-    """25th, 50th and 75th percentile; one value is all three."""
+    """Return the 25th, 50th and 75th percentile. A single value is all three."""
     if len(values) == 1:
         return [values[0]] * 3
     return statistics.quantiles(values, n=4, method="inclusive")
 
 
 def summaries(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """One entry for each workload and variant, in the order in which workloads and variants are first named.
+    """Return one entry for each workload and variant, sorted by their names.
 
-    Speed-ups are of pairs: the reference's seconds over the variant's in the same repetition, which had the
-    same tokens. The ceiling is the fastest variant's median under balanced routing.
+    A speed-up compares a pair: the reference's seconds divided by the variant's in the same repetition, which
+    had the same tokens. The ceiling is the median of the fastest variant under balanced routing.
     """
     by_cell: dict[tuple[str, str], list[Sample]] = {}
     for sample in samples:
@@ -73,7 +73,7 @@ def _hidden_share(cell: Sequence[Sample], kind: int) -> float | None:
 
 
 def control_difference(found: Sequence[Mapping[str, Any]], control: str) -> dict[str, float]:
-    """How far the medians of one variant under two names lie apart, by workload; relative."""
+    """Return the relative difference between the medians of the control and of the reference, by workload."""
     medians = {(one["workload"], one["variant"]): one["seconds"][1] for one in found}
     return {
         workload: seconds / medians[workload, REFERENCE] - 1
@@ -84,13 +84,14 @@ def control_difference(found: Sequence[Mapping[str, Any]], control: str) -> dict
 
 @dataclass(frozen=True)
 class AgainstBest:
-    """What a variant that chooses took, beside the best of those that do not.
+    """Comparison of a variant that selects strategies with the best variant that does not.
 
     Attributes:
-        workload: Its name.
-        best: The variant with the fewest seconds over all repetitions, the reference aside.
-        over_best: The variant's seconds over the best one's, both of all repetitions together.
-        over_reference: The reference's seconds over the variant's, likewise; above 1 is faster.
+        workload: Name of the workload.
+        best: Variant with the fewest seconds over all repetitions. The reference is not considered.
+        over_best: Total seconds of the selecting variant divided by those of the best one.
+        over_reference: Total seconds of the reference divided by those of the selecting variant. Above 1
+            means that the selecting variant is faster. None without a reference.
     """
 
     workload: str
@@ -100,14 +101,15 @@ class AgainstBest:
 
 
 def against_best(samples: Sequence[Sample], chooser: str, without: Sequence[str] = ()) -> list[AgainstBest]:
-    """A choosing variant against the best fixed one of each workload, in seconds of all repetitions.
+    """Compare a selecting variant with the best fixed variant of each workload.
 
-    A training pays for every iteration, so sums count here and not medians.
+    The comparison uses sums over all repetitions instead of medians, because a training needs every
+    iteration.
 
     Args:
-        samples: Of a run.
-        chooser: The variant's name.
-        without: Variants that are not compared with.
+        samples: Samples of a run.
+        chooser: Name of the selecting variant.
+        without: Names of variants to leave out of the comparison.
     """
     total_s: dict[tuple[str, str], float] = {}
     for sample in samples:
@@ -130,7 +132,11 @@ def against_best(samples: Sequence[Sample], chooser: str, without: Sequence[str]
 
 
 def heat(counts_LIDE: np.ndarray) -> dict[str, float]:
-    """Mean over layers and iterations of the experts' and the devices' max/mean under plain placement."""
+    """Return the mean max/mean load of experts and of devices under plain placement.
+
+    Args:
+        counts_LIDE: int64 ``[L, I, D, E]``. Assignments of every source device to every expert.
+    """
     flat = counts_LIDE.reshape(-1, *counts_LIDE.shape[2:])
     return {
         "expert_max_over_mean": float(np.mean([expert_max_over_mean(counts_DE) for counts_DE in flat])),
@@ -139,7 +145,7 @@ def heat(counts_LIDE: np.ndarray) -> dict[str, float]:
 
 
 def table(found: Sequence[Mapping[str, Any]], heats: Mapping[str, Mapping[str, float]]) -> str:
-    """A Markdown table, medians with quartiles in brackets."""
+    """Return a Markdown table of medians, with quartiles in brackets."""
     lines = [
         "| workload | expert / device max/mean | variant | seconds | speed-up | % of ceiling "
         "| hidden spAG / spRS | MiB between / inside nodes | most for replicas MiB |",
@@ -169,7 +175,7 @@ def _share(value: float | None) -> str:
 
 
 def host_facts() -> dict[str, Any]:
-    """What a reader of the figures has to know of the machine."""
+    """Return the facts about the machine that a reader of the figures needs."""
     return {
         "cores": os.cpu_count(),
         "machine": platform.machine(),
@@ -182,9 +188,9 @@ def host_facts() -> dict[str, Any]:
 
 
 def cpu_shares(before: Any, after: Any) -> dict[str, float]:
-    """What the cores did between two readings of ``psutil.cpu_times()``, as shares of all their time.
+    """Return how the cores spent their time between two readings of ``psutil.cpu_times()``, as shares.
 
-    ``steal`` is time that a virtual machine wanted and did not get.
+    ``steal`` is time that a virtual machine wanted to run but could not.
     """
     spent = {name: getattr(after, name) - getattr(before, name) for name in ("user", "system", "idle")}
     for name in ("softirq", "steal"):  # only Linux has them

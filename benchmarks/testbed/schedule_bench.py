@@ -1,7 +1,8 @@
-"""Parm's schedules against DeepSpeed-MoE's order on one MoE layer, over a grid of shapes.
+"""Compares Parm's schedules with DeepSpeed-MoE's order on one MoE layer, over a grid of shapes.
 
-Ranks of a tensor-parallel group have the same tokens. Routing is forced and even; attention is left out,
-experts take the time of a stated throughput. Results and gradients of all schedules are compared first.
+The ranks of a tensor-parallel group have the same tokens. Routing is forced and even. There is no attention,
+and experts take the time of a stated throughput. Before the measurement, results and gradients of all
+schedules are compared.
 
 Shape legend: T tokens of a tensor-parallel group, M model dim, F ffn dim, E experts.
 """
@@ -53,7 +54,7 @@ VARIANTS: dict[str, tuple[Schedule, bool]] = {
     "s2": ("s2", True),
     "s2 in turn": ("s2", False),
 }
-"""Schedule, and whether S2's collectives may run at the same time (SAA); with small slices they do not."""
+"""Schedule, and whether S2's collectives run at the same time (SAA) unless slices are too small."""
 
 TOKENS, HIDDEN = (1024, 2048, 4096), (128, 256)
 SHARES = (0.25, 0.5, 1.0, 2.0)
@@ -61,12 +62,12 @@ SHARES = (0.25, 0.5, 1.0, 2.0)
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer.
+    """Sizes of one layer.
 
     Attributes:
-        num_tokens: T.
-        hidden_size: M.
-        share: k·f, rows for each token.
+        num_tokens: Tokens of a tensor-parallel group, T.
+        hidden_size: Model dimension, M.
+        share: Rows per token, k·f.
     """
 
     num_tokens: int
@@ -75,7 +76,7 @@ class Shape:
 
     @property
     def num_rows(self) -> int:
-        """Rows of a tensor-parallel group's tokens."""
+        """Number of rows of a tensor-parallel group's tokens."""
         return round(self.num_tokens * self.share)
 
 
@@ -84,18 +85,18 @@ GRID = [Shape(*values) for values in product(TOKENS, HIDDEN, SHARES)]
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure.
+    """Settings of a measurement.
 
     Attributes:
-        n_mp: Tensor-parallel ranks.
-        n_esp: Ranks that share each expert.
-        num_nodes: Nodes of the ranks, equal ones.
-        shapes: The grid.
-        num_experts: E.
-        flops_per_s: Of a rank, on experts.
-        repetitions: Measured iterations of every pair of shape and variant.
-        warm_up: Unmeasured ones before.
-        seed: Of the turns.
+        n_mp: Number of tensor-parallel ranks.
+        n_esp: Number of ranks that share each expert.
+        num_nodes: Number of equal nodes of the ranks.
+        shapes: Grid of shapes to measure.
+        num_experts: Number of experts, E.
+        flops_per_s: Throughput of a rank on experts, in floating-point operations per second.
+        repetitions: Number of measured iterations of every pair of shape and variant.
+        warm_up: Number of unmeasured iterations before them.
+        seed: Seed of the turns.
     """
 
     n_mp: int
@@ -113,10 +114,10 @@ class ScheduledStack:
     """One MoE layer on this rank, in one shape, under any schedule.
 
     Args:
-        groups: The layer's.
-        shape: Of the layer.
-        num_experts: E.
-        flops_per_s: To pace experts to; ``None`` computes in earnest.
+        groups: Process groups of the layer.
+        shape: Sizes of the layer.
+        num_experts: Number of experts, E.
+        flops_per_s: Pace of experts, in floating-point operations per second. None for real compute.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class ScheduledStack:
         self.executor: LayerExecutor = runtime.add_layer(
             LayerContext(1, owner_E, groups.topology), groups, parameters
         )
-        # All ranks of a tensor-parallel group draw the same.
+        # All ranks of a tensor-parallel group draw the same numbers.
         first = dist.get_process_group_ranks(groups.tensor_parallel)[0]
         rng = np.random.default_rng([first, shape.num_tokens])
         numbers = np.arange(shape.num_rows)
@@ -154,7 +155,7 @@ class ScheduledStack:
         self.num_rows = 0
 
     def run(self, variant: str) -> tuple[float, list[torch.Tensor]]:
-        """Seconds of a forward and a backward pass, and what came out: output and gradients."""
+        """Run a forward and a backward pass. Return the seconds, and the output with all gradients."""
         for tensors in self.parameters.values():
             for parameter in tensors:
                 parameter.grad = None
@@ -171,7 +172,7 @@ class ScheduledStack:
     def _forward(
         self, hidden: torch.Tensor, probs: torch.Tensor, schedule: Schedule, simultaneous: bool
     ) -> torch.Tensor:
-        """As in the adapter; routing is forced, so no gate follows the split."""
+        """Run the layer as the adapter does, but without a gate, because routing is forced."""
         peers, routing_map = self.groups.tensor_parallel, self.routing_map
         assert peers is not None
         divides_first = schedule in ("s1", "megatron")
@@ -200,7 +201,7 @@ class ScheduledStack:
 
 
 def make_groups(n_mp: int, n_esp: int, num_nodes: int) -> ExpertGroups:
-    """Ranks in Megatron's order: parts of an expert beside each other, and so are tensor-parallel ranks."""
+    """Make process groups in Megatron's order: ranks of an expert and tensor-parallel ranks are adjacent."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
     num_devices = world_size // n_esp
 
@@ -227,7 +228,13 @@ def make_groups(n_mp: int, n_esp: int, num_nodes: int) -> ExpertGroups:
 
 
 def measure_schedule_grid(plan: Plan) -> dict[str, Any]:
-    """Runs on every rank: all shapes under all variants, in an order drawn anew for each repetition."""
+    """Measure all shapes under all variants. Every repetition has a new random order.
+
+    This function runs on every rank.
+
+    Raises:
+        RuntimeError: The results of the schedules differ.
+    """
     torch.set_num_threads(1)
     groups = make_groups(plan.n_mp, plan.n_esp, plan.num_nodes)
     worst = _largest_difference(groups, plan)
@@ -284,7 +291,7 @@ def _layer(shape: Shape, groups: ExpertGroups, n_mp: int) -> ScheduledLayer:
 
 
 def _largest_difference(groups: ExpertGroups, plan: Plan) -> float:
-    """Of outputs and all gradients between schedules, with real compute at a small size."""
+    """Return the largest difference of outputs and gradients between schedules, with real compute."""
     stack = ScheduledStack(groups, Shape(32, 16, 2.0), plan.num_experts, None)
     worst, wanted = 0.0, None
     for variant in VARIANTS:
@@ -298,7 +305,7 @@ def _largest_difference(groups: ExpertGroups, plan: Plan) -> float:
 
 
 def schedule_table(record: dict[str, Any]) -> str:
-    """A Markdown table of speed-ups over the baseline, one line for each shape, and what follows."""
+    """Return a Markdown table of speed-ups over the baseline, with one line for each shape, and a summary."""
     lines = [
         "| tokens | M | rows a token | baseline s | s1 | s2 | s2 in turn over s2 | megatron | auto of s1, s2 "
         "| auto |",
@@ -339,7 +346,7 @@ def _summary(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _ratio(slow: list[float], fast: list[float]) -> tuple[float, float, float]:
-    """Quartiles of ratios of the same repetition."""
+    """Return quartiles of the ratios of seconds in the same repetition."""
     return quartiles([a / b for a, b in zip(slow, fast, strict=True)])
 
 

@@ -1,8 +1,8 @@
-"""Speed-ups of a testbed run in one picture.
+"""Draws the speed-ups of testbed runs into one picture.
 
     python -m benchmarks.testbed.speedup_picture testbed.json --out speedups.png
 
-Several files are put together; of a workload and variant in more than one the last counts.
+Several files can be combined. If several files have the same workload and variant, the last file counts.
 """
 
 import argparse
@@ -14,23 +14,23 @@ from typing import Any
 
 from megatron_fssdp.reporting.figures import COLOURS, DPI, new_figure
 
-# Always the same colour for a strategy, the plugin's own first.
+# A strategy always has the same colour. The plugin's own strategies come first.
 STRATEGIES = ("auto", "fssdp", "prophet", "fastermoe", "quota", "flexmoe", "smartmoe")
 WORKLOADS = {
     "W0": "balanced",
-    "W1": "half of all on one device's experts",
-    "W2": "the same heat on several devices",
-    "W3": "40 % of all on one expert",
-    "W4": "ragged sources, balanced experts",
+    "W1": "half of all tokens on one device's experts",
+    "W2": "half of all tokens, on several devices",
+    "W3": "40 % of all tokens on one expert",
+    "W4": "uneven sources, balanced experts",
     "W5": "idle experts and an idle device",
-    "W6": "hot device changes every 3 iterations",
-    "W7": "bursts on drawn experts",
+    "W6": "busy device changes every 3 iterations",
+    "W7": "bursts on random experts",
     "replay": "loads recorded in a training",
 }
 
 
 def main() -> int:
-    """Read, draw, write."""
+    """Read the files and write the picture."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -47,11 +47,11 @@ def main() -> int:
 
 
 def draw(summaries: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Medians and quartiles over the reference, a row for each workload.
+    """Draw medians and quartiles of speed-ups over the reference, with one row for each workload.
 
     Args:
-        summaries: Of ``testbed.json``.
-        path: PNG or SVG to write.
+        summaries: The entries ``summaries`` of ``testbed.json`` files.
+        path: PNG or SVG file to write.
     """
     speed_up = {
         (one["workload"], one["variant"].partition(":")[0]): one["speed_up"]

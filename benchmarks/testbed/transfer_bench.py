@@ -1,7 +1,7 @@
-"""SparseAllGather of one expert over the links: two-level and plain form against the NIC's bound.
+"""Measures the two-level and the plain form of SparseAllGather of one expert.
 
-The bound is the time in which one node's link carries the expert once: nobody outside the owner's node
-can have it earlier.
+The bound is the time in which one node's link transfers the expert once. No device outside the owner's node
+can have the expert earlier.
 """
 
 import time
@@ -23,7 +23,7 @@ from megatron_fssdp.planning.transfer.transfer_plan import plain_transfer, two_l
 
 
 def reaches(topology: Topology) -> dict[str, list[int]]:
-    """Which devices get the expert of device 0."""
+    """Return the sets of devices that get the expert of device 0, by name."""
     nodes, devices = topology.num_nodes, topology.devices_by_node
     half = [device for node in range(max(1, nodes // 2)) for device in devices[node]]
     return {
@@ -36,7 +36,10 @@ def reaches(topology: Topology) -> dict[str, list[int]]:
 def measure_transfers(
     num_nodes: int, sizes_mib: list[int], repetitions: int, payload_bytes_per_s: float, seed: int
 ) -> list[dict[str, Any]]:
-    """Runs on every rank: seconds of the slowest, forms and targets in an order drawn for each repetition."""
+    """Return the seconds of the slowest rank for each form, size and set of devices.
+
+    This function runs on every rank. Each repetition has a new random order.
+    """
     torch.set_num_threads(1)
     groups = make_groups(num_nodes)
     group, topology = groups.expert_parallel, groups.topology
@@ -60,7 +63,7 @@ def measure_transfers(
     seconds: dict[tuple[str, int, str], list[float]] = {name: [] for name in cells}
     order = np.random.default_rng(seed)
     names = list(cells)
-    for repetition in range(repetitions + 1):  # the first one connects
+    for repetition in range(repetitions + 1):  # the first repetition opens connections and is not measured
         for choice in order.permutation(len(names)):
             name = names[choice]
             transfer, _ = cells[name]
@@ -87,13 +90,13 @@ def measure_transfers(
 
 
 def profile_nodes(name: str, num_nodes: int, repetitions: int, flops_per_s: float) -> ClusterDescription:
-    """Runs on every rank: what the links between the nodes and inside them cost.
+    """Measure the costs of the links between the nodes and inside them. This function runs on every rank.
 
     Args:
-        name: Of the description.
-        num_nodes: Nodes of the ranks.
-        repetitions: Measured ones for each size.
-        flops_per_s: What compute is paced to.
+        name: Name of the cluster description.
+        num_nodes: Number of nodes of the ranks.
+        repetitions: Number of measurements of each size.
+        flops_per_s: Pace of compute, in floating-point operations per second.
     """
     torch.set_num_threads(1)
     settings = ProfileSettings(name, num_nodes, "gloo", most_bytes=1 << 24, num_repetitions=repetitions)
@@ -106,7 +109,7 @@ def profile_nodes(name: str, num_nodes: int, repetitions: int, flops_per_s: floa
 
 
 def transfer_table(rows: list[dict[str, Any]]) -> str:
-    """A Markdown table, one line for each reach and size."""
+    """Return a Markdown table with one line for each set of devices and size."""
     lines = [
         "| to | MiB | NIC bound s | two-level s | over bound | plain s | over bound |",
         "|---|---|---|---|---|---|---|",

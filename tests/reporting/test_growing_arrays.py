@@ -122,7 +122,7 @@ def test_numbers_that_do_not_ascend_are_refused(
 ) -> None:
     file = RECORDS[record][0](tmp_path)
     np.savez(file, **{**content_of(file), name: np.array(numbers)})
-    assert_refused(record, file, f"{name} are not ascending")
+    assert_refused(record, file, f"{name} are negative or not ascending")
 
 
 @pytest.mark.parametrize("record", RECORDS)

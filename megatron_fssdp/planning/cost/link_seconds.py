@@ -77,8 +77,8 @@ class LinkSet:
             busiest: Number of units (rows or experts) on the busiest links. Its fields can be arrays.
             bytes_per_unit: Bytes of one unit.
             starts: Number of collectives that share the bytes. Each one adds a start-up time.
-            first_s: Seconds until the first bytes arrive at the busiest links. They count only where these links
-                have bytes.
+            first_s: Seconds until the first bytes arrive at the busiest links. They count only where these
+                links have bytes.
         """
         near: Any = busiest.near * bytes_per_unit
         of_node: Any = busiest.far_of_node * bytes_per_unit

@@ -199,7 +199,7 @@ def test_the_page_says_what_was_not_recorded(tmp_path: Path) -> None:
         (running / name).unlink()
     page = page_of(running)
     assert "not written yet" in page.texts["expert-load"]
-    assert "no placements.npz (yet)" in page.texts["placement"]
+    assert "no placements.npz yet" in page.texts["placement"]
     assert "device-load-ranked" not in page.figures
 
 
