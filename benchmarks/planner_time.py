@@ -100,7 +100,7 @@ def max_over_mean(load_DE: np.ndarray, placement: ExpertPlacement, topology: Top
 
 
 def drifted(counts: list[np.ndarray]) -> list[np.ndarray]:
-    """Return counts of a later iteration: popularities with log-normal noise, and the same number of tokens."""
+    """Return counts of a later iteration: as many tokens, and popularities with log-normal noise."""
     later = []
     for seed, counts_DE in enumerate(counts):
         rng = np.random.default_rng(1000 + seed)
