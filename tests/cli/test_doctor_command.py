@@ -91,7 +91,7 @@ def test_a_runs_ranks_and_its_checkpoint_folder_are_checked(
     assert code == 0
     assert found["ranks"]["found"] == "4 on 4 CPU cores"
     assert found["checkpoint folder"]["found"].startswith(
-        "runs/gpt_moe_tiny-fssdp/checkpoints: not there yet"
+        "runs/gpt_moe_tiny-fssdp/checkpoints: does not exist yet"
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -100,7 +100,7 @@ def test_a_runs_ranks_and_its_checkpoint_folder_are_checked(
     config.write_text(TINY.read_text().replace("training:\n", "training:\n  checkpoint_dir: file\n"))
     code, out, _ = doctor("--config", config)
     assert code == 1
-    assert "is no folder" in out
+    assert "is not a folder" in out
     assert "training.checkpoint_dir" in out
 
     config.write_text(TINY.read_text().replace("training:\n", "training:\n  save_checkpoints: false\n"))

@@ -1,5 +1,5 @@
-"""What ``megatron-fssdp doctor`` looks at: facts of a machine, and what follows from them.
+"""Facts and checks of ``megatron-fssdp doctor``, and the profiler of a cluster.
 
-Modules that gather facts touch the machine and decide nothing. Checks are pure functions from
-facts to findings. Neither fails where torch or Megatron is missing or broken: that is a finding.
+Some modules gather facts about the machine and do not judge them. Others check these facts by pure functions,
+which return findings. If torch or Megatron is missing or broken, both kinds continue: this is a finding too.
 """

@@ -1,4 +1,4 @@
-"""Whether checkpoints can be written to a folder, and how much fits."""
+"""Checks whether checkpoints can be written to a folder, and how much space it has."""
 
 import errno
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding, Verdict
 
 LEAST_FREE_BYTES = 1 << 30
-"""Less is worth a note: weights and optimizer states of 75 M parameters take it."""
+"""Less free space gives a note. A checkpoint of 75 million parameters takes about this many bytes."""
 
 CHECK = "checkpoint folder"
 
@@ -19,14 +19,14 @@ _PROBE_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class FolderState:
-    """What trying to write to a folder gave.
+    """Result of a test write to a folder.
 
     Attributes:
-        path: The folder.
-        exists: Whether it is there; else the nearest folder above was tried.
-        error: Why nothing can be written, in the system's words; empty if it can.
-        is_full: Whether the reason is that nothing more fits.
-        free_bytes: Room for this user; ``None`` if the system does not say.
+        path: Folder for checkpoints.
+        exists: Whether the folder exists. If it does not, the nearest existing folder above it was tested.
+        error: The system's message if writing failed; empty if it succeeded.
+        is_full: Whether writing failed because the file system or the quota is full.
+        free_bytes: Free space for this user in bytes; ``None`` if the system does not tell.
     """
 
     path: Path
@@ -37,14 +37,18 @@ class FolderState:
 
 
 def look_at_folder(path: Path) -> FolderState:
-    """Try to write to a folder. Nothing is left behind, and a missing folder is not made."""
+    """Try to write to a folder. No file is left behind, and a missing folder is not created.
+
+    Args:
+        path: Folder for checkpoints.
+    """
     exists, free_bytes = True, None
     try:
         nearest = path.absolute()
         while not os.path.lexists(nearest):
             nearest, exists = nearest.parent, False
         if not nearest.is_dir():
-            return FolderState(path, exists, f"{nearest} is no folder")
+            return FolderState(path, exists, f"{nearest} is not a folder")
         free_bytes = shutil.disk_usage(nearest).free
         _write_and_forget(nearest)
     except OSError as error:
@@ -54,11 +58,11 @@ def look_at_folder(path: Path) -> FolderState:
 
 
 def check_folder(state: FolderState, setting: str) -> Finding:
-    """Judge a checkpoint folder.
+    """Check a checkpoint folder.
 
     Args:
-        state: What was found.
-        setting: What names the folder, for the advice.
+        state: Result of the test write.
+        setting: Option or setting that names the folder, for the advice.
     """
     room = "" if state.free_bytes is None else f", {state.free_bytes / 2**30:,.1f} GiB free"
     if state.is_full:
@@ -66,7 +70,7 @@ def check_folder(state: FolderState, setting: str) -> Finding:
             CHECK,
             f"{state.path}: full ({state.error}){room}",
             Verdict.PROBLEM,
-            f"make room on the file system of {state.path} (or raise the quota), or give another folder by "
+            f"make room on the file system of {state.path} (or raise the quota), or set another folder with "
             f"{setting}",
         )
     if state.error:
@@ -74,22 +78,22 @@ def check_folder(state: FolderState, setting: str) -> Finding:
             CHECK,
             f"{state.path}: cannot be written ({state.error})",
             Verdict.PROBLEM,
-            f"make {state.path} a folder that this user may write to, or give another one by {setting}",
+            f"make {state.path} a folder that this user may write to, or set another folder with {setting}",
         )
-    found = f"{state.path}: {'writable' if state.exists else 'not there yet, can be made'}{room}"
+    found = f"{state.path}: {'writable' if state.exists else 'does not exist yet, can be created'}{room}"
     if state.free_bytes is not None and state.free_bytes < LEAST_FREE_BYTES:
         return Finding(
             CHECK,
             found,
             Verdict.NOTE,
-            f"a checkpoint takes about 14 bytes a parameter (bf16, Adam): make room, or give another folder "
-            f"by {setting}",
+            f"a checkpoint takes about 14 bytes per parameter (bf16, Adam): make room, or set another folder "
+            f"with {setting}",
         )
     return Finding(CHECK, found, Verdict.OK)
 
 
 def _write_and_forget(folder: Path) -> None:
-    """Write some bytes to a file without a name, which the system drops whatever happens."""
+    """Write some bytes to a file without a name, which the system always deletes."""
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(_PROBE_BYTES))
         file.flush()

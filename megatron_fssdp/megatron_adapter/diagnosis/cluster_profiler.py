@@ -1,4 +1,4 @@
-"""Measures the cluster that torchrun started this rank on, and describes it."""
+"""Measures the links and devices of the cluster on which torchrun started this rank, and describes them."""
 
 import os
 import platform
@@ -41,13 +41,18 @@ class ProfileSettings:
     """What is measured, and how often.
 
     Attributes:
-        name: The cluster's name.
-        num_nodes: Equal nodes that the ranks form, in rank order; ``None`` for torchrun's machines.
-        backend: ``gloo`` (messages and compute on CPUs) or ``nccl``; ``None`` for what there is.
-        model: Run whose layers are computed; ``None`` for sizes that suit the device.
-        least_bytes: Smallest message.
-        most_bytes: Largest message; sizes grow fourfold.
-        num_repetitions: Their median counts.
+        name: Name of the cluster in its description.
+        num_nodes: Number of equal nodes into which the ranks are divided, in rank order; ``None`` treats
+            each of torchrun's machines as a node.
+        backend: ``gloo`` (communication and compute on CPUs) or ``nccl``; ``None`` takes ``nccl`` if there
+            are GPUs.
+        model: Run whose layers are computed; ``None`` takes layer sizes that suit the device.
+        least_bytes: Smallest message in bytes, at least 4.
+        most_bytes: Largest message in bytes. Each message size is four times the previous one.
+        num_repetitions: Number of repetitions of each measurement; the median counts.
+
+    Raises:
+        ConfigurationError: A setting is outside its range.
     """
 
     name: str
@@ -60,19 +65,23 @@ class ProfileSettings:
 
     def __post_init__(self) -> None:
         if self.backend not in (None, "gloo", "nccl"):
-            raise ConfigurationError(f"--backend {self.backend}: wanted gloo or nccl")
+            raise ConfigurationError(
+                f"--backend {self.backend}: wanted gloo or nccl; leave it out to take nccl if there are GPUs"
+            )
         if self.num_nodes is not None and self.num_nodes < 1:
-            raise ConfigurationError(f"--nodes {self.num_nodes}: wanted 1 or more")
+            raise ConfigurationError(
+                f"--nodes {self.num_nodes}: wanted 1 or more; leave it out to take torchrun's machines"
+            )
         if not 4 <= self.least_bytes < self.most_bytes:
             raise ConfigurationError(
                 f"--least-bytes {self.least_bytes} and --most-bytes {self.most_bytes}: wanted at least 4 "
-                "and two sizes to fit a line through"
+                "bytes and a larger second number, because a line is fitted through at least two sizes"
             )
         if self.num_repetitions < 1:
             raise ConfigurationError(f"--repetitions {self.num_repetitions}: wanted 1 or more")
 
     def message_bytes(self) -> list[int]:
-        """Sizes of the messages, fourfold from the smallest; the largest is the last."""
+        """Return the message sizes in bytes. Each is four times the previous one; the last is the largest."""
         sizes = []
         size = self.least_bytes
         while size < self.most_bytes:
@@ -83,42 +92,49 @@ class ProfileSettings:
     def check_ranks(self, world_size: int) -> None:
         """Raise unless that many ranks can be measured.
 
+        Args:
+            world_size: Number of ranks.
+
         Raises:
-            ConfigurationError: They are too few or form no equal nodes.
+            ConfigurationError: There are fewer than two ranks, or they cannot form equal nodes.
         """
         if world_size < 2:
             raise ConfigurationError(
-                f"{world_size} rank: a link needs two ends; start 2 ranks or more (--nproc-per-node)"
+                f"number of ranks: got {world_size}, wanted at least 2, because a link connects two ranks; "
+                "start more ranks with torchrun's --nproc-per-node"
             )
         if self.num_nodes is not None:
             check_declared_nodes(self.num_nodes, world_size)
 
 
 def profile_cluster(settings: ProfileSettings, progress: Callable[[str], None]) -> ClusterDescription:
-    """Measure; called by all ranks that torchrun started, before any process group exists.
+    """Measure the cluster. All ranks that torchrun started call this before a process group exists.
 
     Args:
-        settings: What and how often.
-        progress: Gets one line a step, on rank 0.
+        settings: What is measured, and how often.
+        progress: Function that gets one line of text for each step, on rank 0.
 
     Returns:
-        The cluster, the same on all ranks.
+        Description of the cluster, equal on all ranks.
 
     Raises:
-        ConfigurationError: The ranks cannot be measured; no collective has run.
+        ConfigurationError: These ranks cannot be measured. It is raised before any collective.
     """
     world_size = int(os.environ["WORLD_SIZE"])
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     settings.check_ranks(world_size)
     if settings.num_nodes is None and world_size % local_world_size:
         raise ConfigurationError(
-            f"{world_size} ranks, {local_world_size} on this machine: wanted equally many on each; start "
-            "torchrun with the same --nproc-per-node everywhere"
+            f"ranks: got {world_size} ranks with {local_world_size} on this machine, wanted the same number "
+            "on every machine; start torchrun with the same --nproc-per-node on every machine"
         )
     num_nodes = settings.num_nodes or world_size // local_world_size
     backend = settings.backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if backend == "nccl" and not torch.cuda.is_available():
-        raise ConfigurationError("--backend nccl: no CUDA device is visible; wanted one a rank, or gloo")
+        raise ConfigurationError(
+            "--backend nccl: got no visible CUDA device, wanted one for each rank; use --backend gloo, or a "
+            "machine with GPUs"
+        )
     device = torch.device("cpu")
     if backend == "nccl":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -137,21 +153,21 @@ def measure_cluster(
     local_world_size: int,
     progress: Callable[[str], None],
 ) -> ClusterDescription:
-    """As :func:`profile_cluster`, by the ranks of the default process group.
+    """Measure the cluster like :func:`profile_cluster`, by the ranks of the existing default process group.
 
     Args:
-        settings: What and how often.
-        num_nodes: Equal nodes that the ranks form.
-        device: This rank's.
-        local_world_size: Ranks on this machine.
-        progress: Gets one line a step, on rank 0.
+        settings: What is measured, and how often.
+        num_nodes: Number of equal nodes into which the ranks are divided.
+        device: Torch device of this rank.
+        local_world_size: Number of ranks on this machine.
+        progress: Function that gets one line of text for each step, on rank 0.
     """
     quiet = dist.get_rank() > 0
     return _Measurement(settings, num_nodes, device, local_world_size, _ignore if quiet else progress)()
 
 
 def _ignore(line: str) -> None:
-    """Rank 0 speaks for all."""
+    """Ignore a line of progress. Only rank 0 prints progress."""
 
 
 class _Measurement:
@@ -176,7 +192,7 @@ class _Measurement:
             f"{len(ranks)} ranks on {self._num_nodes} nodes, {dist.get_backend()}, "
             f"{sizes[0]:,} to {sizes[-1]:,} bytes, {self._settings.num_repetitions} repetitions"
         )
-        # Ranks of one node, and ranks that have the same place in their nodes.
+        # "inside" has the ranks of each node. "between" has the ranks with the same position in all nodes.
         inside = [ranks[node * per_node : (node + 1) * per_node] for node in range(self._num_nodes)]
         between = [ranks[place::per_node] for place in range(per_node)]
         fits: dict[CollectiveName, dict[LinkClass, LinkFit]] = {name: {} for name in _NAMES}
@@ -191,7 +207,7 @@ class _Measurement:
             for name in _NAMES:
                 label = f"{name} inter_node"
                 if name in _EXCHANGES:
-                    # As in a dispatch, with the messages inside the nodes beside.
+                    # As in a dispatch, messages inside the nodes are under way at the same time.
                     everyone = dist.group.WORLD
                     fits[name]["inter_node"] = self._links(label, name, everyone, num_near=per_node - 1)
                     continue
@@ -201,7 +217,7 @@ class _Measurement:
         return self._described(fits, whole_nic, expert, attention)
 
     def _own_group(self, partition: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        groups = [dist.new_group(list(part)) for part in partition]  # every rank takes part in making each
+        groups = [dist.new_group(list(part)) for part in partition]  # Every rank must take part in each call.
         own = groups[[dist.get_rank() in part for part in partition].index(True)]
         assert isinstance(own, dist.ProcessGroup)
         return own
@@ -228,7 +244,8 @@ class _Measurement:
         shape = _layer_shape(self._settings.model, self._device)
         reached = []
         for label, measure in (("experts", expert_flops_per_s), ("attention", attention_flops_per_s)):
-            dist.barrier()  # ranks may share cores: they compute at the same time, as they do in a training
+            # Ranks may share cores, so all of them compute at the same time, as they do in a training.
+            dist.barrier()
             slowest = torch.tensor(
                 measure(shape, self._device, self._settings.num_repetitions),
                 dtype=torch.float64,
@@ -236,7 +253,7 @@ class _Measurement:
             )
             dist.all_reduce(slowest, op=dist.ReduceOp.MIN)
             reached.append(float(slowest))
-            self._say(f"{label}, forward and backward: {reached[-1] / 1e9:,.1f} GFLOP/s a device")
+            self._say(f"{label}, forward and backward: {reached[-1] / 1e9:,.1f} GFLOP/s per device")
         return reached[0], reached[1]
 
     def _say(self, line: str) -> None:
@@ -255,9 +272,9 @@ class _Measurement:
         sources = dict.fromkeys(("collectives", "intra_node", "inter_node"), measured)
         sources["inter_node"] += ", all devices of a node at once"
         if inside is None:
-            sources["intra_node"] = f"one device a node, so as inter_node; {measured}"
+            sources["intra_node"] = f"same as inter_node, because each node has one device; {measured}"
         if whole_nic is None:
-            sources["inter_node"] = f"one node, so as intra_node; {measured}"
+            sources["inter_node"] = f"same as intra_node, because there is one node; {measured}"
         sources |= dict.fromkeys(
             ("expert_flops_per_s", "non_expert_flops_per_s"), self._compute_source(measured)
         )
@@ -305,14 +322,14 @@ class _Measurement:
 
 
 def _link(fit: LinkFit | None, num_sharers: int = 1) -> LinkDescription:
-    assert fit is not None  # two ranks have a link, inside a node or between nodes
+    assert fit is not None  # With two ranks or more, there is a link inside a node or between nodes.
     return LinkDescription(
         alpha_s=fit.cost.alpha_s, bandwidth_bytes_per_s=num_sharers / fit.cost.beta_s_per_byte
     )
 
 
 def _layer_shape(run: RunConfig | None, device: torch.device) -> LayerShape:
-    """A run's MoE layer as one rank computes it under balanced load."""
+    """Return the sizes of a run's MoE layer as one rank computes it under balanced load."""
     if run is None:
         return _GPU_SHAPE if device.type == "cuda" else _CPU_SHAPE
     model, cut = run.model, run.parallelism

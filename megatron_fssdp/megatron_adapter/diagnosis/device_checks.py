@@ -1,4 +1,4 @@
-"""Back ends, GPUs, the topology and whether a run's ranks fit."""
+"""Checks of back ends and GPUs, of the topology, and of a run's ranks on this machine."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,11 +14,11 @@ _MOST_PAIRS_SHOWN = 4
 
 @dataclass(frozen=True)
 class Launch:
-    """The ranks that torchrun started; both ``None`` without it.
+    """The ranks that torchrun started.
 
     Attributes:
-        world_size: All of them.
-        local_world_size: Those on this machine.
+        world_size: Number of all ranks; ``None`` without torchrun.
+        local_world_size: Number of ranks on this machine; ``None`` without torchrun.
     """
 
     world_size: int | None = None
@@ -26,82 +26,93 @@ class Launch:
 
 
 def check_gloo(backends: Backends) -> Finding:
-    """Whether ranks on CPUs can talk; Megatron has groups of such ranks beside NCCL's, too."""
+    """Check that torch has gloo, the back end between CPUs. Megatron needs it on GPU machines too.
+
+    Args:
+        backends: Back ends of the installed torch.
+    """
     if backends.has_gloo:
         return Finding("gloo", "built into torch", Verdict.OK)
-    advice = "install a torch whose torch.distributed has gloo, as the wheels of pytorch.org have"
+    advice = "install a torch that is built with gloo, for example a wheel from pytorch.org"
     return Finding("gloo", "not built into torch", Verdict.PROBLEM, advice)
 
 
 def check_nccl(backends: Backends, has_gpus: bool) -> Finding:
-    """Whether GPUs can talk.
+    """Check that torch has NCCL, the back end between GPUs.
 
     Args:
-        backends: What torch has.
-        has_gpus: Whether there are any.
+        backends: Back ends of the installed torch.
+        has_gpus: Whether this machine has GPUs that torch can use.
     """
-    unused = "" if has_gpus else "; unused without GPUs"
+    unused = "" if has_gpus else "; not used without GPUs"
     if backends.has_nccl:
         return Finding("NCCL", f"{backends.nccl_version or 'built into torch'}{unused}", Verdict.OK)
     if not has_gpus:
         return Finding("NCCL", f"not built into torch{unused}", Verdict.OK)
-    advice = "install a torch that is built with NCCL, as the CUDA wheels of pytorch.org are"
+    advice = "install a torch that is built with NCCL, for example a CUDA wheel from pytorch.org"
     return Finding("NCCL", "not built into torch", Verdict.PROBLEM, advice)
 
 
 def check_gpus(devices: Devices) -> Finding:
-    """Which devices ranks get by default."""
+    """Check which devices the ranks use by default.
+
+    Args:
+        devices: Devices of this machine.
+    """
     name, host = "GPUs", f"{devices.num_cores} CPU cores, {devices.memory_bytes / 2**30:,.1f} GiB"
     if devices.asked not in ("", "cpu", "cuda"):
         found = f"{DEVICE_VARIABLE} is {devices.asked!r}"
         return Finding(name, found, Verdict.PROBLEM, f"set {DEVICE_VARIABLE} to cpu or cuda, or unset it")
     if devices.gpu_error:
-        advice = "put right what the message names; nvidia-smi tells whether the driver works"
-        return Finding(name, f"torch fails on them: {devices.gpu_error}", Verdict.PROBLEM, advice)
+        advice = "fix the cause that the message names; nvidia-smi shows whether the driver works"
+        return Finding(name, f"torch fails to use them: {devices.gpu_error}", Verdict.PROBLEM, advice)
     if devices.gpus:
         if devices.asked == "cpu":
-            found = f"{_described(devices)}; left alone, {DEVICE_VARIABLE}=cpu asks for the CPU ({host})"
+            found = f"{_described(devices)}; not used, because {DEVICE_VARIABLE}=cpu selects the CPU ({host})"
             return Finding(name, found, Verdict.NOTE)
         return Finding(name, _described(devices), Verdict.OK)
     found = f"none; ranks run on the CPU ({host})"
     if devices.asked == "cuda":
-        advice = f"unset {DEVICE_VARIABLE} to run on the CPU, or go to a machine with GPUs"
+        advice = f"unset {DEVICE_VARIABLE} to run on the CPU, or use a machine with GPUs"
         return Finding(name, f"none, but {DEVICE_VARIABLE}=cuda asks for them", Verdict.PROBLEM, advice)
     if not devices.has_nvidia_driver or devices.asked == "cpu":
         return Finding(name, found, Verdict.NOTE)
     if devices.visible is not None and devices.visible.strip() in ("", "-1"):
         return Finding(name, f"hidden by CUDA_VISIBLE_DEVICES={devices.visible!r}; {found}", Verdict.NOTE)
     if devices.cuda_build is None:
-        found = "an NVIDIA driver is here, but torch is built without CUDA"
+        found = "an NVIDIA driver is installed, but torch is built without CUDA"
         advice = "install torch's CUDA wheel from pytorch.org"
     else:
-        found = f"an NVIDIA driver is here, but torch, built for CUDA {devices.cuda_build}, sees no GPU"
-        advice = "see what CUDA nvidia-smi shows: a newer driver, or torch for that CUDA"
-    return Finding(name, found, Verdict.PROBLEM, f"{advice}; {DEVICE_VARIABLE}=cpu runs without")
+        found = f"an NVIDIA driver is installed, but torch (built for CUDA {devices.cuda_build}) finds no GPU"
+        advice = (
+            "compare with the CUDA version that nvidia-smi shows, and install a newer driver or a torch for "
+            "that version"
+        )
+    return Finding(name, found, Verdict.PROBLEM, f"{advice}; or set {DEVICE_VARIABLE}=cpu to use the CPU")
 
 
 def check_topology(devices: Devices, launch: Launch, cut: "ParallelismSettings | None") -> Finding:
-    """Which nodes the strategies plan for.
+    """Check which nodes the strategies plan for.
 
     Args:
-        devices: Of this machine.
-        launch: The ranks, if torchrun started any.
-        cut: Parallel sizes of a run; ``None`` if none is given.
+        devices: Devices of this machine.
+        launch: Ranks that torchrun started.
+        cut: Parallel sizes of the run to check; ``None`` if no run was given.
     """
     name = "topology"
     if launch.world_size is not None:
         local = launch.local_world_size or launch.world_size
         found, even = _nodes(launch.world_size, local, "from torchrun")
         if not even:
-            advice = "start torchrun with the same --nproc-per-node on every machine: nodes are equal"
+            advice = "start torchrun with the same --nproc-per-node on every machine: nodes must be equal"
             return Finding(name, found, Verdict.PROBLEM, advice)
     elif cut is not None:
-        found, _ = _nodes(cut.world_size, cut.nproc_per_node, "by the run's file")
+        found, _ = _nodes(cut.world_size, cut.nproc_per_node, "from the run's file")
     else:
         members = _count(len(devices.gpus), "GPU") if devices.gpus else "CPU ranks"
-        found = f"1 node, this machine, of {members}"
+        found = f"1 node (this machine) of {members}"
     if cut is not None and cut.declared_nodes is not None:
-        found += f"; declared_nodes: planned for as {_count(cut.declared_nodes, 'node')}"
+        found += f"; strategies plan for {_count(cut.declared_nodes, 'node')} (declared_nodes)"
     if devices.pairs_without_peer_access:
         pairs = devices.pairs_without_peer_access
         shown = ", ".join(f"{first}-{second}" for first, second in pairs[:_MOST_PAIRS_SHOWN])
@@ -110,71 +121,80 @@ def check_topology(devices: Devices, launch: Launch, cut: "ParallelismSettings |
             name,
             f"{found}; no peer access between GPUs {shown}{more}",
             Verdict.NOTE,
-            "links inside this node are not alike: nvidia-smi topo -m shows them, megatron-fssdp profile "
-            "measures them",
+            "the links inside this node are not equally fast: nvidia-smi topo -m shows them, and "
+            "megatron-fssdp profile measures them",
         )
     return Finding(name, found, Verdict.OK)
 
 
 def check_ranks(devices: Devices, launch: Launch, cut: "ParallelismSettings", wanted: str) -> Finding:
-    """Whether a run's ranks fit this machine.
+    """Check whether a run's ranks fit on this machine.
 
     Args:
-        devices: Of this machine.
-        launch: The ranks, if torchrun started any.
-        cut: The run's parallel sizes.
+        devices: Devices of this machine.
+        launch: Ranks that torchrun started.
+        cut: Parallel sizes of the run.
         wanted: The run's ``training.device``.
     """
     name, num_ranks, num_gpus = "ranks", cut.nproc_per_node, len(devices.gpus)
     if launch.world_size is not None and launch.world_size != cut.world_size:
         return Finding(
             name,
-            f"torchrun started {launch.world_size}, the run has {cut.world_size}",
+            f"torchrun started {launch.world_size}, but the run has {cut.world_size}",
             Verdict.PROBLEM,
             f"start torchrun with --nnodes={cut.num_nodes} --nproc-per-node={cut.nproc_per_node}, or change "
             "parallelism.num_nodes and nproc_per_node",
         )
     others = cut.num_nodes - 1
-    elsewhere = f"; those of {_count(others, 'other machine')} were not looked at" if others else ""
+    elsewhere = f"; the ranks on {_count(others, 'other machine')} were not checked" if others else ""
     if devices.runs_on_cpu(wanted):
         found = f"{num_ranks} on {_count(devices.num_cores, 'CPU core')}{elsewhere}"
         if num_ranks <= devices.num_cores:
             return Finding(name, found, Verdict.OK)
-        advice = "ranks that share a core wait for each other: results are right, times say little"
+        advice = (
+            "the training works and its results are correct, but ranks share CPU cores and wait for each "
+            "other, so measured times mean little"
+        )
         return Finding(name, found, Verdict.NOTE, advice)
     found = f"{num_ranks} on {_count(num_gpus, 'GPU')}{elsewhere}"
     if num_ranks > num_gpus:
         fewer = f"--nproc {num_gpus} with parallel sizes that divide it, or " if num_gpus else ""
-        advice = f"every rank needs a GPU of its own: {fewer}--set training.device=cpu, or another machine"
+        advice = (
+            f"every rank needs its own GPU: use {fewer}--set training.device=cpu, or a machine with more GPUs"
+        )
         return Finding(name, found, Verdict.PROBLEM, advice)
     if num_ranks < num_gpus:
-        advice = f"{_count(num_gpus - num_ranks, 'GPU')} idle: --nproc {num_gpus} uses all"
+        advice = f"{_count(num_gpus - num_ranks, 'GPU')} not used: --nproc {num_gpus} uses all GPUs"
         return Finding(name, found, Verdict.NOTE, advice)
     return Finding(name, found, Verdict.OK)
 
 
 def check_context(devices: Devices, has_engine: bool, context: int, wanted: str) -> Finding:
-    """Whether a run can split its sequences.
+    """Check whether a run can use context parallelism.
 
     Args:
-        devices: Of this machine.
-        has_engine: Whether Transformer Engine works.
+        devices: Devices of this machine.
+        has_engine: Whether Transformer Engine is installed and works.
         context: The run's context-parallel size, 2 or more.
         wanted: The run's ``training.device``.
     """
     name, found = "context parallelism", f"parallelism.context {context}"
     if devices.runs_on_cpu(wanted):
-        advice = "set parallelism.context to 1, or train on GPUs: its attention is Transformer Engine's"
+        advice = (
+            "set parallelism.context to 1, or train on GPUs: context parallelism uses Transformer Engine's "
+            "attention, which needs a GPU"
+        )
         return Finding(name, f"{found} on the CPU", Verdict.PROBLEM, advice)
     if not has_engine:
-        advice = "install Transformer Engine, whose attention it is, or set parallelism.context to 1"
+        advice = "install Transformer Engine, whose attention is needed, or set parallelism.context to 1"
         return Finding(name, f"{found} without Transformer Engine", Verdict.PROBLEM, advice)
     return Finding(name, found, Verdict.OK)
 
 
 def _nodes(world_size: int, per_node: int, source: str) -> tuple[str, bool]:
-    """Nodes in words, by the rule of a run, and whether they are equal."""
-    from megatron_fssdp.planning.placement.topology import Topology  # needs numpy, which may be broken, too
+    """Describe the nodes as a run would form them, and return whether all have the same number of ranks."""
+    # The import is late because it needs numpy, which may be broken on this machine.
+    from megatron_fssdp.planning.placement.topology import Topology
 
     topology = Topology.from_labels([rank // per_node for rank in range(world_size)])
     sizes = [len(devices) for devices in topology.devices_by_node]

@@ -1,4 +1,4 @@
-"""Which accelerators, cores and back ends of torch.distributed there are."""
+"""Gathers facts about accelerators, CPU cores and the back ends of torch.distributed."""
 
 import itertools
 import os
@@ -19,8 +19,8 @@ class Gpu:
     """One accelerator that torch can use.
 
     Attributes:
-        name: As its driver calls it.
-        memory_bytes: All of its memory.
+        name: Name of the accelerator from its driver.
+        memory_bytes: Total memory in bytes.
     """
 
     name: str
@@ -29,18 +29,18 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Devices:
-    """What ranks on this machine may run on.
+    """Devices on which ranks of this machine can run.
 
     Attributes:
-        asked: ``MEGATRON_FSSDP_DEVICE``: ``cpu``, ``cuda``, empty, or a mistake.
+        num_cores: Number of CPU cores that this process may use.
+        memory_bytes: Memory of the machine in bytes.
+        asked: Value of ``MEGATRON_FSSDP_DEVICE``: ``cpu``, ``cuda``, empty, or an invalid value.
         gpus: Accelerators that torch can use.
-        pairs_without_peer_access: GPUs that cannot read each other's memory.
-        gpu_error: Why torch could not tell; empty if it could.
-        cuda_build: CUDA (or ROCm) version that torch was built for; ``None`` for a build without.
-        has_nvidia_driver: Whether the kernel has NVIDIA's driver.
-        visible: ``CUDA_VISIBLE_DEVICES``; ``None`` if it is not set.
-        num_cores: CPU cores that this process may use.
-        memory_bytes: Memory of the machine.
+        pairs_without_peer_access: Pairs of GPUs that cannot read each other's memory.
+        gpu_error: Error from asking torch for accelerators; empty if there was none.
+        cuda_build: CUDA (or ROCm) version for which torch was built; ``None`` for a build without either.
+        has_nvidia_driver: Whether NVIDIA's driver is loaded in the kernel.
+        visible: Value of ``CUDA_VISIBLE_DEVICES``; ``None`` if it is not set.
     """
 
     num_cores: int
@@ -54,10 +54,10 @@ class Devices:
     visible: str | None = None
 
     def runs_on_cpu(self, wanted: str = "auto") -> bool:
-        """Whether ranks run without accelerators.
+        """Whether ranks run on the CPU.
 
         Args:
-            wanted: ``training.device`` of a run.
+            wanted: ``training.device`` of a run: ``auto``, ``cpu`` or ``cuda``.
         """
         if wanted != "auto":
             return wanted == "cpu"
@@ -66,12 +66,12 @@ class Devices:
 
 @dataclass(frozen=True)
 class Backends:
-    """What torch.distributed was built with.
+    """Back ends with which torch.distributed was built.
 
     Attributes:
-        has_gloo: Whether it has gloo.
-        has_nccl: Whether it has NCCL.
-        nccl_version: Its version; empty if torch does not say.
+        has_gloo: Whether torch has gloo.
+        has_nccl: Whether torch has NCCL.
+        nccl_version: Version of NCCL; empty if torch does not tell.
     """
 
     has_gloo: bool
@@ -80,7 +80,7 @@ class Backends:
 
 
 def look_at_devices() -> Devices:
-    """Ask torch and the system; torch has to be importable."""
+    """Gather the devices of this machine from torch and the system. Torch must be importable."""
     import torch
 
     gpus: tuple[Gpu, ...] = ()
@@ -96,7 +96,7 @@ def look_at_devices() -> Devices:
                 for first, second in itertools.combinations(range(count), 2)
                 if not torch.cuda.can_device_access_peer(first, second)
             )
-    except Exception as raised:  # drivers fail in many ways
+    except Exception as raised:  # Broken drivers raise many kinds of errors.
         error = one_line(raised)
     return Devices(
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -112,7 +112,7 @@ def look_at_devices() -> Devices:
 
 
 def look_at_backends() -> Backends:
-    """Ask torch; it has to be importable."""
+    """Gather the back ends of torch.distributed. Torch must be importable."""
     import torch
     import torch.distributed as dist
 
@@ -122,6 +122,6 @@ def look_at_backends() -> Backends:
     if dist.is_nccl_available():
         try:
             version = ".".join(str(number) for number in torch.cuda.nccl.version())
-        except Exception:  # a build without the symbol; the version is only shown
+        except Exception:  # Some builds have no version number of NCCL, and the report only shows it.
             version = ""
     return Backends(dist.is_gloo_available(), dist.is_nccl_available(), version)

@@ -1,4 +1,4 @@
-"""All facts and all checks, in the order of the report."""
+"""Gathers all facts about a machine and runs all checks, in the order of the doctor's report."""
 
 import logging
 import os
@@ -53,20 +53,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a machine has; every part can be made up for a test.
+    """All facts about a machine. Tests construct machines that do not exist.
 
     Attributes:
-        python_version: Of the interpreter.
-        executable: The interpreter.
-        torch: What was found of it.
-        megatron: What was found of megatron-core.
-        engine: What was found of Transformer Engine.
-        apex: What is installed under that name.
-        seams: ``None`` if Megatron cannot be imported.
-        devices: ``None`` if torch cannot be imported.
-        backends: ``None`` if torch cannot be imported.
-        launch: The ranks, if torchrun started any.
-        folders: Checkpoint folders, by the setting that names them.
+        python_version: Version of the Python interpreter.
+        executable: Path of the Python interpreter.
+        torch: Installation of torch.
+        megatron: Installation of megatron-core.
+        engine: Installation of Transformer Engine.
+        apex: Package that is installed under the name ``apex``.
+        seams: Seams found in Megatron; ``None`` if Megatron cannot be imported.
+        devices: Devices of the machine; ``None`` if torch cannot be imported.
+        backends: Back ends of torch.distributed; ``None`` if torch cannot be imported.
+        launch: Ranks that torchrun started.
+        folders: Setting or option that names a checkpoint folder, and the state of the folder.
     """
 
     python_version: str
@@ -83,10 +83,10 @@ class Facts:
 
 
 def gather_facts(folders: Sequence[tuple[str, Path]]) -> Facts:
-    """Look at this machine, which takes as long as importing torch and Megatron does.
+    """Gather the facts about this machine. This takes as long as importing torch and Megatron.
 
     Args:
-        folders: Settings that name checkpoint folders, and the folders.
+        folders: Setting or option that names a checkpoint folder, and the folder.
     """
     with _quiet_imports():
         torch = look_for("torch", "torch")
@@ -108,11 +108,14 @@ def gather_facts(folders: Sequence[tuple[str, Path]]) -> Facts:
 
 
 def diagnose(facts: Facts, run: "RunConfig | None") -> tuple[Finding, ...]:
-    """What the facts mean.
+    """Run all checks that apply.
 
     Args:
-        facts: What the machine has.
-        run: A run that is wanted on it; ``None`` for any.
+        facts: Facts about the machine.
+        run: Run that shall train on this machine; ``None`` checks the machine only.
+
+    Returns:
+        The findings, in the order of the report.
     """
     has_gpus = facts.devices is not None and bool(facts.devices.gpus)
     findings = [
@@ -125,7 +128,7 @@ def diagnose(facts: Facts, run: "RunConfig | None") -> tuple[Finding, ...]:
     ]
     if facts.devices is None or facts.backends is None:
         names = ("gloo", "NCCL", "GPUs", "topology", *(("ranks",) if run is not None else ()))
-        unknown = "not looked for: torch cannot be imported"
+        unknown = "not checked, because torch cannot be imported"
         findings += [Finding(name, unknown, Verdict.NOTE) for name in names]
     else:
         cut = run.parallelism if run is not None else None
@@ -146,7 +149,7 @@ def diagnose(facts: Facts, run: "RunConfig | None") -> tuple[Finding, ...]:
 
 @contextmanager
 def _quiet_imports() -> Iterator[None]:
-    """What packages print, log and warn of while they are imported is no part of the report."""
+    """Keep output, log lines and warnings of imported packages out of the report."""
     disabled = logging.root.manager.disable
     with redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""What one check found."""
+"""The result of one check of ``megatron-fssdp doctor``."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,20 +9,23 @@ class Verdict(StrEnum):
 
     OK = "ok"
     NOTE = "note"
-    """Worth knowing; nothing has to be done."""
+    """Worth knowing; the user need not do anything."""
     PROBLEM = "problem"
-    """Has to be put right."""
+    """Prevents a training; the user must fix it."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's report.
+    """One row of the doctor's report.
 
     Attributes:
-        name: What was looked at; the same on every machine.
-        found: What is there.
-        verdict: What that means.
-        advice: The next step, on one line; every problem has one.
+        name: Name of the check, equal on all machines.
+        found: What the check found on this machine.
+        verdict: Whether this is fine, a note or a problem.
+        advice: The next step, on one line. Every problem has one.
+
+    Raises:
+        ValueError: A problem has no advice, or the advice has several lines.
     """
 
     name: str

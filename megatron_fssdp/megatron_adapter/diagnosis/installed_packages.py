@@ -1,4 +1,4 @@
-"""Which packages are installed, from where, and whether they can be imported."""
+"""Gathers facts about installed packages: version, folder, and whether they can be imported."""
 
 import importlib
 import importlib.metadata
@@ -7,19 +7,20 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-# Folders of NVIDIA's Apex; the unrelated package of that name on the registry has none of them.
+# Folders of NVIDIA's Apex. The registry has an unrelated package named apex, which has none of them.
 _NVIDIA_APEX_FOLDERS = ("multi_tensor_apply", "normalization", "optimizers")
 _APEX_CUDA_EXTENSION = "amp_C"
 
 
 @dataclass(frozen=True)
 class InstalledPackage:
-    """What looking for a package gave.
+    """State of a package on this machine.
 
     Attributes:
-        version: As the package says itself, else as pip does; ``None`` if neither does.
-        location: Its folder; ``None`` if it is not installed.
-        error: Why it cannot be imported; empty if it can, or is not there.
+        version: Version from the package itself, or else from pip; ``None`` if neither tells.
+        location: Folder of the package; ``None`` if it is not installed.
+        error: Error from importing the package; empty if the import worked or the package is not
+            installed.
     """
 
     version: str | None = None
@@ -37,10 +38,10 @@ class ApexPackage:
     """What is installed under the name ``apex``.
 
     Attributes:
-        version: By pip; ``None`` if it does not know.
-        location: Its folder; ``None`` if there is none.
-        is_nvidias: Whether it is the one that Megatron can use.
-        has_cuda_extensions: Whether its kernels were built.
+        version: Version from pip; ``None`` if pip does not know it.
+        location: Folder of the package; ``None`` if it is not installed.
+        is_nvidias: Whether it is NVIDIA's Apex, which Megatron can use.
+        has_cuda_extensions: Whether its CUDA kernels were built.
     """
 
     version: str | None = None
@@ -53,9 +54,9 @@ def look_for(package: str, distribution: str, part: str = "") -> InstalledPackag
     """Find a package and import it.
 
     Args:
-        package: Its name in an import.
-        distribution: Its name for pip.
-        part: What of it has to be importable; the package itself by default.
+        package: Name of the package in an import.
+        distribution: Name of the package for pip.
+        part: Module to import as a test; the package itself if empty.
     """
     location = _location(package)
     if location is None:
@@ -63,14 +64,14 @@ def look_for(package: str, distribution: str, part: str = "") -> InstalledPackag
     error = ""
     try:
         importlib.import_module(part or package)
-    except Exception as raised:  # a broken installation may raise anything
+    except Exception as raised:  # A broken installation may raise any error.
         error = one_line(raised)
     own = getattr(sys.modules.get(package), "__version__", None)
     return InstalledPackage(str(own) if own else _pip_version(distribution), location, error)
 
 
 def look_for_apex() -> ApexPackage:
-    """Tell NVIDIA's Apex from the registry's package by its folders; nothing of it is imported."""
+    """Find the package ``apex``, and tell by its folders whether it is NVIDIA's. It is not imported."""
     location = _location("apex")
     if location is None:
         return ApexPackage()
@@ -83,15 +84,15 @@ def look_for_apex() -> ApexPackage:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's kind and the first line of its message."""
+    """Return an exception's type and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _location(package: str) -> Path | None:
     try:
-        spec = importlib.util.find_spec(package)  # imports the parents of a dotted name
-    except Exception:  # a parent is missing, or raises
+        spec = importlib.util.find_spec(package)  # This imports the parents of a dotted name.
+    except Exception:  # A parent is missing, or its import raises.
         return None
     if spec is None:
         return None

@@ -1,30 +1,37 @@
-"""Python, torch, Megatron and its two optional companions."""
+"""Checks of Python, torch, Megatron, Transformer Engine and Apex."""
 
 from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding, Verdict
 from megatron_fssdp.megatron_adapter.diagnosis.installed_packages import ApexPackage, InstalledPackage
 from megatron_fssdp.megatron_adapter.support.tested_versions import TESTED_VERSIONS, is_tested, pip_install
 
-_NVIDIAS_INSTRUCTIONS = "by NVIDIA's own instructions"
+_NVIDIAS_INSTRUCTIONS = "by NVIDIA's instructions"
 
 
 def check_python(version: str, executable: str) -> Finding:
-    """Whether the interpreter is new enough.
+    """Check whether the Python interpreter is new enough.
 
     Args:
-        version: Of the interpreter.
-        executable: Its path.
+        version: Version of the interpreter.
+        executable: Path of the interpreter.
     """
     found = f"{version} ({executable})"
     if is_tested("python", version):
         return Finding("Python", found, Verdict.OK)
     wanted = TESTED_VERSIONS["python"]
     return Finding(
-        "Python", found, Verdict.PROBLEM, f"wanted Python {wanted}: install one and make a new environment"
+        "Python",
+        found,
+        Verdict.PROBLEM,
+        f"wanted Python {wanted}: install it and create a new virtual environment with it",
     )
 
 
 def check_torch(torch: InstalledPackage) -> Finding:
-    """Whether torch is there, works and is new enough."""
+    """Check whether torch is installed, can be imported and is new enough.
+
+    Args:
+        torch: Installation of torch.
+    """
     if problem := _unusable("torch", "torch", torch):
         return problem
     if is_tested("torch", torch.version or ""):
@@ -34,10 +41,17 @@ def check_torch(torch: InstalledPackage) -> Finding:
 
 
 def check_megatron(megatron: InstalledPackage) -> Finding:
-    """Whether Megatron is there and of a tested release; what it lacks decides, not its version."""
+    """Check whether Megatron is installed, can be imported and is a tested release.
+
+    An untested release is only a note, because missing seams decide whether it works.
+
+    Args:
+        megatron: Installation of megatron-core.
+    """
     if problem := _unusable("Megatron", "megatron-core", megatron):
         return problem
-    # Megatron adds the commit of whatever repository it lies in, an environment's surroundings too.
+    # Megatron appends the commit of the repository around its folder. In a virtual environment inside another
+    # repository, this commit is not Megatron's.
     found = f"{_version(megatron).partition('+')[0]} ({megatron.location})"
     if is_tested("megatron-core", megatron.version or ""):
         return Finding("Megatron", found, Verdict.OK)
@@ -45,26 +59,26 @@ def check_megatron(megatron: InstalledPackage) -> Finding:
         "Megatron",
         found,
         Verdict.NOTE,
-        f"tested with megatron-core {TESTED_VERSIONS['megatron-core']}; another one may work where all seams "
-        f"are there: compare the first losses with those of --moe-strategy none, or "
+        f"the plugin is tested with megatron-core {TESTED_VERSIONS['megatron-core']}; another release may "
+        "work if it has all seams: compare the first losses with those of --moe-strategy none, or "
         f"{pip_install('megatron-core')}",
     )
 
 
 def check_transformer_engine(engine: InstalledPackage, has_gpus: bool) -> Finding:
-    """Whether Transformer Engine can be used; it is optional.
+    """Check whether Transformer Engine can be used. It is optional.
 
     Args:
-        engine: What was found.
-        has_gpus: Whether there is anything that it could run on.
+        engine: Installation of Transformer Engine.
+        has_gpus: Whether this machine has GPUs, which Transformer Engine needs.
     """
     name = "Transformer Engine"
     if engine.location is None:
         if not has_gpus:
-            return Finding(name, "not installed; of use on GPUs only", Verdict.OK)
+            return Finding(name, "not installed; only needed on GPUs", Verdict.OK)
         advice = (
-            f"install it {_NVIDIAS_INSTRUCTIONS} for Megatron's fused layers, TEGroupedMLP and context "
-            "parallelism"
+            f"install it {_NVIDIAS_INSTRUCTIONS} if you want Megatron's fused layers, TEGroupedMLP or "
+            "context parallelism"
         )
         return Finding(name, "not installed; optional", Verdict.NOTE, advice)
     if engine.error:
@@ -72,7 +86,8 @@ def check_transformer_engine(engine: InstalledPackage, has_gpus: bool) -> Findin
             name,
             f"{_version(engine)} cannot be imported: {engine.error}",
             Verdict.PROBLEM,
-            f"build it {_NVIDIAS_INSTRUCTIONS} for the installed torch, or pip uninstall transformer-engine",
+            f"build it {_NVIDIAS_INSTRUCTIONS} for the installed torch, or remove it: "
+            "pip uninstall transformer-engine",
         )
     if is_tested("transformer-engine", engine.version or ""):
         return Finding(name, _version(engine), Verdict.OK)
@@ -81,20 +96,24 @@ def check_transformer_engine(engine: InstalledPackage, has_gpus: bool) -> Findin
 
 
 def check_apex(apex: ApexPackage) -> Finding:
-    """Whether Apex is NVIDIA's; it is optional."""
+    """Check whether the package ``apex`` is NVIDIA's Apex. It is optional.
+
+    Args:
+        apex: Package that is installed under the name ``apex``.
+    """
     version = apex.version or "of unknown version"
     if apex.location is None:
         return Finding("Apex", "not installed; optional", Verdict.OK)
     if not apex.is_nvidias:
         return Finding(
             "Apex",
-            f"{version}, the unrelated package of the registry ({apex.location})",
+            f"{version}, an unrelated package from the registry ({apex.location})",
             Verdict.NOTE,
-            "pip uninstall apex: it is not NVIDIA's, and Megatron cannot use it; NVIDIA's is built from "
-            "https://github.com/NVIDIA/apex and is optional",
+            "pip uninstall apex: it is not NVIDIA's Apex, and Megatron cannot use it; NVIDIA's Apex is "
+            "optional and built from https://github.com/NVIDIA/apex",
         )
     if not apex.has_cuda_extensions:
-        advice = f"build it {_NVIDIAS_INSTRUCTIONS} with its CUDA extensions, or pip uninstall apex"
+        advice = f"build it {_NVIDIAS_INSTRUCTIONS} with CUDA extensions, or remove it: pip uninstall apex"
         return Finding("Apex", f"{version}, without its CUDA extensions", Verdict.NOTE, advice)
     return Finding("Apex", version, Verdict.OK)
 
@@ -107,7 +126,7 @@ def _unusable(name: str, distribution: str, package: InstalledPackage) -> Findin
             name,
             f"{_version(package)} ({package.location}) cannot be imported: {package.error}",
             Verdict.PROBLEM,
-            f"put right what the message names, or install it anew: {pip_install(distribution)}",
+            f"fix the cause that the message names, or install it again: {pip_install(distribution)}",
         )
     return None
 

@@ -1,4 +1,4 @@
-"""Whether the installed Megatron has what the plugin hangs on."""
+"""Checks whether the installed Megatron has all seams that the plugin attaches to."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ CHECK = "Megatron's seams"
 
 @dataclass(frozen=True)
 class MissingSeam:
-    """A place that the installed Megatron does not have.
+    """A seam that the installed Megatron does not have.
 
     Attributes:
-        seam: The place.
-        reason: Why it was not found.
-        is_optional: Whether runs that do not ask for its feature do without.
+        seam: The missing seam.
+        reason: Error from looking it up, on one line.
+        is_optional: Whether only a single feature needs it.
     """
 
     seam: Seam
@@ -28,11 +28,11 @@ class MissingSeam:
 
 @dataclass(frozen=True)
 class Seams:
-    """What looking for all places gave.
+    """Seams that were looked up in the installed Megatron.
 
     Attributes:
-        num_sought: Places that were looked for.
-        missing: Those that are not there.
+        num_sought: Number of seams that were looked up.
+        missing: Seams that were not found.
     """
 
     num_sought: int
@@ -40,14 +40,14 @@ class Seams:
 
 
 def look_for_seams() -> Seams:
-    """Import what the plugin hangs on; Megatron has to be importable."""
+    """Look up all seams in the installed Megatron, which must be importable."""
     required, optional = training_seams(), optional_seams()
     missing = []
     for seam in (*required, *optional):
         reason: Exception | None
         try:
             reason = absence(seam)
-        except Exception as raised:  # a module of Megatron that fails in another way
+        except Exception as raised:  # A module of Megatron may raise any error when it is imported.
             reason = raised
         if reason is not None:
             missing.append(MissingSeam(seam, one_line(reason), seam in optional))
@@ -55,24 +55,24 @@ def look_for_seams() -> Seams:
 
 
 def check_seams(seams: Seams | None) -> Sequence[Finding]:
-    """One finding for all that is there, and one for each place that is not.
+    """Return one finding for the number of seams found, and one for each missing seam.
 
     Args:
-        seams: What was found; ``None`` if there is no Megatron to look at.
+        seams: Result of the look-up; ``None`` if Megatron cannot be imported.
     """
     if seams is None:
-        return [Finding(CHECK, "not looked for: Megatron cannot be imported", Verdict.NOTE)]
+        return [Finding(CHECK, "not checked, because Megatron cannot be imported", Verdict.NOTE)]
     num_found = seams.num_sought - len(seams.missing)
-    findings = [Finding(CHECK, f"{num_found} of {seams.num_sought} are there", Verdict.OK)]
+    found = f"found {num_found} of {seams.num_sought} functions and classes that the plugin attaches to"
+    findings = [Finding(CHECK, found, Verdict.OK)]
     return findings + [_missing(each) for each in seams.missing]
 
 
 def _missing(missing: MissingSeam) -> Finding:
     seam = missing.seam
     name, found = f"seam {seam.path}", f"not in {seam.module} ({missing.reason})"
-    use = f"there the plugin {seam.purpose}, for {seam.needed_by}"
+    use = f"here the plugin {seam.purpose}, for {seam.needed_by}"
     if missing.is_optional:
-        return Finding(name, found, Verdict.NOTE, f"{use}; other runs do without it")
-    return Finding(
-        name, found, Verdict.PROBLEM, f"{use}; no run starts without it: {pip_install('megatron-core')}"
-    )
+        return Finding(name, found, Verdict.NOTE, f"{use}; other runs do not need it")
+    advice = f"{use}; no run starts without it: install a tested release: {pip_install('megatron-core')}"
+    return Finding(name, found, Verdict.PROBLEM, advice)

@@ -91,7 +91,7 @@ def test_a_missing_class_of_links_takes_the_costs_of_the_other(num_nodes: int, k
     assert cluster.intra_node == cluster.inter_node
     assert all(list(classes) == [kind] for classes in cluster.collectives.values())
     missing = "inter_node" if kind == "intra_node" else "intra_node"
-    assert f"so as {kind}" in cluster.sources[missing]
+    assert f"same as {kind}" in cluster.sources[missing]
 
 
 def test_message_sizes_grow_fourfold_and_end_with_the_largest() -> None:
@@ -114,7 +114,7 @@ def test_bad_settings_are_refused(changes: dict[str, Any], wanted: str) -> None:
 
 
 def test_ranks_that_cannot_be_measured_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="two ends"):
+    with pytest.raises(ConfigurationError, match="connects two ranks"):
         SETTINGS.check_ranks(1)
     with pytest.raises(ConfigurationError, match="divisor of the 4 ranks"):
         replace(SETTINGS, num_nodes=3).check_ranks(4)

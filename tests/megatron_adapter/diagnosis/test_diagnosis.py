@@ -203,7 +203,7 @@ def test_the_advice_for_an_old_version_names_the_wanted_ones() -> None:
     ("package", "verdict", "words"),
     [
         (InstalledPackage(), PROBLEM, "pip install 'megatron-core>=0.19,<0.21'"),
-        (InstalledPackage("0.19.2", HERE, "ImportError: libx"), PROBLEM, "put right"),
+        (InstalledPackage("0.19.2", HERE, "ImportError: libx"), PROBLEM, "fix the cause"),
         (InstalledPackage("0.18.0", HERE), NOTE, "megatron-core >=0.19,<0.21"),
         (InstalledPackage(None, HERE), NOTE, "compare the first losses"),
         (InstalledPackage("0.20.0", HERE), OK, ""),
@@ -317,7 +317,7 @@ def test_the_verdict_on_back_ends_follows_from_the_machine() -> None:
     ("devices", "verdict", "words"),
     [
         (EIGHT_GPUS, OK, "8 × NVIDIA H100 80GB HBM3, 80.0 GiB"),
-        (replace(EIGHT_GPUS, asked="cpu"), NOTE, "left alone"),
+        (replace(EIGHT_GPUS, asked="cpu"), NOTE, "not used"),
         (replace(EIGHT_GPUS, gpu_error="RuntimeError: Xid"), PROBLEM, "Xid"),
         (CPU_ONLY, NOTE, "none; ranks run on the CPU (2 CPU cores, 8.0 GiB)"),
         (replace(CPU_ONLY, asked="cuda"), PROBLEM, "asks for them"),
@@ -337,8 +337,8 @@ def test_the_verdict_on_gpus_follows_from_the_machine(devices: Devices, verdict:
 @pytest.mark.parametrize(
     ("devices", "launch", "cut", "verdict", "found"),
     [
-        (EIGHT_GPUS, Launch(), None, OK, "1 node, this machine, of 8 GPUs"),
-        (CPU_ONLY, Launch(), None, OK, "1 node, this machine, of CPU ranks"),
+        (EIGHT_GPUS, Launch(), None, OK, "1 node (this machine) of 8 GPUs"),
+        (CPU_ONLY, Launch(), None, OK, "1 node (this machine) of CPU ranks"),
         (EIGHT_GPUS, Launch(16, 8), None, OK, "2 nodes of 8 ranks, from torchrun"),
         (EIGHT_GPUS, Launch(20, 8), None, PROBLEM, "3 nodes of 8/8/4 ranks, from torchrun"),
         (EIGHT_GPUS, Launch(4, None), None, OK, "1 node of 4 ranks, from torchrun"),
@@ -347,14 +347,14 @@ def test_the_verdict_on_gpus_follows_from_the_machine(devices: Devices, verdict:
             Launch(),
             {"nproc_per_node": 4, "declared_nodes": 2},
             OK,
-            "1 node of 4 ranks, by the run's file; declared_nodes: planned for as 2 nodes",
+            "1 node of 4 ranks, from the run's file; strategies plan for 2 nodes (declared_nodes)",
         ),
         (
             replace(EIGHT_GPUS, pairs_without_peer_access=((0, 4),)),
             Launch(),
             None,
             NOTE,
-            "1 node, this machine, of 8 GPUs; no peer access between GPUs 0-4",
+            "1 node (this machine) of 8 GPUs; no peer access between GPUs 0-4",
         ),
     ],
 )
@@ -410,7 +410,7 @@ def test_a_folder_is_checked_by_writing_and_left_unchanged(tmp_path: Path) -> No
     missing = look_at_folder(tmp_path / "a" / "b")
     assert (missing.exists, missing.error) == (False, "")
     assert list(tmp_path.iterdir()) == []
-    assert "can be made" in check_folder(missing, "--checkpoints").found
+    assert "can be created" in check_folder(missing, "--checkpoints").found
 
 
 def test_a_path_that_is_not_a_folder_cannot_hold_checkpoints(tmp_path: Path) -> None:
@@ -418,7 +418,7 @@ def test_a_path_that_is_not_a_folder_cannot_hold_checkpoints(tmp_path: Path) -> 
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for path in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "dangling"):
         state = look_at_folder(path)
-        assert "is no folder" in state.error
+        assert "is not a folder" in state.error
         assert check_folder(state, "--checkpoints").verdict is PROBLEM
 
 
@@ -443,7 +443,7 @@ def test_an_unwritable_folder_is_a_problem(
     finding = check_folder(state, "--checkpoints")
     assert finding.verdict is PROBLEM
     assert words in finding.advice
-    assert "by --checkpoints" in finding.advice
+    assert "with --checkpoints" in finding.advice
 
 
 def test_little_free_space_is_a_note() -> None:
