@@ -1,4 +1,4 @@
-"""Read-only numpy arrays, so that a frozen plan's contents are frozen too."""
+"""Read-only numpy arrays for frozen dataclasses: the contents of a plan cannot change either."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from numpy.typing import ArrayLike
 
 
 def frozen_array(values: ArrayLike, dtype: Any) -> np.ndarray:
-    """Copies ``values`` into a C-ordered array of ``dtype`` that nobody can write to."""
+    """Copy ``values`` into a read-only, C-ordered array of data type ``dtype``."""
     array = np.array(values, dtype=dtype, order="C", copy=True)
     array.setflags(write=False)
     return array

@@ -1,4 +1,4 @@
-"""Groups of ranks that exchange rows in turn under the smart schedule (FasterMoE, §4.2)."""
+"""Groups of ranks that exchange rows one after another under the smart schedule (FasterMoE, §4.2)."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,19 @@ from megatron_fssdp.planning.placement.topology import Topology
 
 @dataclass(frozen=True)
 class GroupRing:
-    """Consecutive ranks in groups of equal size, seen from one of them.
+    """The exchange partners of one rank, step by step: consecutive ranks form groups of equal size.
+
+    The groups form a ring. In each step the rank sends rows to one group and receives rows from one group.
 
     Attributes:
-        rank: The rank from which the ring is seen.
+        rank: The rank whose partners this object describes.
         num_ranks: Number of ranks in all groups together.
-        group_size: Number of ranks in a group; divides ``num_ranks``.
-        own_last: Whether a rank exchanges with its own group in the last step instead of the first; the same
-            on all ranks.
+        group_size: Number of ranks in a group. It divides ``num_ranks``.
+        own_last: Whether a rank exchanges with its own group in the last step. Otherwise it does so in the
+            first step. All ranks need the same value.
+
+    Raises:
+        ValueError: The group size does not divide the number of ranks.
     """
 
     rank: int
@@ -26,21 +31,21 @@ class GroupRing:
         if self.group_size < 1 or self.num_ranks % self.group_size:
             raise ValueError(
                 f"group_size is {self.group_size}: wanted a divisor of the {self.num_ranks} expert-parallel "
-                "ranks"
+                "ranks; set another group size"
             )
 
     @classmethod
     def of(cls, rank: int, topology: Topology, group_size: int | None = None) -> "GroupRing":
-        """Groups of a given size; else closely connected ranks, those of a node, are one (FasterMoE, §4.2).
+        """Form groups of a given size, or groups of closely connected ranks (FasterMoE, §4.2).
 
         Args:
-            rank: The rank from which the ring is seen.
+            rank: The rank whose partners the ring describes.
             topology: Nodes of the expert-parallel ranks.
-            group_size: Number of ranks in a group. Default: the ranks of a node; a single rank if there is
-                only one node or nodes differ in size.
+            group_size: Number of ranks in a group. By default, the ranks of a node form a group. If there is
+                only one node, or if nodes differ in size, each rank is a group.
 
         Raises:
-            ValueError: The size does not divide the ranks.
+            ValueError: The group size does not divide the number of ranks.
         """
         if group_size is None:
             sizes = {len(devices) for devices in topology.devices_by_node}
@@ -49,7 +54,7 @@ class GroupRing:
 
     @property
     def num_steps(self) -> int:
-        """Groups, n."""
+        """Number of groups, and so of exchange steps; the paper's n."""
         return self.num_ranks // self.group_size
 
     @property
@@ -58,11 +63,17 @@ class GroupRing:
         return self.num_steps - 1 if self.own_last else 0
 
     def receivers(self, step: int) -> range:
-        """The ranks that this one sends rows to: group ``own − step``, counted from the own step on."""
+        """The ranks to which this rank sends rows in a step.
+
+        They are group ``own − k``, ``k`` steps after the step of the own group (modulo the number of groups).
+        """
         return self._group(self.rank // self.group_size - step - self.own_last)
 
     def senders(self, step: int) -> range:
-        """The ranks whose rows this one computes: group ``own + step``, likewise."""
+        """The ranks whose rows this rank computes in a step.
+
+        They are group ``own + k``, ``k`` steps after the step of the own group (modulo the number of groups).
+        """
         return self._group(self.rank // self.group_size + step + self.own_last)
 
     def _group(self, number: int) -> range:

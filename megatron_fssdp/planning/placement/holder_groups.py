@@ -1,4 +1,6 @@
-"""Index tables of a placement's holders by expert and node, computed once a placement.
+"""Index tables of a placement's holders by expert and node. They are computed once for each placement.
+
+A holder of an expert is a device on which the expert is present.
 
 Shape letters: E experts, D devices, N nodes, P (expert, holder) pairs.
 """
@@ -14,39 +16,60 @@ from megatron_fssdp.planning.placement.topology import Topology
 
 @dataclass(frozen=True)
 class SourceRow:
-    """The holders one source's tokens may go to: an entry per (expert, chosen holder)."""
+    """The holders that receive tokens from one source device: one entry for each (expert, receiving holder).
 
-    num_chosen_E: np.ndarray  # over how many holders the tokens of each expert are split
+    Attributes:
+        num_chosen_E: Number of holders over which the source's tokens of each expert are split, int64
+            ``[E]``.
+        expert_P: Expert of each entry, int64 ``[P]``.
+        flat_P: ``expert * D + holder`` of each entry, int64 ``[P]``.
+        turn_P: Turn of the holder, from 0, when the remainder of a division is dealt out; int64 ``[P]``.
+    """
+
+    num_chosen_E: np.ndarray
     expert_P: np.ndarray
-    flat_P: np.ndarray  # expert * D + holder
-    turn_P: np.ndarray  # how late the holder is in the dealing of a remainder
+    flat_P: np.ndarray
+    turn_P: np.ndarray
 
 
 @dataclass(frozen=True)
 class DeviceColumn:
-    """The sources that may send to one device: an entry per (source, expert)."""
+    """The sources that send tokens to one device: one entry for each (source, expert).
+
+    Attributes:
+        source_P: Source device of each entry, int64 ``[P]``.
+        expert_P: Expert of each entry, int64 ``[P]``.
+        num_chosen_P: Number of holders over which the source's tokens of the expert are split, int64 ``[P]``.
+        flat_P: ``source * E + expert`` of each entry, int64 ``[P]``.
+        turn_P: Turn of the device, from 0, when the remainder of a division is dealt out; int64 ``[P]``.
+    """
 
     source_P: np.ndarray
     expert_P: np.ndarray
     num_chosen_P: np.ndarray
-    flat_P: np.ndarray  # source * E + expert
+    flat_P: np.ndarray
     turn_P: np.ndarray
 
 
 class HolderGroups:
-    """Holders of every expert, in the whole group and in each node.
+    """Holders of every expert, in the whole expert-parallel group and in each node.
+
+    All arrays are int64.
 
     Attributes:
-        expert_P: Expert of every pair; pairs are ordered by expert, then device.
-        device_P: Holder of every pair.
-        group_P: ``expert * N + node`` of every pair.
-        holders_EN: How many holders an expert has in a node.
-        num_holders_E: How many holders an expert has.
-        first_E: Position of an expert's first pair.
-        by_node_P: Positions of the pairs in the order of expert, node, device.
-        node_first_EN: Where the pairs of an expert and node begin in that order.
-        rank_P: Position of a pair among its expert's holders.
-        node_rank_P: Position of a pair among its expert's holders in its node.
+        expert_P: Expert of every (expert, holder) pair, ``[P]``. Pairs are ordered by expert, then device.
+        device_P: Holder of every pair, ``[P]``.
+        group_P: ``expert * N + node`` of every pair, ``[P]``.
+        holders_EN: Number of holders of each expert in each node, ``[E, N]``.
+        num_holders_E: Number of holders of each expert, ``[E]``.
+        first_E: Position of the first pair of each expert, ``[E]``.
+        by_node_P: Positions of the pairs, sorted by expert, node, device; ``[P]``.
+        node_first_EN: Where the pairs of an expert and a node begin in that sorted order, ``[E, N]``.
+        rank_P: Position of each pair among the holders of its expert, ``[P]``.
+        node_rank_P: Position of each pair among the holders of its expert in its node, ``[P]``.
+
+    Raises:
+        ValueError: The placement and the topology have different numbers of devices.
     """
 
     def __init__(self, placement: ExpertPlacement, topology: Topology) -> None:
@@ -75,13 +98,13 @@ class HolderGroups:
         self._columns: dict[int, DeviceColumn] = {}
 
     def row(self, source: int) -> SourceRow:
-        """The row of a source, kept for the next call."""
+        """Receiving holders of one source device. The result is kept for the next call."""
         if source not in self._rows:
             self._rows[source] = self._build_row(source)
         return self._rows[source]
 
     def column(self, device: int) -> DeviceColumn:
-        """The column of a device, kept for the next call."""
+        """Sources that send to one device. The result is kept for the next call."""
         if device not in self._columns:
             self._columns[device] = self._build_column(device)
         return self._columns[device]
@@ -127,7 +150,7 @@ class HolderGroups:
 
 
 def holder_groups(placement: ExpertPlacement, topology: Topology) -> HolderGroups:
-    """The holder groups of a placement, kept on it for as long as the same topology asks."""
+    """Holder groups of a placement, cached on the placement for the latest topology."""
     return kept_on(placement, topology, HolderGroups)
 
 

@@ -1,7 +1,8 @@
-"""Who keeps which expert of which layer, and in which slot: parameters and optimizer state.
+"""The owner map: which device keeps each expert of each layer, and in which of the device's slots.
 
-A device has ``S = L*E/D`` slots over all MoE layers of its pipeline stage together, so a
-layer's shard on a device may hold any number of experts while memory stays even (Hecate §4.3).
+A slot holds the parameters and the optimizer state of one expert. A device has ``S = L*E/D`` slots over all
+MoE layers of its pipeline stage together. A device may therefore own any number of one layer's experts, and
+all devices still use the same memory (Hecate §4.3).
 
 Shape letters: L MoE layers of a pipeline stage, E experts, D devices, S slots of a device.
 """
@@ -22,12 +23,12 @@ class SlotMove:
     """One expert that changes its slot.
 
     Attributes:
-        layer: Index of the expert's layer in the map.
-        expert: Its number in the layer.
-        source_device: Where it is.
-        source_slot: In which slot there.
-        device: Where it goes.
-        slot: Into which slot there.
+        layer: Index of the expert's layer in the owner map.
+        expert: Number of the expert in its layer.
+        source_device: Device that has the expert before the move.
+        source_slot: Slot of that device in which the expert is.
+        device: Device that has the expert after the move.
+        slot: Slot of that device into which the expert goes.
     """
 
     layer: int
@@ -40,12 +41,12 @@ class SlotMove:
 
 @dataclass(frozen=True, eq=False)
 class OwnerMap:
-    """(layer, expert) -> (device, slot), one to one.
+    """One-to-one map from (layer, expert) to (device, slot).
 
     Attributes:
-        device_LE: Device that keeps each expert, int64 ``[L, E]``, read-only.
-        slot_LE: Its slot there, int64 ``[L, E]``, read-only.
-        num_devices: D.
+        device_LE: Owner of each expert of each layer, int64 ``[L, E]``, read-only.
+        slot_LE: Slot of each expert on its owner, int64 ``[L, E]``, read-only.
+        num_devices: Number of devices, D.
 
     Raises:
         ValueError: Two experts share a slot, or the experts do not fill all slots of equal devices.
@@ -67,7 +68,7 @@ class OwnerMap:
         if self.num_devices < 1 or device_LE.size % self.num_devices:
             raise ValueError(
                 f"owner map: got {device_LE.size} experts on {self.num_devices} devices, wanted the same "
-                "number of slots on every device"
+                "number of slots on every device; use a number of experts that the devices can share evenly"
             )
         places = device_LE.reshape(-1) * max(self.slots_per_device, 1) + slot_LE.reshape(-1)
         in_range = ((slot_LE >= 0) & (slot_LE < self.slots_per_device)).all()
@@ -79,7 +80,18 @@ class OwnerMap:
 
     @classmethod
     def even(cls, num_layers: int, num_experts: int, num_devices: int) -> "OwnerMap":
-        """Megatron's own map: E/D consecutive experts of every layer a device, slots layer by layer."""
+        """Megatron's own map: each device owns E/D consecutive experts of every layer.
+
+        Slots are numbered layer by layer.
+
+        Args:
+            num_layers: Number of MoE layers of the pipeline stage, L.
+            num_experts: Number of experts of a layer, E.
+            num_devices: Number of devices of the expert-parallel group, D.
+
+        Raises:
+            ValueError: The number of experts is not a multiple of the number of devices.
+        """
         if num_devices < 1 or num_experts % num_devices:
             raise ValueError(
                 f"num_experts is {num_experts}: wanted a multiple of the {num_devices} devices of the "
@@ -93,32 +105,32 @@ class OwnerMap:
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """Number of MoE layers of the pipeline stage, L."""
         return self.device_LE.shape[0]
 
     @property
     def num_experts(self) -> int:
-        """E."""
+        """Number of experts of a layer, E."""
         return self.device_LE.shape[1]
 
     @property
     def slots_per_device(self) -> int:
-        """S."""
+        """Number of slots of a device, S."""
         return self.device_LE.size // self.num_devices
 
     @property
     def is_even(self) -> bool:
-        """Whether every layer is split as Megatron does, in Megatron's order."""
+        """Whether this is Megatron's own map, with all experts in Megatron's order."""
         even = OwnerMap.even(self.num_layers, self.num_experts, self.num_devices)
         return np.array_equal(self.device_LE, even.device_LE) and np.array_equal(self.slot_LE, even.slot_LE)
 
     def slots_on(self, device: int, layer: int) -> dict[int, int]:
-        """Slot of each expert of a layer that a device keeps, ascending by expert."""
+        """Slots of the experts of one layer that a device owns: expert -> slot, ascending by expert."""
         experts = np.flatnonzero(self.device_LE[layer] == device)
         return {int(expert): int(self.slot_LE[layer, expert]) for expert in experts}
 
     def expert_in(self, device: int, slot: int) -> tuple[int, int]:
-        """(layer, expert) that a slot holds."""
+        """The (layer, expert) in a slot of a device."""
         return self._contents[device, slot]
 
     @cached_property
@@ -130,17 +142,21 @@ class OwnerMap:
         }
 
     def with_owners(self, device_LE: np.ndarray) -> "OwnerMap":
-        """The map with new owners, in which an expert that stays on its device stays in its slot.
+        """A map with new owners in which experts that stay on their device also stay in their slot.
 
-        Experts that come to a device take the slots that others leave, both in ascending order.
+        Experts that come to a device take the slots that other experts leave, both in ascending order.
 
         Args:
-            device_LE: New device of every expert, integers ``[L, E]``.
+            device_LE: New owner of every expert, integers ``[L, E]``.
+
+        Raises:
+            ValueError: The shape is not that of this map, or a device gets more or fewer experts than it
+                gives away.
         """
         device_LE = np.asarray(device_LE, dtype=np.int64)
         if device_LE.shape != self.device_LE.shape:
             raise ValueError(
-                f"device_LE has shape {device_LE.shape}, wanted {self.device_LE.shape}, that of the map"
+                f"device_LE has shape {device_LE.shape}, wanted {self.device_LE.shape}, the shape of the map"
             )
         slot_LE = self.slot_LE.copy()
         moves = device_LE != self.device_LE
@@ -149,14 +165,18 @@ class OwnerMap:
             comes = moves & (device_LE == device)
             if int(comes.sum()) != len(left):
                 raise ValueError(
-                    f"device {device} gets {int(comes.sum())} experts and gives {len(left)} away: wanted as "
-                    "many, every device keeps its number of slots"
+                    f"device {device} gets {int(comes.sum())} experts and gives {len(left)} away: wanted "
+                    "equal numbers, because every device keeps its number of slots"
                 )
             slot_LE[comes] = left
         return OwnerMap(device_LE, slot_LE, self.num_devices)
 
     def moves_to(self, target: "OwnerMap") -> tuple[SlotMove, ...]:
-        """The experts whose slot differs in ``target``, by layer, then expert."""
+        """The moves that turn this map into ``target``, ordered by layer, then expert.
+
+        Args:
+            target: The wanted map of the same experts and devices.
+        """
         differs = (self.device_LE != target.device_LE) | (self.slot_LE != target.slot_LE)
         return tuple(
             SlotMove(
@@ -171,14 +191,14 @@ class OwnerMap:
         )
 
     def digest(self) -> bytes:
-        """Hash by which ranks compare maps."""
+        """A 16-byte hash by which ranks compare their maps."""
         return blake2b(
             self.device_LE.tobytes() + self.slot_LE.tobytes() + bytes([self.num_devices % 256]),
             digest_size=16,
         ).digest()
 
     def as_lists(self) -> dict[str, Any]:
-        """Plain numbers, to keep in a checkpoint; :meth:`from_lists` is the inverse."""
+        """The map as plain lists and numbers, for a checkpoint. :meth:`from_lists` is the inverse."""
         return {
             "device_LE": self.device_LE.tolist(),
             "slot_LE": self.slot_LE.tolist(),
@@ -187,7 +207,7 @@ class OwnerMap:
 
     @classmethod
     def from_lists(cls, lists: Mapping[str, Any]) -> "OwnerMap":
-        """The map of :meth:`as_lists`."""
+        """The map from what :meth:`as_lists` returned."""
         return cls(
             np.array(lists["device_LE"], dtype=np.int64),
             np.array(lists["slot_LE"], dtype=np.int64),

@@ -17,13 +17,19 @@ from megatron_fssdp.planning.placement.array_freezing import frozen_array
 class ExpertPlacement:
     """Owners and replicas of one layer's experts during one iteration.
 
-    Construction proves the invariants, so a placement that exists is a valid one. Two
-    placements are equal when owners and presence are; ``slots`` is only a bound to prove.
+    The constructor checks the invariants, so every placement object is valid. Two placements are equal if
+    their owners and their presence are equal. ``slots`` is only a limit that the constructor checks.
 
     Attributes:
-        owner_E: int64 [E], the device that keeps expert ``e``'s parameters and optimizer state.
-        present_ED: bool [E, D], true where the parameters are present; always at the owner.
-        slots: Most replicas (present experts it does not own) a device may hold; None: no bound.
+        owner_E: Device that keeps the parameters and the optimizer state of each expert, int64 ``[E]``.
+        present_ED: Whether each expert's parameters are present on each device, bool ``[E, D]``. True at the
+            owner.
+        slots: Most replicas that a device may hold (present experts that it does not own). None means no
+            limit.
+
+    Raises:
+        ValueError: An array has a wrong shape or data type, an owner is out of range or lacks its expert, or
+            a device holds more than ``slots`` replicas.
     """
 
     owner_E: np.ndarray
@@ -34,13 +40,13 @@ class ExpertPlacement:
         owner, present = np.asarray(self.owner_E), np.asarray(self.present_ED)
         if owner.ndim != 1 or owner.size == 0 or owner.dtype.kind not in "iu":
             raise ValueError(
-                f"owner_E has shape {owner.shape} and dtype {owner.dtype}: wanted one integer device per "
-                "expert, shape (E,) with at least one expert"
+                f"owner_E has shape {owner.shape} and dtype {owner.dtype}: wanted one integer device number "
+                "for each expert, shape (E,) with at least one expert"
             )
         if present.ndim != 2 or present.shape[0] != owner.shape[0] or present.shape[1] == 0:
             raise ValueError(
                 f"present_ED has shape {present.shape}: wanted ({owner.shape[0]}, D), one row for each of "
-                f"the {owner.shape[0]} experts of owner_E and one column a device"
+                f"the {owner.shape[0]} experts of owner_E and one column for each device"
             )
         if present.dtype.kind not in "biu":
             raise ValueError(f"present_ED has dtype {present.dtype}: wanted bool")
@@ -52,7 +58,8 @@ class ExpertPlacement:
 
     def _check_owners(self) -> None:
         num_experts, num_devices = self.present_ED.shape
-        if int(self.owner_E.view(np.uint64).max()) >= num_devices:  # a negative one is a huge one here
+        # A negative device number, viewed as unsigned, is larger than any device number.
+        if int(self.owner_E.view(np.uint64).max()) >= num_devices:
             expert = int(np.flatnonzero((self.owner_E < 0) | (self.owner_E >= num_devices))[0])
             raise ValueError(
                 f"expert {expert} is owned by device {int(self.owner_E[expert])}: wanted a device from 0 to "
@@ -68,8 +75,8 @@ class ExpertPlacement:
 
     def _check_slots(self, slots: int) -> None:
         if slots < 0:
-            raise ValueError(f"slots is {slots}: wanted 0 or more replicas a device")
-        # Where all replicas together are no more, as without any, no device has more.
+            raise ValueError(f"slots is {slots}: wanted a limit of 0 or more replicas on each device")
+        # This first comparison is cheap. If all devices together are within the limit, every device is.
         if self.num_replicas > slots and int(self.replicas_per_device_D.max()) > slots:
             device = int(np.flatnonzero(self.replicas_per_device_D > slots)[0])
             raise ValueError(
@@ -79,7 +86,12 @@ class ExpertPlacement:
 
     @classmethod
     def owners_only(cls, owner_E: np.ndarray, num_devices: int) -> "ExpertPlacement":
-        """Plain expert parallelism: every expert on its owner and nowhere else."""
+        """The placement of plain expert parallelism: every expert is present only on its owner.
+
+        Args:
+            owner_E: Owner of every expert, integers ``[E]``.
+            num_devices: Number of devices, D.
+        """
         owner = np.asarray(owner_E)
         in_range = owner.ndim == 1 and owner.size > 0 and owner.dtype.kind in "iu"
         present_ED = np.zeros((owner.shape[0] if owner.ndim else 0, num_devices), dtype=np.bool_)
@@ -90,7 +102,12 @@ class ExpertPlacement:
     def with_replicas(
         self, replicas: Iterable[tuple[int, int]], *, slots: int | None = None
     ) -> "ExpertPlacement":
-        """A copy with more (expert, device) pairs present, within ``slots`` replicas a device."""
+        """A copy of this placement with more replicas.
+
+        Args:
+            replicas: The (expert, device) pairs to add.
+            slots: Most replicas that a device of the copy may hold. None means no limit.
+        """
         present_ED = self.present_ED.copy()
         for expert, device in replicas:
             present_ED[expert, device] = True
@@ -108,12 +125,12 @@ class ExpertPlacement:
 
     @cached_property
     def owned_per_device_D(self) -> np.ndarray:
-        """int64 [D]: how many experts each device owns."""
+        """Number of experts that each device owns, int64 ``[D]``."""
         return frozen_array(np.bincount(self.owner_E, minlength=self.num_devices), np.int64)
 
     @cached_property
     def replicas_per_device_D(self) -> np.ndarray:
-        """int64 [D]: how many replicas each device holds."""
+        """Number of replicas that each device holds, int64 ``[D]``."""
         return frozen_array(np.count_nonzero(self.present_ED, axis=0) - self.owned_per_device_D, np.int64)
 
     @cached_property
@@ -122,15 +139,15 @@ class ExpertPlacement:
         return int(np.count_nonzero(self.present_ED)) - self.num_experts
 
     def holders(self, expert: int) -> tuple[int, ...]:
-        """The devices on which an expert is present, ascending."""
+        """The devices on which an expert is present (owner and replicas), ascending."""
         return tuple(np.flatnonzero(self.present_ED[expert]).tolist())
 
     def experts_on(self, device: int) -> tuple[int, ...]:
-        """The experts present on a device, ascending."""
+        """The experts that are present on a device, owned ones and replicas, ascending."""
         return tuple(np.flatnonzero(self.present_ED[:, device]).tolist())
 
     def digest(self) -> bytes:
-        """A stable 16-byte hash of owners and presence; equal placements agree across ranks."""
+        """A 16-byte hash of owners and presence. Equal placements have equal hashes on all ranks."""
         shape = np.array(self.present_ED.shape, dtype="<i8").tobytes()
         owners = self.owner_E.astype("<i8").tobytes()
         presence = np.packbits(self.present_ED).tobytes()
@@ -148,7 +165,18 @@ class ExpertPlacement:
 
 
 def even_owners(num_experts: int, num_devices: int) -> np.ndarray:
-    """The owners Megatron starts with: ``owner_E[e] = e // (E / D)``, int64 [E]."""
+    """The owners with which Megatron starts: ``owner_E[e] = e // (E / D)``.
+
+    Args:
+        num_experts: Number of experts, E.
+        num_devices: Number of devices, D.
+
+    Returns:
+        Owner of every expert, int64 ``[E]``.
+
+    Raises:
+        ValueError: The number of experts is not a positive multiple of the number of devices.
+    """
     if num_devices < 1 or num_experts < 1 or num_experts % num_devices:
         raise ValueError(
             f"{num_experts} experts cannot be shared evenly by {num_devices} devices: wanted a number of "

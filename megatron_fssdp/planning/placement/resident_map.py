@@ -1,9 +1,11 @@
-"""Which spare slot holds which replica: replicas that stay have Parameters of their own.
+"""Which resident slot holds which resident replica (FlexMoE).
 
-Beside the slots of the experts that it owns, every device has ``m`` spare slots a layer. They
-are numbered after the owned ones, layer by layer.
+Resident replicas outlive iterations and have Parameters and optimizer states of their own. Every device has
+``m`` resident slots for each layer, in addition to the slots of the experts that it owns. Resident slots are
+numbered after the owned slots, layer by layer.
 
-Shape letters: L MoE layers of a pipeline stage, D devices, E experts, m spare slots a layer.
+Shape letters: L MoE layers of a pipeline stage, D devices, E experts, m resident slots of a device in a
+layer.
 """
 
 from collections.abc import Sequence
@@ -16,18 +18,18 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap, SlotMove
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 
 EMPTY = -1
-"""In place of an expert's number."""
+"""Stands for an expert's number in a resident slot that holds no expert."""
 
 
 @dataclass(frozen=True, eq=False)
 class ResidentMap:
-    """(layer, device, spare slot) -> expert.
+    """Map from (layer, device, resident slot) to an expert.
 
     Attributes:
-        expert_LDm: Expert in every spare slot, or :data:`EMPTY`; int64 ``[L, D, m]``, read-only.
+        expert_LDm: Expert in every resident slot, or :data:`EMPTY`; int64 ``[L, D, m]``, read-only.
 
     Raises:
-        ValueError: A device holds an expert twice.
+        ValueError: A device holds the same expert of a layer twice.
     """
 
     expert_LDm: np.ndarray
@@ -38,21 +40,33 @@ class ResidentMap:
             held = experts_m[experts_m != EMPTY].tolist()
             if len(set(held)) < len(held):
                 raise ValueError(
-                    f"layer {layer}, device {device}: got experts {held} in its spare slots, wanted each once"
+                    f"layer {layer}, device {device}: got experts {held} in its resident slots, wanted each "
+                    "once"
                 )
 
     @classmethod
     def empty(cls, num_layers: int, num_devices: int, slots: int) -> "ResidentMap":
-        """Nothing in any slot."""
+        """A map in which all resident slots are empty.
+
+        Args:
+            num_layers: Number of MoE layers of the pipeline stage, L.
+            num_devices: Number of devices, D.
+            slots: Number of resident slots of a device for each layer, m.
+        """
         return cls(np.full((num_layers, num_devices, slots), EMPTY, np.int64))
 
     @property
     def slots(self) -> int:
-        """Spare slots of a device in a layer, m."""
+        """Number of resident slots of a device for each layer, m."""
         return self.expert_LDm.shape[2]
 
     def placement(self, layer: int, owner_E: np.ndarray) -> ExpertPlacement:
-        """A layer's owners and the replicas in spare slots."""
+        """The placement of one layer: its owners, and its replicas in resident slots.
+
+        Args:
+            layer: Index of the layer in the map.
+            owner_E: Owner of every expert of the layer, integers ``[E]``.
+        """
         num_devices = self.expert_LDm.shape[1]
         present_ED = ExpertPlacement.owners_only(owner_E, num_devices).present_ED.copy()
         device_P, slot_P = np.nonzero(self.expert_LDm[layer] != EMPTY)
@@ -60,18 +74,20 @@ class ResidentMap:
         return ExpertPlacement(owner_E, present_ED, slots=self.slots)
 
     def held_by(self, device: int, layer: int) -> dict[int, int]:
-        """A device's replicas of a layer, ascending by expert, and the spare slot (from 0) of each."""
+        """Resident replicas of a device in one layer: expert -> resident slot (from 0), sorted by expert."""
         experts = self.expert_LDm[layer, device].tolist()
         return {expert: experts.index(expert) for expert in sorted(experts) if expert != EMPTY}
 
     def holding(self, placements: Sequence[ExpertPlacement]) -> "ResidentMap":
-        """The map for other replicas: those that stay keep their slots, new ones take the lowest free slots.
+        """A map that holds the replicas of other placements.
+
+        Replicas that are already in this map keep their slots. New replicas take the lowest free slots.
 
         Args:
-            placements: Of every layer.
+            placements: The wanted placement of every layer.
 
         Raises:
-            ValueError: A device gets more replicas of a layer than it has spare slots.
+            ValueError: A device gets more replicas of a layer than it has resident slots.
         """
         expert_LDm = self.expert_LDm.copy()
         for (layer, device), old_m in self._devices():
@@ -80,7 +96,7 @@ class ResidentMap:
             if len(replicas) > self.slots:
                 raise ValueError(
                     f"layer {layer}, device {device}: got {len(replicas)} replicas, wanted at most "
-                    f"{self.slots}, its spare slots"
+                    f"{self.slots}, the number of its resident slots"
                 )
             new = sorted(replicas - set(old_m.tolist()))
             for slot, expert in enumerate(old_m.tolist()):
@@ -89,7 +105,12 @@ class ResidentMap:
         return ResidentMap(expert_LDm)
 
     def copies_to(self, new: "ResidentMap", owners: OwnerMap) -> list[SlotMove]:
-        """What has to be copied from owners into spare slots so that this map becomes ``new``."""
+        """The copies from owners into resident slots that turn this map into ``new``.
+
+        Args:
+            new: The wanted map.
+            owners: Owners and their slots.
+        """
         copies = []
         changed = (new.expert_LDm != self.expert_LDm) & (new.expert_LDm != EMPTY)
         for layer, device, slot in np.argwhere(changed).tolist():

@@ -1,4 +1,4 @@
-"""Which devices of one expert-parallel group share a node.
+"""The nodes of an expert-parallel group: which devices share fast links.
 
 Shape letters: T tokens, M model dim, F ffn dim, E experts, D devices, N nodes, L layers.
 """
@@ -14,11 +14,14 @@ from megatron_fssdp.planning.placement.array_freezing import frozen_array
 
 @dataclass(frozen=True)
 class Topology:
-    """A partition of the group's devices into nodes.
+    """Partition of the devices of an expert-parallel group into nodes.
 
     Attributes:
-        node_of_device: Node number of every device, by its rank in the group. The nodes
-            are numbered 0, 1, ... and each has at least one device.
+        node_of_device: Node number of every device, ordered by the device's rank in the group; ``[D]``. Nodes
+            are numbered 0, 1, ..., and each node has at least one device.
+
+    Raises:
+        ValueError: There is no device, or a node number is missing.
     """
 
     node_of_device: tuple[int, ...]
@@ -34,12 +37,20 @@ class Topology:
         if used != list(range(len(used))):
             raise ValueError(
                 f"node_of_device uses the node numbers {used}, wanted every number from 0 to "
-                f"{len(used) - 1}; Topology.from_labels numbers arbitrary labels that way"
+                f"{len(used) - 1}; Topology.from_labels makes such numbers from arbitrary labels"
             )
 
     @classmethod
     def uniform(cls, num_devices: int, num_nodes: int) -> "Topology":
-        """Nodes of equal size, contiguous in rank order."""
+        """A topology of equal nodes, whose devices are contiguous in rank order.
+
+        Args:
+            num_devices: Number of devices, D.
+            num_nodes: Number of nodes, N.
+
+        Raises:
+            ValueError: A number is not positive, or the nodes cannot be of equal size.
+        """
         if num_devices < 1 or num_nodes < 1:
             raise ValueError(
                 f"a topology needs at least one device and one node: got {num_devices} devices and "
@@ -55,7 +66,12 @@ class Topology:
 
     @classmethod
     def from_labels(cls, labels: Sequence[Hashable]) -> "Topology":
-        """Nodes from one label a device, such as its host name, numbered by first appearance."""
+        """A topology from one label for each device.
+
+        Args:
+            labels: Label of every device's node, such as a host name; ``[D]``. Devices with equal labels
+                share a node. Nodes are numbered in the order in which their labels first appear.
+        """
         number_of: dict[Hashable, int] = {}
         return cls(tuple(number_of.setdefault(label, len(number_of)) for label in labels))
 
@@ -71,7 +87,7 @@ class Topology:
 
     @cached_property
     def devices_by_node(self) -> tuple[tuple[int, ...], ...]:
-        """The devices of every node, ascending."""
+        """For each node, its devices in ascending order."""
         devices: list[list[int]] = [[] for _ in range(self.num_nodes)]
         for device, node in enumerate(self.node_of_device):
             devices[node].append(device)
@@ -79,23 +95,31 @@ class Topology:
 
     @cached_property
     def node_of_device_D(self) -> np.ndarray:
-        """Node number of every device as a read-only int64 array [D]."""
+        """Node number of every device, int64 ``[D]``, read-only."""
         return frozen_array(self.node_of_device, np.int64)
 
     @cached_property
     def _devices_per_node_if_even(self) -> int:
-        """Devices per node when nodes are equal and contiguous in rank order, else 0."""
+        """Number of devices of a node if nodes are equal and contiguous in rank order, otherwise 0."""
         size = self.num_devices // self.num_nodes
         contiguous = all(node == device // size for device, node in enumerate(self.node_of_device))
         return size if contiguous and size * self.num_nodes == self.num_devices else 0
 
     def sum_over_nodes(self, values_DE: np.ndarray) -> np.ndarray:
-        """Sums each node's rows, in ascending device order: [D, E] -> [N, E]."""
+        """Sum the rows of each node's devices, in ascending device order.
+
+        Args:
+            values_DE: Values by device and expert, ``[D, E]``.
+
+        Returns:
+            Sums by node and expert, ``[N, E]``, of the same data type.
+        """
         size = self._devices_per_node_if_even
         if size == 1:
             return np.array(values_DE)
         if size:
-            # In C order numpy adds row after row, in others it may add in pairs.
+            # numpy adds row after row in C order. In another order it may add in pairs, and sums would
+            # differ.
             values = np.ascontiguousarray(values_DE)
             return np.add.reduce(values.reshape(self.num_nodes, size, values.shape[1]), axis=1)
         return np.stack([values_DE[list(devices)].sum(axis=0) for devices in self.devices_by_node])

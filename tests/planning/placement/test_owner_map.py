@@ -71,7 +71,7 @@ def test_maps_without_some_expert_are_refused() -> None:
         OwnerMap(even.device_LE, [[0, 0, 0, 1]], 2)
     with pytest.raises(ValueError, match="used twice"):
         OwnerMap([[0, 0, 0, 1]], [[0, 1, 2, 0]], 2)
-    with pytest.raises(ValueError, match="wanted as"):
+    with pytest.raises(ValueError, match="wanted equal numbers"):
         even.with_owners(np.array([[0, 0, 0, 1]]))
     with pytest.raises(ValueError, match="multiple"):
         OwnerMap.even(1, 5, 2)
