@@ -82,11 +82,11 @@ def layer_of(parts: tuple[str, ...]) -> str:
 
 
 def violations(source: str, parts: tuple[str, ...]) -> list[str]:
-    """What a file imports against the table.
+    """Imports of a file that the table does not allow.
 
     Args:
-        source: Its text.
-        parts: Its path below the package.
+        source: Text of the file.
+        parts: Path of the file below the package.
     """
     layer = layer_of(parts)
     if layer not in LAYERS:
@@ -132,7 +132,7 @@ def test_imports_keep_to_the_table(layer: str) -> None:
 
 
 def test_the_table_has_no_cycle() -> None:
-    """Lower never imports higher: the packages can be put in an order."""
+    """No package imports a higher one: the packages can be ordered."""
     left = dict(LAYERS)
     while left:
         lowest = [layer for layer, (inner, _) in left.items() if not inner & set(left)]

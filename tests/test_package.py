@@ -1,6 +1,6 @@
-"""What `python -m build` makes: an sdist that carries its version, and a wheel with all that a user needs.
+"""`python -m build` makes an sdist that carries its version, and a wheel with all files that users need.
 
-That they work in an empty environment is `scripts/smoke_test_package.sh`'s to try, which takes minutes.
+`scripts/smoke_test_package.sh` tries both in an empty environment, which takes minutes.
 """
 
 import email
@@ -20,7 +20,7 @@ VERSION_OF_NO_GIT = "0.1.dev0"
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """An sdist, and the wheel that is built from it, without git in sight."""
+    """An sdist, and the wheel that is built from it without a git repository."""
     folder = tmp_path_factory.mktemp("dist")
     done = subprocess.run(
         [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT],

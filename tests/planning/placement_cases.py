@@ -16,7 +16,7 @@ def topologies(draw, max_devices=8):
 
 @st.composite
 def owned_layers(draw, max_experts=10):
-    """(topology, owner_E)."""
+    """Draws (topology, owner_E)."""
     topology = draw(topologies())
     num_experts = draw(st.integers(1, max_experts))
     devices = st.integers(0, topology.num_devices - 1)
@@ -26,7 +26,7 @@ def owned_layers(draw, max_experts=10):
 
 @st.composite
 def placements(draw):
-    """(topology, placement) with any replicas."""
+    """Draws (topology, placement) with random replicas."""
     topology, owner_E = draw(owned_layers())
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     present_ED = rng.random((owner_E.size, topology.num_devices)) < draw(
@@ -45,7 +45,7 @@ def random_counts_DE(seed, num_devices, num_experts, most=40):
 
 
 def brute_force_dispatch_DED(counts_DE, placement, topology):
-    """The whole dispatch tensor, token by token as the design page words it."""
+    """The whole dispatch tensor, computed token by token from the definition."""
     num_devices, num_experts = counts_DE.shape
     dispatch = np.zeros((num_devices, num_experts, num_devices), dtype=np.int64)
     for source in range(num_devices):

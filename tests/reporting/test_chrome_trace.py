@@ -28,7 +28,7 @@ def test_spans_become_rows_of_their_ranks(tmp_path):
         for event in trace["traceEvents"]
         if event["ph"] == "X"
     ]
-    # In order of their begin, the longer one first: a viewer takes the second as part of the first.
+    # Spans are ordered by begin, the longer one first, because a viewer nests the second in the first.
     assert found == [
         ("iteration", 0, "compute", 0, 1_750_000),
         ("spAG layer 1", 0, "transfers", 0, 250_000),

@@ -8,7 +8,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.reporting.placement_records import PlacementsWriter, read_placements
 from megatron_fssdp.reporting.run_records import LoadsWriter
 
-# 11 devices: no whole number of bytes.
+# 11 devices do not fill a whole number of bytes.
 NUM_LAYERS, NUM_EXPERTS, NUM_DEVICES = 2, 5, 11
 
 

@@ -1,4 +1,4 @@
-"""A runtime with one small layer, whose experts nobody computes."""
+"""A runtime with one small layer whose experts are never computed."""
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from megatron_fssdp.strategies.strategy import LayerContext, Strategy
 def one_layer(
     strategy: Strategy, num_experts: int, topology: Topology, rank: int
 ) -> tuple[MoERuntime, LayerExecutor]:
-    """The runtime of all ranks' world, which measures, and its layer."""
+    """A measuring runtime over all ranks, and its layer."""
     runtime = MoERuntime(strategy, measure=True)
     owner_E = even_owners(num_experts, topology.num_devices)
     parameters = {

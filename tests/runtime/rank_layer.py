@@ -1,4 +1,4 @@
-"""One rank's MoE layer on the runtime, driven as an adapter does, next to the reference.
+"""One rank's MoE layer on the runtime, driven like by an adapter and compared with the reference.
 
 Shape letters: T tokens of this rank, M model dim, F ffn dim, E experts, D devices.
 """
@@ -63,7 +63,7 @@ class LayerCase:
         placement: "owners", "random", "everywhere", "nowhere_else" (random, but one rank holds
             nothing at all), "replicas_only" (random, but one rank owns nothing and holds a
             replica), or a strategy's name.
-        settings: Of the strategy, as (key, value) pairs.
+        settings: Settings of the strategy, as (key, value) pairs.
         owners: Owner of each expert; Megatron's even owners by default.
         routing: "skewed", "dropped" (some choices are missing, some tokens have none),
             "one_expert", "one_device" (only experts of the last device) or "even".
@@ -103,19 +103,19 @@ class LayerCase:
 
     @property
     def seed(self) -> int:
-        """Different for cases of different names, the same in every process."""
+        """Random seed, which differs by the name of the case and is the same in every process."""
         return sum((i + 1) * ord(letter) for i, letter in enumerate(self.name))
 
 
 @dataclass
 class CaseResult:
-    """What one rank found.
+    """The findings of one rank.
 
     Attributes:
         errors: Largest difference from the reference by quantity, relative to its largest value.
         num_replicas: Replicas of each iteration's placement.
         num_present: Experts present on this rank in each iteration.
-        digests: Each iteration's placement.
+        digests: Digest of each iteration's placement.
     """
 
     errors: dict[str, float] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class CaseResult:
     digests: list[bytes] = field(default_factory=list)
 
     def compare(self, what: str, got: Tensor | None, wanted: Tensor | None) -> None:
-        """Note a difference; missing gradients count as zeros."""
+        """Record a difference; missing gradients count as zeros."""
         if wanted is None or not wanted.numel():
             return
         got = torch.zeros_like(wanted) if got is None else got.detach().to(wanted.dtype)
@@ -134,9 +134,9 @@ class CaseResult:
         self.errors[what] = max(self.errors.get(what, 0.0), error if error == error else float("inf"))
 
 
-# The strategies that are told what they would have measured; fssdp takes its limits from the settings.
+# These strategies get planted measurements; fssdp takes its limits from the settings.
 MEASURING = ("fastermoe", "prophet", "quota")
-# Experts are cheap to move, so that every strategy that weighs costs moves some.
+# Experts are cheap to move, so that every strategy that compares costs moves some.
 PROFILE = LayerProfile(
     non_moe_s=1.0,
     cluster=ClusterCost(LinkCost(0.0, 1e-3), LinkCost(0.0, 2e-3), expert_flops_per_s=1e3),
@@ -150,7 +150,7 @@ PROFILE = LayerProfile(
 class DrawnPlacements(Strategy):
     """A strategy for tests: a new random placement of one kind, and a policy, with every plan."""
 
-    window = 100  # the history is not looked at; tests count its iterations
+    window = 100  # the strategy ignores the history, but tests count its iterations
     replica_life = ReplicaLife.ITERATION
 
     def __init__(self, case: LayerCase) -> None:
@@ -167,7 +167,7 @@ class DrawnPlacements(Strategy):
         self.calibrated = case.calibrated
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
-        """The next placement; all ranks draw the same ones."""
+        """Draw the next placement; all ranks draw the same ones."""
         if context.resident is not None:
             transfer = two_level_transfer(context.resident, context.topology)
             return LayerPlan(context.resident, transfer, gather_ahead=False, resident=True)
@@ -176,7 +176,7 @@ class DrawnPlacements(Strategy):
         return self.drawn(context)
 
     def drawn(self, context: LayerContext) -> LayerPlan:
-        """A plan by the next draw."""
+        """A plan with the next random placement."""
         return self._drawn(context, self.rng)
 
     def _drawn(self, context: LayerContext, rng: np.random.Generator) -> LayerPlan:
@@ -216,7 +216,7 @@ class DrawnPlacements(Strategy):
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
     ) -> LayerPlan:
-        """The plan as it is, some more replicas, or a new plan; the draw is the same on all ranks."""
+        """The same plan, the plan with more replicas, or a new plan; all ranks draw the same."""
         if self.each_micro_batch:
             return self._drawn_by(context, counts_DE)
         if not self.calibrated:
@@ -228,7 +228,7 @@ class DrawnPlacements(Strategy):
 
 
 def strategy_of(case: LayerCase) -> Strategy:
-    """A real strategy where the case names one, else drawn placements."""
+    """A real strategy where the case names one, otherwise random placements."""
     if case.placement in SETTINGS_BY_STRATEGY:
         return build_strategy(
             case.placement, SETTINGS_BY_STRATEGY[case.placement].model_validate(dict(case.settings))
@@ -237,7 +237,7 @@ def strategy_of(case: LayerCase) -> Strategy:
 
 
 class NotedExchange(MegatronExchange):
-    """Keeps the record when it is there: a recomputed forward pass does not come to its end."""
+    """Keep the record when it is complete, because a recomputed forward pass does not reach its end."""
 
     def __init__(self, groups: ExpertGroups, records: list[DispatchRecord]) -> None:
         super().__init__(groups)
@@ -284,7 +284,7 @@ class Inputs:
 
 
 def draw_inputs(case: LayerCase, owner_E: np.ndarray, world_size: int, rng: np.random.Generator) -> Inputs:
-    """The same on every rank."""
+    """Weights, which are the same on every rank."""
     tokens = case.tokens or tuple(int(n) for n in rng.integers(3, 14, world_size))
     total, num_experts = sum(tokens), case.num_experts
     sigma = 0.0 if case.routing == "even" else 1.5
@@ -339,7 +339,7 @@ def _transfer_group() -> dist.ProcessGroup:
 
 
 def compare_with_reference(rank: int, world_size: int, cases: Sequence[LayerCase]) -> dict[str, CaseResult]:
-    """Run every case on this rank; by name of the case."""
+    """Run every case on this rank; return results by name of the case."""
     results = {}
     for case in cases:
         try:
@@ -398,7 +398,7 @@ def _run_case(rank: int, world_size: int, case: LayerCase) -> CaseResult:
 def _keep_some(
     executor: LayerExecutor, strategy: Strategy, case: LayerCase, weights: list[list[Tensor]], rank: int
 ) -> dict[int, list[torch.nn.Parameter]]:
-    """Other replicas with Parameters, as drawn, before an iteration."""
+    """Change the resident replicas to the drawn placement before an iteration."""
     assert isinstance(strategy, DrawnPlacements)
     placement = strategy.drawn(executor.context).placement
     replicas = {
@@ -416,7 +416,7 @@ Leaves = list[tuple[Tensor, Tensor, Tensor | None]]
 def _run_iteration(
     executor: LayerExecutor, case: LayerCase, batches: list[Inputs], rank: int, result: CaseResult
 ) -> Leaves:
-    """Forwards and backwards in the case's order: hidden, probs and output of every micro-batch."""
+    """Run passes in the case's order; return hidden states, probs and output of every micro-batch."""
     activation = ACTIVATIONS[case.activation]
     leaves: Leaves = []
     num_backwards = 0

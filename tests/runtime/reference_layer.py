@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-CLAMP = 0.4  # low enough to bind on the tests' inputs
+CLAMP = 0.4  # low enough to affect the tests' inputs
 OFFSET = 1.0
 BLOCK = 2
 
@@ -78,7 +78,7 @@ def reference_forward(
         routing_map: bool ``[T, E]``.
         weights: Tensors of every expert, see :func:`draw_weights`.
         activation: A key of :data:`ACTIVATIONS`.
-        probs_on_input: The FFN of probability times input instead.
+        probs_on_input: Whether to apply the FFN to probability times input instead.
     """
     function = ACTIVATIONS[activation][1]
     output = torch.zeros_like(hidden)

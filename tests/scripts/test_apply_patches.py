@@ -1,4 +1,4 @@
-"""The lines for Megatron-LM's own scripts: only ours, put in whole or not at all, and taken out again."""
+"""Patches of Megatron-LM's scripts contain only our lines, apply completely or not at all, and revert."""
 
 import os
 import re
@@ -56,7 +56,7 @@ def texts(checkout: Path) -> dict[str, str]:
 
 
 def made_up_checkout(folder: Path, diff: Path) -> Path:
-    """What a diff is for, without a line of Megatron's."""
+    """Build a script that a diff applies to, without any line of Megatron's."""
     places = [int(hunk["after"]) for line in diff.read_text().splitlines() if (hunk := HUNK.match(line))]
     for script, place in zip(SCRIPTS, places, strict=True):
         path = folder / script
@@ -203,7 +203,7 @@ def test_lines_added_below_a_patch_stay(newest: Path) -> None:
 
 def test_a_file_that_cannot_be_written_changes_nothing(newest: Path) -> None:
     before = texts(newest)
-    # In the way of the second file's copy, also for root.
+    # This blocks the second file's copy, also for root.
     (newest / f"{SCRIPTS[1]}.megatron-fssdp-new").mkdir()
     refused = run(newest)
     assert refused.returncode == 2
@@ -268,7 +268,7 @@ def test_the_patches_apply_to_megatron(diff: Path, revision: str, tmp_path: Path
     assert f"patches/{diff.name}" in done.stdout
     after = texts(checkout)
     for script in SCRIPTS:
-        # Nothing but our lines, at the head of the main block, whatever follows.
+        # Only our lines are added, at the head of the main block, whatever follows.
         head = after[script].index('if __name__ == "__main__":\n' + LINES)
         tail = len(after[script]) - len(before[script])
         place = head + len('if __name__ == "__main__":\n')

@@ -1,6 +1,6 @@
-"""What schedulers start: with stand-ins for Slurm and torchrun, and (slow) two real "nodes" of this machine.
+"""Jobs of schedulers, with stand-ins for Slurm and torchrun, and (slow) two emulated nodes on this machine.
 
-No real cluster is touched: what Slurm and Kubernetes do is only as their documentation says.
+No real cluster is used: Slurm and Kubernetes behave as their documentation says.
 """
 
 import os
@@ -124,7 +124,7 @@ def config(tmp_path: Path) -> Path:
 
 
 class Slurm:
-    """A project folder whose environment has stand-ins, and the variables of a job."""
+    """A project folder with stand-ins for programs, and the environment variables of a job."""
 
     def __init__(self, folder: Path) -> None:
         self.project = folder / "project"
@@ -151,7 +151,7 @@ class Slurm:
         path.chmod(0o755)
 
     def submit(self, config: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
-        """Run the batch file as Slurm would: a copy of it, on the first node."""
+        """Run a copy of the batch file on the first node, as Slurm does."""
         variables = {
             **{"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "1"},
             **{"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_SUBMIT_DIR": str(self.project), "SIGNALED": "group"},
@@ -259,7 +259,7 @@ def test_the_kubernetes_job_is_consistent_with_the_run() -> None:
         assert replica["restartPolicy"] == "OnFailure"
         pod = replica["template"]["spec"]
         (container,) = pod["containers"]
-        # Names that the operator looks for.
+        # Names that the operator expects.
         assert container["name"] == "pytorch"
         assert container["ports"][0]["name"] == "pytorchjob-port"
         mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
@@ -290,7 +290,7 @@ def two_nodes(tmp_path: Path) -> Iterator[TwoNodes]:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("ending", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_run_on_two_emulated_nodes_stops_early_and_resumes(two_nodes: TwoNodes, ending: int) -> None:
-    """With Megatron's training loop; one node is asked, and its rank tells the other's."""
+    """Megatron's training loop runs; one node gets the signal, and its rank tells the other node's rank."""
     two_nodes.start()
     metrics = two_nodes.out / "metrics.jsonl"
     while not metrics.exists() or metrics.read_text().count("\n") < 3:

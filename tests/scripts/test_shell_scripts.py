@@ -1,4 +1,4 @@
-"""Every shell script parses, and shellcheck, where it is, finds nothing."""
+"""Every shell script parses, and shellcheck finds no problem where it is installed."""
 
 import shutil
 import subprocess

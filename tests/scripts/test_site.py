@@ -1,4 +1,4 @@
-"""The site builds strictly and loads nothing from elsewhere; what is made from code is up to date."""
+"""The site builds strictly and loads nothing from elsewhere, and its generated parts are up to date."""
 
 import importlib
 import os
@@ -17,7 +17,7 @@ from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts" / "docs"
 PICTURES = ROOT / "docs" / "pictures"
-# What a browser fetches by itself when it shows a page, on another host.
+# Addresses on other hosts that a browser fetches when it shows a page.
 LOADED_FROM_ELSEWHERE = re.compile(
     r"<(?:script|img|iframe|source|link|object|video|audio)\s[^>]*?(?:src|href|data)=[\"']?(?:https?:)?//[^>]*>"
 )

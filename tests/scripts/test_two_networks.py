@@ -1,4 +1,4 @@
-"""Two nodes with networks of their own, joined by a cable: started by run_node.sh, one torchrun each.
+"""Two emulated nodes with their own networks, joined by a virtual cable; run_node.sh starts torchrun on each.
 
 They have addresses and host names as machines of a cluster have; rendezvous, connections and ranks are real.
 Only the file system and the cores are the same.
@@ -48,7 +48,7 @@ def losses(run: TwoNodes) -> list[float]:
 
 @pytest.fixture(scope="module")
 def one_node(network: NodeCommands, tmp_path_factory: pytest.TempPathFactory) -> TwoNodes:
-    """The same ranks on one node."""
+    """Train with the same ranks on one node."""
     folder = tmp_path_factory.mktemp("one")
     with TwoNodes(folder, network.on, iterations=ITERATIONS) as run:
         run.start(nodes=1, ranks_per_node=2, **ON_NETWORK)
@@ -71,7 +71,7 @@ def test_two_nodes_train_with_the_losses_of_one(
 
 
 def test_a_node_that_died_rejoins_the_run(one_node: TwoNodes, network: NodeCommands, tmp_path: Path) -> None:
-    """The other one starts its ranks again, waits for it, and both go on from the last checkpoint."""
+    """The other node restarts its ranks and waits for it; both resume from the last checkpoint."""
     with TwoNodes(tmp_path, network.on, iterations=ITERATIONS, save_interval=SAVED_EVERY) as run:
         run.start(**ON_NETWORK, MAX_RESTARTS="2")
         tracker = run.out / "checkpoints" / "latest_checkpointed_iteration.txt"
@@ -91,7 +91,7 @@ def test_a_node_that_died_rejoins_the_run(one_node: TwoNodes, network: NodeComma
 
 
 def kill_node(network: NodeCommands, node: int) -> None:
-    """What a power cut does to a node: its torchrun, ranks and script are gone at once."""
+    """Kill a node's torchrun, ranks and script at once, as a power cut does."""
     name = NodeCommands.name(node)
     words = [
         "nsenter",

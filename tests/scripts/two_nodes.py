@@ -1,4 +1,4 @@
-"""Two "nodes" of this machine, each started as a scheduler would: by scripts/run_node.sh."""
+"""Two emulated nodes on this machine, each started by scripts/run_node.sh as a scheduler does."""
 
 import os
 import socket
@@ -32,9 +32,9 @@ class TwoNodes:
     """A run on nodes with real ranks, which share a file system.
 
     Args:
-        folder: For the run and the logs.
-        prefix: What to put before a node's command; nothing where all are on this machine's loopback.
-        settings: Of the section ``training``.
+        folder: Folder of the run and the logs.
+        prefix: Words before a node's command; empty where all nodes use this machine's loopback.
+        settings: Settings of the section ``training``.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class TwoNodes:
         self.processes = [self.start_node(node) for node in range(nodes)]
 
     def start_node(self, node: int) -> subprocess.Popen:
-        """Start one node, again perhaps."""
+        """Start one node, for the first time or again."""
         with (self.folder / f"log-{node}").open("a") as log:
             return subprocess.Popen(
                 [*self.prefix(node), "bash", NODE, self.config, self.out],
@@ -82,7 +82,7 @@ class TwoNodes:
         return self.out / "metrics.jsonl"
 
     def num_iterations(self) -> int:
-        """How many are recorded; those that were repeated count again."""
+        """Number of recorded iterations; repeated ones count again."""
         return self.metrics.read_text().count("\n") if self.metrics.exists() else 0
 
     def exit_codes(self) -> list[int]:

@@ -50,5 +50,5 @@ def job_of(*, devices: int = 2, experts: int = 2, layers: int = 1, **more: objec
 
 
 def loads(*counts_DE: list[list[int]], layers: int = 1) -> np.ndarray:
-    """[I, L, D, E]: each iteration's counts for all layers."""
+    """Each iteration's counts for all layers, ``[I, L, D, E]``."""
     return np.repeat(np.array(counts_DE, np.int32)[:, None], layers, axis=1)

@@ -7,7 +7,7 @@ from megatron_fssdp.simulation.ddl_roofline import RooflinePoint, ideal_flops_pe
 
 
 def test_points_equal_those_worked_out_by_hand() -> None:
-    """Two devices of 10 flops/s: 6 s of compute, 3 s of communication, in turn, 90 flops together."""
+    """Two devices of 10 FLOP/s: 6 s of compute, then 3 s of communication, 90 FLOPs in total."""
     point = RooflinePoint(6.0, 3.0, 9.0, 90.0, 2)
     assert point.ratio == 2
     assert point.mean_flops_per_s == 5
@@ -20,7 +20,7 @@ def test_points_equal_those_worked_out_by_hand() -> None:
 def test_points_lie_on_and_below_the_curves(
     compute_s: float, communication_s: float, unevenness: float
 ) -> None:
-    """Even loads in turn are semi-ideal, even loads together ideal, uneven ones below."""
+    """Even loads are semi-ideal without overlap and ideal with overlap; uneven loads lie below."""
     peak, num_devices = 7.0, 4
     flops = peak * compute_s * num_devices
     in_turn = RooflinePoint(compute_s, communication_s, compute_s + communication_s, flops, num_devices)

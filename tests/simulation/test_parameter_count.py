@@ -1,4 +1,4 @@
-"""Parameters counted by hand, and as the papers' tables state them."""
+"""Parameter counts equal those worked out by hand and those of the papers' tables."""
 
 import pytest
 
@@ -103,7 +103,7 @@ def test_berts_segments_and_two_loss_heads_are_counted() -> None:
 def test_the_papers_sizes_count_matrices_with_experts_in_every_layer(
     stated: str, layers: int, hidden: int, experts: int
 ) -> None:
-    """BERT's layers have the same matrices as GPT's: one reading gives all rows, to the last digit."""
+    """BERT's layers have the same matrices as GPT's; one way of counting gives all rows to the last digit."""
     model = ModelSettings(
         num_layers=layers,
         hidden_size=hidden,

@@ -13,11 +13,11 @@ EVEN, UNEVEN = loads([[4, 4], [4, 4]]), loads([[8, 0], [8, 0]])
 
 
 def test_even_loads_without_overlap_lie_on_the_semi_ideal_curve() -> None:
-    """8 tokens of 3 FLOPs on each device at 10 FLOP/s, thrice; 4 of them over the link, four times."""
+    """Each device computes 8 tokens of 3 FLOPs three times at 10 FLOP/s; 4 cross the link four times."""
     cluster, job = cluster_of(), job_of()
     point = roofline_point(simulate("ep", settings_of("ep"), EVEN, cluster, job), job)
     assert point.compute_s == pytest.approx(3 * 8 * 3 / 10)
-    # Rows with their probability one way, results the other, both passes, and two counts of 8 bytes.
+    # Rows with probabilities one way and results the other, in both passes, and two counts of 8 bytes.
     assert point.communication_s == pytest.approx((2 * 4 * 10 + 2 * 4 * 6) / 1000, rel=0.2)
     assert point.mean_flops_per_s == pytest.approx(semi_ideal_flops_per_s(point.ratio, 10.0))
 
@@ -37,7 +37,7 @@ def test_uneven_loads_lie_below_the_curve_and_shadows_restore_them() -> None:
 
 
 def test_the_smart_schedule_exceeds_the_semi_ideal_curve() -> None:
-    """FasterMoE, Fig. 5, arrow 2; nothing leaps beyond the ideal one."""
+    """FasterMoE, Fig. 5, arrow 2; no point exceeds the ideal curve."""
     cluster = cluster_of(nodes=4, per_node=1)
     job = job_of(devices=4, experts=4, token_bytes=2)
     counts = loads(np.full((4, 4), 2).tolist())

@@ -1,4 +1,4 @@
-"""What has to hold for any loads: directions of effects, lanes, sums, memory."""
+"""Properties of the simulation for any loads: directions of effects, lanes, sums, memory."""
 
 from itertools import pairwise
 
@@ -91,7 +91,7 @@ def test_each_lane_runs_one_span_at_a_time_and_parts_add_up(
         shown = sorted((begin, end) for of, _, begin, end in spans if of != "transfer")
         assert all(later[0] >= sooner[1] - 1e-9 for sooner, later in pairwise(shown))
         assert max(end for *_, end in spans) == pytest.approx(outcome.iteration_s[iteration])
-        # What neither computes nor exchanges waits.
+        # The time without compute or exchange is waiting.
         busy_s = sum(end - begin for begin, end in shown)
         waited_s = sum(
             float(outcome.parts_s[part][iteration]) for part in outcome.parts_s if "waiting" in part
@@ -103,7 +103,7 @@ def test_each_lane_runs_one_span_at_a_time_and_parts_add_up(
 @examples(60)
 @given(SEEDS, st.sampled_from([(4, 1), (4, 2), (6, 3), (8, 4)]), st.sampled_from(["even", "balanced"]))
 def test_simulated_traffic_equals_the_dispatch(seed: int, shape: tuple[int, int], policy: str) -> None:
-    """Against the whole [D, E, D] tensor, which the simulator never builds."""
+    """Compare with the whole [D, E, D] tensor, which the simulator never builds."""
     devices, nodes = shape
     rng = np.random.default_rng(seed)
     topology = Topology.uniform(devices, nodes)
@@ -166,7 +166,7 @@ def test_the_profile_limits_replicas_by_memory_and_overlap() -> None:
 def test_replicas_of_one_micro_batch_need_no_gradient_sums(name: str) -> None:
     """No pipeline is simulated, so the micro-batches come one after another."""
     counts = drawn_loads(3)
-    # What travels costs nothing.
+    # Transfers cost nothing.
     free = {"alpha_s": 0, "bandwidth_bytes_per_s": 1e12}
     cluster = cluster_of(nodes=2, intra_node=free, inter_node=free, memory_bytes=10**6)
     for num_micro_batches in (1, 4):

@@ -1,4 +1,4 @@
-"""Split transfers on the timeline (Pro-Prophet, §V-B, Fig. 9c), by hand."""
+"""Split transfers on the timeline (Pro-Prophet, §V-B, Fig. 9c), worked out by hand."""
 
 from dataclasses import replace
 
@@ -38,11 +38,11 @@ def run(first: LayerSeconds, second: LayerSeconds) -> IterationTimeline:
 
 
 def test_two_spans_of_compute_hide_more_than_one() -> None:
-    """Whole: each layer waits 5 - 3 s for weights and 10 - 6 s for gradients.
+    """Unsplit, each layer waits 5 - 3 s for weights and 10 - 6 s for gradients.
 
-    Split: of the second layer's weights 2 s travel beside the first one's experts, and of its gradients 4 s
-    beside their backward pass, so that nobody waits for it. The first layer waits as before, and its
-    gradients, behind nothing else on the lane, too.
+    Split, 2 s of the second layer's weights travel during the first layer's experts, and 4 s of its gradients
+    during their backward pass, so that layer waits for nothing. The first layer waits as before, also for its
+    gradients, which follow nothing else on the lane.
     """
     whole, split = run(LAYER, LAYER), run(LAYER, SPLIT)
     assert whole.parts_s["waiting for spAG"].tolist() == [2 + 2]

@@ -1,4 +1,4 @@
-"""Seconds of one layer under Parm's schedules, by hand."""
+"""Seconds of one layer under Parm's schedules, worked out by hand."""
 
 from typing import get_args
 

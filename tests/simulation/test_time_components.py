@@ -1,4 +1,4 @@
-"""Every component of the time, against a sum done by hand."""
+"""Every component of the time equals a sum worked out by hand."""
 
 from dataclasses import replace
 
@@ -35,12 +35,12 @@ def test_plain_expert_parallelism_in_one_node_takes_the_expected_time() -> None:
 def test_every_collective_adds_its_start_up_time() -> None:
     plain = simulate("ep", settings_of("ep"), loads(HOT), cluster_of(), job_of())
     late = simulate("ep", settings_of("ep"), loads(HOT), cluster_of(near_alpha_s=0.5), job_of())
-    # Counts; rows and probabilities on their way; results. The last two also backward.
+    # One exchange of counts, then rows, probabilities and results; all but the counts also backward.
     assert late.mean_s - plain.mean_s == pytest.approx((1 + 2 * 2 + 2 * 1) * 0.5)
 
 
 def test_devices_of_a_node_share_its_nic() -> None:
-    """4 devices, 2 nodes; all tokens of node 1 go to expert 0 in node 0: 16 rows over one NIC."""
+    """With 4 devices in 2 nodes, all tokens of node 1 go to expert 0 in node 0: 16 rows over one NIC."""
     counts = [[4, 0, 4, 0], [4, 0, 4, 0], [8, 0, 0, 0], [8, 0, 0, 0]]
     job = job_of(devices=4, experts=4)
     outcome = simulate("ep", settings_of("ep"), loads(counts), cluster_of(nodes=2), job)
@@ -54,7 +54,7 @@ def test_devices_of_a_node_share_its_nic() -> None:
     [
         # An average node has 24 / 2 rows; 20 bytes/s for each of its two devices while all nodes exchange.
         (20, 12 * (10 + 6) / 40),
-        # The busiest node's NIC has 16 rows and does not get faster than it is.
+        # The busiest node's NIC has 16 rows, and a fitted rate cannot exceed the NIC's own.
         (1000, 16 * (10 + 6) / 100),
     ],
 )
@@ -84,7 +84,7 @@ def test_a_replica_takes_load_and_its_transfer_is_hidden() -> None:
 
 
 def test_exposed_transfers_are_waited_for() -> None:
-    """Attention of 0.02 s forward, 0.04 s backward; an expert of 100 bytes takes 0.1 s."""
+    """Attention takes 0.02 s forward and 0.04 s backward; an expert of 100 bytes takes 0.1 s."""
     job = job_of(before_gate_flops_L=(0.1,))
     outcome = simulate("fssdp", settings_of("fssdp", **REPLICATE), loads(HOT, HOT), cluster_of(), job)
     counts_s = 2 * 8 / 1000
@@ -115,7 +115,7 @@ def test_rematerialization_gathers_again_for_every_micro_batch() -> None:
     outcome = simulate("fssdp", settings_of("fssdp", **keys), loads(HOT, HOT), cluster_of(), job)
     counts_s, combine_s = 2 * 8 / 1000, 2 * 6 / 4 / 1000
     assert seconds(outcome, 1)["waiting for spRS"] == pytest.approx(4 * 0.1)
-    # Behind combine's backward, which shares the link meanwhile and takes twice as long.
+    # It follows combine's backward, which shares the link meanwhile and takes twice as long.
     again_s = 0.1 + combine_s - 2 * combine_s
     assert seconds(outcome, 1)["waiting for spAG"] == pytest.approx(4 * (0.1 - counts_s) + 4 * again_s)
     plain_all_to_all = 2 * 2 * (10 + 6) / 1000 + 4 * counts_s
@@ -131,12 +131,12 @@ def test_rematerialized_weights_of_the_layer_below_follow_the_sprs() -> None:
     begin, end = spans["spAG again, below layer 2"]
     assert begin == pytest.approx(spans["spRS layer 2"][1])
     assert end - begin == pytest.approx(0.1)
-    # It hides under four seconds of attention; only the top layer's is waited for.
+    # Four seconds of attention hide it; only the top layer's transfer is waited for.
     assert seconds(outcome, 1)["waiting for spAG"] == pytest.approx(0.1 - 2 * 6 / 1000)
 
 
 def test_a_transfer_is_pipelined_in_chunks_along_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three nodes of one device: owner, then two hops; the second starts a chunk later."""
+    """With three nodes of one device, the transfer takes two hops; the second starts a chunk later."""
     monkeypatch.setattr("megatron_fssdp.simulation.moe_job.message_bytes", lambda on_cuda: 20)
     counts = [[0, 2, 0], [4, 2, 0], [4, 0, 0]]
     keys = {"slots": 1, "overlap_degree": 1, "planner": "hecate", "reshard_interval": 0}
@@ -165,7 +165,7 @@ def test_resharding_moves_weights_masters_and_states() -> None:
 
 
 def test_calibration_waits_for_the_replicas_that_it_adds() -> None:
-    """Loads turn round after an iteration: the replica comes after the gate, and is waited for."""
+    """Loads change completely after an iteration: the replica is gathered after the gate and waited for."""
     cold = [[2, 6], [2, 6]]
     keys = {
         "slots": 2,

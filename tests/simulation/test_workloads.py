@@ -1,4 +1,4 @@
-"""Every workload against what its line in the table says."""
+"""Every workload has the properties that its line in the table states."""
 
 import numpy as np
 import pytest
@@ -46,13 +46,13 @@ def test_every_token_can_have_its_experts(name: str, shape: WorkloadShape) -> No
 
 def test_the_balanced_workload_is_even() -> None:
     assert heats("W0") == [(1.0, 1.0)] * 10
-    # Also where the tokens of one source cannot be dealt evenly.
+    # This also holds where the tokens of one source cannot be divided evenly.
     counts_DE = WORKLOADS["W0"].counts(WorkloadShape(8, 16, 1021))[0]
     assert np.ptp(counts_DE.sum(axis=0)) <= 2
 
 
 def test_the_hot_set_is_one_device_or_spread() -> None:
-    # Half of all on 1 of 8 devices; on two devices the other half's cold experts come on top.
+    # Half of all tokens are on 1 of 8 devices; with two hot devices, cold experts add to their load.
     assert heats("W1") == [(4.0, 4.0)] * 10
     for expert_heat, device_heat in heats("W2"):
         assert expert_heat == 4.0

@@ -15,7 +15,7 @@ from megatron_fssdp.testing import RankError, RankTimeoutError, run_ranks
 
 @dataclass
 class Greeting:
-    """Defined in a test file, travels both ways."""
+    """A type of a test file that is passed to ranks and returned by them."""
 
     text: str
     rank: int = -1

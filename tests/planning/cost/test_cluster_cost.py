@@ -1,4 +1,4 @@
-"""From a cluster's description to the costs of Parm's collectives, by hand."""
+"""Costs of Parm's collectives, worked out by hand from a cluster's description."""
 
 import pytest
 
@@ -22,15 +22,17 @@ def test_a_collective_takes_as_long_as_its_slowest_links():
     costs = schedule_costs(ClusterDescription.model_validate(CLUSTER), RANKS)
     gather = costs["all_gather", "mp"]
     assert (gather.alpha_s, gather.beta_s_per_byte) == pytest.approx((1e-5, 1 / 2 / 1e10)), (
-        "half of it is there"
+        "half of the result is on the device already"
     )
     exchange = costs["all_to_all", "ep"]
     assert (exchange.alpha_s, exchange.beta_s_per_byte) == pytest.approx((1e-4, 1 / 2 / 5e8)), (
-        "two share a NIC"
+        "two devices share a NIC"
     )
     to_parts = costs["all_to_all", "ep_esp"]
-    assert to_parts.beta_s_per_byte == pytest.approx(2 / 4 / 5e8), "two of the four are far"
-    assert costs["overlapped_all_to_all", "ep_esp"] == to_parts, "nothing is taken to be hidden"
+    assert to_parts.beta_s_per_byte == pytest.approx(2 / 4 / 5e8), (
+        "two of the four devices are on the other node"
+    )
+    assert costs["overlapped_all_to_all", "ep_esp"] == to_parts, "the prediction assumes no overlap"
 
 
 def test_measured_collective_costs_replace_link_costs():
@@ -39,7 +41,7 @@ def test_measured_collective_costs_replace_link_costs():
     costs = schedule_costs(cluster, RANKS)
     assert costs["all_to_all", "ep"].alpha_s == 2e-4
     assert costs["all_to_all", "ep"].beta_s_per_byte == pytest.approx(1 / 2 / 4e8), (
-        "it is each device's already"
+        "the measured rate is that of each device"
     )
 
 

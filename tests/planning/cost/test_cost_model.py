@@ -35,7 +35,7 @@ def test_a_fit_finds_the_line_on_which_the_times_lie():
 
 
 def test_a_fit_minimizes_relative_errors():
-    """10 % more for the largest message must not hide what a small one costs."""
+    """A 10 % error of the largest message must not hide the cost of a small one."""
     wanted = LinkCost(alpha_s=2e-5, beta_s_per_byte=3e-10)
     seconds = [wanted.time_s(size) for size in SIZES]
     seconds[-1] *= 1.1
@@ -61,14 +61,14 @@ def test_a_fit_to_noise_gives_valid_costs():
 def test_a_fit_recovers_a_known_line_and_reports_its_error(alpha_s, beta_s_per_byte, noise):
     planted = LinkCost(alpha_s, beta_s_per_byte)
     exact = LinkFit.of(SIZES, [planted.time_s(size) for size in SIZES])
-    share = alpha_s / planted.time_s(SIZES[0])  # what can be seen of alpha at all
+    share = alpha_s / planted.time_s(SIZES[0])  # the accuracy to which alpha can be observed
     assert exact.cost.alpha_s == pytest.approx(alpha_s, rel=1e-6 / share)
     seen = beta_s_per_byte * SIZES[-1] / planted.time_s(SIZES[-1])
     assert exact.cost.beta_s_per_byte == pytest.approx(beta_s_per_byte, rel=1e-6 / seen)
     assert exact.worst_relative_error < 1e-6
     seconds = [planted.time_s(size) * (1 + error) for size, error in zip(SIZES, noise, strict=True)]
     noisy = LinkFit.of(SIZES, seconds)
-    # Least squares cannot do worse in the sum than the planted line itself.
+    # The least-squares fit cannot have a larger sum of squares than the planted line.
     squares = sum((noisy.cost.time_s(n) / s - 1) ** 2 for n, s in zip(SIZES, seconds, strict=True))
     assert squares <= sum((error / (1 + error)) ** 2 for error in noise) + 1e-9
     assert noisy.worst_relative_error <= squares**0.5 + 1e-9

@@ -15,8 +15,8 @@ def profile(intra_beta: float, inter_beta: float, non_moe_s: float = 0.5) -> Lay
 @pytest.mark.parametrize(
     ("intra_beta", "inter_beta", "num_nodes", "wanted"),
     [
-        (2.0**-16, 2.0**-14, 1, 32),  # 0.5 s at 64 KiB/s are 32.8 experts
-        (2.0**-16, 2.0**-14, 2, 8),  # a quarter of it between nodes
+        (2.0**-16, 2.0**-14, 1, 32),  # 32.8 experts travel in 0.5 s at 64 KiB/s
+        (2.0**-16, 2.0**-14, 2, 8),  # links between nodes have a quarter of the rate
         (2.0**-14, 2.0**-16, 2, 8),  # a faster network does not make the links inside faster
         (2.0**-14, 2.0**-16, 1, 8),
         (0.0, 0.0, 2, 0),  # nothing measured

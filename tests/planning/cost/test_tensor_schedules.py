@@ -1,4 +1,4 @@
-"""Parm's schedules in numbers: a layer worked by hand, and relations for all layers."""
+"""Costs of Parm's schedules: one layer worked out by hand, and relations that hold for all layers."""
 
 import pytest
 from hypothesis import assume, given
@@ -78,9 +78,9 @@ def test_seconds_are_the_sum_of_each_collectives_alpha_and_beta():
     assert schedule_seconds("s1", LAYER, costs) == pytest.approx(2 * (1 + 3) + 0.25 + 0.4)
     assert schedule_seconds("s2", LAYER, costs) == pytest.approx((1 + 3) + (0.5 + 1.5) + 0.25 + 0.6)
     predicted = predicted_seconds(LAYER, costs, SCHEDULES)
-    assert list(predicted) == ["s1", "s2"], "of the others nothing is known"
+    assert list(predicted) == ["s1", "s2"], "the other schedules have unknown costs"
     assert best_schedule(predicted) == "s2"
-    assert best_schedule({"s1": 1.0, "s2": 1.0}) == "s1", "Alg. 1, line 6"
+    assert best_schedule({"s1": 1.0, "s2": 1.0}) == "s1", "equal seconds select s1 (Alg. 1, line 6)"
 
 
 def test_groups_without_devices_are_refused():

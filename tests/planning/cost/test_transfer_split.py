@@ -6,9 +6,9 @@ from megatron_fssdp.planning.cost.transfer_split import TransferSplit, split_tra
 
 
 def test_split_shares_equal_those_worked_out_by_hand() -> None:
-    """10 s of weights: 6 s fit under attention, the other 4 of 5 s under the experts: 40 %.
+    """Weights travel for 10 s: 6 s fit under attention and the other 4 s under 5 s of experts, so 40 %.
 
-    20 s of gradients have 12 s of attention behind them, and 8 of 10 s of experts: 40 % as well.
+    Gradients travel for 20 s: 12 s fit under attention and 8 s under 10 s of experts, so 40 % as well.
     """
     assert split_transfers(10.0, 20.0, non_expert_s=6.0, expert_s=5.0) == TransferSplit(0.4, 0.4)
 
@@ -31,7 +31,7 @@ def test_the_part_that_no_compute_hides_stays_with_the_other_compute() -> None:
 def test_the_exposed_time_equals_equation_8(
     gather_s: float, reduce_s: float, non_expert_s: float, expert_s: float
 ) -> None:
-    """Pro-Prophet, Eq. 8: what is exposed is the transfer less both pieces of compute."""
+    """Pro-Prophet, Eq. 8: the exposed time is the transfer minus both pieces of compute."""
     split = split_transfers(gather_s, reduce_s, non_expert_s=non_expert_s, expert_s=expert_s)
     for busy_s, share, factor in ((gather_s, split.gather, 1), (reduce_s, split.reduce, 2)):
         under_experts, between = share * busy_s, (1 - share) * busy_s

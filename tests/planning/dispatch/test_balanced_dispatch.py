@@ -20,7 +20,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 def traffic(dispatch, topology):
-    """Highest load, and most received: by a device in its node, by a device and a node from other nodes."""
+    """Highest load, and most pairs received by a device in its node, and by a device and a node from others."""
     near_D, far_D = np.zeros((2, topology.num_devices), dtype=np.int64)
     node_D = np.array(topology.node_of_device)
     for device in range(topology.num_devices):
@@ -39,7 +39,7 @@ def test_balanced_dispatch_is_never_worse_than_even_dispatch(case, seed):
     even = EvenDispatch(counts_DE, placement, topology)
     balanced = balanced_dispatch.balanced_dispatch(counts_DE, placement, topology)
     assert (traffic(balanced, topology) <= traffic(even, topology)).all()
-    # Neither do tokens go farther: they stay on their device, and in their node, as before.
+    # Tokens do not travel farther either: as many stay on their device and in their node as before.
     assert balanced.cross_node_tokens() == even.cross_node_tokens()
     for device in range(placement.num_devices):
         np.testing.assert_array_equal(
@@ -69,7 +69,7 @@ def test_the_highest_load_is_as_low_as_it_can_be(case, seed):
 
 
 def lowest_possible(counts_DE, placement):
-    """Of all sets of devices, the highest mean load that nobody outside can take over (Hall)."""
+    """Highest mean load, over all sets of devices, that no device outside the set can take over (Hall)."""
     num_devices, num_experts = counts_DE.shape
     highest = 0
     for size in range(1, num_devices + 1):
@@ -85,7 +85,7 @@ def lowest_possible(counts_DE, placement):
 
 
 def test_replicas_take_remote_tokens_of_an_overloaded_owner():
-    # Devices 0 and 3 hold expert 0; device 0 also owns expert 1, which everybody uses.
+    # Devices 0 and 3 hold expert 0; device 0 also owns expert 1, which all devices use.
     present_ED = np.zeros((2, 4), dtype=bool)
     present_ED[0, [0, 3]] = present_ED[1, 0] = True
     placement = ExpertPlacement(np.array([0, 0]), present_ED)
@@ -99,7 +99,7 @@ def test_replicas_take_remote_tokens_of_an_overloaded_owner():
 
 
 def test_balanced_dispatch_improves_drifted_loads():
-    """Sixteen experts over eight devices: planned for one load, used under another."""
+    """Sixteen experts on eight devices are planned for one load and used under another."""
     topology = Topology.uniform(8, 1)
     excess = {"even": [], "balanced": []}
     for seed in range(20):
@@ -132,7 +132,7 @@ def test_level_out_assigns_all_tokens_and_minimizes_the_highest_load(data):
     parts = level_out(amount, loads, room)
     assert sum(parts) == amount
     assert all(0 <= part <= most for part, most in zip(parts, room, strict=True))
-    # No token could go to another that is lower by more than itself.
+    # No single token could move to a device whose load is lower by more than one token.
     after = [load + part for load, part in zip(loads, parts, strict=True)]
     highest = max((level for level, part in zip(after, parts, strict=True) if part), default=0)
     assert all(

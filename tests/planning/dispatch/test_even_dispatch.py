@@ -48,7 +48,7 @@ def test_without_the_expert_in_the_node_all_holders_share_the_tokens():
 def test_remaining_tokens_start_at_holder_source_plus_expert():
     topology = Topology.uniform(5, 1)
     placement = held_by(5, (0,), (1, 2, 4))
-    counts_DE = np.full((5, 2), 5)  # 5 tokens over 3 holders: 1 each, 2 left
+    counts_DE = np.full((5, 2), 5)  # 5 tokens over 3 holders: each gets 1, and 2 remain
     # source 0: start (0 + 1) % 3 = 1, so the second and third holder; source 3: start 4 % 3 = 1.
     assert EvenDispatch(counts_DE, placement, topology).from_source(0)[1].tolist() == [0, 1, 2, 0, 2]
     assert EvenDispatch(counts_DE, placement, topology).from_source(3)[1].tolist() == [0, 1, 2, 0, 2]

@@ -12,7 +12,7 @@ from ..placement_cases import random_counts_DE, topologies
 
 @st.composite
 def quota_cases(draw):
-    """(topology, counts_DE, own_DE, near_DE, far_DE) with any quotas for which there are the tokens."""
+    """(topology, counts_DE, own_DE, near_DE, far_DE) with random quotas that the tokens can fill."""
     topology = draw(topologies())
     num_experts = draw(st.integers(1, 6))
     seed = draw(st.integers(0, 2**32 - 1))
@@ -28,7 +28,7 @@ def quota_cases(draw):
         leaving_D = counts_DE[:, expert] - own_DE[:, expert]
         left_N = np.bincount(node_D, weights=leaving_D).astype(int)
         with_holder = np.unique(node_D[holders])
-        # One node takes what is left over everywhere; its own tokens stay in it.
+        # One node takes all remaining tokens; its own tokens stay in it.
         taker = rng.choice(with_holder)
         for node in with_holder:
             stays = left_N[node] if node == taker else rng.integers(0, left_N[node] + 1)
@@ -39,7 +39,7 @@ def quota_cases(draw):
 
 
 def dealt(rng, amount, takers):
-    """An amount dealt out at random, int64 [D]."""
+    """A random division of an amount, int64 [D]."""
     shares = takers / takers.sum()
     return rng.multinomial(amount, shares).astype(np.int64)
 
@@ -62,7 +62,7 @@ def test_rows_and_columns_belong_to_one_tensor_and_fill_the_quotas(case):
         from_DE = full[:, :, device]
         near_D = (node_D == node_D[device]) & (np.arange(topology.num_devices) != device)
         np.testing.assert_array_equal(from_DE[node_D != node_D[device]].sum(axis=0), far_DE[device])
-        # A token that leaves its device may come back to it: both ends are in the node.
+        # A token that leaves its device can come back to it, because both ends are in the node.
         np.testing.assert_array_equal(
             from_DE[near_D].sum(axis=0) + from_DE[device], own_DE[device] + near_DE[device]
         )

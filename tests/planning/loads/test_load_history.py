@@ -41,7 +41,7 @@ def test_bad_counts_say_what_was_wanted():
 
 
 def test_loads_before_a_jump_are_forgotten() -> None:
-    """Two even iterations, then the load goes over to expert 1: the last two count."""
+    """After two even iterations the load moves to expert 1, so only the last two iterations count."""
     history = LoadHistory(5, 2, 4)
     even, jumped = np.full((2, 4), 100), np.array([[0, 400, 0, 0], [10, 380, 10, 0]])
     assert not history.settled_mean_DE().any()

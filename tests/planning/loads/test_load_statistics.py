@@ -41,15 +41,15 @@ def test_similarity_is_between_0_and_1_and_independent_of_the_batch_size(
 def test_a_jump_is_told_from_drift() -> None:
     before_E = np.array([400, 200, 200, 200])
     assert not has_jumped(before_E, before_E)
-    assert not has_jumped(np.array([250, 300, 250, 200]), before_E)  # 15 % elsewhere
-    assert has_jumped(np.array([100, 500, 200, 200]), before_E)  # 30 %
+    assert not has_jumped(np.array([250, 300, 250, 200]), before_E)  # 15 % of the load moved
+    assert has_jumped(np.array([100, 500, 200, 200]), before_E)  # 30 % of the load moved
     assert has_jumped(np.array([0, 0, 0, 5000]), before_E)
     assert not has_jumped(np.zeros(4), before_E)
 
 
 @given(seed=st.integers(0, 10_000), total=st.integers(4, 3000), num_experts=st.integers(2, 64))
 def test_sampling_noise_is_not_a_jump(seed: int, total: int, num_experts: int) -> None:
-    """However few tokens there are: two draws from one distribution."""
+    """Two draws from one distribution never count as a jump, however few tokens there are."""
     rng = np.random.default_rng(seed)
     share_E = rng.dirichlet(np.full(num_experts, 0.5))
     assert not has_jumped(rng.multinomial(total, share_E), rng.multinomial(5 * total, share_E))

@@ -1,4 +1,4 @@
-"""As many replicas as fit, and not one more."""
+"""The memory capacity is the largest number of replicas that fits."""
 
 import pytest
 from hypothesis import given
@@ -28,10 +28,10 @@ def test_slots_of_an_iteration_and_a_layer_pass_equal_those_worked_out_by_hand()
     assert capacity(799) == 0
     assert capacity(1600) == 2
     assert capacity(1600, reserve_fraction=0.1) == 1
-    # One layer's of both: 400 bytes a slot.
+    # One layer's parameters and gradients: 400 bytes a slot.
     assert capacity(1600, ReplicaLife.LAYER_PASS) == 4
     assert capacity(1600, ReplicaLife.LAYER_PASS, 2) == 4
-    # And three layers' fp32 sums: 2000 bytes a slot.
+    # In addition three layers' fp32 sums: 2000 bytes a slot.
     assert capacity(1999, num_micro_batches=2) == 0
     assert capacity(2000, num_micro_batches=2) == 1
     assert capacity(10**9) == 8
@@ -39,7 +39,7 @@ def test_slots_of_an_iteration_and_a_layer_pass_equal_those_worked_out_by_hand()
 
 
 def test_slots_of_a_micro_batch_equal_those_worked_out_by_hand():
-    # No sums: as for an iteration of a single micro-batch.
+    # There are no sums, as in an iteration of a single micro-batch.
     assert capacity(1600, ReplicaLife.MICRO_BATCH, 8) == 2
     # Two micro-batches in flight: twice the parameters, 1400 bytes a slot.
     assert capacity(2799, ReplicaLife.MICRO_BATCH, 8, num_stages=2) == 1

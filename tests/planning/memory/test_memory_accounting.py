@@ -1,4 +1,4 @@
-"""Bytes of experts: numbers by hand, and what must hold for all of them."""
+"""Bytes of experts: numbers worked out by hand, and relations that hold for all arguments."""
 
 from dataclasses import fields
 
@@ -41,7 +41,7 @@ def test_half_precision_bytes_equal_those_worked_out_by_hand():
     assert memory.optimizer_bytes == 6 * 1200  # both moments and the master weights
     assert memory.replica_parameters_bytes == 3 * 4 * 200
     assert memory.replica_gradients_bytes == 4 * 200
-    assert memory.packed_experts_bytes == 4 * 200  # gradients of replicas; the two experts were sent before
+    assert memory.packed_experts_bytes == 4 * 200  # gradients of replicas; the two experts were sent earlier
     assert memory.reduction_buffers_bytes == 3 * (2 + 4) * 200 + 2 * 400
     assert memory.transfer_buffers_bytes == 5200
     assert memory.expert_parallelism_bytes == 10800
@@ -55,7 +55,7 @@ def test_lasting_replicas_have_gradients_and_optimizer_states():
     assert memory.replica_parameters_bytes == 3 * 4 * 200
     assert memory.replica_gradients_bytes == 4 * 200 + 3 * 4 * 400
     assert memory.replica_optimizer_bytes == 3 * 4 * 1200
-    # Two layers' gradients, of what is owned and of replicas, in fp32.
+    # fp32 gradients of two layers, of owned experts and of replicas.
     assert memory.packed_experts_bytes == 2 * (2 + 4) * 400
     assert memory.above_expert_parallelism_bytes == 2400 + 5600 + 14400 + memory.transfer_buffers_bytes
     assert "optimizer 14.1 KiB, transfers" in memory.describe()
@@ -87,7 +87,7 @@ def test_optimizer_state_bytes_follow_the_optimizer_and_its_sharding(optimizer, 
 
 
 def test_bytes_that_move_with_an_owner_include_optimizer_states():
-    """100 elements in bf16: 200 bytes, and 12 for each element that two copies may share."""
+    """100 elements in bf16 take 200 bytes, and 12 bytes for each element, which two copies can share."""
     half = ExpertOptimizer(has_master_weights=True)
     assert half.owned_bytes(100, 2, 2) == 200 + 1200
     assert ExpertOptimizer(has_master_weights=True, is_distributed=True).owned_bytes(100, 2, 2) == 200 + 600
@@ -98,7 +98,7 @@ def test_rematerialization_keeps_replicas_of_one_layer():
     memory = expert_memory(**{**HALF, "held": held(ReplicaLife.LAYER_PASS, 8)})
     assert memory.replica_parameters_bytes == 4 * 200
     assert memory.replica_gradients_bytes == 4 * 200
-    # One layer's experts are gathered again while another one's gradients are on their way.
+    # One layer's experts are gathered again while another layer's gradients travel.
     assert memory.packed_experts_bytes == (2 + 4) * 200
     alone = expert_memory(**{**HALF, "held": held(ReplicaLife.LAYER_PASS, 8, layers=(1,))})
     assert alone.packed_experts_bytes == 4 * 200
@@ -113,7 +113,7 @@ def test_gradient_sums_over_micro_batches_are_kept_for_all_layers():
 
 
 def test_replicas_of_one_micro_batch_need_no_gradient_sums():
-    """They go home with it, as those of an iteration's only micro-batch do."""
+    """Gradients return to owners with their micro-batch, as in an iteration with a single micro-batch."""
     memory = expert_memory(**{**HALF, "held": held(ReplicaLife.MICRO_BATCH, 8)})
     assert memory == expert_memory(**HALF)
     assert memory.replica_gradients_bytes == 4 * 200
@@ -125,10 +125,10 @@ def test_every_micro_batch_in_flight_has_replicas_of_its_own():
     assert memory.replica_parameters_bytes == 4 * (3 * 4 * 200)
     last = held(ReplicaLife.MICRO_BATCH, 8, num_stages=4, stage=3)
     assert expert_memory(**{**HALF, "held": last}) == expert_memory(**HALF)
-    # Only one of them is in its backward pass.
+    # Only one micro-batch is in its backward pass.
     assert memory.replica_gradients_bytes == 4 * 200
     assert memory.transfer_buffers_bytes == expert_memory(**HALF).transfer_buffers_bytes
-    # Those of an iteration are gathered once.
+    # Replicas of an iteration are gathered once.
     iteration = held(num_micro_batches=8, num_stages=4)
     assert expert_memory(**{**HALF, "held": iteration}).replica_parameters_bytes == 3 * 4 * 200
 

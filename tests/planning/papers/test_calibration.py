@@ -61,7 +61,7 @@ def test_gains_of_a_layer_equal_those_worked_out_by_hand():
     for placement, seconds in ((planned, 100.0), (everywhere, 30.0)):
         price = placement_seconds(np.array(counts_DE), placement, topology, PROFILE, ReplicaLife.ITERATION)
         assert float(price.all_to_all_s + price.experts_s) == pytest.approx(seconds, abs=1e-3)
-    # It travels there and its gradient back.
+    # The expert travels to device 1 and its gradient back.
     assert calibrate(planned, counts_DE, topology, megabytes=34) == everywhere
     assert calibrate(planned, counts_DE, topology, megabytes=36) is None
     assert calibrate(planned, counts_DE, topology, megabytes=36, num_micro_batches=2) == everywhere
@@ -95,7 +95,7 @@ def test_planned_replicas_stay_and_keep_their_slots():
 def test_only_experts_that_pay_for_their_transfer_are_added():
     # Device 1 sends 90 tokens to expert 0 and 4 to expert 1, both on device 0. A replica of expert 0
     # on device 1 takes 4 * 90 s off the all-to-alls and 3 * 4 s off the experts. One of expert 1
-    # too takes off 4 * 4 s and adds 3 * 4 s: it may travel for less than 4 s.
+    # too takes off 4 * 4 s and adds 3 * 4 s, so it pays if it travels for less than 4 s.
     planned = ExpertPlacement.owners_only(np.array([0, 0, 0, 1]), 2)
     counts_DE, topology = [[0, 0, 0, 0], [90, 4, 0, 0]], Topology.uniform(2, 1)
     limits = {"overlap_degree": 2, "slots": 2, "non_moe_s": 1e9}
@@ -149,7 +149,7 @@ def calibrations(draw):
 
 
 def gain_s(planned, placement, counts_DE, topology, arguments):
-    """What the placement saves, from the dispatch token by token."""
+    """Seconds that the placement saves, computed from the dispatch token by token."""
     profile, times = arguments["profile"], arguments["num_micro_batches"]
     cluster = profile.cluster
 

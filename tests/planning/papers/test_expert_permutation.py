@@ -8,7 +8,7 @@ from megatron_fssdp.planning.placement.placement import even_owners
 
 
 def test_hot_experts_go_to_different_devices() -> None:
-    """Loads 8, 7 | 2, 1: 8 stays, 7 goes to the other device, then 2, and 1 fills the first."""
+    """Loads are 8, 7 | 2, 1: the 8 stays, the 7 and the 2 go to the other device, the 1 fills the first."""
     assert permuted_owners(even_owners(4, 2), np.array([8, 7, 2, 1]), 2).tolist() == [0, 1, 1, 0]
 
 

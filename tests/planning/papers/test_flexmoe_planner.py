@@ -48,9 +48,9 @@ def plan(
 
 
 def test_prices_equal_those_worked_out_by_hand() -> None:
-    """3 passes of 40 pairs; with one more holder 28 (8, 10 of its own, 10 of the others).
+    """Three passes of 40 pairs; with one more holder 28 pairs (8, 10 of its own, 10 of the others).
 
-    And 2 · 2 s for gradients, of which 2 · 1 s of backward compute hide half.
+    Gradients add 2 · 2 s, of which 2 · 1 s of backward compute hide half.
     """
     of = price(HOT)
     grown = owners_only().with_replicas([(1, 0)])
@@ -79,7 +79,7 @@ def test_balanced_loads_change_nothing() -> None:
 
 
 def test_a_cold_experts_replica_is_removed_to_make_room() -> None:
-    """Every slot is taken by replicas that nobody wants now."""
+    """All slots hold replicas of experts that have become cold."""
     before = owners_only().with_replicas([(3, 0), (3, 1), (3, 2), (2, 3)])
     found = plan(before, price(HOT), slots=1)
     assert len(found.holders(1)) > 1
@@ -88,7 +88,7 @@ def test_a_cold_experts_replica_is_removed_to_make_room() -> None:
 
 
 def test_replicas_migrate_to_fewer_nodes() -> None:
-    """Nothing is overloaded; the gradient of a replica in the owner's node need not cross nodes."""
+    """No device is overloaded; the gradient of a replica in the owner's node does not cross nodes."""
     topology = Topology.uniform(4, 2)
     slow = dataclasses.replace(
         PROFILE, cluster=ClusterCost(LinkCost(0, 0.0), LinkCost(0, 1e-6), expert_flops_per_s=1e9)

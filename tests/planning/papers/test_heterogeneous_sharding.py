@@ -1,4 +1,4 @@
-"""Hecate, Alg. 2 against examples by hand and a slow reference."""
+"""Hecate's Alg. 2 equals examples worked out by hand and a slow reference."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from tests.drawn_examples import examples
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[OwnerMap, np.ndarray, Topology, int]:
-    """(a map after some moves, whole loads with many ties, any nodes, overlap degree)."""
+    """(a map after some moves, integer loads with many ties, any nodes, overlap degree)."""
     num_layers, local, num_devices = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 6))
     even = OwnerMap.even(num_layers, local * num_devices, num_devices)
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -24,7 +24,7 @@ def cases(draw: st.DrawFn) -> tuple[OwnerMap, np.ndarray, Topology, int]:
 
 
 def reference(owners, load_LE, topology, overlap_degree, *, prefer_owner=True):
-    """Alg. 2 word by word: every choice looks at all nodes and devices anew."""
+    """Alg. 2 taken literally: every step searches all nodes and devices again."""
     num_layers, num_experts = load_LE.shape
     devices = range(owners.num_devices)
     free = [owners.slots_per_device] * owners.num_devices

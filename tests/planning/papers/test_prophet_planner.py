@@ -12,7 +12,7 @@ from megatron_fssdp.planning.placement.placement import even_owners
 # expert 0, device 2 has none for it and one for each of the others.
 FIGURE_6 = np.array([[3, 0, 0], [2, 1, 0], [0, 1, 2]])
 OWNERS = even_owners(3, 3)
-# An input takes a second to send and one to compute, an expert 0.3 s for each device of three.
+# An input takes a second to send and one to compute; an expert takes 0.3 s for each device of three.
 MODEL = ProphetModel(
     num_devices=3,
     num_left_out=1,
@@ -31,15 +31,17 @@ def test_equations_give_the_seconds_worked_out_by_hand() -> None:
     assert MODEL.transfer_s(2, 3) == pytest.approx(2 * 2 / 3 * 3)  # Eq. 4, 5
     assert MODEL.layer_s(received_D, computed_D, 1) == pytest.approx(4 * 2 + 3 * 5 + 0.2 + 0.4)  # Eq. 6
     overlapped = dataclasses.replace(MODEL, overlaps=True, expert_bytes=30, gradient_bytes=60, non_expert_s=4)
-    # Eq. 8: 20 s of Trans less 5 + 4, 40 s of Agg less twice that.
+    # Eq. 8: 20 s of Trans minus 5 + 4, and 40 s of Agg minus twice that.
     assert overlapped.layer_s(received_D, computed_D, 1) == pytest.approx(4 * 2 + 3 * 5 + 11 + 22)
 
 
 def test_figure_6_of_fastermoe_is_balanced() -> None:
-    """Expert 0 goes to device 1 only, which has inputs for it and then 4 in all; expert 1 to device 2."""
+    """Expert 0 goes to device 1 only, which has inputs for it and then 4 in total; expert 1 to device 2."""
     planned = plan_layer(OWNERS, FIGURE_6, MODEL)
     assert [planned.placement.holders(expert) for expert in range(3)] == [(0, 1), (1, 2), (2,)]
-    assert planned.seconds == pytest.approx(3 * 3 + 2 * (0.2 + 0.4))  # all compute 3 and nothing is sent
+    assert planned.seconds == pytest.approx(
+        3 * 3 + 2 * (0.2 + 0.4)
+    )  # each device computes 3 inputs and sends none
     once = plan_layer(OWNERS, FIGURE_6, MODEL, balance=0.8)
     assert [once.placement.holders(expert) for expert in range(3)] == [(0, 1), (1,), (2,)]
     assert once.seconds == pytest.approx(4 * 1 + 3 * 4 + 0.2 + 0.4)
@@ -53,7 +55,7 @@ def test_the_search_returns_its_best_step_and_not_its_last() -> None:
 
 
 def test_a_first_step_that_does_not_pay_does_not_end_the_search() -> None:
-    """Two devices are equally busy: relieving one alone lowers nothing and costs a transfer."""
+    """Two devices are equally busy: relieving only one lowers no maximum and costs a transfer."""
     counts_DE = np.array([[2, 2, 0, 0]] * 4)
     model = dataclasses.replace(MODEL, num_devices=4, num_left_out=0)
     planned = plan_layer(even_owners(4, 4), counts_DE, model)
@@ -94,7 +96,7 @@ def test_a_plan_never_takes_longer_than_doing_nothing(
     plain_ED = np.zeros_like(placement.present_ED)
     plain_ED[np.arange(8), owners] = True
     assert planned.seconds <= layer_s(plain_ED) + 1e-9
-    if num_left_out < 3:  # else a selected expert goes nowhere, and still counts
+    if num_left_out < 3:  # otherwise a selected expert goes to no device but still counts
         assert planned.seconds == pytest.approx(layer_s(placement.present_ED))
 
 

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from megatron_fssdp.planning.papers.shadow_selection import ShadowingCosts, select_shadows
 from megatron_fssdp.planning.placement.placement import even_owners
 
-# A token takes a second on the network, and a third of one in each of the three passes; an expert 2 s.
+# A token takes a second on the network and a third of a second in each of three passes; an expert 2 s.
 COSTS = ShadowingCosts(
     token_bytes=1, expert_bytes=2, gradient_bytes=2, flops_per_token=1, flops_per_s=3, bytes_per_s=1
 )
-# FasterMoE's Fig. 6 in numbers: three workers, and worker 1's expert is the one that all want.
+# FasterMoE's Fig. 6 in numbers: three workers, and most tokens select worker 1's expert.
 FIGURE_6 = np.array([[1, 4, 1], [1, 4, 1], [0, 5, 1]])
 
 
@@ -22,7 +22,7 @@ def test_latencies_equal_those_worked_out_by_hand() -> None:
 
 
 def test_the_popular_expert_of_figure_6_is_shadowed() -> None:
-    """Worker 1 has 13 tokens; with its expert everywhere the workers have 6, 4 and 8. No more is gained."""
+    """Worker 1 has 13 tokens; with its expert everywhere, workers have 6, 4 and 8. More shadows gain nothing."""
     assert select_shadows(even_owners(3, 3), FIGURE_6, COSTS) == (1,)
 
 
@@ -34,7 +34,7 @@ def test_shadows_that_cost_more_than_they_save_are_not_taken() -> None:
 
 @given(seed=st.integers(0, 10_000), expert_bytes=st.integers(1, 500))
 def test_the_first_shadow_follows_equations_9_and_10(seed: int, expert_bytes: int) -> None:
-    """One expert a worker: taken if and only if Eq. 9 or Eq. 10 holds, in the units of their derivation."""
+    """With one expert a worker, it is shadowed exactly if Eq. 9 or Eq. 10 holds, in the paper's units."""
     rng = np.random.default_rng(seed)
     counts_DE = rng.multinomial(200, rng.dirichlet(np.full(4, 0.6)), size=4)
     flops_per_s = float(rng.integers(1, 50))
@@ -53,11 +53,11 @@ def test_the_first_shadow_follows_equations_9_and_10(seed: int, expert_bytes: in
     assume(not np.isclose(saved_compute_s, added_s))
     assert (taken == (first,)) == (saved_compute_s > added_s)
     if most > alpha * hidden and most_after <= most:
-        assert taken == (first,)  # Eq. 9: tokens weigh more than the model
+        assert taken == (first,)  # Eq. 9: tokens take longer to send than the model
 
 
 def test_balanced_loads_get_no_shadows_when_remaining_exchanges_count() -> None:
-    """Nothing gets lighter by one shadow of eight; Eq. 8 believes that all of the dispatch goes away."""
+    """One shadow of eight experts lowers no load, but Eq. 8 assumes that the whole dispatch disappears."""
     counts_DE = np.full((4, 8), 10)
     costs = ShadowingCosts(1, 20, 20, 1, 3, 1)
     assert select_shadows(even_owners(8, 4), counts_DE, costs) == (0,)
@@ -65,7 +65,7 @@ def test_balanced_loads_get_no_shadows_when_remaining_exchanges_count() -> None:
 
 
 def test_figure_6_when_remaining_exchanges_count() -> None:
-    """13 + 52 s without shadows; 8 + 4 + 4·3 = 24 s with expert 1, then 7 + 8 + 4·2 = 23, then 6 + 12."""
+    """Without shadows 13 + 52 s; with expert 1 it is 8 + 4 + 4·3 = 24 s, then 7 + 8 + 4·2 = 23 s, then 6 + 12 s."""
     assert select_shadows(even_owners(3, 3), FIGURE_6, COSTS, remaining_exchange=True) == (1, 2, 0)
 
 

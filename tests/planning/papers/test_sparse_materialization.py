@@ -98,8 +98,8 @@ def test_unused_experts_get_no_replicas(slots):
     [
         ([8.0, 4.0, 4.0], 4, 3, [2, 1, 1]),
         ([5.0, 3.0, 2.0], 4, 9, [2, 1, 1]),  # shares 2, 1.2, 0.8
-        ([4.0, 4.0, 4.0], 4, 9, [2, 1, 1]),  # equal remainders: first come
-        ([90.0, 6.0, 4.0], 8, 3, [3, 3, 2]),  # 7.2 capped at 3, the other 5 again in proportion
+        ([4.0, 4.0, 4.0], 4, 9, [2, 1, 1]),  # equal remainders: the first expert gets the replica
+        ([90.0, 6.0, 4.0], 8, 3, [3, 3, 2]),  # 7.2 is capped at 3; the other 5 are apportioned again
         ([1.0], 8, 3, [3]),
         ([1.0, 1.0], 8, 0, [0, 0]),
     ],
@@ -119,7 +119,7 @@ def test_apportioning_uses_every_slot_that_fits(loads, total, most):
 
 
 def literal_alg1(owner_E, load_E, topology, num_top, slots):
-    """Alg. 1 one replica at a time, straight from the design page."""
+    """Alg. 1 taken literally, one replica at a time."""
     num_experts, num_devices = owner_E.size, topology.num_devices
     present = np.zeros((num_experts, num_devices), dtype=bool)
     present[np.arange(num_experts), owner_E] = True

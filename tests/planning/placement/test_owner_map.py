@@ -1,4 +1,4 @@
-"""Every expert has one slot, every slot one expert, whatever moves."""
+"""Every expert has one slot and every slot one expert, after any moves."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap
 
 @st.composite
 def owner_maps(draw: st.DrawFn) -> tuple[OwnerMap, np.ndarray]:
-    """A map after some moves, and other owners with as many experts a device."""
+    """A map after some moves, and other owners with the same number of experts for each device."""
     num_layers, local, num_devices = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 5))
     even = OwnerMap.even(num_layers, local * num_devices, num_devices)
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -42,7 +42,7 @@ def test_moves_lead_from_one_map_to_the_other(case: tuple[OwnerMap, np.ndarray])
     for move in moves:
         assert old.expert_in(move.source_device, move.source_slot) == (move.layer, move.expert)
         assert new.expert_in(move.device, move.slot) == (move.layer, move.expert)
-    # What moves out of slots and what moves in are the same slots: a permutation of contents.
+    # Contents leave and enter the same slots, so the moves are a permutation.
     assert {(m.source_device, m.source_slot) for m in moves} == {(m.device, m.slot) for m in moves}
     assert old.moves_to(old) == ()
     assert (new.digest() == old.digest()) == (not moves)

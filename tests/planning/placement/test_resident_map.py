@@ -55,7 +55,7 @@ def test_copies_turn_the_old_map_into_the_new_one(
                 for expert, slot in new.held_by(device, layer).items():
                     place = (device, owners.slots_per_device + layer * slots + slot)
                     assert held[place] == (layer, expert)
-        # What stays is not copied again.
+        # Replicas that stay are not copied again.
         assert len(copies) == appearing
         assert kept.sum() + appearing == sum(placement.num_replicas for placement in placements)
         spares = new

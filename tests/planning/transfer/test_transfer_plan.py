@@ -177,7 +177,7 @@ def check_extends(plan, planned, calibrated):
 
 
 def test_an_additional_transfer_equals_the_one_worked_out_by_hand():
-    # Nodes (0, 1, 2), (3, 4, 5), (6, 7, 8). Expert 0, owner 0, is on 0, 1 and 3, and comes to all.
+    # Nodes (0, 1, 2), (3, 4, 5), (6, 7, 8). Expert 0, owner 0, is on 0, 1 and 3, and goes to all devices.
     present_ED = np.zeros((1, 9), dtype=bool)
     present_ED[0, [0, 1, 3]] = True
     planned = ExpertPlacement(np.array([0]), present_ED)
@@ -206,7 +206,7 @@ def test_an_additional_transfer_starts_from_all_nodes_that_have_the_expert():
 
 @st.composite
 def extended_placements(draw):
-    """(topology, planned, calibrated)."""
+    """Draws (topology, planned, calibrated)."""
     topology, calibrated = draw(placements())
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     present_ED = calibrated.present_ED & (rng.random(calibrated.present_ED.shape) < 0.5)
@@ -222,7 +222,7 @@ def test_an_additional_transfer_completes_the_placement(case):
     check_extends(plan, planned, calibrated)
     here = planned.present_ED.copy()
     sent = {}
-    for hop in plan.edges:  # run it
+    for hop in plan.edges:  # run the transfer
         assert here[hop.expert, hop.source]
         assert not here[hop.expert, hop.destination]
         here[hop.expert, hop.destination] = True

@@ -1,4 +1,4 @@
-"""Run folders with made-up records of every kind, quick to write and different in every number."""
+"""Run folders with made-up records of every kind, in which all numbers differ."""
 
 from contextlib import closing
 from pathlib import Path

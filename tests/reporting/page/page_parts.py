@@ -1,4 +1,4 @@
-"""Takes a page apart again, with nothing of the code that made it."""
+"""Parses a page without using the code that made it."""
 
 import base64
 import json
@@ -11,13 +11,13 @@ VOID = {"meta", "link", "input", "br", "img", "hr"}
 
 
 class PageParts(HTMLParser):
-    """What a test asks of a page.
+    """The parts of a page that tests compare.
 
     Attributes:
-        anchors: Of the sections.
-        addresses: Everything that an element refers to.
-        figures: By name, as they are given to plotly.
-        placements: What the viewer draws from.
+        anchors: Anchors of the sections.
+        addresses: All addresses that elements refer to.
+        figures: Figures by name, as they are given to plotly.
+        placements: Data of the placement viewer.
         texts: Words of each section.
     """
 

@@ -1,4 +1,4 @@
-"""Pages hold every section, need nothing from elsewhere, and show the numbers of the records."""
+"""Pages have every section, load nothing from elsewhere, and show the numbers of the records."""
 
 import base64
 import re
@@ -49,7 +49,7 @@ def test_the_page_has_all_sections_and_loads_nothing_from_elsewhere(page: PagePa
     assert page.anchors == SECTIONS
     assert set(page.addresses) == {"data:,", *(f"#{anchor}" for anchor in SECTIONS)}
     assert not re.search(r"url\(|@import", "".join(page.styles))
-    # What is not simulated says how to get it.
+    # A section without a simulation says how to get one.
     assert "--cluster" in page.texts["what-if"]
 
 
@@ -129,14 +129,14 @@ def test_runs_are_compared_with_the_first(tmp_path: Path) -> None:
     again = write_made_run(tmp_path / "again", "fssdp", num_iterations=7, seed=1)
     page = page_of(ep, fssdp, again)
     assert page.anchors == SECTIONS
-    # Two runs have one strategy, so all are called as their folders are.
+    # Two runs have the same strategy, so all are named after their folders.
     assert [trace["name"] for trace in page.figures["loss"]["data"]] == ["ep", "fssdp", "again"]
     colours = [trace["line"]["color"] for trace in page.figures["loss"]["data"]]
     assert len(set(colours)) == 3
     assert "the loss equals that of ep exactly in 5 of 5 iterations" in page.texts["loss"]
     (difference,) = page.figures["loss-difference"]["data"]
     assert difference["name"] == "again"
-    # Routers of ep and fssdp did the same, which is shown once.
+    # The router counts of ep and fssdp are equal and shown once.
     assert [name for name in page.figures if name.startswith("expert-load")] == [
         "expert-load-0",
         "expert-load-2",

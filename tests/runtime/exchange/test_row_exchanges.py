@@ -1,4 +1,4 @@
-"""Number and size of every schedule's collectives, as the runtime really calls them, are those of the model.
+"""The collectives that the runtime calls under each schedule have the number and sizes of the cost model.
 
 Shape letters: T tokens of a tensor-parallel group, M model dim, E experts.
 """
@@ -33,7 +33,7 @@ from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import LayerContext
 from megatron_fssdp.testing import run_ranks
 
-# The package has functions of the same names.
+# Functions of the package have the same names.
 MODEL_PARALLEL, SHARDED, GATHERS, EXCHANGES = (
     import_module(f"megatron_fssdp.collectives.rows.{name}")
     for name in ("model_parallel", "sharded_all_to_all", "uneven_all_gather", "uneven_all_to_all")
@@ -48,7 +48,7 @@ Journal = list[tuple[str, complex]]
 
 
 def journal_of(rank: int, world_size: int, schedule: Schedule) -> tuple[Journal, Journal, int]:
-    """Kind and length of what this rank calls forward and backward, and the rows that it computes."""
+    """Kind and length of this rank's collectives in both passes, and the number of rows that it computes."""
     found: Journal = []
 
     def noting(
@@ -61,12 +61,12 @@ def journal_of(rank: int, world_size: int, schedule: Schedule) -> tuple[Journal,
         return call
 
     def hidden_bytes(rows: Any, *_: Any) -> float:
-        """Of the hidden states; probabilities, maps and counts count for nothing."""
+        """Collectives of the hidden states only, without those of probabilities, maps and counts."""
         x = rows[0] if isinstance(rows, (tuple, list)) else rows
         return x.nbytes if x.dtype == torch.float64 and x.shape[-1] == MODEL_DIM and x.dim() > 1 else 0.0
 
     to_parts = noting("all_to_all", SHARDED.send_to_parts, lambda x, *_: hidden_bytes(x) * PARTS)
-    # Back, a rank receives what it sent.
+    # On the way back, a rank receives as much as it sent.
     from_parts = noting(
         "all_to_all",
         SHARDED.sum_from_parts,
@@ -153,7 +153,7 @@ def _forward(rank: int, world_size: int, schedule: Schedule) -> tuple[torch.Tens
 
 
 def _as_modelled(journal: Journal) -> list[tuple[str, float]]:
-    """SAA taken apart into what it does at the same time."""
+    """Split SAA into the collectives that it overlaps."""
     found: list[tuple[str, float]] = []
     for kind, num_bytes in journal:
         if kind == "saa":

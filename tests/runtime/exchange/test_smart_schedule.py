@@ -1,4 +1,4 @@
-"""The smart schedule gives what the exchange with all at once gives: the reference's numbers."""
+"""The smart schedule gives the numbers of the reference, like the exchange with all devices at once."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ def test_equals_the_reference(cases: list[LayerCase]) -> None:
 
 
 def test_weights_are_awaited_where_rows_need_them() -> None:
-    """Four ranks by one; expert 1 of the two that are present may be on its way."""
+    """Four groups of one rank; expert 1 of two present ones can still be in transfer."""
     received_SG = np.array([[0, 5], [3, 0], [2, 1], [4, 0]])  # from ranks 0 to 3
 
     def steps_that_wait(travels_G: tuple[bool, ...], own_last: bool) -> list[int]:
@@ -45,6 +45,6 @@ def test_weights_are_awaited_where_rows_need_them() -> None:
         return [step for step in range(4) if schedule.needs_weights(step)]
 
     assert steps_that_wait((False, True), own_last=False) == [0, 2, 3]
-    # The own rows' turn comes last: rank 1's are computed before anybody waits.
+    # A rank's own rows come last, so rank 1's rows are computed before any wait.
     assert steps_that_wait((False, True), own_last=True) == [1, 3]
     assert steps_that_wait((False, False), own_last=True) == [3]

@@ -1,4 +1,4 @@
-"""Exchanges of all devices side by side in one process: no token is lost, doubled or misled."""
+"""Exchanges of all devices in one process: no token is lost, duplicated or sent to a wrong device."""
 
 from typing import get_args
 

@@ -9,7 +9,7 @@ NEAR = torch.tensor([True, True, False, False])
 
 
 def test_choices_equal_those_worked_out_by_hand() -> None:
-    """Tokens 0 to 2 want expert 2 or 3, which are far; one may go, the one that fits best."""
+    """Tokens 0 to 2 prefer experts 2 or 3, which are far; only the one with the best score can leave."""
     fit_TE = torch.tensor(
         [
             [0.1, 0.2, 0.6, 0.1],  # wants 2 by 0.6
@@ -19,7 +19,7 @@ def test_choices_equal_those_worked_out_by_hand() -> None:
         ]
     )
     assert choose_experts(fit_TE, 1, NEAR, 1).tolist() == [[1], [3], [0], [0]]
-    # Second choices: of what is left, tokens 0 and 2 still want expert 2 most, by 0.6 and 0.5; one goes.
+    # Second choices: tokens 0 and 2 still prefer expert 2, with 0.6 and 0.5; one of them leaves.
     assert choose_experts(fit_TE, 2, NEAR, 1).tolist() == [[1, 2], [3, 0], [0, 1], [0, 1]]
 
 
@@ -52,17 +52,17 @@ def test_the_allowed_number_of_tokens_leaves_and_no_expert_is_chosen_twice(
     is_taken_TE = torch.zeros_like(fit_TE, dtype=torch.bool)
     for choice in range(num_choices):
         chosen_T = chosen_TK[:, choice]
-        assert not is_taken_TE.gather(1, chosen_T[:, None]).any(), "an expert twice"
+        assert not is_taken_TE.gather(1, chosen_T[:, None]).any(), "an expert was chosen twice"
         open_TE = fit_TE.masked_fill(is_taken_TE, -1.0)
         best_T = open_TE.amax(dim=1)
         fit_T = fit_TE.gather(1, chosen_T[:, None])[:, 0]
-        # Ties between near and far experts are decided by number, so count with it.
+        # Ties between near and far experts go to the lower number, so this test does the same.
         wants_T = ~is_near_E[(open_TE == best_T[:, None]).int().argmax(dim=1)]
         leaves_T = ~is_near_E[chosen_T]
         assert leaves_T.sum() == min(most_leaving, int(wants_T.sum()))
         stays_T = wants_T & ~leaves_T
         if stays_T.any() and leaves_T.any():
-            assert best_T[leaves_T].min() >= best_T[stays_T].max(), "the best fits go"
+            assert best_T[leaves_T].min() >= best_T[stays_T].max(), "a token with a lower score left"
         nearest_T = open_TE.masked_fill(~is_near_E, -1.0).amax(dim=1)
         assert (fit_T == torch.where(stays_T, nearest_T, best_T)).all()
         is_taken_TE[torch.arange(30), chosen_T] = True

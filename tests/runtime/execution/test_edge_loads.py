@@ -1,4 +1,4 @@
-"""Loads and owners at the edge: equal to the reference, and no rank waits for ever."""
+"""Under extreme loads and owners, layers equal the reference and no rank waits forever."""
 
 import pytest
 import torch

@@ -100,7 +100,7 @@ CASES = {2: CASES_2, 4: CASES_4, 8: CASES_8}
 
 @functools.cache
 def outcome(world_size: int) -> list[dict[str, CaseResult]] | RankError:
-    """All cases in one start of the ranks; an error too is found once."""
+    """Results of all cases from one start of the ranks; an error is kept as well."""
     try:
         return run_ranks(compare_with_reference, world_size, CASES[world_size], timeout_s=120)
     except RankError as error:
@@ -141,7 +141,7 @@ def test_every_case_has_the_replicas_that_it_is_meant_to_test(case: LayerCase) -
     if case.placement == "fssdp":
         assert num_replicas[0] == 0
         assert all(num_replicas[1:])
-        assert len(set(digests)) > min(2, len(digests) - 1), "it never planned anew"
+        assert len(set(digests)) > min(2, len(digests) - 1), "the placement never changed"
     elif case.placement in ("owners", "ep"):
         assert not any(num_replicas)
     elif case.placement in ("random", "everywhere"):

@@ -1,4 +1,4 @@
-"""Experts shared by two ranks each, against the reference layer with whole experts.
+"""Experts that two ranks share equal the reference layer with whole experts.
 
 Shape letters: T tokens of all ranks, M model dim, F ffn dim, E experts, D devices, X peers.
 """
@@ -43,7 +43,7 @@ class Found:
 
 
 def shard(tensors: list[Tensor], activation: str, peer: int) -> list[Tensor]:
-    """A peer's part of fc1 and fc2; gated halves are cut one by one."""
+    """A peer's part of fc1 and fc2; the two halves of a gated fc1 are cut separately."""
     fc1, fc2 = tensors
     halves = fc1.chunk(fc1.shape[0] // FFN_DIM)
     assert activation in ("gelu", "swiglu")
@@ -67,7 +67,7 @@ def forward(
 
 
 def compare(rank: int, world_size: int, case: LayerCase, schedule: Schedule) -> Found:
-    """Some iterations with new placements; ranks are numbered as Megatron does, peers first."""
+    """Run some iterations with new placements; ranks are numbered as in Megatron, peers first."""
     num_devices, peer = world_size // PEERS, rank % PEERS
     device_groups = [dist.new_group(list(range(x, world_size, PEERS))) for x in range(PEERS)]
     peer_groups = [dist.new_group([PEERS * d + x for x in range(PEERS)]) for d in range(num_devices)]
@@ -154,6 +154,8 @@ def test_experts_split_over_devices_equal_whole_ones(case: LayerCase, schedule: 
     for found in results:
         assert found.error <= TOLERANCE
         assert found.digests == results[0].digests
-        assert all(map(np.array_equal, found.counts, results[0].counts)), "every token once, by all ranks"
+        assert all(map(np.array_equal, found.counts, results[0].counts)), (
+            "every token counts once over all ranks"
+        )
     assert any(results[0].num_replicas) == (case.placement != "owners")
     assert results[0].device_tokens == [int(counts.sum()) for counts in results[0].counts]

@@ -45,7 +45,7 @@ EXPERT_BYTES = 8 * (2 * FFN_DIM * MODEL_DIM + MODEL_DIM * FFN_DIM + 2 * FFN_DIM 
 
 
 class Layer:
-    """A layer of a case on this rank, with inputs to run it on."""
+    """The layer of a case on this rank, with its inputs."""
 
     def __init__(self, case: LayerCase, strategy: Any = None, runtime: MoERuntime | None = None) -> None:
         world_size = dist.get_world_size()
@@ -75,7 +75,7 @@ class Layer:
         return run(hidden) if recompute is None else checkpoint(run, hidden, use_reentrant=recompute)
 
     def gradients(self) -> dict[tuple[int, int], Tensor]:
-        """Copies of this rank's gradients, by expert and tensor; nothing where there is none."""
+        """Copies of this rank's gradients by expert and tensor; missing gradients are left out."""
         return {
             (expert, i): parameter.grad.clone()
             for expert, tensors in self.parameters.items()
@@ -155,7 +155,7 @@ def frozen_parameters_get_nothing(rank: int, world_size: int) -> None:
     if rank == 0:
         for parameter in layer.each_parameter():
             parameter.requires_grad_(False)
-    layer.forward(batch).sum().backward()  # nothing to train here, but others wait for this rank
+    layer.forward(batch).sum().backward()  # this rank trains nothing, but other ranks wait for it
 
 
 def test_frozen_parameters_get_no_gradient_and_others_do() -> None:
@@ -206,7 +206,7 @@ def recompute_counts_once(rank: int, world_size: int) -> None:
         assert len(layer.executor.history) == 1
         if rank == 0:
             assert load.sprs_bytes == 2 * load.num_replicas * EXPERT_BYTES
-            assert load.spag_bytes == 4 * load.num_replicas * EXPERT_BYTES  # it really gathers again
+            assert load.spag_bytes == 4 * load.num_replicas * EXPERT_BYTES  # the layer gathers again
             assert load.device_D.sum() == load.counts_DE.sum()
 
 
@@ -232,7 +232,7 @@ def plans_last_an_iteration(rank: int, world_size: int) -> None:
         runtime.end_iteration()
         plans.append(plan)
     assert len({plan.placement for plan in plans}) == 4
-    # The loop is known now: a backward pass alone ends no iteration any more, and a missing
+    # The training loop is known now: a backward pass alone no longer ends an iteration, and a missing
     # end mark loses no load.
     num_seen = len(executor.history)
     runtime.begin_iteration()
@@ -264,7 +264,7 @@ def test_without_a_training_loop_each_backward_pass_ends_an_iteration() -> None:
 
 
 class RankDependent(Strategy):
-    """A broken strategy: what it plans depends on who asks."""
+    """A broken strategy, whose plan depends on the rank."""
 
     def __init__(self) -> None:
         pass
@@ -406,7 +406,7 @@ def two_layers(rank: int, world_size: int) -> None:
     loads = runtime.end_iteration()
     for load, batch in zip(loads, batches, strict=True):
         assert np.array_equal(load.counts_DE.sum(0), batch.routing_map.sum(0).numpy())
-        assert bool(load.device_D.any()) == (rank == 0), "one device of a group works the loads out"
+        assert bool(load.device_D.any()) == (rank == 0), "one device of a group computes the loads"
 
 
 def test_layers_of_one_runtime_record_their_loads_separately() -> None:

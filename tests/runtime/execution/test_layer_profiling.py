@@ -1,4 +1,4 @@
-"""All ranks end with one profile: the slowest compute and links, the least time to hide under."""
+"""All ranks get the same profile: the slowest compute and links, and the least time that hides transfers."""
 
 import numpy as np
 import pytest

@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 
 class Clock:
-    """Goes on only when told to."""
+    """A clock that advances only when told to."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -29,7 +29,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_non_expert_time_is_a_median_and_expert_time_is_a_sum(clock: Clock) -> None:
     watch = LayerStopwatch()
-    for before_s in (0.25, 8.0, 0.5):  # the long one is out of the ordinary
+    for before_s in (0.25, 8.0, 0.5):  # the long pass is an outlier
         watch.layer_begins(CPU)
         clock.passes(before_s)
         watch.tokens_ready()
@@ -45,7 +45,7 @@ def test_non_expert_time_is_a_median_and_expert_time_is_a_sum(clock: Clock) -> N
 def test_a_stopwatch_without_passes_has_no_times() -> None:
     watch = LayerStopwatch()
     assert (watch.before_s(), watch.experts_s(), watch.num_rows) == (0.0, 0.0, 0)
-    watch.tokens_ready()  # a layer whose begin nobody marks
+    watch.tokens_ready()  # a layer whose begin is not marked
     assert watch.before_s() == 0.0
 
 

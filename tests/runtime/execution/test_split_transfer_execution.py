@@ -1,4 +1,4 @@
-"""Transfers in two parts, beside the experts of the layer before: the same numbers, started earlier."""
+"""Transfers in two parts give the same numbers, and the first part starts during the previous layer."""
 
 from dataclasses import dataclass, replace
 
@@ -38,25 +38,25 @@ CASES = (
 
 
 class SplitPlacements(DrawnPlacements):
-    """Drawn placements whose transfers are split."""
+    """A strategy of random placements whose transfers are split."""
 
     def __init__(self, case: LayerCase, split: TransferSplit) -> None:
         super().__init__(case)
         self.split = split
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
-        """The same draws under every split."""
+        """The strategy, with the same random placements for every split."""
         return replace(super().before_gate(context, history), split=self.split)
 
 
 @dataclass
 class Outcome:
-    """What a rank has in the end, and how its transfers went.
+    """Final tensors of a rank, and its transfers.
 
     Attributes:
         tensors: Outputs and gradients of two iterations.
         started: (layer, elements, whether a gather) of every transfer, in the order of their starts.
-        bytes_moved: Of both iterations, by layer.
+        bytes_moved: Bytes of both iterations by layer.
     """
 
     tensors: list[Tensor]
@@ -168,14 +168,14 @@ def test_parts_start_in_their_layers(
         return
     shares = SPLITS[split]
     early, late = round(shares.gather * numel), min(round(shares.reduce * numel), numel - 1)
-    # The first layer has none before it; of the others a part leaves before the layer begins.
+    # The first layer has no layer before it; for the others a part starts before the layer begins.
     wanted_gathers = [(1, numel)]
     for layer in range(2, LAYERS + 1):
         wanted_gathers += [(layer, early), (layer, numel - early)] if early else [(layer, numel)]
     assert [(layer, elements) for layer, elements, _ in gathers] == wanted_gathers
     wanted: list[tuple[int, int]] = []
     for layer in range(LAYERS, 0, -1):
-        # The rest leaves in the backward pass of the experts below, before that layer's own gradients.
+        # The rest starts in the backward pass of the experts below, before that layer's own gradients.
         wanted += [(layer + 1, late)] if late and layer < LAYERS else []
         wanted += [(layer, numel - late)] if late and layer > 1 else [(layer, numel)]
     assert [(layer, elements) for layer, elements, _ in reductions] == wanted

@@ -1,4 +1,4 @@
-"""Flops are those of the matrix products that really run."""
+"""The counted FLOPs are those of the matrix products that run."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ SHAPE = LayerShape(32, 48, 3, 16, False, 4, 8, 2, torch.float32)
 
 @pytest.fixture
 def counted(monkeypatch):
-    """A pass takes as many seconds as it has flops, so that a right count gives 1 flop/s."""
+    """Make a pass take as many seconds as it has FLOPs, so that a correct count gives 1 FLOP/s."""
 
     def flops(action, device):
         with FlopCounterMode(display=False) as counter:
@@ -37,7 +37,7 @@ def test_expert_flops_equal_the_formula(counted, gated):
 
 
 def test_attention_flops_equal_the_formula(monkeypatch):
-    """The backward of fused attention computes the scores again, which is not useful work: forward only."""
+    """Fused attention's backward pass recomputes the scores, which is not useful work; count forward only."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def flops(action, device):

@@ -46,7 +46,7 @@ def test_half_precision_outputs_stay_half_with_fp32_probabilities(name: str) -> 
     probs = torch.tensor([0.1, 1.0, 0.7])
     got = RUNTIME[name](x, None, probs)
     assert got.dtype is torch.bfloat16
-    # Weighted in fp32 and rounded once, not with rounded probabilities.
+    # The output is weighted in fp32 and rounded once; probabilities are not rounded.
     wanted = (REFERENCE[name][1](x).float() * probs.unsqueeze(1)).bfloat16()
     torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-6)
     assert torch.equal(got[1], RUNTIME[name](x, None, torch.ones(3))[1])

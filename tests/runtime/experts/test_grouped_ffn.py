@@ -20,7 +20,7 @@ from megatron_fssdp.runtime.experts.grouped_ffn import (
 from ..rank_layer import ACTIVATIONS
 from ..reference_layer import draw_weights, reference_forward
 
-M, F = 8, 16  # rows of 16 bytes in bf16, as grouped_mm wants them
+M, F = 8, 16  # rows of 16 bytes in bf16, as grouped_mm requires
 ROWS = [(3, 0, 5, 1), (0, 0, 7, 0), (4, 2, 2, 3), (0, 0, 0, 0)]
 
 
@@ -109,7 +109,7 @@ def test_the_grouped_form_equals_the_loop(
 def test_the_grouped_kernel_never_sees_a_group_without_rows(
     rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On some devices it leaves the weight gradient of such a group unwritten."""
+    """On some devices the kernel leaves the weight gradient of a group without rows unwritten."""
     x, probs, weights = draw(rows, "swiglu", False, torch.float32)
     original = functional.grouped_mm
     ends: list[list[int]] = []
@@ -147,7 +147,7 @@ class CreatedStorages(TorchDispatchMode):
         return result
 
     def alive_of(self, shapes: set[tuple[int, ...]]) -> list[torch.Size]:
-        """Those of some shapes that somebody still holds."""
+        """Storages of the given shapes that are still referenced."""
         gc.collect()
         return [shape for shape, _, ref in self.found if tuple(shape) in shapes and not ref.expired()]
 
@@ -178,7 +178,7 @@ def test_no_copy_of_a_weight_outlives_the_forward_pass(form: Any, biases: bool, 
     kept = [t for t in saved if tuple(t.shape) in copies and t.untyped_storage().data_ptr() not in own]
     assert not kept
     of_weights = [t for t in saved if t.untyped_storage().data_ptr() in own and t.dim() == 2]
-    assert of_weights, "backward has to have the experts' own tensors"
+    assert of_weights, "the backward pass needs the experts' own tensors"
     del saved[:], of_weights
     if form is _grouped:
         assert any(len(shape) == 3 for shape, _, _ in created.found), "nothing was stacked"

@@ -1,4 +1,4 @@
-"""Replicas once an iteration, or released between the passes: the same numbers, other memory."""
+"""Replicas that are kept or released between passes give the same numbers with different memory."""
 
 import gc
 from collections.abc import Iterator
@@ -98,7 +98,7 @@ def test_materialized_layers_equal_the_reference() -> None:
 
 
 class Stack:
-    """Some layers one after the other, and the largest memory that their replicas ever had."""
+    """Run some layers one after another, and record the largest memory of their replicas."""
 
     def __init__(self, rank: int, world_size: int, case: LayerCase, num_layers: int) -> None:
         self.case, self.rank = case, rank
@@ -123,7 +123,7 @@ class Stack:
         return hidden
 
     def sample(self) -> None:
-        """Bytes of replicas' weights, and of everything else that is as long as one expert."""
+        """Bytes of replicas' weights, and of all tensors with the length of one expert."""
         of_weights = sum(item.resident_bytes for item in _alive(ReplicaWeights))
         numel = self.layers[0].experts.layout().numel
         storages = {
@@ -135,7 +135,7 @@ class Stack:
 
 
 class _Sampled(torch.autograd.Function):
-    """Looks at the memory between layers, forward and backward."""
+    """Sample the memory between layers, forward and backward."""
 
     @staticmethod
     def forward(ctx: object, stack: Stack, hidden: Tensor) -> Tensor:
@@ -154,15 +154,15 @@ def _alive[T](kind: type[T]) -> Iterator[T]:
     return (item for item in gc.get_objects() if isinstance(item, kind))
 
 
-# Steps of an iteration, and the ranks of a group of the smart schedule.
+# Steps of an iteration, and the group size of the smart schedule.
 SCHEDULES = (("FB", None), ("FBFB", None), ("FFBFBB", None), ("FFBFBB", 1))
 
 
 def resident_replicas(
     rank: int, world_size: int, mode: str
 ) -> list[tuple[str, list[tuple[int, int]], ExpertMemory]]:
-    """Sampled bytes of each schedule, and what the accounting says of them."""
-    gc.freeze()  # what is here already is not looked through
+    """Sampled bytes of each schedule, and the accounted bytes."""
+    gc.freeze()  # objects that exist already are not searched
     return [(steps, *_resident_replicas(rank, world_size, mode, steps, size)) for steps, size in SCHEDULES]
 
 
@@ -201,7 +201,7 @@ def _resident_replicas(
 
 @pytest.mark.parametrize("mode", LIVES)
 def test_replicas_take_the_accounted_memory(mode: str) -> None:
-    """Weights of one layer's replicas at most, of all layers, or of all layers for each pass in flight."""
+    """Replicas' weights exist for at most one layer, all layers, or all layers and passes in flight."""
     for of_rank in run_ranks(resident_replicas, 2, mode, timeout_s=60):
         for schedule, sampled, memory in of_rank:
             of_weights = [weights for weights, _ in sampled]
@@ -209,7 +209,7 @@ def test_replicas_take_the_accounted_memory(mode: str) -> None:
             everything = max(everything for _, everything in sampled)
             assert everything <= memory.above_expert_parallelism_bytes, schedule
             if mode == "rematerialized":
-                # Between layers of the forward pass there are none at all.
+                # Between layers of the forward pass there are no replicas.
                 assert max(of_weights[: 4 * schedule.index("B")]) == 0
 
 
