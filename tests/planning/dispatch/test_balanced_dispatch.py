@@ -20,7 +20,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 def traffic(dispatch, topology):
-    """Highest load, and most pairs received by a device in its node, and by a device and a node from others."""
+    """Highest load, and most pairs that a device gets from its node, and a device and a node from others."""
     near_D, far_D = np.zeros((2, topology.num_devices), dtype=np.int64)
     node_D = np.array(topology.node_of_device)
     for device in range(topology.num_devices):

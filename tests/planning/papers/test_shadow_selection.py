@@ -22,7 +22,7 @@ def test_latencies_equal_those_worked_out_by_hand() -> None:
 
 
 def test_the_popular_expert_of_figure_6_is_shadowed() -> None:
-    """Worker 1 has 13 tokens; with its expert everywhere, workers have 6, 4 and 8. More shadows gain nothing."""
+    """Worker 1 has 13 tokens; with its expert everywhere, workers have 6, 4 and 8. More gains nothing."""
     assert select_shadows(even_owners(3, 3), FIGURE_6, COSTS) == (1,)
 
 
@@ -65,7 +65,7 @@ def test_balanced_loads_get_no_shadows_when_remaining_exchanges_count() -> None:
 
 
 def test_figure_6_when_remaining_exchanges_count() -> None:
-    """Without shadows 13 + 52 s; with expert 1 it is 8 + 4 + 4·3 = 24 s, then 7 + 8 + 4·2 = 23 s, then 6 + 12 s."""
+    """Without shadows 13 + 52 s; with expert 1 8 + 4 + 4·3 = 24 s, then 7 + 8 + 4·2 = 23 s, then 6 + 12 s."""
     assert select_shadows(even_owners(3, 3), FIGURE_6, COSTS, remaining_exchange=True) == (1, 2, 0)
 
 
