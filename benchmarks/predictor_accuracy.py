@@ -149,7 +149,30 @@ def read(path: Path) -> dict[str, Any]:
     missing = sorted(wanted - set(record)) if isinstance(record, dict) else sorted(wanted)
     if missing:
         raise ConfigurationError(f"{path}: has no {', '.join(missing)}; give a testbed.json")
+    for key in ("options", "size", "pace"):
+        if not isinstance(record[key], dict):
+            raise ConfigurationError(f"{path}: {key} is not an object; give a testbed.json")
+    samples = record["samples"]
+    if not isinstance(samples, list) or not samples or not all(map(_is_sample, samples)):
+        raise ConfigurationError(
+            f"{path}: samples are not a list of measured iterations, each with a workload, a variant, "
+            "an iteration from 0 and seconds above 0; run the testbed again"
+        )
     return dict(record)
+
+
+def _is_sample(sample: Any) -> bool:
+    if not isinstance(sample, dict):
+        return False
+    iteration, seconds = sample.get("iteration"), sample.get("seconds")
+    return (
+        isinstance(sample.get("workload"), str)
+        and isinstance(sample.get("variant"), str)
+        and isinstance(iteration, int)
+        and iteration >= 0
+        and isinstance(seconds, float | int)
+        and 0 < seconds < float("inf")
+    )
 
 
 def compare(record: dict[str, Any], measured: ClusterDescription | None) -> list[Comparison]:

@@ -39,8 +39,12 @@ def main() -> int:
     options = parser.parse_args()
     found: dict[tuple[str, str], Mapping[str, Any]] = {}
     for path in options.results:
-        for one in json.loads(path.read_text(encoding="utf-8"))["summaries"]:
-            found[one["workload"], one["variant"].partition(":")[0]] = one
+        try:
+            for one in json.loads(path.read_text(encoding="utf-8"))["summaries"]:
+                found[one["workload"], one["variant"].partition(":")[0]] = {"speed_up": None, **one}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            print(f"error: {path}: not a testbed's results ({error!r}); give a testbed.json", file=sys.stderr)
+            return 2
     draw(list(found.values()), options.out)
     print(f"wrote {options.out}")
     return 0

@@ -117,6 +117,31 @@ def test_the_command_writes_table_and_pictures(
     assert "differed by up to 25.0%" in printed
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"samples": []},
+        {"samples": {}},
+        {"samples": [3]},
+        {"samples": [sample("W0", "none", -1, 1.0)]},
+        {"samples": [sample("W0", "none", 1, 0.0)]},
+        {"samples": [sample("W0", "none", 1, float("nan"))]},
+        {"samples": [{"workload": "W0", "variant": "none", "iteration": 1}]},
+        {"size": []},
+        {"pace": None},
+    ],
+    ids=str,
+)
+def test_damaged_results_are_refused(accuracy: Any, tmp_path: Path, change: dict[str, Any]) -> None:
+    path = tmp_path / "testbed.json"
+    good = record(tmp_path, [sample("W0", "none", 1, 1.0)])
+    path.write_text(json.dumps(good))
+    assert accuracy.read(path) == good
+    path.write_text(json.dumps(good | change))
+    with pytest.raises(accuracy.ConfigurationError, match=r"testbed\.json: (samples|size|pace) "):
+        accuracy.read(path)
+
+
 @pytest.mark.parametrize(("text", "wanted"), [("{}", "has no link_payload"), ("no", "cannot be read")])
 def test_files_of_another_kind_are_refused(accuracy: Any, tmp_path: Path, text: str, wanted: str) -> None:
     path = tmp_path / "other.json"

@@ -1,4 +1,4 @@
-"""The simulator's plans and device loads are those of the runtime on the same counts."""
+"""The simulator's plans and device loads equal those of the runtime on the same counts."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -84,7 +84,7 @@ def run_layers(rank: int, world_size: int) -> list[list[tuple[bytes, np.ndarray,
     return found
 
 
-def test_same_plans_and_loads_as_the_runtime() -> None:
+def test_simulated_plans_and_loads_equal_those_of_the_runtime() -> None:
     results = run_ranks(run_layers, WORLD)[0]
     replicated = set()
     for (name, keys), iterations in zip(CASES, results, strict=True):

@@ -1,4 +1,4 @@
-"""What the strategies decide: data from data, without a tensor or a process group."""
+"""Decisions of the strategies, which need neither tensors nor process groups."""
 
 import dataclasses
 
@@ -97,8 +97,8 @@ def test_every_strategy_is_deterministic_and_leaves_its_arguments_alone(
     assert np.array_equal(first.placement.owner_E, owner_E), "owners do not move"
 
 
-def test_strategies_say_for_how_long_their_replicas_live() -> None:
-    """Whether plans keep to it is looked at where they are compared with the runtime's."""
+def test_strategies_state_how_long_their_replicas_live() -> None:
+    """That plans keep the stated life is tested where they are compared with the runtime's."""
     others = {
         "fastermoe": ReplicaLife.MICRO_BATCH,
         "quota": ReplicaLife.MICRO_BATCH,
@@ -115,7 +115,7 @@ def test_strategies_say_for_how_long_their_replicas_live() -> None:
 
 @given(layers(), bounds, bounds)
 @examples(60)
-def test_fssdp_without_a_history_keeps_to_the_owners(
+def test_fssdp_without_a_history_uses_only_the_owners(
     context: LayerContext, slots: int | None, degree: int | None
 ) -> None:
     strategy = build_strategy("fssdp", FssdpSettings(slots=slots, overlap_degree=degree))
@@ -167,7 +167,7 @@ def test_fssdp_replicates_the_hot_expert_where_there_is_room() -> None:
 
 
 @given(context=layers(), seeds=seeds, slots=bounds, degree=bounds)
-def test_the_hecate_planner_is_algorithm_1(
+def test_the_hecate_planner_follows_algorithm_1(
     context: LayerContext, seeds: list[int], slots: int | None, degree: int | None
 ) -> None:
     history = history_of(context, 5, seeds)
@@ -204,7 +204,7 @@ CONTEXT = LayerContext(1, even_owners(8, 4), Topology.uniform(4, 1))
 @pytest.mark.parametrize(
     ("given", "profile", "degree", "slots"),
     [
-        ({}, None, 8, 2),  # before the profile: all experts, as many slots as a device owns
+        ({}, None, 8, 2),  # before the profile: all experts, and as many slots as a device owns experts
         ({}, measured(non_moe_s=5e-4), 5, 3),
         ({}, measured(non_moe_s=1.0, memory_capacity=0), 8, 0),
         ({"slots": 1}, measured(non_moe_s=5e-4), 5, 1),
@@ -213,7 +213,7 @@ CONTEXT = LayerContext(1, even_owners(8, 4), Topology.uniform(4, 1))
         ({"slots": 0, "overlap_degree": 0}, None, 0, 0),
     ],
 )
-def test_limits_are_given_or_measured(
+def test_replica_limits_are_given_or_measured(
     given: dict[str, int], profile: LayerProfile | None, degree: int, slots: int
 ) -> None:
     strategy = build_strategy("fssdp", FssdpSettings(**given))
@@ -227,8 +227,8 @@ def test_limits_are_given_or_measured(
 
 
 @pytest.mark.parametrize(("overlap", "replicates"), [(True, True), (False, False)])
-def test_transfers_in_turn_have_their_price(overlap: bool, replicates: bool) -> None:
-    """Experts that take far longer to travel than they save: only where all of it hides."""
+def test_transfers_without_overlap_count_in_the_price(overlap: bool, replicates: bool) -> None:
+    """Experts take far longer to travel than they save, so they get replicas only where that is hidden."""
     profile = dataclasses.replace(measured(non_moe_s=1e3), expert_bytes=10**8)
     history = LoadHistory(5, 4, 8)
     history.append(np.arange(32).reshape(4, 8) ** 2)
@@ -250,13 +250,13 @@ def test_transfers_in_turn_have_their_price(overlap: bool, replicates: bool) -> 
         ({"slots": 1, "overlap_degree": 1, "split": True}, 3),
     ],
 )
-def test_iterations_are_measured_only_where_something_is_not_given(
+def test_iterations_are_measured_only_for_limits_that_are_not_given(
     given: dict[str, int], iterations: int
 ) -> None:
     assert build_strategy("fssdp", FssdpSettings(**given)).profile_iterations == iterations
 
 
-def test_reshards_come_at_multiples_of_their_interval() -> None:
+def test_reshards_happen_at_multiples_of_their_interval() -> None:
     def times(interval: int) -> list[int]:
         strategy = build_strategy("fssdp", FssdpSettings(reshard_interval=interval))
         return [iteration for iteration in range(10) if strategy.reshards_at(iteration)]
@@ -267,8 +267,8 @@ def test_reshards_come_at_multiples_of_their_interval() -> None:
     assert not any(build_strategy("ep", EpSettings()).reshards_at(iteration) for iteration in range(10))
 
 
-def test_reshards_follow_the_loads_and_spare_what_is_replicated() -> None:
-    """The hottest experts have replicas anyway; the owners of the others are evened out."""
+def test_reshards_follow_the_loads_of_experts_without_replicas() -> None:
+    """The hottest experts have replicas anyway, so re-sharding balances the owners of the others."""
     owners = OwnerMap.even(2, 8, 4)
     load_LE = np.array([[50.0, 40, 1, 1, 1, 1, 1, 1]] * 2)
     contexts = [CONTEXT, CONTEXT]
@@ -298,7 +298,7 @@ def test_reshards_follow_the_loads_and_spare_what_is_replicated() -> None:
 
 @pytest.mark.parametrize("settings", [{"calibrate": False}, {"calibrate": True}])
 def test_counts_change_a_plan_only_with_calibration_and_a_profile(settings: dict[str, bool]) -> None:
-    """Experts a thousand times slower than their links: replicas pay."""
+    """Experts are a thousand times slower than their links, so replicas pay."""
     strategy = build_strategy("fssdp", FssdpSettings(slots=2, overlap_degree=8, **settings))
     plan = strategy.before_gate(CONTEXT, LoadHistory(5, 4, 8))
     counts_DE = hot_counts_DE(hot=5)
@@ -331,7 +331,7 @@ def test_calibrated_plans_keep_their_limits(context: LayerContext, slow: bool, s
     assert not (plan.placement.present_ED & ~after.placement.present_ED).any()
 
 
-def test_fssdp_forgets_what_lies_before_its_window() -> None:
+def test_fssdp_forgets_loads_before_its_window() -> None:
     context = LayerContext(1, even_owners(8, 4), Topology.uniform(4, 1))
     for window in (1, 3):
         strategy = build_strategy("fssdp", FssdpSettings(window=window, overlap_degree=1))

@@ -36,7 +36,7 @@ def built(**settings: object) -> Strategy:
     return build_strategy(*resolve_strategy(NAME, overrides=overrides))  # type: ignore[arg-type]
 
 
-def test_settings_are_checked_like_any_strategys() -> None:
+def test_the_examples_settings_are_checked_like_any_strategys() -> None:
     assert resolve_strategy(NAME, overrides=["threshold=1.5"])[1].threshold == 1.5  # type: ignore[attr-defined]
     with pytest.raises(ConfigurationError, match="unknown key 'treshold'; did you mean 'threshold'"):
         resolve_strategy(NAME, overrides=["treshold=1.5"])
@@ -58,7 +58,7 @@ def test_the_busiest_devices_hottest_expert_goes_to_the_idlest_and_even_loads_mo
     assert built(threshold=3.9).before_gate(context, history).placement.num_replicas == 0
 
 
-def test_it_is_simulated_and_beats_plain_expert_parallelism_on_one_hot_expert() -> None:
+def test_the_example_beats_plain_expert_parallelism_on_one_hot_expert_in_simulation() -> None:
     run = load_run(["gpt_moe_tiny"])
     job, cluster = job_of_run(run), load_cluster("hpwnv")
     shape = WorkloadShape(job.num_devices, job.num_experts, 4096, job.top_k, 4)
@@ -70,7 +70,9 @@ def test_it_is_simulated_and_beats_plain_expert_parallelism_on_one_hot_expert() 
 
 
 # --8<-- [start:training]
-def test_it_trains_with_the_losses_of_plain_expert_parallelism(text_data: Path, tmp_path: Path) -> None:
+def test_the_example_trains_with_the_losses_of_plain_expert_parallelism(
+    text_data: Path, tmp_path: Path
+) -> None:
     common = "--expert-model-parallel-size 2 --train-iters 6 --moe-strategy"
     wanted = train(2, f"{common} ep", text_data)
     chosen = f"{NAME} --moe-strategy-set threshold=1 --moe-strategy-set record_dir={tmp_path}"
@@ -79,8 +81,8 @@ def test_it_trains_with_the_losses_of_plain_expert_parallelism(text_data: Path, 
     assert relative_difference(run.grad_norms, wanted.grad_norms) <= 1e-5
     metrics = read_metrics(tmp_path)
     replicas = [[layer.num_replicas for layer in entry.layers] for entry in metrics]
-    assert replicas[0] == [0, 0]  # nothing was seen yet
-    assert sum(map(sum, replicas[1:])) >= 8  # an even load is rare
+    assert replicas[0] == [0, 0]  # no loads are known yet
+    assert sum(map(sum, replicas[1:])) >= 8  # exactly even loads are rare
 
 
 # --8<-- [end:training]

@@ -41,8 +41,8 @@ def plan(load_DE: np.ndarray, **changes: object) -> ExpertPlacement:
     return priced_materialization(OWNERS, load_DE, TOPOLOGY, slots=2, profile=profile)
 
 
-def test_price_by_hand() -> None:
-    """Plain: device 0 has 20 pairs, and node 0 gets 7 from each device of the other node."""
+def test_prices_equal_those_worked_out_by_hand() -> None:
+    """Under plain expert parallelism device 0 has 20 pairs, and node 0 gets 7 from each device of node 1."""
     price = PlacementPricer(HOT, TOPOLOGY, PROFILE)
     plain = ExpertPlacement.owners_only(OWNERS, 4)
     assert price.seconds(plain) == pytest.approx(4 * 14 + 3 * 20, abs=NEARLY)
@@ -80,8 +80,10 @@ def test_rematerialized_replicas_are_gathered_twice_and_reduced_once_a_micro_bat
 
 @settings(deadline=None)
 @given(seed=st.integers(0, 10_000), alpha_s=st.sampled_from([0.0, 3.0]), rematerialize=st.booleans())
-def test_price_is_that_of_exact_dispatch_and_plan(seed: int, alpha_s: float, rematerialize: bool) -> None:
-    """Up to the rounding of tokens: below one pair an expert and holder on every link and device."""
+def test_the_price_equals_that_of_exact_dispatch_and_transfer(
+    seed: int, alpha_s: float, rematerialize: bool
+) -> None:
+    """Both agree up to rounding: less than one pair for each expert and holder on every link and device."""
     rng = np.random.default_rng(seed)
     counts_DE = rng.poisson(rng.gamma(0.5, 200, 8), (4, 8)) * 12  # split over 2, 3 or 4 without remainder
     placement = ExpertPlacement.owners_only(OWNERS, 4).with_replicas(
@@ -100,8 +102,8 @@ def test_price_is_that_of_exact_dispatch_and_plan(seed: int, alpha_s: float, rem
 
 
 @given(seed=st.integers(0, 10_000))
-def test_price_of_first_is_that_of_a_placement_of_those_alone(seed: int) -> None:
-    """With one device a node, where no leader is chosen, to the last digits."""
+def test_the_price_of_the_first_experts_equals_that_of_their_own_placement(seed: int) -> None:
+    """With one device in each node there are no leaders, and both agree to the last digits."""
     rng = np.random.default_rng(seed)
     load_DE = rng.gamma(0.5, 10, (4, 8))
     topology = Topology.uniform(4, 1)
@@ -121,14 +123,14 @@ def replicated(placement: ExpertPlacement) -> list[int]:
     return np.flatnonzero(placement.present_ED.sum(axis=1) > 1).tolist()
 
 
-def test_no_more_experts_than_pay() -> None:
+def test_only_experts_that_pay_are_replicated() -> None:
     assert replicated(plan(HOT, expert_bytes=2 * MEGA)) == [0, 1]
     assert replicated(plan(HOT, expert_bytes=8 * MEGA)) == [0]
     assert replicated(plan(HOT, expert_bytes=100 * MEGA)) == []
     assert 0 in replicated(plan(HOT, expert_bytes=100 * MEGA, non_moe_s=1e6))
 
 
-def test_balanced_loads_stay_where_they_are() -> None:
+def test_balanced_loads_change_nothing() -> None:
     assert plan(np.ones((4, 8))).num_replicas == 0
     assert plan(np.zeros((4, 8))).num_replicas == 0
 
@@ -139,7 +141,7 @@ def test_balanced_loads_stay_where_they_are() -> None:
     expert_bytes=st.sampled_from([1, 5, 50]),
     rematerialize=st.booleans(),
 )
-def test_never_dearer_than_plain_expert_parallelism(
+def test_a_plan_never_costs_more_than_plain_expert_parallelism(
     seed: int, non_moe_s: float, expert_bytes: int, rematerialize: bool
 ) -> None:
     counts_DE = np.random.default_rng(seed).poisson(np.random.default_rng(seed).gamma(0.5, 10, 8), (4, 8))

@@ -10,18 +10,18 @@ from megatron_fssdp.planning.placement.topology import Topology
 TOPOLOGY, OWNERS = Topology.uniform(4, 2), even_owners(8, 4)
 
 
-def test_overflow_goes_to_the_node_that_it_comes_from() -> None:
-    """Expert 0 of device 0 has 40 tokens, all of node 1's; everything else is empty."""
+def test_overflow_goes_to_the_node_of_its_tokens() -> None:
+    """Expert 0 of device 0 has 40 tokens, all from node 1; all other loads are 0."""
     counts_DE = np.zeros((4, 8), np.int64)
     counts_DE[2, 0] = 40
     tokens_ED = quota_assignment(OWNERS, counts_DE, TOPOLOGY, slots=1)
     assert tokens_ED[0].tolist() == [10, 10, 10, 10]
-    # With a ceiling of 20 one other device is enough, and it is one of node 1.
+    # With a ceiling of 20 one further device is enough, and it is in node 1.
     one = quota_assignment(OWNERS[:2], counts_DE[:2, :2] + [[0, 0], [8, 0]], Topology.uniform(2, 2), slots=1)
     assert one[0].tolist() == [4, 4]
 
 
-def test_nothing_spills_without_slots_or_need() -> None:
+def test_nothing_moves_without_slots_or_need() -> None:
     counts_DE = np.array([[4, 1, 1, 1, 1, 0, 0, 0]] * 4)
     assert np.count_nonzero(quota_assignment(OWNERS, counts_DE, TOPOLOGY, slots=0)) == 5
     even_DE = np.ones((4, 8), np.int64)
@@ -63,7 +63,7 @@ def test_dispatch_fills_the_quotas_nearest_first(seed: int, devices_per_node: in
 
 
 @given(seed=st.integers(0, 10_000), num_peers=st.integers(1, 3))
-def test_peers_share_the_quotas(seed: int, num_peers: int) -> None:
+def test_expert_tensor_parallel_peers_share_the_quotas(seed: int, num_peers: int) -> None:
     rng = np.random.default_rng(seed)
     load_XE = rng.poisson(10, (num_peers, 8))
     tokens_ED = np.stack([rng.multinomial(load, np.full(4, 0.25)) for load in load_XE.sum(axis=0)])

@@ -35,7 +35,7 @@ def one_hot_counts_DE(seed, num_tokens, num_devices=4, num_experts=8):
 @pytest.mark.parametrize("num_tokens", [256, 1_000, 10_000, 1_000_000])
 def test_one_hot_expert_is_balanced_for_every_noise(num_tokens):
     owner_E, topology = even_owners(8, 4), Topology.uniform(4, 1)
-    # Draw 3801 of 256 tokens is one that few starts bring below 1.10.
+    # With 256 tokens, few starting placements bring seed 3801 below 1.10.
     for seed in [*range(240), 3801]:
         counts_DE = one_hot_counts_DE(seed, num_tokens)
         mean = counts_DE.sum() / 4
@@ -50,7 +50,7 @@ def test_one_hot_expert_is_balanced_for_every_noise(num_tokens):
             assert max_load(counts_DE, everywhere, topology) <= 1.01 * mean
 
 
-def test_alg1_alone_can_raise_the_maximum_and_the_plan_does_not():
+def test_algorithm_1_can_raise_the_maximum_but_the_plan_never_does():
     owner_E, topology = even_owners(8, 4), Topology.uniform(4, 1)
     raised = 0
     for seed in range(50):
@@ -100,7 +100,7 @@ def test_the_search_never_raises_the_maximum(case, seed, spare, max_moves):
 
 @examples(100)
 @given(placements(), SEEDS)
-def test_the_incremental_model_keeps_up(case, seed):
+def test_the_incremental_model_equals_a_full_computation(case, seed):
     topology, placement = case
     load_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts).astype(np.float64)
     model = EvenDispatchModel(placement.owner_E, load_DE, topology.sum_over_nodes(load_DE), topology)
@@ -141,7 +141,7 @@ def test_a_seed_keeps_slots_overlap_degree_and_true_loads(case, seed, max_replic
     assert model.ascending == sorted(zip(model.loads, range(topology.num_devices), strict=True))
 
 
-def test_an_owner_gives_away_of_its_hottest_expert_first():
+def test_an_owner_replicates_its_hottest_expert_first():
     # Mean 10, limit 8.5: device 0 has 16 + 4. A second holder of expert 0 takes 8, a third 2.67 more;
     # a second one of expert 1 takes 2. After 8 and 2.67 there are 9.33 left, then 2 of expert 1.
     load_DE = np.array([[16.0, 4, 5, 5]] + [[0.0] * 4] * 2)
@@ -167,7 +167,7 @@ def test_skewed_loads_end_near_balance(num_experts, num_devices, most):
         assert max_load(counts_DE, plan, topology) <= most * counts_DE.sum() / num_devices, seed
 
 
-def test_replicas_that_cost_no_memory_stay_though_the_load_is_even():
+def test_replicas_that_cost_no_memory_stay_under_even_loads():
     # m == t: both experts go everywhere, as in Alg. 1, and no token moves.
     counts_DE = np.full((2, 2), 5)
     plan = plan_materialization(
@@ -176,7 +176,7 @@ def test_replicas_that_cost_no_memory_stay_though_the_load_is_even():
     assert plan.num_replicas == 2
 
 
-def test_free_slots_are_used_by_hand():
+def test_free_slots_are_used_as_worked_out_by_hand():
     # Expert 0 loads device 0 with 12 of 16. A replica on device 1 makes that 6 and 10, and one of
     # expert 1 on device 0 then makes it 8 and 8.
     load_DE = np.array([[6.0, 2.0], [6.0, 2.0]])
@@ -199,7 +199,7 @@ def test_bad_arguments_say_what_was_wanted():
 
 
 @given(seed=SEEDS, degree=st.integers(1, 24), slots=st.integers(0, 4), sigma=st.sampled_from([0.3, 1.0, 2.0]))
-def test_quick_look_is_the_same_from_its_least_degree_on(seed, degree, slots, sigma):
+def test_a_quick_look_is_the_same_from_its_least_degree_on(seed, degree, slots, sigma):
     rng = np.random.default_rng(seed)
     topology = Topology.uniform(12, int(rng.choice([1, 3, 4])))
     owner_E = even_owners(24, 12) if seed % 2 else rng.integers(0, 12, 24)

@@ -12,7 +12,7 @@ from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 TOPOLOGY, OWNERS = Topology.uniform(4, 2), np.arange(4)
 
 
-def test_first_experts_by_hand() -> None:
+def test_traffic_of_the_first_experts_equals_that_worked_out_by_hand() -> None:
     """Every device sends 6 pairs to expert 0 and 2 to expert 3."""
     load_DE = np.tile([6, 0, 0, 2], (4, 1))
     placement = ExpertPlacement.owners_only(OWNERS, 4).with_replicas([(0, 1), (0, 2), (3, 0)])
@@ -29,7 +29,7 @@ def test_first_experts_by_hand() -> None:
 
 
 @given(seed=st.integers(0, 10_000), devices_per_node=st.sampled_from([1, 2, 3, 6]))
-def test_all_experts_have_the_whole_layers_traffic(seed: int, devices_per_node: int) -> None:
+def test_traffic_of_all_experts_equals_that_of_the_layer(seed: int, devices_per_node: int) -> None:
     rng = np.random.default_rng(seed)
     topology, owners = Topology.uniform(6, devices_per_node), np.arange(9) % 6
     placement = ExpertPlacement.owners_only(owners, 6).with_replicas(
@@ -49,8 +49,8 @@ def test_all_experts_have_the_whole_layers_traffic(seed: int, devices_per_node: 
     assert tuple(np.array(moved.fill_hops)[:, -1]) == traffic.fill_hops
 
 
-def test_nothing_is_left_where_nothing_is_sent() -> None:
-    """What differences of equal numbers leave would cost a link's start-up."""
+def test_rounding_leaves_no_traffic_where_nothing_is_sent() -> None:
+    """A rounding error in the difference of equal numbers would cost a link's start-up time."""
     load_DE = np.full((4, 4), 0.1)
     everywhere = ExpertPlacement.owners_only(OWNERS, 4).with_replicas(
         [(e, d) for e in range(4) for d in range(4) if e != d]

@@ -1,4 +1,4 @@
-"""``auto``: what it chooses, from what, and when it takes a choice back."""
+"""``auto``: which strategy it selects, by which prices, and when it reverts a selection."""
 
 from dataclasses import replace
 
@@ -45,7 +45,7 @@ def history_of(strategy: AutoStrategy, *counts_DE: np.ndarray) -> LoadHistory:
 
 
 def choose(strategy: AutoStrategy, *counts_DE: np.ndarray, since: IterationSpread | None = None) -> str:
-    """What layer 1 has after a look at these loads."""
+    """Strategy of layer 1 after ``auto`` reconsiders it under these loads."""
     history = history_of(strategy, *counts_DE)
     strategy.select([1], strategy.price([CONTEXT], [history]), since)
     return strategy.selected(1)
@@ -57,31 +57,33 @@ def seconds(*values: float) -> IterationSpread:
     return found
 
 
-def test_nothing_is_done_under_balanced_loads() -> None:
+def test_balanced_loads_change_nothing() -> None:
     strategy = automatic()
     assert strategy.selected(1) == "ep"
     assert choose(strategy, *[EVEN] * 6) == "ep"
 
 
-def test_a_hot_expert_is_replicated_and_given_up_when_it_cools() -> None:
+def test_a_hot_expert_gets_replicas_and_loses_them_when_it_cools() -> None:
     strategy = automatic()
     assert choose(strategy, *[HOT] * 6) not in ("ep", "smartmoe")
     plan = strategy.before_gate(CONTEXT, history_of(strategy, HOT))
     plan = strategy.after_gate(CONTEXT, HOT, plan, 1)
     assert plan.placement.num_replicas
-    assert choose(strategy, *[EVEN] * 12) == strategy.selected(1), "equal under all, so it stays"
+    assert choose(strategy, *[EVEN] * 12) == strategy.selected(1), (
+        "all strategies take equally long, so the present one stays"
+    )
     strategy = automatic(fssdp=False, prophet=False, fastermoe=False, quota=False)
-    assert choose(strategy, *[HOT] * 6) == "ep", "one hot expert is no better elsewhere"
+    assert choose(strategy, *[HOT] * 6) == "ep", "one hot expert is not faster under another owner"
 
 
-def test_loads_that_the_past_does_not_tell_are_left_to_exact_counts() -> None:
-    """Another hot expert every iteration: what was planned from the past is wrong."""
+def test_unpredictable_loads_select_a_strategy_that_uses_exact_counts() -> None:
+    """Every iteration has another hot expert, so plans from past loads are wrong."""
     changing = [EVEN + 900 * (np.arange(8) == 2 * index % 8) for index in range(8)]
     assert choose(automatic(), *changing) in ("fastermoe", "quota")
 
 
-def test_the_price_is_that_of_the_candidates_own_plans() -> None:
-    """Each candidate knows what came before an iteration, and is charged for what came then."""
+def test_candidates_are_priced_by_their_own_plans() -> None:
+    """Each candidate plans from loads before an iteration, and is priced by that iteration's loads."""
     strategy = automatic(compared_iterations=2)
     loads = [EVEN, HOT, HOT + EVEN, EVEN + 50 * np.arange(8), HOT]
     history = history_of(strategy, *loads)
@@ -101,12 +103,12 @@ def test_the_price_is_that_of_the_candidates_own_plans() -> None:
         assert prices[name] == pytest.approx(np.mean(charged)), name
 
 
-def test_plans_are_those_of_the_chosen_strategy() -> None:
+def test_plans_equal_those_of_the_selected_strategy() -> None:
     strategy = automatic(fssdp={"slots": 1, "window": 2})
     for name in strategy.candidates:
         strategy.resume({1: name, 2: "flexmoe"})
         assert (strategy.selected(1), strategy.selected(2)) == (name, "ep"), (
-            "what is no candidate is left out"
+            "a strategy that is not a candidate is left out"
         )
         fixed = build_strategy(name, strategy.settings.candidates[name])
         history = history_of(strategy, EVEN, HOT, EVEN, HOT)
@@ -118,8 +120,8 @@ def test_plans_are_those_of_the_chosen_strategy() -> None:
         assert plan.placement == wanted.placement
 
 
-def test_moving_experts_has_its_price() -> None:
-    """Two hot experts on one device: an exchange evens them out, if it pays until the next choice."""
+def test_moving_experts_counts_in_the_price() -> None:
+    """Two hot experts are on one device; moving one pays if it saves enough until the next selection."""
     hot = EVEN + 600 * np.isin(np.arange(8), (2, 3))
     only = {"fssdp": False, "prophet": False, "fastermoe": False, "quota": False}
     cheap = automatic(**only, smartmoe={"reshard_interval": 1000})
@@ -134,10 +136,10 @@ def test_moving_experts_has_its_price() -> None:
     strategy = automatic(**only, smartmoe={"reshard_interval": 10**6}, choice_interval=2)
     history = history_of(strategy, *[hot] * 6)
     strategy.select([1], strategy.price([dear], [history]), None)
-    assert strategy.selected(1) == "ep", "moved seconds are shared out over two iterations"
+    assert strategy.selected(1) == "ep", "the seconds of the move are divided over two iterations"
 
 
-def test_a_candidate_that_cannot_serve_a_layer_is_not_chosen() -> None:
+def test_a_candidate_that_cannot_serve_a_layer_is_not_selected() -> None:
     one_each = LayerContext(1, even_owners(4, 4), TOPOLOGY, PROFILE)
     strategy = automatic()
     history = LoadHistory(strategy.window, 4, 4)
@@ -148,7 +150,7 @@ def test_a_candidate_that_cannot_serve_a_layer_is_not_chosen() -> None:
     assert "smartmoe" not in strategy.limits(one_each)
 
 
-def test_a_change_that_made_iterations_slower_is_taken_back() -> None:
+def test_a_change_that_made_iterations_slower_is_reverted() -> None:
     strategy = automatic()
     first = choose(strategy, *[HOT] * 6, since=seconds(1e-2, 1.1e-2, 1.2e-2, 1.3e-2))
     assert first != "ep"
@@ -163,18 +165,18 @@ def test_a_change_that_made_iterations_slower_is_taken_back() -> None:
     assert "taken back" in report.describe()[0]
     for _ in range(BARRED_CHOICES - 1):
         strategy.select([1], prices, seconds(1e-2))
-        assert strategy.selected(1) != first, "not again for a while"
+        assert strategy.selected(1) != first, "a reverted change is not repeated for a while"
 
 
-def test_a_change_that_helped_is_said_to_have() -> None:
+def test_a_change_that_helped_is_logged_as_such() -> None:
     strategy = automatic()
     choose(strategy, *[HOT] * 6, since=seconds(99.0, 99.0, 99.0, 99.0))
-    assert strategy.selected(1) == "ep", "milliseconds of a minute and more cannot be seen"
+    assert strategy.selected(1) == "ep", "milliseconds cannot be measured in iterations of a minute"
     choose(strategy, *[HOT] * 6, since=seconds(2e-2, 2e-2, 2e-2, 2e-2))
     assert strategy.selected(1) != "ep"
     history = history_of(strategy, *[HOT] * 6)
     report = strategy.select([1], strategy.price([CONTEXT], [history]), seconds(1.5e-2, 1.5e-2))
-    assert report.seen is None, "too few iterations to say"
+    assert report.seen is None, "too few iterations to tell"
     report = strategy.select([1], strategy.price([CONTEXT], [history]), seconds(*[1.5e-2] * 5))
     assert report.seen is not None
     assert not report.changes
@@ -183,7 +185,7 @@ def test_a_change_that_helped_is_said_to_have() -> None:
     assert lines[1].startswith("nothing changes: ")
 
 
-def test_choices_come_at_their_interval_and_not_before_costs_are_known() -> None:
+def test_selections_happen_at_their_interval_once_costs_are_known() -> None:
     strategy = automatic(choice_interval=10)
     assert next(n for n in range(12) if strategy.selects_at(3, n)) == 5
     choose(strategy, *[EVEN] * 6)
@@ -204,14 +206,16 @@ def test_choices_come_at_their_interval_and_not_before_costs_are_known() -> None
         ({"slots": 3}, "has no meaning under strategy 'auto'"),
     ],
 )
-def test_keys_that_no_candidate_can_have_are_refused(keys: dict[str, object], message: str) -> None:
+def test_keys_that_no_candidate_has_are_refused(keys: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         strategy_settings("auto", keys, "test")
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=6), st.integers(1, 3))
 @examples(15)
-def test_what_is_chosen_is_never_modelled_above_doing_nothing(seeds: list[int], micro_batches: int) -> None:
+def test_a_selection_is_never_modelled_slower_than_doing_nothing(
+    seeds: list[int], micro_batches: int
+) -> None:
     strategy = automatic()
     context = replace(CONTEXT, profile=replace(PROFILE, num_micro_batches=micro_batches))
     loads = [np.random.default_rng(seed).poisson(50, (4, 8)) ** 2 // 10 for seed in seeds]

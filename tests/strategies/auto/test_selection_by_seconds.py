@@ -1,4 +1,4 @@
-"""A layer changes only to what is modelled to be clearly faster."""
+"""A layer changes only to a strategy that is modelled to be clearly faster."""
 
 import numpy as np
 import pytest
@@ -15,18 +15,20 @@ shapes = st.tuples(st.integers(1, 5), st.integers(1, 6))
 @pytest.mark.parametrize(
     ("seconds", "present", "barred", "wanted"),
     [
-        ([10.0, 9.8, 9.9], 0, (), 0),  # 2 % is nothing
-        ([10.0, 9.0, 8.9], 0, (), 1),  # the first of those that cannot be told apart
+        ([10.0, 9.8, 9.9], 0, (), 0),  # 2 % counts as equal
+        ([10.0, 9.0, 8.9], 0, (), 1),  # the first of the strategies that count as equal
         ([10.0, 9.0, 8.0], 0, (), 2),
         ([10.0, 9.0, 8.0], 0, (2,), 1),
         ([10.0, 9.0, 8.0], 0, (1, 2), 0),
-        ([8.1, 9.0, 8.0], 2, (), 2),  # nor does a layer go back for nothing
+        ([8.1, 9.0, 8.0], 2, (), 2),  # a layer does not change back for an equal strategy
         ([7.0, 9.0, 8.0], 2, (), 0),
-        ([10.0, np.inf, 11.0], 1, (), 0),  # what it has cannot serve it any more
+        ([10.0, np.inf, 11.0], 1, (), 0),  # the present strategy can no longer serve the layer
         ([0.0, 0.0], 1, (), 1),
     ],
 )
-def test_by_hand(seconds: list[float], present: int, barred: tuple[int, ...], wanted: int) -> None:
+def test_selections_equal_those_worked_out_by_hand(
+    seconds: list[float], present: int, barred: tuple[int, ...], wanted: int
+) -> None:
     barred_LC = np.array([[index in barred for index in range(len(seconds))]])
     chosen_L = select_by_seconds(
         np.array([seconds]), np.array([present]), least_gain=0.03, barred_LC=barred_LC
@@ -36,7 +38,7 @@ def test_by_hand(seconds: list[float], present: int, barred: tuple[int, ...], wa
 
 @given(shapes.flatmap(lambda shape: arrays.arrays(float, shape, elements=st.floats(0.001, 1))), st.data())
 @examples(100)
-def test_every_layer_ends_close_to_the_best_or_where_it_was(
+def test_every_layer_gets_nearly_the_best_or_keeps_its_strategy(
     seconds_LC: np.ndarray, data: st.DataObject
 ) -> None:
     num_layers, num_candidates = seconds_LC.shape
@@ -48,7 +50,7 @@ def test_every_layer_ends_close_to_the_best_or_where_it_was(
             assert seconds_C[chosen] < (1 - gain) * seconds_C[present]
             assert seconds_C[chosen] <= (1 + gain) * seconds_C.min()
     again_L = select_by_seconds(seconds_LC, chosen_L, least_gain=gain)
-    assert again_L.tolist() == chosen_L.tolist(), "chosen once, chosen for good"
+    assert again_L.tolist() == chosen_L.tolist(), "a selection stays under the same seconds"
 
 
 def test_unknown_seconds_are_refused() -> None:
