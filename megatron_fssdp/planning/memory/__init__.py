@@ -1,1 +1,1 @@
-"""How many bytes experts and their replicas take, for how long, and how many replicas fit."""
+"""How many bytes experts and their replicas take, how long replicas live, and how many replicas fit."""

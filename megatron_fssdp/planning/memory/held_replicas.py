@@ -1,4 +1,4 @@
-"""For how long replicas are on a device, and how many layers' replicas that makes at once."""
+"""How long replicas stay on a device, and for how many layers a device holds replicas at the same time."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -7,26 +7,34 @@ from megatron_fssdp.planning.memory.pipeline_stage import PipelineStage
 
 
 class ReplicaLife(Enum):
-    """For how long a replica is on its device."""
+    """How long a replica stays on its device."""
 
     LAYER_PASS = auto()
-    """A layer's forward pass, and its backward pass again: released between them (Hecate §4.2)."""
+    """For one pass of a layer.
+
+    The replica is released after the forward pass and gathered again for the backward pass (Hecate §4.2,
+    re-materialization).
+    """
     MICRO_BATCH = auto()
-    """From a micro-batch's forward pass to the end of the same layer's backward pass."""
+    """For one micro-batch: from the layer's forward pass to the end of its backward pass."""
     ITERATION = auto()
-    """All micro-batches of an iteration."""
+    """For all micro-batches of an iteration."""
     CHOSEN = auto()
-    """A micro-batch in some layers, an iteration in others, and which is which may change."""
+    """For a micro-batch in some layers and for an iteration in others. This selection may change."""
     LASTING = auto()
-    """Until a strategy drops it, with a ``main_grad`` and optimizer states of its own (FlexMoE)."""
+    """Until the strategy drops the replica.
+
+    Such a resident replica has a ``main_grad`` and optimizer states of its own (FlexMoE).
+    """
 
     def sums_gradients(self, num_micro_batches: int) -> bool:
-        """Whether gradients are summed over the micro-batches and go home once an iteration.
+        """Whether replicas sum gradients over micro-batches and send them to the owners once an iteration.
 
-        Else they go home with every micro-batch, in the parameters' dtype, and none outlives its layer.
+        Otherwise each micro-batch sends its gradients to the owners, in the parameters' data type. Then no
+        gradient is kept after its layer's backward pass.
 
         Args:
-            num_micro_batches: Of an iteration.
+            num_micro_batches: Number of micro-batches in an iteration.
         """
         return num_micro_batches > 1 and self in _SUMMING
 
@@ -36,12 +44,16 @@ _SUMMING = (ReplicaLife.ITERATION, ReplicaLife.CHOSEN, ReplicaLife.LASTING)
 
 @dataclass(frozen=True)
 class HeldReplicas:
-    """When replicas are on a rank: what their number of bytes follows from.
+    """How long a rank holds replicas, and of which layers. Their number of bytes follows from this.
 
     Attributes:
-        life: Of a replica.
-        stage: The layers, and the order of their passes.
-        num_micro_batches: Of an iteration; the most that are to come, if that changes.
+        life: How long a replica stays on its device.
+        stage: The rank's pipeline stage: its layers and the order of their passes.
+        num_micro_batches: Number of micro-batches in an iteration. If the number changes during training, the
+            largest number that is still to come.
+
+    Raises:
+        ValueError: The number of micro-batches is less than 1.
     """
 
     life: ReplicaLife
@@ -54,26 +66,30 @@ class HeldReplicas:
 
     @property
     def num_layers(self) -> int:
-        """MoE layers of the stage, L."""
+        """Number of MoE layers of the pipeline stage, L."""
         return self.stage.num_layers
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether gradients are summed over the micro-batches and go home once an iteration."""
+        """Whether replicas sum gradients over micro-batches and send them to the owners once an iteration."""
         return self.life.sums_gradients(self.num_micro_batches)
 
     @property
     def sends_fp32(self) -> bool:
-        """Whether gradients travel in fp32: sums of several micro-batches, and those of resident replicas."""
+        """Whether gradients are sent in fp32.
+
+        Sums over several micro-batches are, and so are the gradients of resident replicas.
+        """
         return self.sums_gradients or self.life is ReplicaLife.LASTING
 
     @property
     def layers_with_weights(self) -> int:
-        """Layers whose replicas' weights are there at once, most.
+        """Largest number of layers whose replicas' weights are on the device at the same time.
 
-        A replica that lives for a micro-batch counts once for every one that waits for its backward
-        pass. An upper bound: where layers are recomputed, only the backward pass that runs has any. Where
-        life is chosen layer by layer, no choice holds more than a micro-batch's in all of them.
+        If replicas live for a micro-batch, a layer counts once for each micro-batch that waits for its
+        backward pass. The number is an upper bound: if layers are recomputed, only the layer whose backward
+        pass is running holds such replicas. If each layer has its own life of replicas, most memory is used
+        when replicas of all layers live for a micro-batch.
         """
         if self.life is ReplicaLife.LAYER_PASS:
             return min(self.num_layers, 1)
@@ -83,6 +99,6 @@ class HeldReplicas:
 
     @property
     def layers_with_sums(self) -> int:
-        """Layers whose replicas' gradients wait in sums of our own for the last micro-batch."""
-        # Lasting replicas have main_grad for that.
+        """Number of layers whose replicas' gradients are kept in extra sums until the last micro-batch."""
+        # Resident replicas need no extra sums, because they sum gradients in their main_grad.
         return self.num_layers if self.sums_gradients and self.life is not ReplicaLife.LASTING else 0

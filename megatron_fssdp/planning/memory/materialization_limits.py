@@ -1,6 +1,6 @@
-"""How many replicas a device has room for (Hecate, §4.2).
+"""How many replicas fit into the memory of a device (Hecate, §4.2).
 
-The other limit, how many experts' transfers hide under compute, is
+The other limit is how many experts can be transferred while the device computes. It is
 :func:`megatron_fssdp.planning.cost.cost_model.overlap_degree`.
 """
 
@@ -8,8 +8,11 @@ from megatron_fssdp.planning.memory.held_replicas import HeldReplicas
 from megatron_fssdp.planning.memory.memory_accounting import replica_gradients_bytes, replica_parameters_bytes
 
 DEFAULT_RESERVE_FRACTION = 0.2
-"""Part of the free memory left for fragmentation, transfers and iterations that need more than
-the profiled one. Ours; the paper gives no number."""
+"""Part of the free memory that replicas do not use.
+
+It is left for fragmentation, for transfers, and for iterations that need more memory than the profiled one.
+The value is ours, because the paper gives none.
+"""
 
 
 def memory_capacity(
@@ -21,21 +24,24 @@ def memory_capacity(
     held: HeldReplicas,
     reserve_fraction: float = DEFAULT_RESERVE_FRACTION,
 ) -> int:
-    """Extra expert slots a device can hold for one layer, m (Hecate, §4.2); not for lasting replicas.
+    """Number of replicas that a device can hold for one layer, m (Hecate, §4.2).
 
-    Ranks with different free memory get different answers, and all must plan with the
-    lowest of them.
+    This is not for resident replicas, which also need gradients and optimizer states. Ranks with different
+    free memory get different results. All ranks must plan with the lowest one.
 
     Args:
-        free_bytes: Device memory free at the peak of an iteration without replicas.
-        expert_bytes: Parameters of one expert.
-        gradient_bytes_per_expert: One expert's fp32 gradient sum over micro-batches.
-        num_experts: Experts of a layer, E.
-        held: When replicas are there, and of how many layers.
-        reserve_fraction: Part of ``free_bytes`` to leave alone, from 0 up to but not including 1.
+        free_bytes: Device memory that is free at the peak of an iteration without replicas.
+        expert_bytes: Bytes of the parameters of one expert.
+        gradient_bytes_per_expert: Bytes of one expert's gradient sum over micro-batches, in fp32.
+        num_experts: Number of experts of a layer, E.
+        held: How long the device holds replicas, and of which layers.
+        reserve_fraction: Part of ``free_bytes`` that replicas must not use: at least 0 and less than 1.
 
     Returns:
-        From 0 to ``num_experts``.
+        Number of replicas, from 0 to ``num_experts``.
+
+    Raises:
+        ValueError: A number of bytes, layers or experts or the fraction is out of range.
     """
     if free_bytes < 0 or gradient_bytes_per_expert < 0:
         raise ValueError(
@@ -50,7 +56,7 @@ def memory_capacity(
         if value < 1:
             raise ValueError(f"{name} is {value}: wanted 1 or more")
     if not 0 <= reserve_fraction < 1:
-        raise ValueError(f"reserve_fraction is {reserve_fraction}: wanted a part of 1, less than all of it")
+        raise ValueError(f"reserve_fraction is {reserve_fraction}: wanted at least 0 and less than 1")
     slot_bytes = replica_parameters_bytes(1, expert_bytes, held) + replica_gradients_bytes(
         1, expert_bytes, accumulator_bytes=gradient_bytes_per_expert, held=held
     )

@@ -1,10 +1,10 @@
-"""Bytes that one rank's experts take, from first principles.
+"""Bytes that the experts of one rank take, calculated from their sizes.
 
-What is counted is what lives longer than one kernel: parameters, gradients, optimizer state
-and transfers of the experts of one pipeline stage. Activations are not, nor what
-Megatron's allocator adds: a gradient of an owned expert on its way from autograd into
-``main_grad``, and the distributed optimizer's padding of parameters and buckets (to multiples of
-64 and of some hundred elements; of 65,536 a bucket when padded for NCCL's bus bandwidth).
+The functions count what lives longer than one kernel: parameters, gradients, optimizer states and transfers
+of the experts of one pipeline stage. They do not count activations. They also do not count what Megatron
+adds: a gradient of an owned expert on its way from autograd into ``main_grad``, and the distributed
+optimizer's padding. Parameters are padded to multiples of 64 elements. Buckets are padded to multiples of
+some hundred elements, or of 65,536 elements when they are padded for NCCL's bus bandwidth.
 
 Shape letters: L MoE layers of a pipeline stage, S slots of a device, m replicas a device may
 hold of one layer.
@@ -15,21 +15,28 @@ from dataclasses import dataclass
 from megatron_fssdp.planning.memory.held_replicas import HeldReplicas, ReplicaLife
 
 FP32_BYTES = 4
-"""Bytes of an element of optimizer states, master weights and accumulators."""
+"""Bytes of one fp32 element: of optimizer states, master weights and gradient sums."""
 
 MAX_CHILDREN = 3
-"""To so many devices one sends an expert in a two-level transfer: the next node and two inside."""
+"""Most devices to which one device sends an expert in a two-level transfer.
+
+One is the leader of the next node and two are in its own node.
+"""
 
 
 @dataclass(frozen=True)
 class ExpertOptimizer:
-    """What an optimizer keeps of every expert parameter.
+    """What an optimizer keeps for every expert parameter.
 
     Attributes:
-        num_state_tensors: fp32 tensors of the parameter's size: 2 with Adam (both moments), 1 with
-            momentum, 0 with plain SGD.
-        has_master_weights: Whether an fp32 copy of the parameter is kept, as for half-precision models.
-        is_distributed: Whether all that is divided over the expert-data-parallel ranks.
+        num_state_tensors: Number of fp32 tensors of the parameter's size: 2 for Adam (both moments), 1 for
+            SGD with momentum, 0 for plain SGD.
+        has_master_weights: Whether the optimizer keeps an fp32 copy of the parameter, as for half-precision
+            models.
+        is_distributed: Whether the states and master weights are divided over the expert-data-parallel ranks.
+
+    Raises:
+        ValueError: ``num_state_tensors`` is negative.
     """
 
     num_state_tensors: int = 2
@@ -42,16 +49,17 @@ class ExpertOptimizer:
 
     @property
     def bytes_per_element(self) -> int:
-        """Bytes for each element of a parameter, on all ranks that share it together."""
+        """Bytes of states and master weight of one parameter element, summed over the ranks that share it."""
         return FP32_BYTES * (self.num_state_tensors + self.has_master_weights)
 
     def owned_bytes(self, num_elements: int, dtype_bytes: int, num_copies: int) -> int:
-        """What moves with an expert when its owner changes: parameters, masters and optimizer states.
+        """Bytes on a rank that move when an expert changes its owner: parameters, masters, optimizer states.
 
         Args:
-            num_elements: Of the expert.
-            dtype_bytes: Of a parameter's element.
-            num_copies: Groups with copies of the same owners; they share what is divided over them.
+            num_elements: Number of elements of the expert's parameters.
+            dtype_bytes: Bytes of one element of the parameters.
+            num_copies: Number of expert-parallel groups that have the same owners (expert-data-parallel
+                size). A distributed optimizer divides its states over them.
         """
         states = optimizer_state_bytes(num_elements, self, expert_data_parallel_size=num_copies)
         return num_elements * dtype_bytes + states
@@ -59,17 +67,19 @@ class ExpertOptimizer:
 
 @dataclass(frozen=True)
 class ExpertMemory:
-    """Bytes of one rank's experts; the last five are most that may be there at once.
+    """Bytes of the experts of one rank.
+
+    The last five numbers are upper bounds: the most that can be there at the same time.
 
     Attributes:
         slot_parameters_bytes: Parameters of the owned experts.
-        slot_gradients_bytes: Their ``main_grad``.
-        optimizer_bytes: Their optimizer state and fp32 master weights.
+        slot_gradients_bytes: ``main_grad`` of the owned experts.
+        optimizer_bytes: Optimizer states and fp32 master weights of the owned experts.
         replica_parameters_bytes: Parameters of replicas.
         replica_gradients_bytes: Gradients of replicas.
-        replica_optimizer_bytes: Optimizer state and fp32 master weights of lasting replicas.
-        packed_experts_bytes: Copies of experts or of their gradients, made to be sent.
-        reduction_buffers_bytes: Gradients of replicas that have come in from elsewhere, and their sums.
+        replica_optimizer_bytes: Optimizer states and fp32 master weights of resident replicas.
+        packed_experts_bytes: Flat copies of experts or of their gradients that are made for sending.
+        reduction_buffers_bytes: Gradients of replicas received from other devices, and their sums.
     """
 
     slot_parameters_bytes: int
@@ -83,17 +93,17 @@ class ExpertMemory:
 
     @property
     def transfer_buffers_bytes(self) -> int:
-        """What transfers need beside the replicas themselves."""
+        """Bytes that transfers need in addition to the replicas themselves."""
         return self.packed_experts_bytes + self.reduction_buffers_bytes
 
     @property
     def expert_parallelism_bytes(self) -> int:
-        """What plain expert parallelism takes: the slots, and their optimizer."""
+        """Bytes of plain expert parallelism: owned experts, their gradients and their optimizer states."""
         return self.slot_parameters_bytes + self.slot_gradients_bytes + self.optimizer_bytes
 
     @property
     def above_expert_parallelism_bytes(self) -> int:
-        """What replicas cost."""
+        """Bytes that replicas add to plain expert parallelism, with their transfers."""
         return (
             self.replica_parameters_bytes
             + self.replica_gradients_bytes
@@ -103,11 +113,11 @@ class ExpertMemory:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """Bytes of owned experts, replicas and transfers together."""
         return self.expert_parallelism_bytes + self.above_expert_parallelism_bytes
 
     def describe(self) -> str:
-        """One line for the log."""
+        """One line for the log, with readable units."""
         return (
             f"experts {_readable(self.total_bytes)}: parameters {_readable(self.slot_parameters_bytes)}, "
             f"gradients {_readable(self.slot_gradients_bytes)}, optimizer {_readable(self.optimizer_bytes)}, "
@@ -132,19 +142,22 @@ def expert_memory(
     expert_data_parallel_size: int = 1,
     chunk_bytes: int | None = None,
 ) -> ExpertMemory:
-    """Bytes of one rank's experts: the sum of this module's other functions.
+    """Bytes of the experts of one rank, put together from the other functions of this module.
 
     Args:
-        held: When replicas are there, and of how many layers.
-        slots_per_device: Experts a device owns over all of them, S.
-        replicas_per_layer: Most replicas a device holds of one layer, m.
-        owned_per_layer: Most experts of one layer a device owns: E/D under Megatron's even map.
-        expert_elements: Elements of one expert's parameters.
-        dtype_bytes: Bytes of an element of the parameters.
-        gradient_bytes: Bytes of an element of ``main_grad``.
-        optimizer: What the optimizer keeps.
-        expert_data_parallel_size: Ranks that share a distributed optimizer.
-        chunk_bytes: Size of a message; None for whole experts.
+        held: How long the rank holds replicas, and of which layers.
+        slots_per_device: Number of experts that a device owns in all layers of its pipeline stage, S.
+        replicas_per_layer: Most replicas of one layer that a device holds, m.
+        owned_per_layer: Most experts of one layer that a device owns: E/D under Megatron's even map.
+        expert_elements: Number of elements of one expert's parameters.
+        dtype_bytes: Bytes of one element of the parameters.
+        gradient_bytes: Bytes of one element of ``main_grad``.
+        optimizer: What the optimizer keeps for every parameter.
+        expert_data_parallel_size: Number of ranks that share a distributed optimizer.
+        chunk_bytes: Bytes of a message. None means that a message is a whole expert.
+
+    Raises:
+        ValueError: A number is too small.
     """
     _check_counts(
         slots_per_device=slots_per_device,
@@ -160,7 +173,7 @@ def expert_memory(
     expert_bytes = expert_elements * dtype_bytes
     sum_bytes = expert_elements * FP32_BYTES
     lasts = held.life is ReplicaLife.LASTING
-    # Nothing is sent where nothing is replicated.
+    # A device sends no experts if there are no replicas.
     sent_per_layer = owned_per_layer if replicas_per_layer else 0
     spare_elements = held.num_layers * replicas_per_layer * expert_elements if lasts else 0
     return ExpertMemory(
@@ -195,33 +208,45 @@ def expert_memory(
 def optimizer_state_bytes(
     num_elements: int, optimizer: ExpertOptimizer, *, expert_data_parallel_size: int
 ) -> int:
-    """Optimizer states and master weights of a rank's owned experts.
+    """Bytes of a rank's optimizer states and master weights.
 
-    The distributed optimizer gives every expert-data-parallel rank an equal part of the elements,
-    rounded up here; its padding is not counted.
+    A distributed optimizer gives every expert-data-parallel rank an equal part of the elements. The part is
+    rounded up here, and padding is not counted.
+
+    Args:
+        num_elements: Number of elements of the experts' parameters on the rank.
+        optimizer: What the optimizer keeps for every parameter.
+        expert_data_parallel_size: Number of ranks that share a distributed optimizer.
     """
     parts = expert_data_parallel_size if optimizer.is_distributed else 1
     return -(-num_elements // parts) * optimizer.bytes_per_element
 
 
 def replica_parameters_bytes(replicas_per_layer: int, expert_bytes: int, held: HeldReplicas) -> int:
-    """Parameters of replicas, of all layers and micro-batches that have them at once."""
+    """Bytes of replicas' parameters, over all layers and micro-batches that hold replicas at the same time.
+
+    Args:
+        replicas_per_layer: Most replicas of one layer that a device holds, m.
+        expert_bytes: Bytes of the parameters of one expert.
+        held: How long the rank holds replicas, and of which layers.
+    """
     return held.layers_with_weights * replicas_per_layer * expert_bytes
 
 
 def replica_gradients_bytes(
     replicas_per_layer: int, expert_bytes: int, *, accumulator_bytes: int, held: HeldReplicas
 ) -> int:
-    """Gradients of replicas: one layer's as autograd makes them, and sums over micro-batches if any.
+    """Bytes of replicas' gradients.
 
-    The sums wait for the last micro-batch, of all layers and in fp32. Where gradients go home with every
-    micro-batch there are none.
+    They are the gradients of one layer as autograd makes them, and the sums over micro-batches. The sums of
+    all layers are kept in fp32 until the last micro-batch. There are no sums if every micro-batch sends its
+    gradients to the owners.
 
     Args:
-        replicas_per_layer: Most replicas a device holds of one layer, m.
-        expert_bytes: One expert's gradient in the parameters' dtype.
-        accumulator_bytes: One expert's sum over micro-batches.
-        held: When replicas are there, and of how many layers.
+        replicas_per_layer: Most replicas of one layer that a device holds, m.
+        expert_bytes: Bytes of one expert's gradient in the parameters' data type.
+        accumulator_bytes: Bytes of one expert's gradient sum over micro-batches.
+        held: How long the rank holds replicas, and of which layers.
     """
     made_bytes = min(held.num_layers, 1) * replicas_per_layer * expert_bytes
     return made_bytes + held.layers_with_sums * replicas_per_layer * accumulator_bytes
@@ -230,23 +255,23 @@ def replica_gradients_bytes(
 def packed_experts_bytes(
     sent_per_layer: int, replicas_per_layer: int, expert_bytes: int, *, sum_bytes: int, held: HeldReplicas
 ) -> int:
-    """Flat copies to be sent: of one layer's experts, and of the gradients of its replicas.
+    """Bytes of the flat copies that are made for sending: one layer's experts and its replicas' gradients.
 
-    Sums over micro-batches are flat and sent as they are.
+    Sums over micro-batches are flat already and need no copy.
 
     Args:
-        sent_per_layer: Owned experts of one layer with replicas elsewhere.
-        replicas_per_layer: Most replicas a device holds of one layer, m.
-        expert_bytes: One expert in the parameters' dtype.
-        sum_bytes: One expert's gradient in fp32.
-        held: When replicas are there, and of how many layers.
+        sent_per_layer: Number of owned experts of one layer that have replicas on other devices.
+        replicas_per_layer: Most replicas of one layer that a device holds, m.
+        expert_bytes: Bytes of one expert in the parameters' data type.
+        sum_bytes: Bytes of one expert's gradient in fp32.
+        held: How long the rank holds replicas, and of which layers.
     """
     if held.life is ReplicaLife.LASTING:
-        # Gradients of one layer's holders on their way home, and another one's sums on their way back.
+        # One layer's holders send gradients to the owners while another layer's owners send the sums back.
         return 2 * (sent_per_layer + replicas_per_layer) * sum_bytes
     all_summed = held.sums_gradients and held.life is not ReplicaLife.CHOSEN
     gradients = 0 if all_summed else min(held.num_layers, 1) * replicas_per_layer
-    # A layer's experts are gathered anew while gradients of the layer above it are on their way.
+    # A layer's experts are gathered again while the gradients of the layer above are sent.
     at_once = held.life is ReplicaLife.LAYER_PASS and held.num_layers > 1
     copies = sent_per_layer + gradients if at_once else max(sent_per_layer, gradients)
     return copies * expert_bytes
@@ -260,16 +285,18 @@ def reduction_buffers_bytes(
     sum_bytes: int,
     chunk_bytes: int | None,
 ) -> int:
-    """What one layer's gradients take on their way: messages, and the sums that end here.
+    """Bytes of the buffers in which one layer's gradients are received and summed.
 
-    A message comes from every child of every expert, owned or a replica that is passed on.
+    A device receives gradients of the experts that it owns, and of replicas whose gradients it passes on. For
+    each of these experts it needs one message buffer for each child in the transfer tree. For the experts
+    that it owns it also needs the sums.
 
     Args:
-        sent_per_layer: Owned experts of one layer with replicas elsewhere.
-        replicas_per_layer: Most replicas a device holds of one layer, m.
-        gradient_bytes: One expert's gradient on its way.
-        sum_bytes: One expert's sum at its owner.
-        chunk_bytes: Size of a message; None for whole experts.
+        sent_per_layer: Number of owned experts of one layer that have replicas on other devices.
+        replicas_per_layer: Most replicas of one layer that a device holds, m.
+        gradient_bytes: Bytes of one expert's gradient in the data type in which it is sent.
+        sum_bytes: Bytes of one expert's gradient sum at its owner.
+        chunk_bytes: Bytes of a message. None means that a message is a whole expert.
     """
     message_bytes = gradient_bytes if chunk_bytes is None else min(chunk_bytes, gradient_bytes)
     messages_bytes = (sent_per_layer + replicas_per_layer) * MAX_CHILDREN * message_bytes
@@ -277,7 +304,7 @@ def reduction_buffers_bytes(
 
 
 def _readable(num_bytes: int) -> str:
-    """Bytes in the largest binary unit that leaves 1 or more."""
+    """The number in the largest binary unit of which it has at least 1."""
     amount = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if amount < 1024:

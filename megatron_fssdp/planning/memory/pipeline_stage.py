@@ -1,4 +1,4 @@
-"""How many forward passes wait for their backward pass on one stage of a pipeline.
+"""How many forward passes wait for their backward pass on one pipeline stage.
 
 Shape letters: C model chunks of a stage, P passes of a stage in an iteration, one for each micro-batch
 and chunk.
@@ -11,15 +11,19 @@ import numpy as np
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """One rank's part of a pipeline, in the order in which Megatron's schedules run it (1F1B).
+    """One rank's pipeline stage, with the order of passes of Megatron's schedules (1F1B).
 
     Attributes:
-        layers_of_chunk: MoE layers of each of the stage's model chunks; several chunks are interleaved.
-        num_stages: Pipeline-parallel ranks; 1 without pipelining.
-        stage: This one, from 0.
-        group_size: Micro-batches that a chunk runs one after another before the next chunk has its turn
-            (``--microbatch-group-size-per-virtual-pipeline-stage``); ``None`` for Megatron's default,
-            as many as there are stages.
+        layers_of_chunk: Number of MoE layers in each of the stage's model chunks. Several chunks mean an
+            interleaved pipeline.
+        num_stages: Number of pipeline stages; 1 without pipelining.
+        stage: Number of this stage, from 0.
+        group_size: Number of micro-batches that a chunk runs one after another before the next chunk starts
+            (``--microbatch-group-size-per-virtual-pipeline-stage``). ``None`` is Megatron's default: the
+            number of stages.
+
+    Raises:
+        ValueError: A number is out of range.
     """
 
     layers_of_chunk: tuple[int, ...]
@@ -30,7 +34,8 @@ class PipelineStage:
     def __post_init__(self) -> None:
         if not self.layers_of_chunk or min(self.layers_of_chunk) < 0:
             raise ValueError(
-                f"layers_of_chunk is {self.layers_of_chunk}: wanted one chunk or more, 0 or more each"
+                f"layers_of_chunk is {self.layers_of_chunk}: wanted at least one chunk, and 0 or more layers "
+                "in each"
             )
         if not 0 <= self.stage < self.num_stages:
             raise ValueError(
@@ -41,36 +46,39 @@ class PipelineStage:
 
     @property
     def num_layers(self) -> int:
-        """MoE layers of the stage, L."""
+        """Number of MoE layers of the pipeline stage, L."""
         return sum(self.layers_of_chunk)
 
     def layers_in_flight(self, num_micro_batches: int) -> int:
-        """Most layers that have run forward and not yet backward, counted once for every micro-batch.
+        """Largest number of (layer, micro-batch) pairs that have run forward and not yet backward.
 
-        Without pipelining those of one micro-batch; without chunks those of
-        ``min(num_micro_batches, num_stages - stage)``.
+        Without pipelining, these are the layers of one micro-batch. With one model chunk, they are the layers
+        of ``min(num_micro_batches, num_stages - stage)`` micro-batches.
 
         Args:
-            num_micro_batches: Of an iteration.
+            num_micro_batches: Number of micro-batches in an iteration.
         """
         layers_C = np.array(self.layers_of_chunk)
         chunk_P = self._chunks_forward(num_micro_batches)
         forward_P = layers_C[chunk_P].cumsum()
         # A backward pass goes through the chunks from the last one to the first.
         backward_P = layers_C[::-1][chunk_P].cumsum()
-        # After the first passes, each forward pass has a backward pass behind it.
+        # After the warm-up passes, each forward pass is followed by a backward pass.
         num_first = min(self._num_warmup, len(chunk_P) - 1)
         done = np.concatenate([[0], backward_P[: len(chunk_P) - num_first - 1]])
         return int((forward_P[num_first:] - done).max())
 
     @property
     def _num_warmup(self) -> int:
-        """Forward passes before the first one that a backward pass follows (``get_pp_rank_microbatches``)."""
+        """Number of warm-up passes: forward passes before the first pair of forward and backward pass.
+
+        It follows Megatron's ``get_pp_rank_microbatches``.
+        """
         behind, num_chunks = self.num_stages - self.stage - 1, len(self.layers_of_chunk)
         return behind if num_chunks == 1 else 2 * behind + (num_chunks - 1) * self._group
 
     def _chunks_forward(self, num_micro_batches: int) -> np.ndarray:
-        """The chunk of each forward pass in turn (``get_schedule_table``)."""
+        """Model chunk of each forward pass in turn, int64 ``[P]`` (Megatron's ``get_schedule_table``)."""
         chunks_C = np.arange(len(self.layers_of_chunk))
         starts = range(0, num_micro_batches, self._group)
         return np.concatenate(
