@@ -1,6 +1,7 @@
-"""Experts in Megatron's BERT, whose layer specs have none and which ignores ``--num-experts``.
+"""Adds experts to Megatron's BERT, whose layer specs have no experts and which ignores ``--num-experts``.
 
-``BertModel`` takes one spec for all its layers, so a layer finds out by its number whether it has experts.
+``BertModel`` takes one spec for all its layers. A layer therefore decides by its number whether it has
+experts.
 """
 
 import dataclasses
@@ -30,20 +31,20 @@ from megatron_fssdp.config.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 _FUSED_NORM = "pre_mlp_layernorm."
-"""Prefix of the keys under which checkpoints keep a dense layer's norm inside its first matrix."""
+"""Key prefix in checkpoints of a dense layer's norm that is a part of the first linear layer."""
 
 
 class BertLayer(TransformerLayer):
-    """Megatron's transformer layer, with experts where ``moe_layer_freq`` wants them.
+    """Megatron's transformer layer, with experts in the layers that ``moe_layer_freq`` selects.
 
     Args:
         config: Megatron's ``TransformerConfig``.
-        submodules: Of a dense layer.
-        layer_number: Counted from 1 in this model chunk.
+        submodules: Submodules of a dense layer.
+        layer_number: Number of the layer in this model chunk, counted from 1.
         experts: Submodules of a layer with experts.
         pg_collection: Process groups; Megatron's global ones by default.
-        vp_stage: Model chunk under interleaved pipelining.
-        others: As for Megatron's layer.
+        vp_stage: Number of the model chunk under interleaved pipeline parallelism.
+        others: Further arguments of Megatron's layer.
     """
 
     def __init__(
@@ -71,24 +72,24 @@ class BertLayer(TransformerLayer):
 
 
 def with_experts(spec: ModuleSpec, config: Any) -> ModuleSpec:
-    """A spec of BERT's layers with Megatron's MoE layer where the config wants experts.
+    """Return a spec of BERT's layers with Megatron's MoE layer in the layers that have experts.
 
-    Attention with its mask, norms and dropout stay those of the given spec; experts are built as in
-    Megatron's GPT specs, from local or from Transformer Engine's modules as the given ones are.
+    Attention with its mask, norms and dropout stay as in the given spec. Experts are built as in Megatron's
+    GPT specs. They use local or Transformer Engine modules, whichever the given spec uses.
 
     Args:
-        spec: Of a dense layer, such as ``bert_layer_local_spec``.
+        spec: Spec of a dense layer, such as ``bert_layer_local_spec``.
         config: Megatron's ``TransformerConfig``.
 
     Returns:
-        The spec; the given one if the model is dense, or if its feed-forward layer is something else than
+        The new spec. It is the given spec if the model has no experts, or if its feed-forward layer is not
         Megatron's.
     """
     dense = spec.submodules
     if config.num_moe_experts is None or spec.module is not TransformerLayer or not _is_dense(dense.mlp):
         return spec
     is_local = dense.self_attention.submodules.core_attention is DotProductAttention
-    # Transformer Engine's first matrix has the norm in it, experts have not.
+    # Transformer Engine's first linear layer contains the norm. Experts do not, so they need a norm module.
     norm = TENorm if dense.pre_mlp_layernorm is IdentityOp else dense.pre_mlp_layernorm
     experts = dataclasses.replace(
         dense,
@@ -106,10 +107,13 @@ def with_experts(spec: ModuleSpec, config: Any) -> ModuleSpec:
 
 
 def stock_spec(use_transformer_engine: bool) -> ModuleSpec:
-    """Megatron's own spec of a dense BERT layer.
+    """Return Megatron's own spec of a dense BERT layer.
+
+    Args:
+        use_transformer_engine: Whether the layer uses Transformer Engine's modules.
 
     Raises:
-        ConfigurationError: Transformer Engine is asked for and not installed.
+        ConfigurationError: Transformer Engine is requested and not installed.
     """
     if not use_transformer_engine:
         return bert_layer_specs.bert_layer_local_spec
@@ -119,10 +123,10 @@ def stock_spec(use_transformer_engine: bool) -> ModuleSpec:
 
 
 def install() -> None:
-    """Make ``--num-experts`` count in every ``BertModel``, and the stock script importable.
+    """Make every ``BertModel`` obey ``--num-experts``, and make Megatron-LM's BERT script importable.
 
-    Done where the model takes its spec, because scripts bind Megatron's specs when they are imported, which
-    may be before the plugin is registered. A model without experts is not touched.
+    The constructor of the model is wrapped and not the function that makes the spec. Scripts import
+    Megatron's specs by name, maybe before the plugin is registered. A model without experts is not changed.
     """
     build = BertModel.__init__
 
@@ -139,35 +143,40 @@ def install() -> None:
         if spec is not transformer_layer_spec:
             log_single_rank(
                 logger,
-                logging.WARNING,  # shown whatever --logging-level says
-                f"[fssdp] BERT: its layer spec has no experts; got {config.num_moe_experts} in each of "
-                f"{sum(_has_experts(config, layer) for layer in range(config.num_layers))} layers, as "
-                "--num-experts and --moe-layer-freq ask",
+                logging.WARNING,  # This level is shown under every --logging-level.
+                f"[fssdp] BERT: Megatron's layer spec has no experts; added {config.num_moe_experts} experts "
+                f"to each of {sum(_has_experts(config, layer) for layer in range(config.num_layers))} "
+                "layers, as --num-experts and --moe-layer-freq request",
             )
         build(self, config, num_tokentypes, spec, *args, **kwargs)
 
     BertModel.__init__ = with_experts_in_it
     if not HAVE_TE:
-        # Megatron-LM's script imports this spec whether it uses it or not (--spec local).
+        # Megatron-LM's script imports this spec even if it does not use it (--spec local).
         bert_layer_specs.get_bert_layer_with_transformer_engine_spec = _MissingSpec
 
 
 _WITHOUT_TE = (
-    "BERT: got Megatron's Transformer Engine spec without Transformer Engine, wanted another: add "
-    "--spec local (Megatron-LM's script) or --transformer-impl local (scripts/pretrain_bert.py), or install "
-    "Transformer Engine"
+    "BERT: got Megatron's Transformer Engine spec, but Transformer Engine is not installed; wanted the local "
+    "spec: add --spec local (Megatron-LM's script) or --transformer-impl local (this project's script), or "
+    "install Transformer Engine"
 )
 
 
 class _MissingSpec:
-    """Stands where a spec would be; says what is missing as soon as it is used."""
+    """Replaces the spec that needs Transformer Engine; raises when it is used."""
 
     def __getattr__(self, name: str) -> Any:
         raise ConfigurationError(_WITHOUT_TE)
 
 
 def _has_experts(config: Any, layer: int) -> bool:
-    """Whether a layer, counted from 0 over all pipeline stages, has experts; Megatron's rule for GPT."""
+    """Whether a layer has experts, by Megatron's rule for GPT.
+
+    Args:
+        config: Megatron's ``TransformerConfig``.
+        layer: Number of the layer, counted from 0 over all pipeline stages.
+    """
     frequency = config.moe_layer_freq
     return layer % frequency == 0 if isinstance(frequency, int) else bool(frequency[layer])
 

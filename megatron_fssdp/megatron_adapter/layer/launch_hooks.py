@@ -1,4 +1,4 @@
-"""Starts a layer's SparseAllGather where its transformer layer begins, under the attention."""
+"""Starts a layer's SparseAllGather where its transformer layer begins, so that it overlaps attention."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,13 +10,13 @@ from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 
 
 def install_launch_hooks(model: Iterable[torch.nn.Module]) -> None:
-    """Hook every transformer layer that holds one of our MoE layers.
+    """Add a forward pre-hook to every transformer layer that contains an MoE layer of a strategy.
 
-    A forward pre-hook also runs inside recomputed regions, so that launch and use of a
-    gather stay in one region.
+    Forward pre-hooks also run when a layer is recomputed. A gather is therefore always started and used in
+    the same forward pass.
 
     Args:
-        model: The model chunks of this rank, each of which is one forward pass.
+        model: Model chunks of this rank. Each chunk is one forward pass.
     """
     for chunk in model:
         first = True

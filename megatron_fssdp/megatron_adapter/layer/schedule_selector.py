@@ -1,4 +1,4 @@
-"""Which of Parm's schedules a layer's forward passes take, and why (Parm, §V-B, Alg. 1)."""
+"""Selects the schedule (Parm's order of collectives) of a layer's forward passes (Parm, §V-B, Alg. 1)."""
 
 import logging
 from collections.abc import Mapping
@@ -29,13 +29,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Decision:
-    """What a forward pass does.
+    """The schedule of a forward pass, and the reason for it.
 
     Attributes:
-        schedule: The order of collectives.
-        simultaneous: Whether s2 hands results on slice by slice (SAA).
-        predicted_s: Modelled seconds of each candidate's collectives in a forward pass; empty where
-            nothing was compared.
+        schedule: Order of the collectives.
+        simultaneous: Whether schedule ``s2`` passes results on slice by slice (Parm's SAA).
+        predicted_s: Modelled seconds of the collectives of one forward pass, for each candidate; empty if
+            no candidates were compared.
     """
 
     schedule: Schedule
@@ -45,17 +45,19 @@ class Decision:
 
 @dataclass(eq=False)
 class ScheduleSelector:
-    """Decides for all layers of a model that have the same groups; the same on all ranks of a stage.
+    """Selects the schedule for all layers of a model with the same process groups.
+
+    All ranks of a pipeline stage make the same selection.
 
     Attributes:
-        setting: A schedule, or ``auto``.
+        setting: Name of a schedule, or ``auto``.
         config: Megatron's ``TransformerConfig``.
-        groups: The layers' process groups.
-        n_mp: Tensor-parallel ranks.
-        everyone: All ranks of the pipeline stage, which measure together.
-        simultaneous: Whether s2 may hand results on slice by slice, where slices are large enough.
-        cluster: Description to count with instead of measuring.
-        nodes: Declared number of nodes.
+        groups: Process groups of the layers.
+        n_mp: Number of tensor-parallel ranks.
+        everyone: Process group of all ranks of the pipeline stage, which measure together.
+        simultaneous: Whether schedule ``s2`` may pass results on slice by slice if slices are large enough.
+        cluster: File of a cluster description whose costs replace measured costs; ``None`` to measure.
+        nodes: Declared number of nodes; ``None`` to detect them.
     """
 
     setting: str
@@ -70,14 +72,16 @@ class ScheduleSelector:
     _costs: ScheduleCosts | None = field(init=False, default=None)
 
     def of(self, hidden: torch.Tensor, *, owners_only: bool = True) -> Decision:
-        """The decision for a forward pass; collective over the stage where ``auto`` has yet to measure.
+        """Return the decision for a forward pass.
+
+        Under ``auto`` the first call measures collectives and is collective over the pipeline stage.
 
         Args:
-            hidden: The layer's input, ``[S, B, M]``.
-            owners_only: Whether there are no replicas, with which s2 cannot work.
+            hidden: Input of the layer, ``[sequence, batch, M]``.
+            owners_only: Whether the layer has no replicas. Schedule ``s2`` does not support replicas.
 
         Raises:
-            ConfigurationError: The schedule cannot divide so many tokens.
+            ConfigurationError: The schedule cannot divide the sequence evenly.
         """
         shape, key = hidden.shape, (hidden.shape, owners_only)
         if key not in self._decisions:
@@ -85,7 +89,8 @@ class ScheduleSelector:
                 schedule: Schedule = self.setting  # type: ignore[assignment]
                 self._decisions[key] = Decision(schedule, self._simultaneous(self._layer(hidden)))
             elif self._decisions and self.config.variable_seq_lengths:
-                # Ranks would decide differently about their sequences. Let all stay with the first.
+                # Sequence lengths differ between ranks here, so ranks could decide differently. All of them
+                # keep the first decision.
                 first = next((one for (_, only), one in self._decisions.items() if only == owners_only), None)
                 self._decisions[key] = first or self._decide(hidden, owners_only)
             else:
@@ -97,20 +102,20 @@ class ScheduleSelector:
         peers = self.groups.tensor_parallel
         if peers is not None and schedule in ("s1", "megatron") and shape[0] % peers.size():
             raise ConfigurationError(
-                f"schedule {schedule}: got sequences of {shape[0]} tokens on {peers.size()} tensor-parallel "
-                "ranks, wanted a multiple; change --seq-length, or use --moe-strategy parm "
-                "--moe-strategy-set schedule=s2"
+                f"schedule {schedule}: got sequences of {shape[0]} tokens, wanted a multiple of "
+                f"{peers.size()}, the number of tensor-parallel ranks; change --seq-length, or use "
+                "--moe-strategy parm --moe-strategy-set schedule=s2"
             )
 
     def _decide(self, hidden: torch.Tensor, owners_only: bool) -> Decision:
         layer = self._layer(hidden)
         candidates: list[Schedule] = ["s1", "s2", "megatron"]
         if self.groups.tensor_parallel is None or not owners_only:
-            candidates.remove("s2")  # without equal tokens it is s1
+            candidates.remove("s2")  # If ranks have different tokens, s2 equals s1.
         elif hidden.shape[0] % self.n_mp:
             candidates = ["s2"]
         if self.groups.num_parts == 1 and "megatron" in candidates:
-            candidates.remove("megatron")  # with whole experts it is s1
+            candidates.remove("megatron")  # With whole experts, megatron equals s1.
         predicted: dict[Schedule, float] = {}
         if len(candidates) > 1:
             if self._costs is None:
@@ -126,7 +131,8 @@ class ScheduleSelector:
     def _layer(self, hidden: torch.Tensor) -> ScheduledLayer:
         config, is_split = self.config, self.groups.tensor_parallel is None
         own_tokens = hidden.shape[0] * hidden.shape[1]
-        # Of one tensor-parallel group; under sequence parallelism its ranks have a part each.
+        # Tokens are counted for a whole tensor-parallel group. Under sequence parallelism, each of its ranks
+        # has a part of them.
         num_tokens = own_tokens * (self.n_mp if is_split else 1)
         share = 1.0
         if config.moe_expert_capacity_factor is not None:
@@ -160,19 +166,19 @@ class ScheduleSelector:
         return measured_costs(layer, like, groups, self.everyone, simultaneous=self._simultaneous(layer))
 
     def _simultaneous(self, layer: ScheduledLayer) -> bool:
-        # By the shape, not by what is routed: all ranks have to take the same steps.
+        # The shape decides and not the routing, because all ranks must take the same steps.
         return self.simultaneous and layer.slices_pay
 
     def _ranks_and_near(self, group: dist.ProcessGroup) -> tuple[int, int]:
         node_D = detect_topology(group, self.nodes).node_of_device
-        # Ranks have to decide alike: the fewest neighbours of any.
+        # All ranks must decide alike, so the smallest number of neighbours in a node counts for all.
         return len(node_D), min(list(node_D).count(node) for node in node_D) - 1
 
     def _described(self, layer: ScheduledLayer, decision: Decision) -> str:
-        why = "nothing else is possible"
+        why = "the only possible one"
         if decision.predicted_s:
             why = ", ".join(f"{name} {1e3 * s:.3f} ms" for name, s in decision.predicted_s.items())
         return (
             f"[fssdp] schedule {decision.schedule} for {layer.num_tokens:,.0f} tokens and "
-            f"{layer.num_rows:,.0f} rows of a tensor-parallel group (forward pass's collectives: {why})"
+            f"{layer.num_rows:,.0f} rows of a tensor-parallel group (collectives of a forward pass: {why})"
         )

@@ -66,14 +66,13 @@ class DividedTokens:
         """Run the router and return the tokens to dispatch, their probabilities and their routing map.
 
         Args:
-            hidden: Hidden states ``[S, B, M]`` (sequence, batch, model dimension), equal on all
-                tensor-parallel ranks.
-            padding_mask: Padding mask of the tokens, bool ``[S, B]``.
+            hidden: Hidden states ``[sequence, batch, M]``, equal on all tensor-parallel ranks.
+            padding_mask: Padding mask of the tokens, bool ``[sequence, batch]``.
             schedule: Order of collectives of this forward pass.
 
         Returns:
-            Tokens ``[S', B, M]``, probabilities ``[T, E]`` and routing map bool ``[T, E]``. ``S'`` is S, or S
-            divided by the number of tensor-parallel ranks if :meth:`divides_first`.
+            Tokens ``[sequence, batch, M]``, and their probabilities ``[T, E]`` and routing map bool
+            ``[T, E]``. If :meth:`divides_first`, they are this rank's part of the sequence.
         """
         router = self._router
         if not self.divides_first(schedule):

@@ -1,7 +1,8 @@
-"""Finds the MoE layer in which NaN or infinity came up, once Megatron has refused a loss or gradient.
+"""Finds the MoE layer in which NaN or infinity appeared, after Megatron has refused a loss or a gradient.
 
-A healthy iteration pays four small kernels a layer and no synchronization: what entered and what
-left each layer is summed, and 0 times the sum, which is 0 or NaN, is added to a mark on the device.
+The input and the output of each layer are summed, and 0 times the sum is added to a mark on the device. The
+mark stays 0 for finite numbers and becomes NaN otherwise. This costs four small kernels for each layer and no
+synchronization.
 """
 
 from collections.abc import Iterable
@@ -17,10 +18,10 @@ _ENTERED, _LEFT = 0, 1
 
 
 class FiniteWatch:
-    """Watches the hidden states around the MoE layers of this rank.
+    """Watches the hidden states that enter and leave the MoE layers of this rank.
 
     Args:
-        model: The model chunks of this rank; their MoE layers are hooked.
+        model: Model chunks of this rank. A forward hook is added to each of their MoE layers.
     """
 
     def __init__(self, model: Iterable[torch.nn.Module]) -> None:
@@ -31,14 +32,17 @@ class FiniteWatch:
             layer.register_forward_hook(partial(self._see, index), with_kwargs=True)
 
     def clear(self) -> None:
-        """Forget what was seen; before an iteration."""
+        """Clear all marks. Call this before an iteration."""
         if self._marks_L2 is not None:
             self._marks_L2.zero_()
 
     def finding(self) -> str | None:
-        """Where non-finite numbers came up on this rank since the last :meth:`clear`; ``None`` for nowhere.
+        """Return a sentence about where NaN or infinity appeared first on this rank since :meth:`clear`.
 
-        Waits for the device.
+        It waits for the device.
+
+        Returns:
+            The sentence; ``None`` if all numbers were finite.
         """
         return self._finding_in_forward() or self._finding_in_gradients()
 
@@ -58,11 +62,13 @@ class FiniteWatch:
             number = _number(layer)
             if entered:
                 return (
-                    f"the hidden states were not finite any more when they came to MoE layer {number}, and "
-                    "no MoE layer before it on this rank had made them so: look at the layers before it"
+                    f"the hidden states were already non-finite at the input of MoE layer {number}, and "
+                    "finite at the output of all earlier MoE layers of this rank: check the layers in between"
                 )
             if left:
-                return f"MoE layer {number} made non-finite hidden states of finite ones{_bad_experts(layer)}"
+                return (
+                    f"MoE layer {number} made non-finite hidden states from finite ones{_bad_experts(layer)}"
+                )
         return None
 
     def _finding_in_gradients(self) -> str | None:
@@ -72,8 +78,9 @@ class FiniteWatch:
                 gradient = getattr(parameter, "main_grad", parameter.grad)
                 if gradient is not None and not _is_finite(gradient):
                     return (
-                        "the hidden states of all MoE layers were finite; gradients are not, from MoE layer "
-                        f"{_number(layer)} on downwards"
+                        "the hidden states of all MoE layers were finite, but gradients are not: MoE layer "
+                        f"{_number(layer)} is the last layer with non-finite gradients; check this layer and "
+                        "the layers after it"
                     )
         return None
 

@@ -1,4 +1,4 @@
-"""One line in the log about where a training stopped and how it goes on."""
+"""Logs one line about where a training stopped, and from which checkpoint it can resume."""
 
 import logging
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
-_TRACKER = "latest_checkpointed_iteration.txt"  # Megatron writes it when a checkpoint is complete
+_TRACKER = "latest_checkpointed_iteration.txt"  # Megatron writes this file when a checkpoint is complete.
 
 
 @contextmanager
 def reporting_stop(args: Any) -> Iterator[None]:
-    """Log one line when the training that runs inside raises.
+    """Log one line if the code inside this context raises; the error is then raised again.
 
     Args:
         args: Megatron's arguments.
@@ -27,18 +27,18 @@ def reporting_stop(args: Any) -> Iterator[None]:
         reason = (str(error).strip() or "no message").splitlines()[0]
         logger.error(
             f"[fssdp] rank {dist.get_rank()} stopped in iteration {running_iteration(args)}{places}: "
-            f"{type(error).__name__}: {reason}. If another rank stopped before, its log has the cause. "
+            f"{type(error).__name__}: {reason}. If another rank stopped earlier, its log has the cause. "
             f"{how_to_go_on(args)}"
         )
         raise
 
 
 def report_non_finite(args: Any, finding: str) -> None:
-    """Log where non-finite numbers came up.
+    """Log one line about where NaN or infinity appeared first.
 
     Args:
         args: Megatron's arguments.
-        finding: What was found.
+        finding: Sentence that names the place.
     """
     logger.error(
         f"[fssdp] error on rank {dist.get_rank()}: iteration {running_iteration(args)}: {finding}. "
@@ -47,7 +47,7 @@ def report_non_finite(args: Any, finding: str) -> None:
 
 
 def running_iteration(args: Any) -> int:
-    """The running iteration as Megatron's log counts it, from 1.
+    """Return the number of the running iteration as in Megatron's log, counted from 1.
 
     Args:
         args: Megatron's arguments.
@@ -56,16 +56,17 @@ def running_iteration(args: Any) -> int:
 
 
 def how_to_go_on(args: Any) -> str:
-    """Which checkpoint to restart from.
+    """Return a sentence that names the checkpoint from which the training can resume.
 
     Args:
         args: Megatron's arguments.
     """
     for folder in (args.save, args.load):
-        with suppress(OSError, ValueError):  # a damaged tracker must not hide why training stopped
+        # A damaged file must not hide why the training stopped.
+        with suppress(OSError, ValueError):
             if folder:
                 iteration = (Path(folder) / _TRACKER).read_text().strip()
                 return (
                     f"The last complete checkpoint is of iteration {iteration}: restart with --load {folder}"
                 )
-    return "No checkpoint has been completed (--save, --save-interval)"
+    return "No checkpoint has been completed: set --save and --save-interval to be able to resume"

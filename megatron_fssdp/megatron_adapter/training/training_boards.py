@@ -1,7 +1,7 @@
-"""What happens in MoE layers, on the boards that Megatron writes to: TensorBoard, Weights & Biases.
+"""Writes what happens in MoE layers to the boards that Megatron uses: TensorBoard and Weights & Biases.
 
-Megatron opens both on its last global rank. Nothing is opened here, and nothing is written where the
-user asked Megatron for neither.
+Megatron opens both on its last global rank. This module opens no board. It writes nothing if the user did not
+request a board from Megatron.
 
 Shape letters: E experts.
 """
@@ -33,17 +33,17 @@ _ITERATION_SCALARS = {
 
 
 def boards_are_asked_for() -> bool:
-    """Whether the command line asks Megatron for a board; the same on all ranks."""
+    """Whether the command line requests a board from Megatron; equal on all ranks."""
     args = get_args()
     return bool(getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", ""))
 
 
 def write_to_boards(metrics: IterationMetrics | None, loads: Sequence[LayerLoad]) -> None:
-    """Bring an iteration from global rank 0 to the boards' rank, and write it; collective of these two.
+    """Send an iteration from global rank 0 to the last rank, and write it there. All ranks call it.
 
     Args:
-        metrics: Of the iteration, on global rank 0.
-        loads: The layers' loads, on global rank 0.
+        metrics: Metrics of the iteration on global rank 0; ``None`` on other ranks.
+        loads: Loads of the layers on global rank 0; empty on other ranks.
     """
     last = dist.get_world_size() - 1
     entry = None if metrics is None else (metrics, [load.counts_DE.sum(axis=0) for load in loads])
@@ -59,7 +59,11 @@ def write_to_boards(metrics: IterationMetrics | None, loads: Sequence[LayerLoad]
 
 
 def board_scalars(metrics: IterationMetrics) -> dict[str, float]:
-    """Every scalar of an iteration by its name on a board."""
+    """Return every scalar of an iteration by its name on a board.
+
+    Args:
+        metrics: Metrics of the iteration.
+    """
     layers = metrics.layers
     scalars = {f"fssdp/{name}": float(getattr(metrics, key)) for key, name in _ITERATION_SCALARS.items()}
     if layers:

@@ -99,7 +99,7 @@ def test_a_non_finite_expert_is_named_in_the_error(
     )
     assert [run.exit_code for run in runs] == [AGAIN, AGAIN]
     line = _error(runs[1])
-    assert f"on rank 1: iteration {SPOILED_IN}: MoE layer 2 made non-finite hidden states of finite" in line
+    assert f"on rank 1: iteration {SPOILED_IN}: MoE layer 2 made non-finite hidden states from finite" in line
     assert re.search(r"parameters of its experts \[[\d, ]+\], which this rank owns, are not finite", line)
     assert "No checkpoint has been completed" in line
 
@@ -126,8 +126,8 @@ def test_no_rank_hangs_when_megatron_raises(
 @pytest.mark.parametrize(
     ("spoil", "finding"),
     [
-        (spoil_embedding, "not finite any more when they came to MoE layer 1"),
-        (spoil_gradients, "all MoE layers were finite; gradients are not, from MoE layer 2 on downwards"),
+        (spoil_embedding, "already non-finite at the input of MoE layer 1"),
+        (spoil_gradients, "all MoE layers were finite, but gradients are not: MoE layer 2 is the last"),
     ],
 )
 def test_non_finite_values_of_other_layers_are_located(
