@@ -1,1 +1,1 @@
-"""Where users come in: command-line arguments, registration, the launcher and layer specs."""
+"""Entry points for users: command-line arguments, registration, the launcher and layer specs."""

@@ -1,4 +1,4 @@
-"""Bad input as one clear line and exit code 2, whichever way a script got the plugin."""
+"""Reports invalid input as one line and exit code 2, however a script loaded the plugin."""
 
 import os
 import sys
@@ -11,11 +11,14 @@ EXIT_BAD_INPUT = 2
 
 
 def report(error: ConfigurationError, to: TextIO | None = None) -> None:
-    """Print one line. Before process groups exist all ranks see the same error: rank 0 speaks.
+    """Print one line for an error.
+
+    Before process groups exist, all ranks get the same error and only rank 0 prints it. Afterwards every
+    rank prints its own.
 
     Args:
-        error: What to say.
-        to: Where; by default standard error.
+        error: Error to report.
+        to: Text stream; standard error if ``None``.
     """
     import torch.distributed as dist
 
@@ -27,15 +30,15 @@ def report(error: ConfigurationError, to: TextIO | None = None) -> None:
 
 
 def report_uncaught() -> None:
-    """End a script that lets a :class:`ConfigurationError` through as the launcher would, by one line."""
+    """Make scripts that do not catch a :class:`ConfigurationError` end with one line and exit code 2."""
     before = sys.excepthook
 
     def end(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if not isinstance(error, ConfigurationError):
             before(kind, error, traceback)
             return
-        # Not sys.stderr: torch.distributed's own hook holds that back until this one returns.
+        # torch.distributed's own hook holds sys.stderr back until this hook returns.
         report(error, sys.__stderr__)
-        sys.exit(EXIT_BAD_INPUT)  # the interpreter ends with the code that its hook exits with
+        sys.exit(EXIT_BAD_INPUT)  # The interpreter ends with the exit code of its hook.
 
     sys.excepthook = end

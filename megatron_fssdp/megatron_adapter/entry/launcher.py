@@ -1,4 +1,4 @@
-"""Runs an unmodified Megatron training script with the plugin registered."""
+"""Registers the plugin and then runs an unmodified Megatron training script."""
 
 import runpy
 import sys
@@ -12,24 +12,24 @@ USAGE = "usage: torchrun … -m megatron_fssdp SCRIPT.py ARGS… [--moe-strategy
 
 
 def launch(arguments: Sequence[str]) -> None:
-    """Register the plugin, then run a script as ``python SCRIPT.py ARGS…`` would.
+    """Register the plugin, and then run a script like ``python SCRIPT.py ARGS…``.
 
     Args:
-        arguments: The script's path and its arguments.
+        arguments: Path of the script, followed by its arguments.
 
     Raises:
-        SystemExit: With code 2 after one clear line when the input is bad.
+        SystemExit: The input is invalid. One line says why, and the exit code is 2.
     """
     try:
         if not arguments or arguments[0] in ("-h", "--help"):
-            raise ConfigurationError(f"{USAGE}; for a script's own help: -m megatron_fssdp SCRIPT.py --help")
+            raise ConfigurationError(f"{USAGE}; the script's own help: -m megatron_fssdp SCRIPT.py --help")
         script = Path(arguments[0])
         if not script.is_file():
             raise ConfigurationError(
-                f"script: got {script}, which is no file, wanted a training script such as "
+                f"script: got {script}, which is not a file, wanted a training script such as "
                 f"pretrain_gpt.py; {USAGE}"
             )
-        # As the interpreter does for a script: its folder first, its own arguments.
+        # The interpreter does the same for a script: it searches the script's folder first.
         sys.path.insert(0, str(script.resolve().parent))
         sys.argv = [str(script), *arguments[1:]]
 

@@ -1,7 +1,8 @@
-"""Layer specs for people who build models from megatron-core's specs.
+"""Layer specs for users who build models from megatron-core's specs.
 
-The strategy's layer sits in the spec like Megatron's own. Layers that are to share one
-strategy's loads and clock share a session; each call without one starts a new session.
+The spec contains the strategy's layer in the place of Megatron's own. All layers of a model should share one
+session, because a session has the loads and counts the iterations. Each call without a session starts a new
+one.
 """
 
 from collections.abc import Mapping
@@ -23,14 +24,17 @@ from megatron_fssdp.megatron_adapter.support.capabilities import check_core
 
 
 def start_session(strategy: str, settings: Mapping[str, Any] | None = None) -> StrategySession | None:
-    """A strategy for the layers of one model.
+    """Start a session: one strategy for all layers of one model.
 
     Args:
-        strategy: Name of a strategy; ``none`` gives ``None``.
-        settings: The strategy's keys, as in its YAML file.
+        strategy: Name of a strategy.
+        settings: Settings of the strategy, with the keys of its YAML file.
+
+    Returns:
+        The session; ``None`` for the strategy ``none``.
 
     Raises:
-        ConfigurationError: Unknown strategy, or settings that do not fit it.
+        ConfigurationError: The strategy is unknown, or the settings are invalid for it.
     """
     check_core()
     validated = strategy_settings(strategy, dict(settings or {}), "settings")
@@ -48,21 +52,21 @@ def get_moe_module_spec(
     settings: Mapping[str, Any] | None = None,
     session: StrategySession | None = None,
 ) -> Any:
-    """Megatron's MoE module spec with a strategy's dispatcher and experts in it.
+    """Return Megatron's MoE module spec with a strategy's dispatcher and experts.
 
     Args:
-        use_te: Build the experts with Transformer Engine; by default when it is installed.
-        num_experts: Routed experts of a layer.
-        moe_grouped_gemm: As for Megatron's function of the same name.
-        strategy: Name of a strategy; by default the one chosen on the command line.
-        settings: The strategy's keys, as in its YAML file.
-        session: Share this session instead of starting one.
+        use_te: Whether to build the experts with Transformer Engine; by default, if it is installed.
+        num_experts: Number of routed experts of a layer.
+        moe_grouped_gemm: Whether to build grouped experts, as in Megatron's function of the same name.
+        strategy: Name of a strategy; by default the one of the command line.
+        settings: Settings of the strategy, with the keys of its YAML file.
+        session: Existing session to use instead of a new one.
 
     Returns:
-        A builder to put where Megatron expects a layer's ``mlp``.
+        A builder for the submodule ``mlp`` of Megatron's transformer layer.
 
     Raises:
-        ConfigurationError: No strategy is named, or settings that do not fit it.
+        ConfigurationError: No strategy is given, or the settings are invalid for it.
     """
     session = _session(strategy, settings, session)
     stock = moe_module_specs.get_moe_module_spec(
@@ -85,24 +89,28 @@ def get_gpt_decoder_block_spec(
     settings: Mapping[str, Any] | None = None,
     session: StrategySession | None = None,
 ) -> Any:
-    """Megatron's GPT decoder block spec with a strategy in its MoE layers.
+    """Return Megatron's GPT decoder block spec with a strategy in its MoE layers.
 
-    Usable as ``--spec megatron_fssdp get_gpt_decoder_block_spec``: the strategy is then
-    the one of ``--moe-strategy``.
+    It can be used as ``--spec megatron_fssdp get_gpt_decoder_block_spec``. The strategy is then the one of
+    ``--moe-strategy``.
 
     Args:
         config: Megatron's ``TransformerConfig``.
-        use_transformer_engine: By default when it is installed and the config asks for it.
-        normalization: By default the config's.
-        qk_l2_norm: By default the config's.
-        vp_stage: As for Megatron's function of the same name.
-        pp_rank: As for Megatron's function of the same name.
-        strategy: Name of a strategy; by default the one chosen on the command line.
-        settings: The strategy's keys, as in its YAML file.
-        session: Share this session instead of starting one.
+        use_transformer_engine: Whether to use Transformer Engine's modules; by default, if it is installed
+            and the config requests it.
+        normalization: Kind of the norm layers; by default the one of the config.
+        qk_l2_norm: Whether queries and keys are normalized; by default as in the config.
+        vp_stage: Number of the model chunk, as in Megatron's function of the same name.
+        pp_rank: Rank in the pipeline, as in Megatron's function of the same name.
+        strategy: Name of a strategy; by default the one of the command line.
+        settings: Settings of the strategy, with the keys of its YAML file.
+        session: Existing session to use instead of a new one.
+
+    Returns:
+        The spec of all layers of this pipeline stage.
 
     Raises:
-        ConfigurationError: No strategy is named, or settings that do not fit it.
+        ConfigurationError: No strategy is given, or the settings are invalid for it.
     """
     session = _session(strategy, settings, session)
     if use_transformer_engine is None:
@@ -128,25 +136,29 @@ def get_bert_layer_spec(
     settings: Mapping[str, Any] | None = None,
     session: StrategySession | None = None,
 ) -> Any:
-    """A spec of Megatron's BERT layers, with a strategy in those that have experts.
+    """Return a spec of Megatron's BERT layers, with a strategy in the layers that have experts.
 
-    Megatron has no such spec; see ``megatron_adapter.layer.bert_layers``.
+    Megatron itself has no BERT layer with experts; see ``megatron_adapter.layer.bert_layers``.
 
     Args:
         config: Megatron's ``TransformerConfig``.
-        use_transformer_engine: By default when it is installed and the config asks for it.
-        strategy: Name of a strategy; by default the one chosen on the command line.
-        settings: The strategy's keys, as in its YAML file.
-        session: Share this session instead of starting one.
+        use_transformer_engine: Whether to use Transformer Engine's modules; by default, if it is installed
+            and the config requests it.
+        strategy: Name of a strategy; by default the one of the command line.
+        settings: Settings of the strategy, with the keys of its YAML file.
+        session: Existing session to use instead of a new one.
 
     Returns:
-        What ``BertModel`` takes as ``transformer_layer_spec``.
+        A spec for the argument ``transformer_layer_spec`` of ``BertModel``.
 
     Raises:
-        ConfigurationError: No strategy is named, or settings that do not fit it; the model has no experts.
+        ConfigurationError: No strategy is given, the settings are invalid for it, or the model has no
+            experts.
     """
     if config.num_moe_experts is None:
-        raise ConfigurationError("spec: got a config without num_moe_experts, wanted a model with experts")
+        raise ConfigurationError(
+            "spec: got a config without num_moe_experts, wanted a model with experts; set num_moe_experts"
+        )
     session = _session(strategy, settings, session)
     if use_transformer_engine is None:
         use_transformer_engine = HAVE_TE and config.transformer_impl == "transformer_engine"
@@ -162,7 +174,7 @@ def _session(
     if session is not None:
         if strategy is not None or settings is not None:
             raise ConfigurationError(
-                "spec: got a session and a strategy, wanted one of them; a session has its strategy"
+                "spec: got a session and a strategy, wanted one of them; a session has a strategy already"
             )
         return session
     if strategy is not None:
@@ -170,14 +182,14 @@ def _session(
     choice = requested_strategy()
     if choice is None:
         raise ConfigurationError(
-            "spec: got no strategy, wanted one; pass strategy='fssdp' (or ep, none), or start the script "
+            "spec: got no strategy, wanted one; pass a name such as strategy='fssdp', or start the script "
             "with python -m megatron_fssdp and --moe-strategy"
         )
     return choice.session
 
 
 def _with_session(mlp: Any, session: StrategySession | None) -> Any:
-    """Swap the layer class of an MoE builder; other builders pass unchanged."""
+    """Replace the layer class in a builder of MoE layers, and return other builders unchanged."""
     is_moe = isinstance(mlp, partial) and isinstance(mlp.func, type) and issubclass(mlp.func, MoELayer)
     if session is None or not is_moe:
         return mlp

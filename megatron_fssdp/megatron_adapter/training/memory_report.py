@@ -1,4 +1,4 @@
-"""Tells at the start what a rank's experts are going to take."""
+"""Logs at the start of a training how much memory a rank's experts will take."""
 
 import logging
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 def report_memory(session: StrategySession, args: Any, held: HeldReplicas) -> None:
-    """One log line per pipeline stage; all its ranks have the same slots.
+    """Log one line for each pipeline stage. All ranks of a stage have the same number of slots.
 
     Args:
-        session: The strategy and its layers.
+        session: The strategy's session, with its layers.
         args: Megatron's arguments.
-        held: When replicas are there.
+        held: How many replicas exist at the same time.
     """
     if (
         parallel_state.get_expert_model_parallel_rank() == 0
@@ -34,21 +34,21 @@ def report_memory(session: StrategySession, args: Any, held: HeldReplicas) -> No
 
 
 def account_memory(session: StrategySession, args: Any, held: HeldReplicas) -> ExpertMemory:
-    """Bytes of this rank's experts under the strategy's present limits.
+    """Return the bytes of this rank's experts under the current limits of the strategy.
 
     Args:
-        session: The strategy and its layers, at least one.
+        session: The strategy's session, with at least one layer.
         args: Megatron's arguments.
-        held: When replicas are there.
+        held: How many replicas exist at the same time.
     """
     layers = session.runtime.layers
     first = layers[0]
     layout, context = first.experts.layout(), first.context
     per_layer = context.num_experts // context.num_devices
-    # A layer may own nothing here; a session has Parameters.
+    # After a re-shard, this rank may own no expert of a layer, but it owns experts of some layer.
     parameter = next(ps[0] for layer in layers for ps in layer.experts.parameters.values())
     main_grad = getattr(parameter, "main_grad", None)
-    # Without replicas of its own making a strategy has no such limit.
+    # Some strategies set no limit. A device then has at most the experts that it does not own.
     replicas = min(session.strategy.slots(context), context.num_experts - per_layer)
     return expert_memory(
         held=held,
@@ -65,11 +65,11 @@ def account_memory(session: StrategySession, args: Any, held: HeldReplicas) -> E
 
 
 def held_replicas(session: StrategySession, model: Sequence[Any], args: Any) -> HeldReplicas:
-    """When the strategy's replicas are on this rank, in all iterations to come.
+    """Return how many replicas exist at the same time on this rank, in the largest iteration to come.
 
     Args:
-        session: The strategy.
-        model: DDP's chunks of the model on this rank.
+        session: The strategy's session.
+        model: Model chunks of this rank, wrapped in Megatron's DDP.
         args: Megatron's arguments.
     """
     stage = PipelineStage(
@@ -82,7 +82,10 @@ def held_replicas(session: StrategySession, model: Sequence[Any], args: Any) -> 
 
 
 def _most_micro_batches(args: Any) -> int:
-    """Of any iteration: where batches grow (``--step-batch-size-schedule``), of the largest one to come."""
+    """Return the largest number of micro-batches of an iteration to come.
+
+    Batches may grow during the training (``--step-batch-size-schedule``).
+    """
     now = int(num_microbatches_calculator.get_num_microbatches())
     schedule = getattr(args, "step_batch_size_schedule", None)
     if schedule is None:
@@ -95,7 +98,11 @@ def _most_micro_batches(args: Any) -> int:
 
 
 def expert_optimizer(args: Any) -> ExpertOptimizer:
-    """What Megatron's optimizer keeps of every expert."""
+    """Return what Megatron's optimizer keeps for every expert.
+
+    Args:
+        args: Megatron's arguments.
+    """
     return ExpertOptimizer(
         num_state_tensors=_num_state_tensors(args),
         has_master_weights=args.fp16 or args.bf16,
@@ -104,7 +111,7 @@ def expert_optimizer(args: Any) -> ExpertOptimizer:
 
 
 def _num_state_tensors(args: Any) -> int:
-    """States of a parameter's size: momentum where there is any, both moments of Adam."""
+    """Return the number of optimizer states with a parameter's size: a momentum, or Adam's two moments."""
     if args.optimizer == "sgd":
         return int(args.sgd_momentum != 0)
     return {"lion": 1}.get(args.optimizer, 2)

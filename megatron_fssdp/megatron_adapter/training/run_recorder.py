@@ -1,4 +1,4 @@
-"""Collects one iteration's loss and loads from all ranks, for files and boards."""
+"""Collects the loss, loads and times of an iteration from all ranks, for a run's files and for boards."""
 
 import atexit
 import math
@@ -26,7 +26,13 @@ _KIND_OF_MEMORY = {True: "allocated", False: "resident"}
 
 @dataclass(frozen=True, eq=False)
 class _StageRecord:
-    """What a rank has to tell of one iteration, for its pipeline stage."""
+    """What one rank reports of an iteration for its pipeline stage.
+
+    Attributes:
+        loss: Loss of the language model; ``None`` on stages that do not compute it.
+        loads: Loads of the stage's layers.
+        reshard: What was re-sharded before the iteration.
+    """
 
     loss: float | None
     loads: list[LayerLoad]
@@ -38,8 +44,8 @@ class StepTimes:
     """Seconds of an iteration on this rank.
 
     Attributes:
-        iteration_s: Wall clock.
-        passes_s: Of these, forward and backward passes with the reduction of gradients.
+        iteration_s: Wall time of the iteration.
+        passes_s: Part of it that forward passes, backward passes and the reduction of gradients take.
     """
 
     iteration_s: float
@@ -48,7 +54,14 @@ class StepTimes:
 
 @dataclass(eq=False)
 class _Files:
-    """A run's files, on global rank 0; those of layers are opened with the first layers."""
+    """Writers of a run's files on global rank 0.
+
+    Attributes:
+        record_dir: Folder of the files.
+        metrics: Writer of one line for each iteration.
+        loads: Writer of token counts, opened with the first iteration that has MoE layers.
+        placements: Writer of placements, opened with the first iteration that has MoE layers.
+    """
 
     record_dir: Path
     metrics: MetricsWriter
@@ -80,13 +93,13 @@ class _Files:
 class RunRecorder:
     """Writes a run's records while Megatron trains: to files, and to the boards that Megatron has open.
 
-    Loads are gathered over the expert-data-parallel ranks (whose source devices are put
-    side by side, so D counts all ranks of a pipeline stage) and then over the pipeline. The
-    peers of expert tensor parallelism count as one device; their loads are one load already.
-    Seconds of transfers and of re-shards are those of device 0 of every expert-parallel group.
+    Loads are gathered over the expert-data-parallel ranks first and then over the pipeline stages. The
+    devices of all expert-data-parallel ranks are put side by side, so D counts all devices of a pipeline
+    stage. Expert-tensor-parallel peers count as one device, because they have the same loads. Seconds of
+    transfers and of re-shards are those of device 0 of every expert-parallel group.
 
     Args:
-        record_dir: Folder of the run's files; without one there are none.
+        record_dir: Folder of the run's files; ``None`` writes no files.
         to_boards: Whether to write to the boards at Megatron's log interval.
     """
 
@@ -97,12 +110,12 @@ class RunRecorder:
         self._files: _Files | None = None
         if record_dir is not None and dist.get_rank() == 0:
             self._files = _Files(record_dir, MetricsWriter(record_dir))
-        # Megatron leaves its training loop through sys.exit as well.
+        # Megatron may leave its training loop by sys.exit, so files are closed at exit.
         atexit.register(self.close)
 
     @property
     def wants_iteration(self) -> bool:
-        """Whether the running iteration is recorded; the same on all ranks."""
+        """Whether the running iteration is recorded; equal on all ranks."""
         return self._writes_files or (self._to_boards and _is_logged())
 
     def record(
@@ -112,13 +125,13 @@ class RunRecorder:
         times: StepTimes,
         reshard: ReshardReport | None = None,
     ) -> None:
-        """Record one iteration, where :attr:`wants_iteration`; collective.
+        """Record one iteration if :attr:`wants_iteration` is true. Collective: all ranks call it.
 
         Args:
-            step_result: What Megatron's ``train_step`` returned.
-            loads: The layers' loads of this rank.
+            step_result: Result of Megatron's ``train_step``.
+            loads: Loads of this rank's layers.
             times: Seconds of the step on this rank.
-            reshard: What was re-sharded before the step, if anything was.
+            reshard: What was re-sharded before the step; ``None`` if nothing was.
         """
         if not self.wants_iteration:
             return
@@ -127,7 +140,7 @@ class RunRecorder:
         losses, grad_norm = step_result[0], step_result[5]
         loss = float(next(iter(losses.values()))) if losses else None
         stages = _gather_stages(_StageRecord(loss, loads, reshard or ReshardReport(0, 0, 0.0)))
-        # At the first and the last iteration too, so that a short run has them.
+        # Peaks are also recorded in the first and the last iteration, so that a short run has them.
         peaks = _gather_peaks() if is_logged or iteration in (1, args.train_iters) else ()
         metrics: IterationMetrics | None = None
         all_loads = sorted((load for stage in stages for load in stage.loads), key=lambda load: load.layer)
@@ -154,20 +167,20 @@ class RunRecorder:
             write_to_boards(metrics, all_loads)
 
     def close(self) -> None:
-        """Flush the files."""
+        """Close the files."""
         if self._files is not None:
             self._files.close()
 
 
 def _is_logged() -> bool:
-    """Whether Megatron writes a line of the running iteration."""
+    """Whether Megatron logs a line for the running iteration."""
     args = get_args()
     return bool((args.curr_iteration + 1) % args.log_interval == 0)
 
 
 def _gather_stages(own: _StageRecord) -> list[_StageRecord]:
-    """Each pipeline stage's record, on global rank 0; empty elsewhere."""
-    # Every rank of an expert-parallel group knows the whole group's loads.
+    """Return the record of each pipeline stage on global rank 0, and an empty list on other ranks."""
+    # Every rank of an expert-parallel group knows the loads of the whole group, so device 0 reports.
     if parallel_state.get_expert_model_parallel_rank() != 0:
         return []
     copies: list[_StageRecord] = _gather(own, parallel_state.get_expert_data_parallel_group())
@@ -175,7 +188,8 @@ def _gather_stages(own: _StageRecord) -> list[_StageRecord]:
         return []
     num_peers = parallel_state.get_expert_tensor_parallel_world_size()
     first = copies[0]
-    # Every copy moves the same experts, and every peer its part of them.
+    # Every expert-data-parallel copy moves the same experts, and every expert-tensor-parallel peer moves its
+    # part of them.
     moved_bytes = num_peers * sum(copy.reshard.bytes_moved for copy in copies)
     stage = _StageRecord(
         first.loss,
@@ -186,7 +200,7 @@ def _gather_stages(own: _StageRecord) -> list[_StageRecord]:
 
 
 def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Everyone's value on the group's first rank; empty elsewhere."""
+    """Return the values of all ranks on the group's first rank, and an empty list on other ranks."""
     if group.size() == 1:
         return [value]
     gathered: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
@@ -195,11 +209,11 @@ def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def _gather_peaks() -> tuple[int, ...]:
-    """Most bytes that each rank has had, on global rank 0; empty elsewhere. Collective."""
+    """Return the peak memory of each rank in bytes on global rank 0; empty on other ranks. Collective."""
     if torch.cuda.is_available():
         device, peak = torch.device("cuda", torch.cuda.current_device()), torch.cuda.max_memory_allocated()
     else:
-        # In KiB on Linux.
+        # Linux reports this number in KiB.
         device, peak = torch.device("cpu"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     own = torch.tensor([peak], dtype=torch.int64, device=device)
     if dist.get_backend() == "gloo":
@@ -211,8 +225,8 @@ def _gather_peaks() -> tuple[int, ...]:
 
 
 def _side_by_side(loads: tuple[LayerLoad, ...]) -> LayerLoad:
-    """One layer's loads in all its expert-parallel groups as if they were one group."""
-    # Expert-tensor-parallel peers move equal parts of the same experts; one of them reports.
+    """Combine the loads of a layer in several expert-parallel groups as if they were one group."""
+    # Only one of the expert-tensor-parallel peers reports, and all of them move equally large parts.
     num_peers = parallel_state.get_expert_tensor_parallel_world_size()
     return LayerLoad(
         layer=loads[0].layer,

@@ -1,4 +1,4 @@
-"""Marks iterations in Megatron's training loop, checks the built model, feeds the recorder."""
+"""Wraps Megatron's training loop: begins and ends iterations, checks the built model, records iterations."""
 
 import logging
 import time
@@ -29,7 +29,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Passes:
-    """Clock of an iteration's forward and backward passes."""
+    """Clock of an iteration's forward and backward passes.
+
+    Attributes:
+        seconds: Seconds of the passes of this iteration until now.
+    """
 
     seconds: float = 0.0
 
@@ -38,7 +42,7 @@ class _Passes:
         started_s = time.perf_counter()
         yield
         if torch.cuda.is_available():
-            # The optimizer waits for the gradients' norm anyway.
+            # This wait costs nothing, because the optimizer waits for the norm of the gradients anyway.
             torch.cuda.synchronize()
         self.seconds += time.perf_counter() - started_s
 
@@ -83,22 +87,23 @@ def wrap_training(training: Any, choice: Callable[[], RequestedStrategy | None])
             result = step(*args, **kwargs)
         except Exception:
             if driver is not None:
-                with suppress(RuntimeError):  # of a device that does not work any more
+                with suppress(RuntimeError):  # A broken device raises again when it is asked.
                     driver.report_non_finite()
             raise
-        refused = result[3]  # a loss or a gradient, and Megatron ends the run
+        refused = result[3]  # Megatron refused a loss or a gradient and will end the run.
         if refused and driver is not None:
             driver.report_non_finite()
         loads = driver.end() if driver is not None else []
         if recorder and recorder[0].wants_iteration and not refused:
             if torch.cuda.is_available():
-                torch.cuda.synchronize()  # the step's kernels belong to its time
+                torch.cuda.synchronize()  # The step's kernels must be in its time.
             reshard = driver.reshard if driver is not None else None
             times = StepTimes(time.perf_counter() - started_s, passes.seconds)
             recorder[0].record(result, loads, times, reshard)
         return result
 
-    # Megatron's rerun state machine repeats an iteration's passes inside train_step.
+    # Megatron's rerun state machine may repeat an iteration's passes inside train_step, so the beginning of
+    # passes is detected here.
     get_schedule = training.get_forward_backward_func
 
     @wraps(get_schedule)
