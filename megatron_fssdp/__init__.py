@@ -22,6 +22,7 @@ __all__ = [
     "get_gpt_decoder_block_spec",
     "get_moe_module_spec",
     "register",
+    "register_strategy",
     "start_session",
 ]
 
@@ -35,6 +36,30 @@ def register() -> None:
     from megatron_fssdp.megatron_adapter.entry import registration
 
     registration.register()
+
+
+def register_strategy(
+    name: str,
+    *,
+    settings: Any,
+    strategy: Any,
+    summary: str,
+    colour: str | None = None,
+    candidate: bool = False,
+    ranked: bool = True,
+) -> None:
+    """Make a strategy of your own known by its name; see ``config.strategy_registry.register_strategy``."""
+    from megatron_fssdp.config import strategy_registry
+
+    strategy_registry.register_strategy(
+        name,
+        settings=settings,
+        strategy=strategy,
+        summary=summary,
+        colour=colour,
+        candidate=candidate,
+        ranked=ranked,
+    )
 
 
 def start_session(strategy: str, settings: Any = None) -> Any:

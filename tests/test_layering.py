@@ -41,7 +41,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
         {"megatron", "torch", "typer", "rich", "psutil", "yaml"},
     ),
     # `import megatron_fssdp` and `python -m megatron_fssdp` lead to the adapter and the command line.
-    "<top>": ({"megatron_adapter", "cli"}, set()),
+    "<top>": ({"config", "megatron_adapter", "cli"}, set()),
 }
 
 FORBIDDEN = {

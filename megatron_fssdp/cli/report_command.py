@@ -1,13 +1,14 @@
 """Writes the page of HTML of one run, or of several that are compared."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
 
 from megatron_fssdp.cli.simulate_command import described_cluster, ranked_strategies, settings_of
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy_registry import STRATEGIES
 from megatron_fssdp.reporting.comparison_table import comparison_table
 from megatron_fssdp.reporting.job_records import loads_for_job
 from megatron_fssdp.reporting.page.report_page import page_html, page_sections, write_page
@@ -18,9 +19,12 @@ from megatron_fssdp.simulation.moe_job import job_of_run
 
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"
-WHAT_IF_STRATEGIES = ("ep", "fssdp", "fastermoe", "prophet", "smartmoe", "flexmoe", "quota")
 WHAT_IF_ITERATIONS = 60
 """The last ones of the record: loads of an untrained router say little, and every strategy plans each."""
+
+
+def _ranked() -> tuple[str, ...]:
+    return tuple(name for name, entry in STRATEGIES.items() if entry.is_ranked)
 
 
 @dataclass(frozen=True)
@@ -31,13 +35,13 @@ class ReportRequest:
         runs: Folders of recorded runs.
         out: The page; by default in the first run's folder.
         cluster: YAML file or name of a cluster to rank strategies on; none without it.
-        strategies: To be ranked.
+        strategies: Names of those to rank. Default: all that are registered as ranked.
     """
 
     runs: Sequence[Path]
     out: Path | None = None
     cluster: str | None = None
-    strategies: Sequence[str] = WHAT_IF_STRATEGIES
+    strategies: Sequence[str] = field(default_factory=_ranked)
 
     def with_strategies(self, names: Sequence[str]) -> "ReportRequest":
         """The same with other strategies to rank, if any are named."""

@@ -16,6 +16,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides, validate
 from megatron_fssdp.config.renamed_settings import refuse_renamed_settings
 from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.config.strategy_registry import BASELINE, STRATEGIES
 from megatron_fssdp.config.strategy_selection import strategy_settings
 from megatron_fssdp.config.strategy_settings import EpSettings, StrategySettings
 from megatron_fssdp.config.written_files import written_whole
@@ -201,7 +202,7 @@ def _row(
     job: MoeJob,
     with_break_even: bool,
 ) -> RankedStrategy:
-    if not with_break_even or name in ("none", "ep"):
+    if not with_break_even or name == BASELINE or STRATEGIES[name].strategy is None:
         return RankedStrategy(name, outcome)
     counts_ILDE = record.counts_ILDE
     first = max(0, len(counts_ILDE) - SAMPLE_ITERATIONS)

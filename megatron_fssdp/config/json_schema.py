@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_fssdp.config.composition import INCLUDE_KEY
 from megatron_fssdp.config.run_config import RunConfig
-from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
+from megatron_fssdp.config.strategy_registry import STRATEGIES
 
 _INCLUDE = {
     "type": "array",
@@ -34,9 +34,10 @@ def run_config_schema() -> dict[str, Any]:
         definition = definitions[schema["properties"][name]["$ref"].removeprefix("#/$defs/")]
         schema["then"]["properties"][name] = {"required": definition.pop("required")}
     section = definitions["StrategySection"]
-    section["properties"]["name"]["enum"] = list(SETTINGS_BY_STRATEGY)
+    section["properties"]["name"]["enum"] = list(STRATEGIES)
     section["allOf"] = []
-    for name, model in SETTINGS_BY_STRATEGY.items():
+    for name, entry in STRATEGIES.items():
+        model = entry.settings
         definitions[model.__name__] = model.model_json_schema()
         # Nested settings are those of other strategies, which have their own definitions.
         definitions[model.__name__].pop("$defs", None)

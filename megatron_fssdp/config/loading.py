@@ -205,6 +205,11 @@ def _render_all(
         for details in errors
     ]
     paths = [".".join(location) for location, _ in located]
+    refused = {
+        path
+        for details, path in zip(errors, paths, strict=True)
+        if isinstance(details.get("ctx", {}).get("error"), ValueError)
+    }
     for details, (location, owner) in zip(errors, located, strict=True):
         file = origin(location)
         origin_text = f"in {file}: " if file is not None else ""
@@ -223,6 +228,8 @@ def _render_all(
             if any(key and path.startswith(f"{key}.") for path in paths):
                 continue  # another alternative of the union found a more exact problem inside this mapping
             where = f"{origin_text}{key or 'top level'}: got {describe_value(details['input'])}"
+            if key in refused:
+                continue  # one alternative's complaint about what another one read and refused
             mismatches.setdefault(where, []).append(wanted)
     return problems + [
         f"{where}, wanted {' or '.join(dict.fromkeys(wanted))}" for where, wanted in mismatches.items()

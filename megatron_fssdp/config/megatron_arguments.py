@@ -8,7 +8,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.model_settings import ModelSettings
 from megatron_fssdp.config.parallelism_settings import ParallelismSettings
 from megatron_fssdp.config.run_config import RunConfig
-from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
+from megatron_fssdp.config.strategy_registry import STRATEGIES
 from megatron_fssdp.config.training_settings import TrainingSettings
 
 # Megatron's fused kernels and Transformer Engine run on GPUs only.
@@ -108,7 +108,7 @@ def strategy_arguments(config: RunConfig, out_dir: Path) -> list[str]:
     """Return the strategy's flags. Records go to the output folder unless the settings name another one."""
     settings = {"record_dir": str(out_dir), **config.strategy.settings}
     declared = config.parallelism.declared_nodes
-    if declared is not None and "nodes" in SETTINGS_BY_STRATEGY[config.strategy.name].model_fields:
+    if declared is not None and "nodes" in STRATEGIES[config.strategy.name].settings.model_fields:
         settings.setdefault("nodes", declared)
     arguments = ["--moe-strategy", config.strategy.name]
     for key, value in settings.items():

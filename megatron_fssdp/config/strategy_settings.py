@@ -4,11 +4,14 @@ A strategy's keys are relative to it (``--moe-strategy-set slots=2``), so each
 strategy has one flat model here. Common keys live in :class:`StrategySettings`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+
+from megatron_fssdp.config.errors import ConfigurationError
 
 KEEP_OWNERS = "set reshard_interval=0 (under auto smartmoe=false)"
 """The next step for whoever cannot have owners moved."""
@@ -80,10 +83,51 @@ class PlacementSettings(StrategySettings):
         description="Debug: compare a hash of every plan across the ranks and stop at the first difference.",
     )
 
+    counts_of_experts: ClassVar[tuple[str, ...]] = ()
+    """Keys that count experts of a layer, so that no value is above their number."""
+
+    decided_for_all: ClassVar[tuple[str, ...]] = ()
+    """Keys of the model's own that one of ``auto``'s candidates cannot set, because all layers share them."""
+
     @property
     def collective_schedule(self) -> CollectiveSchedule:
         """In which order collectives carry rows."""
         return CollectiveSchedule()
+
+    def as_candidate(self) -> Self:
+        """These settings where single layers run under them, as one of ``auto``'s candidates."""
+        return self
+
+    def check_num_experts(self, num_experts: int) -> None:
+        """Refuse settings that do not fit the number of experts.
+
+        Args:
+            num_experts: Routed experts of a layer.
+
+        Raises:
+            ConfigurationError: A key counts more experts than there are.
+        """
+        for key in self.counts_of_experts:
+            value = getattr(self, key)
+            if value is not None and value > num_experts:
+                raise ConfigurationError(
+                    f"{key}: got {value}, wanted 0 to {num_experts}, the number of experts of a layer; "
+                    f"lower it with --moe-strategy-set {key}={num_experts}"
+                )
+
+    @model_validator(mode="after")
+    def _check_gate(self) -> Self:
+        if self.router == "topology_aware" and self.leaving_share is None:
+            raise ValueError(
+                "router topology_aware needs leaving_share, a number from 0 to 1: W_net / (M * W_local) for "
+                "nodes of M devices, with the bandwidths that megatron-fssdp profile measures"
+            )
+        if self.router == "stock" and self.leaving_share is not None:
+            raise ValueError(
+                f"leaving_share {self.leaving_share} has no meaning under router stock: set router to "
+                "topology_aware, which changes the routing, or drop leaving_share"
+            )
+        return self
 
 
 class SteppedSettings(PlacementSettings):
@@ -144,6 +188,9 @@ class MeasuringSettings(ScheduleSettings):
 class FastermoeSettings(MeasuringSettings):
     """``fastermoe``: the hottest experts on all devices (FasterMoE's dynamic shadowing)."""
 
+    counts_of_experts = ("slots",)
+    decided_for_all = ("overlap",)
+
     slots: int | None = Field(
         default=None,
         ge=0,
@@ -168,6 +215,9 @@ class FastermoeSettings(MeasuringSettings):
 class QuotaSettings(MeasuringSettings):
     """``quota``: exact quotas by each micro-batch's counts (ours, after ECHO and UltraEP)."""
 
+    counts_of_experts = ("slots",)
+    decided_for_all = ("overlap",)
+
     slots: int | None = Field(
         default=None,
         ge=0,
@@ -183,6 +233,9 @@ class QuotaSettings(MeasuringSettings):
 
 class ProphetSettings(MeasuringSettings):
     """``prophet``: hot experts on a subset of the devices, planned ahead (Pro-Prophet)."""
+
+    counts_of_experts = ("slots",)
+    decided_for_all = ("overlap",)
 
     left_out: int | None = Field(
         default=None,
@@ -241,6 +294,9 @@ class SmartmoeSettings(MeasuringSettings):
 class FlexmoeSettings(MeasuringSettings):
     """``flexmoe``: replicas that stay, with optimizer states of their own (the baseline FlexMoE)."""
 
+    counts_of_experts = ("slots",)
+    decided_for_all = ("overlap",)
+
     slots: int = Field(
         default=1,
         ge=1,
@@ -271,6 +327,9 @@ class FlexmoeSettings(MeasuringSettings):
 
 class FssdpSettings(MeasuringSettings):
     """``fssdp``: fully sharded sparse data parallelism (Hecate)."""
+
+    counts_of_experts = ("slots", "overlap_degree")
+    decided_for_all = ("overlap", "reshard_interval")
 
     window: int = Field(
         default=5, ge=1, description="Iterations whose mean load predicts the next one (Hecate §4.2, w)."
@@ -348,6 +407,26 @@ class FssdpSettings(MeasuringSettings):
         ),
     )
 
+    def as_candidate(self) -> Self:
+        """Without re-sharding: Alg. 2 is one decision for all layers, whatever is selected for each."""
+        return self.model_copy(update={"reshard_interval": 0})
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> Self:
+        slots, degree = self.slots, self.overlap_degree
+        if degree == 0 and slots is not None and slots > 0:
+            raise ValueError(
+                f"overlap_degree 0 and slots {slots} exclude each other: no expert may be replicated, so the "
+                f"{slots} slots would stay empty; set slots to 0 or overlap_degree to 1 or more"
+            )
+        if slots == 0 and degree is not None and degree > 0:
+            raise ValueError(
+                f"slots 0 and overlap_degree {degree} exclude each other: {degree} experts may be "
+                "replicated, but no device has room for a replica; set slots to 1 or more or "
+                "overlap_degree to 0"
+            )
+        return self
+
 
 class ParmSettings(PlacementSettings):
     """``parm``: schedules for tensor, expert and expert tensor parallelism together (Parm)."""
@@ -382,6 +461,15 @@ class ParmSettings(PlacementSettings):
         """As set."""
         return CollectiveSchedule(self.schedule, self.simultaneous, self.cluster)
 
+    @model_validator(mode="after")
+    def _check_cluster(self) -> Self:
+        if self.cluster is not None and self.schedule != "auto":
+            raise ValueError(
+                f"cluster {self.cluster} has no meaning under schedule {self.schedule}, which is not decided "
+                "by costs: drop it, or set schedule to auto"
+            )
+        return self
+
 
 class AutoSettings(SteppedSettings):
     """``auto``: for each layer the strategy with the fewest modelled seconds, ``ep`` included (ours)."""
@@ -415,35 +503,60 @@ class AutoSettings(SteppedSettings):
             "to it, doing nothing included."
         ),
     )
-    fssdp: bool | FssdpSettings = Field(
-        default=True, description="Candidate: its settings, true for the default ones, false for none."
-    )
-    prophet: bool | ProphetSettings = Field(default=True, description="Candidate, likewise.")
-    fastermoe: bool | FastermoeSettings = Field(default=True, description="Candidate, likewise.")
-    quota: bool | QuotaSettings = Field(default=True, description="Candidate, likewise.")
-    smartmoe: bool | SmartmoeSettings = Field(
-        default=True, description="Candidate, likewise; the one that moves owners."
-    )
 
     @property
     def collective_schedule(self) -> CollectiveSchedule:
         """By modelled seconds."""
         return CollectiveSchedule("auto")
 
+    candidate_settings: ClassVar[Mapping[str, type[PlacementSettings]]] = {}
+    """Models of the strategies that may be selected beside ``ep``, by name; a key each."""
+
+    @classmethod
+    def with_candidates(
+        cls, candidates: Mapping[str, tuple[type[PlacementSettings], str]]
+    ) -> type["AutoSettings"]:
+        """The model with a key for each of these candidates.
+
+        Args:
+            candidates: Settings and one line about each strategy, by name.
+        """
+        fields: dict[str, Any] = {
+            name: (
+                bool | settings,
+                Field(
+                    default=True,
+                    description=f"Candidate: {summary}. Its settings, true for the defaults, false for none.",
+                ),
+            )
+            for name, (settings, summary) in candidates.items()
+        }
+        model = create_model(cls.__name__, __base__=cls, __module__=cls.__module__, **fields)
+        model.__doc__ = cls.__doc__
+        model.candidate_settings = {name: settings for name, (settings, _) in candidates.items()}
+        return model
+
+    @model_validator(mode="after")
+    def _check_candidates(self) -> Self:
+        for name in self.candidate_settings:
+            candidate = getattr(self, name)
+            if not isinstance(candidate, PlacementSettings):
+                continue
+            shared = {*MeasuringSettings.model_fields, *candidate.decided_for_all}
+            if wrong := sorted(shared & candidate.model_fields_set):
+                known = sorted(set(type(candidate).model_fields) - shared)
+                raise ValueError(
+                    f"{name}.{wrong[0]} has no meaning for a candidate, because all of them run on one "
+                    f"runtime and with the same owners; wanted {', '.join(known)}: drop the key"
+                )
+        return self
+
     @property
-    def candidates(self) -> "dict[str, EpSettings | MeasuringSettings]":
-        """Settings of what is chosen among, doing nothing first."""
-        found: dict[str, EpSettings | MeasuringSettings] = {"ep": EpSettings()}
-        if self.fssdp:
-            given = FssdpSettings() if self.fssdp is True else self.fssdp
-            # Alg. 2 is one decision for all layers together, whatever each of them has chosen.
-            found["fssdp"] = given.model_copy(update={"reshard_interval": 0})
-        if self.prophet:
-            found["prophet"] = ProphetSettings() if self.prophet is True else self.prophet
-        if self.fastermoe:
-            found["fastermoe"] = FastermoeSettings() if self.fastermoe is True else self.fastermoe
-        if self.quota:
-            found["quota"] = QuotaSettings() if self.quota is True else self.quota
-        if self.smartmoe:
-            found["smartmoe"] = SmartmoeSettings() if self.smartmoe is True else self.smartmoe
+    def candidates(self) -> dict[str, PlacementSettings]:
+        """Settings of what is selected among by name, doing nothing first."""
+        found: dict[str, PlacementSettings] = {"ep": EpSettings()}
+        for name, model in self.candidate_settings.items():
+            given: bool | PlacementSettings = getattr(self, name)
+            if given is not False:
+                found[name] = (model() if given is True else given).as_candidate()
         return found

@@ -2,19 +2,12 @@
 
 from collections.abc import Sequence
 
-# Okabe-Ito, two of Tol's and a brown: told apart by colour-blind readers, and seen on light and dark ground.
-STRATEGY_COLOURS = {
-    "none": "#7F7F7F",
-    "ep": "#0072B2",
-    "fssdp": "#D55E00",
-    "fastermoe": "#009E73",
-    "prophet": "#CC79A7",
-    "smartmoe": "#56B4E9",
-    "flexmoe": "#E69F00",
-    "quota": "#AA4499",
-    "parm": "#999933",
-    "auto": "#8C564B",
-}
+from megatron_fssdp.config.strategy_registry import STRATEGIES
+
+
+def strategy_colours() -> dict[str, str]:
+    """``#RRGGBB`` by name, of the registered strategies that have a colour."""
+    return {name: entry.colour for name, entry in STRATEGIES.items() if entry.colour is not None}
 
 
 def distinct_colours(strategies: Sequence[str]) -> list[str]:
@@ -23,12 +16,14 @@ def distinct_colours(strategies: Sequence[str]) -> list[str]:
     Args:
         strategies: Of the runs; names that are no strategy's get what is left.
     """
+    known = strategy_colours()
+    palette = list(known.values())
+    reserved = {known[name] for name in strategies if name in known}
     colours: list[str] = []
     for strategy in strategies:
-        own = STRATEGY_COLOURS.get(strategy)
-        reserved = {STRATEGY_COLOURS[name] for name in strategies if name in STRATEGY_COLOURS}
-        left = [colour for colour in STRATEGY_COLOURS.values() if colour not in {*reserved, *colours}]
+        own = known.get(strategy)
         if own is None or own in colours:
-            own = left[0] if left else list(STRATEGY_COLOURS.values())[len(colours) % len(STRATEGY_COLOURS)]
+            left = [colour for colour in palette if colour not in {*reserved, *colours}]
+            own = left[0] if left else palette[len(colours) % len(palette)]
         colours.append(own)
     return colours

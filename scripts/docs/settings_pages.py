@@ -13,7 +13,7 @@ from pydantic_core import PydanticUndefined
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.run_config import RunConfig
-from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
+from megatron_fssdp.config.strategy_registry import STRATEGIES
 from megatron_fssdp.config.strategy_settings import StrategySettings
 
 _KINDS = {
@@ -48,6 +48,18 @@ def settings_table(model: type[BaseModel], *, without: type[BaseModel] | None = 
     return "\n".join(lines)
 
 
+def strategies_table() -> str:
+    """Every registered strategy with what it does and who lists it."""
+    lines = ["| strategy | what it does | `auto` may select it | ranked by reports |", "|---|---|---|---|"]
+    for name, entry in STRATEGIES.items():
+        cells = (
+            entry.summary,
+            *("yes" if is_so else "no" for is_so in (entry.is_candidate, entry.is_ranked)),
+        )
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _settings_page() -> str:
     parts = [
         "# Settings",
@@ -65,11 +77,13 @@ def _settings_page() -> str:
         "## `strategy`",
         "`strategy.name` is the name of a strategy, and `strategy.settings` has the keys of that strategy. "
         "`--moe-strategy-set KEY=VALUE` and the file of `--moe-strategy-config` take the same keys.",
+        strategies_table(),
     ]
     for shared, users in _shared_keys().items():
         names = ", ".join(f"`{name}`" for name in users)
         parts += [f"### Keys of {names}", settings_table(shared, without=_parent(shared))]
-    for name, model in SETTINGS_BY_STRATEGY.items():
+    for name, entry in STRATEGIES.items():
+        model = entry.settings
         if set(model.model_fields) == set((_parent(model) or model).model_fields):
             continue
         parts += [f"### `{name}`", inspect.getdoc(model) or "", settings_table(model, without=_parent(model))]
@@ -84,7 +98,8 @@ def _settings_page() -> str:
 def _shared_keys() -> dict[type[StrategySettings], list[str]]:
     """Base models that several strategies share keys from, most general first, with the strategies' names."""
     users: dict[type[StrategySettings], list[str]] = {}
-    for name, model in SETTINGS_BY_STRATEGY.items():
+    for name, entry in STRATEGIES.items():
+        model = entry.settings
         for base in reversed(model.__mro__):
             if issubclass(base, StrategySettings) and base is not model:
                 users.setdefault(base, []).append(name)
@@ -131,7 +146,7 @@ def _kind_of(annotation: Any) -> str:
         return f"list of {_kind_of(arguments[0])}"
     if origin is dict:
         return "mapping"
-    if annotation in SETTINGS_BY_STRATEGY.values():
+    if annotation in [entry.settings for entry in STRATEGIES.values()]:
         return "keys of that strategy"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return ", ".join(f"`{name}`" for name in annotation.model_fields)

@@ -19,7 +19,7 @@ from matplotlib.patches import Patch
 from megatron_fssdp.cli.simulate_command import described_cluster
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.composition import load_run
-from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
+from megatron_fssdp.config.strategy_registry import BASELINE, SHIPPED, STRATEGIES
 from megatron_fssdp.planning.cost.link_seconds import topology_of
 from megatron_fssdp.simulation.iteration_timeline import ALL_TO_ALL, COMPUTE, TRANSFER
 from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run
@@ -29,7 +29,6 @@ from megatron_fssdp.strategies.strategy import LayerPlan
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "pictures"
-STRATEGIES = ("auto", "fssdp", "fastermoe", "prophet", "smartmoe", "flexmoe", "quota")
 
 PARTS = ("models/hecate-gpt-moe-s", "parallelism/hecate-a", "training/measure")
 JOB = (
@@ -74,6 +73,13 @@ class Case:
         return float(load_D.max() / load_D.mean())
 
     @property
+    def has_moved_owners(self) -> bool:
+        """Whether an expert has another owner than at the start."""
+        num_devices, num_experts = self.tokens_DE.shape
+        home_E = np.arange(num_experts) // (num_experts // num_devices)
+        return bool((self.plan.placement.owner_E != home_E).any())
+
+    @property
     def iteration_ms(self) -> float:
         """Simulated milliseconds of the last iteration."""
         return 1e3 * float(self.outcome.iteration_s[-1])
@@ -95,7 +101,7 @@ def case(name: str) -> Case:
     plans: dict[tuple[int, int], LayerPlan] = {}
     outcome = simulate(
         name,
-        SETTINGS_BY_STRATEGY[name](),
+        STRATEGIES[name].settings(),
         counts_ILDE,
         cluster,
         job,
@@ -135,7 +141,7 @@ def draw_bars(axes: Axes, drawn: Case, top: float) -> None:
     axes.set_ylabel("thousand (token, k) pairs", fontsize=9)
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    title = "plain expert parallelism (ep)" if drawn.name == "ep" else drawn.name
+    title = "plain expert parallelism (ep)" if drawn.name == BASELINE else drawn.name
     axes.set_title(f"{title}: busiest device {drawn.max_over_mean:.2f} × the mean", fontsize=10, loc="left")
 
 
@@ -191,18 +197,27 @@ def draw(cases: list[Case]) -> Figure:
         for drawn in cases
     ):
         kinds.append(("a replica", REPLICA))
-    if any(drawn.name == "smartmoe" for drawn in cases):
+    if any(drawn.has_moved_owners for drawn in cases):
         kinds.append(("an expert that has changed its owner", MOVED))
     kinds += [
         ("attention, gate, dense", COLOURS["compute"]),
         ("experts", COLOURS["experts"]),
         ("tokens", COLOURS["tokens"]),
     ]
-    if len(cases) > 1 and cases[1].name != "smartmoe":
+    if any(drawn.outcome.ledger.replicas_IL.any() for drawn in cases):
         kinds += [("experts' weights", COLOURS["weights"]), ("experts' gradients", COLOURS["gradients"])]
     handles = [Patch(facecolor=colour, label=label) for label, colour in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(kinds), fontsize=8, frameon=False)
     return figure
+
+
+def _drawn() -> list[str]:
+    """Shipped strategies that differ from ``ep`` by where experts are."""
+    return [
+        name
+        for name, entry in STRATEGIES.items()
+        if entry.package == SHIPPED and entry.strategy not in (None, STRATEGIES[BASELINE].strategy)
+    ]
 
 
 def draw_all(folder: Path) -> list[Path]:
@@ -218,8 +233,8 @@ def draw_all(folder: Path) -> list[Path]:
 
     settings = {"svg.fonttype": "none", "svg.hashsalt": "fssdp", "font.family": "sans-serif"}
     with matplotlib.rc_context(settings):
-        plain = case("ep")
-        figures = {"ep": draw([plain]), **{name: draw([plain, case(name)]) for name in STRATEGIES}}
+        plain = case(BASELINE)
+        figures = {BASELINE: draw([plain]), **{name: draw([plain, case(name)]) for name in _drawn()}}
         figures["parm"] = tensor_schedule_picture.draw()
         files = []
         for name, figure in figures.items():

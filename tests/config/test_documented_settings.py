@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
+from megatron_fssdp.config.strategy_registry import STRATEGIES
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROW = re.compile(r"^\| `(?P<key>\w+)` \| `(?P<default>[^`]*)`[^|]*\| (?P<meaning>[^|]+) \|$", re.MULTILINE)
@@ -24,7 +24,7 @@ PAGES = {
 
 
 def test_every_strategy_has_a_page() -> None:
-    assert set(PAGES) == set(SETTINGS_BY_STRATEGY) - {"none", "ep"}
+    assert set(PAGES) == set(STRATEGIES) - {"none", "ep"}
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -34,7 +34,7 @@ def test_every_setting_is_documented_with_its_default(name: str) -> None:
     if heading is not None:
         text = text[text.index(heading) :].partition("\n## ")[0]
     documented = {row["key"]: row["default"] for row in ROW.finditer(text)}
-    defaults = SETTINGS_BY_STRATEGY[name]().model_dump(mode="json")
+    defaults = STRATEGIES[name].settings().model_dump(mode="json")
     assert documented == {
         key: value if isinstance(value, str) else json.dumps(value) for key, value in defaults.items()
     }

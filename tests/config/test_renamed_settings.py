@@ -10,7 +10,8 @@ from megatron_fssdp.cli.run_folder import RunFolder
 from megatron_fssdp.config.composition import load_run
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.renamed_settings import RECORDED_RUN_HEADER
-from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY, resolve_strategy
+from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy_selection import resolve_strategy
 from megatron_fssdp.reporting.recorded_run import run_config_of
 
 TINY = Path(__file__).parents[2] / "configs" / "gpt_moe_tiny.yaml"
@@ -20,10 +21,10 @@ RENAMED = {
     "exchange=two_step": "schedule=megatron",
     "exchange=fused": "schedule=s1",
 }
-STRATEGIES = sorted(set(SETTINGS_BY_STRATEGY) - {"none", "parm", "auto"})
+NAMES = sorted(set(STRATEGIES) - {"none", "parm", "auto"})
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("old", RENAMED)
 def test_an_old_flag_is_refused_with_the_new_spelling(name: str, old: str) -> None:
     with pytest.raises(ConfigurationError, match=f"--moe-strategy-set: {old} is now {RENAMED[old]}"):

@@ -13,7 +13,7 @@ from megatron_fssdp.config.composition import compose, lay_over, load_run
 from megatron_fssdp.config.loading import apply_overrides, validate
 from megatron_fssdp.config.megatron_arguments import Installation, TokenizedData, megatron_arguments
 from megatron_fssdp.config.run_config import RunConfig
-from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
+from megatron_fssdp.config.strategy_registry import STRATEGIES
 from megatron_fssdp.simulation.parameter_count import ParameterCount, count_parameters
 
 ROOT = Path(__file__).parents[2]
@@ -129,7 +129,7 @@ def test_every_model_runs_on_its_clusters_under_every_strategy(
 
 def test_every_strategy_has_a_file() -> None:
     chosen = {data_of("strategies", name)["strategy"]["name"] for name in names_in("strategies")}
-    assert chosen == set(SETTINGS_BY_STRATEGY)
+    assert chosen == set(STRATEGIES)
 
 
 @pytest.mark.parametrize("name", sorted(set(names_in("parallelism")) - {"cpu"}))

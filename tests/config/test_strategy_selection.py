@@ -1,7 +1,8 @@
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY, resolve_strategy
+from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy_selection import resolve_strategy
 from megatron_fssdp.config.strategy_settings import EpSettings, FssdpSettings, NoneSettings
 
 
@@ -21,7 +22,7 @@ def test_overrides_take_precedence_over_the_file(tmp_path):
 def test_unknown_strategy_lists_the_known_ones():
     with pytest.raises(ConfigurationError) as caught:
         resolve_strategy("fsdp")
-    for name in SETTINGS_BY_STRATEGY:
+    for name in STRATEGIES:
         assert name in str(caught.value)
     assert "did you mean 'fssdp'" in str(caught.value)
 

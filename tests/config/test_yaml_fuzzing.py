@@ -13,7 +13,8 @@ from megatron_fssdp.config.composition import load_run
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides, load_yaml, validate
 from megatron_fssdp.config.run_config import RunConfig
-from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY, strategy_settings
+from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy_selection import strategy_settings
 from megatron_fssdp.config.yaml_text import format_yaml, parse_yaml
 from tests.drawn_examples import examples
 
@@ -115,7 +116,7 @@ def test_written_yaml_is_read_back(data: dict[str, Any]) -> None:
 
 @given(
     st.lists(st.text(max_size=20) | st.builds("{}={}".format, KEYS, st.text(max_size=12)), max_size=3),
-    st.sampled_from(sorted(SETTINGS_BY_STRATEGY)),
+    st.sampled_from(sorted(STRATEGIES)),
 )
 @examples(150)
 def test_overrides_are_valid_or_refused(overrides: list[str], name: str) -> None:

@@ -5,8 +5,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from megatron_fssdp.config import strategy_selection
-from megatron_fssdp.strategies import registry
+from megatron_fssdp.config.strategy_registry import STRATEGIES, register_strategy
 
 NAME = "second_home"
 FILE = Path(__file__).parents[2] / "docs" / "examples" / f"{NAME}.py"
@@ -25,12 +24,14 @@ def example() -> ModuleType:
 
 
 def register_example() -> None:
-    """Register the example as the page describes: write it into the two dicts."""
-    strategy_selection.SETTINGS_BY_STRATEGY[NAME] = example().SecondHomeSettings
-    registry._STRATEGIES[NAME] = example().SecondHome
+    """Register the example; a rank that was forked from a registered process has it already."""
+    if NAME in STRATEGIES:
+        return
+    register_strategy(
+        NAME, settings=example().SecondHomeSettings, strategy=example().SecondHome, summary="an example"
+    )
 
 
 def forget_example() -> None:
-    """Remove the example from the two dicts."""
-    strategy_selection.SETTINGS_BY_STRATEGY.pop(NAME, None)
-    registry._STRATEGIES.pop(NAME, None)
+    """Remove the example from the registry."""
+    STRATEGIES._entries.pop(NAME, None)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
+from megatron_fssdp.config.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
@@ -229,9 +229,9 @@ class DrawnPlacements(Strategy):
 
 def strategy_of(case: LayerCase) -> Strategy:
     """A real strategy where the case names one, otherwise random placements."""
-    if case.placement in SETTINGS_BY_STRATEGY:
+    if case.placement in STRATEGIES:
         return build_strategy(
-            case.placement, SETTINGS_BY_STRATEGY[case.placement].model_validate(dict(case.settings))
+            case.placement, STRATEGIES[case.placement].settings.model_validate(dict(case.settings))
         )
     return DrawnPlacements(case)
 

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron_fssdp.config.model_settings import ModelSettings
-from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
+from megatron_fssdp.config.strategy_registry import STRATEGIES
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts" / "docs"
@@ -62,8 +62,8 @@ def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
 def test_every_setting_is_in_the_reference(site: Path) -> None:
     text = (site / "reference" / "settings.html").read_text(encoding="utf-8")
     keys = set(ModelSettings.model_fields)
-    for model in SETTINGS_BY_STRATEGY.values():
-        keys |= set(model.model_fields)
+    for entry in STRATEGIES.values():
+        keys |= set(entry.settings.model_fields)
     assert {key for key in keys if f"<code>{key}</code>" not in text} == set()
 
 
@@ -95,7 +95,7 @@ def test_pictures_show_what_the_strategies_decide(docs_scripts: Path, tmp_path: 
 def test_every_strategy_of_the_pages_has_a_picture() -> None:
     drawn = {file.stem.removeprefix("strategy_") for file in PICTURES.glob("strategy_*.svg")}
     pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md"))
-    assert drawn == set(SETTINGS_BY_STRATEGY) - {"none"}
+    assert drawn == set(STRATEGIES) - {"none"}
     assert {name for name in drawn if f"(pictures/strategy_{name}.svg)" not in pages} == set()
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
-from megatron_fssdp.config.strategy_settings import EpSettings, FssdpSettings, PlacementSettings
+from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy_settings import EpSettings, FssdpSettings
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.dispatch.even_dispatch import expected_device_load_D
@@ -24,7 +24,7 @@ from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 from tests.drawn_examples import examples
 
-PLACEMENT_STRATEGIES = [name for name, s in SETTINGS_BY_STRATEGY.items() if issubclass(s, PlacementSettings)]
+PLACEMENT_STRATEGIES = [name for name, entry in STRATEGIES.items() if entry.strategy is not None]
 
 
 @st.composite
@@ -55,19 +55,14 @@ bounds = st.one_of(st.none(), st.integers(0, 12))
 
 def test_the_registry_knows_exactly_the_placement_strategies_of_the_settings() -> None:
     """Each of them is built by its name, and the others are not."""
-    for name, model in SETTINGS_BY_STRATEGY.items():
+    for name, entry in STRATEGIES.items():
+        model = entry.settings
         if name in PLACEMENT_STRATEGIES:
             assert build_strategy(name, model()).window >= 1
         else:
             with pytest.raises(KeyError):
                 build_strategy(name, model())
     assert "none" not in PLACEMENT_STRATEGIES
-
-
-def test_the_registry_has_no_strategy_without_settings() -> None:
-    from megatron_fssdp.strategies import registry
-
-    assert set(registry._STRATEGIES) == set(PLACEMENT_STRATEGIES)
 
 
 @given(layers(), seeds)
@@ -83,7 +78,7 @@ def test_ep_leaves_every_expert_with_its_owner(context: LayerContext, seeds: lis
 def test_every_strategy_is_deterministic_and_leaves_its_arguments_alone(
     context: LayerContext, name: str, seeds: list[int]
 ) -> None:
-    keys = SETTINGS_BY_STRATEGY[name]()
+    keys = STRATEGIES[name].settings()
 
     def plan() -> LayerPlan:
         strategy: Strategy = build_strategy(name, keys)  # type: ignore[arg-type]
@@ -106,7 +101,7 @@ def test_strategies_state_how_long_their_replicas_live() -> None:
         "auto": ReplicaLife.CHOSEN,
     }
     for name in PLACEMENT_STRATEGIES:
-        strategy: Strategy = build_strategy(name, SETTINGS_BY_STRATEGY[name]())  # type: ignore[arg-type]
+        strategy: Strategy = build_strategy(name, STRATEGIES[name].settings())  # type: ignore[arg-type]
         assert strategy.replica_life is others.get(name, ReplicaLife.ITERATION), name
     released = build_strategy("fssdp", FssdpSettings(rematerialize=True))
     assert released.replica_life is ReplicaLife.LAYER_PASS
@@ -118,7 +113,7 @@ def test_strategies_state_how_long_their_replicas_live() -> None:
 def test_fssdp_without_a_history_uses_only_the_owners(
     context: LayerContext, slots: int | None, degree: int | None
 ) -> None:
-    strategy = build_strategy("fssdp", FssdpSettings(slots=slots, overlap_degree=degree))
+    strategy = build_strategy("fssdp", FssdpSettings.model_construct(slots=slots, overlap_degree=degree))
     history = history_of(context, strategy.window, [])
     assert strategy.before_gate(context, history).placement.num_replicas == 0
     history.append(np.zeros((context.num_devices, context.num_experts), dtype=np.int64))
@@ -130,7 +125,7 @@ def test_fssdp_without_a_history_uses_only_the_owners(
 def test_fssdp_keeps_its_bounds_and_never_raises_the_modelled_load(
     context: LayerContext, slots: int | None, degree: int | None, seeds: list[int]
 ) -> None:
-    strategy = build_strategy("fssdp", FssdpSettings(slots=slots, overlap_degree=degree))
+    strategy = build_strategy("fssdp", FssdpSettings.model_construct(slots=slots, overlap_degree=degree))
     history = history_of(context, strategy.window, seeds)
     placement = strategy.before_gate(context, history).placement
     # By default as many slots as a device owns experts on average, rounded up.
@@ -171,7 +166,7 @@ def test_the_hecate_planner_follows_algorithm_1(
     context: LayerContext, seeds: list[int], slots: int | None, degree: int | None
 ) -> None:
     history = history_of(context, 5, seeds)
-    settings = FssdpSettings(slots=slots, overlap_degree=degree, planner="hecate")
+    settings = FssdpSettings.model_construct(slots=slots, overlap_degree=degree, planner="hecate")
     placement = build_strategy("fssdp", settings).before_gate(context, history).placement
     wanted = sparse_materialization(
         context.owner_E,
@@ -378,7 +373,7 @@ def test_transfers_are_split_where_the_compute_before_does_not_hide_them(
     context = LayerContext(1, even_owners(8, 4), Topology.uniform(4, 1), profile)
     history = LoadHistory(5, 4, 8)
     history.append(hot_counts_DE(3)[:4, :8])
-    model = SETTINGS_BY_STRATEGY[name]
+    model = STRATEGIES[name].settings
     plan = build_strategy(name, model.model_validate(settings)).before_gate(context, history)
     assert plan.placement.num_replicas
     assert plan.is_split == is_split

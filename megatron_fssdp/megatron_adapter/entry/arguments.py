@@ -3,19 +3,21 @@
 import argparse
 from typing import Any
 
-from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY, resolve_strategy
+from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy_selection import resolve_strategy
 from megatron_fssdp.config.strategy_settings import StrategySettings
 
 
 def add_strategy_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add ``--moe-strategy`` and its settings to Megatron's parser."""
+    strategies = "; ".join(f"{name} ({entry.summary})" for name, entry in STRATEGIES.items())
     group = parser.add_argument_group(title="MoE strategy (megatron_fssdp)")
     group.add_argument(
         "--moe-strategy",
         default="none",
         metavar="NAME",
-        help=f"How experts are placed: {', '.join(SETTINGS_BY_STRATEGY)}. "
-        "'none' is Megatron's own dispatcher and experts.",
+        # argparse fills in what follows a per cent sign.
+        help=f"How experts are placed: {strategies}.".replace("%", "%%"),
     )
     group.add_argument(
         "--moe-strategy-config",

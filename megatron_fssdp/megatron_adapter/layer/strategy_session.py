@@ -172,13 +172,7 @@ class StrategySession:
             check_gate(config)
         self._check_equal_tokens(config)
         num_experts = getattr(config, "num_moe_experts", None) or config.num_experts
-        for key in ("slots", "overlap_degree"):
-            value = getattr(self.settings, key, None)
-            if value is not None and value > num_experts:
-                raise ConfigurationError(
-                    f"{key}: got {value}, wanted 0 to {num_experts}, the number of experts of a layer; "
-                    f"lower it with --moe-strategy-set {key}={num_experts}"
-                )
+        self.settings.check_num_experts(num_experts)
 
     def _check_equal_tokens(self, config: Any) -> None:
         """Refuse what goes wrong where tensor-parallel ranks have the same tokens."""

@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 
+from megatron_fssdp.config.strategy_registry import STRATEGIES
 from megatron_fssdp.reporting.page.iteration_bins import IterationBins
 from megatron_fssdp.reporting.page.reported_run import ReportedRun
 from megatron_fssdp.reporting.page.section import Figure, Section, iteration_axis, packed, titled
-from megatron_fssdp.reporting.strategy_colours import STRATEGY_COLOURS, distinct_colours
+from megatron_fssdp.reporting.strategy_colours import distinct_colours
 
 MOST_POINTS = 600
 
@@ -41,7 +42,7 @@ def _choices(run: ReportedRun, number: int) -> Figure:
     chosen_IL = [[layer.strategy or "–" for layer in record.layers] for record in run.records.metrics]
     known = {name for row in chosen_IL for name in row}
     # The same order as in all plots, then strategies that this version does not know.
-    names = [name for name in STRATEGY_COLOURS if name in known]
+    names = [name for name in STRATEGIES if name in known]
     names += sorted(known - set(names))
     colours = distinct_colours(names)
     bins = IterationBins(run.records.iterations, MOST_POINTS)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_fssdp.config.strategy_registry import BASELINE
 from megatron_fssdp.config.strategy_settings import AutoSettings
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
@@ -22,7 +23,6 @@ from megatron_fssdp.strategies.owner_moves import exchange_s
 from megatron_fssdp.strategies.plan_seconds import plan_seconds
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 
-NOTHING = "ep"
 BARRED_CHOICES = 5
 """Choices for which a layer does not change again to a strategy that made iterations slower."""
 
@@ -92,7 +92,7 @@ class AutoStrategy(Strategy[AutoSettings]):
 
     def selected(self, layer: int) -> str:
         """The strategy that a layer has."""
-        return self._selected.get(layer, NOTHING)
+        return self._selected.get(layer, BASELINE)
 
     def _of(self, layer: int) -> Strategy:
         return self.candidates[self.selected(layer)]
@@ -153,7 +153,7 @@ class AutoStrategy(Strategy[AutoSettings]):
         self._barred = {key: left - 1 for key, left in self._barred.items() if left > 1}
         if seen is not None and seen.is_slower and self._change is not None:
             for layer, name in before.items():
-                if name != (earlier := self._change.before.get(layer, NOTHING)):
+                if name != (earlier := self._change.before.get(layer, BASELINE)):
                     self._barred[layer, name] = BARRED_CHOICES
                     self._selected[layer] = earlier
         names = list(self.candidates)

@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
+from megatron_fssdp.config.strategy_registry import STRATEGIES
 from megatron_fssdp.megatron_adapter.checkpoints import overwritten_checkpoint
 from megatron_fssdp.megatron_adapter.entry import registration
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
@@ -23,6 +23,6 @@ def test_checkpoints_keep_what_a_run_may_change(name, settings, wanted, monkeypa
         registration, "wrap_checkpointing", lambda _, hints: wrapped.extend(hint.key for hint in hints)
     )
     monkeypatch.setattr(overwritten_checkpoint, "wrap_save", lambda *_: wrapped.append("marks"))
-    session = StrategySession(name, SETTINGS_BY_STRATEGY[name](**settings))
+    session = StrategySession(name, STRATEGIES[name].settings(**settings))
     registration._follow_in_checkpoints(session)
     assert wrapped == wanted

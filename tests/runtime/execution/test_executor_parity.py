@@ -9,14 +9,14 @@ import functools
 import pytest
 import torch
 
-from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
+from megatron_fssdp.config.strategy_registry import STRATEGIES
 from megatron_fssdp.testing import RankError, run_ranks
 
 from ..rank_layer import CaseResult, LayerCase, compare_with_reference
 
 # Relative to the largest value of each tensor.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2}
-STRATEGIES = [name for name in SETTINGS_BY_STRATEGY if name != "none"]
+NAMES = [name for name in STRATEGIES if name != "none"]
 
 CASES_2 = (
     [
@@ -53,7 +53,7 @@ CASES_4 = (
             schedule=schedule,
             num_iterations=5,
         )
-        for name in STRATEGIES
+        for name in NAMES
         for schedule, num_nodes in (("FB", 2), ("FFBB", 1))
     ]
     + [

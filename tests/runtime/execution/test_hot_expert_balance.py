@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fssdp.config.strategy_selection import SETTINGS_BY_STRATEGY
+from megatron_fssdp.config.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.testing import run_ranks
@@ -29,7 +29,7 @@ def run_hot(rank: int, world_size: int, cases: list[tuple[str, dict, int, int]])
     """Max over mean device load (as run, and under plain EP) of the iteration after a full window."""
     found = []
     for name, settings, num_nodes, hot in cases:
-        strategy = build_strategy(name, SETTINGS_BY_STRATEGY[name].model_validate(settings))
+        strategy = build_strategy(name, STRATEGIES[name].settings.model_validate(settings))
         topology = Topology.uniform(world_size, num_nodes)
         runtime, executor = one_layer(strategy, NUM_EXPERTS, topology, rank)
         rng = np.random.default_rng(100 * hot + rank)

@@ -1,0 +1,342 @@
+"""Every strategy by name: the shipped ones, those that a program registers, and those of installed packages.
+
+This table is the only list of strategies. Settings, command line, JSON Schema, simulator, reports, ``auto``'s
+candidates and the documentation's tables read it. It holds data and import strings, so that reading it
+imports no strategy.
+"""
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy_settings import (
+    AutoSettings,
+    EpSettings,
+    FastermoeSettings,
+    FlexmoeSettings,
+    FssdpSettings,
+    NoneSettings,
+    ParmSettings,
+    PlacementSettings,
+    ProphetSettings,
+    QuotaSettings,
+    SmartmoeSettings,
+    StrategySettings,
+)
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINTS = "megatron_fssdp.strategies"
+"""Group of entry points in which packages name a function without arguments that registers a strategy."""
+
+SHIPPED = "megatron-fssdp"
+"""Package of the strategies that are part of this one."""
+
+BASELINE = "ep"
+"""Plain expert parallelism, which the others are compared with and which ``auto`` starts from."""
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_COLOUR = re.compile(r"#[0-9A-Fa-f]{6}")
+
+
+@dataclass(frozen=True)
+class RegisteredStrategy:
+    """What is known of a strategy before it is built.
+
+    Attributes:
+        name: What users type.
+        settings: Pydantic model of its keys.
+        strategy: Makes the strategy from its settings: a class or function, or ``module:attribute``. ``None``
+            for Megatron's own layer, under which nothing is planned.
+        summary: One line about it.
+        colour: ``#RRGGBB`` in pictures; ``None`` for a colour that is left.
+        is_candidate: Whether ``auto`` may select it.
+        is_ranked: Whether what-if reports rank it unless they are told names.
+        package: Who registered it.
+    """
+
+    name: str
+    settings: type[StrategySettings]
+    strategy: Callable[[Any], Any] | str | None
+    summary: str
+    colour: str | None = None
+    is_candidate: bool = False
+    is_ranked: bool = True
+    package: str = SHIPPED
+
+
+@dataclass(frozen=True)
+class BrokenStrategy:
+    """A strategy that an installed package announces and that could not be registered.
+
+    Attributes:
+        name: What the package calls it.
+        package: The package.
+        reason: What went wrong.
+    """
+
+    name: str
+    package: str
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"strategy '{self.name}' of the installed package {self.package} cannot be used: {self.reason}; "
+            f"update the package, or remove it with pip uninstall {self.package}"
+        )
+
+
+class StrategyRegistry(Mapping[str, RegisteredStrategy]):
+    """Strategies by name, in the order of all lists; installed packages are loaded once, when first needed.
+
+    Args:
+        shipped: The strategies to begin with.
+        group: Entry points of further ones.
+    """
+
+    def __init__(self, shipped: tuple[RegisteredStrategy, ...], group: str = ENTRY_POINTS) -> None:
+        self._group = group
+        self._entries = {entry.name: entry for entry in shipped}
+        self._broken: dict[str, BrokenStrategy] = {}
+        self._is_loaded = False
+        self._loading: str | None = None
+        self._with_candidates: dict[str, RegisteredStrategy] = {}
+
+    def __getitem__(self, name: str) -> RegisteredStrategy:
+        self._load_installed()
+        entry = self._entries[name]
+        if not issubclass(entry.settings, AutoSettings):
+            return entry
+        if name not in self._with_candidates:
+            candidates = {
+                other.name: (other.settings, other.summary)
+                for other in self._entries.values()
+                if other.is_candidate and issubclass(other.settings, PlacementSettings)
+            }
+            settings = entry.settings.with_candidates(candidates)
+            self._with_candidates[name] = replace(entry, settings=settings)
+        return self._with_candidates[name]
+
+    def __iter__(self) -> Iterator[str]:
+        self._load_installed()
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        self._load_installed()
+        return len(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        self._load_installed()
+        return name in self._entries
+
+    @property
+    def broken(self) -> Mapping[str, BrokenStrategy]:
+        """Strategies of installed packages that could not be registered, by name."""
+        self._load_installed()
+        return self._broken
+
+    def add(self, entry: RegisteredStrategy) -> None:
+        """Register one more strategy.
+
+        Args:
+            entry: The strategy. Its package is noted here while an installed package is loaded.
+
+        Raises:
+            ConfigurationError: The name is taken or no name, or something else in the entry does not fit.
+        """
+        entry = replace(entry, package=self._loading or entry.package)
+        _check(entry)
+        if entry.name in self._entries:
+            other = self._entries[entry.name].package
+            raise ConfigurationError(
+                f"register_strategy: strategy '{entry.name}' is registered already, by {other}; give the "
+                f"strategy of {entry.package} another name"
+            )
+        for other_entry in self._entries.values():
+            if other_entry.settings.__name__ == entry.settings.__name__:
+                raise ConfigurationError(
+                    f"register_strategy: the settings of '{entry.name}' are called "
+                    f"{entry.settings.__name__}, as those of '{other_entry.name}'; give the class another "
+                    "name, because the JSON Schema has one definition for each"
+                )
+        self._entries[entry.name] = entry
+        self._with_candidates.clear()
+
+    def _load_installed(self) -> None:
+        if self._is_loaded:
+            return
+        self._is_loaded = True  # first, because what is loaded may look here
+        for point in sorted(entry_points(group=self._group), key=lambda one: (one.name, _package(one))):
+            self._loading = _package(point)
+            try:
+                point.load()()
+                if point.name not in self._entries:
+                    raise ConfigurationError(f"{point.value} registered no strategy of this name")
+            except Exception as error:  # whatever goes wrong in another package
+                reason = str(error) if isinstance(error, ConfigurationError) else repr(error)
+                broken = BrokenStrategy(point.name, self._loading, " ".join(reason.split()))
+                self._broken.setdefault(point.name, broken)
+                if os.environ.get("RANK", "0") == "0":
+                    logger.warning(f"[fssdp] {broken}. Other strategies are not affected")
+            finally:
+                self._loading = None
+
+
+def register_strategy(
+    name: str,
+    *,
+    settings: type[PlacementSettings],
+    strategy: Callable[[Any], Any] | str,
+    summary: str,
+    colour: str | None = None,
+    candidate: bool = False,
+    ranked: bool = True,
+) -> None:
+    """Make a strategy known by its name, to the command line, the simulator, reports and ``auto`` alike.
+
+    Packages call it in the function that they name as an entry point of the group
+    ``megatron_fssdp.strategies``; a script of your own calls it before Megatron parses its arguments.
+
+    Args:
+        name: What users type: a lower-case letter, then such letters, digits and underscores.
+        settings: Pydantic model of the strategy's keys, a subclass of ``PlacementSettings`` in which every
+            key has a default.
+        strategy: The class of the strategy, a function that makes one from its settings, or either as
+            ``"module:attribute"``, which is imported when a strategy is built.
+        summary: One line about it, for help texts and tables.
+        colour: ``#RRGGBB`` in pictures and on report pages. Default: a colour that is left.
+        candidate: Whether ``auto`` may select it. It then has a key of this name under ``auto``.
+        ranked: Whether what-if reports rank it unless they are told names.
+
+    Raises:
+        ConfigurationError: The name is taken, or an argument does not fit.
+    """
+    module = getattr(settings, "__module__", "a script")
+    STRATEGIES.add(
+        RegisteredStrategy(
+            name, settings, strategy, summary, colour, candidate, ranked, package=module.partition(".")[0]
+        )
+    )
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else point.module
+
+
+def _check(entry: RegisteredStrategy) -> None:
+    """Raise where an entry would fail later and elsewhere."""
+    what = f"register_strategy: strategy '{entry.name}' of {entry.package}"
+    if not _NAME.fullmatch(entry.name):
+        raise ConfigurationError(
+            f"{what}: got this name, wanted a lower-case letter, then such letters, digits and underscores"
+        )
+    if not (isinstance(entry.settings, type) and issubclass(entry.settings, PlacementSettings)):
+        raise ConfigurationError(
+            f"{what}: got settings {entry.settings!r}, wanted a subclass of PlacementSettings from "
+            "megatron_fssdp.config.strategy_settings"
+        )
+    needed = [key for key, field in entry.settings.model_fields.items() if field.is_required()]
+    if needed:
+        raise ConfigurationError(
+            f"{what}: settings key '{needed[0]}' has no default, wanted one for each key"
+        )
+    is_path = isinstance(entry.strategy, str) and entry.strategy.count(":") == 1
+    if not (is_path or callable(entry.strategy)):
+        raise ConfigurationError(
+            f"{what}: got strategy {entry.strategy!r}, wanted its class, a function that makes one, or "
+            "'module:attribute'"
+        )
+    if entry.colour is not None and not _COLOUR.fullmatch(entry.colour):
+        raise ConfigurationError(f"{what}: got colour {entry.colour!r}, wanted #RRGGBB, such as #0072B2")
+
+
+# Colours: Okabe-Ito, two of Tol's and a brown: told apart by colour-blind readers, and seen on light and dark
+# ground. Where `auto` finds candidates equal it takes the first one, so what moves least comes first.
+STRATEGIES = StrategyRegistry(
+    (
+        RegisteredStrategy(
+            "none",
+            NoneSettings,
+            None,
+            "Megatron's own dispatcher and experts",
+            "#7F7F7F",
+            is_ranked=False,
+        ),
+        RegisteredStrategy(
+            "ep",
+            EpSettings,
+            "megatron_fssdp.strategies.ep:EpStrategy",
+            "plain expert parallelism: every expert stays with its owner",
+            "#0072B2",
+        ),
+        RegisteredStrategy(
+            "fssdp",
+            FssdpSettings,
+            "megatron_fssdp.strategies.fssdp:FssdpStrategy",
+            "fully sharded sparse data parallelism (Hecate): replicas for an iteration, by recent loads",
+            "#D55E00",
+            is_candidate=True,
+        ),
+        RegisteredStrategy(
+            "prophet",
+            ProphetSettings,
+            "megatron_fssdp.strategies.prophet:ProphetStrategy",
+            "Pro-Prophet: hot experts on some of the devices, planned ahead",
+            "#CC79A7",
+            is_candidate=True,
+        ),
+        RegisteredStrategy(
+            "fastermoe",
+            FastermoeSettings,
+            "megatron_fssdp.strategies.fastermoe:FastermoeStrategy",
+            "FasterMoE: the hottest experts of each micro-batch on all devices",
+            "#009E73",
+            is_candidate=True,
+        ),
+        RegisteredStrategy(
+            "quota",
+            QuotaSettings,
+            "megatron_fssdp.strategies.quota:QuotaStrategy",
+            "exact quotas of tokens for each micro-batch, experts follow",
+            "#AA4499",
+            is_candidate=True,
+        ),
+        RegisteredStrategy(
+            "smartmoe",
+            SmartmoeSettings,
+            "megatron_fssdp.strategies.smartmoe:SmartmoeStrategy",
+            "SmartMoE: owners are exchanged among devices, nothing is replicated",
+            "#56B4E9",
+            is_candidate=True,
+        ),
+        RegisteredStrategy(
+            "flexmoe",
+            FlexmoeSettings,
+            "megatron_fssdp.strategies.flexmoe:FlexmoeStrategy",
+            "FlexMoE: resident replicas with optimizer states of their own",
+            "#E69F00",
+        ),
+        RegisteredStrategy(
+            "parm",
+            ParmSettings,
+            # What is its own is how tokens travel, which is the runtime's business; owners stay.
+            "megatron_fssdp.strategies.ep:EpStrategy",
+            "Parm: schedules for tensor, expert and expert tensor parallelism together",
+            "#999933",
+            is_ranked=False,
+        ),
+        RegisteredStrategy(
+            "auto",
+            AutoSettings,
+            "megatron_fssdp.strategies.registry:automatic",
+            "for each layer the strategy with the fewest modelled seconds",
+            "#8C564B",
+            is_ranked=False,
+        ),
+    )
+)
