@@ -1,4 +1,4 @@
-"""Writes the page of HTML of one run, or of several that are compared."""
+"""``megatron-fssdp report`` and ``compare``: write the HTML page of one run or of several runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,10 @@ from megatron_fssdp.simulation.moe_job import job_of_run
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"
 WHAT_IF_ITERATIONS = 60
-"""The last ones of the record: loads of an untrained router say little, and every strategy plans each."""
+"""Number of recorded iterations, from the end, on which strategies are ranked.
+
+Loads of an untrained router say little, and every strategy has to plan each iteration.
+"""
 
 
 def _ranked() -> tuple[str, ...]:
@@ -29,13 +32,13 @@ def _ranked() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ReportRequest:
-    """What the command line asked for.
+    """Options of ``megatron-fssdp report`` and ``compare``.
 
     Attributes:
-        runs: Folders of recorded runs.
-        out: The page; by default in the first run's folder.
-        cluster: YAML file or name of a cluster to rank strategies on; none without it.
-        strategies: Names of those to rank. Default: all that are registered as ranked.
+        runs: Output folders of recorded runs.
+        out: HTML file to write, or None for a file in the first run's folder.
+        cluster: YAML file or name of a cluster on which strategies are ranked, or None for no ranking.
+        strategies: Names of the strategies to rank. Default: all that are registered as ranked.
     """
 
     runs: Sequence[Path]
@@ -44,19 +47,19 @@ class ReportRequest:
     strategies: Sequence[str] = field(default_factory=_ranked)
 
     def with_strategies(self, names: Sequence[str]) -> "ReportRequest":
-        """The same with other strategies to rank, if any are named."""
+        """Return the same request with other strategies to rank, if ``names`` is not empty."""
         return replace(self, strategies=names) if names else self
 
 
 def write_report_page(request: ReportRequest, console: Console) -> Path:
-    """Report one run.
+    """Write the page of one run.
 
     Returns:
-        The page.
+        Path of the page.
 
     Raises:
-        ConfigurationError: The run cannot be read, something does not fit together, or the page
-            cannot be written.
+        ConfigurationError: The run cannot be read, run and cluster do not fit together, or the page cannot be
+            written.
     """
     path = request.out or request.runs[0] / REPORT_FILE
     _write(request, read_reported_runs(request.runs), path, console)
@@ -64,14 +67,19 @@ def write_report_page(request: ReportRequest, console: Console) -> Path:
 
 
 def compare_runs(request: ReportRequest, png: Path | None, console: Console) -> Path:
-    """Compare runs: a table in the terminal, the page, and a picture of the device loads if wanted.
+    """Compare runs: print a table, write the page, and optionally draw the device loads.
+
+    Args:
+        request: Options of the command.
+        png: File for the plot of the device loads, or None.
+        console: Console that prints the table.
 
     Returns:
-        The page.
+        Path of the page.
 
     Raises:
-        ConfigurationError: There is only one run, one cannot be read, something does not fit together, or
-            something cannot be written.
+        ConfigurationError: There is only one run, a run cannot be read, run and cluster do not fit together,
+            or a file cannot be written.
     """
     if len(request.runs) < 2:
         raise ConfigurationError(
@@ -92,7 +100,9 @@ def _write(request: ReportRequest, runs: Sequence[ReportedRun], path: Path, cons
     with console.status(f"ranking {', '.join(request.strategies)}" if request.cluster else "reading"):
         what_if = _what_if(request, runs)
     write_page(path, page_html(runs, page_sections(runs, what_if)))
-    console.print(f"{path}: open it in a browser; it needs no network", highlight=False, soft_wrap=True)
+    console.print(
+        f"wrote {path}; open it in a browser (it works without a network)", highlight=False, soft_wrap=True
+    )
 
 
 def _what_if(request: ReportRequest, runs: Sequence[ReportedRun]) -> SimulationReport | None:
@@ -101,8 +111,8 @@ def _what_if(request: ReportRequest, runs: Sequence[ReportedRun]) -> SimulationR
     run = next((run for run in runs if run.loads is not None), None)
     if run is None:
         raise ConfigurationError(
-            "--cluster: strategies are ranked on recorded loads, and no run has any; run one again with "
-            "--moe-strategy ep, or leave --cluster out"
+            "--cluster: strategies are ranked on recorded loads, but no run has recorded loads; run one "
+            "again with --moe-strategy ep, or remove --cluster"
         )
     path = run.records.path
     config, cluster = run_config_of(path), described_cluster(request.cluster)

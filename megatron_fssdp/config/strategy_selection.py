@@ -1,4 +1,4 @@
-"""From a strategy's name, file and overrides to its validated settings."""
+"""Builds the validated settings of a strategy from its name, a file and overrides."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,18 +14,19 @@ from megatron_fssdp.config.strategy_settings import StrategySettings
 def resolve_strategy(
     name: str, config_path: Path | str | None = None, overrides: Iterable[str] = ()
 ) -> tuple[str, StrategySettings]:
-    """Choose a strategy and build its settings.
+    """Look up a strategy and build its settings.
 
     Args:
-        name: A registered strategy.
-        config_path: YAML file with the strategy's own keys, flat.
-        overrides: ``key=value`` settings, relative to the strategy; they win over the file.
+        name: Name of a registered strategy.
+        config_path: YAML file with the strategy's own keys at the top level, or None.
+        overrides: ``key=value`` settings of the strategy. They win over the file.
 
     Returns:
         The name and the settings.
 
     Raises:
-        ConfigurationError: Unknown strategy, unknown or ill-typed key, or settings that exclude each other.
+        ConfigurationError: The strategy or a key is unknown, a value has the wrong type, or settings exclude
+            each other.
     """
     overrides = list(overrides)
     data = load_yaml(config_path) if config_path is not None else {}
@@ -38,15 +39,16 @@ def strategy_settings(name: str, data: dict[str, Any], source: str) -> StrategyS
     """Validate one strategy's keys.
 
     Args:
-        name: The strategy.
-        data: Its keys, flat.
-        source: Where they come from; starts the message.
+        name: Name of the strategy.
+        data: Keys and values of the strategy.
+        source: Name of the file or option that the values come from. Error messages start with it.
 
     Returns:
         The settings.
 
     Raises:
-        ConfigurationError: As :func:`resolve_strategy`.
+        ConfigurationError: The strategy or a key is unknown, a value has the wrong type, or settings exclude
+            each other.
     """
     if name in STRATEGIES.broken and name not in STRATEGIES:
         raise ConfigurationError(str(STRATEGIES.broken[name]))
@@ -67,6 +69,6 @@ def _refuse_keys_of_other_strategies(name: str, data: dict[str, Any], source: st
         plans_nothing = STRATEGIES[name].strategy is None
         reason = ", which runs Megatron's own dispatcher and plans nothing" if plans_nothing else ""
         raise ConfigurationError(
-            f"{source}: key '{key}' has no meaning under strategy '{name}'{reason}; "
-            f"it belongs to {', '.join(owners)}: choose --moe-strategy {owners[-1]} or drop the key"
+            f"{source}: key '{key}' has no meaning under strategy '{name}'{reason}; it belongs to "
+            f"{', '.join(owners)}; set --moe-strategy {owners[-1]} or remove the key"
         )

@@ -1,7 +1,7 @@
-"""Settings of every strategy: frozen, documented, validated.
+"""Settings of every strategy, validated and immutable.
 
-A strategy's keys are relative to it (``--moe-strategy-set slots=2``), so each
-strategy has one flat model here. Common keys live in :class:`StrategySettings`.
+Each strategy has one settings model. Its keys are given without the strategy's name, for example
+``--moe-strategy-set slots=2``. :class:`StrategySettings` has the keys of all strategies.
 """
 
 from collections.abc import Mapping
@@ -14,17 +14,17 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 from megatron_fssdp.config.errors import ConfigurationError
 
 KEEP_OWNERS = "set reshard_interval=0 (under auto smartmoe=false)"
-"""The next step for whoever cannot have owners moved."""
+"""Advice in error messages for setups in which owners cannot be moved."""
 
 
 class StrategySettings(BaseModel):
-    """Keys that every strategy understands."""
+    """Keys of every strategy."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     record_dir: Path | None = Field(
         default=None,
-        description="Folder that receives metrics.jsonl and loads.npz; nothing is recorded without it.",
+        description="Folder for metrics.jsonl, loads.npz and placements.npz. Default: no records.",
     )
 
 
@@ -33,12 +33,13 @@ CollectiveOrder = Literal["auto", "baseline", "megatron", "s1", "s2"]
 
 @dataclass(frozen=True)
 class CollectiveSchedule:
-    """In which order collectives carry a layer's rows, where ranks share experts or tokens.
+    """Order of the collectives of a layer, where several ranks share experts or tokens.
 
     Attributes:
-        name: The schedule; ``auto`` selects the one with the fewest modelled seconds.
-        simultaneous: Whether schedule s2 hands results on slice by slice (SAA, Parm §III-D).
-        cluster: Description of the cluster whose collectives ``auto`` counts with; measured without it.
+        name: Name of the schedule. ``auto`` selects the one with the fewest modelled seconds.
+        simultaneous: Whether schedule s2 passes results on slice by slice (SAA, Parm §III-D).
+        cluster: Cluster description from which ``auto`` takes the costs of collectives. None: they are
+            measured.
     """
 
     name: CollectiveOrder = "megatron"
@@ -47,7 +48,7 @@ class CollectiveSchedule:
 
 
 class NoneSettings(StrategySettings):
-    """``none``: Megatron's own dispatcher and experts, untouched."""
+    """``none``: Megatron's own dispatcher and experts, unchanged."""
 
 
 class PlacementSettings(StrategySettings):
@@ -57,15 +58,16 @@ class PlacementSettings(StrategySettings):
         default=None,
         ge=1,
         description=(
-            "Number of equal nodes the ranks are declared to form, in rank order. "
-            "Default: detected from LOCAL_WORLD_SIZE, or from host names."
+            "Number of equal nodes that the ranks form, in the order of ranks. Default: detected from "
+            "LOCAL_WORLD_SIZE, or from host names."
         ),
     )
     router: Literal["stock", "topology_aware"] = Field(
         default="stock",
         description=(
-            "'topology_aware' is FasterMoE's gate (§4.3), which CHANGES THE ROUTING, and so the losses: only "
-            "leaving_share of a rank's tokens may go to another node, the others choose near experts."
+            "Router of the MoE layers. 'stock' is Megatron's. 'topology_aware' is FasterMoE's gate (§4.3), "
+            "which CHANGES THE ROUTING and therefore the losses: only the share leaving_share of a rank's "
+            "tokens can go to other nodes. All other tokens go to experts in their own node."
         ),
     )
     leaving_share: float | None = Field(
@@ -73,39 +75,39 @@ class PlacementSettings(StrategySettings):
         ge=0,
         le=1,
         description=(
-            "For router=topology_aware, which needs it: part of a rank's tokens that may leave their node, "
-            "for each of the k choices. The paper's is W_net / (M * W_local): bandwidth of a node's network "
-            "over the M devices' bandwidth inside it."
+            "Required for router=topology_aware: share of a rank's tokens that can leave their node, for "
+            "each of the k choices. The paper uses W_net / (M * W_local): the bandwidth of a node's network "
+            "divided by the bandwidth of its M devices inside the node."
         ),
     )
     check_plans: bool = Field(
         default=False,
-        description="Debug: compare a hash of every plan across the ranks and stop at the first difference.",
+        description="Debugging: compare a hash of every plan across ranks, and stop at the first difference.",
     )
 
     counts_of_experts: ClassVar[tuple[str, ...]] = ()
-    """Keys that count experts of a layer, so that no value is above their number."""
+    """Keys that count experts of a layer. Their values cannot exceed the number of experts."""
 
     decided_for_all: ClassVar[tuple[str, ...]] = ()
-    """Keys of the model's own that one of ``auto``'s candidates cannot set, because all layers share them."""
+    """Keys that a candidate of ``auto`` cannot set, because all layers share their values."""
 
     @property
     def collective_schedule(self) -> CollectiveSchedule:
-        """In which order collectives carry rows."""
+        """Order of the collectives of a layer."""
         return CollectiveSchedule()
 
     def as_candidate(self) -> Self:
-        """These settings where single layers run under them, as one of ``auto``'s candidates."""
+        """Return these settings as a candidate of ``auto`` uses them, for single layers."""
         return self
 
     def check_num_experts(self, num_experts: int) -> None:
         """Refuse settings that do not fit the number of experts.
 
         Args:
-            num_experts: Routed experts of a layer.
+            num_experts: Number of routed experts of a layer.
 
         Raises:
-            ConfigurationError: A key counts more experts than there are.
+            ConfigurationError: The value of a key is larger than the number of experts.
         """
         for key in self.counts_of_experts:
             value = getattr(self, key)
@@ -124,41 +126,42 @@ class PlacementSettings(StrategySettings):
             )
         if self.router == "stock" and self.leaving_share is not None:
             raise ValueError(
-                f"leaving_share {self.leaving_share} has no meaning under router stock: set router to "
-                "topology_aware, which changes the routing, or drop leaving_share"
+                f"leaving_share {self.leaving_share} has no meaning under router stock; set router to "
+                "topology_aware, which changes the routing, or remove leaving_share"
             )
         return self
 
 
 class SteppedSettings(PlacementSettings):
-    """Keys of the strategies that can run under FasterMoE's smart schedule."""
+    """Keys of strategies that can use FasterMoE's smart schedule."""
 
     smart_schedule: bool = Field(
         default=False,
         description=(
-            "FasterMoE's smart schedule (§4.2) for any placement: tokens are exchanged with one group of "
-            "ranks after another, and experts compute on one group's tokens while the next ones travel."
+            "Whether to use FasterMoE's smart schedule (§4.2), for any placement. Ranks exchange tokens with "
+            "one group of ranks after another. Experts compute one group's tokens while the next tokens are "
+            "sent."
         ),
     )
     group_size: int | None = Field(
         default=None,
         ge=1,
         description=(
-            "Ranks of a group of the smart schedule; must divide the number of expert-parallel ranks. "
-            "Default: the ranks of a node; within one node a single rank."
+            "Number of ranks in a group of the smart schedule. It must divide the number of expert-parallel "
+            "ranks. Default: the ranks of a node, or one rank if there is only one node."
         ),
     )
 
 
 class ScheduleSettings(SteppedSettings):
-    """Keys of the strategies that can run under two of Parm's schedules."""
+    """Keys of strategies that can use two of Parm's schedules."""
 
     schedule: Literal["megatron", "s1"] = Field(
         default="megatron",
         description=(
-            "Order of collectives under expert tensor parallelism: 'megatron' sends tokens to one part of an "
-            "expert and from there to the others; 's1' is Parm's EP&ESP-AlltoAll, which sends them to all "
-            "parts at once, in fewer steps and with more bytes between nodes."
+            "Order of the collectives under expert tensor parallelism. 'megatron' sends tokens to one part "
+            "of an expert, and from there to the other parts. 's1' is Parm's EP&ESP-AlltoAll: it sends "
+            "tokens to all parts at once, with fewer steps and more bytes between nodes."
         ),
     )
 
@@ -169,24 +172,24 @@ class ScheduleSettings(SteppedSettings):
 
 
 class EpSettings(ScheduleSettings):
-    """``ep``: plain expert parallelism on our runtime; every expert stays with its owner."""
+    """``ep``: plain expert parallelism on this plugin's runtime. Every expert stays with its owner."""
 
 
 class MeasuringSettings(ScheduleSettings):
-    """Keys of the strategies that decide by measured costs."""
+    """Keys of strategies that decide by measured costs."""
 
     profile_iterations: int = Field(
         default=3,
         ge=1,
         description=(
-            "Iterations in which compute, links and memory are measured, for what is decided by them; until "
-            "then nothing is."
+            "Number of iterations in which compute, links and memory are measured. Decisions that need these "
+            "costs start after them."
         ),
     )
 
 
 class FastermoeSettings(MeasuringSettings):
-    """``fastermoe``: the hottest experts on all devices (FasterMoE's dynamic shadowing)."""
+    """``fastermoe``: the most popular experts on all devices (FasterMoE's dynamic shadowing)."""
 
     counts_of_experts = ("slots",)
     decided_for_all = ("overlap",)
@@ -195,25 +198,26 @@ class FastermoeSettings(MeasuringSettings):
         default=None,
         ge=0,
         description=(
-            "Most experts of a layer that are shadowed. Default: what the free memory holds; the paper has "
-            "no bound."
+            "Maximum number of shadowed experts of a layer. Default: as many as fit into the free memory. "
+            "The paper has no limit."
         ),
     )
     latency: Literal["complete", "paper"] = Field(
         default="complete",
         description=(
-            "What a shadow has to lower: 'paper' is FasterMoE's Eq. 8, which forgets the tokens that still "
-            "travel and so shadows an expert under balanced loads too; 'complete' counts them."
+            "Latency that a shadow must reduce. 'paper' is FasterMoE's Eq. 8, which ignores the tokens that "
+            "are still sent, and therefore shadows an expert even under balanced loads. 'complete' counts "
+            "them."
         ),
     )
     overlap: bool = Field(
         default=True,
-        description="Bring shadowed experts beside the dispatch of the tokens; off: before it.",
+        description="Whether shadowed experts are sent at the same time as tokens. Off: before the tokens.",
     )
 
 
 class QuotaSettings(MeasuringSettings):
-    """``quota``: exact quotas by each micro-batch's counts (ours, after ECHO and UltraEP)."""
+    """``quota``: exact token quotas from each micro-batch's counts (our strategy, after ECHO and UltraEP)."""
 
     counts_of_experts = ("slots",)
     decided_for_all = ("overlap",)
@@ -222,17 +226,18 @@ class QuotaSettings(MeasuringSettings):
         default=None,
         ge=0,
         description=(
-            "Other experts of a layer that a device may take over. Default: what the free memory holds."
+            "Maximum number of a layer's other experts that a device can compute. Default: as many as fit "
+            "into the free memory."
         ),
     )
     overlap: bool = Field(
         default=True,
-        description="Bring experts beside the dispatch of the tokens; off: before it.",
+        description="Whether experts are sent at the same time as tokens. Off: before the tokens.",
     )
 
 
 class ProphetSettings(MeasuringSettings):
-    """``prophet``: hot experts on a subset of the devices, planned ahead (Pro-Prophet)."""
+    """``prophet``: popular experts on a subset of the devices, planned ahead (Pro-Prophet)."""
 
     counts_of_experts = ("slots",)
     decided_for_all = ("overlap",)
@@ -241,58 +246,68 @@ class ProphetSettings(MeasuringSettings):
         default=None,
         ge=0,
         description=(
-            "Devices that a selected expert is not sent to, those with the fewest tokens for it (Pro-Prophet "
-            "§IV-B, n). Default: of 0, 1, 2, 4, … devices the number, or nothing at all, with the fewest "
-            "seconds over the links as they are; the paper's Eq. 1 to 8 alone decide where it is given."
+            "Number of devices to which a selected expert is not sent. These are the devices with the fewest "
+            "tokens for it (Pro-Prophet §IV-B, n). If it is given, only the paper's Eq. 1 to 8 decide. "
+            "Default: the number among 0, 1, 2, 4, … with the fewest seconds over the real links, or no "
+            "replicas if they are faster."
         ),
     )
     balance: float = Field(
         default=0.5,
         ge=0,
-        description="How far apart device loads may be, in experts' mean loads (Pro-Prophet Eq. 7, alpha).",
+        description=(
+            "Largest accepted difference of device loads, in units of the mean load of an expert "
+            "(Pro-Prophet Eq. 7, alpha)."
+        ),
     )
     plan_interval: int = Field(
         default=1,
         ge=1,
-        description="Iterations for which a plan is kept, because loads change slowly (Pro-Prophet §IV-C).",
+        description=(
+            "Number of iterations for which a plan is reused, because loads change slowly (Pro-Prophet "
+            "§IV-C)."
+        ),
     )
     slots: int | None = Field(
         default=None,
         ge=0,
         description=(
-            "Most replicas that a device may hold of a layer. Default: what the free memory holds; the paper "
-            "has no bound."
+            "Maximum number of replicas of a layer on a device. Default: as many as fit into the free "
+            "memory. The paper has no limit."
         ),
     )
     overlap: bool = Field(
         default=True,
         description=(
-            "The scheduler: experts travel beside the compute before the layer and gradients beside its "
-            "backward pass, and the planner counts with it (Pro-Prophet Eq. 8); off: in turn (Eq. 6)."
+            "Whether transfers overlap compute (Pro-Prophet's scheduler). Experts are sent during the "
+            "compute before the layer, and gradients during its backward pass. The planner takes this into "
+            "account (Eq. 8). Off: transfers and compute run one after the other (Eq. 6)."
         ),
     )
     split: bool = Field(
         default=True,
         description=(
-            "Transfers that do not fit under the compute before the layer travel in two parts, one of them "
-            "beside the experts of the layer before (Pro-Prophet §V-B, sub-operators). Needs overlap."
+            "Whether transfers that take longer than the compute before the layer are sent in two parts, one "
+            "of them during the experts of the layer before (Pro-Prophet §V-B, sub-operators). Needs overlap."
         ),
     )
 
 
 class SmartmoeSettings(MeasuringSettings):
-    """``smartmoe``: owners exchanged among devices, nothing replicated (the baseline SmartMoE)."""
+    """``smartmoe``: owners are exchanged between devices, without replicas (the baseline SmartMoE)."""
 
     reshard_interval: int = Field(
-        default=25, ge=1, description="Iterations between two exchanges, and for which one has to pay off."
+        default=25,
+        ge=1,
+        description="Number of iterations between two exchanges. An exchange must pay off within this time.",
     )
     window: int = Field(
-        default=25, ge=1, description="Iterations whose mean load decides where the experts go."
+        default=25, ge=1, description="Number of iterations whose mean load decides the new owners."
     )
 
 
 class FlexmoeSettings(MeasuringSettings):
-    """``flexmoe``: replicas that stay, with optimizer states of their own (the baseline FlexMoE)."""
+    """``flexmoe``: resident replicas with their own optimizer states (the baseline FlexMoE)."""
 
     counts_of_experts = ("slots",)
     decided_for_all = ("overlap",)
@@ -301,27 +316,34 @@ class FlexmoeSettings(MeasuringSettings):
         default=1,
         ge=1,
         description=(
-            "Replicas of a layer that a device has room for. Parameters, gradients and optimizer states are "
-            "allocated for all of them at the start and stay."
+            "Number of resident replicas of a layer that a device can hold. Parameters, gradients and "
+            "optimizer states of all of them are allocated at the start and kept."
         ),
     )
     placement_interval: int = Field(
         default=25,
         ge=1,
-        description="Iterations between two looks at the replicas, and for which a change has to pay off.",
+        description=(
+            "Number of iterations after which replicas are reconsidered. A change must pay off within this "
+            "time."
+        ),
     )
-    window: int = Field(default=25, ge=1, description="Iterations whose mean load decides.")
+    window: int = Field(
+        default=25, ge=1, description="Number of iterations whose mean load decides the replicas."
+    )
     threshold: float = Field(
         default=1.1,
         ge=1,
-        description="Maximum over mean device load above which replicas are added or exchanged; ours.",
+        description="Max/mean device load above which replicas are added or exchanged (our choice).",
     )
     most_steps: int = Field(
-        default=16, ge=1, description="Most expansions, and most migrations, of a layer at one look."
+        default=16,
+        ge=1,
+        description="Maximum number of expansions, and of migrations, of a layer at a time.",
     )
     overlap: bool = Field(
         default=True,
-        description="Sum gradients beside the rest of the backward pass; off: in turn with it.",
+        description="Whether gradients are summed during the backward pass. Off: the pass waits for sums.",
     )
 
 
@@ -332,83 +354,86 @@ class FssdpSettings(MeasuringSettings):
     decided_for_all = ("overlap", "reshard_interval")
 
     window: int = Field(
-        default=5, ge=1, description="Iterations whose mean load predicts the next one (Hecate §4.2, w)."
+        default=5,
+        ge=1,
+        description="Number of iterations whose mean load predicts the next iteration (Hecate §4.2, w).",
     )
     slots: int | None = Field(
         default=None,
         ge=0,
         description=(
-            "Extra expert slots a device can hold for one layer (Hecate Alg. 1, m). Default: what the "
-            "free memory holds after the first profile_iterations; until then as many as the device "
-            "owns experts of the layer."
+            "Maximum number of replicas of a layer on a device (Hecate Alg. 1, m). Default: as many as fit "
+            "into the free memory after the first profile_iterations. Until then: the number of the layer's "
+            "experts that the device owns."
         ),
     )
     overlap_degree: int | None = Field(
         default=None,
         ge=0,
         description=(
-            "Most experts of a layer that may be replicated (Hecate Alg. 1, t). Default: with planner "
-            "'balanced' as many as save more seconds than they cost, by what the first profile_iterations "
-            "measure; with 'hecate' as many as travel within the compute before the layer; until that is "
-            "measured, all of them."
+            "Maximum number of experts of a layer that can be replicated (Hecate Alg. 1, t). Default with "
+            "planner 'balanced': as many as save more seconds than they cost, by the costs that the first "
+            "profile_iterations measure. Default with 'hecate': as many as can be sent during the compute "
+            "before the layer. Until costs are measured: all experts."
         ),
     )
     planner: Literal["balanced", "hecate"] = Field(
         default="balanced",
         description=(
-            "'hecate' is the paper's Alg. 1 and nothing else. 'balanced' is ours: the same slots and "
-            "limits, searched for the placement with the lowest modelled maximum device load; it never "
-            "ends above plain expert parallelism, which Alg. 1 can."
+            "'hecate' is exactly the paper's Alg. 1. 'balanced' is our planner: with the same slots and "
+            "limits, it searches for the placement with the lowest modelled maximum device load. Its result "
+            "is never worse than plain expert parallelism, while that of Alg. 1 can be."
         ),
     )
     dispatch_policy: Literal["even", "balanced"] = Field(
         default="even",
         description=(
-            "How an expert's tokens are split among the devices that hold it. 'even' is the paper's: equal "
-            "parts for the nearest holders. 'balanced' is ours: the nearest holders as well, and by the "
-            "exact counts most for those that have least; costs the host time in every micro-batch."
+            "How an expert's tokens are divided among its holders. 'even' is the paper's policy: equal parts "
+            "for the nearest holders. 'balanced' is our policy: it uses the exact counts to send the most "
+            "tokens to those of the nearest holders that have the fewest. It takes host time in every "
+            "micro-batch."
         ),
     )
     overlap: bool = Field(
         default=True,
         description=(
-            "Gather replicas beside the compute before the layer, such as attention, and reduce their "
-            "gradients beside its backward pass; off: both in turn with the layer (for comparisons)."
+            "Whether replicas are gathered during the compute before the layer, such as attention, and their "
+            "gradients are reduced during its backward pass. Off: the layer waits for both (for comparisons)."
         ),
     )
     split: bool = Field(
         default=False,
         description=(
-            "Split transfers that do not fit there, as Pro-Prophet does (§V-B): a part travels beside the "
-            "experts of the layer before. Needs overlap, and no rematerialize."
+            "Whether transfers that take longer than this compute are split, as in Pro-Prophet (§V-B): one "
+            "part is sent during the experts of the layer before. Needs overlap, and excludes rematerialize."
         ),
     )
     rematerialize: bool = Field(
         default=False,
         description=(
-            "Release replicas after a layer's forward pass and gather them again before its backward pass "
-            "(Hecate §4.2): replicas of one layer at a time instead of all, for one more gather per "
-            "micro-batch."
+            "Whether replicas are released after a layer's forward pass and gathered again before its "
+            "backward pass (Hecate §4.2). Memory then holds the replicas of one layer instead of all layers, "
+            "for one more gather per micro-batch."
         ),
     )
     calibrate: bool = Field(
         default=False,
         description=(
-            "Add replicas after the gate where the exact counts of an iteration's first micro-batch make "
-            "it worth the wait, by the measured costs (Hecate §4.2)."
+            "Whether replicas are added after the gate, if the exact counts of an iteration's first "
+            "micro-batch and the measured costs show that this saves time (Hecate §4.2)."
         ),
     )
     reshard_interval: int = Field(
         default=100,
         ge=0,
         description=(
-            "Iterations between re-shardings of all layers' owners (Hecate Alg. 2); 0 keeps Megatron's "
-            "even owners."
+            "Number of iterations between re-shards of all layers (Hecate Alg. 2). 0 keeps Megatron's even "
+            "owners."
         ),
     )
 
     def as_candidate(self) -> Self:
-        """Without re-sharding: Alg. 2 is one decision for all layers, whatever is selected for each."""
+        """Return these settings without re-sharding, because Alg. 2 decides for all layers together."""
         return self.model_copy(update={"reshard_interval": 0})
 
     @model_validator(mode="after")
@@ -416,12 +441,12 @@ class FssdpSettings(MeasuringSettings):
         slots, degree = self.slots, self.overlap_degree
         if degree == 0 and slots is not None and slots > 0:
             raise ValueError(
-                f"overlap_degree 0 and slots {slots} exclude each other: no expert may be replicated, so the "
+                f"overlap_degree 0 and slots {slots} exclude each other: no expert can be replicated, so the "
                 f"{slots} slots would stay empty; set slots to 0 or overlap_degree to 1 or more"
             )
         if slots == 0 and degree is not None and degree > 0:
             raise ValueError(
-                f"slots 0 and overlap_degree {degree} exclude each other: {degree} experts may be "
+                f"slots 0 and overlap_degree {degree} exclude each other: {degree} experts can be "
                 "replicated, but no device has room for a replica; set slots to 1 or more or "
                 "overlap_degree to 0"
             )
@@ -434,25 +459,25 @@ class ParmSettings(PlacementSettings):
     schedule: CollectiveOrder = Field(
         default="auto",
         description=(
-            "'s1' divides the tokens of tensor-parallel ranks before the gate, 's2' behind it (Parm §III-B); "
-            "'baseline' is DeepSpeed-MoE's order; 'megatron' divides the tokens as s1 does and runs the "
-            "collectives that Megatron has under sequence parallelism. 'auto' selects the one of s1, s2 and "
-            "megatron with the fewest modelled seconds, by the layer's shape. Under sequence parallelism s2 "
-            "is s1."
+            "Order of the collectives. 's1' divides the tokens of tensor-parallel ranks before the gate, "
+            "'s2' after it (Parm §III-B). 'baseline' is DeepSpeed-MoE's order. 'megatron' divides the tokens "
+            "as s1 does and runs Megatron's collectives of sequence parallelism. 'auto' selects among s1, s2 "
+            "and megatron the one with the fewest modelled seconds for the layer's shape. Under sequence "
+            "parallelism, s2 is the same as s1."
         ),
     )
     simultaneous: bool = Field(
         default=True,
         description=(
-            "Under s2, hand results on to all tensor-parallel ranks slice by slice while more come in (SAA, "
-            "Parm §III-D); off: one collective after the other (for comparisons)."
+            "Whether s2 passes results on to all tensor-parallel ranks slice by slice while more results "
+            "arrive (SAA, Parm §III-D). Off: one collective runs after the other (for comparisons)."
         ),
     )
     cluster: Path | None = Field(
         default=None,
         description=(
-            "cluster.yaml of megatron-fssdp profile whose collectives 'auto' counts with. Default: the "
-            "layer's own are measured in the first forward pass."
+            "Cluster description (cluster.yaml of megatron-fssdp profile) from which 'auto' takes the costs "
+            "of collectives. Default: they are measured in the layer's first forward pass."
         ),
     )
 
@@ -465,68 +490,75 @@ class ParmSettings(PlacementSettings):
     def _check_cluster(self) -> Self:
         if self.cluster is not None and self.schedule != "auto":
             raise ValueError(
-                f"cluster {self.cluster} has no meaning under schedule {self.schedule}, which is not decided "
-                "by costs: drop it, or set schedule to auto"
+                f"cluster {self.cluster} has no meaning under schedule {self.schedule}, because only "
+                "schedule auto uses costs; remove cluster, or set schedule to auto"
             )
         return self
 
 
 class AutoSettings(SteppedSettings):
-    """``auto``: for each layer the strategy with the fewest modelled seconds, ``ep`` included (ours)."""
+    """``auto``: selects for each layer the strategy with the fewest modelled seconds (our strategy)."""
 
     profile_iterations: int = Field(
         default=3,
         ge=1,
         description=(
-            "Iterations in which compute, links and memory are measured; until then every layer is ep."
+            "Number of iterations in which compute, links and memory are measured. Until then, every layer "
+            "uses ep."
         ),
     )
     choice_interval: int = Field(
         default=50,
         ge=1,
         description=(
-            "Iterations between two choices, and for which moving experts has to pay. The first choice comes "
-            "as soon as costs are measured."
+            "Number of iterations after which strategies are reconsidered. Moved experts must pay off within "
+            "this time. The first selection happens as soon as costs are measured."
         ),
     )
     compared_iterations: int = Field(
         default=3,
         ge=1,
-        description="Latest iterations whose loads every candidate is asked to plan for when one is chosen.",
+        description="Number of the latest iterations for which every candidate plans when one is selected.",
     )
     least_gain: float = Field(
         default=0.03,
         ge=0,
         lt=1,
         description=(
-            "Part of a layer's modelled seconds that another strategy has to save before the layer changes "
-            "to it, doing nothing included."
+            "Share of a layer's modelled seconds that another strategy, ep included, must save before the "
+            "layer changes to it."
         ),
     )
 
     @property
     def collective_schedule(self) -> CollectiveSchedule:
-        """By modelled seconds."""
+        """The schedule ``auto``, which is selected by modelled seconds."""
         return CollectiveSchedule("auto")
 
     candidate_settings: ClassVar[Mapping[str, type[PlacementSettings]]] = {}
-    """Models of the strategies that may be selected beside ``ep``, by name; a key each."""
+    """Settings models of the strategies that can be selected in addition to ``ep``, by name.
+
+    Each one is a key.
+    """
 
     @classmethod
     def with_candidates(
         cls, candidates: Mapping[str, tuple[type[PlacementSettings], str]]
     ) -> type["AutoSettings"]:
-        """The model with a key for each of these candidates.
+        """Return a settings model with a key for each candidate.
 
         Args:
-            candidates: Settings and one line about each strategy, by name.
+            candidates: Settings model and one-line summary of each strategy, by name.
         """
         fields: dict[str, Any] = {
             name: (
                 bool | settings,
                 Field(
                     default=True,
-                    description=f"Candidate: {summary}. Its settings, true for the defaults, false for none.",
+                    description=(
+                        f"Candidate: {summary}. true: with default settings. false: not a candidate. A "
+                        "mapping: with these settings."
+                    ),
                 ),
             )
             for name, (settings, summary) in candidates.items()
@@ -546,14 +578,14 @@ class AutoSettings(SteppedSettings):
             if wrong := sorted(shared & candidate.model_fields_set):
                 known = sorted(set(type(candidate).model_fields) - shared)
                 raise ValueError(
-                    f"{name}.{wrong[0]} has no meaning for a candidate, because all of them run on one "
-                    f"runtime and with the same owners; wanted {', '.join(known)}: drop the key"
+                    f"{name}.{wrong[0]} has no meaning for a candidate, because all candidates share one "
+                    f"runtime and the same owners; wanted {', '.join(known)}; remove the key"
                 )
         return self
 
     @property
     def candidates(self) -> dict[str, PlacementSettings]:
-        """Settings of what is selected among by name, doing nothing first."""
+        """Settings of all candidates by name. ``ep`` is the first."""
         found: dict[str, PlacementSettings] = {"ep": EpSettings()}
         for name, model in self.candidate_settings.items():
             given: bool | PlacementSettings = getattr(self, name)

@@ -1,4 +1,4 @@
-"""One colour for each strategy in all pictures."""
+"""Colours of strategies, the same in all plots."""
 
 from collections.abc import Sequence
 
@@ -6,15 +6,15 @@ from megatron_fssdp.config.strategy_registry import STRATEGIES
 
 
 def strategy_colours() -> dict[str, str]:
-    """``#RRGGBB`` by name, of the registered strategies that have a colour."""
+    """Return the colours (``#RRGGBB``) of the registered strategies that have one, by name."""
     return {name: entry.colour for name, entry in STRATEGIES.items() if entry.colour is not None}
 
 
 def distinct_colours(strategies: Sequence[str]) -> list[str]:
-    """A colour for each run: its strategy's, or another one where two runs have the same.
+    """Return a different colour for each run: that of its strategy, or another one if it is already used.
 
     Args:
-        strategies: Of the runs; names that are no strategy's get what is left.
+        strategies: Strategy of each run. Unknown names get colours that are not used.
     """
     known = strategy_colours()
     palette = list(known.values())

@@ -84,5 +84,5 @@ def test_bad_input_is_one_line_and_leaves_nothing(words, message, run: Path, tmp
 
 def test_ranking_needs_recorded_loads(run: Path) -> None:
     (run / "loads.npz").unlink()
-    with pytest.raises(ConfigurationError, match="no run has any"):
+    with pytest.raises(ConfigurationError, match="no run has recorded loads"):
         CliRunner().invoke(app, ["report", str(run), "--cluster", CLUSTER], catch_exceptions=False)
