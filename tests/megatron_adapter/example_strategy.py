@@ -12,7 +12,7 @@ FILE = Path(__file__).parents[2] / "docs" / "examples" / f"{NAME}.py"
 
 
 def example() -> ModuleType:
-    """The example's file as a module."""
+    """The file as a module."""
     if NAME not in sys.modules:
         spec = importlib.util.spec_from_file_location(NAME, FILE)
         assert spec is not None
@@ -24,7 +24,7 @@ def example() -> ModuleType:
 
 
 def register_example() -> None:
-    """Register the example; a rank that was forked from a registered process has it already."""
+    """What the package does; a rank that was forked from a registered process has it already."""
     if NAME in STRATEGIES:
         return
     register_strategy(
@@ -33,5 +33,5 @@ def register_example() -> None:
 
 
 def forget_example() -> None:
-    """Remove the example from the registry."""
+    """Undo it."""
     STRATEGIES._entries.pop(NAME, None)
