@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from megatron_fssdp import __version__
+from megatron_fssdp.cli.strategy_names import NamingCommand
 from megatron_fssdp.config.errors import ConfigurationError
 
 EXIT_BAD_INPUT = 2
@@ -65,7 +66,12 @@ RankingCluster = Annotated[
         help="Cluster to rank strategies on: YAML file, or a name that `megatron-fssdp configs` lists."
     ),
 ]
-RankedStrategies = Annotated[str, typer.Option(help="Strategies to rank, separated by commas. Default: all.")]
+RankedStrategies = Annotated[
+    str,
+    typer.Option(
+        help="Strategies to rank, separated by commas, of {strategies}. Default: all that place experts."
+    ),
+]
 
 
 @app.callback()
@@ -78,7 +84,7 @@ def _root(
     """Train Mixture-of-Experts models on stock Megatron-LM with balanced load."""
 
 
-@app.command("train")
+@app.command("train", cls=NamingCommand)
 def train_command(
     configs: Annotated[
         list[Path],
@@ -88,7 +94,7 @@ def train_command(
         ),
     ],
     moe_strategy: Annotated[
-        str | None, typer.Option(help="Strategy that replaces the one in the files.")
+        str | None, typer.Option(help="Strategy that replaces the one in the files: {strategies}.")
     ] = None,
     moe_strategy_set: Annotated[
         list[str] | None,
@@ -238,7 +244,7 @@ def data_build_command(
     build_with_progress(paths or [], out, tokenizer.value, vocab_size, shards, rebuild, with_tests, console)
 
 
-@app.command("report")
+@app.command("report", cls=NamingCommand)
 def report_command(
     run: Annotated[Path, typer.Argument(help="Output folder of a run.", metavar="RUN_DIR")],
     out: Annotated[
@@ -256,7 +262,7 @@ def report_command(
     write_report_page(request.with_strategies(_names(strategies)), Console(markup=False))
 
 
-@app.command("compare")
+@app.command("compare", cls=NamingCommand)
 def compare_command(
     runs: Annotated[
         list[Path], typer.Argument(help="Output folders of two or more runs.", metavar="RUN_DIR...")
@@ -280,7 +286,7 @@ def compare_command(
     compare_runs(request.with_strategies(_names(strategies)), png, Console(markup=False))
 
 
-@app.command("simulate")
+@app.command("simulate", cls=NamingCommand)
 def simulate_command(
     loads: Annotated[
         str,
@@ -293,7 +299,7 @@ def simulate_command(
     ],
     out: Annotated[Path, typer.Option(help="Folder to write the results to.")],
     strategies: Annotated[
-        str, typer.Option(help="Strategies to simulate, separated by commas.")
+        str, typer.Option(help="Strategies to simulate, separated by commas, of {strategies}.")
     ] = "ep,fssdp",
     iterations: Annotated[
         int | None,

@@ -155,7 +155,6 @@ class LayerLedger:
             self.addition.put(iteration, layer, addition)
             self.replicas_IL[iteration, layer] = placement.num_replicas
             self.most_replicas_IL[iteration, layer] = placement.replicas_per_device_D.max()
-        # Resident replicas gather nothing, and their gradients are summed beside compute.
         self.ahead_IL[iteration, layer] = plan.gather_ahead or plan.resident
         self.rematerialize_IL[iteration, layer] = plan.rematerialize
         self.each_pass_IL[iteration, layer] = plan.each_micro_batch

@@ -46,6 +46,11 @@ from megatron_fssdp.megatron_adapter.diagnosis.package_checks import (
     check_transformer_engine,
 )
 from megatron_fssdp.megatron_adapter.diagnosis.seam_checks import Seams, check_seams, look_for_seams
+from megatron_fssdp.megatron_adapter.diagnosis.strategy_checks import (
+    InstalledStrategies,
+    check_strategies,
+    look_for_strategies,
+)
 
 if TYPE_CHECKING:
     from megatron_fssdp.config.run_config import RunConfig
@@ -63,6 +68,7 @@ class Facts:
         engine: Installation of Transformer Engine.
         apex: Package that is installed under the name ``apex``.
         seams: Seams found in Megatron; ``None`` if Megatron cannot be imported.
+        strategies: Strategies of this package, and those that other installed packages bring.
         devices: Devices of the machine; ``None`` if torch cannot be imported.
         backends: Back ends of torch.distributed; ``None`` if torch cannot be imported.
         launch: Ranks that torchrun started.
@@ -76,6 +82,7 @@ class Facts:
     engine: InstalledPackage = field(default_factory=InstalledPackage)
     apex: ApexPackage = field(default_factory=ApexPackage)
     seams: Seams | None = None
+    strategies: InstalledStrategies = field(default_factory=InstalledStrategies)
     devices: Devices | None = None
     backends: Backends | None = None
     launch: Launch = field(default_factory=Launch)
@@ -100,6 +107,7 @@ def gather_facts(folders: Sequence[tuple[str, Path]]) -> Facts:
             engine=engine,
             apex=look_for_apex(),
             seams=look_for_seams() if megatron.works else None,
+            strategies=look_for_strategies(),
             devices=look_at_devices() if torch.works else None,
             backends=look_at_backends() if torch.works else None,
             launch=Launch(_whole_number("WORLD_SIZE"), _whole_number("LOCAL_WORLD_SIZE")),
@@ -125,6 +133,7 @@ def diagnose(facts: Facts, run: "RunConfig | None") -> tuple[Finding, ...]:
         *check_seams(facts.seams),
         check_transformer_engine(facts.engine, has_gpus),
         check_apex(facts.apex),
+        *check_strategies(facts.strategies),
     ]
     if facts.devices is None or facts.backends is None:
         names = ("gloo", "NCCL", "GPUs", "topology", *(("ranks",) if run is not None else ()))

@@ -1,88 +1,134 @@
-"""The worked example of docs/contributing.md plans, is simulated, and trains with plain EP's losses."""
+"""The worked example of docs/contributing.md, installed as a user installs it, and used everywhere."""
 
-from collections.abc import Iterator
+import json
+import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
+import yaml
 
-from megatron_fssdp.cli.simulate_command import settings_of
-from megatron_fssdp.config.cluster_files import load_cluster
-from megatron_fssdp.config.composition import load_run
-from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy_selection import resolve_strategy
-from megatron_fssdp.planning.loads.load_history import LoadHistory
-from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.reporting.run_records import read_metrics
-from megatron_fssdp.simulation.moe_job import job_of_run
-from megatron_fssdp.simulation.simulator import simulate
-from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
-from megatron_fssdp.strategies.registry import build_strategy
-from megatron_fssdp.strategies.strategy import LayerContext, Strategy
 
-from ..example_strategy import NAME, forget_example, register_example
-from ..training_run import relative_difference, train
+from ...reporting.page.made_runs import write_made_run
+from ...reporting.page.page_parts import PageParts
+from ..training_run import relative_difference, train, train_on_all_ranks
 
-
-@pytest.fixture(autouse=True)
-def _registered() -> Iterator[None]:
-    register_example()
-    yield
-    forget_example()
+ROOT = Path(__file__).parents[3]
+PACKAGE = ROOT / "docs" / "examples" / "second_home"
+NAME, COLOUR = "second_home", "#332288"
 
 
-def built(**settings: object) -> Strategy:
-    overrides = [f"{key}={value}" for key, value in settings.items()]
-    return build_strategy(*resolve_strategy(NAME, overrides=overrides))  # type: ignore[arg-type]
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for PYTHONPATH with the package in it, entry point included."""
+    folder = tmp_path_factory.mktemp("site")
+    offline = ("--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", *offline, "--target", folder, PACKAGE],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
 
 
-def test_the_examples_settings_are_checked_like_any_strategys() -> None:
-    assert resolve_strategy(NAME, overrides=["threshold=1.5"])[1].threshold == 1.5  # type: ignore[attr-defined]
-    with pytest.raises(ConfigurationError, match="unknown key 'treshold'; did you mean 'threshold'"):
-        resolve_strategy(NAME, overrides=["treshold=1.5"])
+def command(installed: Path, *words: object) -> str:
+    """What ``megatron-fssdp`` prints in a process of its own that finds the package."""
+    path = os.pathsep.join([str(installed), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", "from megatron_fssdp.cli.app import main; main()", *map(str, words)],
+        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "300"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
-def test_the_busiest_devices_hottest_expert_goes_to_the_idlest_and_even_loads_move_none() -> None:
-    context = LayerContext(1, np.arange(8) // 2, Topology.uniform(4, 2))
-    history = LoadHistory(1, 4, 8)
-    assert built().before_gate(context, history).placement.num_replicas == 0
-    history.append(np.full((4, 8), 5))
-    assert built().before_gate(context, history).placement.num_replicas == 0
-    counts_DE = np.full((4, 8), 5)
-    counts_DE[:, 3] = 40
-    counts_DE[:, 6] = 1
-    history.append(counts_DE)
-    placement = built().before_gate(context, history).placement
-    assert placement.num_replicas == 1
-    assert placement.present_ED[3].tolist() == [False, True, False, True]
-    assert built(threshold=3.9).before_gate(context, history).placement.num_replicas == 0
+def watch_transfers() -> None:
+    """Log on every rank whether there is a transfer group, and each gather that starts ahead of its layer."""
+    from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
+    from megatron_fssdp.runtime.replicas.replica_weights import ReplicaWeights
 
+    say = logging.getLogger("megatron_fssdp.testing").warning
+    launch = LayerExecutor.launch
 
-def test_the_example_beats_plain_expert_parallelism_on_one_hot_expert_in_simulation() -> None:
-    run = load_run(["gpt_moe_tiny"])
-    job, cluster = job_of_run(run), load_cluster("hpwnv")
-    shape = WorkloadShape(job.num_devices, job.num_experts, 4096, job.top_k, 4)
-    counts_ILDE = np.repeat(WORKLOADS["W3"].counts(shape)[:, None], job.num_layers, axis=1)
-    outcomes = {
-        name: simulate(name, settings_of(name, run), counts_ILDE, cluster, job) for name in (NAME, "ep")
-    }
-    assert outcomes[NAME].load_max_over_mean_IL[1:].max() < outcomes["ep"].load_max_over_mean_IL.min()
+    def watched_launch(self: LayerExecutor, *args: object, **options: object) -> object:
+        result = launch(self, *args, **options)  # type: ignore[arg-type]
+        say(f"transfer group: {self.groups.transfers is not None}")
+        if isinstance(self._ahead, ReplicaWeights) and self.prepare().placement.num_replicas:
+            say("replicas are on their way before the layer")
+        return result
+
+    LayerExecutor.launch = watched_launch  # type: ignore[method-assign, assignment]
 
 
 # --8<-- [start:training]
-def test_the_example_trains_with_the_losses_of_plain_expert_parallelism(
-    text_data: Path, tmp_path: Path
+def test_it_trains_with_overlap_and_moved_owners_and_the_losses_of_plain_expert_parallelism(
+    installed: Path, text_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     common = "--expert-model-parallel-size 2 --train-iters 6 --moe-strategy"
     wanted = train(2, f"{common} ep", text_data)
-    chosen = f"{NAME} --moe-strategy-set threshold=1 --moe-strategy-set record_dir={tmp_path}"
-    run = train(2, f"{common} {chosen}", text_data, before=register_example)
-    assert relative_difference(run.losses, wanted.losses) <= 1e-5
-    assert relative_difference(run.grad_norms, wanted.grad_norms) <= 1e-5
+    monkeypatch.syspath_prepend(installed)
+    keys = f"threshold=1 swap_every=3 record_dir={tmp_path}"
+    chosen = " ".join(f"--moe-strategy-set {key}" for key in keys.split())
+    runs = train_on_all_ranks(2, f"{common} {NAME} {chosen}", text_data, before=watch_transfers)
+    assert [run.exit_code for run in runs] == [0, 0], runs[0].errors[-3000:]
+    assert relative_difference(runs[-1].losses, wanted.losses) <= 1e-5
+    assert relative_difference(runs[-1].grad_norms, wanted.grad_norms) <= 1e-5
+    for run in runs:
+        assert "transfer group: True" in run.messages
+        assert "transfer group: False" not in run.messages
+        assert run.messages.count("replicas are on their way before the layer") >= 8
     metrics = read_metrics(tmp_path)
     replicas = [[layer.num_replicas for layer in entry.layers] for entry in metrics]
-    assert replicas[0] == [0, 0]  # no loads are known yet
-    assert sum(map(sum, replicas[1:])) >= 8  # exactly even loads are rare
+    assert replicas[0] == [0, 0]  # nothing was seen yet
+    assert sum(map(sum, replicas[1:])) >= 8  # an even load is rare
+    assert [entry.iteration for entry in metrics if entry.resharded_experts] == [4]  # before the fourth
 
 
 # --8<-- [end:training]
+def test_help_schema_and_doctor_know_it(installed: Path) -> None:
+    assert NAME in command(installed, "train", "--help")
+    schema = json.loads(command(installed, "schema"))
+    assert NAME in schema["$defs"]["StrategySection"]["properties"]["name"]["enum"]
+    assert "swap_every" in schema["$defs"]["SecondHomeSettings"]["properties"]
+    reference = schema["$defs"]["AutoSettings"]["properties"][NAME]["anyOf"]
+    assert {"$ref": "#/$defs/SecondHomeSettings"} in reference
+    assert "second_home of second-home-strategy" in command(installed, "doctor")
+
+
+def test_it_is_simulated_and_beats_plain_expert_parallelism_on_one_hot_expert(
+    installed: Path, tmp_path: Path
+) -> None:
+    words = ("--loads", "W3", "--cluster", "hpwnv", "--model", "gpt_moe_tiny", "--iterations", 12)
+    keys = ("fssdp", "prophet", "fastermoe", "quota", "smartmoe")
+    only = [word for key in keys for word in ("--moe-strategy-set", f"{key}=false")]
+    out = tmp_path / "out"
+    command(
+        installed, "simulate", *words, "--strategies", f"ep,{NAME},auto", *only, "--out", out,
+        "--no-break-even", "--no-plots",
+    )  # fmt: skip
+    trace = (out / f"trace_{NAME}.json").read_text(encoding="utf-8")
+    assert "spAG" in trace
+    ranking = json.loads((out / "ranking.json").read_text(encoding="utf-8"))
+    rows = {row["strategy"]: row for row in ranking["strategies"]}
+    assert rows[NAME]["speedup_over_ep"] > 1.05
+    assert rows["auto"]["speedup_over_ep"] > 1, "auto has no other candidate that could help"
+    assert rows["auto"]["memory"]["replica_bytes"] > 0
+
+
+def test_a_report_ranks_it_by_default_and_shows_its_colour_and_name(installed: Path, tmp_path: Path) -> None:
+    folder = write_made_run(tmp_path / "run", NAME, num_iterations=4, num_layers=4)
+    run = yaml.safe_load((ROOT / "configs" / "gpt_moe_tiny.yaml").read_text(encoding="utf-8"))
+    run["strategy"] = {"name": NAME}
+    (folder / "config.yaml").write_text(yaml.safe_dump(run), encoding="utf-8")
+    command(installed, "report", folder, "--cluster", "hpwnv")
+    page = PageParts((folder / "report.html").read_text(encoding="utf-8"))
+    assert page.figures["loss"]["data"][0]["line"]["color"] == COLOUR
+    assert NAME in page.texts["what-if"]

@@ -1,0 +1,221 @@
+"""Registering strategies: what is refused, and what installed packages can and cannot break."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from pydantic import Field
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy_registry import (
+    STRATEGIES,
+    RegisteredStrategy,
+    StrategyRegistry,
+    register_strategy,
+)
+from megatron_fssdp.config.strategy_selection import strategy_settings
+from megatron_fssdp.config.strategy_settings import EpSettings, NoneSettings, PlacementSettings
+from megatron_fssdp.strategies.registry import build_strategy
+from megatron_fssdp.strategies.strategy import Strategy
+
+ROOT = Path(__file__).parents[2]
+
+
+class MadeSettings(PlacementSettings):
+    """Keys of a strategy of these tests."""
+
+    number: int = Field(default=1, ge=0, description="A number.")
+
+
+class NeedySettings(PlacementSettings):
+    """A key without a default."""
+
+    number: int
+
+
+ENTRY = RegisteredStrategy("made", MadeSettings, "nowhere:Nothing", "made up", "#123456")
+
+
+def registry(*entries: RegisteredStrategy) -> StrategyRegistry:
+    """A table that no installed package reaches."""
+    return StrategyRegistry(entries, group="megatron_fssdp.no_such_group")
+
+
+def test_an_entry_is_found_by_its_name_in_the_order_of_registration() -> None:
+    table = registry(replace(ENTRY, name="first", settings=EpSettings))
+    table.add(ENTRY)
+    assert list(table) == ["first", "made"]
+    assert table["made"] == ENTRY
+    assert "other" not in table
+    assert not table.broken
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"settings": EpSettings},
+            "'made' is registered already, by theirs; give the strategy of mine another",
+        ),
+        ({"name": "other"}, "the settings of 'other' are called MadeSettings, as those of 'made'"),
+        ({"name": "Made-Up"}, "wanted a lower-case letter"),
+        ({"name": "other", "settings": NoneSettings}, "wanted a subclass of PlacementSettings"),
+        ({"name": "other", "settings": NeedySettings}, "settings key 'number' has no default"),
+        ({"name": "other", "settings": EpSettings, "strategy": "no path"}, "wanted its class, a function"),
+        ({"name": "other", "settings": EpSettings, "strategy": None}, "wanted its class, a function"),
+        ({"name": "other", "settings": EpSettings, "colour": "red"}, "got colour 'red', wanted #RRGGBB"),
+    ],
+)
+def test_what_would_fail_later_is_refused_with_the_package(changes: dict[str, object], words: str) -> None:
+    table = registry(replace(ENTRY, package="theirs"))
+    with pytest.raises(ConfigurationError) as refusal:
+        table.add(replace(ENTRY, package="mine", **changes))  # type: ignore[arg-type]
+    assert words in str(refusal.value)
+    assert list(table) == ["made"]
+
+
+def test_a_registered_name_is_refused_whoever_has_it() -> None:
+    with pytest.raises(ConfigurationError, match="'ep' is registered already, by megatron-fssdp"):
+        register_strategy("ep", settings=MadeSettings, strategy="nowhere:Nothing", summary="another ep")
+
+
+def test_every_shipped_import_string_names_a_strategy() -> None:
+    for name, entry in STRATEGIES.items():
+        if entry.strategy is not None:
+            assert isinstance(build_strategy(name, entry.settings()), Strategy), name
+
+
+def test_what_makes_no_strategy_is_refused_when_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(STRATEGIES._entries, "made", replace(ENTRY, strategy=lambda _: "nothing"))
+    with pytest.raises(TypeError, match="strategy made of megatron-fssdp: got str, wanted an instance"):
+        build_strategy("made", MadeSettings())
+
+
+# --- packages that are installed for a process of their own
+
+
+def write_package(folder: Path, name: str, strategy: str, body: str) -> None:
+    """What pip leaves of a package: a module, and metadata with an entry point."""
+    (folder / f"{name}.py").write_text(body)
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[megatron_fssdp.strategies]\n{strategy} = {name}:register\n")
+
+
+def run_python(folder: Path, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(folder), str(ROOT)])
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+LIST = "from megatron_fssdp.config.strategy_registry import STRATEGIES; print(*STRATEGIES)"
+SHIPPED_NAMES = "none ep fssdp prophet fastermoe quota smartmoe flexmoe parm auto"
+REGISTER = """
+import megatron_fssdp
+from megatron_fssdp.config.strategy_settings import PlacementSettings
+class {name}Settings(PlacementSettings):
+    pass
+def register():
+    strategy = dict(strategy="nowhere:Nothing", summary="x")
+    megatron_fssdp.register_strategy("{name}", settings={name}Settings, **strategy)
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "body", "reason"),
+    [
+        ("lost", "import a_module_that_is_not_there", "No module named 'a_module_that_is_not_there'"),
+        ("lost", "def register():\n    1 / 0", "ZeroDivisionError"),
+        ("lost", "def register():\n    pass", "registered no strategy of this name"),
+        ("lost", "nothing = 1", "has no attribute 'register'"),
+        ("ep", REGISTER.format(name="ep"), "'ep' is registered already, by megatron-fssdp"),
+    ],
+)
+def test_a_broken_package_is_named_once_and_breaks_nothing_else(
+    strategy: str, body: str, reason: str, tmp_path: Path
+) -> None:
+    write_package(tmp_path, "brittle", strategy, body)
+    write_package(tmp_path, "sound", "sound", REGISTER.format(name="sound"))
+    code = f"{LIST}\nfrom megatron_fssdp.config.strategy_selection import resolve_strategy\n"
+    done = run_python(tmp_path, f"{code}resolve_strategy('fssdp'); resolve_strategy('sound')")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [*SHIPPED_NAMES.split(), "sound"]
+    (line,) = done.stderr.splitlines()
+    assert f"strategy '{strategy}' of the installed package brittle cannot be used" in line
+    assert reason in line
+    assert "pip uninstall brittle" in line
+    other_rank = run_python(tmp_path, LIST, RANK="1")
+    assert other_rank.stderr == "", "one rank says it"
+
+
+def test_asking_for_a_broken_strategy_says_whose_it_is(tmp_path: Path) -> None:
+    write_package(tmp_path, "brittle", "lost", "import a_module_that_is_not_there")
+    code = (
+        "from megatron_fssdp.config.strategy_selection import resolve_strategy\n"
+        "from megatron_fssdp.config.errors import ConfigurationError\n"
+        "try:\n    resolve_strategy('lost')\nexcept ConfigurationError as error:\n    print(error)"
+    )
+    done = run_python(tmp_path, code)
+    assert done.stdout.startswith("strategy 'lost' of the installed package brittle cannot be used: ")
+
+
+def test_importing_the_package_and_the_table_loads_no_plugin_and_no_torch(tmp_path: Path) -> None:
+    write_package(tmp_path, "brittle", "lost", "print('loaded')")
+    code = (
+        "import sys, megatron_fssdp; megatron_fssdp.register_strategy\n"
+        "from megatron_fssdp.config import strategy_registry\n"
+        "assert not {'torch', 'numpy', 'brittle'} & set(sys.modules)"
+    )
+    done = run_python(tmp_path, code)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+# --- auto
+
+
+@pytest.fixture
+def made_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        STRATEGIES._entries,
+        "made",
+        replace(ENTRY, is_candidate=True, package="theirs"),
+    )
+    monkeypatch.setattr(STRATEGIES, "_with_candidates", {})
+
+
+def test_autos_keys_are_its_candidates_and_are_checked_by_their_models(made_candidate: None) -> None:
+    fields = STRATEGIES["auto"].settings.model_fields
+    assert {name for name in STRATEGIES if name in fields} == {
+        name for name, entry in STRATEGIES.items() if entry.is_candidate
+    }
+    given = strategy_settings("auto", {"made": {"number": 3}}, "test")
+    assert given.candidates["made"] == MadeSettings(number=3)  # type: ignore[attr-defined]
+    left_out = strategy_settings("auto", {"made": False}, "test")
+    assert "made" not in left_out.candidates  # type: ignore[attr-defined]
+    with pytest.raises(ConfigurationError, match=r"made\.number: got -1"):
+        strategy_settings("auto", {"made": {"number": -1}}, "test")
+    with pytest.raises(ConfigurationError, match="unknown key 'numbr'; did you mean 'number'"):
+        strategy_settings("auto", {"made": {"numbr": 1}}, "test")
+    with pytest.raises(ConfigurationError, match=r"made\.nodes has no meaning for a candidate"):
+        strategy_settings("auto", {"made": {"nodes": 1}}, "test")
+
+
+def test_a_candidate_that_cannot_be_built_is_left_out_with_a_warning(
+    made_candidate: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(
+        STRATEGIES._entries, "made", replace(STRATEGIES["made"], strategy="a_module_that_is_not_there:Made")
+    )
+    strategy = build_strategy("auto", strategy_settings("auto", {}, "test"))
+    assert "made" not in strategy.candidates  # type: ignore[attr-defined]
+    assert "candidate 'made' of theirs is left out" in caplog.text
+    assert "made=false" in caplog.text

@@ -1,0 +1,210 @@
+"""What a session sets up for a strategy, and what the simulator assumes of it, for every registered strategy.
+
+Shape letters: D devices, E experts, T tokens of a rank.
+"""
+
+import sys
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy_selection import strategy_settings
+from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
+from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.planning.placement.owner_map import OwnerMap
+from megatron_fssdp.planning.placement.placement import even_owners
+from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor, MicroBatch
+from megatron_fssdp.runtime.execution.strategy_selector import StrategySelector
+from megatron_fssdp.simulation.replay import replay_strategy
+from megatron_fssdp.strategies.registry import build_strategy
+from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
+from megatron_fssdp.testing import run_megatron_ranks
+from tests.runtime.rank_layer import ACTIVATIONS, moe_forward
+
+EXAMPLE = "second_home"
+EXAMPLE_FOLDER = Path(__file__).parents[3] / "docs" / "examples" / EXAMPLE
+PLANNING = [name for name, entry in STRATEGIES.items() if entry.strategy is not None and name != EXAMPLE]
+# Short intervals, so that everything happens in the run; a strategy without keys here runs with its defaults.
+KEYS: dict[str, dict[str, Any]] = {
+    "fssdp": {"slots": 2, "reshard_interval": 4, "window": 3},
+    "prophet": {"left_out": 1},
+    "quota": {"slots": 2},
+    "smartmoe": {"reshard_interval": 4, "window": 3},
+    "flexmoe": {"slots": 2, "placement_interval": 4, "window": 3},
+    "auto": {"choice_interval": 4, "smartmoe": {"reshard_interval": 4, "window": 3}},
+    EXAMPLE: {"threshold": 1, "swap_every": 4},
+}
+NUM_EXPERTS, NUM_TOKENS, NUM_ITERATIONS, WORLD = 8, 64, 12, 4
+LINK = LinkCost(0.0, 1e-9)
+PROFILE = LayerProfile(1e-6, ClusterCost(LINK, LINK, 1e6), 300, 100, 50.0, 3)
+
+
+@dataclass
+class Seen:
+    """One strategy's run, in the runtime or in the simulator, by iteration.
+
+    Attributes:
+        placements: Digest of the placement in use.
+        tokens_D: (token, k) pairs that each device computes.
+        overlaps: Whether replicas travel beside something else.
+        lives: How long replicas live; ``None`` without replicas.
+        moved: Experts that change their owner, or that get a resident replica.
+    """
+
+    placements: list[bytes] = field(default_factory=list)
+    tokens_D: list[list[int]] = field(default_factory=list)
+    overlaps: list[bool] = field(default_factory=list)
+    lives: list[ReplicaLife | None] = field(default_factory=list)
+    moved: list[int] = field(default_factory=list)
+
+
+def register_example() -> None:
+    if EXAMPLE not in STRATEGIES:
+        sys.path.insert(0, str(EXAMPLE_FOLDER))
+        import second_home
+
+        second_home.register()
+
+
+def variants(name: str) -> dict[str, dict[str, Any]]:
+    """The strategy as it is, and in turn where users can set that."""
+    keys = KEYS.get(name, {})
+    found = {name: keys}
+    if "overlap" in STRATEGIES[name].settings.model_fields:
+        found[f"{name} in turn"] = {**keys, "overlap": False}
+    return found
+
+
+def compare(rank: int, world_size: int, name: str) -> dict[str, tuple[Seen, Seen, dict[str, Any]]]:
+    """What the runtime and the simulator did, and what the session has set up, of each variant."""
+    register_example()
+    found = {}
+    for label, keys in variants(name).items():
+        settings: Any = strategy_settings(name, {**keys, "nodes": 2}, "test")
+        session = StrategySession(name, settings)
+        seen, counts_ILDE = run_session(session, rank)
+        fresh = build_strategy(name, settings)
+        simulated = simulate_session(fresh, counts_ILDE, session)
+        strategy = session.strategy
+        set_up = {
+            "has transfer group": session.runtime.layers[0].groups.transfers is not None,
+            "moves owners": strategy.moves_owners,
+            "resident slots": strategy.resident_slots,
+            "selects": strategy.selects,
+            "may replicate": strategy.selects or strategy.may_replicate(1),
+        }
+        found[label] = seen, simulated, set_up
+    return found
+
+
+def run_session(session: StrategySession, rank: int) -> tuple[Seen, np.ndarray]:
+    """Drive one layer as the adapter drives it between and in iterations."""
+    strategy = session.strategy
+    alone = dist.new_subgroups(1)[0]
+    groups = session.expert_groups(dist.group.WORLD, alone)  # type: ignore[arg-type]
+    owner_E = even_owners(NUM_EXPERTS, WORLD)
+    context = LayerContext(1, owner_E, groups.topology)
+    executor = session.runtime.add_layer(context, groups, tensors_of(np.flatnonzero(owner_E == rank)))
+    executor.measure = True
+    used: list[tuple[MicroBatch, bool]] = []
+    executor.begin_micro_batch = partial(noting, executor, executor.begin_micro_batch, used)  # type: ignore[method-assign]
+    selector = StrategySelector(strategy, [dist.group.WORLD], torch.device("cpu"))  # type: ignore[list-item]
+    owners = OwnerMap.even(1, NUM_EXPERTS, WORLD)
+    rng, seen, counts = np.random.default_rng(rank), Seen(), []
+    for iteration in range(NUM_ITERATIONS):
+        if strategy.profile_iterations and iteration == strategy.profile_iterations:
+            executor.context = replace(executor.context, profile=PROFILE)
+        if strategy.selects:
+            selector.select([executor], iteration)
+        moved = 0
+        if strategy.moves_owners and strategy.reshards_at(iteration):
+            new = strategy.reshard([executor.context], executor.history.mean_E()[None], owners)
+            moved, owners = len(owners.moves_to(new)), new
+            executor.own(new.device_LE[0], tensors_of(np.flatnonzero(new.device_LE[0] == rank)))
+        if strategy.resident_slots and strategy.replicates_at(iteration):
+            old = executor.context.placement
+            placement = strategy.replicate(executor.context, executor.history.mean_DE())
+            moved += int((placement.present_ED & ~old.present_ED).sum())
+            here = [e for e in placement.experts_on(rank) if e not in executor.parameters]
+            executor.keep(placement, tensors_of(np.array(here, np.int64)))
+        session.runtime.begin_iteration(1)
+        used.clear()
+        # Popular experts of one device, and others in the second half.
+        score_TE = rng.gumbel(size=(NUM_TOKENS, NUM_EXPERTS))
+        score_TE[:, (0, 1) if iteration < NUM_ITERATIONS // 2 else (4, 5)] += 2
+        routing_TE = np.zeros(score_TE.shape, bool)
+        np.put_along_axis(routing_TE, np.argsort(-score_TE, axis=1)[:, :2], True, axis=1)
+        hidden = torch.ones(NUM_TOKENS, 2, requires_grad=True)
+        probs = torch.ones(NUM_TOKENS, NUM_EXPERTS)
+        moe_forward(
+            executor, hidden, probs, torch.from_numpy(routing_TE), ACTIVATIONS["relu"]
+        ).sum().backward()
+        session.runtime.finish_gradients()
+        load = session.runtime.end_iteration()[0]
+        micro_batch, is_launched = used[-1]
+        plan, replicas = micro_batch.plan, micro_batch.plan.placement.num_replicas
+        seen.placements.append(plan.placement.digest())
+        seen.tokens_D.append(load.device_D.tolist())
+        seen.overlaps.append(bool(replicas) and (is_launched or micro_batch.materialization.beside_dispatch))
+        seen.lives.append(plan.life if replicas else None)
+        seen.moved.append(moved)
+        counts.append(load.counts_DE)
+    return seen, np.stack(counts)[:, None]
+
+
+def noting(
+    executor: LayerExecutor, begin: Any, used: list[tuple[MicroBatch, bool]], *given: Any
+) -> MicroBatch:
+    is_launched = executor._is_launched
+    micro_batch: MicroBatch = begin(*given)
+    used.append((micro_batch, is_launched))
+    return micro_batch
+
+
+def tensors_of(experts: np.ndarray) -> dict[int, list[torch.nn.Parameter]]:
+    return {int(e): [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2)] for e in experts}
+
+
+def simulate_session(strategy: Strategy, counts_ILDE: np.ndarray, session: StrategySession) -> Seen:
+    """The same loads in the simulator's replay."""
+    plans: list[LayerPlan] = []
+    topology = session.runtime.layers[0].groups.topology
+    ledger = replay_strategy(
+        strategy, counts_ILDE, topology, PROFILE, on_plan=lambda _, __, plan: plans.append(plan)
+    )
+    replicas_I = ledger.replicas_IL[:, 0]
+    return Seen(
+        placements=[plan.placement.digest() for plan in plans],
+        tokens_D=ledger.tokens_ILD[:, 0].tolist(),
+        overlaps=(ledger.ahead_IL[:, 0] & (replicas_I > 0)).tolist(),
+        lives=[plan.life if plan.placement.num_replicas else None for plan in plans],
+        moved=ledger.reshard_experts_I.tolist(),
+    )
+
+
+@pytest.mark.parametrize("name", [*PLANNING, EXAMPLE])
+def test_session_and_simulator_agree(name: str) -> None:
+    for label, (seen, simulated, set_up) in run_megatron_ranks(compare, WORLD, name, ep=WORLD)[0].items():
+        assert seen.placements == simulated.placements, label
+        assert seen.tokens_D == simulated.tokens_D, label
+        assert seen.overlaps == simulated.overlaps, label
+        assert seen.lives == simulated.lives, label
+        assert seen.moved == simulated.moved, label
+        # None of this is empty: what a strategy says that it can do, it does.
+        assert any(seen.lives) == set_up["may replicate"], label
+        if not set_up["selects"]:
+            assert any(seen.moved) == bool(set_up["moves owners"] or set_up["resident slots"]), label
+        if any(simulated.overlaps):
+            assert set_up["has transfer group"], label
+        if "in turn" in label:
+            assert not set_up["has transfer group"], label
+            assert not any(simulated.overlaps), label
