@@ -81,7 +81,7 @@ class LayerLedger:
         gather: Experts that spAG materializes. spRS reduces the same experts unless calibration adds some.
         reduce: Experts whose gradients spRS reduces.
         addition: Experts that calibration materializes after the gate.
-        ahead_IL: bool ``[I, L]``. Whether spAG starts before the layer's compute.
+        ahead_IL: bool ``[I, L]``. Whether spAG and spRS run beside the compute before the layer.
         rematerialize_IL: bool ``[I, L]``. Whether replicas are released between the passes.
         gather_early_IL: float64 ``[I, L]``. Share of spAG that runs at the same time as the experts of the
             layer before. 0 in the first layer.
@@ -155,7 +155,7 @@ class LayerLedger:
             self.addition.put(iteration, layer, addition)
             self.replicas_IL[iteration, layer] = placement.num_replicas
             self.most_replicas_IL[iteration, layer] = placement.replicas_per_device_D.max()
-        self.ahead_IL[iteration, layer] = plan.gather_ahead or plan.resident
+        self.ahead_IL[iteration, layer] = plan.gather_ahead
         self.rematerialize_IL[iteration, layer] = plan.rematerialize
         self.each_pass_IL[iteration, layer] = plan.each_micro_batch
         self.resident_IL[iteration, layer] = plan.resident

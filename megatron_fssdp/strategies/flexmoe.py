@@ -76,5 +76,8 @@ class FlexmoeStrategy(Strategy[FlexmoeSettings]):
         if not placement.num_replicas:
             return LayerPlan.owners_only(context)
         return LayerPlan(
-            placement, two_level_transfer(placement, context.topology), gather_ahead=False, resident=True
+            placement,
+            two_level_transfer(placement, context.topology),
+            gather_ahead=self.settings.overlap,
+            resident=True,
         )

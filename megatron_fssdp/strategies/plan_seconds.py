@@ -48,8 +48,7 @@ def plan_price(
         plan.life,
         counts_s=counts_seconds(profile, topology, context.num_experts),
         num_micro_batches=num_micro_batches,
-        # Resident replicas gather nothing, and their gradients are summed beside compute.
-        hides=plan.gather_ahead or plan.resident,
+        hides=plan.gather_ahead,
         split=plan.split if plan.is_split else WHOLE,
     )
 

@@ -68,8 +68,8 @@ class LayerPlan:
     Attributes:
         placement: Where each expert's parameters are present.
         transfer: How replicas get there, and their gradients home (the exact transpose).
-        gather_ahead: Start to gather before the compute that precedes the layer, and not when
-            the layer's tokens are ready to go.
+        gather_ahead: Let transfers run beside compute: start to gather before the compute that precedes the
+            layer, not when the layer's tokens are ready to go, and reduce beside its backward pass.
         rematerialize: Release the replicas between the forward and the backward pass, and
             gather weights and reduce gradients with every micro-batch (Hecate §4.2). Without
             it both happen once an iteration.
