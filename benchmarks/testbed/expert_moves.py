@@ -2,7 +2,7 @@
 
 Parameters are really moved. In addition, the testbed sends as many bytes as Adam's two moments have in fp32.
 
-Shape legend: L layers, D devices, E experts, N slots, C elements of a piece.
+Shape letters: L layers, D devices, E experts, N slots, C elements of a piece.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,10 @@ from megatron_fssdp.collectives.sparse.slot_exchange import exchange_slots
 from megatron_fssdp.planning.placement.owner_map import OwnerMap, SlotMove
 from megatron_fssdp.planning.placement.resident_map import ResidentMap
 from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
-from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
+from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
 from megatron_fssdp.strategies.strategy import Strategy
 
 MOMENTS = 2
-Parameters = dict[int, list[torch.nn.Parameter]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,32 +26,32 @@ class Rows:
     """One quantity of all slots, with one row per slot. Implements ``SlotQuantity``."""
 
     name: str
-    rows_NC: Sequence[torch.Tensor]
+    rows_WQ: Sequence[torch.Tensor]
 
     @property
     def num_elements(self) -> int:
         """Number of elements of one slot."""
-        return self.rows_NC[0].numel()
+        return self.rows_WQ[0].numel()
 
     @property
     def dtype(self) -> torch.dtype:
         """Data type of all slots."""
-        return self.rows_NC[0].dtype
+        return self.rows_WQ[0].dtype
 
     @property
     def device(self) -> torch.device:
         """Torch device of all slots."""
-        return self.rows_NC[0].device
+        return self.rows_WQ[0].device
 
-    def read(self, slots: Sequence[int], start: int, out_NC: torch.Tensor) -> None:
-        """Copy the elements of some slots, from ``start`` on, into ``out_NC``."""
-        for slot, row_C in zip(slots, out_NC, strict=True):
-            row_C.copy_(self.rows_NC[slot][start : start + len(row_C)])
+    def read(self, slots: Sequence[int], start: int, out_WQ: torch.Tensor) -> None:
+        """Copy the elements of some slots, from ``start`` on, into ``out_WQ``."""
+        for slot, row_Q in zip(slots, out_WQ, strict=True):
+            row_Q.copy_(self.rows_WQ[slot][start : start + len(row_Q)])
 
-    def write(self, slots: Sequence[int], start: int, rows_NC: torch.Tensor) -> None:
-        """Copy ``rows_NC`` into some slots, from ``start`` on."""
-        for slot, row_C in zip(slots, rows_NC, strict=True):
-            self.rows_NC[slot][start : start + len(row_C)].copy_(row_C)
+    def write(self, slots: Sequence[int], start: int, rows_WQ: torch.Tensor) -> None:
+        """Copy ``rows_WQ`` into some slots, from ``start`` on."""
+        for slot, row_Q in zip(slots, rows_WQ, strict=True):
+            self.rows_WQ[slot][start : start + len(row_Q)].copy_(row_Q)
 
 
 class ExpertMoves:
@@ -68,21 +67,23 @@ class ExpertMoves:
         first = layers[0]
         self._group, self._device = first.groups.expert_parallel, first.groups.device
         self._owners = OwnerMap.even(len(layers), first.context.num_experts, first.context.num_devices)
-        self._spares = ResidentMap.empty(len(layers), first.context.num_devices, 0)
+        self._resident_map = ResidentMap.empty(len(layers), first.context.num_devices, 0)
         slots = [tensors for layer in layers for tensors in layer.experts.parameters.values()]
         self._layout = ExpertLayout.of(slots[0])
         resident_slots = self._strategy.resident_slots
         if resident_slots:
-            self._spares = ResidentMap.empty(len(layers), first.context.num_devices, resident_slots)
-            num_spares = len(layers) * resident_slots
-            slots += [[torch.nn.Parameter(torch.zeros_like(t)) for t in slots[0]] for _ in range(num_spares)]
+            self._resident_map = ResidentMap.empty(len(layers), first.context.num_devices, resident_slots)
+            num_resident = len(layers) * resident_slots
+            slots += [
+                [torch.nn.Parameter(torch.zeros_like(t)) for t in slots[0]] for _ in range(num_resident)
+            ]
         self._slots = slots
         weights = [self._flattened(tensors) for tensors in slots]
         # The moments are never read, so one tensor is used for all slots.
         moments = [torch.zeros(MOMENTS * self._layout.numel)] * len(slots)
         self._quantities = [Rows("parameters", weights), Rows("moments", moments)]
 
-    def before(self, iteration: int) -> list[Parameters]:
+    def before(self, iteration: int) -> list[ParametersByExpert]:
         """Move experts after ``iteration`` iterations are complete and before the next one begins.
 
         Returns:
@@ -108,9 +109,9 @@ class ExpertMoves:
     def _replicate(self, strategy: Strategy) -> None:
         layers = self._runtime.layers
         placements = [strategy.replicate(layer.context, layer.history.mean_DE()) for layer in layers]
-        new = self._spares.holding(placements)
-        self._exchange(self._spares.copies_to(new, self._owners), are_copies=True)
-        self._spares = new
+        new = self._resident_map.holding(placements)
+        self._exchange(self._resident_map.copies_to(new, self._owners), are_copies=True)
+        self._resident_map = new
         for index, (layer, placement) in enumerate(zip(layers, placements, strict=True)):
             first = self._owners.slots_per_device + index * new.slots
             held = new.held_by(self._device, index)

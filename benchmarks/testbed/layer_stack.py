@@ -1,10 +1,10 @@
 """A stack of MoE layers with forced routing, under Megatron's own dispatcher or under this plugin's runtime.
 
-Shape legend: T tokens of this rank, M model dim, F ffn dim, E experts, D devices, L layers.
+Shape letters: T tokens of this rank, M model dim, F ffn dim, E experts, D devices, L layers.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from benchmarks.testbed.expert_moves import ExpertMoves, Parameters
+from benchmarks.testbed.expert_moves import ExpertMoves
 from benchmarks.testbed.pacing import Timeline, paced, paced_experts
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost, dispatch_tokens_DD
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
@@ -30,7 +30,7 @@ from megatron_fssdp.runtime.execution.layer_pass import run_layer
 from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.execution.strategy_selector import StrategySelector
 from megatron_fssdp.runtime.experts.expert_activation import ExpertActivation
-from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights
+from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights, ParametersByExpert
 from megatron_fssdp.runtime.experts.grouped_ffn import grouped_ffn
 from megatron_fssdp.strategies.strategy import LayerContext, Strategy
 
@@ -197,12 +197,12 @@ class IterationResult:
     transfers: list[tuple[str, float, float]] = field(default_factory=list)
 
 
-def make_parameters(size: StackSize, owned: Sequence[int]) -> list[Parameters]:
+def make_parameters(size: StackSize, owned: Sequence[int]) -> list[ParametersByExpert]:
     """Make the parameters of the owned experts of every layer. They have the same values on any owner."""
     hidden, ffn = size.hidden_size, size.ffn_size
-    layers: list[Parameters] = []
+    layers: list[ParametersByExpert] = []
     for layer in range(size.num_layers):
-        parameters: Parameters = {}
+        parameters: dict[int, list[torch.nn.Parameter]] = {}
         for expert in owned:
             generator = torch.Generator().manual_seed(1000 * layer + expert)
             fc1 = torch.randn(ffn, hidden, generator=generator) / hidden**0.5
@@ -227,7 +227,7 @@ class LayerStack:
         self,
         size: StackSize,
         groups: ExpertGroups,
-        parameters: Sequence[Parameters],
+        parameters: Sequence[ParametersByExpert],
         pace: Pace | None,
         timeline: Timeline,
     ) -> None:
@@ -283,7 +283,7 @@ class LayerStack:
             found.append(all_E)
         return found
 
-    def _owned(self) -> Sequence[Mapping[int, Sequence[torch.nn.Parameter]]]:
+    def _owned(self) -> Sequence[ParametersByExpert]:
         """Return the parameters of the experts that this rank owns, for each layer."""
         return self.parameters
 
@@ -392,7 +392,7 @@ class RuntimeStack(LayerStack):
         self,
         size: StackSize,
         groups: ExpertGroups,
-        parameters: Sequence[Parameters],
+        parameters: Sequence[ParametersByExpert],
         pace: Pace | None,
         timeline: Timeline,
         *,
@@ -409,17 +409,17 @@ class RuntimeStack(LayerStack):
         for executor in self.runtime.layers:
             executor.measure = True  # on every rank; by default only the first rank measures
         self._moves = ExpertMoves(self.runtime)
-        self._choosing: StrategySelector | None = None
+        self._selector: StrategySelector | None = None
         if strategy.selects:
-            self._choosing = StrategySelector(strategy, [groups.expert_parallel], torch.device("cpu"))
+            self._selector = StrategySelector(strategy, [groups.expert_parallel], torch.device("cpu"))
         self._num_done = 0
 
-    def _owned(self) -> Sequence[Mapping[int, Sequence[torch.nn.Parameter]]]:
+    def _owned(self) -> Sequence[ParametersByExpert]:
         return [layer.experts.parameters for layer in self.runtime.layers]
 
     def _begin(self) -> None:
-        if self._choosing is not None:
-            report = self._choosing.select(self.runtime.layers, self._num_done)
+        if self._selector is not None:
+            report = self._selector.select(self.runtime.layers, self._num_done)
             if report is not None and report.changes and dist.get_rank() == 0:
                 print(
                     f"[testbed] auto, after {self._num_done} iterations: {report.describe()[-1]}", flush=True
@@ -448,7 +448,7 @@ class RuntimeStack(LayerStack):
         if self.runtime.strategy.resident_slots:
             # Resident slots have parameters, gradients and both moments, also when they are empty.
             return self.size.num_layers * self.runtime.strategy.resident_slots * 4 * self.size.expert_bytes
-        of_layers = [one.materialization.weights.resident_bytes for one in self._running.values()]
+        of_layers = [one.materialization.weights.held_bytes for one in self._running.values()]
         # Parameters stay for the whole iteration. Gradients exist for one layer at a time.
         return sum(of_layers) + max(of_layers, default=0)
 
@@ -471,8 +471,8 @@ class RuntimeStack(LayerStack):
                 result.transfers += [(f"wait for {name}", *one) for one in timer.waits_s]
         result.pairs_LDD = np.stack(pairs)
         result.loads = self.runtime.end_iteration()
-        if self._choosing is not None:
-            self._choosing.note(result.seconds)
+        if self._selector is not None:
+            self._selector.note(result.seconds)
 
 
 def nominal_cluster(payload_bytes_per_s: float, expert_flops_per_s: float) -> ClusterCost:

@@ -1,6 +1,6 @@
 """Runs variants and workloads in random turns on the ranks, and measures each iteration.
 
-Shape legend: L layers, I iterations, D devices, E experts.
+Shape letters: L layers, I iterations, D devices, E experts.
 """
 
 from collections.abc import Mapping, Sequence

@@ -5,7 +5,7 @@ imbalance would not be visible. Therefore attention and experts sleep for their 
 rate, forward and backward. All tensors that are moved, gradients of weights included, exist in their real
 sizes.
 
-Shape legend: T tokens, M model dim.
+Shape letters: T tokens, M model dim.
 """
 
 import time

@@ -4,7 +4,7 @@ The ranks of a tensor-parallel group have the same tokens. Routing is forced and
 and experts take the time of a stated throughput. Before the measurement, results and gradients of all
 schedules are compared.
 
-Shape legend: T tokens of a tensor-parallel group, M model dim, F ffn dim, E experts.
+Shape letters: T tokens of a tensor-parallel group, M model dim, F ffn dim, E experts.
 """
 
 import time

@@ -55,12 +55,10 @@ def run_roofline(request: RooflineRequest, console: Console) -> Roofline:
     try:
         points = {
             name: roofline_point(
-                simulate(
-                    name, chosen, record.counts_ILDE, cluster, job, layer_numbers=record.layers.tolist()
-                ),
+                simulate(name, given, record.counts_ILDE, cluster, job, layer_numbers=record.layers.tolist()),
                 job,
             )
-            for name, chosen in settings.items()
+            for name, given in settings.items()
         }
     except ValueError as error:
         raise ConfigurationError(f"roofline: {error}") from None

@@ -155,9 +155,9 @@ def ranked_strategies(
     try:
         outcomes = {
             name: simulate(
-                name, chosen, record.counts_ILDE, cluster, job, layer_numbers=record.layers.tolist()
+                name, given, record.counts_ILDE, cluster, job, layer_numbers=record.layers.tolist()
             )
-            for name, chosen in settings.items()
+            for name, given in settings.items()
         }
         plain = outcomes.get("ep") or simulate("ep", EpSettings(), record.counts_ILDE, cluster, job)
         rows = tuple(
@@ -242,5 +242,5 @@ def settings_of(name: str, run: RunConfig, overrides: Sequence[str] = ()) -> Str
     data = dict(run.strategy.settings) if run.strategy.name == name else {}
     refuse_renamed_settings(apply_overrides({}, overrides), "--moe-strategy-set")
     known = set(type(strategy_settings(name, {}, "--strategies")).model_fields)
-    chosen = [override for override in overrides if override.partition("=")[0].strip() in known]
-    return strategy_settings(name, apply_overrides(data, chosen), f"--strategies {name}")
+    known_overrides = [override for override in overrides if override.partition("=")[0].strip() in known]
+    return strategy_settings(name, apply_overrides(data, known_overrides), f"--strategies {name}")

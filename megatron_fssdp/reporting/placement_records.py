@@ -1,6 +1,6 @@
 """Reads and writes ``placements.npz`` of a run: the placement of experts and the tokens of each device.
 
-Shape letters: I iterations, L recorded MoE layers, E experts, D devices of all expert-parallel groups
+Shape letters: I iterations, L MoE layers, E experts, D devices of all expert-parallel groups
 together.
 """
 

@@ -17,7 +17,9 @@ from megatron_fssdp.reporting.run_records import IterationMetrics, read_metrics
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The records of one run. Shape letters: I iterations, L MoE layers.
+    """The records of one run.
+
+    Shape letters: I iterations, L MoE layers.
 
     Attributes:
         path: Folder of the run.

@@ -1,6 +1,6 @@
 """Reads and writes two record files of a run: ``metrics.jsonl`` and ``loads.npz``.
 
-Shape letters: I iterations, L recorded MoE layers, D source devices, E experts.
+Shape letters: I iterations, L MoE layers, D devices, E experts.
 
 A resumed run continues the same files. If it starts at an iteration that the files already hold, it replaces
 the records from this iteration on.

@@ -1,6 +1,6 @@
 """Results of a simulation: a ranking of strategies, written as a table, JSON and CSV.
 
-Shape letters: I iterations, L MoE layers, D devices.
+Shape letters: I iterations, L MoE layers.
 """
 
 import csv

@@ -65,7 +65,7 @@ def device_memory(
     if ledger is not None:
         pairs = float(ledger.tokens_ILD.sum(axis=1, dtype=np.int64).max())
         owned = int(ledger.most_owned_IL.max())
-        used = slots if life is ReplicaLife.LASTING else int(ledger.most_replicas_IL.max())
+        used = slots if life is ReplicaLife.RESIDENT else int(ledger.most_replicas_IL.max())
         replicas = min(slots, job.num_experts - per_layer, used)
     experts = expert_memory(
         held=job.held_replicas(life),

@@ -1,6 +1,6 @@
 """Records the decisions of a strategy and the resulting load of devices and links, for every iteration.
 
-Shape letters: I iterations, L MoE layers, D devices.
+Shape letters: I iterations, L MoE layers, D devices, E experts.
 """
 
 from dataclasses import dataclass, field, fields

@@ -1,6 +1,6 @@
 """Sizes of a training job on each device, in FLOPs, bytes and elements.
 
-Shape letters: T tokens of a micro-batch, M model dim, F ffn dim, E experts, L MoE layers.
+Shape letters: L MoE layers.
 """
 
 from dataclasses import dataclass, field, replace

@@ -19,9 +19,9 @@ class ParameterCount:
         dense_mlps: Matrices of feed-forward layers without experts.
         routers: Matrices of the gates.
         shared_experts: Matrices of shared experts, which process all tokens.
-        chosen_experts: Matrices of the routed experts that process one token.
+        selected_experts: Matrices of the routed experts that process one token.
         other_experts: Matrices of all other routed experts.
-        chosen_expert_biases: Biases of the routed experts that process one token.
+        selected_expert_biases: Biases of the routed experts that process one token.
         other_expert_biases: Biases of all other routed experts.
         norms_and_biases: Norms and biases outside the routed experts.
         output_layer: Matrix of the output layer. 0 if it is shared with the embeddings.
@@ -33,9 +33,9 @@ class ParameterCount:
     dense_mlps: int
     routers: int
     shared_experts: int
-    chosen_experts: int
+    selected_experts: int
     other_experts: int
-    chosen_expert_biases: int
+    selected_expert_biases: int
     other_expert_biases: int
     norms_and_biases: int
     output_layer: int
@@ -54,7 +54,12 @@ class ParameterCount:
     @property
     def routed_experts(self) -> int:
         """Number of elements of the matrices and biases of all routed experts."""
-        return self.chosen_experts + self.other_experts + self.chosen_expert_biases + self.other_expert_biases
+        return (
+            self.selected_experts
+            + self.other_experts
+            + self.selected_expert_biases
+            + self.other_expert_biases
+        )
 
     @property
     def matrices_of_layers(self) -> int:
@@ -62,7 +67,7 @@ class ParameterCount:
 
         It excludes embeddings, norms, biases and everything after the layers.
         """
-        experts = self.chosen_experts + self.other_experts + self.shared_experts
+        experts = self.selected_experts + self.other_experts + self.shared_experts
         return self.attention + self.dense_mlps + self.routers + experts
 
 
@@ -80,17 +85,17 @@ def count_parameters(model: ModelSettings, vocab_size: int) -> ParameterCount:
     parts_of_text = 2 if model.family == "bert" and model.order_head else 0
     matrices = mlp_matrix_elements(model, model.expert_ffn_size)
     biases = expert_elements(model) - matrices
-    chosen = num_moe_layers * min(model.moe_top_k, num_experts)
-    others = num_moe_layers * num_experts - chosen
+    selected = num_moe_layers * min(model.moe_top_k, num_experts)
+    others = num_moe_layers * num_experts - selected
     return ParameterCount(
         embeddings=(vocab_size + positions + parts_of_text) * hidden,
         attention=model.num_layers * attention_elements(model),
         dense_mlps=num_dense_layers * mlp_matrix_elements(model, model.dense_ffn_size),
         routers=num_moe_layers * hidden * num_experts,
         shared_experts=num_moe_layers * mlp_matrix_elements(model, model.moe_shared_expert_size or 0),
-        chosen_experts=chosen * matrices,
+        selected_experts=selected * matrices,
         other_experts=others * matrices,
-        chosen_expert_biases=chosen * biases,
+        selected_expert_biases=selected * biases,
         other_expert_biases=others * biases,
         norms_and_biases=_norm_elements(model) + _bias_elements(model),
         output_layer=0 if model.tie_embeddings else vocab_size * hidden,

@@ -1,6 +1,6 @@
 """Replays recorded loads through a strategy, with the same calls in the same order as the runtime.
 
-Shape letters: I iterations, L MoE layers, D devices, E experts.
+Shape letters: I iterations, L MoE layers, D devices, E experts, P pairs of expert and device.
 """
 
 from collections.abc import Callable, Sequence

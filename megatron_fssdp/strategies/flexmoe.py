@@ -5,7 +5,7 @@ import numpy as np
 from megatron_fssdp.config.strategy_settings import FlexmoeSettings
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
-from megatron_fssdp.planning.papers.flexmoe_planner import ReplicaPrice, scheduled_replicas
+from megatron_fssdp.planning.papers.flexmoe_planner import ReplicaPrice, next_resident_placement
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
@@ -14,7 +14,7 @@ from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 class FlexmoeStrategy(Strategy[FlexmoeSettings]):
     """``flexmoe``: expand, shrink and migrate every so many iterations (Hecate §2.3, §5.1)."""
 
-    replica_life = ReplicaLife.LASTING
+    replica_life = ReplicaLife.RESIDENT
 
     @property
     def window(self) -> int:
@@ -41,9 +41,9 @@ class FlexmoeStrategy(Strategy[FlexmoeSettings]):
         return self.resident_slots
 
     def limits(self, context: LayerContext) -> str:
-        """How often replicas are thought over."""
+        """How often the strategy reconsiders its replicas."""
         return (
-            f"slots m = {self.settings.slots}, replicas are thought over every "
+            f"slots m = {self.settings.slots}, replicas are reconsidered every "
             f"{self.settings.placement_interval} iterations"
         )
 
@@ -62,7 +62,7 @@ class FlexmoeStrategy(Strategy[FlexmoeSettings]):
             context.profile,
             self.settings.placement_interval,
         )
-        return scheduled_replicas(
+        return next_resident_placement(
             present,
             price,
             slots=self.settings.slots,

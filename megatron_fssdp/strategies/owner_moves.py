@@ -1,6 +1,6 @@
 """What it costs that experts change their owners.
 
-Shape legend: D devices of the expert-parallel group, E experts of a layer.
+Shape letters: D devices, E experts.
 """
 
 import numpy as np

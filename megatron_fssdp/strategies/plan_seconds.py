@@ -1,6 +1,6 @@
 """What a strategy's plan costs by :func:`layer_seconds`, so that strategies can be compared with each other.
 
-Shape legend: D devices of the expert-parallel group, E experts of a layer.
+Shape letters: D devices, E experts.
 """
 
 import numpy as np

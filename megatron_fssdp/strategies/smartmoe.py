@@ -43,7 +43,7 @@ class SmartmoeStrategy(Strategy[SmartmoeSettings]):
 
     def limits(self, context: LayerContext) -> str:
         """Every device keeps its number of experts."""
-        return f"exchanges are thought over every {self.settings.reshard_interval} iterations"
+        return f"exchanges of owners are reconsidered every {self.settings.reshard_interval} iterations"
 
     def reshards_at(self, iteration: int) -> bool:
         """Every ``reshard_interval`` iterations."""

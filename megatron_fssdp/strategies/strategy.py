@@ -1,7 +1,6 @@
 """What a strategy is: abilities that it declares, and questions about a layer that it answers with data.
 
-Shape legend: D devices of the expert-parallel group, E experts of a layer, L MoE layers of a pipeline stage,
-C candidates.
+Shape letters: D devices, E experts, L MoE layers, C candidate strategies, X expert-tensor-parallel peers.
 """
 
 from abc import ABC, abstractmethod
@@ -82,8 +81,8 @@ class LayerPlan:
             schedule.
         tokens_ED: How many of this micro-batch's pairs of each expert each device computes, in place
             of the policy; int64 ``[E, D]``.
-        resident: The replicas have Parameters of their own and stay. No weights travel; an iteration's
-            gradients are summed at the owners and given back to the replicas.
+        resident: Whether the replicas are resident. They have Parameters of their own, so no weights travel.
+            An iteration's gradients are summed at the owners and given back to the replicas.
     """
 
     placement: ExpertPlacement
@@ -103,7 +102,7 @@ class LayerPlan:
     def life(self) -> ReplicaLife:
         """For how long the plan's replicas are on their devices."""
         if self.resident:
-            return ReplicaLife.LASTING
+            return ReplicaLife.RESIDENT
         if self.each_micro_batch:
             return ReplicaLife.MICRO_BATCH
         return ReplicaLife.LAYER_PASS if self.rematerialize else ReplicaLife.ITERATION
@@ -401,7 +400,7 @@ class Strategy[Settings: PlacementSettings](ABC):
         if not self.may_replicate(context.layer):
             wanted = f"no replicas, because {type(self).__name__}.may_replicate says no"
         elif plan.life is not self.replica_life and (
-            self.replica_life is not ReplicaLife.CHOSEN or plan.life is ReplicaLife.LASTING
+            self.replica_life is not ReplicaLife.CHOSEN or plan.life is ReplicaLife.RESIDENT
         ):
             wanted = (
                 f"replicas of {type(self).__name__}.replica_life, {self.replica_life.name}; the plan's is "

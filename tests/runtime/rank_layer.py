@@ -158,7 +158,7 @@ class DrawnPlacements(Strategy):
         self.rng = np.random.default_rng(case.seed)
         self.rematerialize = case.transfers == "rematerialized"
         if case.transfers.startswith("resident"):
-            self.replica_life = ReplicaLife.LASTING
+            self.replica_life = ReplicaLife.RESIDENT
         elif self.rematerialize:
             self.replica_life = ReplicaLife.LAYER_PASS
         elif case.transfers.startswith("each"):

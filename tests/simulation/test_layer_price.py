@@ -32,7 +32,7 @@ from megatron_fssdp.strategies.split_transfers import split_of
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 from tests.simulation.small_jobs import cluster_of, job_of
 
-LIVES = (ReplicaLife.LAYER_PASS, ReplicaLife.MICRO_BATCH, ReplicaLife.ITERATION, ReplicaLife.LASTING)
+LIVES = (ReplicaLife.LAYER_PASS, ReplicaLife.MICRO_BATCH, ReplicaLife.ITERATION, ReplicaLife.RESIDENT)
 PAIRS_PER_SOURCE = 24
 
 
@@ -115,7 +115,7 @@ def cases(draw: st.DrawFn, splits: bool = False) -> Case:
             gather_ahead=is_ahead,
             rematerialize=life is ReplicaLife.LAYER_PASS,
             each_micro_batch=life is ReplicaLife.MICRO_BATCH,
-            resident=life is ReplicaLife.LASTING,
+            resident=life is ReplicaLife.RESIDENT,
             split=split,
         )
 
@@ -127,7 +127,7 @@ def cases(draw: st.DrawFn, splits: bool = False) -> Case:
         planned = plan = plan_of(present_ED, split)
     elif life is ReplicaLife.MICRO_BATCH:
         planned = LayerPlan.owners_only(context, each_micro_batch=True)
-    elif life is not ReplicaLife.LASTING and draw(st.booleans()):
+    elif life is not ReplicaLife.RESIDENT and draw(st.booleans()):
         fewer_ED = present_ED & (rng.random(present_ED.shape) < 0.5)
         fewer_ED[np.arange(num_experts), owner_E] = True
         planned = plan_of(fewer_ED)

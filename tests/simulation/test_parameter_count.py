@@ -17,12 +17,12 @@ def test_parameters_of_a_plain_model_are_counted() -> None:
     assert count.embeddings == 10 * 8
     assert count.attention == 2 * 4 * 8 * 8
     assert count.routers == 2 * 8 * 4
-    assert count.chosen_experts == count.other_experts == 2 * 2 * (2 * 8 * 32)
+    assert count.selected_experts == count.other_experts == 2 * 2 * (2 * 8 * 32)
     assert count.norms_and_biases == 2 * (2 * 2 + 1) * 8  # weight and bias of two norms a layer, and the last
-    zero = (count.dense_mlps, count.shared_experts, count.output_layer, count.chosen_expert_biases)
+    zero = (count.dense_mlps, count.shared_experts, count.output_layer, count.selected_expert_biases)
     assert zero == (0, 0, 0, 0)
     assert count.total - count.activated == count.other_experts
-    assert count.routed_experts == 2 * count.chosen_experts
+    assert count.routed_experts == 2 * count.selected_experts
     assert count.total == (
         count.matrices_of_layers + count.embeddings + count.output_layer + count.norms_and_biases
     )
@@ -60,7 +60,7 @@ def test_biases_and_positions_are_counted() -> None:
     )
     plain = count_parameters(changed(moe_layer_freq=(0, 1)), 10)
     assert count.embeddings == (10 + 4) * 8
-    assert count.chosen_expert_biases == count.other_expert_biases == 2 * (32 + 8)
+    assert count.selected_expert_biases == count.other_expert_biases == 2 * (32 + 8)
     # Queries, keys, values and results of both layers, a dense feed-forward layer, a gate.
     assert count.norms_and_biases - plain.norms_and_biases == 2 * 4 * 8 + (32 + 8) + 4
     assert count.matrices_of_layers == plain.matrices_of_layers

@@ -45,7 +45,7 @@ def noting(begin: Callable[..., MicroBatch], used: list[LayerPlan], *arguments: 
 
 
 def keep(executor: LayerExecutor, placement: ExpertPlacement) -> None:
-    """Replicas that stay, with Parameters of whatever contents."""
+    """resident replicas, with Parameters of whatever contents."""
     example = next(iter(executor.experts.parameters.values()))
     here = [e for e in placement.experts_on(executor.groups.device) if e not in executor.experts.parameters]
     executor.keep(placement, {e: [torch.nn.Parameter(torch.zeros_like(p)) for p in example] for e in here})

@@ -97,7 +97,7 @@ def test_strategies_state_how_long_their_replicas_live() -> None:
     others = {
         "fastermoe": ReplicaLife.MICRO_BATCH,
         "quota": ReplicaLife.MICRO_BATCH,
-        "flexmoe": ReplicaLife.LASTING,
+        "flexmoe": ReplicaLife.RESIDENT,
         "auto": ReplicaLife.CHOSEN,
     }
     for name in PLACEMENT_STRATEGIES:

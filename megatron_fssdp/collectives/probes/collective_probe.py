@@ -2,8 +2,6 @@
 
 The bytes of a message are those that the busiest device sends, so that all collectives' bandwidths
 mean the same.
-
-Shape letters: D devices.
 """
 
 import statistics

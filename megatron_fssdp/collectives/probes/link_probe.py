@@ -1,7 +1,4 @@
-"""Measures what a message costs between devices of a group, inside a node and between nodes.
-
-Shape letters: D devices, N nodes.
-"""
+"""Measures what a message costs between devices of a group, inside a node and between nodes."""
 
 from collections.abc import Sequence
 

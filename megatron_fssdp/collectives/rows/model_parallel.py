@@ -59,7 +59,7 @@ def split_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's part of a tensor that all ranks of the group have (MP-Split); backward gathers.
 
     Args:
-        x: ``[S, ...]``, the same on all ranks; the group's size divides S.
+        x: The same tensor on all ranks, ``[T, ...]``; the size of the group must divide T.
         group: The tensor-parallel ranks.
     """
     return split_rows(x, [len(x) // group.size()] * group.size(), group)
@@ -80,7 +80,7 @@ def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All ranks' parts one after another (MP-AllGather); backward takes this rank's part.
 
     Args:
-        x: ``[S / N, ...]``, this rank's part.
+        x: This rank's part, ``[T / Y, ...]``.
         group: The tensor-parallel ranks, which all go on with the result in the same way.
     """
     return call_with_dual(gather_rows, _own_rows, x, [len(x)] * group.size(), group)

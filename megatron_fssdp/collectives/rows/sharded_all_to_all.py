@@ -6,8 +6,8 @@ all parts itself. On the way back it receives a partial result from each part an
 dump and local combine (§III-C). Each direction is the other's backward pass.
 
 Ranks of the group are numbered as in Megatron: part ``x`` of device ``d`` is rank ``d * X + x``.
-Shape letters: A rows that this rank sends, R rows that it receives, S sources (by part, then device),
-D devices, X expert-tensor-parallel peers, M model dimension.
+Shape letters: A rows that a rank sends, R rows that a rank receives, S ranks that send rows, D devices, X
+expert-tensor-parallel peers.
 """
 
 from collections.abc import Callable, Sequence

@@ -6,7 +6,8 @@ The results of one device are one slice. Each slice is handed on while the next 
 all-to-all uses the links between nodes and the gather uses those inside a node. The own device's slice,
 which needs no slow link, comes first.
 
-Shape letters: A rows of this rank, N tensor-parallel ranks, D devices, X expert-tensor-parallel peers.
+Shape letters: A rows that a rank sends, D devices, X expert-tensor-parallel peers, R rows that a rank
+receives, Y tensor-parallel ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,37 +31,37 @@ class SharedRoute:
     Attributes:
         own: The route of this rank's rows.
         peers: Process group of the tensor-parallel ranks.
-        send_ND: Rows that each tensor-parallel rank sends to each device, ``[N, D]``.
-        device_N: Device that each tensor-parallel rank belongs to, ``[N]``.
+        send_YD: Rows that each tensor-parallel rank sends to each device, ``[Y, D]``.
+        device_Y: Device that each tensor-parallel rank belongs to, ``[Y]``.
     """
 
     own: ShardedRoute
     peers: dist.ProcessGroup
-    send_ND: Sequence[Sequence[int]]
-    device_N: Sequence[int]
+    send_YD: Sequence[Sequence[int]]
+    device_Y: Sequence[int]
 
     def __post_init__(self) -> None:
-        own = list(self.send_ND[self.peers.rank()])
+        own = list(self.send_YD[self.peers.rank()])
         if own != list(self.own.send_D):
             raise ValueError(
                 f"got {own} rows of this rank for the devices, wanted its route's {list(self.own.send_D)}"
             )
 
     @property
-    def rows_N(self) -> list[int]:
+    def rows_Y(self) -> list[int]:
         """Rows of each tensor-parallel rank."""
-        return [sum(send_D) for send_D in self.send_ND]
+        return [sum(send_D) for send_D in self.send_YD]
 
     def pieces(self, rows: Tensor) -> list[tuple[Tensor, ...]]:
-        """Views of rows ``[sum(rows_N), ...]`` by tensor-parallel rank and device."""
+        """Views of rows ``[sum(rows_Y), ...]`` by tensor-parallel rank and device."""
         return [
             part.split(list(send_D))
-            for part, send_D in zip(rows.split(self.rows_N), self.send_ND, strict=True)
+            for part, send_D in zip(rows.split(self.rows_Y), self.send_YD, strict=True)
         ]
 
     def device_of(self, peer: int, step: int) -> int:
         """Whose results a tensor-parallel rank gets in a step."""
-        return (self.device_N[peer] + step) % self.own.num_devices
+        return (self.device_Y[peer] + step) % self.own.num_devices
 
 
 def results_for_all(rows: Sequence[Tensor], route: SharedRoute, *, simultaneous: bool) -> tuple[Tensor, ...]:
@@ -74,11 +75,11 @@ def results_for_all(rows: Sequence[Tensor], route: SharedRoute, *, simultaneous:
         simultaneous: Slice by slice (SAA); else one collective after the other (AAS).
 
     Returns:
-        As many tensors, ``[sum(rows_N), ...]``: by tensor-parallel rank, each in its order of sending.
+        As many tensors, ``[sum(rows_Y), ...]``: by tensor-parallel rank, each in its order of sending.
     """
     if not simultaneous or route.own.num_devices == 1:
         return tuple(
-            gather_rows(summed, route.rows_N, route.peers) for summed in sum_from_parts(rows, route.own)
+            gather_rows(summed, route.rows_Y, route.peers) for summed in sum_from_parts(rows, route.own)
         )
     slices = [_Slices.of(number, x.contiguous(), route) for number, x in enumerate(rows)]
     if slices[0].out.device.type == "cuda":
@@ -116,7 +117,7 @@ class _Slices:
     def of(cls, number: int, rows: Tensor, route: SharedRoute) -> "_Slices":
         own = route.own
         memory = rows.new_empty(own.num_parts, sum(own.send_D), *rows.shape[1:])
-        out = rows.new_empty(sum(route.rows_N), *rows.shape[1:])
+        out = rows.new_empty(sum(route.rows_Y), *rows.shape[1:])
         return cls(number, route, own.by_source(rows), own.partial_results(memory), memory, out)
 
     def ranks(self, device: int) -> range:
@@ -159,8 +160,8 @@ class _Slices:
 
     def gathered(self, step: int) -> Iterator[Message]:
         """Memory for the sums of the other tensor-parallel ranks in a step."""
-        pieces_ND = self.route.pieces(self.out)
-        for peer, pieces in enumerate(pieces_ND):
+        pieces_YD = self.route.pieces(self.out)
+        for peer, pieces in enumerate(pieces_YD):
             piece = pieces[self.route.device_of(peer, step)]
             if peer != self.route.peers.rank() and piece.numel():
                 yield peer, piece, self._gather_tag(step)

@@ -5,7 +5,7 @@ moving slots advance together: elements ``[o, o + c)`` of each are packed, one u
 all-to-all takes them to their new devices, and they are written there before the next
 range is read. Nothing has to be set aside however long the cycles of the permutation are.
 
-Shape letters: N slots that leave a device, or those that come; C elements of a piece.
+Shape letters: Q elements of a piece, W slots.
 """
 
 from collections.abc import Sequence
@@ -44,16 +44,16 @@ class SlotQuantity(Protocol):
         """Where the elements are."""
         ...
 
-    def read(self, slots: Sequence[int], start: int, out_NC: Tensor) -> None:
-        """Fill row ``i`` of ``out_NC`` with the elements from ``start`` on of ``slots[i]``.
+    def read(self, slots: Sequence[int], start: int, out_WQ: Tensor) -> None:
+        """Fill row ``i`` of ``out_WQ`` with the elements from ``start`` on of ``slots[i]``.
 
-        Called as often on every device of the group, also where no slot moves (N is 0 there).
+        Called as often on every device of the group, also where no slot moves (W is 0 there).
         It may communicate, over another group than the exchange's.
         """
         ...
 
-    def write(self, slots: Sequence[int], start: int, rows_NC: Tensor) -> None:
-        """Put row ``i`` of ``rows_NC`` into the elements from ``start`` on of ``slots[i]``."""
+    def write(self, slots: Sequence[int], start: int, rows_WQ: Tensor) -> None:
+        """Put row ``i`` of ``rows_WQ`` into the elements from ``start`` on of ``slots[i]``."""
         ...
 
 
@@ -131,13 +131,13 @@ def _exchange_quantity(
     incoming = torch.empty(num_in * piece, dtype=quantity.dtype, device=quantity.device)
     for start in range(0, quantity.num_elements, piece):
         length = min(piece, quantity.num_elements - start)
-        outgoing_NC = outgoing[: num_out * length].view(num_out, length)
-        incoming_NC = incoming[: num_in * length].view(num_in, length)
-        quantity.read(traffic.outgoing_slots, start, outgoing_NC)
+        outgoing_WQ = outgoing[: num_out * length].view(num_out, length)
+        incoming_WQ = incoming[: num_in * length].view(num_in, length)
+        quantity.read(traffic.outgoing_slots, start, outgoing_WQ)
         dist.all_to_all_single(
-            incoming_NC, outgoing_NC, traffic.incoming_splits, traffic.outgoing_splits, group=group
+            incoming_WQ, outgoing_WQ, traffic.incoming_splits, traffic.outgoing_splits, group=group
         )
-        quantity.write(traffic.incoming_slots, start, incoming_NC)
+        quantity.write(traffic.incoming_slots, start, incoming_WQ)
 
 
 def _piece_elements(quantity: SlotQuantity, most_slots: int, buffer_bytes: int) -> int:

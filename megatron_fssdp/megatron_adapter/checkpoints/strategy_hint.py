@@ -47,7 +47,7 @@ class StrategyHint:
             metadata: Megatron's content metadata of the checkpoint.
         """
         try:
-            chosen = {int(layer): str(name) for layer, name in hint.items()}
+            selected = {int(layer): str(name) for layer, name in hint.items()}
         except (AttributeError, TypeError, ValueError) as error:
             log_single_rank(
                 logger,
@@ -56,5 +56,5 @@ class StrategyHint:
                 f"({type(error).__name__}: {error}); auto selects again",
             )
             return
-        self._strategy.resume(chosen)
+        self._strategy.resume(selected)
         log_single_rank(logger, logging.INFO, "[fssdp] layers keep the strategies of the checkpoint")

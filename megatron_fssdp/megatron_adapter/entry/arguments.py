@@ -22,20 +22,20 @@ def add_strategy_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
     group.add_argument(
         "--moe-strategy-config",
         metavar="FILE.yaml",
-        help="Settings of the chosen strategy, flat keys.",
+        help="Settings of the strategy, flat keys.",
     )
     group.add_argument(
         "--moe-strategy-set",
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="One setting of the chosen strategy, e.g. slots=2; repeatable, wins over the file.",
+        help="One setting of the strategy, e.g. slots=2; repeatable, wins over the file.",
     )
     return parser
 
 
 def resolve_arguments(args: Any) -> tuple[str, StrategySettings]:
-    """The chosen strategy and its validated settings.
+    """The requested strategy and its validated settings.
 
     Raises:
         ConfigurationError: Unknown strategy or key, wrong type, or settings that exclude each other.

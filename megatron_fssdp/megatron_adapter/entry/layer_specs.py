@@ -179,13 +179,13 @@ def _session(
         return session
     if strategy is not None:
         return start_session(strategy, settings)
-    choice = requested_strategy()
-    if choice is None:
+    requested = requested_strategy()
+    if requested is None:
         raise ConfigurationError(
             "spec: got no strategy, wanted one; pass a name such as strategy='fssdp', or start the script "
             "with python -m megatron_fssdp and --moe-strategy"
         )
-    return choice.session
+    return requested.session
 
 
 def _with_session(mlp: Any, session: StrategySession | None) -> Any:

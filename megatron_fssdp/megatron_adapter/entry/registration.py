@@ -152,7 +152,7 @@ def _build_our_layer(session: StrategySession) -> None:
 
 
 def _follow_in_checkpoints(session: StrategySession) -> None:
-    """Let owner map and choices travel in a checkpoint's common state, and no half written one be loaded."""
+    """Store owner map and selected strategies in checkpoints, and refuse half-written checkpoints."""
     from megatron.training import checkpointing
 
     # Without re-sharding owners stay Megatron's: any checkpoint format may then be saved.

@@ -10,12 +10,12 @@ from torch.nn import functional
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.runtime.experts.expert_activation import ExpertActivation
+from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
 
-Parameters = tuple[torch.nn.Parameter, ...]
 Activation = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 
 
-def expert_parameters(experts: Any, num_experts: int) -> list[Parameters]:
+def expert_parameters(experts: Any, num_experts: int) -> list[ExpertParameters]:
     """Return the Parameters of each local expert, in the order of ``ExpertWeights``.
 
     The modules and their Parameters stay as Megatron registered them. Initial weights, optimizer groups
@@ -38,9 +38,9 @@ def expert_parameters(experts: Any, num_experts: int) -> list[Parameters]:
     )
 
 
-def _of_linears(fc1: Any, fc2: Any, index: str) -> Parameters:
+def _of_linears(fc1: Any, fc2: Any, index: str) -> ExpertParameters:
     names = (f"weight{index}", f"bias{index}")
-    weights: Parameters = (getattr(fc1, names[0]), getattr(fc2, names[0]))
+    weights = (getattr(fc1, names[0]), getattr(fc2, names[0]))
     biases = (getattr(fc1, names[1], None), getattr(fc2, names[1], None))
     # Transformer Engine stores an empty tensor instead of a missing bias.
     return weights + tuple(bias for bias in biases if bias is not None and bias.numel() > 0)

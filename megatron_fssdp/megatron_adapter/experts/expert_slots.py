@@ -11,9 +11,7 @@ import torch
 from megatron_fssdp.megatron_adapter.experts import gradient_sync
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
-from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
-
-Parameters = Sequence[torch.nn.Parameter]
+from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertParameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +26,7 @@ class _SlotLayer:
 
     executor: LayerExecutor
     experts: torch.nn.Module
-    parameters: tuple[Parameters, ...]
+    parameters: tuple[ExpertParameters, ...]
 
 
 class ExpertSlots:
@@ -50,7 +48,7 @@ class ExpertSlots:
         self._owners: OwnerMap | None = None
 
     def add_layer(
-        self, executor: LayerExecutor, experts: torch.nn.Module, parameters: Sequence[Parameters]
+        self, executor: LayerExecutor, experts: torch.nn.Module, parameters: Sequence[ExpertParameters]
     ) -> int:
         """Register a built layer.
 
@@ -95,7 +93,7 @@ class ExpertSlots:
         return [layer.executor for layer in self._layers]
 
     @property
-    def parameters(self) -> list[Parameters]:
+    def parameters(self) -> list[ExpertParameters]:
         """The Parameters of every slot of this rank, in the order of slots, ``L*E/D`` entries."""
         return [parameters for layer in self._layers for parameters in layer.parameters]
 

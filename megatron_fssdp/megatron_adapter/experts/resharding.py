@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn import Parameter
 
 from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.collectives.plan_agreement import check_agreement
@@ -21,6 +20,7 @@ from megatron_fssdp.collectives.sparse.slot_exchange import DEFAULT_BUFFER_BYTES
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.experts.slot_quantities import slot_quantities
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
+from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class ExpertResharding:
         buffer_bytes: Upper limit for the buffers of a re-shard, in bytes.
     """
 
-    slots: Sequence[Sequence[Parameter]]
+    slots: Sequence[ExpertParameters]
     expert_parallel: dist.ProcessGroup
     expert_data_parallel: dist.ProcessGroup
     model_chunks: Sequence[Any]

@@ -1,9 +1,9 @@
-"""Spare experts: Parameters for replicas that stay, which Megatron's DDP and optimizer train.
+"""Parameters, DDP and optimizer of resident replicas (FlexMoE).
 
-They belong to no module of the model, so its norms, its number of parameters and its checkpoints
-are what they are without them. DDP and optimizer are Megatron's own, a second time, with the
-settings of the first ones. Gradients are the owners', clipped by the model's norm, so that
-replicas stay what their owners are up to rounding.
+The Parameters belong to no module of the model. The model's norms, number of parameters and checkpoints are
+therefore the same as without replicas. DDP and optimizer are second instances of Megatron's own, with the
+settings of the model's. Replicas get their owners' gradients, clipped by the model's norm, so that their
+contents stay equal to the owners' up to rounding.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.collectives.sparse.slot_exchange import exchange_slots
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots, Parameters
+from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.experts.resharding import (
     ReshardReport,
     agree_on,
@@ -31,21 +31,22 @@ from megatron_fssdp.megatron_adapter.experts.resharding import (
 from megatron_fssdp.megatron_adapter.experts.slot_quantities import PartedQuantity, slot_quantities
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.resident_map import ResidentMap
+from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
 
 _KEPT_ATTRIBUTES = ("allreduce", "tensor_model_parallel", "partition_dim", "partition_stride")
 """What Megatron reads of an expert's Parameter to reduce and to optimize it."""
 
 
 class ResidentExperts:
-    """Room for replicas of a pipeline stage's experts, with gradients and optimizer states.
+    """Resident slots of a pipeline stage: replicas of experts with gradients and optimizer states.
 
     Args:
         owned: The stage's layers and the experts that this rank owns.
-        slots: Replicas of a layer that a device has room for, m.
+        slots: Number of resident slots that a device has for each layer.
         model_chunks: DDP's chunks of the model on this rank.
-        optimizer: Megatron's optimizer, with what it has loaded. Its ``step`` steps the replicas too from
-            now on.
-        expert_data_parallel: The ranks that hold the same experts as this one.
+        optimizer: Megatron's optimizer, after it has loaded a checkpoint. From now on its ``step`` also steps
+            the replicas.
+        expert_data_parallel: Process group of the ranks that hold the same experts as this one.
 
     Raises:
         ConfigurationError: Experts are not trained, or an optimizer keeps what cannot be copied.
@@ -66,7 +67,7 @@ class ResidentExperts:
         templates = owned.parameters[:: len(owned.parameters) // num_layers] if num_layers else []
         if not all(parameter.requires_grad for template in templates for parameter in template):
             raise ConfigurationError(
-                "replicas that stay: got experts with frozen parameters, wanted trained ones; use another "
+                "resident replicas: got experts with frozen parameters, wanted trained ones; use another "
                 "--moe-strategy"
             )
         self._parameters = [_like(template) for template in templates for _ in range(slots)]
@@ -86,7 +87,7 @@ class ResidentExperts:
             _Registered(self._parameters),
             disable_bucketing=True,
         )
-        self._spare_optimizer = get_megatron_optimizer(
+        self._resident_optimizer = get_megatron_optimizer(
             # Clipping is the model's; see :meth:`_step`.
             replace(
                 optimizer.config,
@@ -99,29 +100,29 @@ class ResidentExperts:
         )
         if not num_layers:
             return
-        _start_states_like(optimizer, self._spare_optimizer)
+        _start_states_like(optimizer, self._resident_optimizer)
         self._quantities()  # found out now and not many iterations later
         optimizer.step = self._stepping(optimizer.step)
         self._map = ResidentMap.empty(num_layers, owned.owners.num_devices, slots)
 
     @property
-    def parameters(self) -> list[Parameters]:
-        """The Parameters of each spare slot of this rank, layer by layer."""
+    def parameters(self) -> list[ExpertParameters]:
+        """The Parameters of each resident slot of this rank, layer by layer."""
         return self._parameters
 
     def zero_gradients(self) -> None:
-        """Before an iteration's passes."""
+        """Set the replicas' gradients to zero before an iteration's passes."""
         self._ddp.zero_grad_buffer()
 
     @torch.no_grad()
     def hold(self, placements: Sequence[ExpertPlacement]) -> ReshardReport | None:
-        """Go over to other replicas; every rank of the stage's experts has to, between two iterations.
+        """Replace the resident replicas, between iterations; all ranks of the stage's experts must call it.
 
         Args:
-            placements: Of every layer.
+            placements: The new placement of every layer.
 
         Returns:
-            What was done; ``None`` if nothing changes.
+            What was moved; ``None`` if nothing changes.
 
         Raises:
             RuntimeError: The ranks do not have the same placements.
@@ -132,13 +133,13 @@ class ResidentExperts:
         agree_on(digest, "the replicas to keep", group, self._expert_data_parallel)
         new = self._map.holding(placements)
         copies = self._map.copies_to(new, owners)
-        if not copies and (new.expert_LDm == self._map.expert_LDm).all():
+        if not copies and (new.expert_LDW == self._map.expert_LDW).all():
             return None
         device = self._parameters[0][0].device
         started_s = synchronized_s(device)
         quantities = self._quantities()
         finish_parameter_gathers(self._model_chunks)
-        with naming_failures("bringing replicas that stay"):
+        with naming_failures("copying resident replicas"):
             exchange_slots(group, copies, quantities, are_copies=True)
         self._map = new
         here = executors[0].groups.device
@@ -152,11 +153,11 @@ class ResidentExperts:
         return ReshardReport(len(copies), len(copies) * slot_bytes, synchronized_s(device) - started_s)
 
     def _quantities(self) -> list[PartedQuantity]:
-        """Everything that an expert has, of owned slots and of spare ones."""
+        """Parameters, masters and optimizer states of an expert, in owned slots and in resident slots."""
         self._copy_settings()
         return slot_quantities(
             [*self._owned.parameters, *self._parameters],
-            _Chained([self._optimizer, self._spare_optimizer]),
+            _Chained([self._optimizer, self._resident_optimizer]),
             expert_parallel=self._owned.executors[0].groups.expert_parallel,
             expert_data_parallel=self._expert_data_parallel,
         )
@@ -182,13 +183,13 @@ class ResidentExperts:
                 self._ddp.scale_gradients(share)
         self._copy_settings()
         # Its whole step would form a norm over pipeline stages, some of which may have no replicas.
-        self._spare_optimizer.prepare_grads()
-        self._spare_optimizer.step_with_ready_grads()
+        self._resident_optimizer.prepare_grads()
+        self._resident_optimizer.step_with_ready_grads()
 
     def _copy_settings(self) -> None:
         """Learning rate, weight decay and whatever else changes in the course of a training."""
         groups = {_identity(group): group for group in _groups(self._optimizer)}
-        for group in _groups(self._spare_optimizer):
+        for group in _groups(self._resident_optimizer):
             settings = groups.get(_identity(group), {})
             group.update({key: value for key, value in settings.items() if key not in _OWN_KEYS})
 
@@ -199,7 +200,7 @@ _OWN_KEYS = ("params", "param_names")
 class _Registered(torch.nn.Module):
     """Names Parameters as the model does, which decides about their weight decay."""
 
-    def __init__(self, slots: Sequence[Sequence[Parameter]]) -> None:
+    def __init__(self, slots: Sequence[ExpertParameters]) -> None:
         super().__init__()
         for index, slot in enumerate(slots):
             for position, parameter in enumerate(slot):
@@ -215,7 +216,7 @@ class _Chained:
         self.chained_optimizers = [one for optimizer in optimizers for one in _members(optimizer)]
 
 
-def _like(template: Parameters) -> Parameters:
+def _like(template: ExpertParameters) -> ExpertParameters:
     """Parameters of zeros with what Megatron knows of an expert's."""
     made = []
     for parameter in template:
@@ -241,8 +242,8 @@ def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(group.get(key) for key in param_group_identifier_keys)
 
 
-def _start_states_like(model: Any, spares: Any) -> None:
-    """Give spares the states of an optimizer that went on from a checkpoint: zeros, and its counters."""
+def _start_states_like(model: Any, residents: Any) -> None:
+    """Create the residents' optimizer states as a loaded model has them: zeros, and the model's counters."""
     states = [
         state
         for member in _members(model)
@@ -252,7 +253,7 @@ def _start_states_like(model: Any, spares: Any) -> None:
     example = next((state for state in states if state), None)
     if example is None:
         return
-    for member in _members(spares):
+    for member in _members(residents):
         if getattr(member, "is_stub_optimizer", False):
             continue
         for group in member.optimizer.param_groups:

@@ -13,7 +13,7 @@ afterwards::
     rank 1 holds                       |bbbbbbbbbbbbbbbb|
     read, on all ranks   |aaaaaaaaaaaaabbbbbbbbbbbbbbbbb|
 
-Shape letters: S slots of a device, P Parameters of a slot, N moving slots, C elements of a piece.
+Shape letters: O Parameters of an expert, Q elements of a piece, W slots.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy_settings import KEEP_OWNERS
@@ -35,6 +34,7 @@ from megatron_fssdp.megatron_adapter.experts.slot_states import (
     Profile,
     parameter_states,
 )
+from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
 
 Layout = tuple[Any, ...]
 
@@ -51,7 +51,7 @@ class PartedQuantity:
         num_elements: Number of elements of one slot, with its Parameters one after another.
         dtype: Data type of all elements.
         device: Torch device that holds the elements.
-        parts_S: For each slot, the parts that this rank holds: the first element's position in the slot,
+        parts_W: For each slot, the parts that this rank holds: the first element's position in the slot,
             and a flat view of the elements.
         part_group: Group of the ranks that hold the parts of a slot, with every element on exactly one of
             them. ``None`` if this rank holds all elements.
@@ -61,47 +61,47 @@ class PartedQuantity:
     num_elements: int
     dtype: torch.dtype
     device: torch.device
-    parts_S: Sequence[Sequence[tuple[int, Tensor]]]
+    parts_W: Sequence[Sequence[tuple[int, Tensor]]]
     part_group: dist.ProcessGroup | None
 
-    def read(self, slots: Sequence[int], start: int, out_NC: Tensor) -> None:
+    def read(self, slots: Sequence[int], start: int, out_WQ: Tensor) -> None:
         """Collect a range of elements of some slots; collective over ``part_group`` if it is set.
 
         Args:
             slots: Slots to read, N numbers.
             start: First element of the range.
-            out_NC: Output ``[N, C]``: C elements of each slot.
+            out_WQ: Output ``[N, C]``: C elements of each slot.
         """
         if self.part_group is not None:
-            out_NC.zero_()
-        for slot, row_C in zip(slots, out_NC, strict=True):
-            for piece, target in self._overlaps(slot, start, row_C):
+            out_WQ.zero_()
+        for slot, row_Q in zip(slots, out_WQ, strict=True):
+            for piece, target in self._overlaps(slot, start, row_Q):
                 target.copy_(piece)
         if self.part_group is not None and len(slots):
             # Elements of other ranks are zero here, so the sum collects all parts. The sum is taken over
             # integers because -0.0 + 0.0 is 0.0, which would lose the sign.
-            dist.all_reduce(out_NC.view(torch.int32), group=self.part_group)
+            dist.all_reduce(out_WQ.view(torch.int32), group=self.part_group)
 
-    def write(self, slots: Sequence[int], start: int, rows_NC: Tensor) -> None:
+    def write(self, slots: Sequence[int], start: int, rows_WQ: Tensor) -> None:
         """Write the elements that belong to this rank's parts, and ignore the others.
 
         Args:
             slots: Slots to write, N numbers.
             start: First element of the range.
-            rows_NC: New elements ``[N, C]`` of each slot.
+            rows_WQ: New elements ``[N, C]`` of each slot.
         """
-        for slot, row_C in zip(slots, rows_NC, strict=True):
-            for piece, source in self._overlaps(slot, start, row_C):
+        for slot, row_Q in zip(slots, rows_WQ, strict=True):
+            for piece, source in self._overlaps(slot, start, row_Q):
                 piece.copy_(source)
 
-    def _overlaps(self, slot: int, start: int, row_C: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def _overlaps(self, slot: int, start: int, row_Q: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return the ranges of this rank's parts that lie in a piece, with the same ranges of its row."""
         overlaps = []
-        for offset, part in self.parts_S[slot]:
+        for offset, part in self.parts_W[slot]:
             first = max(offset, start)
-            last = min(offset + part.numel(), start + row_C.numel())
+            last = min(offset + part.numel(), start + row_Q.numel())
             if first < last:
-                overlaps.append((part[first - offset : last - offset], row_C[first - start : last - start]))
+                overlaps.append((part[first - offset : last - offset], row_Q[first - start : last - start]))
         return overlaps
 
 
@@ -112,7 +112,7 @@ class _Report:
     Attributes:
         problem: Why the slots cannot be exchanged; ``None`` if they can.
         layout: Number of slots, and shape, data type and whether it is trained of each Parameter of a slot.
-        profiles_P: Optimizer settings found for each Parameter of a slot; one entry each if all slots train
+        profiles_O: Optimizer settings found for each Parameter of a slot; one entry each if all slots train
             in the same way.
         ranges: For every trained Parameter: first element of the rank's part, end of the part, and number
             of elements of the whole Parameter.
@@ -120,12 +120,12 @@ class _Report:
 
     problem: str | None
     layout: Layout = ()
-    profiles_P: tuple[frozenset[Profile], ...] = ()
+    profiles_O: tuple[frozenset[Profile], ...] = ()
     ranges: tuple[tuple[int, int, int], ...] = ()
 
 
 def slot_quantities(
-    slots: Sequence[Sequence[Parameter]],
+    slots: Sequence[ExpertParameters],
     optimizer: Any,
     *,
     expert_parallel: dist.ProcessGroup,
@@ -146,8 +146,8 @@ def slot_quantities(
             moved. It is raised on all ranks that hold experts of the pipeline stage.
     """
     try:
-        states_SP = parameter_states(slots, optimizer)
-        own = _describe(slots, states_SP)
+        states_WO = parameter_states(slots, optimizer)
+        own = _describe(slots, states_WO)
     except ConfigurationError as error:
         own = _Report(str(error))
     copies = _gathered(own, expert_data_parallel)
@@ -155,28 +155,28 @@ def slot_quantities(
     agreed = _merge(_gathered(_merge(copies, problem), expert_parallel))
     if agreed.problem is not None:
         raise ConfigurationError(agreed.problem)
-    return _quantities(states_SP, agreed, expert_data_parallel if in_parts else None)
+    return _quantities(states_WO, agreed, expert_data_parallel if in_parts else None)
 
 
-def _describe(slots: Sequence[Sequence[Parameter]], states_SP: Sequence[Sequence[ParameterState]]) -> _Report:
+def _describe(slots: Sequence[ExpertParameters], states_WO: Sequence[Sequence[ParameterState]]) -> _Report:
     layouts = [
         tuple((tuple(p.shape), p.dtype, state.trained) for p, state in zip(slot, states, strict=True))
-        for slot, states in zip(slots, states_SP, strict=True)
+        for slot, states in zip(slots, states_WO, strict=True)
     ]
     different = next((layout for layout in layouts if layout != layouts[0]), None)
     if different is not None:
         return _Report(_not_alike(layouts[0], different))
-    profiles_P = tuple(
+    profiles_O = tuple(
         frozenset(state.profile for state in states if state.profile is not None)
-        for states in zip(*states_SP, strict=True)
+        for states in zip(*states_WO, strict=True)
     )
     ranges = tuple(
         (state.start, state.start + state.num_elements, state.parameter.numel())
-        for states in states_SP
+        for states in states_WO
         for state in states
         if state.trained
     )
-    return _Report(None, (len(layouts), *layouts[:1]), profiles_P, ranges)
+    return _Report(None, (len(layouts), *layouts[:1]), profiles_O, ranges)
 
 
 def _gathered(report: _Report, group: dist.ProcessGroup) -> list[_Report]:
@@ -217,49 +217,49 @@ def _merge(reports: Sequence[_Report], problem: str | None = None) -> _Report:
     for report in reports:
         if report.layout != first.layout:
             return _Report(_not_alike(first.layout, report.layout))
-    profiles_P = tuple(
+    profiles_O = tuple(
         frozenset().union(*profiles)
-        for profiles in zip(*(report.profiles_P for report in reports), strict=True)
+        for profiles in zip(*(report.profiles_O for report in reports), strict=True)
     )
-    for position, profiles in enumerate(profiles_P):
+    for position, profiles in enumerate(profiles_O):
         if len(profiles) > 1:
             return _Report(_trained_differently(position, profiles))
-    return _Report(None, first.layout, profiles_P)
+    return _Report(None, first.layout, profiles_O)
 
 
 def _quantities(
-    states_SP: Sequence[Sequence[ParameterState]], agreed: _Report, part_group: dist.ProcessGroup | None
+    states_WO: Sequence[Sequence[ParameterState]], agreed: _Report, part_group: dist.ProcessGroup | None
 ) -> list[PartedQuantity]:
-    if not states_SP:
+    if not states_WO:
         return []
-    dtypes_P = [state.parameter.dtype for state in states_SP[0]]
-    tensors_P = [
+    dtypes_O = [state.parameter.dtype for state in states_WO[0]]
+    tensors_O = [
         {name for profile in profiles for name, value in profile if value == A_TENSOR}
-        for profiles in agreed.profiles_P
+        for profiles in agreed.profiles_O
     ]
     # Each quantity has a name, a data type, and the positions in a slot of the Parameters that have it.
     kinds = [
-        (PARAMETERS, dtype, [p for p, other in enumerate(dtypes_P) if other == dtype])
-        for dtype in dict.fromkeys(dtypes_P)
+        (PARAMETERS, dtype, [p for p, other in enumerate(dtypes_O) if other == dtype])
+        for dtype in dict.fromkeys(dtypes_O)
     ] + [
-        (name, torch.float32, [p for p, names in enumerate(tensors_P) if name in names])
-        for name in sorted(set().union(*tensors_P))
+        (name, torch.float32, [p for p, names in enumerate(tensors_O) if name in names])
+        for name in sorted(set().union(*tensors_O))
     ]
     quantities = []
     for name, dtype, positions in kinds:
-        sizes = [states_SP[0][p].parameter.numel() for p in positions]
+        sizes = [states_WO[0][p].parameter.numel() for p in positions]
         offsets = list(accumulate(sizes, initial=0))
-        parts_S = [
+        parts_W = [
             [_part(states[p], name, offset) for p, offset in zip(positions, offsets, strict=False)]
-            for states in states_SP
+            for states in states_WO
         ]
         quantities.append(
             PartedQuantity(
                 name,
                 offsets[-1],
                 dtype,
-                states_SP[0][0].parameter.device,
-                [[part for part in parts if part[1].numel()] for parts in parts_S],
+                states_WO[0][0].parameter.device,
+                [[part for part in parts if part[1].numel()] for parts in parts_W],
                 None if name == PARAMETERS else part_group,
             )
         )

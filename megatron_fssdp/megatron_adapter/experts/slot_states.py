@@ -24,6 +24,7 @@ from torch.nn import Parameter
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy_settings import KEEP_OWNERS
+from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
 
 PARAMETERS = "parameters"
 MASTERS = "master parameters"
@@ -80,7 +81,7 @@ class _Entry:
     stop: int
 
 
-def parameter_states(slots: Sequence[Sequence[Parameter]], optimizer: Any) -> list[list[ParameterState]]:
+def parameter_states(slots: Sequence[ExpertParameters], optimizer: Any) -> list[list[ParameterState]]:
     """Return what this rank holds of every Parameter of every slot. It does not communicate.
 
     Args:

@@ -85,7 +85,7 @@ class StrategyMoELayer(MoELayer):
                 groups.topology,
                 leaving_share,
             )
-        self._schedule = session.schedule_choice(
+        self._schedule = session.schedule_selector(
             config, groups, pg_collection.tp.size(), pg_collection.tp_dp_cp
         )
         self._divided: DividedTokens | None = None

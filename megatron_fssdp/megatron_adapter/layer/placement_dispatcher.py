@@ -1,6 +1,7 @@
 """Megatron's six dispatcher phases for any placement of the experts.
 
-Shape legend: S sequence, B batch, T tokens of this rank, M model dim, E experts.
+Shape letters: T tokens, M model dimension, E experts, A rows
+that a rank sends.
 """
 
 from typing import Any
@@ -72,7 +73,7 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
         """Phase 1: exchange counts, materialize the experts, permute the tokens.
 
         Args:
-            hidden_states: ``[S, B, M]``.
+            hidden_states: Hidden states, ``[sequence, batch, M]``.
             routing_map: bool ``[T, E]``.
             probs: ``[T, E]``.
         """

@@ -1,4 +1,4 @@
-"""One chosen strategy and the runtime that the layers of a model share."""
+"""The requested strategy and the runtime that the layers of a model share."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -52,7 +52,7 @@ class StrategySession:
         )
         self.slots = ExpertSlots()
         self._groups: dict[str, ExpertGroups] = {}
-        self._choices: dict[str, ScheduleSelector] = {}
+        self._selectors: dict[str, ScheduleSelector] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StrategySession":
         # Megatron deep-copies layer specs; their layers still belong to one session.
@@ -115,21 +115,21 @@ class StrategySession:
             )
         return self._groups[expert_parallel.group_name]
 
-    def schedule_choice(
+    def schedule_selector(
         self, config: Any, groups: ExpertGroups, n_mp: int, everyone: dist.ProcessGroup
     ) -> ScheduleSelector:
-        """What decides about the order of a layer's collectives; one for all layers of the same groups.
+        """The selector of a layer's schedule; layers of the same groups share one.
 
         Args:
             config: Megatron's ``TransformerConfig``.
-            groups: The layer's.
-            n_mp: Tensor-parallel ranks.
-            everyone: All ranks of the pipeline stage.
+            groups: Process groups of the layer.
+            n_mp: Number of tensor-parallel ranks.
+            everyone: Process group of all ranks of the pipeline stage.
         """
         name = groups.expert_parallel.group_name
-        if name not in self._choices:
+        if name not in self._selectors:
             schedule = self.strategy.collective_schedule
-            self._choices[name] = ScheduleSelector(
+            self._selectors[name] = ScheduleSelector(
                 schedule.name,
                 config,
                 groups,
@@ -139,7 +139,7 @@ class StrategySession:
                 schedule.cluster,
                 self.settings.nodes,
             )
-        return self._choices[name]
+        return self._selectors[name]
 
     def _ring(
         self, expert_parallel: dist.ProcessGroup, topology: Topology, peers: dist.ProcessGroup | None
@@ -187,8 +187,8 @@ class StrategySession:
             )
         if self.settings.router == "topology_aware" and schedule not in ("s1", "megatron"):
             raise ConfigurationError(
-                f"router topology_aware with schedule {schedule}: tensor-parallel ranks have to choose "
-                "the same experts, and this gate chooses by the rank's node; use schedule=s1 or "
+                f"router topology_aware with schedule {schedule}: tensor-parallel ranks have to select "
+                "the same experts, and this gate selects by the rank's node; use schedule=s1 or "
                 "--sequence-parallel"
             )
         seq_length = getattr(config, "seq_length", None)

@@ -14,7 +14,7 @@ import torch
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.support.supported_features import Refusal, refuse
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.runtime.exchange.topology_aware_gate import choose_experts
+from megatron_fssdp.runtime.exchange.topology_aware_gate import select_experts
 
 _REFUSALS: tuple[Refusal, ...] = (
     (
@@ -100,7 +100,7 @@ class TopologyAwareTopK:
         if self._scores_are_logits:
             fit = torch.softmax(fit, dim=-1)
         most_leaving = int(self._leaving_share * scores.shape[0])
-        indices = choose_experts(fit, topk, is_near_E, most_leaving)
+        indices = select_experts(fit, topk, is_near_E, most_leaving)
         return scores.gather(1, indices), indices
 
 

@@ -1,4 +1,4 @@
-"""What happens between two iterations of a Megatron training: measuring, choosing, re-sharding, planning.
+"""What happens between two iterations of a Megatron training: measuring, selecting, re-sharding, planning.
 
 Everything here is collective: all ranks of a pipeline stage's experts come here in the same
 iterations and decide alike.
@@ -66,13 +66,13 @@ class IterationDriver:
         self._iterations_to_measure = 0
         self._passes_begun = 0
         self._began_s = 0.0
-        self._choosing: StrategySelector | None = None
-        self._spares: ResidentExperts | None = None
+        self._selector: StrategySelector | None = None
+        self._residents: ResidentExperts | None = None
         # Where Megatron does not stop at such numbers, fp16 with its loss scaling, they are nothing unusual.
         self._watch = FiniteWatch(model) if args.check_for_nan_in_loss_and_grad else None
         layers = session.runtime.layers
         if session.strategy.resident_slots and args.expert_model_parallel_size > 1:
-            self._spares = ResidentExperts(
+            self._residents = ResidentExperts(
                 session.slots,
                 session.strategy.resident_slots,
                 model,
@@ -90,7 +90,7 @@ class IterationDriver:
                 expert_data_parallel=parallel_state.get_expert_data_parallel_group(),
             )
         if session.strategy.selects and session.slots:
-            self._choosing = StrategySelector(session.strategy, self._groups_of_owners, self._device)
+            self._selector = StrategySelector(session.strategy, self._groups_of_owners, self._device)
         self._iterations_to_measure = session.strategy.profile_iterations
         if self._iterations_to_measure:
             for layer in layers:
@@ -130,8 +130,8 @@ class IterationDriver:
             self._iterations_to_measure -= 1
         elif session.runtime.layers and session.runtime.layers[0].stopwatch is not None:
             self._profile(num_micro_batches)
-        if self._choosing is not None:
-            self._choose(self._choosing, iteration)
+        if self._selector is not None:
+            self._select_strategies(self._selector, iteration)
         resharding = session.strategy.moves_owners and session.strategy.reshards_at(iteration)
         self.reshard = self._reshard() if resharding else self._replicate(iteration)
         session.runtime.begin_iteration(num_micro_batches, iteration + 1)
@@ -141,15 +141,15 @@ class IterationDriver:
     def begin_passes(self) -> None:
         """Before the forward and backward passes of an iteration, which Megatron may run again."""
         self._passes_begun += 1
-        if self._spares is not None:
-            self._spares.zero_gradients()
+        if self._residents is not None:
+            self._residents.zero_gradients()
         if self._passes_begun > 1:
             self._session.runtime.repeat_iteration()
 
     def end(self) -> list[LayerLoad]:
         """After the optimizer's step; what each layer did."""
-        if self._choosing is not None:
-            self._choosing.note(time.perf_counter() - self._began_s)
+        if self._selector is not None:
+            self._selector.note(time.perf_counter() - self._began_s)
         return self._session.runtime.end_iteration()
 
     def report_non_finite(self) -> None:
@@ -207,17 +207,17 @@ class IterationDriver:
         slots.adopt(new)
         return report
 
-    def _choose(self, choosing: StrategySelector, iteration: int) -> None:
-        """Let every layer choose its strategy anew, if it is time to; MTP layers stay as they are."""
-        report = choosing.select(self._session.slots.executors, iteration)
+    def _select_strategies(self, selector: StrategySelector, iteration: int) -> None:
+        """Let ``auto`` reconsider the strategy of every layer, if it is time; MTP layers keep theirs."""
+        report = selector.select(self._session.slots.executors, iteration)
         if report is not None and _speaks_for_stage():
             for line in report.describe():
                 logger.warning(f"[fssdp] auto, after iteration {iteration}: {line}")
 
     def _replicate(self, iteration: int) -> ReshardReport | None:
-        """Let the strategy think over the replicas that stay, if it is time to."""
+        """Let the strategy reconsider the resident replicas, if this iteration is one at which it does."""
         strategy = self._session.strategy
-        if self._spares is None or not strategy.replicates_at(iteration) or not self._session.slots:
+        if self._residents is None or not strategy.replicates_at(iteration) or not self._session.slots:
             return None
         executors = self._session.slots.executors
         load_LDE = self._mean_over_copies(np.stack([layer.history.total_DE() for layer in executors]))
@@ -225,7 +225,7 @@ class IterationDriver:
             strategy.replicate(context, load_DE)
             for context, load_DE in zip(self._contexts_of_copies(), load_LDE, strict=True)
         ]
-        report = self._spares.hold(placements)
+        report = self._residents.hold(placements)
         if report is not None and _speaks_for_stage():
             logger.warning(
                 f"[fssdp] replicas: {sum(one.num_replicas for one in placements)} are kept, "

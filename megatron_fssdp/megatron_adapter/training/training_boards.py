@@ -3,7 +3,7 @@
 Megatron opens both on its last global rank. This module opens no board. It writes nothing if the user did not
 request a board from Megatron.
 
-Shape letters: E experts.
+Shape letters: E experts, D devices.
 """
 
 from collections.abc import Sequence

@@ -47,12 +47,12 @@ class _Passes:
         self.seconds += time.perf_counter() - started_s
 
 
-def wrap_training(training: Any, choice: Callable[[], RequestedStrategy | None]) -> None:
+def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrategy | None]) -> None:
     """Wrap the functions of ``megatron.training.training`` that a run passes through.
 
     Args:
         training: The module; the functions are looked up in it at call time.
-        choice: Gives the strategy of the parsed command line.
+        requested_strategy: Returns the strategy of the parsed command line.
     """
     setup = training.setup_model_and_optimizer
     step = training.train_step
@@ -62,18 +62,18 @@ def wrap_training(training: Any, choice: Callable[[], RequestedStrategy | None])
 
     @wraps(setup)
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-        chosen = choice()
-        to_boards = chosen is not None and boards_are_asked_for()
-        if to_boards and chosen is not None and chosen.session is not None:
-            chosen.session.runtime.measure = True  # before its layers are built
+        requested = requested_strategy()
+        to_boards = requested is not None and boards_are_asked_for()
+        if to_boards and requested is not None and requested.session is not None:
+            requested.session.runtime.measure = True  # before its layers are built
         built = setup(*args, **kwargs)
-        if chosen is not None:
-            if chosen.session is not None:
-                report_installation(built[0], chosen)
+        if requested is not None:
+            if requested.session is not None:
+                report_installation(built[0], requested)
                 install_launch_hooks(built[0])
-                drivers.append(IterationDriver(chosen.session, built[0], built[1], get_args()))
-            if chosen.settings.record_dir is not None or to_boards:
-                recorder.append(RunRecorder(chosen.settings.record_dir, to_boards=to_boards))
+                drivers.append(IterationDriver(requested.session, built[0], built[1], get_args()))
+            if requested.settings.record_dir is not None or to_boards:
+                recorder.append(RunRecorder(requested.settings.record_dir, to_boards=to_boards))
         return built
 
     @wraps(step)
@@ -132,14 +132,14 @@ def wrap_training(training: Any, choice: Callable[[], RequestedStrategy | None])
     training.train = train_reporting_stop
 
 
-def report_installation(model: list[torch.nn.Module], choice: RequestedStrategy) -> None:
+def report_installation(model: list[torch.nn.Module], requested: RequestedStrategy) -> None:
     """Check that the strategy's layers were really built, and say so in one log line.
 
     A bad ``--spec`` gives Megatron's default model without a word.
 
     Args:
         model: The built model chunks of this rank.
-        choice: The strategy of the command line.
+        requested: The strategy of the command line.
 
     Raises:
         ConfigurationError: Some MoE layer, or the whole model, is not the strategy's.
@@ -151,15 +151,15 @@ def report_installation(model: list[torch.nn.Module], choice: RequestedStrategy)
     total, not_ours = counts.tolist()
     if total == 0 or not_ours:
         raise ConfigurationError(
-            f"--moe-strategy {choice.name}: got {not_ours} MoE layers of {total} that are not the "
+            f"--moe-strategy {requested.name}: got {not_ours} MoE layers of {total} that are not the "
             "strategy's; wanted all of them. Build the model from Megatron's MoE specs or with --spec "
             "megatron_fssdp get_gpt_decoder_block_spec, or use --moe-strategy none"
         )
     log_single_rank(
         logger,
         logging.WARNING,  # shown whatever --logging-level says
-        f"[fssdp] strategy {choice.name}: installed in {_describe(layers)}; "
-        f"settings {choice.settings.model_dump(exclude_none=True, mode='json')}",
+        f"[fssdp] strategy {requested.name}: installed in {_describe(layers)}; "
+        f"settings {requested.settings.model_dump(exclude_none=True, mode='json')}",
     )
 
 

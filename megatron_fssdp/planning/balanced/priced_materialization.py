@@ -4,7 +4,7 @@ Ours, beyond the papers. Hecate (§4.2) replicates as many experts as travel und
 before the layer and no more. But one more may save more than its transfer exposes, and one less may cost
 nothing; so here the modelled seconds of the layer decide, plain expert parallelism included.
 
-Shape letters: E experts, D devices, K replicated experts.
+Shape letters: E experts, D devices, H selected experts of a layer.
 """
 
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ class PlacementPricer:
         return float(self._price(dispatch, moved).moe_s[-1])
 
     def price_of_first(self, placement: ExpertPlacement, experts: Sequence[int] | np.ndarray) -> LayerPrice:
-        """The price if only the first 0, 1, … K experts have their replicas; arrays [K+1].
+        """The price if only the first 0, 1, … H experts have their replicas; arrays [H+1].
 
         Args:
             placement: Owners and all replicas.
@@ -80,7 +80,7 @@ class PlacementPricer:
 
     def _price(self, dispatch: DispatchOfFirst, moved: TransferTraffic) -> LayerPrice:
         return layer_seconds(
-            LayerWork(dispatch.tokens_K, dispatch.busiest, gather=moved, replicas=moved),
+            LayerWork(dispatch.tokens_H, dispatch.busiest, gather=moved, replicas=moved),
             self.profile,
             ReplicaLife.LAYER_PASS if self.rematerialize else ReplicaLife.ITERATION,
             counts_s=self._counts_s,
@@ -93,7 +93,7 @@ class PlacementPricer:
 
 
 def replicated_experts(placement: ExpertPlacement) -> np.ndarray:
-    """The experts with a replica, ascending, int64 [K]."""
+    """The experts with a replica, ascending, int64 [H]."""
     return np.flatnonzero(np.count_nonzero(placement.present_ED, axis=1) > 1)
 
 
@@ -134,18 +134,18 @@ def priced_materialization(
     pricer = PlacementPricer(np.asarray(load_DE), topology, profile, rematerialize, hides)
     experts = replicated_experts(many)
     experts = experts[np.argsort(-pricer.load_DE.sum(axis=0)[experts], kind="stable")]
-    seconds_K = pricer.price_of_first(many, experts).moe_s
-    plain_s, least_s = seconds_K[0], seconds_K.min()
+    seconds_H = pricer.price_of_first(many, experts).moe_s
+    plain_s, least_s = seconds_H[0], seconds_H.min()
     if not least_s < (1 - LEAST_SAVING) * plain_s:
         return ExpertPlacement.owners_only(owner_E, topology.num_devices)
-    number = 1 + int((seconds_K[1:] <= least_s + LEAST_FURTHER_SAVING * plain_s).argmax())
+    number = 1 + int((seconds_H[1:] <= least_s + LEAST_FURTHER_SAVING * plain_s).argmax())
     if topology.num_devices <= FEW_DEVICES:
         again = plan_materialization(owner_E, load_DE, topology, overlap_degree=number, slots=slots)
     elif number >= look.least_degree:
         return many
     else:  # Further starts lower the price by 0.1 %, and take most of the time.
         again = quick_look(owner_E, load_DE, topology, overlap_degree=number, slots=slots).placement
-    if pricer.seconds(again) < seconds_K[number]:
+    if pricer.seconds(again) < seconds_H[number]:
         return again
     return _of_experts(many, experts[:number])
 

@@ -1,7 +1,7 @@
 """Local search over replicas that only ever lowers the modelled maximum device load.
 
 Ours, beyond the papers: Alg. 1 counts replicas without asking where their load lands, so it
-can leave, or make, one device the straggler. Shape letters: E experts, D devices, N nodes.
+can leave, or make, one device the straggler.
 """
 
 from dataclasses import dataclass

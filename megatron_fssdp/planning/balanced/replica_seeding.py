@@ -1,8 +1,9 @@
 """A start for the search over replicas, built in one pass over the overloaded devices' experts.
 
 Ours, beyond the papers: Hecate's Alg. 1 counts replicas by load alone. Here an expert gets as many
-holders as its owner needs to have room, and they go where room is. Shape letters: E experts,
-D devices, N nodes.
+holders as its owner needs to have room, and they go where room is.
+
+Shape letters: D devices.
 """
 
 from bisect import bisect_left, insort

@@ -273,12 +273,12 @@ def _exposed_seconds(
 
     hidden_s = 0.0 if counts_s is None else profile.non_moe_s + counts_s
     hidden_back_s = 0.0 if counts_s is None else BACKWARD_PER_FORWARD * profile.non_moe_s
-    is_iteration = life in (ReplicaLife.ITERATION, ReplicaLife.LASTING)
+    is_iteration = life in (ReplicaLife.ITERATION, ReplicaLife.RESIDENT)
     reduced_bytes = profile.reduced_bytes if is_iteration else profile.expert_bytes
     again = times_of(work.replicas, profile.expert_bytes)
     reduce = again if reduced_bytes == profile.expert_bytes else times_of(work.replicas, reduced_bytes)
     reduce_s = (1 - split.reduce) * reduce.seconds
-    if life is ReplicaLife.LASTING:
+    if life is ReplicaLife.RESIDENT:
         return 0.0, exposed_s(2 * reduce_s, hidden_back_s)
     if life is ReplicaLife.MICRO_BATCH:
         return times * again.seconds, times * exposed_s(reduce_s, hidden_back_s)

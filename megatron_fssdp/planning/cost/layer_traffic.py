@@ -2,7 +2,7 @@
 
 Counted without the [D, E, D] tensor, from who leaves a device, a node, or neither.
 
-Shape letters: E experts, D devices, N nodes.
+Shape letters: E experts, D devices, N nodes, P pairs of expert and device.
 """
 
 from dataclasses import dataclass, fields

@@ -7,7 +7,7 @@ node where a holder is. What is left to choose is the holder, in the node or amo
 
 Plain lists and whole numbers: few numbers are touched, and every rank has to derive the same.
 
-Shape letters: E experts, D devices, N nodes, P (expert, holder) pairs.
+Shape letters: E experts, D devices, N nodes, P pairs of expert and device.
 """
 
 from collections.abc import Sequence
@@ -80,18 +80,18 @@ class _Deals:
             int(far_N.max()),
         )
         self._splits_on: list[list[tuple[bool, int, list[int]]]] = [[] for _ in range(num_devices)]
-        holders_G = groups.holders_EN.reshape(-1)
-        self._add_splits(even.near_P, groups.by_node_P, holders_G, is_far=False)
+        sizes = groups.holders_EN.reshape(-1)
+        self._add_splits(even.near_P, groups.by_node_P, sizes, is_far=False)
         self._add_splits(even.far_P, np.arange(device_P.size), groups.num_holders_E, is_far=True)
 
     def _add_splits(
-        self, tokens_P: np.ndarray, order_P: np.ndarray, size_G: np.ndarray, *, is_far: bool
+        self, tokens_P: np.ndarray, order_P: np.ndarray, sizes: np.ndarray, *, is_far: bool
     ) -> None:
         """Tokens of one expert that may go to any of several consecutive pairs."""
-        first_G = np.cumsum(size_G) - size_G
-        shared_G = np.add.reduceat(np.append(tokens_P[order_P], 0), first_G)
-        chosen_G = (shared_G > 0) & (size_G > 1)
-        for first, size in zip(first_G[chosen_G].tolist(), size_G[chosen_G].tolist(), strict=True):
+        firsts = np.cumsum(sizes) - sizes
+        shared = np.add.reduceat(np.append(tokens_P[order_P], 0), firsts)
+        chosen = (shared > 0) & (sizes > 1)
+        for first, size in zip(firsts[chosen].tolist(), sizes[chosen].tolist(), strict=True):
             pairs = order_P[first : first + size].tolist()
             for pair in pairs:
                 self._splits_on[self._device_of[pair]].append((is_far, pair, pairs))

@@ -7,8 +7,8 @@ expert's holders in the source's node; else evenly over all holders. A remainder
 its own row (what it sends) and column (what it receives) from the same counts; the
 [D, E, D] tensor is never built.
 
-Shape letters: T tokens, M model dim, F ffn dim, E experts, D devices, N nodes, L layers,
-P (expert, holder) pairs.
+Shape letters: E experts, D devices, N nodes, P pairs of expert and device, H selected experts of a layer, U
+positions among an expert's holders, Z pairs of source and expert.
 """
 
 from dataclasses import dataclass
@@ -116,10 +116,10 @@ def _over_all_holders_P(moving_DE: np.ndarray, groups: HolderGroups) -> np.ndarr
     """Splits all tokens over all holders of their experts: int64 [P]."""
     if moving_DE.size > MOST_CELLS_AT_ONCE:
         return _split_by_size(moving_DE, groups)
-    source_R, expert_R = np.nonzero(moving_DE)
-    size_R, first_R = groups.num_holders_E[expert_R], groups.first_E[expert_R]
+    source_Z, expert_Z = np.nonzero(moving_DE)
+    size_Z, first_Z = groups.num_holders_E[expert_Z], groups.first_E[expert_Z]
     return _split_cells(
-        moving_DE[source_R, expert_R], source_R + expert_R, size_R, first_R, groups.expert_P.size
+        moving_DE[source_Z, expert_Z], source_Z + expert_Z, size_Z, first_Z, groups.expert_P.size
     )
 
 
@@ -127,45 +127,45 @@ def _take_near_tokens_P(moving_DE: np.ndarray, groups: HolderGroups, topology: T
     """Takes the tokens whose expert has a holder in their node out of ``moving_DE`` and splits them."""
     node_D = topology.node_of_device_D
     near_DE = (groups.holders_EN > 0).T[node_D]
-    source_R, expert_R = np.nonzero(near_DE)
-    counts_R = moving_DE[source_R, expert_R]
-    moving_DE[source_R, expert_R] = 0
-    node_R = node_D[source_R]
+    source_Z, expert_Z = np.nonzero(near_DE)
+    counts_Z = moving_DE[source_Z, expert_Z]
+    moving_DE[source_Z, expert_Z] = 0
+    node_Z = node_D[source_Z]
     tokens_P = np.empty(groups.expert_P.size, dtype=np.int64)
     tokens_P[groups.by_node_P] = _split_cells(
-        counts_R,
-        source_R + expert_R,
-        groups.holders_EN[expert_R, node_R],
-        groups.node_first_EN[expert_R, node_R],
+        counts_Z,
+        source_Z + expert_Z,
+        groups.holders_EN[expert_Z, node_Z],
+        groups.node_first_EN[expert_Z, node_Z],
         tokens_P.size,
     )
     return tokens_P
 
 
 def _split_cells(
-    counts_R: np.ndarray, turn_R: np.ndarray, size_R: np.ndarray, first_R: np.ndarray, num_pairs: int
+    counts_Z: np.ndarray, turn_Z: np.ndarray, size_Z: np.ndarray, first_Z: np.ndarray, num_pairs: int
 ) -> np.ndarray:
     """Splits the tokens of each cell (source, expert) over a range of pairs: int64 [P].
 
     Args:
-        counts_R: Tokens of every cell.
-        turn_R: Source plus expert, from which the remainder is dealt.
-        size_R: Length of the range.
-        first_R: Where it begins.
+        counts_Z: Tokens of every cell.
+        turn_Z: Source plus expert, from which the remainder is dealt.
+        size_Z: Length of the range.
+        first_Z: Where it begins.
         num_pairs: Number of pairs, P.
     """
-    share_R = counts_R // size_R
-    rest_R = counts_R - share_R * size_R
+    share_Z = counts_Z // size_Z
+    rest_Z = counts_Z - share_Z * size_Z
     # Shares, and remainders dealt from ``start`` on, cyclically: a running sum of what is added
     # where a range opens and taken away where it closes.
     steps = np.zeros(num_pairs + 1, dtype=np.int64)
-    np.add.at(steps, first_R, share_R)
-    np.subtract.at(steps, first_R + size_R, share_R)
-    start_R = turn_R % size_R
-    stop_R = start_R + rest_R
-    wraps_R = stop_R > size_R
-    opens = np.concatenate([first_R + start_R, first_R[wraps_R]])
-    closes = np.concatenate([first_R + np.minimum(stop_R, size_R), (first_R + stop_R - size_R)[wraps_R]])
+    np.add.at(steps, first_Z, share_Z)
+    np.subtract.at(steps, first_Z + size_Z, share_Z)
+    start_Z = turn_Z % size_Z
+    stop_Z = start_Z + rest_Z
+    wraps_Z = stop_Z > size_Z
+    opens = np.concatenate([first_Z + start_Z, first_Z[wraps_Z]])
+    closes = np.concatenate([first_Z + np.minimum(stop_Z, size_Z), (first_Z + stop_Z - size_Z)[wraps_Z]])
     steps += np.bincount(opens, minlength=num_pairs + 1) - np.bincount(closes, minlength=num_pairs + 1)
     return np.cumsum(steps)[:num_pairs]
 
@@ -185,22 +185,22 @@ def _split_by_size(moving_DE: np.ndarray, groups: HolderGroups) -> np.ndarray:
     tokens_P[groups.first_E[single_E]] = moving_E[single_E]
     source_D = np.arange(num_devices)
     for size in np.unique(groups.num_holders_E[~single_E & (moving_E > 0)]).tolist():
-        expert_K = np.flatnonzero((groups.num_holders_E == size) & (moving_E > 0))
-        counts_DK = moving_DE[:, expert_K]
-        rest_DK = counts_DK - counts_DK // size * size
+        expert_H = np.flatnonzero((groups.num_holders_E == size) & (moving_E > 0))
+        counts_DH = moving_DE[:, expert_H]
+        rest_DH = counts_DH - counts_DH // size * size
         start_D = source_D % size
-        row_K = np.arange(expert_K.size) * (2 * size)
-        rest_DK += start_D[:, None]
-        rest_DK += row_K
-        closes = np.bincount(rest_DK.reshape(-1), minlength=2 * size * expert_K.size)
-        closes_KC = closes.reshape(expert_K.size, 2 * size)
-        wrapped_KC = closes_KC[:, size:]
-        steps_KC = np.bincount(start_D, minlength=size) - closes_KC[:, :size] - wrapped_KC
-        steps_KC[:, 0] += wrapped_KC.sum(axis=1)
-        dealt_KC = np.cumsum(steps_KC, axis=1)
-        share_K = (moving_E[expert_K] - dealt_KC.sum(axis=1)) // size
-        position_KC = (np.arange(size) + expert_K[:, None]) % size
-        tokens_P[groups.first_E[expert_K, None] + position_KC] = share_K[:, None] + dealt_KC
+        row_H = np.arange(expert_H.size) * (2 * size)
+        rest_DH += start_D[:, None]
+        rest_DH += row_H
+        closes = np.bincount(rest_DH.reshape(-1), minlength=2 * size * expert_H.size)
+        closes_HU = closes.reshape(expert_H.size, 2 * size)
+        wrapped_HU = closes_HU[:, size:]
+        steps_HU = np.bincount(start_D, minlength=size) - closes_HU[:, :size] - wrapped_HU
+        steps_HU[:, 0] += wrapped_HU.sum(axis=1)
+        dealt_HU = np.cumsum(steps_HU, axis=1)
+        share_H = (moving_E[expert_H] - dealt_HU.sum(axis=1)) // size
+        position_HU = (np.arange(size) + expert_H[:, None]) % size
+        tokens_P[groups.first_E[expert_H, None] + position_HU] = share_H[:, None] + dealt_HU
     return tokens_P
 
 

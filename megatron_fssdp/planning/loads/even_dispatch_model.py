@@ -2,8 +2,9 @@
 
 The same model as ``expected_device_load_D``, but one replica's change costs only its
 expert's holders. Plain lists and floats: the numbers touched are few, and numpy calls on
-a handful of elements would dominate. Shape letters: E experts, D devices, N nodes,
-P (expert, holder) pairs.
+a handful of elements would dominate.
+
+Shape letters: E experts, D devices, N nodes, P pairs of expert and device.
 """
 
 from bisect import bisect_left, insort

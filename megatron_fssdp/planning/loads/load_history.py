@@ -1,6 +1,6 @@
 """The latest router counts of one layer and their window mean.
 
-Shape letters: T tokens, M model dim, F ffn dim, E experts, D devices, L layers.
+Shape letters: E experts, D devices.
 """
 
 from collections import deque

@@ -21,7 +21,7 @@ class ReplicaLife(Enum):
     """For all micro-batches of an iteration."""
     CHOSEN = auto()
     """For a micro-batch in some layers and for an iteration in others. This selection may change."""
-    LASTING = auto()
+    RESIDENT = auto()
     """Until the strategy drops the replica.
 
     Such a resident replica has a ``main_grad`` and optimizer states of its own (FlexMoE).
@@ -39,7 +39,7 @@ class ReplicaLife(Enum):
         return num_micro_batches > 1 and self in _SUMMING
 
 
-_SUMMING = (ReplicaLife.ITERATION, ReplicaLife.CHOSEN, ReplicaLife.LASTING)
+_SUMMING = (ReplicaLife.ITERATION, ReplicaLife.CHOSEN, ReplicaLife.RESIDENT)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class HeldReplicas:
 
         Sums over several micro-batches are, and so are the gradients of resident replicas.
         """
-        return self.sums_gradients or self.life is ReplicaLife.LASTING
+        return self.sums_gradients or self.life is ReplicaLife.RESIDENT
 
     @property
     def layers_with_weights(self) -> int:
@@ -101,4 +101,4 @@ class HeldReplicas:
     def layers_with_sums(self) -> int:
         """Number of layers whose replicas' gradients are kept in extra sums until the last micro-batch."""
         # Resident replicas need no extra sums, because they sum gradients in their main_grad.
-        return self.num_layers if self.sums_gradients and self.life is not ReplicaLife.LASTING else 0
+        return self.num_layers if self.sums_gradients and self.life is not ReplicaLife.RESIDENT else 0

@@ -5,9 +5,6 @@ of the experts of one pipeline stage. They do not count activations. They also d
 adds: a gradient of an owned expert on its way from autograd into ``main_grad``, and the distributed
 optimizer's padding. Parameters are padded to multiples of 64 elements. Buckets are padded to multiples of
 some hundred elements, or of 65,536 elements when they are padded for NCCL's bus bandwidth.
-
-Shape letters: L MoE layers of a pipeline stage, S slots of a device, m replicas a device may
-hold of one layer.
 """
 
 from dataclasses import dataclass
@@ -146,7 +143,7 @@ def expert_memory(
 
     Args:
         held: How long the rank holds replicas, and of which layers.
-        slots_per_device: Number of experts that a device owns in all layers of its pipeline stage, S.
+        slots_per_device: Number of experts that a device owns in all layers of its pipeline stage.
         replicas_per_layer: Most replicas of one layer that a device holds, m.
         owned_per_layer: Most experts of one layer that a device owns: E/D under Megatron's even map.
         expert_elements: Number of elements of one expert's parameters.
@@ -172,10 +169,10 @@ def expert_memory(
     )
     expert_bytes = expert_elements * dtype_bytes
     sum_bytes = expert_elements * FP32_BYTES
-    lasts = held.life is ReplicaLife.LASTING
+    are_resident = held.life is ReplicaLife.RESIDENT
     # A device sends no experts if there are no replicas.
     sent_per_layer = owned_per_layer if replicas_per_layer else 0
-    spare_elements = held.num_layers * replicas_per_layer * expert_elements if lasts else 0
+    resident_elements = held.num_layers * replicas_per_layer * expert_elements if are_resident else 0
     return ExpertMemory(
         slot_parameters_bytes=slots_per_device * expert_bytes,
         slot_gradients_bytes=slots_per_device * expert_elements * gradient_bytes,
@@ -188,9 +185,9 @@ def expert_memory(
         replica_gradients_bytes=replica_gradients_bytes(
             replicas_per_layer, expert_bytes, accumulator_bytes=sum_bytes, held=held
         )
-        + spare_elements * gradient_bytes,
+        + resident_elements * gradient_bytes,
         replica_optimizer_bytes=optimizer_state_bytes(
-            spare_elements, optimizer, expert_data_parallel_size=expert_data_parallel_size
+            resident_elements, optimizer, expert_data_parallel_size=expert_data_parallel_size
         ),
         packed_experts_bytes=packed_experts_bytes(
             sent_per_layer, replicas_per_layer, expert_bytes, sum_bytes=sum_bytes, held=held
@@ -198,7 +195,7 @@ def expert_memory(
         reduction_buffers_bytes=reduction_buffers_bytes(
             sent_per_layer,
             replicas_per_layer,
-            gradient_bytes=sum_bytes if held.sums_gradients or lasts else expert_bytes,
+            gradient_bytes=sum_bytes if held.sums_gradients or are_resident else expert_bytes,
             sum_bytes=sum_bytes,
             chunk_bytes=chunk_bytes,
         ),
@@ -266,7 +263,7 @@ def packed_experts_bytes(
         sum_bytes: Bytes of one expert's gradient in fp32.
         held: How long the rank holds replicas, and of which layers.
     """
-    if held.life is ReplicaLife.LASTING:
+    if held.life is ReplicaLife.RESIDENT:
         # One layer's holders send gradients to the owners while another layer's owners send the sums back.
         return 2 * (sent_per_layer + replicas_per_layer) * sum_bytes
     all_summed = held.sums_gradients and held.life is not ReplicaLife.CHOSEN

@@ -1,7 +1,6 @@
 """How many forward passes wait for their backward pass on one pipeline stage.
 
-Shape letters: C model chunks of a stage, P passes of a stage in an iteration, one for each micro-batch
-and chunk.
+Shape letters: V model chunks of a pipeline stage.
 """
 
 from dataclasses import dataclass
@@ -58,15 +57,15 @@ class PipelineStage:
         Args:
             num_micro_batches: Number of micro-batches in an iteration.
         """
-        layers_C = np.array(self.layers_of_chunk)
-        chunk_P = self._chunks_forward(num_micro_batches)
-        forward_P = layers_C[chunk_P].cumsum()
+        layers_V = np.array(self.layers_of_chunk)
+        chunk_of_pass = self._chunks_forward(num_micro_batches)
+        layers_forward = layers_V[chunk_of_pass].cumsum()
         # A backward pass goes through the chunks from the last one to the first.
-        backward_P = layers_C[::-1][chunk_P].cumsum()
+        layers_backward = layers_V[::-1][chunk_of_pass].cumsum()
         # After the warm-up passes, each forward pass is followed by a backward pass.
-        num_first = min(self._num_warmup, len(chunk_P) - 1)
-        done = np.concatenate([[0], backward_P[: len(chunk_P) - num_first - 1]])
-        return int((forward_P[num_first:] - done).max())
+        num_first = min(self._num_warmup, len(chunk_of_pass) - 1)
+        done = np.concatenate([[0], layers_backward[: len(chunk_of_pass) - num_first - 1]])
+        return int((layers_forward[num_first:] - done).max())
 
     @property
     def _num_warmup(self) -> int:
@@ -79,10 +78,10 @@ class PipelineStage:
 
     def _chunks_forward(self, num_micro_batches: int) -> np.ndarray:
         """Model chunk of each forward pass in turn, int64 ``[P]`` (Megatron's ``get_schedule_table``)."""
-        chunks_C = np.arange(len(self.layers_of_chunk))
+        chunks_V = np.arange(len(self.layers_of_chunk))
         starts = range(0, num_micro_batches, self._group)
         return np.concatenate(
-            [np.repeat(chunks_C, min(self._group, num_micro_batches - start)) for start in starts]
+            [np.repeat(chunks_V, min(self._group, num_micro_batches - start)) for start in starts]
         )
 
     @property

@@ -1,6 +1,8 @@
 """SmartMoE's baseline: owners exchanged among devices, each device with as many experts as before.
 
-Hecate compares with it (§2.3, §5.1). Shape letters: E experts, D devices.
+Hecate compares with it (§2.3, §5.1).
+
+Shape letters: E experts, D devices.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
-"""FlexMoE: replicas that stay, and step by step expand, shrink and migrate (Hecate §2.3, §5.1).
+"""FlexMoE: resident replicas that expand, shrink and migrate step by step (Hecate §2.3, §5.1).
 
-A replica here outlives iterations and has an optimizer state, so each one that is new somewhere has
-to be paid for. Owners stay where they are: they are the replicas that a checkpoint holds.
+A resident replica outlives iterations and has optimizer states, so creating one costs a transfer of all of
+them. Owners never move; a checkpoint holds only the owners' experts.
 
 Shape letters: E experts, D devices, N nodes.
 """
@@ -23,13 +23,13 @@ from megatron_fssdp.planning.placement.topology import Topology
 
 @dataclass(frozen=True, eq=False)
 class ReplicaPrice:
-    """Modelled seconds of a layer with persistent replicas.
+    """Modelled seconds of a layer with resident replicas.
 
     Attributes:
-        counts_DE: (token, k) pairs of an iteration by source and expert, integers ``[D, E]``.
+        counts_DE: (token, k) pairs of an iteration by source device and expert, integers ``[D, E]``.
         topology: Nodes of the devices.
-        profile: Measured costs.
-        num_iterations: For which a placement is kept.
+        profile: Measured costs of the layer and of the links.
+        num_iterations: Iterations for which a placement is kept.
     """
 
     counts_DE: np.ndarray
@@ -39,7 +39,8 @@ class ReplicaPrice:
 
     def iteration_s(self, placement: ExpertPlacement) -> float:
         """All-to-alls, experts, and what is not hidden of the all-reduce of gradients among replicas."""
-        price = placement_seconds(self.counts_DE, placement, self.topology, self.profile, ReplicaLife.LASTING)
+        life = ReplicaLife.RESIDENT
+        price = placement_seconds(self.counts_DE, placement, self.topology, self.profile, life)
         return float(price.moe_s)
 
     def move_s(self, before: ExpertPlacement, after: ExpertPlacement) -> float:
@@ -48,27 +49,27 @@ class ReplicaPrice:
         return moving_seconds(before.owner_E[expert_P], device_P, self.topology, self.profile)
 
     def saving_s(self, before: ExpertPlacement, after: ExpertPlacement) -> float:
-        """Seconds won by going over from one to the other, as long as it is kept."""
+        """Seconds saved by a new placement over the iterations for which it is kept, less the move."""
         saved_s = self.iteration_s(before) - self.iteration_s(after)
         return self.num_iterations * saved_s - self.move_s(before, after)
 
 
-def scheduled_replicas(
+def next_resident_placement(
     placement: ExpertPlacement, price: ReplicaPrice, *, slots: int, threshold: float, most_steps: int
 ) -> ExpertPlacement:
-    """The next placement: the old one after some steps, each of which pays for itself.
+    """Change the resident replicas step by step, as long as a step saves more seconds than it costs.
 
-    While the most loaded device has more than ``threshold`` times the mean load: the expert with the most
-    load a replica expands to the least loaded device; if that has no room, its replica with the least load
-    shrinks first. Replicas then migrate to nodes that hold their expert
-    already. A step is taken if what it saves until the next time is more than what it moves.
+    While the most loaded device has more than ``threshold`` times the mean load, the expert with the highest
+    load per replica expands to the least loaded device. If that device has no free slot, its replica with the
+    lowest load shrinks first. Then replicas migrate to nodes that already hold their expert. A step is taken
+    if it saves more seconds until the next change than its move costs.
 
     Args:
-        placement: The present one.
-        price: Of steps.
-        slots: Most replicas a device may hold.
-        threshold: Of the devices' max/mean load.
-        most_steps: Of expansions, and of migrations.
+        placement: The present placement.
+        price: Modelled seconds of placements and moves.
+        slots: Most replicas that a device may hold of the layer.
+        threshold: Maximum over mean device load up to which no replica expands.
+        most_steps: Most expansions, and most migrations.
 
     Returns:
         A placement with the same owners; ``placement`` itself if nothing pays.

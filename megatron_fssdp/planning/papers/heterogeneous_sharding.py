@@ -1,6 +1,6 @@
 """Which device owns which expert, over all layers at once (Hecate, Alg. 2).
 
-Shape letters: L MoE layers of a pipeline stage, E experts, D devices, N nodes.
+Shape letters: L MoE layers, E experts, D devices, N nodes, H selected experts of a layer.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ def heterogeneous_sharding(
 ) -> OwnerMap:
     """New owners for all layers together: any number of a layer's experts a device, memory even.
 
-    Hecate, Alg. 2. Every device keeps its S = L * E / D slots, shared by all layers.
+    Hecate, Alg. 2. Every device keeps its L * E / D slots, shared by all layers.
 
     1. Each layer's t = ``overlap_degree`` most loaded experts are set aside: they will be
        replicated anyway.
@@ -56,30 +56,30 @@ def heterogeneous_sharding(
     if overlap_degree < 0:
         raise ValueError(f"overlap_degree is {overlap_degree}: wanted 0 or more experts a layer to set aside")
     order_LE = np.argsort(-load, axis=1, kind="stable")
-    set_aside_LT, remaining_LR = order_LE[:, :overlap_degree], order_LE[:, overlap_degree:]
+    set_aside_LH, remaining_LH = order_LE[:, :overlap_degree], order_LE[:, overlap_degree:]
     shards = _Shards(owners, load, topology)
-    for layer in _by_first_load(load, remaining_LR):
-        shards.place(layer, remaining_LR[layer].tolist())
-    moving = shards.keep(_by_load(load, set_aside_LT))
-    for layer in _by_first_load(load, set_aside_LT):
-        shards.place(layer, [expert for expert in set_aside_LT[layer].tolist() if (layer, expert) in moving])
+    for layer in _by_first_load(load, remaining_LH):
+        shards.place(layer, remaining_LH[layer].tolist())
+    moving = shards.keep(_by_load(load, set_aside_LH))
+    for layer in _by_first_load(load, set_aside_LH):
+        shards.place(layer, [expert for expert in set_aside_LH[layer].tolist() if (layer, expert) in moving])
     return owners.with_owners(np.array(shards.device_LE, dtype=np.int64).reshape(load.shape))
 
 
-def _by_first_load(load_LE: np.ndarray, expert_LK: np.ndarray) -> list[int]:
+def _by_first_load(load_LE: np.ndarray, expert_LH: np.ndarray) -> list[int]:
     """Layers in descending order of their first listed expert's load; none if nothing is listed."""
-    if not expert_LK.shape[1]:
+    if not expert_LH.shape[1]:
         return []
-    first_L = np.take_along_axis(load_LE, expert_LK[:, :1], axis=1)[:, 0]
+    first_L = np.take_along_axis(load_LE, expert_LH[:, :1], axis=1)[:, 0]
     return np.argsort(-first_L, kind="stable").tolist()
 
 
-def _by_load(load_LE: np.ndarray, expert_LK: np.ndarray) -> list[tuple[int, int]]:
+def _by_load(load_LE: np.ndarray, expert_LH: np.ndarray) -> list[tuple[int, int]]:
     """The listed (layer, expert) pairs of all layers in descending load; ties by layer, then expert."""
-    layer_P = np.repeat(np.arange(load_LE.shape[0]), expert_LK.shape[1])
-    expert_P = expert_LK.reshape(-1)
-    order_P = np.lexsort((expert_P, layer_P, -load_LE[layer_P, expert_P]))
-    return list(zip(layer_P[order_P].tolist(), expert_P[order_P].tolist(), strict=True))
+    layers = np.repeat(np.arange(load_LE.shape[0]), expert_LH.shape[1])
+    experts = expert_LH.reshape(-1)
+    order = np.lexsort((experts, layers, -load_LE[layers, experts]))
+    return list(zip(layers[order].tolist(), experts[order].tolist(), strict=True))
 
 
 class _Shards:

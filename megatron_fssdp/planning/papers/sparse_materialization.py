@@ -1,6 +1,6 @@
 """Sparse materialization: which experts to replicate, and where (Hecate, Alg. 1).
 
-Shape letters: E experts, D devices, N nodes.
+Shape letters: E experts, D devices.
 """
 
 from bisect import bisect_left, insort

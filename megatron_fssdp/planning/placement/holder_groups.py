@@ -2,7 +2,7 @@
 
 A holder of an expert is a device on which the expert is present.
 
-Shape letters: E experts, D devices, N nodes, P (expert, holder) pairs.
+Shape letters: E experts, D devices, N nodes, P pairs of expert and device, G experts present on a device.
 """
 
 from dataclasses import dataclass
@@ -83,17 +83,17 @@ class HolderGroups:
         self.expert_P, self.device_P = np.nonzero(placement.present_ED)
         node_P = topology.node_of_device_D[self.device_P]
         self.group_P = self.expert_P * num_nodes + node_P
-        holders_G = np.bincount(self.group_P, minlength=num_experts * num_nodes)
-        self.holders_EN = holders_G.reshape(num_experts, num_nodes)
+        holders = np.bincount(self.group_P, minlength=num_experts * num_nodes)
+        self.holders_EN = holders.reshape(num_experts, num_nodes)
         self.num_holders_E = self.holders_EN.sum(axis=1)
         self.first_E = np.cumsum(self.num_holders_E) - self.num_holders_E
-        node_first_G = np.cumsum(holders_G) - holders_G
-        self.node_first_EN = node_first_G.reshape(num_experts, num_nodes)
+        node_first = np.cumsum(holders) - holders
+        self.node_first_EN = node_first.reshape(num_experts, num_nodes)
         position_P = np.arange(self.expert_P.size)
         self.by_node_P = np.argsort(self.group_P, kind="stable")
         self.rank_P = position_P - self.first_E[self.expert_P]
         self.node_rank_P = np.empty_like(position_P)
-        self.node_rank_P[self.by_node_P] = position_P - node_first_G[self.group_P[self.by_node_P]]
+        self.node_rank_P[self.by_node_P] = position_P - node_first[self.group_P[self.by_node_P]]
         self._rows: dict[int, SourceRow] = {}
         self._columns: dict[int, DeviceColumn] = {}
 
@@ -130,20 +130,20 @@ class HolderGroups:
         _check_device("device", device, self._topology)
         node_D = self._topology.node_of_device_D
         node = node_D[device]
-        pair_K = np.flatnonzero(self.device_P == device)
-        expert_K = self.expert_P[pair_K]
-        present_DK = self._placement.present_ED[expert_K].T
-        in_node_DK = self.holders_EN[expert_K].T[node_D]
-        near_DK = in_node_DK > 0
+        pair_G = np.flatnonzero(self.device_P == device)
+        expert_G = self.expert_P[pair_G]
+        present_DG = self._placement.present_ED[expert_G].T
+        in_node_DG = self.holders_EN[expert_G].T[node_D]
+        near_DG = in_node_DG > 0
         same_node_D1 = (node_D == node)[:, None]
-        chosen_DK = ~present_DK & (same_node_D1 | ~near_DK)
-        chosen_DK[device] = True
-        source_P, column_P = np.nonzero(chosen_DK)
-        expert_P = expert_K[column_P]
-        near_P = near_DK[source_P, column_P]
-        num_chosen_P = np.where(near_P, in_node_DK[source_P, column_P], self.num_holders_E[expert_P])
+        chosen_DG = ~present_DG & (same_node_D1 | ~near_DG)
+        chosen_DG[device] = True
+        source_P, column_P = np.nonzero(chosen_DG)
+        expert_P = expert_G[column_P]
+        near_P = near_DG[source_P, column_P]
+        num_chosen_P = np.where(near_P, in_node_DG[source_P, column_P], self.num_holders_E[expert_P])
         num_chosen_P[source_P == device] = 1
-        rank_P = np.where(near_P, self.node_rank_P[pair_K][column_P], self.rank_P[pair_K][column_P])
+        rank_P = np.where(near_P, self.node_rank_P[pair_G][column_P], self.rank_P[pair_G][column_P])
         turn_P = (rank_P - source_P - expert_P) % num_chosen_P
         flat_P = source_P * self._placement.num_experts + expert_P
         return DeviceColumn(source_P, expert_P, num_chosen_P, flat_P, turn_P)

@@ -4,7 +4,7 @@ A slot holds the parameters and the optimizer state of one expert. A device has 
 MoE layers of its pipeline stage together. A device may therefore own any number of one layer's experts, and
 all devices still use the same memory (Hecate §4.3).
 
-Shape letters: L MoE layers of a pipeline stage, E experts, D devices, S slots of a device.
+Shape letters: L MoE layers, E experts.
 """
 
 from collections.abc import Mapping

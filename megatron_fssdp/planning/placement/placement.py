@@ -1,6 +1,6 @@
 """Which device owns each expert, and on which devices its parameters are present.
 
-Shape letters: T tokens, M model dim, F ffn dim, E experts, D devices, L layers.
+Shape letters: E experts, D devices.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """The nodes of an expert-parallel group: which devices share fast links.
 
-Shape letters: T tokens, M model dim, F ffn dim, E experts, D devices, N nodes, L layers.
+Shape letters: E experts, D devices, N nodes.
 """
 
 from collections.abc import Hashable, Sequence

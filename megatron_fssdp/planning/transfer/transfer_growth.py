@@ -1,7 +1,4 @@
-"""How experts spread from the devices that have them to others, link by link.
-
-Shape letters: D devices, N nodes.
-"""
+"""How experts spread from the devices that have them to others, link by link."""
 
 from collections.abc import Sequence
 from functools import partial

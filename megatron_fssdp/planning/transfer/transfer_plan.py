@@ -1,6 +1,6 @@
 """What SparseAllGather moves, device to device; SparseReduceScatter is its transpose.
 
-Shape letters: E experts, D devices, N nodes.
+Shape letters: E experts, D devices, P pairs of expert and device.
 """
 
 from dataclasses import dataclass

@@ -23,7 +23,7 @@ def choice_section(runs: Sequence[ReportedRun]) -> Section | None:
     Returns:
         The section, or None if no run used ``auto``.
     """
-    figures = [_choices(run, i) for i, run in enumerate(runs) if _could_choose(run)]
+    figures = [_selected(run, i) for i, run in enumerate(runs) if _could_choose(run)]
     if not figures:
         return None
     lead = (
@@ -38,7 +38,7 @@ def _could_choose(run: ReportedRun) -> bool:
     return any(layer.strategy is not None for record in run.records.metrics for layer in record.layers)
 
 
-def _choices(run: ReportedRun, number: int) -> Figure:
+def _selected(run: ReportedRun, number: int) -> Figure:
     chosen_IL = [[layer.strategy or "–" for layer in record.layers] for record in run.records.metrics]
     known = {name for row in chosen_IL for name in row}
     # The same order as in all plots, then strategies that this version does not know.

@@ -1,6 +1,6 @@
 """Page section with heat maps of the load of every expert over iterations, one for each layer.
 
-Shape letters: I iterations, L MoE layers, D source devices, E experts, B bins of iterations.
+Shape letters: I iterations, L MoE layers, D devices, E experts, B bins of iterations.
 """
 
 from collections.abc import Sequence

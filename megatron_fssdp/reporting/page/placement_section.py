@@ -1,6 +1,6 @@
 """Page section that shows the placement of experts at an iteration: the data of the page's viewer.
 
-Shape letters: I iterations, L MoE layers, E experts, D devices, S shown iterations.
+Shape letters: I iterations, L MoE layers, E experts, D devices.
 """
 
 import base64
@@ -92,13 +92,13 @@ def _data_of(run: ReportedRun, most_bytes: int) -> dict[str, Any] | None:
         return None
     _, num_layers, num_experts, num_devices = placements.present_ILED.shape
     bytes_of_one = num_layers * (2 * num_experts * -(-num_devices // 8) + 4 * num_experts + 8 * num_devices)
-    chosen_S = shown_iterations(len(common), bytes_of_one, most_bytes)
-    at_placements, at_loads = at_placements[chosen_S], at_loads[chosen_S]
+    chosen = shown_iterations(len(common), bytes_of_one, most_bytes)
+    at_placements, at_loads = at_placements[chosen], at_loads[chosen]
     return {
         "name": run.name,
         "colour": run.colour,
         "recorded": len(common),
-        "iterations": common[chosen_S].tolist(),
+        "iterations": common[chosen].tolist(),
         "layers": placements.layers.tolist(),
         "experts": num_experts,
         "devices": num_devices,

@@ -5,9 +5,9 @@ steps of each: gather, permute, dispatch, gather_peers, (experts), sum_peers, co
 differ in the tokens that a rank brings and in the collectives that carry their rows (Parm, §III, Fig. 3
 and 4).
 
-Shape letters: T tokens of this rank, A rows that this rank sends, one for each (token, selected expert),
-R rows that it receives, M model dimension, E experts, N tensor-parallel ranks, X expert-tensor-parallel
-peers.
+Shape letters: T tokens, A rows that a rank sends, R rows that a rank receives, M model dimension, E
+experts, X expert-tensor-parallel peers, D devices, G experts present on a device, S ranks that send rows, Y
+tensor-parallel ranks.
 """
 
 from collections.abc import Callable
@@ -165,7 +165,7 @@ class S1Exchange(MegatronExchange):
 class S2Exchange(S1Exchange):
     """Schedule ``s2``: tensor-parallel ranks with the same tokens and gate divide the rows (§III-B, Fig. 3c).
 
-    Of each expert's tokens a rank sends every N-th, and all ranks get all results. The placement must have no
+    Of each expert's tokens a rank sends every Y-th, and all ranks get all results. The placement must have no
     replicas, because only then each rank knows in which order the others send.
 
     Args:
@@ -185,8 +185,8 @@ class S2Exchange(S1Exchange):
         numbers = torch.arange(routing_map.shape[1], device=routing_map.device)
         # Each expert's turns begin at another rank; otherwise the first rank would get every remainder.
         turn = (routing_map.cumsum(dim=0) - 1 + numbers) % self._peers.size()
-        self._parts_N = [routing_map & (turn == peer) for peer in range(self._peers.size())]
-        return hidden, probs, self._parts_N[self._peers.rank()]
+        self._parts_Y = [routing_map & (turn == peer) for peer in range(self._peers.size())]
+        return hidden, probs, self._parts_Y[self._peers.rank()]
 
     def start(self, record: DispatchRecord, placement: ExpertPlacement) -> None:
         """Work out what every tensor-parallel rank sends, and in which order."""
@@ -196,15 +196,15 @@ class S2Exchange(S1Exchange):
         size = self._peers.size()
         num_experts = len(self._load_E)
         experts = np.arange(num_experts)
-        send_NED = np.zeros((size, num_experts, self.groups.num_devices), np.int64)
+        send_YED = np.zeros((size, num_experts, self.groups.num_devices), np.int64)
         for peer in range(size):
             first_E = (peer - experts) % size  # the first of the expert's tokens whose turn is this rank's
-            send_NED[peer, experts, placement.owner_E] = np.maximum(0, -((first_E - self._load_E) // size))
-        orders = [order_of_sending(part, sent) for part, sent in zip(self._parts_N, send_NED, strict=True)]
+            send_YED[peer, experts, placement.owner_E] = np.maximum(0, -((first_E - self._load_E) // size))
+        orders = [order_of_sending(part, sent) for part, sent in zip(self._parts_Y, send_YED, strict=True)]
         self._assignment = torch.cat(orders)
         self._token = self._assignment % record.num_tokens
-        send_ND = send_NED.sum(axis=1).tolist()
-        self._shared = SharedRoute(self._route, self._peers, send_ND, self.groups.devices_of_peers)
+        send_YD = send_YED.sum(axis=1).tolist()
+        self._shared = SharedRoute(self._route, self._peers, send_YD, self.groups.devices_of_peers)
 
     def permute(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens ``[T, M]`` and flat probabilities ``[E * T]``; rows are formed when they are sent."""

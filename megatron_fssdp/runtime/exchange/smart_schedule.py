@@ -7,8 +7,8 @@ layer: the hooks of non-reentrant recomputation would run a forward pass in the 
 exchange, and other ranks would wait for it. Under such recomputation the experts' activations are therefore
 kept.
 
-Shape letters: A rows that this rank sends, R rows of one step, M model dimension, G present experts, S ranks
-that send rows (sources).
+Shape letters: A rows that a rank sends, R rows that a rank receives, M model dimension, G experts present
+on a device, S ranks that send rows, D devices.
 """
 
 from collections.abc import Callable, Sequence

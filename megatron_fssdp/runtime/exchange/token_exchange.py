@@ -4,9 +4,9 @@ What a micro-batch needs travels in a frozen :class:`DispatchRecord`, because mi
 pipeline parallelism. ``row_exchanges.py`` moves the rows. Where ranks share each expert (expert tensor
 parallelism), they exchange tokens over groups of their own and then gather each other's rows.
 
-Shape legend: T tokens of this rank, A assignments (token, k) of this rank, R received
-rows, E experts, D devices, G experts present on this device, X expert-tensor-
-parallel peers.
+Shape letters: T tokens of this rank, A rows that a rank sends, R rows that a rank receives,
+M model dimension, E experts, D devices, G experts present on a device, S ranks that send rows,
+X expert-tensor-parallel peers.
 """
 
 from collections.abc import Sequence
@@ -106,7 +106,7 @@ def true_positions(mask: torch.Tensor, num_true: int) -> torch.Tensor:
     crash on a rank without tokens.
 
     Args:
-        mask: bool ``[N]``.
+        mask: bool, of any length.
         num_true: How many entries are true.
 
     Returns:

@@ -1,43 +1,44 @@
 """FasterMoE's topology-aware gate: few tokens leave their node (FasterMoE, §4.3).
 
-Shape letters: T tokens of this rank, E experts, K choices of a token.
+Shape letters: T tokens, E experts, K choices per token.
 """
 
 import torch
 
 
 @torch.no_grad()
-def choose_experts(
-    fit_TE: torch.Tensor, num_choices: int, is_near_E: torch.Tensor, most_leaving: int
+def select_experts(
+    fit_TE: torch.Tensor, top_k: int, is_near_E: torch.Tensor, most_leaving: int
 ) -> torch.Tensor:
-    """The experts of every token, of which only the best fitting ones may be far away.
+    """Select the experts of every token, of which few may be in another node.
 
-    Choices are made one after another. Each takes a token's best expert that it has not chosen
-    before; of the tokens whose best one is far, those with the highest fit go there, and the others
-    choose again among near experts. Ties go to the lower expert and the lower token.
+    The K experts of a token are selected one after another. Each time a token takes the best expert that it
+    has not selected before. Of the tokens whose best expert is in another node, those with the highest fit go
+    there, and the others select the best expert of this rank's node instead. Ties go to the lower expert and
+    the lower token.
 
     Args:
-        fit_TE: How well every expert fits every token, comparable among tokens.
-        num_choices: K, at least 1.
-        is_near_E: Whether an expert's owner is in this rank's node, bool.
-        most_leaving: Tokens that may go far, for each of the choices.
+        fit_TE: How well every expert fits every token, comparable among tokens, ``[T, E]``.
+        top_k: Number of experts that a token selects, K, at least 1.
+        is_near_E: Whether an expert's owner is in this rank's node, bool ``[E]``.
+        most_leaving: Most tokens that may leave the node, for each of the K selections.
 
     Returns:
-        Experts by falling preference, int64 ``[T, K]``.
+        Experts of each token in the order of selection, int64 ``[T, K]``.
 
     Raises:
-        ValueError: Fewer near experts than choices.
+        ValueError: This rank's node has fewer than K experts.
     """
     num_near = int(is_near_E.sum())
-    if num_near < num_choices:
+    if num_near < top_k:
         raise ValueError(
             f"the topology-aware gate has {num_near} experts in this rank's node, wanted at least the "
-            f"{num_choices} that a token chooses; use more experts, larger nodes, or router=stock"
+            f"{top_k} that a token selects; use more experts, larger nodes, or router=stock"
         )
     lowest = torch.finfo(fit_TE.dtype).min
     is_taken_TE = torch.zeros_like(fit_TE, dtype=torch.bool)
-    choices = []
-    for _ in range(num_choices):
+    selections = []
+    for _ in range(top_k):
         open_TE = fit_TE.masked_fill(is_taken_TE, lowest)
         best_T = _first_highest(open_TE)
         leaves_T = ~is_near_E[best_T]
@@ -46,10 +47,10 @@ def choose_experts(
         # Those that do not want to leave come last, so they take nobody's place.
         stays_T[torch.sort(fit_T, descending=True, stable=True).indices[:most_leaving]] = False
         near_T = _first_highest(open_TE.masked_fill(~is_near_E, lowest))
-        chosen_T = torch.where(stays_T, near_T, best_T)
-        is_taken_TE[torch.arange(len(chosen_T), device=chosen_T.device), chosen_T] = True
-        choices.append(chosen_T)
-    return torch.stack(choices, dim=1)
+        selected_T = torch.where(stays_T, near_T, best_T)
+        is_taken_TE[torch.arange(len(selected_T), device=selected_T.device), selected_T] = True
+        selections.append(selected_T)
+    return torch.stack(selections, dim=1)
 
 
 def _first_highest(values_TE: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,10 @@
 """Executes a strategy's plans for one MoE layer.
 
-Shape legend: T tokens of this rank, D devices, E experts.
+Shape letters: T tokens, D devices, E experts, G experts present on a device, X expert-tensor-parallel
+peers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -24,7 +25,7 @@ from megatron_fssdp.runtime.execution.iteration_clock import IterationClock
 from megatron_fssdp.runtime.execution.layer_iteration import LayerIteration
 from megatron_fssdp.runtime.execution.layer_load import LayerLoad
 from megatron_fssdp.runtime.execution.layer_stopwatch import LayerStopwatch
-from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertWeights
+from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertWeights, ParametersByExpert
 from megatron_fssdp.runtime.replicas.local_experts import LocalExperts
 from megatron_fssdp.runtime.replicas.materialization import (
     GradientsOfExperts,
@@ -94,7 +95,7 @@ class LayerExecutor:
     def own(
         self,
         owner_E: np.ndarray,
-        parameters: Mapping[int, Sequence[torch.nn.Parameter]],
+        parameters: ParametersByExpert,
         layout: ExpertLayout,
     ) -> None:
         """Take over new owners, between iterations.
@@ -113,12 +114,12 @@ class LayerExecutor:
         self.experts = experts
         self._iteration = None
 
-    def keep(self, placement: ExpertPlacement, residents: Mapping[int, Sequence[torch.nn.Parameter]]) -> None:
-        """Take over replicas that stay, between iterations.
+    def keep(self, placement: ExpertPlacement, residents: ParametersByExpert) -> None:
+        """Take over resident replicas, between iterations.
 
         Args:
-            placement: Where experts have Parameters; the owners are the present ones.
-            residents: Parameters of this rank's replicas, with the owners' contents.
+            placement: Devices on which each expert has Parameters; its owners are the present owners.
+            residents: Parameters of this rank's resident replicas, with the owners' contents.
 
         Raises:
             ValueError: The parameters are not those of this rank's replicas.

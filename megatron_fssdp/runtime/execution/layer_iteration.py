@@ -32,7 +32,7 @@ class LayerIteration:
         is_final: Whether the exact counts of a micro-batch have been seen.
         transfer: All of the plan's replicas; bound to the process group at its first use.
         weights: Replicas kept for the whole iteration, if they are; perhaps only a part of them so far.
-        num_passes: Backward passes through replicas that stay.
+        num_passes: Number of backward passes through resident replicas.
         sums: Of the gradients of those, once there are any to be summed.
     """
 
@@ -154,7 +154,7 @@ class LayerIteration:
         """All-reduce gradients among holders after the iteration's last backward pass."""
         if self.num_micro_batches is None:
             raise RuntimeError(
-                f"{self.experts.what}: got a backward pass with replicas that stay and nobody who "
+                f"{self.experts.what}: got a backward pass with resident replicas and nobody who "
                 "says how many passes an iteration has; call MoERuntime.begin_iteration(num_micro_batches)"
             )
         if self.sums is None:

@@ -1,6 +1,6 @@
 """What one layer did in an iteration, for history and reports.
 
-Shape legend: D devices, E experts.
+Shape letters: D devices, E experts.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class LayerLoad:
         placements: Of the last plan; one of each expert-parallel group where several are put side by side.
         schedule: The order of collectives of the last forward pass (Parm), where one was told.
         schedule_predicted_s: Modelled seconds of those that it was compared with.
-        strategy: What the layer has chosen, where it could.
+        strategy: The strategy that ``auto`` selected for the layer; ``None`` under other strategies.
     """
 
     layer: int

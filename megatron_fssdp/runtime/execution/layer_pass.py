@@ -3,7 +3,7 @@
 The adapter's ``placement_dispatcher.py`` takes the same steps in the phases in which Megatron calls it; this
 is for whoever drives a layer without Megatron.
 
-Shape legend: T tokens of this rank, M model dim, E experts.
+Shape letters: T tokens, M model dimension, E experts.
 """
 
 from collections.abc import Callable

@@ -1,15 +1,12 @@
 """All MoE layers of this rank under one strategy, and the clock of iterations."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
 
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.execution.iteration_clock import IterationClock
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
 from megatron_fssdp.runtime.execution.layer_load import LayerLoad
-from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
+from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
 from megatron_fssdp.runtime.replicas.local_experts import LocalExperts
 from megatron_fssdp.strategies.strategy import LayerContext, Strategy
 
@@ -42,7 +39,7 @@ class MoERuntime:
         self,
         context: LayerContext,
         groups: ExpertGroups,
-        parameters: Mapping[int, Sequence[torch.nn.Parameter]],
+        parameters: ParametersByExpert,
         *,
         layout: ExpertLayout | None = None,
     ) -> LayerExecutor:

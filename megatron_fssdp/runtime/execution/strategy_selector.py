@@ -1,4 +1,4 @@
-"""All layers of a stage choose their strategies anew, all ranks alike."""
+"""Selects the strategies of all layers of a pipeline stage under ``auto``, the same on all ranks."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from megatron_fssdp.strategies.auto.selection_report import SelectionReport
 from megatron_fssdp.strategies.strategy import Strategy
 
 LATEST = 200
-"""Iterations whose seconds are looked at, at most."""
+"""Most iterations whose seconds are kept."""
 
 
 class StrategySelector:
-    """Lets a strategy choose when it is time to, and remembers how long iterations took since.
+    """Asks ``auto`` at its interval to select strategies, and records how long iterations took since.
 
     Args:
-        strategy: Chooses.
+        strategy: The strategy ``auto``, which prices and selects.
         groups: The expert-parallel ranks first; over all of them together, ranks that plan alike or
             share owners agree.
         device: Where collectives' tensors lie.
@@ -33,18 +33,18 @@ class StrategySelector:
         self._seconds: deque[float] = deque(maxlen=LATEST)
 
     def note(self, seconds: float) -> None:
-        """Take in what an iteration took on this rank."""
+        """Record the seconds that an iteration took on this rank."""
         self._seconds.append(seconds)
 
     def select(self, executors: Sequence[LayerExecutor], iteration: int) -> SelectionReport | None:
-        """Choose before the iteration after ``iteration`` of them, if it is time to; collective.
+        """Reconsider strategies once ``iteration`` iterations are complete, if it is time; collective.
 
         Args:
-            executors: The layers of this pipeline stage that may choose.
+            executors: The layers of this pipeline stage whose strategy is selected.
             iteration: Iterations that the model has been trained for.
 
         Returns:
-            What was chosen; ``None`` if nothing was thought over.
+            The selected strategies; ``None`` if strategies were not reconsidered.
         """
         is_measured = executors[0].context.profile is not None
         num_known = executors[0].history.num_seen if is_measured else 0

@@ -1,6 +1,6 @@
 """Measures what a device reaches in the compute of a transformer layer, forward and backward.
 
-Shape letters: T tokens, M model dim, F ffn dim, G experts present on this device.
+Shape letters: M model dimension, F FFN dimension.
 """
 
 import os

@@ -1,6 +1,6 @@
 """The non-linearity between an expert's two matrices, gated or plain.
 
-Shape legend: T tokens, F ffn dim.
+Shape letters: T tokens, F FFN dimension.
 """
 
 from collections.abc import Callable

@@ -1,13 +1,19 @@
 """How one expert's weights form one flat chunk of a sparse collective.
 
-Shape legend: M model dim, F ffn dim.
+Shape letters: M model dimension, F FFN dimension.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+
+ExpertParameters = Sequence[torch.nn.Parameter]
+"""The Parameters of one expert, in the order of :class:`ExpertWeights`."""
+
+ParametersByExpert = Mapping[int, ExpertParameters]
+"""The Parameters of several experts of a layer, by expert."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The experts' feed-forward network over tokens sorted by expert.
 
-Shape legend: T tokens, M model dim, F ffn dim, G experts present on this device.
+Shape letters: T tokens, M model dimension, F FFN dimension, G experts present on a device.
 """
 
 from collections.abc import Callable, Sequence
@@ -120,7 +120,9 @@ def _grouped_matmul_pays(x: torch.Tensor, experts: Sequence[ExpertWeights]) -> b
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """``[T, K] x G of [N, K] -> [T, N]``, rows of group g between ``ends_G[g-1]`` and ``ends_G[g]``.
+    """Rows ``[T, in]`` times the weights of their experts, G of ``[out, in]``: ``[T, out]``.
+
+    Rows of expert g are those from ``ends_G[g-1]`` up to ``ends_G[g]``.
 
     The stacked weights are made for the kernel and made again in the backward pass. Kept until
     then they would double the experts' memory, and outlive replicas that are released.

@@ -1,15 +1,11 @@
 """The experts of one layer whose Parameters are on this rank."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
-
-Parameters = Mapping[int, Sequence[torch.nn.Parameter]]
+from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,14 +14,14 @@ class LocalExperts:
 
     Attributes:
         what: The layer, for messages.
-        parameters: Of the experts that this rank owns, ascending.
-        residents: Of the replicas that stay here from iteration to iteration.
+        parameters: ParametersByExpert of the experts that this rank owns, ascending by expert.
+        residents: ParametersByExpert of this rank's resident replicas, by expert.
         told_layout: Shapes of one expert's tensors, for a rank that owns none.
     """
 
     what: str
-    parameters: Parameters
-    residents: Parameters = field(default_factory=dict)
+    parameters: ParametersByExpert
+    residents: ParametersByExpert = field(default_factory=dict)
     told_layout: ExpertLayout | None = None
 
     def check_owned(self, owner_E: np.ndarray, device: int) -> None:
@@ -74,6 +70,6 @@ class LocalExperts:
         return layouts.pop()
 
     @property
-    def all_parameters(self) -> Parameters:
-        """Of owned experts and of replicas that stay."""
+    def all_parameters(self) -> ParametersByExpert:
+        """Parameters of owned experts and of resident replicas, by expert."""
         return {**self.parameters, **self.residents}

@@ -1,4 +1,4 @@
-"""Gradients of one layer's experts: added up here, sent home, added to the owners'."""
+"""Gradients of one layer's replicas: summed here, sent to the owners, added to the owners' gradients."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -9,24 +9,22 @@ import torch
 from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.collectives.sparse.transfer_cargo import accumulation_dtype
 from megatron_fssdp.collectives.transfer_lane import PendingTransfer
-from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
-
-Parameters = Mapping[int, Sequence[torch.nn.Parameter]]
+from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertParameters, ParametersByExpert
 
 
 @dataclass(eq=False)
 class _Flight:
-    """Gradients on their way home, and the parts of them that have not left yet.
+    """One SparseReduceScatter of gradients to the owners, in parts that are started one by one.
 
     Attributes:
-        parts: Transfers of consecutive elements that are still to be started.
-        held: Flat gradients of this device's replicas.
-        dtype: Theirs.
-        sums: Flat sums over the replicas of this device's experts, as far as they have come.
+        parts: Transfers of consecutive elements that have not been started.
+        held: Flat gradient of each of this device's replicas.
+        dtype: Data type of these gradients.
+        sums: Flat sum over the replicas of each of this device's owned experts, as far as it has arrived.
         layout: Shapes of one expert's tensors.
-        parameters: Of the experts that this rank owns.
-        pending: What is on its way.
-        num_started: Elements that have left.
+        parameters: Parameters of the experts that this rank owns.
+        pending: Transfers that have been started.
+        num_started: Number of an expert's elements whose transfer has been started.
     """
 
     parts: deque[SparseTransfer]
@@ -34,7 +32,7 @@ class _Flight:
     dtype: torch.dtype
     sums: dict[int, torch.Tensor]
     layout: ExpertLayout
-    parameters: Parameters
+    parameters: ParametersByExpert
     pending: list[PendingTransfer] = field(default_factory=list)
     num_started: int = 0
 
@@ -61,13 +59,13 @@ class _Flight:
 
 
 class ReplicaGradients:
-    """What this device's replicas owe their owners, and what their replicas owe this device.
+    """Sums the gradients of this device's replicas and sends them; receives those for this device's experts.
 
-    All ranks of the group make the same calls in the same order; only the numbers of
-    backward passes decide, never what a rank happens to hold.
+    All ranks of the group make the same calls in the same order. The calls depend only on the number of
+    backward passes, never on the replicas that a rank holds.
 
     Attributes:
-        num_unsent: Backward passes whose gradients are still summed here.
+        num_unsent: Number of backward passes whose gradients are summed here and have not been sent.
     """
 
     def __init__(self) -> None:
@@ -96,7 +94,7 @@ class ReplicaGradients:
                 self._sums[expert] = layout.pack(tensors).to(accumulation_dtype(layout.dtype))
 
     def send_sums(
-        self, parts: Sequence[SparseTransfer], layout: ExpertLayout, parameters: Parameters
+        self, parts: Sequence[SparseTransfer], layout: ExpertLayout, parameters: ParametersByExpert
     ) -> None:
         """Start SparseReduceScatter of the sums so far; nothing to do where there are none.
 
@@ -104,7 +102,7 @@ class ReplicaGradients:
             parts: Transfers of consecutive elements, together all of an expert's. The first one starts now,
                 the others with :meth:`send_rest`.
             layout: Shapes of one expert's tensors.
-            parameters: Of the experts that this rank owns.
+            parameters: Parameters of the experts that this rank owns.
         """
         if not self.num_unsent:
             return
@@ -116,7 +114,7 @@ class ReplicaGradients:
         self,
         parts: Sequence[SparseTransfer],
         layout: ExpertLayout,
-        parameters: Parameters,
+        parameters: ParametersByExpert,
         gradients: Mapping[int, Sequence[torch.Tensor]],
     ) -> None:
         """Start SparseReduceScatter of one micro-batch's gradients, as :meth:`send_sums` does."""
@@ -142,7 +140,7 @@ class ReplicaGradients:
         self,
         parts: Sequence[SparseTransfer],
         layout: ExpertLayout,
-        parameters: Parameters,
+        parameters: ParametersByExpert,
         held: dict[int, torch.Tensor],
         dtype: torch.dtype,
     ) -> None:
@@ -162,12 +160,12 @@ def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     return parameter.grad if main_grad is None else main_grad
 
 
-def add_to_owner(parameters: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor]) -> None:
+def add_to_owner(parameters: ExpertParameters, gradients: Sequence[torch.Tensor]) -> None:
     """Add raw gradients to ``main_grad``, or to ``grad`` without Megatron's DDP.
 
     Args:
-        parameters: Of one owned expert.
-        gradients: In the same order and shapes.
+        parameters: Parameters of one owned expert.
+        gradients: Their gradients, in the same order and shapes.
     """
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if not parameter.requires_grad:

@@ -1,13 +1,13 @@
 """Weights of one layer's replicas on this device: gathered, used, released, gathered again."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum, auto
 
 import torch
 
 from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.collectives.transfer_lane import PendingTransfer
-from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
+from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
 
 
 class WeightState(Enum):
@@ -33,7 +33,7 @@ class ReplicaWeights:
             owns.
     """
 
-    def __init__(self, layout: ExpertLayout, parameters: Mapping[int, Sequence[torch.nn.Parameter]]) -> None:
+    def __init__(self, layout: ExpertLayout, parameters: ParametersByExpert) -> None:
         self.layout = layout
         self.parameters = parameters
         self.state = WeightState.OWNED
@@ -43,16 +43,14 @@ class ReplicaWeights:
         self._pending: list[PendingTransfer] = []
 
     @classmethod
-    def present(
-        cls, layout: ExpertLayout, parameters: Mapping[int, Sequence[torch.nn.Parameter]]
-    ) -> "ReplicaWeights":
+    def present(cls, layout: ExpertLayout, parameters: ParametersByExpert) -> "ReplicaWeights":
         """Where every expert has Parameters here and none is to be gathered."""
         weights = cls(layout, parameters)
         weights.state, weights._num_started = WeightState.MATERIALIZED, layout.numel
         return weights
 
     @property
-    def resident_bytes(self) -> int:
+    def held_bytes(self) -> int:
         """Memory that the replicas occupy now."""
         return sum(flat.untyped_storage().nbytes() for flat in self._flat.values())
 

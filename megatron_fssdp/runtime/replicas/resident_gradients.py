@@ -1,31 +1,29 @@
-"""Gradients of experts with Parameters on several devices: summed at the owner, then given back."""
-
-from collections.abc import Mapping, Sequence
+"""Gradients of experts with resident replicas: summed at the owner, then given back to the replicas."""
 
 import torch
 
 from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.collectives.transfer_lane import PendingTransfer
-from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
+from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
 from megatron_fssdp.runtime.replicas.replica_gradients import add_to_owner, gradient_of
-
-Parameters = Mapping[int, Sequence[torch.nn.Parameter]]
 
 
 class ResidentGradients:
     """One layer's all-reduce of an iteration's gradients among the holders of each expert.
 
-    It takes SparseReduceScatter and SparseAllGather of the sums. Each step is ended where other work has
-    hidden it; :meth:`finish` makes up for what is missing. All ranks of the group make the same calls in
-    the same order.
+    The all-reduce is a SparseReduceScatter followed by a SparseAllGather of the sums. Each step is ended
+    after other work has hidden it; :meth:`finish` does the steps that remain. All ranks of the group make the
+    same calls in the same order.
 
     Args:
-        transfer: For all elements of an expert, in the dtype of the sums.
+        transfer: Transfer of all elements of an expert, in the data type of the sums.
         layout: Shapes of one expert's tensors.
-        parameters: Of the experts that are present here.
+        parameters: Parameters of the experts that are present on this device.
     """
 
-    def __init__(self, transfer: SparseTransfer, layout: ExpertLayout, parameters: Parameters) -> None:
+    def __init__(
+        self, transfer: SparseTransfer, layout: ExpertLayout, parameters: ParametersByExpert
+    ) -> None:
         self._transfer, self._layout, self._parameters = transfer, layout, parameters
         self._reduction: PendingTransfer | None = None
         self._return: PendingTransfer | None = None

@@ -3,7 +3,7 @@
 Plans are data, so a layer can change its strategy between any two iterations: the runtime executes what it
 gets, and losses do not change. Only owners that have moved stay where they are.
 
-Shape legend: D devices, E experts, L layers, C candidates.
+Shape letters: D devices, E experts, L MoE layers, C candidate strategies.
 """
 
 from collections.abc import Mapping, Sequence

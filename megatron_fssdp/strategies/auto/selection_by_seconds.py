@@ -1,6 +1,6 @@
 """Which of several strategies each layer takes, by their modelled seconds.
 
-Shape letters: L layers, C candidates.
+Shape letters: L MoE layers, C candidate strategies.
 """
 
 import numpy as np

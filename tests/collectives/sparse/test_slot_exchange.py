@@ -29,13 +29,13 @@ class Rows:
     dtype = property(lambda self: self.values.dtype)
     device = property(lambda self: self.values.device)
 
-    def read(self, slots, start, out_NC):
-        self.reads.append((start, out_NC.shape[1]))
-        for slot, row in zip(slots, out_NC, strict=True):
+    def read(self, slots, start, out_WQ):
+        self.reads.append((start, out_WQ.shape[1]))
+        for slot, row in zip(slots, out_WQ, strict=True):
             row.copy_(self.values[slot, start : start + len(row)])
 
-    def write(self, slots, start, rows_NC):
-        for slot, row in zip(slots, rows_NC, strict=True):
+    def write(self, slots, start, rows_WQ):
+        for slot, row in zip(slots, rows_WQ, strict=True):
             self.values[slot, start : start + len(row)].copy_(row)
 
 

@@ -118,17 +118,17 @@ def compare_in_training() -> None:
 
     def end_and_compare(driver: Any) -> Any:
         loads = end(driver)
-        spares, slots = driver._spares, driver._session.slots
+        residents, slots = driver._residents, driver._session.slots
         device = dist.get_rank(driver._expert_parallel)
-        owners, per_layer = slots.owners, spares._map.slots
+        owners, per_layer = slots.owners, residents._map.slots
         places: dict[tuple[str, int, int], int] = {}
         for layer in range(owners.num_layers):
             for expert, slot in owners.slots_on(device, layer).items():
                 places["owned", layer, expert] = slot
-            for expert, slot in spares._map.held_by(device, layer).items():
+            for expert, slot in residents._map.held_by(device, layer).items():
                 places["replica", layer, expert] = owners.slots_per_device + layer * per_layer + slot
         here = {key: [] for key in places}
-        for quantity in spares._quantities():
+        for quantity in residents._quantities():
             rows = torch.empty(len(places), quantity.num_elements, dtype=quantity.dtype)
             quantity.read(list(places.values()), 0, rows)
             for key, row in zip(places, rows, strict=True):
@@ -144,10 +144,10 @@ def compare_in_training() -> None:
                     difference = float((got.float() - wanted.float()).abs().max()) / scale
                     found["difference"] = max(found["difference"], difference)
         memory = account_memory(driver._session, driver._args, driver.held)
-        parameters = [parameter for slot in spares.parameters for parameter in slot]
+        parameters = [parameter for slot in residents.parameters for parameter in slot]
         found["allocated"] = {
             "parameters": sum(p.numel() * p.element_size() for p in parameters),
-            "optimizer": _of_all_copies(driver, _state_bytes(spares._spare_optimizer)),
+            "optimizer": _of_all_copies(driver, _state_bytes(residents._resident_optimizer)),
         }
         copies = driver._args.data_parallel_size // dist.get_world_size(driver._expert_parallel)
         found["accounted"] = {

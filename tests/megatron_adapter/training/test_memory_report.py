@@ -148,7 +148,7 @@ def shadow_and_measure() -> None:
     def begin_and_measure(executor: Any, *counted: Any) -> Any:
         micro_batch = begin(executor, *counted)
         here = [item for item in gc.get_objects() if isinstance(item, ReplicaWeights)]
-        allocated.append(sum(weights.resident_bytes for weights in here))
+        allocated.append(sum(weights.held_bytes for weights in here))
         return micro_batch
 
     def end_and_write(driver: Any) -> Any:

@@ -109,9 +109,9 @@ def test_layers_can_change_strategy_and_schedule_while_training(
 def prefer_s2() -> None:
     """Run on every rank before the launch: select every strategy in turn, and s2 wherever it is possible."""
     cheap_links()
-    from megatron_fssdp.megatron_adapter.layer import schedule_selector as schedule_choice
+    from megatron_fssdp.megatron_adapter.layer import schedule_selector
 
-    schedule_choice.best_schedule = lambda predicted: "s2" if "s2" in predicted else next(iter(predicted))
+    schedule_selector.best_schedule = lambda predicted: "s2" if "s2" in predicted else next(iter(predicted))
 
 
 @pytest.mark.parametrize("costs", ["", "--moe-strategy-set cluster=parm-b"])

@@ -19,9 +19,9 @@ def test_traffic_of_the_first_experts_equals_that_worked_out_by_hand() -> None:
     found = dispatch_of_first(load_DE, placement, [0, 3], TOPOLOGY)
     # Expert 0 is on device 0, then on 0, 1 and 2: 6 own pairs of each, device 3's go to device 2. Last,
     # expert 3 is on devices 3 and 0, where device 1's pairs go.
-    np.testing.assert_allclose(found.tokens_K, [24, 12, 12])
-    np.testing.assert_allclose(found.near_K, [6, 6, 6])
-    np.testing.assert_allclose(found.far_of_node_K, [12, 4, 0])
+    np.testing.assert_allclose(found.tokens_H, [24, 12, 12])
+    np.testing.assert_allclose(found.near_H, [6, 6, 6])
+    np.testing.assert_allclose(found.far_of_node_H, [12, 4, 0])
     moved = transfer_of_first(two_level_transfer(placement, TOPOLOGY), [0, 3], TOPOLOGY)
     assert np.array(moved.busiest.near).tolist() == [0, 1, 1]
     assert np.array(moved.busiest.far_of_node).tolist() == [0, 1, 1]
@@ -40,12 +40,12 @@ def test_traffic_of_all_experts_equals_that_of_the_layer(seed: int, devices_per_
     exact = dispatch_traffic("even", counts_DE, placement, topology)
     found = dispatch_of_first(counts_DE, placement, experts, topology)
     busiest = (exact.tokens_D.max(), exact.busiest.near, exact.busiest.far_of_node)
-    np.testing.assert_allclose((found.tokens_K[-1], found.near_K[-1], found.far_of_node_K[-1]), busiest)
+    np.testing.assert_allclose((found.tokens_H[-1], found.near_H[-1], found.far_of_node_H[-1]), busiest)
     plan = two_level_transfer(placement, topology)
     moved = transfer_of_first(plan, experts, topology)
     traffic = transfer_traffic(plan, topology)
-    near_K, far_of_node_K = np.array(moved.busiest.near), np.array(moved.busiest.far_of_node)
-    assert (near_K[-1], far_of_node_K[-1]) == (traffic.busiest.near, traffic.busiest.far_of_node)
+    near_H, far_of_node_H = np.array(moved.busiest.near), np.array(moved.busiest.far_of_node)
+    assert (near_H[-1], far_of_node_H[-1]) == (traffic.busiest.near, traffic.busiest.far_of_node)
     assert tuple(np.array(moved.fill_hops)[:, -1]) == traffic.fill_hops
 
 
@@ -56,4 +56,4 @@ def test_rounding_leaves_no_traffic_where_nothing_is_sent() -> None:
         [(e, d) for e in range(4) for d in range(4) if e != d]
     )
     found = dispatch_of_first(load_DE, everywhere, range(4), TOPOLOGY)
-    assert found.near_K[-1] == found.far_of_node_K[-1] == 0
+    assert found.near_H[-1] == found.far_of_node_H[-1] == 0

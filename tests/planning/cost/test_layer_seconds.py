@@ -83,7 +83,7 @@ def test_every_micro_batch_starts_its_own_all_to_alls():
         # 10 s of weights and 20 s of sums; 3 s of compute and 1 s of counts before the layer, 6 s backward.
         (ReplicaLife.ITERATION, 10 - 4, 20 - 6),
         # To the owners and back.
-        (ReplicaLife.LASTING, 0, 2 * 20 - 6),
+        (ReplicaLife.RESIDENT, 0, 2 * 20 - 6),
         # Nothing hides a gather that starts after the counts; gradients in the parameters' data type.
         (ReplicaLife.MICRO_BATCH, 2 * 10, 2 * (10 - 6)),
         # Both gathers and the reduction, with each of two micro-batches.

@@ -52,7 +52,7 @@ def test_slots_of_a_micro_batch_equal_those_worked_out_by_hand():
     st.integers(1, 500),
     st.integers(1, 5),
     st.integers(1, 20),
-    st.sampled_from([life for life in ReplicaLife if life is not ReplicaLife.LASTING]),
+    st.sampled_from([life for life in ReplicaLife if life is not ReplicaLife.RESIDENT]),
     st.integers(1, 3),
     st.integers(1, 3),
     st.floats(0, 0.9),

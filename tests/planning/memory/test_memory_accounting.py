@@ -49,9 +49,9 @@ def test_half_precision_bytes_equal_those_worked_out_by_hand():
     assert memory.total_bytes == 19200
 
 
-def test_lasting_replicas_have_gradients_and_optimizer_states():
-    lasting = {**HALF, "held": held(ReplicaLife.LASTING, 4)}
-    memory = expert_memory(**lasting)
+def test_resident_replicas_have_gradients_and_optimizer_states():
+    resident = {**HALF, "held": held(ReplicaLife.RESIDENT, 4)}
+    memory = expert_memory(**resident)
     assert memory.replica_parameters_bytes == 3 * 4 * 200
     assert memory.replica_gradients_bytes == 4 * 200 + 3 * 4 * 400
     assert memory.replica_optimizer_bytes == 3 * 4 * 1200
@@ -59,7 +59,7 @@ def test_lasting_replicas_have_gradients_and_optimizer_states():
     assert memory.packed_experts_bytes == 2 * (2 + 4) * 400
     assert memory.above_expert_parallelism_bytes == 2400 + 5600 + 14400 + memory.transfer_buffers_bytes
     assert "optimizer 14.1 KiB, transfers" in memory.describe()
-    shared = {**lasting, "optimizer": ExpertOptimizer(has_master_weights=True, is_distributed=True)}
+    shared = {**resident, "optimizer": ExpertOptimizer(has_master_weights=True, is_distributed=True)}
     assert expert_memory(**shared, expert_data_parallel_size=2).replica_optimizer_bytes == 7200
     assert expert_memory(**HALF).replica_optimizer_bytes == 0
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.papers.flexmoe_planner import ReplicaPrice, scheduled_replicas
+from megatron_fssdp.planning.papers.flexmoe_planner import ReplicaPrice, next_resident_placement
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from tests.drawn_examples import examples
@@ -44,7 +44,7 @@ def owners_only(num_experts: int = 4, num_devices: int = 4) -> ExpertPlacement:
 def plan(
     placement: ExpertPlacement, of: ReplicaPrice, slots: int = 2, threshold: float = 1.1
 ) -> ExpertPlacement:
-    return scheduled_replicas(placement, of, slots=slots, threshold=threshold, most_steps=16)
+    return next_resident_placement(placement, of, slots=slots, threshold=threshold, most_steps=16)
 
 
 def test_prices_equal_those_worked_out_by_hand() -> None:
@@ -130,5 +130,5 @@ def test_a_plan_never_costs_more_than_doing_nothing(
 
 @pytest.mark.parametrize("most_steps", [0, 1])
 def test_the_number_of_steps_is_bounded(most_steps: int) -> None:
-    found = scheduled_replicas(owners_only(), price(HOT), slots=2, threshold=1.0, most_steps=most_steps)
+    found = next_resident_placement(owners_only(), price(HOT), slots=2, threshold=1.0, most_steps=most_steps)
     assert found.num_replicas == most_steps

@@ -35,21 +35,21 @@ def test_copies_turn_the_old_map_into_the_new_one(
         for device in range(num_devices)
         for slot in range(owners.slots_per_device)
     }
-    spares = ResidentMap.empty(num_layers, num_devices, slots)
+    residents = ResidentMap.empty(num_layers, num_devices, slots)
     for _ in range(3):
         placements = [drawn(rng, owner_E, num_devices, slots) for owner_E in owners.device_LE]
-        new = spares.holding(placements)
-        copies = spares.copies_to(new, owners)
+        new = residents.holding(placements)
+        copies = residents.copies_to(new, owners)
         for copy in copies:
             assert copy.source_device != copy.device
             assert held[copy.source_device, copy.source_slot] == (copy.layer, copy.expert)
             held[copy.device, copy.slot] = (copy.layer, copy.expert)
-        kept = (new.expert_LDm == spares.expert_LDm) & (new.expert_LDm != EMPTY)
+        kept = (new.expert_LDW == residents.expert_LDW) & (new.expert_LDW != EMPTY)
         appearing = 0
         for layer, placement in enumerate(placements):
             owner_E = owners.device_LE[layer]
             assert new.placement(layer, owner_E) == placement
-            before = spares.placement(layer, owner_E)
+            before = residents.placement(layer, owner_E)
             appearing += int((placement.present_ED & ~before.present_ED).sum())
             for device in range(num_devices):
                 for expert, slot in new.held_by(device, layer).items():
@@ -58,7 +58,7 @@ def test_copies_turn_the_old_map_into_the_new_one(
         # Replicas that stay are not copied again.
         assert len(copies) == appearing
         assert kept.sum() + appearing == sum(placement.num_replicas for placement in placements)
-        spares = new
+        residents = new
 
 
 def test_a_device_without_room_is_refused() -> None:

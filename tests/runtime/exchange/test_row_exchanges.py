@@ -76,7 +76,7 @@ def journal_of(rank: int, world_size: int, schedule: Schedule) -> tuple[Journal,
         "saa",
         row_exchanges.results_for_all,
         lambda x, route: (
-            sum(route.own.send_D) * PARTS * x[0][:1].nbytes + 1j * sum(route.rows_N) * x[0][:1].nbytes
+            sum(route.own.send_D) * PARTS * x[0][:1].nbytes + 1j * sum(route.rows_Y) * x[0][:1].nbytes
         ),
     )
     rows = noting("all_to_all", EXCHANGES.exchange_rows, hidden_bytes)

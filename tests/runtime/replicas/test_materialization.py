@@ -124,7 +124,7 @@ class Stack:
 
     def sample(self) -> None:
         """Bytes of replicas' weights, and of all tensors with the length of one expert."""
-        of_weights = sum(item.resident_bytes for item in _alive(ReplicaWeights))
+        of_weights = sum(item.held_bytes for item in _alive(ReplicaWeights))
         numel = self.layers[0].experts.layout().numel
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
@@ -163,10 +163,10 @@ def resident_replicas(
 ) -> list[tuple[str, list[tuple[int, int]], ExpertMemory]]:
     """Sampled bytes of each schedule, and the accounted bytes."""
     gc.freeze()  # objects that exist already are not searched
-    return [(steps, *_resident_replicas(rank, world_size, mode, steps, size)) for steps, size in SCHEDULES]
+    return [(steps, *_sampled_replicas(rank, world_size, mode, steps, size)) for steps, size in SCHEDULES]
 
 
-def _resident_replicas(
+def _sampled_replicas(
     rank: int, world_size: int, mode: str, schedule: str, group_size: int | None
 ) -> tuple[list[tuple[int, int]], ExpertMemory]:
     gc.collect()
