@@ -1,16 +1,16 @@
-"""Checks of loads and counts that a caller hands to a planner."""
+"""Checks of the loads and counts that a caller gives to a planner."""
 
 import numpy as np
 
 
 def checked_load(load: np.ndarray, name: str, shape: tuple[int, ...], meaning: str) -> np.ndarray:
-    """The loads as contiguous float64 of the same shape.
+    """Check loads and return them as a contiguous float64 array of the same shape.
 
     Args:
-        load: Loads of any shape.
-        name: Name of the array, for messages.
-        shape: Shape that is wanted.
-        meaning: What the axes stand for, for messages.
+        load: The loads, of any shape and numeric data type.
+        name: Name of the array, for error messages.
+        shape: The wanted shape.
+        meaning: What the entries and axes mean, for error messages.
 
     Raises:
         ValueError: The shape is wrong, or a load is negative or not finite.
@@ -18,7 +18,7 @@ def checked_load(load: np.ndarray, name: str, shape: tuple[int, ...], meaning: s
     checked = np.ascontiguousarray(load, dtype=np.float64)
     if checked.shape != shape:
         raise ValueError(f"{name} has shape {checked.shape}: wanted {shape}, {meaning}")
-    # A minimum or maximum that is not a number fails both comparisons.
+    # If an entry is not a number, the minimum and the maximum are not numbers and both tests fail.
     if not (float(checked.min()) >= 0 and np.isfinite(float(checked.max()))):
         place = tuple(int(i) for i in np.argwhere(~((checked >= 0) & np.isfinite(checked)))[0])
         raise ValueError(
@@ -28,10 +28,15 @@ def checked_load(load: np.ndarray, name: str, shape: tuple[int, ...], meaning: s
 
 
 def checked_counts(counts_DE: np.ndarray, num_devices: int, num_experts: int) -> np.ndarray:
-    """The counts as int64 [D, E].
+    """Check counts and return them as int64 ``[D, E]``.
+
+    Args:
+        counts_DE: (token, k) pairs by source device and expert, ``[D, E]``.
+        num_devices: Number of devices, D.
+        num_experts: Number of experts, E.
 
     Raises:
-        ValueError: Wrong shape, no integers, or a negative count.
+        ValueError: The shape is wrong, the counts are not integers, or a count is negative.
     """
     counts = np.asarray(counts_DE)
     if counts.shape != (num_devices, num_experts) or counts.dtype.kind not in "iu":

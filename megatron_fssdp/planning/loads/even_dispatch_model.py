@@ -1,8 +1,8 @@
-"""Device loads under even dispatch, kept up to date while replicas come and go.
+"""Device loads under even dispatch, updated while a search adds and removes replicas.
 
-The same model as ``expected_device_load_D``, but one replica's change costs only its
-expert's holders. Plain lists and floats: the numbers touched are few, and numpy calls on
-a handful of elements would dominate.
+The model is that of ``expected_device_load_D``. But when one replica is added or removed, only the loads of
+its expert's holders are updated. The model uses plain lists and floats because each update touches few
+numbers: calls of numpy on a handful of elements would take most of the time.
 
 Shape letters: E experts, D devices, N nodes, P pairs of expert and device.
 """
@@ -17,22 +17,24 @@ from megatron_fssdp.planning.placement.topology import Topology
 
 
 class ExpertShares:
-    """How one expert's load falls on its holders.
+    """How one expert's load is divided among its holders.
 
-    A holder's share is ``own[d] + near[node] + far``: what it routes to the expert itself,
-    an even part of its node's load that is not at a holder, and an even part of the load of
-    the nodes without a holder.
+    The share of a holder is ``own[d] + near[node] + far``. These are the tokens that the holder itself routes
+    to the expert, an even part of the tokens of other devices in its node, and an even part of the tokens of
+    all nodes without a holder.
 
     Attributes:
-        own: Load by source device, [D].
-        node_load: Load by source node, [N].
-        total: Load of all nodes.
-        holders: The devices with the expert, in no particular order.
-        holders_in: Number of holders by node, for the nodes that have one.
-        near: Share of the node's other load, for the nodes that have a holder.
-        unserved: Load of the nodes without a holder.
-        far: Share of it, one a holder.
-        _rest: The node's load that is not at a holder, for the nodes that have one.
+        own: The expert's load by source device, ``[D]``.
+        node_load: The expert's load by source node, ``[N]``.
+        total: The expert's load from all nodes together.
+        holders: The devices that have the expert, in no particular order.
+        holders_in: Number of holders in each node that has one: node -> number.
+        near: For each node with a holder, the part of the load of the node's other devices that each of its
+            holders gets: node -> load.
+        unserved: Load of all nodes without a holder.
+        far: Part of ``unserved`` that each holder gets.
+        _rest: For each node with a holder, the load of the node's devices that do not have the expert:
+            node -> load.
     """
 
     __slots__ = ("_rest", "far", "holders", "holders_in", "near", "node_load", "own", "total", "unserved")
@@ -53,7 +55,11 @@ class ExpertShares:
         self.rebuild(node_of)
 
     def rebuild(self, node_of: tuple[int, ...]) -> None:
-        """Recomputes the shares from ``holders``."""
+        """Recompute all shares from ``holders``.
+
+        Args:
+            node_of: Node of every device, ``[D]``.
+        """
         own, node_load = self.own, self.node_load
         holders_in: dict[int, int] = {}
         rest: dict[int, float] = {}
@@ -73,7 +79,12 @@ class ExpertShares:
         self._share_far()
 
     def join(self, device: int, node: int) -> None:
-        """Gives a device the expert; the same numbers as from :meth:`rebuild`."""
+        """Add a holder. The result is the same as that of :meth:`rebuild`.
+
+        Args:
+            device: The new holder.
+            node: Node of the new holder.
+        """
         self.holders.append(device)
         if node in self.holders_in:
             count = self.holders_in[node] = self.holders_in[node] + 1
@@ -95,23 +106,23 @@ class ExpertShares:
 
 
 class EvenDispatchModel:
-    """Loads of all devices under a placement that changes one expert at a time.
+    """Loads of all devices under a placement that changes one replica at a time.
 
-    Starts with the owners alone.
+    The model starts without replicas. Loads are numbers of (token, k) pairs.
 
     Attributes:
-        node_of: Node of every device.
-        total: Load of every expert, [E].
-        loads: Modelled load of every device, [D].
-        mean: Mean of it, whatever the placement.
-        ascending: (load, device) of every device, sorted; stale after :meth:`spread` until
+        node_of: Node of every device, ``[D]``.
+        total: Load of every expert, ``[E]``.
+        loads: Modelled load of every device, ``[D]``.
+        mean: Mean device load. It is the same under every placement.
+        ascending: (load, device) of every device, sorted. It is out of date between :meth:`spread` and
             :meth:`sort_loads`.
-        owners: Owner of every expert.
-        owned: Experts owned by every device.
-        replicas: Replicas on every device.
-        holders: Holders of every expert, owner first.
-        num_replicated: How many experts have a replica.
-        most_replicated: The most that had one at a time.
+        owners: Owner of every expert, ``[E]``.
+        owned: For each device, the experts that it owns.
+        replicas: For each device, the experts of its replicas, ascending.
+        holders: For each expert, its holders, the owner first.
+        num_replicated: Number of experts that have replicas now.
+        most_replicated: Largest value that ``num_replicated`` has had.
     """
 
     def __init__(
@@ -136,7 +147,10 @@ class EvenDispatchModel:
         self.sort_loads()
 
     def spread_like(self, placement: ExpertPlacement) -> None:
-        """Gives every expert the replicas it has in a placement with the same owners."""
+        """Give every expert the replicas that it has in a placement with the same owners.
+
+        No expert may have replicas before.
+        """
         replicas_ED = placement.present_ED.copy()
         replicas_ED[np.arange(placement.num_experts), placement.owner_E] = False
         devices_of: dict[int, list[int]] = {}
@@ -147,17 +161,19 @@ class EvenDispatchModel:
         self.sort_loads()
 
     def spread(self, expert: int, devices: list[int]) -> None:
-        """Gives an expert without replicas all its replicas at once; call :meth:`sort_loads` after the last.
+        """Give all its replicas at once to an expert that has none yet.
+
+        Call :meth:`sort_loads` after the last call of this method.
 
         Args:
             expert: The expert.
-            devices: One or more devices, without the owner.
+            devices: Devices of the replicas, one or more, without the owner.
         """
         loads, node_of = self.loads, self.node_of
         holders = self.holders[expert]
         loads[holders[0]] -= self.total[expert]
         holders += devices
-        self._shares[expert] = None  # were the owner's alone
+        self._shares[expert] = None  # They may have been computed when the owner was the only holder.
         shares = self.shares(expert)
         own, near, far = shares.own, shares.near, shares.far
         for holder in holders:
@@ -167,11 +183,11 @@ class EvenDispatchModel:
         self._count_replicated()
 
     def sort_loads(self) -> None:
-        """Brings ``ascending`` up to date."""
+        """Sort the loads, so that ``ascending`` is up to date."""
         self.ascending = sorted(zip(self.loads, range(len(self.loads)), strict=True))
 
     def shares(self, expert: int) -> ExpertShares:
-        """The shares of one expert, computed when first asked for."""
+        """The shares of one expert, computed at the first call."""
         shares = self._shares[expert]
         if shares is None:
             shares = self._shares[expert] = ExpertShares(
@@ -184,18 +200,18 @@ class EvenDispatchModel:
         return shares
 
     def share_on(self, expert: int, device: int) -> float:
-        """An expert's load on one of its holders."""
+        """The part of an expert's load that one of its holders computes."""
         if len(self.holders[expert]) == 1:
             return self.total[expert]
         shares = self.shares(expert)
         return shares.own[device] + shares.near[self.node_of[device]] + shares.far
 
     def most_loaded(self) -> tuple[float, int]:
-        """The highest load and the last device that has it."""
+        """The highest device load, and the device with the highest number that has it."""
         return self.ascending[-1]
 
     def add(self, expert: int, device: int) -> None:
-        """Makes an expert present on a device without it."""
+        """Add a replica of an expert on a device that does not have the expert."""
         shares, node = self.shares(expert), self.node_of[device]
         if len(shares.holders) == 1:
             self._count_replicated()
@@ -207,7 +223,7 @@ class EvenDispatchModel:
         self._change_others(shares, shares.near[node] - near, shares.far - far, device)
 
     def remove(self, expert: int, device: int) -> None:
-        """Ends a replica."""
+        """Remove the replica of an expert from a device."""
         shares, node = self.shares(expert), self.node_of[device]
         self.replicas[device].remove(expert)
         near, far = shares.near[node], shares.far
@@ -221,13 +237,14 @@ class EvenDispatchModel:
     def _change_others(
         self, shares: ExpertShares, growth_near: float, growth_far: float, device: int
     ) -> None:
-        """Passes on a change of shares to the holders but ``device``, whose presence changed.
+        """Update the loads of an expert's other holders after one device has got or lost the expert.
 
         Args:
-            shares: As they are now.
-            growth_near: What each holder in the device's node has more now, of its node's load.
-            growth_far: What each holder has more now, of other nodes' load.
-            device: The device.
+            shares: The expert's shares after the change.
+            growth_near: By how much the share of each holder in the device's node grew, from tokens of this
+                node.
+            growth_far: By how much the share of each holder grew, from tokens of nodes without a holder.
+            device: The device that has got or lost the expert.
         """
         loads, node_of = self.loads, self.node_of
         changed_node = node_of[device]
@@ -251,7 +268,7 @@ class EvenDispatchModel:
         self.loads[device] = load
 
     def present_ED(self) -> np.ndarray:
-        """Where every expert is now, bool [E, D]."""
+        """Whether each expert is present on each device now, bool ``[E, D]``."""
         num_devices = len(self.loads)
         present_ED = np.zeros((len(self.holders), num_devices), dtype=np.bool_)
         flat_P = [

@@ -1,4 +1,4 @@
-"""What a placement is planned for: one layer's owners, loads and limits.
+"""The input of a placement search: one layer's owners, loads and limits.
 
 Shape letters: E experts, D devices, N nodes.
 """
@@ -14,19 +14,21 @@ from megatron_fssdp.planning.placement.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class LayerDemand:
-    """What is planned for: one layer's owners and loads, and how many replicas are allowed.
+    """One layer's owners and loads, how many replicas are allowed, and bounds that follow from them.
+
+    Loads are numbers of (token, k) pairs.
 
     Attributes:
-        owner_E: Owner of every expert.
-        load_DE: Load by source and expert.
-        node_load_NE: The same by source node.
+        owner_E: Owner of every expert, int64 ``[E]``.
+        load_DE: Load by source device and expert, float64 ``[D, E]``.
+        node_load_NE: Load by source node and expert, float64 ``[N, E]``.
         topology: Nodes of the devices.
-        slots: Most replicas a device may hold.
+        slots: Most replicas that a device may hold.
         max_replicated: Most experts that may have replicas.
-        mean: Mean device load.
-        owners_max: Highest one of the owners alone.
-        lower_bound: No placement's highest one is below.
-        num_above_bound: Devices whose owned experts alone are above it.
+        mean: Mean device load. It is the same under every placement.
+        owners_max: Highest device load without replicas.
+        lower_bound: A bound for the highest device load: it is not lower under any placement.
+        num_above_bound: Number of devices whose load without replicas is above ``lower_bound``.
     """
 
     owner_E: np.ndarray
@@ -44,10 +46,18 @@ class LayerDemand:
     def of(
         cls, owner_E: np.ndarray, load_DE: np.ndarray, topology: Topology, slots: int, max_replicated: int
     ) -> "LayerDemand":
-        """With mean and maximum device load of the owners alone and a bound that no placement gets below.
+        """Compute the mean load, the highest load without replicas, and the lower bound.
 
-        At most ``max_replicated`` owners give anything away, so the next most loaded one's load
-        stays; and no maximum is below the mean.
+        The highest load is never lower than the mean load. And at most ``max_replicated`` owners can give
+        load away, so the load of the next most loaded owner stays what it is. The lower bound is the larger
+        of these two loads.
+
+        Args:
+            owner_E: Owner of every expert, int64 ``[E]``.
+            load_DE: Load by source device and expert, float64 ``[D, E]``.
+            topology: Nodes of the devices.
+            slots: Most replicas that a device may hold.
+            max_replicated: Most experts that may have replicas.
         """
         node_load_NE = topology.sum_over_nodes(load_DE)
         num_devices = topology.num_devices
@@ -70,7 +80,7 @@ class LayerDemand:
 
     @property
     def memory_is_enough(self) -> bool:
-        """Whether every expert that may be replicated fits on every device: m == t in Hecate's Alg. 1."""
+        """Whether each device has slots for all experts that may have replicas: m == t in Hecate's Alg. 1."""
         return self.slots >= self.max_replicated
 
     def owners_only(self) -> ExpertPlacement:
@@ -78,15 +88,15 @@ class LayerDemand:
         return ExpertPlacement.owners_only(self.owner_E, self.topology.num_devices)
 
     def placement_of(self, model: EvenDispatchModel) -> ExpertPlacement:
-        """What a model with these owners has come to."""
+        """The placement at which a model of device loads with these owners has arrived."""
         return ExpertPlacement(self.owner_E, model.present_ED(), slots=self.slots)
 
     def owners_model(self) -> EvenDispatchModel:
-        """The owners alone."""
+        """A model of device loads that starts without replicas."""
         return EvenDispatchModel(self.owner_E, self.load_DE, self.node_load_NE, self.topology)
 
     def model_of(self, placement: ExpertPlacement) -> EvenDispatchModel:
-        """A placement with these owners."""
+        """A model of device loads that starts from a placement with these owners."""
         model = self.owners_model()
         model.spread_like(placement)
         return model

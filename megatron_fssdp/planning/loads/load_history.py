@@ -1,4 +1,4 @@
-"""The latest router counts of one layer and their window mean.
+"""The router's counts of one layer in the latest iterations, and their mean.
 
 Shape letters: E experts, D devices.
 """
@@ -12,12 +12,16 @@ from megatron_fssdp.planning.placement.array_freezing import frozen_array
 
 
 class LoadHistory:
-    """Counts of the latest iterations; their mean predicts the next one (Hecate, §4.2).
+    """Counts of the latest iterations. Their mean predicts the next iteration's counts (Hecate, §4.2).
 
     Attributes:
-        window: Most iterations kept, w.
+        window: Most iterations whose counts are kept, w.
         num_devices: Number of source devices, D.
         num_experts: Number of experts, E.
+        num_seen: Number of iterations appended so far, also those that are no longer kept.
+
+    Raises:
+        ValueError: The window or a number is less than 1.
     """
 
     def __init__(self, window: int, num_devices: int, num_experts: int) -> None:
@@ -31,11 +35,18 @@ class LoadHistory:
         self._latest: deque[np.ndarray] = deque()
         self._load_E: deque[np.ndarray] = deque(maxlen=window)
         self._num_settled = 0
-        # A running sum of integers is exact, so the mean does not depend on how it was reached.
+        # A running sum of integers is exact, so the mean does not depend on which counts came before.
         self._sum_DE = np.zeros((num_devices, num_experts), dtype=np.int64)
 
     def append(self, counts_DE: np.ndarray) -> None:
-        """Adds one iteration's (token, k) pairs by source and expert, integers [D, E]."""
+        """Add the counts of one iteration.
+
+        Args:
+            counts_DE: (token, k) pairs by source device and expert, integers ``[D, E]``.
+
+        Raises:
+            ValueError: The shape is wrong, the counts are not integers, or a count is negative.
+        """
         counts = np.asarray(counts_DE)
         if counts.shape != (self.num_devices, self.num_experts):
             raise ValueError(
@@ -63,11 +74,14 @@ class LoadHistory:
             self._sum_DE -= self._latest.popleft()
 
     def excerpt(self, window: int, *, without_latest: int = 0) -> "LoadHistory":
-        """What a shorter history would be, perhaps some iterations ago.
+        """The history that would exist with a shorter window, or some iterations earlier.
 
         Args:
-            window: Of that history, at most this one's.
-            without_latest: How many of the latest iterations it has not seen yet.
+            window: Window of the excerpt, at most this history's window.
+            without_latest: Number of latest iterations that the excerpt leaves out.
+
+        Raises:
+            ValueError: ``without_latest`` is negative or more than the number of iterations kept.
         """
         if not 0 <= without_latest <= len(self._latest):
             raise ValueError(
@@ -75,7 +89,7 @@ class LoadHistory:
             )
         shorter = LoadHistory(window, self.num_devices, self.num_experts)
         known = list(self._latest)[: len(self._latest) - without_latest]
-        # Iterations before the window only say since when the loads have been settled.
+        # Iterations before the window only tell since which iteration the loads have not jumped.
         known = known[-2 * window :]
         shorter.num_seen = self.num_seen - without_latest - len(known)
         for counts_DE in known:
@@ -87,32 +101,40 @@ class LoadHistory:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no iteration has been seen yet."""
+        """Whether no iteration has been appended yet."""
         return not self._latest
 
     def mean_DE(self) -> np.ndarray:
-        """Mean counts over the window, float64 [D, E]; zeros when nothing was seen."""
+        """Mean counts over the window, float64 ``[D, E]``. Zeros if no iteration was appended."""
         return self._sum_DE / max(len(self._latest), 1)
 
     def settled_mean_DE(self) -> np.ndarray:
-        """Mean counts since the loads last jumped, within the window; float64 [D, E], zeros without any.
+        """Mean counts since the loads last jumped, within the window; float64 ``[D, E]``.
 
-        What lies before a jump says nothing of the next iteration (ours, beyond Hecate §4.2).
+        Counts from before a jump say nothing about the next iteration. This rule is ours and goes beyond
+        Hecate §4.2. The result is zeros if no iteration was appended.
         """
         if self._num_settled == len(self._latest):
             return self.mean_DE()
         return np.mean([self._latest[-1 - age] for age in range(self._num_settled)], axis=0)
 
     def mean_E(self) -> np.ndarray:
-        """Mean load of every expert over the window, float64 [E]."""
+        """Mean load of every expert over the window, float64 ``[E]``."""
         return self._sum_DE.sum(axis=0) / max(len(self._latest), 1)
 
     def total_DE(self) -> np.ndarray:
-        """Counts over the whole window, int64 [D, E]."""
+        """Sum of the counts over the window, int64 ``[D, E]``."""
         return self._sum_DE.copy()
 
     def counts_DE(self, age: int) -> np.ndarray:
-        """The counts of ``age`` iterations before the latest, int64 [D, E], read-only."""
+        """Counts of one iteration, int64 ``[D, E]``, read-only.
+
+        Args:
+            age: How many iterations before the latest one; 0 for the latest iteration.
+
+        Raises:
+            ValueError: That iteration is not kept.
+        """
         if not 0 <= age < len(self._latest):
             raise ValueError(f"age is {age}: wanted 0 up to {len(self._latest) - 1}, the iterations kept")
         return self._latest[-1 - age]

@@ -1,1 +1,1 @@
-"""How weights travel from owners to replicas, device to device; gradients take the same way back."""
+"""How weights travel from owners to replicas, device to device. Gradients take the same way back."""

@@ -1,4 +1,4 @@
-"""How experts spread from the devices that have them to others, link by link."""
+"""How experts travel from all devices that have them to the devices that get them in addition."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -7,20 +7,29 @@ from megatron_fssdp.planning.placement.topology import Topology
 
 
 class TransferGrowth:
-    """Finds the transfers by which experts come to further devices.
+    """Builds the transfers that bring experts to more devices (:func:`additional_transfer` tells the rules).
 
     Attributes:
-        found: The edges so far: (depth, inside a node, expert, source, destination).
+        found: The edges so far: (depth, whether inside a node, expert, source, destination).
     """
 
     def __init__(self, topology: Topology) -> None:
         self.found: list[tuple[int, bool, int, int, int]] = []
         self._node_of = topology.node_of_device
-        self._messages = [0] * topology.num_devices  # sent, and received from other nodes
+        # Messages of each device: those that it sends, and those that it receives from other nodes.
+        self._messages = [0] * topology.num_devices
+        # Messages that each node sends to other nodes.
         self._crossings = [0] * topology.num_nodes
 
     def add(self, expert: int, owner: int, holders: Sequence[int], added: Sequence[int]) -> None:
-        """Brings one expert from its holders to the added devices."""
+        """Add the edges that bring one expert from its holders to other devices.
+
+        Args:
+            expert: The expert.
+            owner: Owner of the expert.
+            holders: Devices that have the expert before.
+            added: Devices that get the expert.
+        """
         has, wants = self._by_node(holders), self._by_node(added)
         after_owner = partial(self._nodes_after, self._node_of[owner])
         starts = sorted(sorted(has, key=after_owner), key=self._crossings.__getitem__)
@@ -39,7 +48,15 @@ class TransferGrowth:
                 self._fill(expert, -1, sorted(has[node], key=self._messages.__getitem__), devices)
 
     def _fill(self, expert: int, depth: int, level: list[int], devices: list[int]) -> None:
-        """Inside a node, from the devices of a level (which got the expert at ``depth``) on."""
+        """Add the edges inside a node, level by level. Each device sends to at most two others.
+
+        Args:
+            expert: The expert.
+            depth: Depth of the edges by which the devices of ``level`` got the expert; -1 if they had it
+                before.
+            level: Devices of the node that have the expert.
+            devices: Devices of the node that get the expert.
+        """
         while devices:
             depth += 1
             fed, devices = devices[: 2 * len(level)], devices[2 * len(level) :]

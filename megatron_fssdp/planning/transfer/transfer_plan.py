@@ -1,4 +1,4 @@
-"""What SparseAllGather moves, device to device; SparseReduceScatter is its transpose.
+"""The transfers of SparseAllGather from device to device. SparseReduceScatter is their transpose.
 
 Shape letters: E experts, D devices, P pairs of expert and device.
 """
@@ -16,13 +16,14 @@ from megatron_fssdp.planning.transfer.transfer_growth import TransferGrowth
 
 
 class TransferEdge(NamedTuple):
-    """One expert's parameters going from one device to another.
+    """The transfer of one expert's parameters from one device to another.
 
     Attributes:
-        expert: The expert.
-        source: Device that sends; it has the expert before.
+        expert: Number of the expert.
+        source: Device that sends. It has the expert before.
         destination: Device that receives.
-        depth: Hops from the owner, or another device that has the expert, to ``destination``, less one.
+        depth: Number of transfers that must come before this one, counted from the device that had the expert
+            at the start (the owner, in most plans).
     """
 
     expert: int
@@ -35,16 +36,20 @@ class TransferEdge(NamedTuple):
 class TransferPlan:
     """The transfers of one layer, parents before children.
 
-    Construction proves that every expert's edges form one tree: its root (the owner) is
-    never a destination, every other device receives once, nobody sends before it has the
-    expert, and depths count hops from the root. With ``present_before`` they form a tree for
-    each device that sends what it had before.
+    The constructor checks that the edges of every expert form one tree. The root (the owner) is never a
+    destination. Every other device receives the expert once. No device sends the expert before it has it.
+    Depths count hops from the root. With ``present_before``, the edges form one tree for each device that
+    sends an expert that it had before.
 
     Attributes:
         num_devices: Number of devices, D.
-        edges: The transfers; an edge comes after the edge that feeds its source.
-        present_before: The (expert, device) pairs from which the trees may start, for a plan that
-            only adds to what is there; None: each expert's own tree, from its owner alone.
+        edges: The transfers. An edge comes after the edge that brings the expert to its source.
+        present_before: The (expert, device) pairs from which trees may start, for a plan that only adds
+            replicas to those that are there. None means that each expert has one tree, which starts at its
+            owner.
+
+    Raises:
+        ValueError: The edges do not form such trees.
     """
 
     num_devices: int
@@ -53,14 +58,17 @@ class TransferPlan:
 
     def __post_init__(self) -> None:
         num_devices, is_rooted = self.num_devices, self.present_before is None
-        depth_of: dict[int, int] = {}  # expert * D + device -> depth, -1 at the root
-        rooted: dict[int, int] = {}
+        depth_of: dict[int, int] = {}  # expert * D + device -> depth; -1 at the root
+        rooted: dict[int, int] = {}  # expert -> root of its tree
         for expert, device in self.present_before or ():
             depth_of[expert * num_devices + device] = -1
         for edge in self.edges:
             expert, source, destination, depth = edge
             if not (0 <= source < num_devices and 0 <= destination < num_devices and expert >= 0):
-                raise ValueError(f"{edge} leaves the plan: wanted devices from 0 to {num_devices - 1}")
+                raise ValueError(
+                    f"{edge} leaves the plan: wanted devices from 0 to {num_devices - 1} and an expert of 0 "
+                    "or more"
+                )
             key = expert * num_devices + source
             if key not in depth_of:
                 if not is_rooted:
@@ -79,14 +87,21 @@ class TransferPlan:
             if target in depth_of:
                 raise ValueError(
                     f"{edge} sends expert {expert} to device {destination}, which already has it: wanted "
-                    "every holder to receive once and the owner never"
+                    "transfers in which every holder receives an expert once and the owner never does"
                 )
             if depth != depth_of[key] + 1:
                 raise ValueError(f"{edge} has depth {depth}: wanted {depth_of[key] + 1}")
             depth_of[target] = depth
 
     def check_serves(self, placement: ExpertPlacement) -> None:
-        """Raises ValueError unless the edges bring every expert from its owner to all its holders."""
+        """Check that the edges bring every expert from its owner to all its holders, and to no other device.
+
+        Args:
+            placement: The placement that the plan must bring about.
+
+        Raises:
+            ValueError: An edge starts on a wrong device, or an expert reaches a wrong set of devices.
+        """
         owners = placement.owner_E.tolist()
         got_ED = np.zeros_like(placement.present_ED)
         got_ED[np.arange(placement.num_experts), owners] = True
@@ -107,12 +122,12 @@ class TransferPlan:
 
     @property
     def num_transfers(self) -> int:
-        """Number of edges; one a replica."""
+        """Number of edges, one for each replica."""
         return len(self.edges)
 
     @cached_property
     def max_depth(self) -> int:
-        """Depth of the deepest edge; -1 when nothing moves."""
+        """Depth of the deepest edge; -1 if the plan has no edges."""
         return max((edge.depth for edge in self.edges), default=-1)
 
     @cached_property
@@ -124,7 +139,7 @@ class TransferPlan:
         return by_device
 
     def edges_of(self, device: int) -> tuple[tuple[TransferEdge, ...], tuple[TransferEdge, ...]]:
-        """A device's (incoming, outgoing) edges in the order of the plan."""
+        """Edges that bring experts to a device, and edges by which it sends experts, in the plan's order."""
         incoming, outgoing = self._edges_by_device.get(device, ((), ()))
         return tuple(incoming), tuple(outgoing)
 
@@ -140,25 +155,40 @@ class TransferPlan:
         return children
 
     def parent(self, expert: int, device: int) -> int | None:
-        """The device that sends an expert to a device; None when nobody does."""
+        """The device that sends an expert to a given device; None if no device does."""
         return self._parent_of.get((expert, device))
 
     def children(self, expert: int, device: int) -> tuple[int, ...]:
-        """The devices a device sends an expert to, in the order of the plan."""
+        """The devices to which a given device sends an expert, in the order of the plan."""
         return tuple(self._children_of.get((expert, device), ()))
 
     def total_bytes(self, expert_bytes: int) -> int:
-        """Bytes moved by all transfers together."""
+        """Bytes that all transfers move together.
+
+        Args:
+            expert_bytes: Bytes of the parameters of one expert.
+        """
         return self.num_transfers * expert_bytes
 
     def inter_node_bytes(self, expert_bytes: int, topology: Topology) -> int:
-        """Bytes that cross from one node to another."""
+        """Bytes that travel from one node to another.
+
+        Args:
+            expert_bytes: Bytes of the parameters of one expert.
+            topology: Nodes of the devices.
+        """
         node_of = topology.node_of_device
         return expert_bytes * sum(node_of[edge.source] != node_of[edge.destination] for edge in self.edges)
 
 
 def plain_transfer(placement: ExpertPlacement) -> TransferPlan:
-    """Every owner sends to each holder itself: one hop, the owner's link carries all (Hecate, §5.1)."""
+    """Every owner sends its experts directly to all their holders (Hecate, §5.1).
+
+    Each expert takes one hop, and the owner's link carries all copies.
+
+    Args:
+        placement: The placement to bring about.
+    """
     owners = placement.owner_E.tolist()
     expert_P, device_P = np.nonzero(placement.present_ED)
     return TransferPlan(
@@ -172,19 +202,36 @@ def plain_transfer(placement: ExpertPlacement) -> TransferPlan:
 
 
 def two_level_transfer(placement: ExpertPlacement, topology: Topology) -> TransferPlan:
-    """Each expert crosses the slow links once per node that needs it, then spreads inside the node.
+    """Each expert crosses the slow links once for each node that needs it, then spreads inside the node.
 
-    Between nodes: a chain over the nodes' leaders, the owner first, then the other nodes in
-    cyclic order of node number after the owner's. A chain, because each NIC then carries an
-    expert once in and once out. The leader of another node is the holder that is the owner or
-    a leader of the fewest experts so far (ties: the lowest), so that no device's link carries the
-    traffic of all: experts in ascending order, owners counted first.
+    Example: device 0 owns an expert that all 12 devices of 3 nodes hold. The number on an edge is its depth::
 
-    Inside a node: a binary tree in cyclic order of device number from the leader on, in which every
-    holder forwards to at most two others. Against a star, no device's link carries an expert
-    more than twice, which matters when many experts share a leader; against a chain, the
-    depth grows with the logarithm of the node, not its size. Edges of one depth are listed
-    inter-node first, so a leader's hop to the next node starts before its own node's.
+        node 0                     node 1                      node 2
+
+        owner 0 --------0--------> leader 4 --------1--------> leader 8
+          |                          |                           |
+          +-0-> 1 -1-> 3             +-1-> 5 -2-> 7              +-2-> 9 -3-> 11
+          |                          |                           |
+          +-0-> 2                    +-1-> 6                     +-2-> 10
+
+    Between nodes, the edges form a chain over one leader for each node. The chain starts at the owner and
+    visits the other nodes in cyclic order of their numbers. In a chain, the NIC of a node carries each expert
+    at most once in and once out. The leader of a node is the holder that is the owner or a leader of the
+    fewest experts so far. Ties go to the lowest device. This rule spreads the traffic over the devices of a
+    node. Experts take their turn in ascending order, and all owners are counted before the first one.
+
+    Inside a node, the edges form a binary tree over the holders in cyclic order of their numbers, from the
+    leader on. Every holder sends the expert to at most two others. In a star, the leader's link would carry
+    the expert more often, which is slow when many experts share a leader. In a chain, the depth would grow
+    with the size of the node instead of its logarithm. Among edges of equal depth, those between nodes come
+    first, so that a leader sends to the next node before it sends inside its own node.
+
+    Args:
+        placement: The placement to bring about.
+        topology: Nodes of the devices.
+
+    Raises:
+        ValueError: The placement and the topology have different numbers of devices.
     """
     return kept_on(placement, topology, _two_level_transfer)
 
@@ -206,7 +253,7 @@ def _two_level_transfer(placement: ExpertPlacement, topology: Topology) -> Trans
             members[node].append(device)
         else:
             members[node] = [device]
-    duties = [0] * num_devices  # for how many experts a device is the owner or a leader
+    duties = [0] * num_devices  # Number of experts of which each device is the owner or a leader.
     for owner in owners:
         duties[owner] += 1
     found: list[tuple[int, bool, int, int, int]] = []  # depth, inside a node, expert, source, destination
@@ -236,7 +283,13 @@ def _plan_of(
     found: list[tuple[int, bool, int, int, int]],
     present_before: frozenset[tuple[int, int]] | None = None,
 ) -> TransferPlan:
-    """The plan of edges (depth, inside a node, expert, source, destination), in this order."""
+    """The plan that consists of the given edges, sorted.
+
+    Args:
+        num_devices: Number of devices, D.
+        found: The edges: (depth, whether inside a node, expert, source, destination).
+        present_before: The (expert, device) pairs from which trees may start, as in :class:`TransferPlan`.
+    """
     edges = [TransferEdge(expert, source, to, depth) for depth, _, expert, source, to in sorted(found)]
     return TransferPlan(num_devices, tuple(edges), present_before)
 
@@ -244,20 +297,26 @@ def _plan_of(
 def additional_transfer(
     planned: ExpertPlacement, calibrated: ExpertPlacement, topology: Topology
 ) -> TransferPlan:
-    """What brings the replicas that ``calibrated`` adds to ``planned``; for gathering only.
+    """The transfers that bring the replicas which ``calibrated`` adds to ``planned``.
 
-    Whoever has an expert may send it, not only its owner. So it crosses the slow links once
-    for each node without it, along chains that start in the nodes with it: those that send the
-    fewest to other nodes so far first (ties: in cyclic order after the owner's). Inside a node
-    those that have it send it on, each to at most two, then those that got it from them.
-    Among devices that could send, or could let a chain into their node, the ones with the fewest
-    messages so far come first (ties: the lowest). Gradients go home along
-    :func:`two_level_transfer` of ``calibrated``.
+    These transfers only gather parameters. Gradients go to the owners along :func:`two_level_transfer` of
+    ``calibrated``.
+
+    Every device that has an expert may send it, not only the owner. An expert crosses the slow links once for
+    each node without it, along chains that start in the nodes that have it. The nodes that have sent the
+    fewest messages to other nodes so far come first (ties: cyclic order after the owner's node). Inside a
+    node, every device that has the expert sends it to at most two others, which send it on in the same way.
+    If several devices can send an expert, or can receive it for their node, those with the fewest messages so
+    far come first (ties: the lowest number).
 
     Args:
-        planned: What is there before.
-        calibrated: The same owners, and all replicas of ``planned`` and more.
+        planned: The placement whose replicas are there before.
+        calibrated: A placement with the same owners and all replicas of ``planned``, and more.
         topology: Nodes of the devices.
+
+    Raises:
+        ValueError: The placements have different owners, ``calibrated`` lacks a replica of ``planned``, or
+            the topology has a different number of devices.
     """
     added_of: dict[int, list[int]] = {}
     for expert, device in _added_pairs(planned, calibrated):
@@ -275,7 +334,7 @@ def additional_transfer(
 
 
 def _added_pairs(planned: ExpertPlacement, calibrated: ExpertPlacement) -> list[tuple[int, int]]:
-    """The (expert, device) pairs that ``calibrated`` has and ``planned`` has not, ascending."""
+    """The (expert, device) pairs that are present in ``calibrated`` and not in ``planned``, ascending."""
     if not np.array_equal(planned.owner_E, calibrated.owner_E) or (
         planned.present_ED.shape != calibrated.present_ED.shape
     ):
