@@ -1,4 +1,4 @@
-"""The plugin's command-line arguments."""
+"""The plugin's arguments on Megatron's command line."""
 
 import argparse
 from typing import Any
@@ -9,35 +9,46 @@ from megatron_fssdp.config.strategy_settings import StrategySettings
 
 
 def add_strategy_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--moe-strategy`` and its settings to Megatron's parser."""
+    """Add ``--moe-strategy`` and its settings to Megatron's parser.
+
+    Args:
+        parser: Megatron's parser.
+
+    Returns:
+        The same parser.
+    """
     strategies = "; ".join(f"{name} ({entry.summary})" for name, entry in STRATEGIES.items())
     group = parser.add_argument_group(title="MoE strategy (megatron_fssdp)")
     group.add_argument(
         "--moe-strategy",
         default="none",
         metavar="NAME",
-        # argparse fills in what follows a per cent sign.
+        # argparse formats help texts with the % operator, so a per cent sign must be doubled.
         help=f"How experts are placed: {strategies}.".replace("%", "%%"),
     )
     group.add_argument(
         "--moe-strategy-config",
         metavar="FILE.yaml",
-        help="Settings of the strategy, flat keys.",
+        help="YAML file with the settings of the strategy, one flat key per line.",
     )
     group.add_argument(
         "--moe-strategy-set",
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="One setting of the strategy, e.g. slots=2; repeatable, wins over the file.",
+        help="One setting of the strategy, for example slots=2. It can be repeated and overrides the file.",
     )
     return parser
 
 
 def resolve_arguments(args: Any) -> tuple[str, StrategySettings]:
-    """The requested strategy and its validated settings.
+    """Return the requested strategy's name and its validated settings.
+
+    Args:
+        args: Megatron's parsed arguments.
 
     Raises:
-        ConfigurationError: Unknown strategy or key, wrong type, or settings that exclude each other.
+        ConfigurationError: The strategy or a key is unknown, a value has the wrong type, or settings exclude
+            each other.
     """
     return resolve_strategy(args.moe_strategy, args.moe_strategy_config, args.moe_strategy_set)

@@ -1,9 +1,8 @@
-"""Hangs the plugin onto Megatron's command line and training loop.
+"""Registers the plugin with Megatron's command line and training loop.
 
-All wrapping of Megatron's functions for a script run happens here, once, each with its
-reason. What cannot be reached by a layer spec or a subclass is wrapped: the argument
-parser, its checks, the class that Megatron's specs build, the built model's check and
-the mark of iterations.
+This module wraps Megatron's functions for runs of a script, once, and states the reason for each. Only what
+layer specs and subclasses cannot change is wrapped: the argument parser and its checks, the class that
+Megatron's specs build, the check of the built model, and the beginning and end of iterations.
 """
 
 from datetime import timedelta
@@ -29,7 +28,7 @@ from megatron_fssdp.megatron_adapter.support.started_ranks import check_started_
 
 
 class _Registered(Enum):
-    """Who has registered the plugin in this process."""
+    """Who registered the plugin in this process."""
 
     NOBODY = "nobody"
     LAUNCHER = "the launcher"
@@ -41,44 +40,45 @@ _choice: RequestedStrategy | None = None
 
 
 def requested_strategy() -> RequestedStrategy | None:
-    """The strategy of the parsed command line; ``None`` before arguments are parsed."""
+    """Return the strategy of the parsed command line; ``None`` before arguments are parsed."""
     return _choice
 
 
 def register(by_launcher: bool = False) -> None:
-    """Add the plugin to Megatron; call before Megatron parses its arguments.
+    """Add the plugin to Megatron. Call this before Megatron parses its arguments.
 
-    The launcher does it for unmodified scripts; in a script that does it itself, the launcher's
-    registration stands. Under ``--moe-strategy none``, the default, everything that Megatron
-    computes is bitwise what it is without the plugin; but its BERT gets the experts that ``--num-experts``
-    asks for, which Megatron leaves out. A script that lets a
-    :class:`ConfigurationError` through ends with one line and exit code 2.
+    The launcher calls this for unmodified scripts. A script that also calls it may run under the launcher:
+    its call then changes nothing. Under ``--moe-strategy none``, the default, Megatron computes bitwise the
+    same results as without the plugin, with one exception: BERT gets the experts of ``--num-experts``, which
+    Megatron ignores. A script that does not catch a :class:`ConfigurationError` ends with one line and exit
+    code 2.
 
     Args:
-        by_launcher: The launcher calls, which reports errors itself.
+        by_launcher: Whether the launcher calls this. The launcher reports errors itself.
 
     Raises:
-        ConfigurationError: The installed Megatron lacks something the plugin needs.
-        RuntimeError: Called twice.
+        ConfigurationError: The installed Megatron lacks a seam that the plugin needs.
+        RuntimeError: A script or the launcher called this twice.
     """
     global _registered
     if _registered is _Registered.LAUNCHER and not by_launcher:
-        _registered = _Registered.SCRIPT  # its only call
+        _registered = _Registered.SCRIPT  # A second call of the script will be refused.
         return
     if _registered is not _Registered.NOBODY:
         raise RuntimeError(
-            "megatron_fssdp.register() was called twice; call it once, before parsing arguments"
+            "megatron_fssdp.register() was called twice; call it once, before Megatron parses its arguments"
         )
     if not by_launcher:
         report_uncaught()
-    cpu_runtime.install()  # before anything else touches Megatron; does nothing on a GPU run
+    # The CPU patches must come before the first use of Megatron. On a GPU run they do nothing.
+    cpu_runtime.install()
     check_training()
     optimizer_repairs.install()
     _registered = _Registered.LAUNCHER if by_launcher else _Registered.SCRIPT
 
     from megatron.training import arguments, training
 
-    # The parser is built inside parse_args by this module global.
+    # parse_args builds the parser by calling this function of its module.
     add_arguments = arguments.add_megatron_arguments
 
     @wraps(add_arguments)
@@ -87,7 +87,7 @@ def register(by_launcher: bool = False) -> None:
 
     arguments.add_megatron_arguments = add_megatron_arguments
 
-    # --yaml-cfg replaces the whole namespace and would drop our flags silently.
+    # --yaml-cfg replaces all arguments and would remove the plugin's arguments without a warning.
     parse = arguments.parse_args
 
     @wraps(parse)
@@ -96,13 +96,13 @@ def register(by_launcher: bool = False) -> None:
         if not hasattr(parsed, "moe_strategy"):
             raise ConfigurationError(
                 "--yaml-cfg: got Megatron's experimental YAML arguments, which replace --moe-strategy; "
-                "wanted command-line arguments, e.g. through megatron-fssdp train CONFIG.yaml"
+                "wanted command-line arguments: remove --yaml-cfg, or use megatron-fssdp train CONFIG.yaml"
             )
         return parsed
 
     arguments.parse_args = parse_args
 
-    # The last step before process groups exist: refuse bad input here.
+    # This is the last step before process groups exist, so invalid input is refused here.
     validate = arguments.validate_args
 
     @wraps(validate)
@@ -114,12 +114,12 @@ def register(by_launcher: bool = False) -> None:
 
     arguments.validate_args = validate_args
 
-    # setup_model_and_optimizer and train_step are looked up as module globals.
+    # Megatron looks up the functions of its training loop in this module at call time.
     from megatron_fssdp.megatron_adapter.training import training_hooks
 
     training_hooks.wrap_training(training, requested_strategy)
 
-    # Megatron's BERT drops --num-experts without a word, under every strategy, `none` included.
+    # Megatron's BERT ignores --num-experts without a warning, under every strategy including `none`.
     if find_spec("megatron.core.models.bert") is not None:
         from megatron_fssdp.megatron_adapter.layer import bert_layers
 
@@ -143,7 +143,7 @@ def _choose(args: Any) -> None:
 
 
 def _build_our_layer(session: StrategySession) -> None:
-    """Make Megatron's MoE specs build the strategy's layer: they look the class up at call time."""
+    """Make Megatron's MoE specs build the strategy's layer. They look up the class at call time."""
     from megatron.core.models.gpt import moe_module_specs
 
     from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
@@ -155,7 +155,7 @@ def _follow_in_checkpoints(session: StrategySession) -> None:
     """Store owner map and selected strategies in checkpoints, and refuse half-written checkpoints."""
     from megatron.training import checkpointing
 
-    # Without re-sharding owners stay Megatron's: any checkpoint format may then be saved.
+    # Without re-sharding, owners stay Megatron's, and every checkpoint format can be saved.
     hints: list[CheckpointHint] = []
     if session.strategy.moves_owners:
         hints.append(OwnerHint(session.stage_owners, session.slots.adopt))

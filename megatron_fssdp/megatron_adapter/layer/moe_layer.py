@@ -1,7 +1,7 @@
 """Megatron's MoE layer with a strategy's dispatcher and experts.
 
-Router, shared experts, latent projections, recompute and checkpoint keys are inherited;
-only what depends on where experts are is replaced.
+Router, shared experts, latent projections, recompute and checkpoint keys are inherited from Megatron's layer.
+Only the parts that depend on the placement of experts are replaced.
 """
 
 from collections.abc import Sequence
@@ -31,19 +31,27 @@ from megatron_fssdp.strategies.strategy import LayerContext
 class StrategyMoELayer(MoELayer):
     """An MoE layer whose experts are placed by a strategy.
 
-    Built from a layer spec exactly as Megatron's own, with one more argument.
+    It is built from a layer spec like Megatron's own layer, with one more argument, ``session``. One forward
+    pass takes these steps::
+
+        launch      plan the iteration, start SparseAllGather       (overlaps attention)
+        route       run the gate
+        preprocess  all-gather counts, wait for replicas, permute tokens
+        dispatch    send tokens to owners and replicas
+        experts     run owned experts and replicas
+        combine     send results back, sum them for each token
 
     Args:
         config: Megatron's ``TransformerConfig``.
         submodules: Builders of experts, shared experts and router.
-        layer_number: Megatron's number of the layer; may be told later.
+        layer_number: Megatron's number of the layer, counted from 1; Megatron may set it later.
         pg_collection: Process groups; Megatron's global ones by default.
         is_mtp_layer: Whether the layer belongs to multi-token prediction.
-        name: Module instance name.
-        session: The strategy and the runtime that the model's layers share.
+        name: Name of the module instance.
+        session: Session with the strategy and the runtime that all layers of the model share.
 
     Raises:
-        ConfigurationError: The config has something the strategy cannot serve.
+        ConfigurationError: The config has a feature that the strategy does not support.
     """
 
     def __init__(
@@ -94,7 +102,7 @@ class StrategyMoELayer(MoELayer):
             self._divided = DividedTokens(self.router, pg_collection)
             self.attn_tp_group = OneRank()
         self._session, self._slots = session, session.slots
-        # Layers of multi-token prediction keep their owners: their checkpoint keys have another form.
+        # Layers of multi-token prediction keep their owners, because their checkpoint keys have another form.
         self._index: int | None = None
         if not is_mtp_layer:
             self._index = session.slots.add_layer(self.executor, self.experts, local)
@@ -102,25 +110,28 @@ class StrategyMoELayer(MoELayer):
         self.token_dispatcher = PlacementTokenDispatcher(self.executor, config, pg_collection)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Megatron tells the layer its number after building it."""
+        """Set the layer's number. Megatron calls this after it has built the layer."""
         super().set_layer_number(layer_number)
         self.executor.renumber(self._global_number())
 
     def _global_number(self) -> int:
-        # Layers of multi-token prediction are numbered from 1 again; count them after the decoder's.
+        # Megatron numbers layers of multi-token prediction from 1 again. Here they come after the decoder's.
         return (self.layer_number or 0) + (self.config.num_layers if self.is_mtp_layer else 0)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As Megatron's; an error says in which layer it happened."""
+        """Run Megatron's forward pass. An error gets a note with the number of the layer."""
         with naming_failures(f"the forward pass of MoE layer {self.executor.context.layer}"):
             return super().forward(*args, **kwargs)
 
     def launch(self, hidden_states: torch.Tensor, *, first: bool) -> torch.Tensor:
-        """Start to gather this layer's replicas; where its transformer layer begins.
+        """Start to gather this layer's replicas, at the beginning of its transformer layer.
 
         Args:
-            hidden_states: The transformer layer's input, threaded through.
-            first: Whether this is the model chunk's first MoE layer.
+            hidden_states: Input of the transformer layer, ``[sequence, batch, M]``.
+            first: Whether this is the first MoE layer of the model chunk.
+
+        Returns:
+            The hidden states, with an autograd node whose backward pass waits for SparseReduceScatter.
         """
         self._await_parameters()
         return self.executor.launch(hidden_states, first=first)
@@ -132,7 +143,12 @@ class StrategyMoELayer(MoELayer):
             self._slots.await_parameters(self._index)
 
     def route(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
-        """Plan from the loads of past iterations, then run the gate."""
+        """Plan the iteration from past loads if :meth:`launch` has not done so, and run the gate.
+
+        Args:
+            hidden_states: Input of the MoE layer, ``[sequence, batch, M]``.
+            padding_mask: Mask of padding tokens, bool ``[sequence, batch]``.
+        """
         self.executor.plan_iteration()
         layer = self.executor.context.layer
         self.executor.load.strategy = self._session.strategy.selected(layer)
@@ -155,7 +171,7 @@ class StrategyMoELayer(MoELayer):
     def preprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make sure that the owned parameters are up to date, then permute for dispatch."""
+        """Wait until the owned parameters are up to date, and permute the tokens for dispatch."""
         self._await_parameters()
         if self._own_tokens is not None:
             hidden_states, self._own_tokens = self._own_tokens, None
@@ -164,7 +180,7 @@ class StrategyMoELayer(MoELayer):
     def routed_experts_compute(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """The present experts, owned and replicated, on the dispatched rows."""
+        """Run the experts on this device, owned ones and replicas, on the rows that were dispatched to it."""
         dispatcher = self.token_dispatcher
         if dispatcher.has_smart_schedule:
             return dispatcher.run_smart_schedule(hidden_states, probs, self._compute), None

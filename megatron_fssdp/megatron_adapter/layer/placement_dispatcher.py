@@ -19,11 +19,15 @@ from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights
 
 
 class PlacementTokenDispatcher(MoETokenDispatcher):
-    """Sends tokens to wherever the running placement has their experts.
+    """Sends tokens to the devices that have their experts under the current placement.
 
-    Megatron calls the phases of one forward pass one after the other, so what they share
-    lives here between the first and the last, and nowhere longer; the backward pass has
-    its own copies in the autograd graph.
+    Megatron calls the phases of one forward pass one after the other. What the phases share is kept in this
+    object from the first phase to the last. The backward pass has its own copies in the autograd graph.
+
+    Args:
+        executor: Executor of the layer on this rank.
+        config: Megatron's ``TransformerConfig``.
+        pg_collection: Process groups of the layer.
     """
 
     def __init__(self, executor: LayerExecutor, config: Any, pg_collection: Any) -> None:
@@ -43,27 +47,30 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
         return self.executor.groups.ring is not None
 
     def use(self, exchange: MegatronExchange, divided_among: dist.ProcessGroup | None = None) -> None:
-        """Tell how the next forward pass exchanges its rows.
+        """Set how the next forward pass exchanges its rows.
 
         Args:
-            exchange: Of that pass alone.
-            divided_among: The tensor-parallel ranks, if each brings a part of their tokens; in the end all
-                get all results.
+            exchange: Exchange for the next forward pass only.
+            divided_among: Group of the tensor-parallel ranks if each of them dispatches a part of their
+                common tokens. All of them get all results at the end.
         """
         self._next_exchange, self._divided_among = exchange, divided_among
 
     @property
     def exchange(self) -> MegatronExchange:
-        """That of the forward pass under way."""
+        """The exchange of the current forward pass."""
         return _of_pass(self._exchange)
 
     @property
     def micro_batch(self) -> MicroBatch:
-        """The micro-batch of the forward pass under way."""
+        """The micro-batch of the current forward pass."""
         return _of_pass(self._micro_batch)
 
     def take_experts(self) -> list[ExpertWeights]:
-        """Weights of the experts present in this forward pass, ascending; once a pass."""
+        """Return the weights of this device's experts in this forward pass, by ascending expert number.
+
+        A second call in the same forward pass returns an empty list.
+        """
         experts, self._experts = self._experts, []
         return experts
 
@@ -74,11 +81,15 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
 
         Args:
             hidden_states: Hidden states, ``[sequence, batch, M]``.
-            routing_map: bool ``[T, E]``.
-            probs: ``[T, E]``.
+            routing_map: Whether a token is routed to an expert, bool ``[T, E]``.
+            probs: Routing probabilities, ``[T, E]``.
+
+        Returns:
+            Permuted tokens ``[A, M]`` and their probabilities ``[A]``.
         """
         self._hidden_shape = hidden_states.shape
-        self._probs_dtype = probs.dtype  # in which Megatron sums the parts of an expert's results
+        # Megatron sums the parts of an expert's results in this data type.
+        self._probs_dtype = probs.dtype
         exchange, self._next_exchange = self._next_exchange or MegatronExchange(self.executor.groups), None
         self._exchange = exchange
         tokens, probs, routing_map = exchange.gather(
@@ -96,7 +107,10 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
     def token_dispatch(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Phase 2: all-to-all to the experts' devices; or :meth:`run_smart_schedule` instead."""
+        """Phase 2: send rows to the experts' devices.
+
+        Under the smart schedule this does nothing, because :meth:`run_smart_schedule` does phases 2 to 5.
+        """
         if self.has_smart_schedule:
             return hidden_states, probs
         rows, probs = self.exchange.dispatch(hidden_states, probs, self.executor.plan_following)
@@ -107,12 +121,15 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
     def run_smart_schedule(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, compute: ExpertCompute
     ) -> torch.Tensor:
-        """Run phases 2 to 5 in steps and return the results of the rows that this rank sends, ``[A, M]``.
+        """Run phases 2 to 5 group by group, as FasterMoE's smart schedule.
 
         Args:
-            hidden_states: Rows in the order of sending, ``[A, M]``.
+            hidden_states: Rows in the order in which this rank sends them, ``[A, M]``.
             probs: Routing probabilities of these rows, ``[A]``.
-            compute: The experts' forward pass.
+            compute: Forward pass of the experts.
+
+        Returns:
+            Results of these rows, ``[A, M]``.
         """
         smart_schedule = self.executor.smart_schedule(self.micro_batch, compute)
         assert smart_schedule is not None
@@ -121,27 +138,32 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Phase 3: gather the peers' rows, sort by present expert; also the rows of each, on the host."""
+        """Phase 3: gather the rows of expert-tensor-parallel peers and sort them by expert.
+
+        Returns:
+            Sorted rows, the number of rows of each expert on this device (int64, on the host), and the
+            probabilities of the rows.
+        """
         record = self.micro_batch.exchange
         rows, probs = token_exchange.sort_by_expert(*self.exchange.gather_peers(hidden_states, probs), record)
-        # The CPU dtype and device that Megatron's dispatcher returns.
+        # Megatron's dispatcher returns this data type on the CPU too.
         rows_per_expert = torch.tensor(record.rows_per_expert, dtype=torch.long, device="cpu")
         return rows, rows_per_expert, probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Phase 4: back into the order of arrival, and the sum of the peers' parts."""
+        """Phase 4: sort rows back into the order of arrival, and sum the parts of the peers."""
         rows = self.micro_batch.materialization.end_use(hidden_states)
         rows = token_exchange.sort_by_source(rows, self.micro_batch.exchange)
         return self.exchange.sum_peers(rows, self._probs_dtype)
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Phase 5: all-to-all back to the tokens' ranks."""
+        """Phase 5: send the results back to the ranks of the tokens."""
         if self.has_smart_schedule:
             return hidden_states
         return self.exchange.combine(hidden_states)
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Phase 6: sum each token's results, in the shape of the input."""
+        """Phase 6: sum the results of each token, and restore the shape of the input."""
         output = self.micro_batch.materialization.release(self.exchange.unpermute(hidden_states))
         self._exchange = self._micro_batch = None
         output = output.view(self._hidden_shape)
@@ -149,14 +171,14 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
 
 
 def _of_pass[T](value: T | None) -> T:
-    """What a forward pass keeps between its phases.
+    """Return a value that exists only during a forward pass.
 
     Raises:
-        RuntimeError: No forward pass is under way.
+        RuntimeError: No forward pass is running.
     """
     if value is None:
         raise RuntimeError(
-            "dispatcher phases out of order: dispatch_preprocess starts a forward pass, "
-            "combine_postprocess ends it"
+            "dispatcher: got a phase outside a forward pass, wanted all phases between dispatch_preprocess, "
+            "which begins it, and combine_postprocess, which ends it; call the phases in Megatron's order"
         )
     return value

@@ -30,12 +30,14 @@ from megatron_fssdp.strategies.registry import build_strategy
 
 
 class StrategySession:
-    """What layer specs carry: the strategy's name, its settings and its runtime.
+    """One strategy for one model, with its settings and the runtime that all layers share.
+
+    Layer specs carry it to the layers.
 
     Args:
-        strategy_name: A placement strategy; ``none`` has no session.
-        settings: The strategy's validated settings.
-        timeout: Of the process groups that are made; torch's default if ``None``.
+        strategy_name: Name of a placement strategy. The strategy ``none`` has no session.
+        settings: Validated settings of the strategy.
+        timeout: Time-out of the process groups that the session creates; torch's default if ``None``.
     """
 
     def __init__(
@@ -55,15 +57,15 @@ class StrategySession:
         self._selectors: dict[str, ScheduleSelector] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StrategySession":
-        # Megatron deep-copies layer specs; their layers still belong to one session.
+        # Megatron deep-copies layer specs. All copies must share this session.
         return self
 
     def layer_numbers(self) -> tuple[int, ...]:
-        """Megatron's numbers of this pipeline stage's layers, without those of multi-token prediction."""
+        """Return Megatron's numbers of this pipeline stage's MoE layers, without multi-token prediction."""
         return self.slots.layer_numbers
 
     def stage_owners(self) -> StageOwners | None:
-        """Who keeps the experts of this pipeline stage; ``None`` without MoE layers."""
+        """Return the owners of this pipeline stage's experts; ``None`` for a stage without MoE layers."""
         return StageOwners(self.slots.owners, self.slots.layer_numbers) if self.slots else None
 
     def expert_groups(
@@ -74,19 +76,21 @@ class StrategySession:
         parts: dist.ProcessGroup | None = None,
         tensor_parallel: dist.ProcessGroup | None = None,
     ) -> ExpertGroups:
-        """The groups of a layer; collective over the ranks of all of them at its first call.
+        """Return the process groups of a layer. The first call for a group is collective over its ranks.
 
         Args:
-            expert_parallel: The ranks that share the layer's experts.
-            expert_tensor_parallel: The ranks that share each expert; a single one where it is whole.
-            parts: The expert-parallel groups of all these together.
-            tensor_parallel: The ranks with the same tokens, if there are more than one.
+            expert_parallel: Expert-parallel group: the ranks that share the layer's experts.
+            expert_tensor_parallel: Group of the ranks that share each expert. It has one rank if experts are
+                whole.
+            parts: Group of all ranks in the expert-parallel groups of all expert-tensor-parallel peers.
+            tensor_parallel: Group of the ranks with the same tokens; ``None`` if all ranks have different
+                tokens.
         """
         if expert_parallel.group_name not in self._groups:
             transfers: Any = None
             if self.strategy.overlaps and expert_parallel.size() > 1:
-                # Transfers run beside the dispatch, so they need a group of their own. Megatron keeps
-                # a list of its groups, whose time-outs it may change after the first iteration.
+                # Transfers overlap the dispatch, so they need their own process group. Megatron's function
+                # creates it, because Megatron may change the time-outs of all groups that it has created.
                 transfers = parallel_state.create_group(
                     dist.get_process_group_ranks(expert_parallel),
                     timeout=self.timeout,
@@ -96,7 +100,7 @@ class StrategySession:
             topology = detect_topology(expert_parallel, self.settings.nodes)
             peers = expert_tensor_parallel if expert_tensor_parallel.size() > 1 else None
             if peers is not None:
-                # Plans follow from it, and peers must have the same plans.
+                # Plans depend on the topology, and peers must have equal plans.
                 check_agreement(repr(topology).encode(), peers, "the experts' node layout")
             devices: list[int] = []
             if tensor_parallel is not None:
@@ -144,7 +148,7 @@ class StrategySession:
     def _ring(
         self, expert_parallel: dist.ProcessGroup, topology: Topology, peers: dist.ProcessGroup | None
     ) -> GroupRing | None:
-        """The groups of the smart schedule."""
+        """Return the ring of device groups of FasterMoE's smart schedule; ``None`` without it."""
         try:
             ring = self.strategy.ring(expert_parallel.rank(), topology)
         except ValueError as error:
@@ -157,13 +161,13 @@ class StrategySession:
         return ring
 
     def check_model(self, config: Any) -> None:
-        """Refuse a model that the strategy cannot serve, or settings that do not fit it.
+        """Refuse a model that the strategy does not support, or settings that do not fit the model.
 
         Args:
             config: Megatron's parsed arguments or a ``TransformerConfig``.
 
         Raises:
-            ConfigurationError: With what does not fit and the next step.
+            ConfigurationError: The model or a setting is refused.
         """
         check_supported(self.strategy_name, config)
         if self.strategy.resident_slots:
@@ -175,15 +179,15 @@ class StrategySession:
         self.settings.check_num_experts(num_experts)
 
     def _check_equal_tokens(self, config: Any) -> None:
-        """Refuse what goes wrong where tensor-parallel ranks have the same tokens."""
+        """Refuse features that fail if tensor-parallel ranks have the same tokens."""
         n_mp = getattr(config, "tensor_model_parallel_size", 1) or 1
         schedule = self.strategy.collective_schedule.name
         if n_mp == 1 or getattr(config, "sequence_parallel", False):
             return
         if getattr(config, "moe_latent_size", None):
             raise ConfigurationError(
-                f"--moe-latent-size with {n_mp} tensor-parallel ranks: its projections see a part of the "
-                "tokens; add --sequence-parallel"
+                f"--moe-latent-size: got it with {n_mp} tensor-parallel ranks without sequence parallelism, "
+                "where its projections get only a part of the tokens; add --sequence-parallel"
             )
         if self.settings.router == "topology_aware" and schedule not in ("s1", "megatron"):
             raise ConfigurationError(
@@ -195,15 +199,21 @@ class StrategySession:
         tokens = seq_length // (getattr(config, "context_parallel_size", 1) or 1) if seq_length else 0
         if schedule in ("s1", "megatron") and tokens % n_mp:
             raise ConfigurationError(
-                f"--seq-length {seq_length}: got {tokens} tokens of a sequence on {n_mp} tensor-parallel "
-                "ranks, wanted a multiple; change it, or use --moe-strategy parm --moe-strategy-set "
-                "schedule=s2"
+                f"--seq-length {seq_length}: got {tokens} tokens of a sequence, wanted a multiple of {n_mp}, "
+                "the number of tensor-parallel ranks; change --seq-length, or use --moe-strategy parm "
+                "--moe-strategy-set schedule=s2"
             )
 
 
 @dataclass(frozen=True)
 class RequestedStrategy:
-    """What the command line asked for; ``session`` is ``None`` under ``none``."""
+    """The strategy of the command line.
+
+    Attributes:
+        name: Name of the strategy.
+        settings: Validated settings of the strategy.
+        session: Session of the strategy; ``None`` for the strategy ``none``.
+    """
 
     name: str
     settings: StrategySettings

@@ -48,11 +48,12 @@ class _Passes:
 
 
 def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrategy | None]) -> None:
-    """Wrap the functions of ``megatron.training.training`` that a run passes through.
+    """Wrap the functions of Megatron's training loop.
 
     Args:
-        training: The module; the functions are looked up in it at call time.
-        requested_strategy: Returns the strategy of the parsed command line.
+        training: The module ``megatron.training.training``. Megatron looks up its functions there at call
+            time.
+        requested_strategy: Function that returns the strategy of the parsed command line.
     """
     setup = training.setup_model_and_optimizer
     step = training.train_step
@@ -133,16 +134,16 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
 
 
 def report_installation(model: list[torch.nn.Module], requested: RequestedStrategy) -> None:
-    """Check that the strategy's layers were really built, and say so in one log line.
+    """Check that the model has the strategy's layers, and log one line about them.
 
-    A bad ``--spec`` gives Megatron's default model without a word.
+    With a wrong ``--spec``, Megatron builds its default model without a warning.
 
     Args:
-        model: The built model chunks of this rank.
-        requested: The strategy of the command line.
+        model: Model chunks of this rank.
+        requested: Strategy of the command line.
 
     Raises:
-        ConfigurationError: Some MoE layer, or the whole model, is not the strategy's.
+        ConfigurationError: The model has no MoE layer, or an MoE layer is not the strategy's.
     """
     layers = [module for chunk in model for module in chunk.modules() if isinstance(module, MoELayer)]
     foreign = [layer for layer in layers if not isinstance(layer, StrategyMoELayer)]
@@ -157,7 +158,7 @@ def report_installation(model: list[torch.nn.Module], requested: RequestedStrate
         )
     log_single_rank(
         logger,
-        logging.WARNING,  # shown whatever --logging-level says
+        logging.WARNING,  # This level is shown under every --logging-level.
         f"[fssdp] strategy {requested.name}: installed in {_describe(layers)}; "
         f"settings {requested.settings.model_dump(exclude_none=True, mode='json')}",
     )
@@ -165,7 +166,7 @@ def report_installation(model: list[torch.nn.Module], requested: RequestedStrate
 
 def _describe(layers: list[StrategyMoELayer]) -> str:
     if not layers:
-        return "the MoE layers of the other pipeline stages, this one has none"
+        return "the MoE layers of other pipeline stages; this stage has no MoE layer"
     context = layers[0].executor.context
     numbers = ", ".join(str(layer.executor.context.layer) for layer in layers)
     return (
