@@ -1,11 +1,11 @@
-"""The table of docs/architecture.md as a test: which package may import which.
+"""The tables of docs/architecture.md as a test: which room may import which, and which sub-room.
 
-Every import statement counts: at the top, in a function, under ``if TYPE_CHECKING``.
+Every import statement counts: at the top of a file, in a function, and under ``if TYPE_CHECKING``.
 """
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -44,6 +44,46 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "<top>": ({"config", "megatron_adapter", "cli"}, set()),
 }
 
+# The sub-rooms of a room, and which of its other sub-rooms each may import. "" stands for the files that lie
+# directly in the room.
+SUB_ROOMS: dict[str, dict[str, set[str]]] = {
+    "planning": {
+        "": set(),
+        "placement": {""},
+        "memory": {""},
+        "loads": {"", "placement", "memory"},
+        "transfer": {"", "placement", "memory"},
+        "dispatch": {"", "placement", "memory"},
+        "cost": {"", "placement", "memory", "loads", "transfer", "dispatch"},
+        "papers": {"", "placement", "memory", "loads", "transfer", "dispatch", "cost"},
+        "balanced": {"", "placement", "memory", "loads", "transfer", "dispatch", "cost", "papers"},
+    },
+    "strategies": {"": set(), "auto": {""}},
+    "collectives": {"": set(), "sparse": {""}, "rows": {""}, "probes": {"", "rows"}},
+    "runtime": {
+        "": set(),
+        "experts": {""},
+        "exchange": {"", "experts"},
+        "replicas": {"", "experts"},
+        "execution": {"", "experts", "exchange", "replicas"},
+    },
+    "reporting": {"": set(), "page": {""}},
+    "megatron_adapter": {
+        "": set(),
+        "experts": {""},
+        "cpu": {""},
+        "support": {""},
+        "routing": {"", "experts", "cpu", "support"},
+        "checkpoints": {"", "experts", "cpu", "support"},
+        "diagnosis": {"", "experts", "cpu", "support"},
+        "layer": {"", "experts", "cpu", "support", "routing", "checkpoints"},
+        "training": {"", "experts", "cpu", "support", "routing", "checkpoints", "layer"},
+        "entry": {"", "experts", "cpu", "support", "routing", "checkpoints", "layer", "training"},
+    },
+    # The scripts that ranks run are started by their paths.
+    "cli": {"": set(), "pretraining": {""}},
+}
+
 FORBIDDEN = {
     "planning": {"time", "datetime", "random", "os", "argparse", "threading"},
     "strategies": {"time", "datetime", "random", "os", "argparse", "threading"},
@@ -77,6 +117,11 @@ def imports_of(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[i
                     yield node.lineno, argument.value
 
 
+def sub_room_of(names: list[str] | tuple[str, ...], sub_rooms: Collection[str]) -> str:
+    """The sub-room that a path or dotted name below a room leads into; "" if it stays in the room."""
+    return names[0] if names and names[0] in sub_rooms else ""
+
+
 def layer_of(parts: tuple[str, ...]) -> str:
     return parts[0] if len(parts) > 1 else "<top>"
 
@@ -92,6 +137,11 @@ def violations(source: str, parts: tuple[str, ...]) -> list[str]:
     if layer not in LAYERS:
         return [f"package {layer} is not in the table: add it to docs/architecture.md and here"]
     inner, outer = LAYERS[layer]
+    sub_rooms = SUB_ROOMS.get(layer, {"": set()})
+    own_sub_room = parts[1] if len(parts) > 2 else ""
+    if own_sub_room not in sub_rooms:
+        where = f"{layer}/{own_sub_room}"
+        return [f"sub-room {where} is not in the table: add it to docs/architecture.md and here"]
     is_package = parts[-1] == "__init__.py"
     module = ".".join([PACKAGE, *parts[:-1], *([] if is_package else [parts[-1].removesuffix(".py")])])
     tree = ast.parse(source)
@@ -108,6 +158,10 @@ def violations(source: str, parts: tuple[str, ...]) -> list[str]:
             allowed = top in outer
         if not allowed:
             found.append(f"{'/'.join(parts)}:{line}: {layer} must not import {name}")
+        elif top == PACKAGE and imported == layer:
+            sub_room = sub_room_of(rest.split(".")[1:], sub_rooms)
+            if sub_room not in {own_sub_room, *sub_rooms[own_sub_room]}:
+                found.append(f"{'/'.join(parts)}:{line}: {layer}/{own_sub_room} must not import {name}")
     if layer in NO_ENVIRONMENT:
         found += [
             f"{'/'.join(parts)}:{node.lineno}: {layer} must not read the environment"
@@ -148,7 +202,7 @@ def test_the_table_has_no_cycle() -> None:
         (("planning", "x.py"), "import time"),
         (("planning", "x.py"), "from megatron_fssdp.strategies.strategy import LayerPlan"),
         (("planning", "x.py"), "from megatron_fssdp import strategies"),
-        (("planning", "deep", "x.py"), "from ...runtime import layer_executor"),
+        (("planning", "cost", "x.py"), "from ...runtime.execution import layer_executor"),
         (("planning", "__init__.py"), "from ..runtime import layer_executor"),
         (("strategies", "x.py"), "def plan():\n    import torch.distributed as dist"),
         (("strategies", "x.py"), "import os\nx = os.environ['X']"),
@@ -167,6 +221,13 @@ def test_the_table_has_no_cycle() -> None:
         (("megatron_adapter", "x.py"), "from megatron_fssdp import cli"),
         (("data", "x.py"), "import torch"),
         (("fresh_package", "x.py"), ""),
+        (("planning", "fresh_sub_room", "x.py"), ""),
+        (("planning", "loads", "x.py"), "from megatron_fssdp.planning.cost.cost_model import LinkCost"),
+        (("planning", "loads", "x.py"), "from ..cost import cost_model"),
+        (("planning", "loads", "x.py"), "from megatron_fssdp.planning import cost"),
+        (("planning", "x.py"), "from megatron_fssdp.planning.loads import load_history"),
+        (("megatron_adapter", "layer", "x.py"), "def f():\n    from ..training import training_hooks"),
+        (("strategies", "fssdp.py"), "from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy"),
     ],
 )
 def test_the_checker_catches_a_planted_violation(parts: tuple[str, ...], source: str) -> None:
@@ -177,7 +238,8 @@ def test_the_checker_catches_a_planted_violation(parts: tuple[str, ...], source:
     ("parts", "source"),
     [
         (("planning", "x.py"), "import numpy as np\nfrom functools import cache\nfrom .y import z"),
-        (("planning", "deep", "x.py"), "from ..topology import Topology\nfrom ...config import errors"),
+        (("planning", "cost", "x.py"), "from ..placement import topology\nfrom ...config import errors"),
+        (("planning", "cost", "x.py"), "from .cost_model import LinkCost"),
         (("runtime", "__init__.py"), "from . import layer_executor\nfrom ..planning import placement"),
         (("megatron_adapter", "x.py"), "def f():\n    from megatron_fssdp.runtime import moe_runtime"),
     ],

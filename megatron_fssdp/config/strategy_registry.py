@@ -333,7 +333,7 @@ STRATEGIES = StrategyRegistry(
         RegisteredStrategy(
             "auto",
             AutoSettings,
-            "megatron_fssdp.strategies.registry:automatic",
+            "megatron_fssdp.strategies.auto.candidates:build_auto",
             "for each layer the strategy with the fewest modelled seconds",
             "#8C564B",
             is_ranked=False,

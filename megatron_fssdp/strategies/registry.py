@@ -1,15 +1,11 @@
 """From a registered name and its settings to a strategy."""
 
 import importlib
-import logging
 from typing import Any
 
-from megatron_fssdp.config.strategy_registry import SHIPPED, STRATEGIES
-from megatron_fssdp.config.strategy_settings import AutoSettings, StrategySettings
-from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
+from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy_settings import StrategySettings
 from megatron_fssdp.strategies.strategy import Strategy
-
-logger = logging.getLogger(__name__)
 
 
 def build_strategy(name: str, settings: StrategySettings) -> Strategy:
@@ -33,33 +29,3 @@ def build_strategy(name: str, settings: StrategySettings) -> Strategy:
             "megatron_fssdp.strategies.strategy.Strategy"
         )
     return strategy
-
-
-def automatic(settings: AutoSettings) -> AutoStrategy:
-    """``auto`` with its candidates.
-
-    A candidate of another package that cannot be built, or that a single layer cannot have, is left out with
-    a warning, because whoever asks for ``auto`` need not know it.
-    """
-    candidates = {}
-    for name, keys in settings.candidates.items():
-        try:
-            candidates[name] = _candidate(name, keys)
-        except Exception as error:
-            if STRATEGIES[name].package == SHIPPED:
-                raise
-            logger.warning(
-                f"[fssdp] auto: candidate '{name}' of {STRATEGIES[name].package} is left out: {error}; leave "
-                f"it out yourself with --moe-strategy-set {name}=false, or update the package"
-            )
-    return AutoStrategy(settings, candidates)
-
-
-def _candidate(name: str, settings: StrategySettings) -> Strategy:
-    candidate = build_strategy(name, settings)
-    if candidate.resident_slots or candidate.selects:
-        raise ValueError(
-            "got a strategy with resident replicas or candidates of its own, wanted one that a layer can "
-            "change to and from between iterations"
-        )
-    return candidate

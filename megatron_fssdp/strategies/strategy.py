@@ -22,8 +22,8 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
-from megatron_fssdp.strategies.auto.iteration_spread import IterationSpread
-from megatron_fssdp.strategies.auto.selection_report import SelectionReport
+from megatron_fssdp.strategies.iteration_spread import IterationSpread
+from megatron_fssdp.strategies.selection_report import SelectionReport
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
-from megatron_fssdp.strategies.auto.iteration_spread import IterationSpread
-from megatron_fssdp.strategies.auto.selection_report import SelectionReport
+from megatron_fssdp.strategies.iteration_spread import IterationSpread
+from megatron_fssdp.strategies.selection_report import SelectionReport
 from megatron_fssdp.strategies.strategy import Strategy
 
 LATEST = 200

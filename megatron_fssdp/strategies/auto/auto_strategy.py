@@ -16,11 +16,11 @@ from megatron_fssdp.config.strategy_settings import AutoSettings
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
-from megatron_fssdp.strategies.auto.iteration_spread import LEAST_SEEN, IterationSpread
 from megatron_fssdp.strategies.auto.selection_by_seconds import select_by_seconds
-from megatron_fssdp.strategies.auto.selection_report import LayerSelection, SeenSaving, SelectionReport
+from megatron_fssdp.strategies.iteration_spread import LEAST_SEEN, IterationSpread
 from megatron_fssdp.strategies.owner_moves import exchange_s
 from megatron_fssdp.strategies.plan_seconds import plan_seconds
+from megatron_fssdp.strategies.selection_report import LayerSelection, SeenSaving, SelectionReport
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 
 BARRED_CHOICES = 5

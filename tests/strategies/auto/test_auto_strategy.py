@@ -17,7 +17,7 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies.auto.auto_strategy import BARRED_CHOICES, AutoStrategy
-from megatron_fssdp.strategies.auto.iteration_spread import IterationSpread
+from megatron_fssdp.strategies.iteration_spread import IterationSpread
 from megatron_fssdp.strategies.plan_seconds import plan_seconds
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan

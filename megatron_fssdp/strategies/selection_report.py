@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_fssdp.strategies.auto.iteration_spread import IterationSpread
+from megatron_fssdp.strategies.iteration_spread import IterationSpread
 
 LEAST_OF_ITERATION = 0.01
 """Part of a measured iteration that changes have to save together to be made."""

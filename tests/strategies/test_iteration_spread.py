@@ -1,6 +1,6 @@
 """An iteration time counts as slower only if it is slower nearly every time."""
 
-from megatron_fssdp.strategies.auto.iteration_spread import IterationSpread
+from megatron_fssdp.strategies.iteration_spread import IterationSpread
 
 
 def spread(*seconds: float) -> IterationSpread:
