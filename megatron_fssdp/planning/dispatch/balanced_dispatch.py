@@ -1,11 +1,13 @@
-"""Balanced dispatch: the holders of an expert need not get equal parts of the tokens.
+"""Balanced dispatch: holders of an expert get unequal parts of its tokens, which evens out device loads.
 
-Ours, beyond the papers. With the placement fixed and the exact counts known, tokens that
-even dispatch would deal out evenly fill up the least loaded holders instead. A token never
-goes farther than under even dispatch: it stays on its device where its expert is, else in its
-node where a holder is. What is left to choose is the holder, in the node or among all of them.
+This dispatch is ours and goes beyond the papers. The placement is fixed and the exact counts are known. Even
+dispatch would split tokens evenly over holders; balanced dispatch gives more of them to the least loaded
+holders. A token never travels farther than under even dispatch: it stays on its device if the expert is
+there, otherwise in its node if a holder is there. Only the holder is selected, within the node or among all
+holders.
 
-Plain lists and whole numbers: few numbers are touched, and every rank has to derive the same.
+The module uses plain lists and whole numbers, because it touches few numbers and every rank must derive the
+same result.
 
 Shape letters: E experts, D devices, N nodes, P pairs of expert and device.
 """
@@ -21,24 +23,27 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 
 ENOUGH = 1.005
-"""Highest load over the mean from which on nothing is searched any more."""
+"""The search stops when the highest device load divided by the mean load is at most this number."""
 
 MOST_DEALS = 256
-"""Bounds the time, which nothing hides, to a few milliseconds in large groups."""
+"""Most redistributions of one search.
+
+The limit bounds the planning time to a few milliseconds in large groups. Nothing hides this time.
+"""
 
 
 def balanced_dispatch(counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> QuotaDispatch:
-    """Even dispatch (Hecate §4.4), and then the most loaded devices' tokens dealt out again.
+    """Start from even dispatch (Hecate §4.4) and redistribute tokens of the most loaded devices.
 
-    Deals, one after another, the tokens of one expert that a most loaded device shares with other
-    holders to those that have least without them. If its holders have as much as it has, they
-    are relieved in turn. The highest load of a device never rises, and neither do the
-    most tokens that a device receives from its node or from other nodes, and that a node receives:
-    by no cost model is the result slower than even dispatch.
+    Each step takes the tokens of one expert that a most loaded device shares with other holders. It deals
+    them out again to the holders that have the least load without them. If these holders have as much load as
+    the device, their own shared tokens are redistributed first. The highest device load never rises. The most
+    tokens that a device receives from its node, that a device receives from other nodes, and that a node
+    receives never rise either. The result is therefore not slower than even dispatch under any cost model.
 
     Args:
-        counts_DE: (token, k) pairs by source and expert, integers [D, E].
-        placement: Where the experts are.
+        counts_DE: (token, k) pairs by source device and expert, integers ``[D, E]``.
+        placement: Owners and replicas of the experts.
         topology: Nodes of the devices.
     """
     groups = holder_groups(placement, topology)
@@ -52,12 +57,12 @@ def balanced_dispatch(counts_DE: np.ndarray, placement: ExpertPlacement, topolog
 
 
 class _Deals:
-    """Tokens of every device and link while they are dealt out.
+    """Numbers of tokens of every (expert, holder) pair, device and node while tokens are redistributed.
 
     Attributes:
-        near: Tokens of each pair from other devices of the holder's node.
-        far: Tokens of each pair from other nodes.
-        loads: Tokens that each device computes.
+        near: Tokens of each pair that come from other devices of the holder's node, ``[P]``.
+        far: Tokens of each pair that come from other nodes, ``[P]``.
+        loads: Tokens that each device computes, ``[D]``.
     """
 
     def __init__(self, groups: HolderGroups, even: PairTokens, topology: Topology) -> None:
@@ -73,7 +78,7 @@ class _Deals:
         self._received_near: list[int] = near_D.tolist()
         self._received_far: list[int] = far_D.tolist()
         self._node_received: list[int] = far_N.tolist()
-        # None may get above what is highest under even dispatch.
+        # No device and no node may receive more than the highest number under even dispatch.
         self._most_near, self._most_far, self._most_of_node = (
             int(near_D.max()),
             int(far_D.max()),
@@ -87,7 +92,14 @@ class _Deals:
     def _add_splits(
         self, tokens_P: np.ndarray, order_P: np.ndarray, sizes: np.ndarray, *, is_far: bool
     ) -> None:
-        """Tokens of one expert that may go to any of several consecutive pairs."""
+        """Find tokens of one expert that any of several holders may compute, and note them for these holders.
+
+        Args:
+            tokens_P: Tokens of every pair, near or far ones; int64 ``[P]``.
+            order_P: The pairs, ordered so that those that share tokens are consecutive; int64 ``[P]``.
+            sizes: Number of consecutive pairs in each group that shares tokens, int64.
+            is_far: Whether the tokens come from other nodes.
+        """
         firsts = np.cumsum(sizes) - sizes
         shared = np.add.reduceat(np.append(tokens_P[order_P], 0), firsts)
         chosen = (shared > 0) & (sizes > 1)
@@ -97,7 +109,7 @@ class _Deals:
                 self._splits_on[self._device_of[pair]].append((is_far, pair, pairs))
 
     def relieve_all(self) -> None:
-        """Relieve the most loaded device until that is not possible any more, or it has enough."""
+        """Lower the highest device load until this is impossible or the load is close to the mean."""
         loads = self.loads
         enough = ENOUGH * sum(loads) / len(loads)
         self._deals_left = MOST_DEALS
@@ -106,10 +118,10 @@ class _Deals:
             highest = max(loads)
 
     def _relieve(self, device: int) -> bool:
-        """Lower a device's load; where its fellow holders are as loaded, theirs first.
+        """Lower the load of a device, or of an equally loaded device with which it shares tokens.
 
         Returns:
-            Whether any load fell that was at the device's level.
+            Whether the load of one of these devices became lower.
         """
         level = self.loads[device]
         seen, waiting = {device}, [device]
@@ -130,7 +142,16 @@ class _Deals:
         return False
 
     def _deal(self, is_far: bool, pairs: list[int], device: int) -> bool:
-        """Deal one split's tokens out anew; whether ``device`` has less then."""
+        """Redistribute the tokens that some pairs share, if this lowers the load of a device.
+
+        Args:
+            is_far: Whether the tokens come from other nodes.
+            pairs: The pairs that share the tokens.
+            device: The device whose load should become lower.
+
+        Returns:
+            Whether the tokens were redistributed.
+        """
         tokens = self.far if is_far else self.near
         received = self._received_far if is_far else self._received_near
         most = self._most_far if is_far else self._most_near
@@ -156,7 +177,17 @@ class _Deals:
     def _level_out_far(
         self, devices: list[int], now: list[int], loads: list[int], room: list[int]
     ) -> list[int]:
-        """As :func:`level_out`, with what a node may receive as a bound as well."""
+        """Share tokens out like :func:`level_out`, with a limit on the tokens that each node may receive.
+
+        Args:
+            devices: The holders that share the tokens.
+            now: Tokens that each holder has of them now.
+            loads: Load of each holder without these tokens.
+            room: Most of these tokens that each holder may get.
+
+        Returns:
+            Tokens that each holder gets.
+        """
         nodes = [self._node_of[device] for device in devices]
         room_of = {node: self._most_of_node - self._node_received[node] for node in nodes}
         for node, count in zip(nodes, now, strict=True):
@@ -169,7 +200,7 @@ class _Deals:
             for i, part in zip(positions, parts, strict=True):
                 dealt[i] = part
                 sums[nodes[i]] += part
-            # A node with more than it may get gets just that; the rest goes to the others.
+            # A node whose limit is exceeded gets exactly its limit. The other nodes share the rest.
             full = {node for node, total in sums.items() if total > room_of[node]}
             if not full:
                 return dealt
@@ -183,23 +214,28 @@ class _Deals:
 
 
 def _sums(values_P: np.ndarray, index_P: np.ndarray, size: int) -> np.ndarray:
+    """Sums of the values with equal index, int64 ``[size]``."""
     sums = np.zeros(size, dtype=np.int64)
     np.add.at(sums, index_P, values_P)
     return sums
 
 
 def level_out(amount: int, loads: Sequence[int], room: Sequence[int]) -> list[int]:
-    """Water-filling: whole parts of ``amount`` after which the highest load is lowest.
+    """Divide an amount into whole parts so that the highest load is as low as possible (water-filling).
 
     Args:
-        amount: What is dealt out; at most ``sum(room)``.
-        loads: What is there already.
-        room: Most that may be added to each, 0 or more.
+        amount: The amount to divide, at most ``sum(room)``.
+        loads: Load of each receiver before.
+        room: Most that each receiver may get, 0 or more.
+
+    Returns:
+        Part of each receiver, in the order of ``loads``.
     """
     parts = [0] * len(loads)
     rising = sorted(range(len(loads)), key=loads.__getitem__)
     while amount:
-        # Who lies below the level that all would reach without bounds.
+        # Without limits, the receivers below a common level would all be filled up to it. Find these
+        # receivers.
         total, count = amount, 0
         for i in rising:
             if loads[i] * count >= total:
@@ -213,7 +249,7 @@ def level_out(amount: int, loads: Sequence[int], room: Sequence[int]) -> list[in
             for turn, i in enumerate(below):
                 parts[i] = level + (turn < ones) - loads[i]
             break
-        # Who cannot rise any farther is filled up first, for the others may rise higher.
+        # Receivers whose limit is below the level get their limit first. Then the others share the rest.
         for i in full:
             parts[i] = room[i]
             amount -= room[i]

@@ -1,11 +1,11 @@
-"""Even dispatch: which holder of an expert each source's tokens go to (Hecate, §4.4).
+"""Even dispatch: to which holders of an expert each source's tokens go (Hecate, §4.4).
 
-If the source has the expert, its tokens stay; else they are split evenly over the
-expert's holders in the source's node; else evenly over all holders. A remainder of
-``r`` tokens over ``n`` holders goes one each to the ``r`` holders from position
-``(source + expert) mod n`` of the ascending holder list, cyclically. Every rank derives
-its own row (what it sends) and column (what it receives) from the same counts; the
-[D, E, D] tensor is never built.
+If the source has the expert, its tokens stay there. Otherwise they are split evenly over the expert's holders
+in the source's node. If there is no such holder, they are split evenly over all holders. When ``n`` holders
+share the tokens, a remainder of ``r`` tokens goes to ``r`` holders, one token to each. The first of them is
+at position ``(source + expert) mod n`` of the ascending list of holders, and the list is taken as a ring.
+Every rank derives its own row (what it sends) and its own column (what it receives) from the same counts. The
+full table of shape ``[D, E, D]`` is never built.
 
 Shape letters: E experts, D devices, N nodes, P pairs of expert and device, H selected experts of a layer, U
 positions among an expert's holders, Z pairs of source and expert.
@@ -20,16 +20,16 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 
 MOST_CELLS_AT_ONCE = 1 << 12
-"""Sources times experts up to which :func:`even_pair_tokens` handles all cells at once."""
+"""Number of cells (sources times experts) up to which :func:`even_pair_tokens` handles all cells at once."""
 
 
 @dataclass(frozen=True, eq=False)
 class EvenDispatch:
-    """One micro-batch's tokens in equal parts to the nearest holders (Hecate §4.4).
+    """A dispatch that sends tokens in equal parts to the nearest holders of their experts (Hecate §4.4).
 
     Attributes:
-        counts_DE: (token, k) pairs by source and expert, integers [D, E].
-        placement: Where the experts are.
+        counts_DE: (token, k) pairs by source device and expert, integers ``[D, E]``.
+        placement: Owners and replicas of the experts.
         topology: Nodes of the devices.
     """
 
@@ -38,7 +38,10 @@ class EvenDispatch:
     topology: Topology
 
     def from_source(self, source: int) -> np.ndarray:
-        """What one source sends: int64 [E, D], row ``e`` sums to ``counts_DE[source, e]``."""
+        """Tokens that one source sends, by expert and receiving device: int64 ``[E, D]``.
+
+        Row ``e`` sums to ``counts_DE[source, e]``.
+        """
         row = self._groups().row(source)
         counts_E = self.counts_DE[source]
         share_E = counts_E // row.num_chosen_E
@@ -48,9 +51,9 @@ class EvenDispatch:
         return dispatch_ED
 
     def to_device(self, device: int) -> np.ndarray:
-        """What one device receives: int64 [D, E], by source and expert.
+        """Tokens that one device receives, by source and expert: int64 ``[D, E]``.
 
-        Equals ``[from_source(s)[:, device] for s in devices]``.
+        The result equals ``[from_source(s)[:, device] for s in devices]``.
         """
         column = self._groups().column(device)
         counts_P = self.counts_DE[column.source_P, column.expert_P]
@@ -61,17 +64,17 @@ class EvenDispatch:
         return dispatch_DE
 
     def device_tokens_D(self) -> np.ndarray:
-        """(token, k) pairs that every device computes, exactly: int64 [D]."""
+        """Exact number of (token, k) pairs that every device computes: int64 ``[D]``."""
         pairs = even_pair_tokens(self.counts_DE, self.placement, self.topology)
         tokens_D = np.zeros(self.placement.num_devices, dtype=np.int64)
         np.add.at(tokens_D, self._groups().device_P, pairs.own_P + pairs.near_P + pairs.far_P)
         return tokens_D
 
     def cross_node_tokens(self) -> int:
-        """Number of (token, k) pairs sent to another node.
+        """Number of (token, k) pairs that are sent to another node.
 
-        A source's tokens for an expert cross nodes all together or not at all: they do when no
-        device of its node holds the expert.
+        If no device of a source's node holds an expert, all the source's tokens for it go to other nodes.
+        Otherwise none of them do.
         """
         absent_DE = (self._groups().holders_EN == 0).T[self.topology.node_of_device_D]
         return int(np.asarray(self.counts_DE)[absent_DE].sum())
@@ -82,12 +85,12 @@ class EvenDispatch:
 
 @dataclass(frozen=True, eq=False)
 class PairTokens:
-    """Tokens of every (expert, holder) pair under even dispatch, by how far they come; [P].
+    """Tokens that each holder computes of each of its experts under even dispatch, by where they come from.
 
     Attributes:
-        own_P: The holder's own tokens.
-        near_P: Those of other devices of its node.
-        far_P: Those of other nodes.
+        own_P: Tokens of the holder itself, ``[P]``.
+        near_P: Tokens of other devices of its node, ``[P]``.
+        far_P: Tokens of other nodes, ``[P]``.
     """
 
     own_P: np.ndarray
@@ -96,9 +99,17 @@ class PairTokens:
 
 
 def even_pair_tokens(counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> PairTokens:
-    """What every holder computes of every expert under even dispatch, exactly.
+    """Exact number of tokens that each holder computes of each of its experts under even dispatch.
 
-    The pairs are ordered by expert, then device.
+    The (expert, holder) pairs are ordered by expert, then device.
+
+    Args:
+        counts_DE: (token, k) pairs by source device and expert, integers ``[D, E]``.
+        placement: Owners and replicas of the experts.
+        topology: Nodes of the devices.
+
+    Returns:
+        int64 ``[P]`` each.
     """
     groups = _groups(counts_DE, placement, topology)
     expert_P, device_P = groups.expert_P, groups.device_P
@@ -113,7 +124,7 @@ def even_pair_tokens(counts_DE: np.ndarray, placement: ExpertPlacement, topology
 
 
 def _over_all_holders_P(moving_DE: np.ndarray, groups: HolderGroups) -> np.ndarray:
-    """Splits all tokens over all holders of their experts: int64 [P]."""
+    """Split all tokens evenly over all holders of their experts: tokens of every pair, int64 ``[P]``."""
     if moving_DE.size > MOST_CELLS_AT_ONCE:
         return _split_by_size(moving_DE, groups)
     source_Z, expert_Z = np.nonzero(moving_DE)
@@ -124,7 +135,16 @@ def _over_all_holders_P(moving_DE: np.ndarray, groups: HolderGroups) -> np.ndarr
 
 
 def _take_near_tokens_P(moving_DE: np.ndarray, groups: HolderGroups, topology: Topology) -> np.ndarray:
-    """Takes the tokens whose expert has a holder in their node out of ``moving_DE`` and splits them."""
+    """Split the tokens whose expert has a holder in their node, and set their entries in ``moving_DE`` to 0.
+
+    Args:
+        moving_DE: Tokens that leave their device, int64 ``[D, E]``; changed in place.
+        groups: Holders of the placement.
+        topology: Nodes of the devices.
+
+    Returns:
+        Tokens of every pair, int64 ``[P]``.
+    """
     node_D = topology.node_of_device_D
     near_DE = (groups.holders_EN > 0).T[node_D]
     source_Z, expert_Z = np.nonzero(near_DE)
@@ -145,19 +165,24 @@ def _take_near_tokens_P(moving_DE: np.ndarray, groups: HolderGroups, topology: T
 def _split_cells(
     counts_Z: np.ndarray, turn_Z: np.ndarray, size_Z: np.ndarray, first_Z: np.ndarray, num_pairs: int
 ) -> np.ndarray:
-    """Splits the tokens of each cell (source, expert) over a range of pairs: int64 [P].
+    """Split the tokens of each cell (source, expert) evenly over a range of consecutive pairs.
 
     Args:
-        counts_Z: Tokens of every cell.
-        turn_Z: Source plus expert, from which the remainder is dealt.
-        size_Z: Length of the range.
-        first_Z: Where it begins.
+        counts_Z: Tokens of every cell, int64 ``[Z]``.
+        turn_Z: Source plus expert of every cell, int64 ``[Z]``. Modulo the length of the range, this is the
+            position from which the remainder is dealt out.
+        size_Z: Length of every cell's range of pairs, int64 ``[Z]``.
+        first_Z: First pair of every cell's range, int64 ``[Z]``.
         num_pairs: Number of pairs, P.
+
+    Returns:
+        Tokens of every pair, int64 ``[P]``.
     """
     share_Z = counts_Z // size_Z
     rest_Z = counts_Z - share_Z * size_Z
-    # Shares, and remainders dealt from ``start`` on, cyclically: a running sum of what is added
-    # where a range opens and taken away where it closes.
+    # Every cell adds its share to all pairs of its range, and 1 to the pairs that get a token of the
+    # remainder (from ``start`` on, in a ring). Adding a value where an interval opens and subtracting it
+    # where the interval closes, followed by one running sum, does this for all cells at once.
     steps = np.zeros(num_pairs + 1, dtype=np.int64)
     np.add.at(steps, first_Z, share_Z)
     np.subtract.at(steps, first_Z + size_Z, share_Z)
@@ -171,12 +196,20 @@ def _split_cells(
 
 
 def _split_by_size(moving_DE: np.ndarray, groups: HolderGroups) -> np.ndarray:
-    """Splits each expert's tokens over all its holders, the experts with equally many at a time.
+    """Split each expert's tokens evenly over all its holders.
 
-    The numbers of :func:`_split_cells` without its arrays of one entry a cell and step, which take
-    most of the time in large groups. With ``n`` holders, source ``s`` deals its remainder ``r`` from
-    position ``s mod n`` on, counted from position ``expert mod n``. All sources together open their
-    ranges the same for every expert; only where they close, ``s mod n + r``, needs counting.
+    Experts with equally many holders are handled together. The result is that of :func:`_split_cells`, but
+    without arrays with one entry for each cell and step. Those arrays would take most of the time in large
+    groups. With ``n`` holders, source ``s`` deals its remainder ``r`` from position ``s mod n`` on, counted
+    from position ``expert mod n``. The sources therefore open their intervals at the same positions for every
+    expert. Only the positions where the intervals close, ``s mod n + r``, have to be counted.
+
+    Args:
+        moving_DE: Tokens by source device and expert, int64 ``[D, E]``.
+        groups: Holders of the placement.
+
+    Returns:
+        Tokens of every pair, int64 ``[P]``.
     """
     num_devices = moving_DE.shape[0]
     moving_E = moving_DE.sum(axis=0)
@@ -205,11 +238,11 @@ def _split_by_size(moving_DE: np.ndarray, groups: HolderGroups) -> np.ndarray:
 
 
 def expected_device_load_D(load_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> np.ndarray:
-    """Load of every device under even dispatch, without rounding: float64 [D].
+    """Load of every device under even dispatch, without rounding to whole tokens: float64 ``[D]``.
 
     Args:
-        load_DE: Load by source and expert, [D, E]; need not be whole numbers.
-        placement: Where the experts are.
+        load_DE: Load by source device and expert, ``[D, E]``. The numbers may be fractions.
+        placement: Owners and replicas of the experts.
         topology: Nodes of the devices.
     """
     shares = expected_pair_loads(load_DE, placement, topology)
@@ -219,10 +252,18 @@ def expected_device_load_D(load_DE: np.ndarray, placement: ExpertPlacement, topo
 
 
 def expected_pair_loads(load_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> PairTokens:
-    """:func:`even_pair_tokens` without rounding, float64 [P].
+    """Load of each (expert, holder) pair: :func:`even_pair_tokens` without rounding to whole tokens.
 
-    A holder of an expert computes its own tokens, an even share of the tokens of its
-    node's devices without the expert, and an even share of the tokens of nodes without it.
+    A holder of an expert computes its own tokens, an even share of the tokens of its node's devices without
+    the expert, and an even share of the tokens of all nodes without the expert.
+
+    Args:
+        load_DE: Load by source device and expert, ``[D, E]``. The numbers may be fractions.
+        placement: Owners and replicas of the experts.
+        topology: Nodes of the devices.
+
+    Returns:
+        float64 ``[P]`` each.
     """
     groups = _groups(load_DE, placement, topology)
     load = np.ascontiguousarray(load_DE, dtype=np.float64)
@@ -237,10 +278,10 @@ def expected_pair_loads(load_DE: np.ndarray, placement: ExpertPlacement, topolog
 
 
 def _groups(values_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> HolderGroups:
-    """The placement's holder groups, after checking that the three arguments fit together."""
+    """Holder groups of the placement, after a check that the shapes of the three arguments match."""
     if values_DE.shape != (placement.num_devices, placement.num_experts):
         raise ValueError(
             f"the loads have shape {values_DE.shape}: wanted ({placement.num_devices}, "
-            f"{placement.num_experts}), by source device and expert, as the placement has them"
+            f"{placement.num_experts}), by source device and expert of the placement"
         )
     return holder_groups(placement, topology)

@@ -1,4 +1,4 @@
-"""Dispatch in which replicas serve their own device only (FasterMoE, §4.1; Pro-Prophet, §IV-A).
+"""Dispatch in which replicas serve only their own device (FasterMoE, §4.1; Pro-Prophet, §IV-A).
 
 Shape letters: E experts, D devices.
 """
@@ -11,11 +11,11 @@ from megatron_fssdp.planning.placement.topology import Topology
 
 
 def owner_dispatch(counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> QuotaDispatch:
-    """A source's tokens stay where it has their expert; all others go to the expert's owner.
+    """Tokens stay on their device if it has their expert. All other tokens go to the expert's owner.
 
     Args:
-        counts_DE: (token, k) pairs by source and expert, integers [D, E].
-        placement: Where the experts are.
+        counts_DE: (token, k) pairs by source device and expert, integers ``[D, E]``.
+        placement: Owners and replicas of the experts.
         topology: Nodes of the devices.
     """
     counts = np.asarray(counts_DE, dtype=np.int64)

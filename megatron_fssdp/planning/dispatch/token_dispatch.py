@@ -1,4 +1,4 @@
-"""Who computes which tokens when the placement is fixed and the counts are known.
+"""Which device computes which tokens, for a given placement and given counts.
 
 Shape letters: E experts, D devices.
 """
@@ -17,35 +17,38 @@ DispatchPolicy = Literal["even", "balanced", "owner"]
 
 
 class TokenDispatch(Protocol):
-    """One micro-batch's tokens on their way; every rank derives the same numbers."""
+    """The dispatch of one micro-batch: how many tokens each source sends to each device.
+
+    Every rank derives the same numbers from the same counts. Tokens are (token, k) pairs.
+    """
 
     def from_source(self, source: int) -> np.ndarray:
-        """What one source sends: int64 [E, D], by expert and device."""
+        """Tokens that one source sends, by expert and receiving device: int64 ``[E, D]``."""
         ...
 
     def to_device(self, device: int) -> np.ndarray:
-        """What one device receives: int64 [D, E], by source and expert."""
+        """Tokens that one device receives, by source and expert: int64 ``[D, E]``."""
         ...
 
     def device_tokens_D(self) -> np.ndarray:
-        """(token, k) pairs every device computes: int64 [D]."""
+        """Tokens that every device computes: int64 ``[D]``."""
         ...
 
     def cross_node_tokens(self) -> int:
-        """Pairs sent to another node."""
+        """Number of tokens that are sent to another node."""
         ...
 
 
 def plan_dispatch(
     policy: DispatchPolicy, counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology
 ) -> TokenDispatch:
-    """Dispatch the exact counts.
+    """Plan the dispatch of exact counts under one of three policies.
 
     Args:
-        policy: ``even`` as in Hecate §4.4, ``balanced`` (:func:`balanced_dispatch`), or ``owner``
-            (:func:`owner_dispatch`).
-        counts_DE: (token, k) pairs by source and expert, integers [D, E].
-        placement: Where the experts are.
+        policy: ``even`` (Hecate §4.4, :class:`EvenDispatch`), ``balanced`` (:func:`balanced_dispatch`), or
+            ``owner`` (:func:`owner_dispatch`). Without replicas all three give the same dispatch.
+        counts_DE: (token, k) pairs by source device and expert, integers ``[D, E]``.
+        placement: Owners and replicas of the experts.
         topology: Nodes of the devices.
     """
     if policy == "even" or not placement.num_replicas:

@@ -77,7 +77,10 @@ class PipelineStage:
         return behind if num_chunks == 1 else 2 * behind + (num_chunks - 1) * self._group
 
     def _chunks_forward(self, num_micro_batches: int) -> np.ndarray:
-        """Model chunk of each forward pass in turn, int64 ``[P]`` (Megatron's ``get_schedule_table``)."""
+        """Model chunk of each forward pass in turn, int64 (Megatron's ``get_schedule_table``).
+
+        The array has one entry for each chunk and micro-batch.
+        """
         chunks_V = np.arange(len(self.layers_of_chunk))
         starts = range(0, num_micro_batches, self._group)
         return np.concatenate(
