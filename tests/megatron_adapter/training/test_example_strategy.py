@@ -61,7 +61,7 @@ def watch_transfers() -> None:
     def watched_launch(self: LayerExecutor, *args: object, **options: object) -> object:
         result = launch(self, *args, **options)  # type: ignore[arg-type]
         say(f"transfer group: {self.groups.transfers is not None}")
-        if isinstance(self._ahead, ReplicaWeights) and self.prepare().placement.num_replicas:
+        if isinstance(self._ahead, ReplicaWeights) and self.plan_iteration().placement.num_replicas:
             say("replicas are on their way before the layer")
         return result
 
