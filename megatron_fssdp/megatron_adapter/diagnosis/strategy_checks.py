@@ -1,4 +1,4 @@
-"""Strategies that other installed packages bring."""
+"""Checks the strategies that this package and other installed packages provide."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ CHECK = "strategies"
 
 @dataclass(frozen=True)
 class InstalledStrategies:
-    """What loading the entry points of installed packages gave.
+    """Strategies found on this machine.
 
     Attributes:
-        num_shipped: Strategies of this package.
-        of_packages: (name, package) of those that other packages registered.
-        broken: Those that could not be registered.
+        num_shipped: Number of strategies of this package.
+        of_packages: Name and package of each strategy that another installed package registered.
+        broken: Strategies of other packages that could not be registered.
     """
 
     num_shipped: int = 0
@@ -25,7 +25,7 @@ class InstalledStrategies:
 
 
 def look_for_strategies() -> InstalledStrategies:
-    """Load the strategies of installed packages."""
+    """Load the strategies of this package and of other installed packages."""
     packages = [(name, entry.package) for name, entry in STRATEGIES.items()]
     of_packages = tuple(each for each in packages if each[1] != SHIPPED)
     return InstalledStrategies(
@@ -34,18 +34,22 @@ def look_for_strategies() -> InstalledStrategies:
 
 
 def check_strategies(found: InstalledStrategies) -> Sequence[Finding]:
-    """One finding for all strategies that can be used, and one for each that cannot."""
-    words = f"{found.num_shipped} of megatron-fssdp"
+    """Return one finding for all strategies that work, and one for each strategy that does not.
+
+    Args:
+        found: Strategies found on this machine.
+    """
+    words = f"{found.num_shipped} from megatron-fssdp"
     for name, package in found.of_packages:
-        words += f", {name} of {package}"
+        words += f", {name} from {package}"
     return [
         Finding(CHECK, words, Verdict.OK),
         *(
             Finding(
                 f"strategy {broken.name}",
-                f"of {broken.package}, cannot be used: {broken.reason}",
+                f"from {broken.package}, cannot be used: {broken.reason}",
                 Verdict.NOTE,
-                f"update the package or pip uninstall {broken.package}; other strategies are not affected",
+                f"update the package, or remove it: pip uninstall {broken.package}; other strategies work",
             )
             for broken in found.broken
         ),

@@ -1,9 +1,16 @@
 """Parameters, DDP and optimizer of resident replicas (FlexMoE).
 
 The Parameters belong to no module of the model. The model's norms, number of parameters and checkpoints are
-therefore the same as without replicas. DDP and optimizer are second instances of Megatron's own, with the
-settings of the model's. Replicas get their owners' gradients, clipped by the model's norm, so that their
-contents stay equal to the owners' up to rounding.
+therefore the same as without replicas. DDP and optimizer are second instances of Megatron's classes, with
+the model's settings. Replicas get their owners' gradients, clipped by the model's norm, so that their
+contents stay equal to the owners' up to rounding::
+
+                      owned slots of a device          resident slots of a device
+    Parameters of     Megatron's model                 this module
+    DDP, optimizer    Megatron's                       a second instance
+    gradients         sums from all replicas     -->   the same sums, sent back
+    contents          SparseAllGather is not used: a change of replicas copies parameters, master weights
+                      and optimizer states from owned slots to resident slots
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +41,7 @@ from megatron_fssdp.planning.placement.resident_map import ResidentMap
 from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
 
 _KEPT_ATTRIBUTES = ("allreduce", "tensor_model_parallel", "partition_dim", "partition_stride")
-"""What Megatron reads of an expert's Parameter to reduce and to optimize it."""
+"""Attributes of an expert's Parameter that Megatron reads to reduce its gradients and to optimize it."""
 
 
 class ResidentExperts:
@@ -43,13 +50,13 @@ class ResidentExperts:
     Args:
         owned: The stage's layers and the experts that this rank owns.
         slots: Number of resident slots that a device has for each layer.
-        model_chunks: DDP's chunks of the model on this rank.
+        model_chunks: Model chunks of this rank, wrapped in Megatron's DDP.
         optimizer: Megatron's optimizer, after it has loaded a checkpoint. From now on its ``step`` also steps
             the replicas.
-        expert_data_parallel: Process group of the ranks that hold the same experts as this one.
+        expert_data_parallel: Process group of the ranks that hold the same experts as this rank.
 
     Raises:
-        ConfigurationError: Experts are not trained, or an optimizer keeps what cannot be copied.
+        ConfigurationError: Experts are not trained, or an optimizer keeps a state that cannot be copied.
     """
 
     def __init__(
@@ -62,7 +69,8 @@ class ResidentExperts:
     ) -> None:
         self._owned, self._model_chunks, self._optimizer = owned, model_chunks, optimizer
         self._expert_data_parallel = expert_data_parallel
-        # A stage without MoE layers comes here too: Megatron compares groups of parameters over all ranks.
+        # A stage without MoE layers also builds DDP and an optimizer, because Megatron compares parameter
+        # groups over all ranks.
         num_layers = len(owned.executors)
         templates = owned.parameters[:: len(owned.parameters) // num_layers] if num_layers else []
         if not all(parameter.requires_grad for template in templates for parameter in template):
@@ -74,7 +82,7 @@ class ResidentExperts:
         first = model_chunks[0]
         self._ddp = DistributedDataParallel(
             first.config,
-            # What is not finite arrives at the owners too, and is found there.
+            # Non-finite gradients also arrive at the owners, where Megatron finds them.
             replace(
                 first.ddp_config,
                 overlap_grad_reduce=False,
@@ -88,7 +96,7 @@ class ResidentExperts:
             disable_bucketing=True,
         )
         self._resident_optimizer = get_megatron_optimizer(
-            # Clipping is the model's; see :meth:`_step`.
+            # Gradients are clipped by the model's norm in :meth:`_step`.
             replace(
                 optimizer.config,
                 clip_grad=0.0,
@@ -101,7 +109,7 @@ class ResidentExperts:
         if not num_layers:
             return
         _start_states_like(optimizer, self._resident_optimizer)
-        self._quantities()  # found out now and not many iterations later
+        self._quantities()  # This only checks that slots can be exchanged, before the training begins.
         optimizer.step = self._stepping(optimizer.step)
         self._map = ResidentMap.empty(num_layers, owned.owners.num_devices, slots)
 
@@ -122,15 +130,15 @@ class ResidentExperts:
             placements: The new placement of every layer.
 
         Returns:
-            What was moved; ``None`` if nothing changes.
+            What was copied; ``None`` if nothing changes.
 
         Raises:
-            RuntimeError: The ranks do not have the same placements.
+            RuntimeError: The ranks got different placements.
         """
         executors, owners = self._owned.executors, self._owned.owners
         group = executors[0].groups.expert_parallel
         digest = b"".join(placement.digest() for placement in placements)
-        agree_on(digest, "the replicas to keep", group, self._expert_data_parallel)
+        agree_on(digest, "the placement of resident replicas", group, self._expert_data_parallel)
         new = self._map.holding(placements)
         copies = self._map.copies_to(new, owners)
         if not copies and (new.expert_LDW == self._map.expert_LDW).all():
@@ -153,7 +161,7 @@ class ResidentExperts:
         return ReshardReport(len(copies), len(copies) * slot_bytes, synchronized_s(device) - started_s)
 
     def _quantities(self) -> list[PartedQuantity]:
-        """Parameters, masters and optimizer states of an expert, in owned slots and in resident slots."""
+        """Return parameters, master weights and optimizer states of all owned and resident slots."""
         self._copy_settings()
         return slot_quantities(
             [*self._owned.parameters, *self._parameters],
@@ -182,12 +190,13 @@ class ResidentExperts:
             if share < 1:
                 self._ddp.scale_gradients(share)
         self._copy_settings()
-        # Its whole step would form a norm over pipeline stages, some of which may have no replicas.
+        # The optimizer's whole step would compute a norm over all pipeline stages, and some of them may have
+        # no replicas.
         self._resident_optimizer.prepare_grads()
         self._resident_optimizer.step_with_ready_grads()
 
     def _copy_settings(self) -> None:
-        """Learning rate, weight decay and whatever else changes in the course of a training."""
+        """Copy learning rate, weight decay and other settings that change during a training."""
         groups = {_identity(group): group for group in _groups(self._optimizer)}
         for group in _groups(self._resident_optimizer):
             settings = groups.get(_identity(group), {})
@@ -198,7 +207,7 @@ _OWN_KEYS = ("params", "param_names")
 
 
 class _Registered(torch.nn.Module):
-    """Names Parameters as the model does, which decides about their weight decay."""
+    """Module that names Parameters like the model, because Megatron sets weight decay by these names."""
 
     def __init__(self, slots: Sequence[ExpertParameters]) -> None:
         super().__init__()
@@ -210,14 +219,14 @@ class _Registered(torch.nn.Module):
 
 
 class _Chained:
-    """Two optimizers as Megatron chains them."""
+    """Two optimizers that look like Megatron's ``ChainedOptimizer``."""
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self.chained_optimizers = [one for optimizer in optimizers for one in _members(optimizer)]
 
 
 def _like(template: ExpertParameters) -> ExpertParameters:
-    """Parameters of zeros with what Megatron knows of an expert's."""
+    """Return Parameters of zeros with the shapes and Megatron's attributes of an expert's Parameters."""
     made = []
     for parameter in template:
         new = Parameter(torch.zeros_like(parameter))
@@ -243,7 +252,10 @@ def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _start_states_like(model: Any, residents: Any) -> None:
-    """Create the residents' optimizer states as a loaded model has them: zeros, and the model's counters."""
+    """Create optimizer states for resident slots if the model's optimizer has loaded states already.
+
+    Tensors are zero, and counters equal the model's.
+    """
     states = [
         state
         for member in _members(model)

@@ -1,7 +1,7 @@
-"""What happens between two iterations of a Megatron training: measuring, selecting, re-sharding, planning.
+"""What happens between two iterations of a Megatron training: measuring, selecting, re-sharding, replicating.
 
-Everything here is collective: all ranks of a pipeline stage's experts come here in the same
-iterations and decide alike.
+All of it is collective: all ranks that hold experts of a pipeline stage come here in the same iterations and
+decide alike.
 """
 
 import logging
@@ -42,18 +42,25 @@ logger = logging.getLogger(__name__)
 class IterationDriver:
     """Begins and ends the iterations of one training under a strategy.
 
+    An iteration calls these methods::
+
+        begin           measure, or let auto select, then re-shard owners or change resident replicas
+        begin_passes    once, and again if Megatron repeats the forward and backward passes
+        end             after the optimizer step: collect what each layer did
+
     Args:
-        session: The strategy and its runtime.
-        model: DDP's chunks of the model on this rank.
+        session: The strategy's session.
+        model: Model chunks of this rank, wrapped in Megatron's DDP.
         optimizer: Megatron's optimizer.
         args: Megatron's arguments.
 
     Attributes:
-        held: When replicas are on this rank.
-        reshard: What was re-sharded before the running iteration; ``None`` if nothing was.
+        held: How many replicas exist at the same time on this rank.
+        reshard: What was moved before the running iteration; ``None`` if nothing was.
 
     Raises:
-        ConfigurationError: Re-sharding is on, and the slots cannot be exchanged.
+        ConfigurationError: The strategy moves owners or keeps resident replicas, and the slots cannot be
+            exchanged.
     """
 
     def __init__(self, session: StrategySession, model: Sequence[Any], optimizer: Any, args: Any) -> None:
@@ -68,7 +75,7 @@ class IterationDriver:
         self._began_s = 0.0
         self._selector: StrategySelector | None = None
         self._residents: ResidentExperts | None = None
-        # Where Megatron does not stop at such numbers, fp16 with its loss scaling, they are nothing unusual.
+        # Megatron turns this check off for fp16, where loss scaling makes non-finite numbers normal.
         self._watch = FiniteWatch(model) if args.check_for_nan_in_loss_and_grad else None
         layers = session.runtime.layers
         if session.strategy.resident_slots and args.expert_model_parallel_size > 1:
@@ -82,7 +89,8 @@ class IterationDriver:
         if not layers or layers[0].context.num_devices == 1:
             return
         if session.strategy.moves_owners:
-            # Found out now and not a hundred iterations later.
+            # This call only checks that slots can be exchanged. A run should fail now and not at its first
+            # re-shard.
             slot_quantities(
                 session.slots.parameters,
                 optimizer,
@@ -103,7 +111,7 @@ class IterationDriver:
 
     @property
     def _groups_of_owners(self) -> list[dist.ProcessGroup]:
-        """Over all of them together, ranks that plan alike or share owners agree."""
+        """The groups over which ranks agree if they must have equal plans or share owners."""
         return [
             self._expert_parallel,
             parallel_state.get_expert_tensor_parallel_group(),
@@ -112,16 +120,16 @@ class IterationDriver:
 
     @property
     def _device(self) -> torch.device:
-        # A layer may own nothing here; a session has Parameters.
+        # After a re-shard, this rank may own no expert of a layer, but it owns experts of some layer.
         layers = self._session.runtime.layers
         return next(ps[0].device for layer in layers for ps in layer.experts.parameters.values())
 
     def begin(self, iteration: int, num_micro_batches: int) -> None:
-        """Before an iteration's first forward pass.
+        """Prepare an iteration. Call this before its first forward pass.
 
         Args:
-            iteration: Iterations that the model has been trained for.
-            num_micro_batches: Of the iteration to come.
+            iteration: Number of iterations that are complete.
+            num_micro_batches: Number of micro-batches of the iteration to come.
         """
         session = self._session
         if self._watch is not None:
@@ -139,7 +147,7 @@ class IterationDriver:
         self._began_s = time.perf_counter()
 
     def begin_passes(self) -> None:
-        """Before the forward and backward passes of an iteration, which Megatron may run again."""
+        """Prepare the forward and backward passes of an iteration, which Megatron may repeat."""
         self._passes_begun += 1
         if self._residents is not None:
             self._residents.zero_gradients()
@@ -147,20 +155,20 @@ class IterationDriver:
             self._session.runtime.repeat_iteration()
 
     def end(self) -> list[LayerLoad]:
-        """After the optimizer's step; what each layer did."""
+        """End an iteration after the optimizer step, and return what each layer did."""
         if self._selector is not None:
             self._selector.note(time.perf_counter() - self._began_s)
         return self._session.runtime.end_iteration()
 
     def report_non_finite(self) -> None:
-        """Log where the numbers came up for which Megatron ends the run, if it does so for that."""
+        """Log where NaN or infinity appeared first, if Megatron ends the run because of them."""
         if self._watch is None:
             return
         finding = self._watch.finding()
         if finding is None and get_rerun_state_machine().rerun_requested:
             finding = (
-                "Megatron refused a loss or gradient of this rank, and all its MoE layers made finite hidden "
-                "states and gradients: look at the other layers, the last ones first, and the loss"
+                "Megatron refused a loss or gradient of this rank, but all its MoE layers made finite hidden "
+                "states and gradients: check the loss and the other layers, beginning with the last"
             )
         if finding is not None:
             report_non_finite(self._args, finding)
@@ -208,14 +216,17 @@ class IterationDriver:
         return report
 
     def _select_strategies(self, selector: StrategySelector, iteration: int) -> None:
-        """Let ``auto`` reconsider the strategy of every layer, if it is time; MTP layers keep theirs."""
+        """Let ``auto`` reconsider the strategy of every layer if this iteration is one at which it does.
+
+        Layers of multi-token prediction keep their strategy.
+        """
         report = selector.select(self._session.slots.executors, iteration)
         if report is not None and _speaks_for_stage():
             for line in report.describe():
                 logger.warning(f"[fssdp] auto, after iteration {iteration}: {line}")
 
     def _replicate(self, iteration: int) -> ReshardReport | None:
-        """Let the strategy reconsider the resident replicas, if this iteration is one at which it does."""
+        """Let the strategy reconsider the resident replicas if this iteration is one at which it does."""
         strategy = self._session.strategy
         if self._residents is None or not strategy.replicates_at(iteration) or not self._session.slots:
             return None
@@ -228,14 +239,23 @@ class IterationDriver:
         report = self._residents.hold(placements)
         if report is not None and _speaks_for_stage():
             logger.warning(
-                f"[fssdp] replicas: {sum(one.num_replicas for one in placements)} are kept, "
-                f"{report.experts_moved} of them new: {report.bytes_moved / 1e6:.1f} MB of parameters and "
-                f"optimizer states in {report.seconds:.3f} s"
+                f"[fssdp] resident replicas: {sum(one.num_replicas for one in placements)} on this pipeline "
+                f"stage, {report.experts_moved} of them new: {report.bytes_moved / 1e6:.1f} MB of parameters "
+                f"and optimizer states in {report.seconds:.3f} s"
             )
         return report
 
     def _mean_over_copies(self, total_LDE: np.ndarray) -> np.ndarray:
-        """Loads of an iteration; groups that keep copies of the same experts decide by all their loads."""
+        """Return the mean loads of an iteration over the expert-data-parallel copies.
+
+        Expert-parallel groups with copies of the same experts must decide alike, so all their loads count.
+
+        Args:
+            total_LDE: Loads summed over the iterations of the history, ``[L, D, E]``.
+
+        Returns:
+            Mean loads per iteration and copy, ``[L, D, E]``.
+        """
         copies = parallel_state.get_expert_data_parallel_group()
         total = torch.from_numpy(total_LDE).to(self._device)
         dist.all_reduce(total, group=copies)
@@ -244,7 +264,11 @@ class IterationDriver:
         return mean_LDE
 
     def _contexts_of_copies(self) -> list[LayerContext]:
-        """The layers with the nodes of the first of the groups that keep copies of the same experts."""
+        """Return the contexts of all layers with the topology of the first expert-data-parallel copy.
+
+        Expert-parallel groups with copies of the same experts must decide alike, so all of them plan with
+        the same topology.
+        """
         executors = self._session.slots.executors
         copies = parallel_state.get_expert_data_parallel_group()
         nodes = torch.tensor(executors[0].context.topology.node_of_device, device=self._device)
@@ -260,8 +284,8 @@ def _described_profile(context: LayerContext, strategy: Any) -> str:
     return (
         f"[fssdp] measured in {strategy.profile_iterations} iterations: compute before a layer "
         f"{profile.non_moe_s * 1e3:.3f} ms, links inside a node {_described(cluster.intra)}, between nodes "
-        f"{_described(cluster.inter)}, experts {cluster.expert_flops_per_s / 1e9:.2f} GFLOP/s a device, "
-        f"{profile.expert_bytes} bytes an expert; {strategy.limits(context)}"
+        f"{_described(cluster.inter)}, experts {cluster.expert_flops_per_s / 1e9:.2f} GFLOP/s per device, "
+        f"{profile.expert_bytes} bytes per expert; {strategy.limits(context)}"
     )
 
 
@@ -270,7 +294,7 @@ def _described(link: Any) -> str:
 
 
 def _free_bytes() -> int:
-    """Memory that is free at an iteration's peak."""
+    """Return the bytes of memory that are free at the peak of an iteration."""
     if torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
         return max(0, free + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated())

@@ -98,6 +98,7 @@ def test_a_healthy_cpu_machine_has_no_problem() -> None:
         "Megatron's seams": OK,
         "Transformer Engine": OK,
         "Apex": OK,
+        "strategies": OK,
         "gloo": OK,
         "NCCL": OK,
         "GPUs": NOTE,
