@@ -1,4 +1,4 @@
-"""Errors that say where they happened."""
+"""Adds to an error the operation in which it happened."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,10 +6,12 @@ from contextlib import contextmanager
 
 @contextmanager
 def naming_failures(place: str) -> Iterator[None]:
-    """Add a note to what is raised inside: a lost connection alone does not tell whose it was.
+    """Add a note with ``place`` to every exception that is raised inside the context.
+
+    Without the note, an error such as a lost connection does not show which operation it interrupted.
 
     Args:
-        place: What is being done, for example "SparseAllGather of layer 3".
+        place: The operation that runs inside the context, for example "SparseAllGather of layer 3".
     """
     try:
         yield

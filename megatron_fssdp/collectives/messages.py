@@ -1,4 +1,4 @@
-"""Messages from rank to rank of a group, and exchanges made of them."""
+"""Point-to-point messages between the ranks of a group, and exchanges that consist of such messages."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -7,32 +7,37 @@ from torch import Tensor
 
 
 def send(tensor: Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> dist.Work:
-    """Start to send; ``peer`` is a rank in the group."""
+    """Start to send a tensor and return its work handle; ``peer`` is the receiver's rank in the group."""
     work = dist.isend(tensor, group=group, tag=tag, group_dst=peer)
-    assert work is not None  # it is only outside the group
+    assert work is not None  # It is None only on ranks outside the group.
     return work
 
 
 def receive(tensor: Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> dist.Work:
-    """Start to receive; ``peer`` is a rank in the group."""
+    """Start to receive a tensor and return its work handle; ``peer`` is the sender's rank in the group."""
     work = dist.irecv(tensor, group=group, tag=tag, group_src=peer)
-    assert work is not None  # it is only outside the group
+    assert work is not None  # It is None only on ranks outside the group.
     return work
 
 
 def exchange(
     outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], group: dist.ProcessGroup, tag: int
 ) -> list[dist.Work]:
-    """Start messages to and from other ranks, all at once, and copy this rank's own part; for CPU tensors.
+    """Start all messages of an all-to-all exchange of CPU tensors, and copy this rank's own part.
 
-    In gloo's own collectives ranks wait for each other in turn. Side by side, the messages keep all links
-    busy (docs/log.md). Each rank begins with the next one, so that none is everybody's first.
+    In gloo's own collectives, ranks wait for each other in turn. Messages that are all posted at once keep
+    all links busy (docs/log.md). Each rank sends to the next rank first, so that the ranks do not all send
+    to the same rank first.
 
     Args:
-        outgoing: Contiguous tensor for every rank of the group, this one too; empty ones do not go.
-        incoming: Contiguous tensor for what comes from every rank, this one too.
-        group: The ranks.
-        tag: Keeps exchanges apart that run at the same time.
+        outgoing: For every rank of the group, this one included, the contiguous tensor to send to it. Empty
+            tensors are not sent.
+        incoming: For every rank of the group, this one included, the contiguous tensor to receive into.
+        group: Process group of the ranks that exchange.
+        tag: Message tag; exchanges that run at the same time need different tags.
+
+    Returns:
+        Work handles of all messages, to be waited for by the caller.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     works = [
@@ -49,14 +54,15 @@ def exchange(
 def exchange_in_batch(
     sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]], group: dist.ProcessGroup
 ) -> None:
-    """Messages to and from ranks of the group as one batch, waited for.
+    """Send and receive messages as one batch, and wait for all of them.
 
-    NCCL matches messages by their order between two ranks, and empty ones must not go.
+    NCCL matches messages by their order between two ranks. It does not allow empty messages, so the caller
+    leaves them out.
 
     Args:
-        sent: The receiver's rank in the group and what goes there.
-        received: The sender's rank and memory for what comes.
-        group: The ranks.
+        sent: Messages to send: the receiver's rank in the group and the tensor.
+        received: Messages to receive: the sender's rank in the group and the tensor to fill.
+        group: Process group of the ranks that exchange.
     """
     operations = [
         dist.P2POp(call, x, group=group, group_peer=rank)
@@ -68,6 +74,6 @@ def exchange_in_batch(
 
 
 def wait_for(works: Iterable[dist.Work]) -> None:
-    """Wait until all of these have ended; on CUDA the current stream waits instead of the host."""
+    """Wait until all of these operations are complete; on CUDA the current stream waits, not the host."""
     for work in works:
         work.wait()

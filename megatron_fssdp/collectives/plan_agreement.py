@@ -1,4 +1,4 @@
-"""A check that ranks which plan alone have come to the same plan."""
+"""A check that ranks, each of which plans alone, have made the same plan."""
 
 import hashlib
 from collections import Counter
@@ -10,16 +10,16 @@ _DIGEST_BYTES = 16
 
 
 def check_agreement(digest: bytes, group: dist.ProcessGroup, what: str) -> None:
-    """Raise on every rank of the group when the ranks' digests are not all equal.
+    """Raise an error on every rank of the group if the ranks' digests are not all equal.
 
     Args:
-        digest: A hash of what should be equal; any length.
-        group: The ranks that compare; all must call this.
-        what: Names the compared thing in the message, for example "placement of layer 3".
+        digest: Hash of the data that should be equal on all ranks; any length.
+        group: Process group of the ranks to compare; all of them must call this function.
+        what: Name of the compared data for the error message, for example "placement of layer 3".
 
     Raises:
-        RuntimeError: Names ``what`` and the ranks whose digest differs from the most common
-            one; on a tie the one of the lowest rank counts as common.
+        RuntimeError: The digests differ. The message names ``what`` and the ranks whose digest differs from
+            the most common one. If several digests are equally common, the one of the lowest rank counts.
     """
     world_size = dist.get_world_size(group)
     own = hashlib.blake2b(digest, digest_size=_DIGEST_BYTES).digest()
@@ -29,14 +29,16 @@ def check_agreement(digest: bytes, group: dist.ProcessGroup, what: str) -> None:
         gathered, torch.tensor(list(own), dtype=torch.uint8, device=device), group=group
     )
     digests = [bytes(row) for row in gathered.view(world_size, -1).tolist()]
-    common, count = Counter(digests).most_common(1)[0]  # of equals, the first seen: the lowest rank
+    # Among equally common digests, Counter returns the one that it saw first: the lowest rank's.
+    common, count = Counter(digests).most_common(1)[0]
     if count < world_size:
         differing = [rank for rank, other in enumerate(digests) if other != common]
         listing = ", ".join(f"{rank}: {other.hex()[:8]}" for rank, other in enumerate(digests))
         raise RuntimeError(
             f"[fssdp] {what} is not the same on all {world_size} ranks: ranks {differing} differ from the "
-            f"others (this is rank {dist.get_rank(group)}; hashes by rank: {listing}). Planning must depend "
-            "only on what all ranks share; look for unsynchronised loads, settings or random numbers"
+            f"others (this is rank {dist.get_rank(group)}; hashes by rank: {listing}). A plan must depend "
+            "only on data that all ranks share; look for loads, settings or random numbers that differ "
+            "between ranks"
         )
 
 

@@ -1,4 +1,12 @@
-"""Where a transfer runs while the caller goes on: a thread for CPU tensors, a stream for CUDA ones."""
+"""Runs transfers beside the caller's work: in a thread for CPU tensors, on a stream for CUDA tensors.
+
+"Lane" means either of them. The caller starts a transfer, continues with other work, and waits for the
+results when it needs them::
+
+    caller   start ── other work ──────── wait ░░ use the results
+               └────┐                          ▲
+    lane            transfer ──────────────────┘         ░░ is the exposed time
+"""
 
 import os
 import queue
@@ -18,11 +26,11 @@ Results = dict[int, Tensor]
 
 @dataclass(frozen=True)
 class TransferTiming:
-    """How long a transfer took, and how much of that its caller had to wait for.
+    """How long a transfer took, and for how much of that time its caller had to wait.
 
     Attributes:
-        busy_s: From its first message to its last, on its lane.
-        exposed_s: Of these, the seconds in which the waiting thread or stream stood still.
+        busy_s: Seconds from the start to the end of the transfer on its lane.
+        exposed_s: The part of ``busy_s`` in which the thread or stream that waited had to stop, in seconds.
     """
 
     busy_s: float = 0.0
@@ -30,42 +38,42 @@ class TransferTiming:
 
 
 class TransferTimer(Protocol):
-    """Knows a transfer's times and keeps none of its tensors alive."""
+    """Knows how long a transfer took, and keeps none of its tensors alive."""
 
     def timing(self) -> TransferTiming:
-        """The times, after the wait; on CUDA the host waits until they are known."""
+        """Times of the transfer; valid after ``wait``. On CUDA, the host waits until they are known."""
 
 
 class PendingTransfer(Protocol):
-    """A transfer that has been started."""
+    """A transfer that has started."""
 
     @property
     def timer(self) -> TransferTimer:
-        """Its times."""
+        """Timer of this transfer."""
 
     def wait(self) -> Results:
-        """The results, ready for use by the calling thread (CPU) or its current stream (CUDA)."""
+        """Wait, and return the results for the calling thread (CPU) or its current stream (CUDA)."""
 
 
 class FinishedTransfer:
-    """A transfer in which this rank had nothing to do, or that is over."""
+    """A transfer that is complete, or in which this rank had nothing to do."""
 
     def __init__(self, results: Results) -> None:
         self._results = results
         self.timer = HostTimer()
 
     def wait(self) -> Results:
-        """The results at once."""
+        """Return the results immediately."""
         return self._results
 
 
 class HostTimer:
-    """Times of a transfer on a :class:`ThreadLane`; one that did nothing took no time.
+    """Times of a transfer on a :class:`ThreadLane`; all zero if the transfer had nothing to do.
 
     Attributes:
-        begin_s: When its lane began with it, on ``time.perf_counter``'s clock.
-        end_s: When it was over.
-        waits_s: Begin and end of each wait for it.
+        begin_s: Time at which the lane started the transfer, in seconds of ``time.perf_counter``.
+        end_s: Time at which the transfer was complete, in seconds of the same clock.
+        waits_s: Begin and end of each wait for the transfer, in seconds of the same clock.
     """
 
     def __init__(self) -> None:
@@ -74,20 +82,20 @@ class HostTimer:
         self.waits_s: list[tuple[float, float]] = []
 
     def timing(self) -> TransferTiming:
-        """Times of the lane's thread and of the threads that waited."""
+        """Busy time of the lane's thread, and total time of the threads that waited."""
         busy_s = self.end_s - self.begin_s
         return TransferTiming(busy_s, min(busy_s, sum(end_s - begin_s for begin_s, end_s in self.waits_s)))
 
 
 class ThreadTransfer:
-    """A transfer on a :class:`ThreadLane`."""
+    """A transfer that runs on a :class:`ThreadLane`."""
 
     def __init__(self, future: "Future[Results]", timer: HostTimer) -> None:
         self._future = future
         self.timer = timer
 
     def wait(self) -> Results:
-        """Block until the transfer is over; raises what it raised."""
+        """Block until the transfer is complete, and return its results or raise its exception."""
         started_s = time.perf_counter()
         results = self._future.result()
         self.timer.waits_s.append((started_s, time.perf_counter()))
@@ -95,7 +103,13 @@ class ThreadTransfer:
 
 
 class StreamTimer:
-    """Times of a transfer between events of its stream and of the one that waits for it."""
+    """Times of a transfer on a CUDA stream, measured by events.
+
+    Attributes:
+        begin: Event on the transfer's stream before the transfer.
+        done: Event on the transfer's stream after the transfer.
+        asked: Event on the waiting stream at the moment of the wait; ``None`` if no stream has waited.
+    """
 
     def __init__(self, begin: torch.cuda.Event, done: torch.cuda.Event) -> None:
         self.begin = begin
@@ -103,7 +117,7 @@ class StreamTimer:
         self.asked: torch.cuda.Event | None = None
 
     def timing(self) -> TransferTiming:
-        """Times of the device; nobody waited who did not ask."""
+        """Times on the device; the exposed time is zero if no stream waited."""
         self.done.synchronize()
         busy_s = self.begin.elapsed_time(self.done) / 1e3
         if self.asked is None:
@@ -114,14 +128,14 @@ class StreamTimer:
 
 
 class StreamTransfer:
-    """A transfer whose kernels have been queued on a stream of their own."""
+    """A transfer whose kernels have been queued on a stream separate from the caller's."""
 
     def __init__(self, results: Results, timer: StreamTimer) -> None:
         self._results = results
         self.timer = timer
 
     def wait(self) -> Results:
-        """Make the current stream wait; the host goes on."""
+        """Make the current stream wait for the transfer, and return the results; the host does not wait."""
         stream = torch.cuda.current_stream()
         self.timer.asked = torch.cuda.Event(enable_timing=True)
         self.timer.asked.record(stream)
@@ -132,21 +146,21 @@ class StreamTransfer:
 
 
 class ThreadLane:
-    """A thread that runs the transfers of one group, one after the other in the order of their start."""
+    """A thread that runs the transfers of one process group one by one, in the order of their submission."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         threading.Thread(target=self._work, name=f"transfers of {name}", daemon=True).start()
 
     def submit(self, run: Callable[[], Results]) -> ThreadTransfer:
-        """Queue a transfer."""
+        """Queue a transfer; ``run`` performs it and returns its results."""
         future: Future[Results] = Future()
         timer = HostTimer()
         self._jobs.put((run, future, timer))
         return ThreadTransfer(future, timer)
 
     def _work(self) -> None:
-        torch.set_grad_enabled(False)  # of this thread only
+        torch.set_grad_enabled(False)  # This affects only the lane's thread.
         while True:
             run, future, timer = self._jobs.get()
             begin_s = time.perf_counter()
@@ -157,7 +171,7 @@ class ThreadLane:
                 del results
             except BaseException as error:
                 future.set_exception(error)
-            del run, future, timer  # an idle lane keeps no tensors alive
+            del run, future, timer  # An idle lane must not keep tensors alive.
 
 
 _Job = tuple[Callable[[], Results], "Future[Results]", HostTimer]
@@ -165,7 +179,8 @@ _lanes: dict[tuple[int, str], ThreadLane] = {}
 
 
 def thread_lane(group: dist.ProcessGroup) -> ThreadLane:
-    """The lane of a group in this process; threads do not survive a fork, so neither do lanes."""
+    """The thread lane of a process group in this process; it is created at the first call."""
+    # The process number is part of the key because a forked process does not inherit threads.
     key = (os.getpid(), group.group_name)
     if key not in _lanes:
         _lanes[key] = ThreadLane(group.group_name)
@@ -175,13 +190,13 @@ def thread_lane(group: dist.ProcessGroup) -> ThreadLane:
 def run_on_stream(
     run: Callable[[], Results], stream: torch.cuda.Stream, touched: Iterable[Tensor]
 ) -> StreamTransfer:
-    """Queue a transfer on ``stream`` after what the current stream has queued so far.
+    """Queue a transfer on ``stream``, to run after all work that is on the current stream now.
 
     Args:
-        run: Queues the kernels and returns the tensors they fill.
-        stream: The transfer's stream.
-        touched: The caller's tensors that are read or written; their memory is not given
-            to others before the transfer is over.
+        run: Queues the transfer's kernels and returns the tensors that they fill.
+        stream: CUDA stream of the transfer.
+        touched: Tensors of the caller that the transfer reads or writes. The allocator does not reuse their
+            memory before the transfer is complete.
     """
     stream.wait_stream(torch.cuda.current_stream())
     for tensor in touched:

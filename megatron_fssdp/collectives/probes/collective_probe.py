@@ -1,7 +1,7 @@
-"""Measures what torch's collectives cost on one class of links, over message sizes.
+"""Measures the cost of torch's collectives on one class of links for several message sizes.
 
-The bytes of a message are those that the busiest device sends, so that all collectives' bandwidths
-mean the same.
+The size of a message is the number of bytes that the busiest device sends. With this definition, the
+bandwidths of all collectives are comparable.
 """
 
 import statistics
@@ -39,22 +39,24 @@ def measure_collective(
     num_repetitions: int,
     num_near: int = 0,
 ) -> LinkFit:
-    """Cost of one collective; called by all ranks of ``everyone``, whose groups are busy at the same time.
+    """Measure the cost of one collective while all groups run it at the same time.
 
-    A time is the median of the repetitions after one that may connect, and the longest of all ranks.
+    All ranks of ``everyone`` call it. A rank's time is the median of its repetitions after a warm-up call,
+    which includes the time to connect. The result uses the longest time of all ranks.
 
     Args:
         name: One of :data:`COLLECTIVES`.
-        group: This rank's group, of two ranks or more; ``None`` to keep still while others exchange.
-        everyone: All ranks that measure.
-        device: Where the messages lie.
-        message_bytes: Bytes that the busiest device sends.
-        num_repetitions: Measured ones for each size.
-        num_near: Of an exchange of all with all, how many others of a device's group are in its
-            node; what it sends to them is not counted.
+        group: Process group of this rank, with at least two ranks. ``None`` if this rank does not take part
+            and only waits for the others.
+        everyone: Process group of all ranks that measure.
+        device: Device of the messages' tensors.
+        message_bytes: Message sizes to measure: bytes that the busiest device sends.
+        num_repetitions: Number of measured calls for each size.
+        num_near: Number of other ranks of the group in a device's own node, for collectives in which all
+            ranks exchange with all. Bytes that the device sends to these ranks are not counted.
 
     Returns:
-        Alpha and beta by those bytes, the same on all ranks.
+        Alpha (seconds) and beta (seconds per byte) of the collective by message size; equal on all ranks.
     """
     calls: list[tuple[Callable[[], object], int]] = [
         _prepare(name, num_bytes, group, device, num_near) if group is not None else (lambda: None, 0)
@@ -83,10 +85,11 @@ def _median_s(
 def _prepare(
     name: str, num_bytes: int, group: dist.ProcessGroup, device: torch.device, num_near: int = 0
 ) -> tuple[Callable[[], object], int]:
-    """What to call, and the bytes that the busiest device then sends: ``num_bytes`` in whole words.
+    """The collective as a function, and the bytes that the busiest device sends in one call.
 
-    Gathering, scattering and exchanging, a device sends ``D - 1`` parts of ``D``; all-reduce, twice
-    that (reduce-scatter and all-gather). A broadcast's message passes through each device but the last.
+    These bytes are ``num_bytes`` rounded to whole words. In all-gather, reduce-scatter and all-to-all, a
+    device sends ``D - 1`` of ``D`` parts. In all-reduce, it sends twice as much (reduce-scatter and
+    all-gather). In a broadcast, every device except the last passes the whole message on.
     """
     size = group.size()
 

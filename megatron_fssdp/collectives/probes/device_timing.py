@@ -1,4 +1,4 @@
-"""Seconds of an action on the device that it works on."""
+"""Measures how many seconds an action takes on its device."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,7 @@ import torch
 
 
 def elapsed_s(action: Callable[[], object], device: torch.device) -> float:
-    """Seconds from an idle device to an idle device again."""
+    """Seconds from the start of an action on an idle device until the device is idle again."""
     synchronize(device)
     started_s = time.perf_counter()
     action()
@@ -16,6 +16,6 @@ def elapsed_s(action: Callable[[], object], device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device, where it works on its own."""
+    """Wait until a CUDA device is idle; do nothing on other devices, which do not run asynchronously."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Measures what a message costs between devices of a group, inside a node and between nodes."""
+"""Measures the cost of a message between devices of a group, inside a node and between nodes."""
 
 from collections.abc import Sequence
 
@@ -17,18 +17,19 @@ _REPETITIONS = 4
 def measure_links(
     group: dist.ProcessGroup, topology: Topology, device: torch.device
 ) -> tuple[LinkCost, LinkCost]:
-    """Cost of one direction of a link inside a node and of a node's NIC; collective.
+    """Measure the cost of one direction of a link inside a node, and of a node's NIC.
 
-    All links of a class are busy at the same time, in a ring, as they are in a dispatch.
-    Where there is no link of a class, it has the cost of the other one.
+    All ranks of the group call it. During a measurement, all links of a class are busy at the same time, in a
+    ring, as they are in a dispatch. If the group has no link of one class, that class gets the cost of the
+    other one. A group of one rank gets zero latency and the lowest beta.
 
     Args:
-        group: The expert-parallel group.
-        topology: Nodes of its ranks.
-        device: Where the messages lie.
+        group: Process group of the expert-parallel ranks.
+        topology: Nodes of these ranks.
+        device: Device of the messages' tensors.
 
     Returns:
-        Intra-node and inter-node cost, the same on all ranks.
+        Cost of an intra-node link and of an inter-node link, equal on all ranks.
     """
     rings = (
         [list(devices) for devices in topology.devices_by_node if len(devices) > 1],
@@ -48,8 +49,8 @@ def _measure(group: dist.ProcessGroup, rings: Sequence[Sequence[int]], device: t
             _exchange_s(group, ring, num_bytes, device) if ring is not None else 0.0
             for _ in range(_REPETITIONS)
         ]
-        seconds[i] = min(taken_s[1:])  # the first one may connect
-    # The slowest link of a class stands for it.
+        seconds[i] = min(taken_s[1:])  # The first exchange includes the time to connect.
+    # The slowest link of a class determines the cost of the class.
     seconds = seconds.to(device)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=group)
     return fit_link_cost(_MESSAGE_BYTES, seconds.tolist())
@@ -64,13 +65,13 @@ def _exchange_s(group: dist.ProcessGroup, ring: Sequence[int], num_bytes: int, d
 def pass_on(
     group: dist.ProcessGroup, ring: Sequence[int], outgoing: torch.Tensor, incoming: torch.Tensor
 ) -> None:
-    """Send to the next one of a ring, receive from the one before; all of the ring call it.
+    """Send a tensor to the next rank of a ring and receive one from the rank before; all of the ring call it.
 
     Args:
-        group: The ranks.
-        ring: Some of them, this one too, by their rank in the group.
-        outgoing: What to send.
-        incoming: Filled; as large as what the one before sends.
+        group: Process group of the ranks.
+        ring: Group ranks that form the ring, this rank included.
+        outgoing: Tensor to send.
+        incoming: Tensor to fill; it has the size of the tensor that the rank before sends.
     """
     position = ring.index(group.rank())
     ahead, behind = ring[(position + 1) % len(ring)], ring[position - 1]

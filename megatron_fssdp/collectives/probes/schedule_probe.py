@@ -1,4 +1,4 @@
-"""Measures what the collectives of Parm's schedules cost, among the ranks that use them."""
+"""Measures the costs of the collectives of Parm's schedules among the ranks that use them."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -16,10 +16,10 @@ from megatron_fssdp.planning.cost.tensor_schedules import Group, Kind, ScheduleC
 
 _SHARES = (1 / 8, 1 / 2, 1.0)
 _NUM_REPETITIONS = 5
-_LEAST_S = 1e-9  # a fit needs positive seconds
+_LEAST_S = 1e-9  # The fit of alpha and beta needs positive times.
 
 Probe = Callable[[int], tuple[float, Callable[[], object]]]
-"""From rows for each device to the length of the whole tensor in bytes, and what to call."""
+"""Maps a number of rows for each device to the size of the whole tensor in bytes and the call to measure."""
 
 
 def measure_schedules(
@@ -35,24 +35,26 @@ def measure_schedules(
     everyone: dist.ProcessGroup,
     simultaneous: bool,
 ) -> ScheduleCosts:
-    """Alpha and beta of each collective (Parm, §V-A); called by all ranks of ``everyone`` at once.
+    """Measure alpha and beta of each collective (Parm, §V-A); all ranks of ``everyone`` call it at once.
 
-    A time is the median of the repetitions after one that may connect, and the longest of all ranks.
+    A rank's time is the median of its repetitions after a warm-up call, which includes the time to connect.
+    The result uses the longest time of all ranks.
 
     Args:
-        num_rows: Rows that a rank sends in one exchange.
-        like: Rows ``[*, M]`` whose width, dtype and device count.
-        parts: The ranks of all parts of all experts.
-        num_parts: Of each expert.
-        expert_parallel: This rank's expert-parallel group.
-        expert_tensor_parallel: The ranks that share its experts, if any.
-        tensor_parallel: The ranks with the same tokens, if any.
-        devices_of_peers: The device number of each of these.
-        everyone: All ranks that measure: those that have to decide alike.
-        simultaneous: Whether S2 would hand results on slice by slice.
+        num_rows: Number of rows that a rank sends in one exchange.
+        like: Example tensor ``[*, M]``; the measured rows have its width, dtype and device.
+        parts: Process group of the ranks of all parts of all experts.
+        num_parts: Number of parts of each expert.
+        expert_parallel: Process group of this rank's expert parallelism.
+        expert_tensor_parallel: Process group of the ranks that share this rank's experts; ``None`` if experts
+            are whole.
+        tensor_parallel: Process group of the ranks with the same tokens; ``None`` if no other rank has them.
+        devices_of_peers: Device number of each rank of ``tensor_parallel``.
+        everyone: Process group of all ranks that must take the same decision from these costs.
+        simultaneous: Whether S2 passes results on slice by slice (SAA).
 
     Returns:
-        Costs of what there are groups for, by Parm's sizes: the length of the whole tensor.
+        Costs of the collectives whose groups exist, by Parm's message size: bytes of the whole tensor.
     """
     width, element_bytes = like.shape[-1], like.element_size()
     num_devices = expert_parallel.size()
@@ -79,7 +81,7 @@ def measure_schedules(
 
     def scattered(group: dist.ProcessGroup) -> Probe:
         def prepare(per_device: int) -> tuple[float, Callable[[], object]]:
-            # Megatron's order sums in fp32.
+            # Schedule megatron sums in fp32.
             number = per_device * num_devices
             parts_of_sums = like.new_zeros(number * group.size(), width, dtype=torch.float32)
             num_bytes = len(parts_of_sums) * width * element_bytes
@@ -120,7 +122,7 @@ def measure_schedules(
     for name, found in calls.items():
         taken = times[name]
         if name[0] == "overlapped_all_to_all":
-            # What the exchange adds to the gather beside it, which Eq. 14 counts by itself.
+            # Eq. 14 counts the gather separately, so this is only the time that the exchange adds to it.
             gather = times["all_gather", "mp"]
             taken = [max(_LEAST_S, both - alone) for both, alone in zip(taken, gather, strict=True)]
         costs[name] = fit_link_cost([num_bytes for num_bytes, _ in found], taken)

@@ -1,1 +1,1 @@
-"""Collectives that carry rows of tokens, at once, in steps, or in Parm's orders."""
+"""Collectives that carry rows of tokens: in one exchange, in steps, or in the orders of Parm's schedules."""

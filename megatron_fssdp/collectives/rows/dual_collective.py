@@ -1,4 +1,4 @@
-"""A collective on rows and its dual, each the other's backward pass."""
+"""Pairs of collectives on rows, each of which is the backward pass of the other."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 RowCollective = Callable[[Tensor, list[int], dist.ProcessGroup], Tensor]
-"""From rows, the rows of each rank and the ranks to other rows."""
+"""A collective: from rows, the number of rows of each rank, and the process group, to other rows."""
 
 
 class _Dual(torch.autograd.Function):
@@ -37,11 +37,12 @@ def call_with_dual(
     """``collective(x, splits, group)``, whose backward pass is ``dual`` of the gradient with the same splits.
 
     Args:
-        collective: What is called.
-        dual: What takes the gradient back; all ranks call it if ``x`` requires a gradient on all of them.
-        x: The rows.
-        splits: Rows of each rank.
-        group: The ranks.
+        collective: Collective of the forward pass.
+        dual: Collective of the backward pass, applied to the gradient. All ranks must take part in it, so
+            ``x`` must require a gradient on all ranks or on none.
+        x: Rows of this rank, ``[rows, ...]``.
+        splits: Number of rows of each rank.
+        group: Process group of the ranks.
     """
     result: Tensor = _Dual.apply(x, splits, group, collective, dual)
     return result

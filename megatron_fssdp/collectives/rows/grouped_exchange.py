@@ -1,10 +1,22 @@
 """Dispatch, compute and combine step by step, group by group (FasterMoE, §4.2, the smart schedule).
 
-Ranks form groups and the groups a ring of n. In step j a rank sends rows to group ``own − j`` and gets
-rows from group ``own + j``; it computes on those while later steps' rows travel, and sends the
-results back. Messages run on a lane of their own: ``S_0 … S_{n−1}``, then ``R_0 … R_{n−1}``. The own
-group, without slow links, comes first and the neighbours in the ring last; or the own group last, where
-something else has to arrive before its rows can be computed.
+The ranks form n groups, and the groups form a ring. In each step, a rank sends rows to one group (``S``),
+receives rows from another group and computes on them (``C``). Afterwards it sends the results back (``R``).
+The rows of later steps travel while a rank computes the rows of earlier ones::
+
+    lane of messages     S0  S1  S2  S3  R0  R1  R2  R3
+    compute                  C0  C1  C2  C3
+
+In step j, a rank sends rows to group ``own − j`` and receives rows from group ``own + j``. Step 0 is
+therefore the exchange within the own group, which uses no slow links. If something else must arrive before
+the own group's rows can be computed (``GroupRing.own_last``), every other step comes one earlier and the own
+group comes last. For a rank of group 1 in a ring of 4 groups::
+
+                             step 0   step 1   step 2   step 3
+    own first    sends to      1        0        3        2
+                 computes      1        2        3        0
+    own last     sends to      0        3        2        1
+                 computes      2        3        0        1
 """
 
 from collections.abc import Callable, Sequence
@@ -21,9 +33,9 @@ from megatron_fssdp.collectives.transfer_lane import thread_lane
 from megatron_fssdp.planning.placement.group_ring import GroupRing
 
 Compute = Callable[[int, Sequence[Tensor]], Sequence[Tensor]]
-"""From a step and its rows, in the order of their senders, to tensors with as many rows."""
+"""From the number of a step and its rows, in the order of senders, to result tensors with as many rows."""
 
-_TAG = 1 << 17  # apart from exchanges that are not grouped
+_TAG = 1 << 17  # Differs from the tags of exchanges that are not grouped.
 
 
 def exchange_in_steps(
@@ -35,16 +47,21 @@ def exchange_in_steps(
     ring: GroupRing,
     group: dist.ProcessGroup,
 ) -> None:
-    """Send rows, compute on those of others, and get the own ones' results; every rank has to call it.
+    """Send this rank's rows, compute on received rows, and receive the results of this rank's rows.
+
+    Every rank of the group must call it.
 
     Args:
-        outgoing: Tensors whose rows go together, in the order of destinations, ``[sum(send_D), ...]``.
-        results: Memory for what comes back for these rows, in the same order.
-        send_D: Rows to each rank.
-        receive_D: Rows from each rank.
-        compute: Called in this thread, for one step after the other.
-        ring: The groups.
-        group: The ranks.
+        outgoing: Tensors whose rows travel together, ``[sum(send_D), ...]`` each, in the order of
+            destinations.
+        results: Tensors to fill with the results of these rows, ``[sum(send_D), ...]`` each, in the same
+            order.
+        send_D: Number of rows that this rank sends to each rank, ``[D]``.
+        receive_D: Number of rows that this rank receives from each rank, ``[D]``.
+        compute: Function that computes the results of a step's rows. This thread calls it once for each step,
+            in the order of the steps.
+        ring: Groups of ranks and the order in which this rank exchanges with them.
+        group: Process group of all ranks of the ring.
     """
     steps = _Steps(
         [x.split(list(send_D)) for x in outgoing],
@@ -61,7 +78,18 @@ def exchange_in_steps(
 
 @dataclass(frozen=True, eq=False)
 class _Steps:
-    """What goes from rank to rank in each step; ``S`` there and ``R`` back."""
+    """The messages of each step: rows to the computing ranks (``S``) and results back (``R``).
+
+    A message is (peer, number of the tensor, rows of the tensor). The number distinguishes tensors that
+    travel together.
+
+    Attributes:
+        outgoing_D: For each outgoing tensor, its rows for each rank.
+        results_D: For each result tensor, the memory for the results from each rank.
+        receive_D: Number of rows that this rank receives from each rank, ``[D]``.
+        ring: Groups of ranks and the order in which this rank exchanges with them.
+        group: Process group of all ranks of the ring.
+    """
 
     outgoing_D: list[tuple[Tensor, ...]]
     results_D: list[tuple[Tensor, ...]]
@@ -70,12 +98,12 @@ class _Steps:
     group: dist.ProcessGroup
 
     def buffers(self, step: int) -> list[Tensor]:
-        """Memory for a step's rows."""
+        """New memory for the rows that this rank receives in a step, one tensor for each outgoing tensor."""
         num_rows = sum(self.receive_D[peer] for peer in self.ring.senders(step))
         return [parts[0].new_empty(num_rows, *parts[0].shape[1:]) for parts in self.outgoing_D]
 
     def parts(self, step: int, tensors: Sequence[Tensor]) -> list[tuple[int, int, Tensor]]:
-        """(peer, number of the tensor, rows) of tensors in the order of a step's senders."""
+        """Messages from or back to a step's senders; the rows of ``tensors`` are in the order of senders."""
         peers = self.ring.senders(step)
         sizes = [self.receive_D[peer] for peer in peers]
         return [
@@ -85,11 +113,11 @@ class _Steps:
         ]
 
     def sent(self, step: int) -> list[tuple[int, int, Tensor]]:
-        """The same of this rank's rows and a step's receivers."""
+        """Messages with this rank's rows to a step's receivers."""
         return _by_peer(self.ring.receivers(step), self.outgoing_D)
 
     def returned(self, step: int) -> list[tuple[int, int, Tensor]]:
-        """The same of the memory for results."""
+        """Messages with results that come back from a step's receivers."""
         return _by_peer(self.ring.receivers(step), self.results_D)
 
 
@@ -98,7 +126,7 @@ def _by_peer(peers: range, tensors_D: Sequence[Sequence[Tensor]]) -> list[tuple[
 
 
 def _run_on_lane(steps: _Steps, compute: Compute) -> None:
-    """CPU: a thread drives the messages while this one computes."""
+    """Run all steps on CPU tensors: another thread drives the messages while this thread computes."""
     num_steps = steps.ring.num_steps
     arrived: list[Future[list[Tensor]]] = [Future() for _ in range(num_steps)]
     computed: list[Future[Sequence[Tensor]]] = [Future() for _ in range(num_steps)]
@@ -150,7 +178,7 @@ def _drive(
     sends: list[list[dist.Work]] = []
     for step in range(num_steps + 1):
         if step < num_steps:
-            # One step ahead, so that the link does not wait for this rank to notice an end.
+            # Post one step ahead, so that the link is not idle until this rank notices the end of a step.
             sends.append(
                 [
                     send(part, peer, group, _TAG + number)
@@ -191,7 +219,7 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _run_on_stream(steps: _Steps, compute: Compute) -> None:
-    """CUDA: messages are queued on a stream of their own, compute on the current one."""
+    """Run all steps on CUDA tensors: messages use a separate stream, and compute uses the current one."""
     device = steps.outgoing_D[0][0].device
     stream = _streams.setdefault(device, torch.cuda.Stream(device))
     current, num_steps, rank = torch.cuda.current_stream(device), steps.ring.num_steps, steps.ring.rank
@@ -226,7 +254,7 @@ def _run_on_stream(steps: _Steps, compute: Compute) -> None:
 def _together(
     sent: list[tuple[int, int, Tensor]], received: list[tuple[int, int, Tensor]], group: dist.ProcessGroup
 ) -> None:
-    """A step's messages as one batch."""
+    """Exchange a step's messages with other ranks as one batch."""
     outgoing, incoming = (
         [(peer, part) for peer, _, part in messages if peer != group.rank() and part.numel()]
         for messages in (sent, received)

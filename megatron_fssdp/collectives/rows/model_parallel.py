@@ -1,8 +1,8 @@
-"""Tensor-parallel ranks that divide their common tokens, and what that means for gradients (Parm, §III-B).
+"""Splits and gathers of tokens that all tensor-parallel ranks have, with their gradients (Parm, §III-B).
 
-Without sequence parallelism the ranks of a tensor-parallel group have the same tokens. What follows a
-gather is then the same on all of them, so its backward pass is a split and needs no messages; the backward
-pass of a split is a gather.
+Without sequence parallelism, the ranks of a tensor-parallel group have the same tokens. After a gather, all
+of them compute the same. The backward pass of the gather is therefore a split, which needs no messages. The
+backward pass of a split is a gather.
 """
 
 from typing import Any
@@ -56,60 +56,81 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def split_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part of a tensor that all ranks of the group have (MP-Split); backward gathers.
+    """This rank's part of a tensor that all ranks of the group have (MP-Split).
+
+    The backward pass gathers the gradients of all parts.
 
     Args:
-        x: The same tensor on all ranks, ``[T, ...]``; the size of the group must divide T.
-        group: The tensor-parallel ranks.
+        x: Tokens ``[T, ...]``, equal on all ranks; T is a multiple of the group's size.
+        group: Process group of the tensor-parallel ranks.
+
+    Returns:
+        ``[T / Y, ...]`` for Y ranks.
     """
     return split_rows(x, [len(x) // group.size()] * group.size(), group)
 
 
 def split_rows(x: Tensor, splits: list[int], group: dist.ProcessGroup) -> Tensor:
-    """This rank's rows of a tensor that all ranks of the group have; backward gathers.
+    """This rank's rows of a tensor that all ranks of the group have.
+
+    The backward pass gathers the gradients of all rows.
 
     Args:
-        x: ``[sum(splits), ...]``, the same on all ranks.
-        splits: Rows of each rank.
-        group: The ranks.
+        x: Rows ``[sum(splits), ...]``, equal on all ranks.
+        splits: Number of rows of each rank.
+        group: Process group of the ranks.
+
+    Returns:
+        ``[splits[rank], ...]``.
     """
     return call_with_dual(_own_rows, gather_rows, x, splits, group)
 
 
 def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All ranks' parts one after another (MP-AllGather); backward takes this rank's part.
+    """The parts of all ranks, concatenated (MP-AllGather).
+
+    The backward pass takes this rank's part of the gradient.
 
     Args:
-        x: This rank's part, ``[T / Y, ...]``.
-        group: The tensor-parallel ranks, which all go on with the result in the same way.
+        x: This rank's part of the tokens, ``[T / Y, ...]``.
+        group: Process group of the Y tensor-parallel ranks; all of them must compute the same from the
+            result.
+
+    Returns:
+        ``[T, ...]``, in rank order.
     """
     return call_with_dual(gather_rows, _own_rows, x, [len(x)] * group.size(), group)
 
 
 def sum_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum over the ranks, which all go on with it in the same way: the backward pass needs no messages.
+    """Sum of a tensor over the ranks of a group.
+
+    All ranks must compute the same from the sum. Its gradient is then the gradient of every rank's ``x``, and
+    the backward pass needs no messages.
 
     Args:
-        x: Of the same shape on all ranks.
-        group: The ranks.
+        x: Summand of this rank; any shape, which is equal on all ranks.
+        group: Process group of the ranks.
     """
     total: Tensor = _SumOver.apply(x, group)
     return total
 
 
 def sum_gradient(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``x`` itself, for a use in which each rank finds only its tokens' part of the gradient.
+    """Return ``x``; the backward pass sums its gradient over the ranks, in fp32 or wider.
+
+    Use it where each rank computes only the part of the gradient that comes from its own tokens.
 
     Args:
-        x: The same on all ranks.
-        group: The ranks whose gradients are summed, in fp32 or wider.
+        x: Tensor that is equal on all ranks.
+        group: Process group of the ranks whose gradients are summed.
     """
     same: Tensor = _SumGradient.apply(x, group)
     return same
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """``x`` itself, its gradient multiplied."""
+    """Return ``x``; the backward pass multiplies its gradient by ``factor``."""
     same: Tensor = _ScaleGradient.apply(x, factor)
     return same
 

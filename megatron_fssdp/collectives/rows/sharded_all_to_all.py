@@ -1,11 +1,19 @@
 """EP&ESP-AlltoAll of Parm's S1 and S2: rows to all parts of their experts, and sums of results back.
 
-Expert tensor parallelism divides each expert into X parts on as many ranks. Schedule megatron runs an
-all-to-all among the ranks of one part and then a gather among the parts. Here every rank sends its rows to
-all parts itself. On the way back it receives a partial result from each part and adds them up: Parm's local
-dump and local combine (§III-C). Each direction is the other's backward pass.
+Expert tensor parallelism divides each expert into X parts on X ranks. Schedule ``megatron`` runs an
+all-to-all among the ranks of one part and then a gather among the parts. Here, every rank sends its rows
+directly to all parts. On the way back, it receives a partial result from each part and adds them: Parm's
+local dump and local combine (§III-C). Each direction is the backward pass of the other.
 
-Ranks of the group are numbered as in Megatron: part ``x`` of device ``d`` is rank ``d * X + x``.
+The ranks of the group have Megatron's order: part ``x`` of device ``d`` is rank ``d * X + x``. For three
+devices and X = 2::
+
+                  device 0    device 1    device 2
+    part 0         rank 0      rank 2      rank 4
+    part 1         rank 1      rank 3      rank 5
+
+    A row of rank 2 for an expert of device 0 goes to ranks 0 and 1; rank 2 adds their two partial results.
+
 Shape letters: A rows that a rank sends, R rows that a rank receives, S ranks that send rows, D devices, X
 expert-tensor-parallel peers.
 """
@@ -21,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_fssdp.collectives.messages import exchange, wait_for
 
-_TO_TAG, _FROM_TAG = 4 << 16, 5 << 16  # apart from other exchanges of the same ranks
+_TO_TAG, _FROM_TAG = 4 << 16, 5 << 16  # They differ from the tags of other exchanges of the same ranks.
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +39,9 @@ class ShardedRoute:
     Attributes:
         group: Process group of the ranks of all parts of all devices.
         num_parts: Number of parts of each expert, X.
-        send_D: Rows of this rank for each device, ``[D]``; every part of the device gets all of them.
-        receive_S: Rows from each source, by part, then device, ``[S]``.
+        send_D: Number of rows that this rank sends to each device, ``[D]``. Every part of the device receives
+            all of them.
+        receive_S: Number of rows that this rank receives from each source, by part, then device, ``[S]``.
     """
 
     group: dist.ProcessGroup
@@ -45,12 +54,13 @@ class ShardedRoute:
         if len(self.receive_S) != size or len(self.send_D) * self.num_parts != size:
             raise ValueError(
                 f"got rows for {len(self.send_D)} devices of {self.num_parts} parts and from "
-                f"{len(self.receive_S)} sources, wanted {size} ranks of the group in both"
+                f"{len(self.receive_S)} sources, wanted {size} ranks of the group in both: pass one number "
+                "for each device and one for each source"
             )
 
     @property
     def num_devices(self) -> int:
-        """Devices that keep different experts."""
+        """Number of devices, D; different devices have different experts."""
         return len(self.send_D)
 
     @property
@@ -60,23 +70,23 @@ class ShardedRoute:
 
     @property
     def own_device(self) -> int:
-        """This rank's device."""
+        """Number of this rank's device."""
         return self.group.rank() // self.num_parts
 
     def copies(self, rows: Tensor) -> dict[int, Tensor]:
-        """Views of rows ``[A, ...]`` by the rank that gets them: all parts of a device the same ones."""
+        """Views of rows ``[A, ...]`` by receiving rank; all parts of a device receive the same rows."""
         pieces = rows.split(list(self.send_D))
         return {rank: pieces[rank // self.num_parts] for rank in range(self.group.size())}
 
     def partial_results(self, memory: Tensor) -> dict[int, Tensor]:
-        """Views of memory ``[X, A, ...]`` by the rank whose partial results come there."""
+        """Views of memory ``[X, A, ...]`` by the rank whose partial results arrive in the view."""
         pieces_X = [part.split(list(self.send_D)) for part in memory]
         return {
             rank: pieces_X[rank % self.num_parts][rank // self.num_parts] for rank in range(self.group.size())
         }
 
     def by_source(self, rows: Tensor) -> dict[int, Tensor]:
-        """Views of rows ``[R, ...]``, or of memory for them, by the rank that they are of."""
+        """Views of received rows ``[R, ...]``, or of memory for them, by the rank that sends the rows."""
         return {
             source % self.num_devices * self.num_parts + source // self.num_devices: piece
             for source, piece in enumerate(rows.split(list(self.receive_S)))
@@ -115,34 +125,35 @@ class _FromParts(torch.autograd.Function):
 def rows_to_parts(
     rows: Sequence[Tensor], route: ShardedRoute, *, meanwhile: Callable[[], object] | None = None
 ) -> tuple[Tensor, ...]:
-    """Every row to all parts of its device; backward sums what the parts find.
+    """Send every row to all parts of its device; the backward pass sums the gradients from the parts.
 
-    Every rank of the group has to call it, also with no rows, and in backward too: each of ``rows``
-    must require a gradient on all ranks or on none.
+    Every rank of the group must call it, even without rows. The same holds for the backward pass, so each
+    tensor of ``rows`` must require a gradient on all ranks or on none.
 
     Args:
-        rows: Tensors that go together, ``[A, ...]`` each, by device.
-        route: Where to.
-        meanwhile: Work of the host to do while the rows travel; not in the backward pass.
+        rows: Tensors whose rows travel together, ``[A, ...]`` each, in the order of destination devices.
+        route: Number of rows between this rank and every other rank.
+        meanwhile: Work for the host to do while the rows travel, in the forward pass only.
 
     Returns:
-        The same number of tensors, ``[R, ...]`` each, by part and device they came from.
+        The same number of tensors, ``[R, ...]`` each, in the order of sources: by part, then device.
     """
     received: tuple[Tensor, ...] = _ToParts.apply(route, meanwhile, *rows)
     return received
 
 
 def results_from_parts(rows: Tensor, route: ShardedRoute) -> Tensor:
-    """Sums of the parts' results for this rank's rows; backward sends every part the gradients.
+    """Return results to the ranks of their rows and sum those of all parts of an expert.
 
-    Every rank has to call it, under the same terms as :func:`rows_to_parts`.
+    The backward pass sends the gradients to every part. Every rank must call it, under the conditions of
+    :func:`rows_to_parts`.
 
     Args:
-        rows: This part's results, ``[R, ...]``.
-        route: The route of the rows, which is taken back.
+        rows: Results of this rank's part of the experts, ``[R, ...]``.
+        route: Route of the rows; the results travel it in the opposite direction.
 
     Returns:
-        ``[A, ...]``.
+        Results for the rows that this rank sent, ``[A, ...]``.
     """
     results: Tensor = _FromParts.apply(route, rows)
     return results
@@ -151,7 +162,7 @@ def results_from_parts(rows: Tensor, route: ShardedRoute) -> Tensor:
 def send_to_parts(
     rows: Sequence[Tensor], route: ShardedRoute, meanwhile: Callable[[], object] | None = None
 ) -> tuple[Tensor, ...]:
-    """:func:`rows_to_parts` without gradients."""
+    """Do the same as :func:`rows_to_parts`, without autograd."""
     num_received = sum(route.receive_S)
     received = tuple(x.new_empty(num_received, *x.shape[1:]) for x in rows)
     works: list[dist.Work] = []
@@ -164,7 +175,7 @@ def send_to_parts(
 
 
 def sum_from_parts(rows: Sequence[Tensor], route: ShardedRoute) -> tuple[Tensor, ...]:
-    """:func:`results_from_parts` of several tensors, without gradients."""
+    """Do the same as :func:`results_from_parts` for several tensors, without autograd."""
     num_sent = sum(route.send_D)
     partial = [x.new_empty(route.num_parts, num_sent, *x.shape[1:]) for x in rows]
     works: list[dist.Work] = []
@@ -177,7 +188,7 @@ def sum_from_parts(rows: Sequence[Tensor], route: ShardedRoute) -> tuple[Tensor,
 
 
 def add_parts(memory: Tensor) -> Tensor:
-    """Sum over the parts ``[X, ...]``, in their order; in half precision rounded once."""
+    """Sum the parts' results ``[X, ...]`` in the order of parts; half precision is rounded only once."""
     return memory[0] if len(memory) == 1 else memory.sum(dim=0)
 
 
@@ -192,6 +203,6 @@ def _start(
             group=route.group,
             async_op=True,
         )
-        assert work is not None  # it is only outside the group
+        assert work is not None  # It is None only on ranks outside the group.
         return [work]
     return exchange(outgoing, incoming, route.group, tag)

@@ -1,10 +1,14 @@
 """SAA of Parm's schedule S2: an all-to-all of results with a simultaneous gather (Parm, §III-D, Fig. 5).
 
-Under S2 the ranks of a tensor-parallel group divide their common rows. Each rank receives the results of its
-own rows from the parts of the experts (EP&ESP-AlltoAll), and all of them need all results (MP-AllGather).
-The results of one device are one slice. Each slice is handed on while the next slice travels, so that the
-all-to-all uses the links between nodes and the gather uses those inside a node. The own device's slice,
-which needs no slow link, comes first.
+Under S2, the ranks of a tensor-parallel group divide their common rows. Each rank receives the results of its
+own rows from the parts of the experts (EP&ESP-AlltoAll). All of these ranks need all results (MP-AllGather).
+The results from one device are one slice. A rank passes each slice on while it receives the next one, so that
+the all-to-all uses the links between nodes while the gather uses the links inside a node::
+
+    all-to-all     slice 0   slice 1   slice 2
+    gather                   slice 0   slice 1   slice 2
+
+Slice 0 comes from the rank's own device, which needs no slow link; slice j comes from device ``own + j``.
 
 Shape letters: A rows that a rank sends, D devices, X expert-tensor-parallel peers, R rows that a rank
 receives, Y tensor-parallel ranks.
@@ -21,7 +25,7 @@ from megatron_fssdp.collectives.messages import exchange_in_batch, receive, send
 from megatron_fssdp.collectives.rows.sharded_all_to_all import ShardedRoute, add_parts, sum_from_parts
 from megatron_fssdp.collectives.rows.uneven_all_gather import gather_rows
 
-_RESULT_TAG, _GATHER_TAG = 6 << 16, 7 << 16  # apart from other exchanges of the same ranks
+_RESULT_TAG, _GATHER_TAG = 6 << 16, 7 << 16  # They differ from the tags of other exchanges of these ranks.
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,10 +33,10 @@ class SharedRoute:
     """The routes of tensor-parallel ranks that have divided their common rows.
 
     Attributes:
-        own: The route of this rank's rows.
+        own: Route of this rank's rows.
         peers: Process group of the tensor-parallel ranks.
-        send_YD: Rows that each tensor-parallel rank sends to each device, ``[Y, D]``.
-        device_Y: Device that each tensor-parallel rank belongs to, ``[Y]``.
+        send_YD: Number of rows that each tensor-parallel rank sends to each device, ``[Y, D]``.
+        device_Y: Device number of each tensor-parallel rank, ``[Y]``.
     """
 
     own: ShardedRoute
@@ -44,12 +48,13 @@ class SharedRoute:
         own = list(self.send_YD[self.peers.rank()])
         if own != list(self.own.send_D):
             raise ValueError(
-                f"got {own} rows of this rank for the devices, wanted its route's {list(self.own.send_D)}"
+                f"send_YD: got {own} rows of this rank for the devices, wanted its route's "
+                f"{list(self.own.send_D)}; make both from the same dispatch"
             )
 
     @property
     def rows_Y(self) -> list[int]:
-        """Rows of each tensor-parallel rank."""
+        """Number of rows of each tensor-parallel rank, ``[Y]``."""
         return [sum(send_D) for send_D in self.send_YD]
 
     def pieces(self, rows: Tensor) -> list[tuple[Tensor, ...]]:
@@ -60,22 +65,25 @@ class SharedRoute:
         ]
 
     def device_of(self, peer: int, step: int) -> int:
-        """Whose results a tensor-parallel rank gets in a step."""
+        """The device whose results a tensor-parallel rank receives in a step."""
         return (self.device_Y[peer] + step) % self.own.num_devices
 
 
 def results_for_all(rows: Sequence[Tensor], route: SharedRoute, *, simultaneous: bool) -> tuple[Tensor, ...]:
-    """Sums of the parts' results for the rows of all tensor-parallel ranks; without gradients.
+    """Results for the rows of all tensor-parallel ranks, summed over the parts of the experts.
 
-    Every rank of both groups has to call it.
+    It works without autograd. Every rank of both groups must call it.
 
     Args:
-        rows: Tensors that go together: this part's results, ``[R, ...]`` by source.
-        route: The routes of the rows, which are taken back.
-        simultaneous: Slice by slice (SAA); else one collective after the other (AAS).
+        rows: Tensors that travel together: results of this rank's part of the experts, ``[R, ...]`` each, in
+            the order of sources.
+        route: Routes of the rows; the results travel them in the opposite direction.
+        simultaneous: Whether to pass results on slice by slice (SAA), or to run one collective after the
+            other (AAS).
 
     Returns:
-        As many tensors, ``[sum(rows_Y), ...]``: by tensor-parallel rank, each in its order of sending.
+        The same number of tensors, ``[sum(rows_Y), ...]`` each, by tensor-parallel rank; the rows of a rank
+        are in the order in which it sent them.
     """
     if not simultaneous or route.own.num_devices == 1:
         return tuple(
@@ -90,20 +98,20 @@ def results_for_all(rows: Sequence[Tensor], route: SharedRoute, *, simultaneous:
 
 
 Message = tuple[int, Tensor, int]
-"""The other rank, what goes, and a tag."""
+"""Rank of the other side, the tensor to send or to fill, and the message tag."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Slices:
-    """One tensor's messages, by step.
+    """The messages of one tensor in each step.
 
     Attributes:
-        number: Of the tensor, for tags.
-        route: The routes.
-        outgoing: Results by the rank that they are sent to.
-        partial: Memory for partial results by the rank that they come from.
-        memory: The same as one tensor, ``[X, A, ...]``.
-        out: Memory for everybody's sums.
+        number: Number of the tensor among those that travel together; part of the message tags.
+        route: Routes of the rows of all tensor-parallel ranks.
+        outgoing: Results of this rank's part of the experts, by the rank that receives them.
+        partial: Views of ``memory`` by the rank whose partial results arrive in the view.
+        memory: Memory for all partial results for this rank's rows, ``[X, A, ...]``.
+        out: Memory for the sums for the rows of all tensor-parallel ranks, ``[sum(rows_Y), ...]``.
     """
 
     number: int
@@ -121,30 +129,30 @@ class _Slices:
         return cls(number, route, own.by_source(rows), own.partial_results(memory), memory, out)
 
     def ranks(self, device: int) -> range:
-        """The parts of a device."""
+        """The ranks of the parts of a device."""
         return range(device * self.route.own.num_parts, (device + 1) * self.route.own.num_parts)
 
     def sent(self, step: int) -> Iterator[Message]:
-        """Results of this part that go out in a step."""
+        """Messages with the results that this rank sends in a step."""
         own = self.route.own
         for rank in self.ranks((own.own_device - step) % own.num_devices):
             if rank != own.group.rank() and self.outgoing[rank].numel():
                 yield rank, self.outgoing[rank], _RESULT_TAG + self.number
 
     def received(self, step: int) -> Iterator[Message]:
-        """Memory for partial results that come in a step."""
+        """Messages with the partial results that this rank receives in a step."""
         own = self.route.own
         for rank in self.ranks((own.own_device + step) % own.num_devices):
             if rank != own.group.rank() and self.partial[rank].numel():
                 yield rank, self.partial[rank], _RESULT_TAG + self.number
 
     def copy_own(self) -> None:
-        """What this rank has for itself; in the first step."""
+        """Copy the results that this rank has for its own rows; this is a part of the first step."""
         rank = self.route.own.group.rank()
         self.partial[rank].copy_(self.outgoing[rank])
 
     def add(self, step: int) -> Tensor:
-        """Sum a step's partial results into everybody's memory; that piece of it."""
+        """Sum a step's partial results into ``out``, and return the piece of ``out`` that holds the sums."""
         route = self.route
         device = route.device_of(route.peers.rank(), step)
         piece = route.pieces(self.out)[route.peers.rank()][device]
@@ -153,13 +161,13 @@ class _Slices:
         return piece
 
     def handed_on(self, step: int, piece: Tensor) -> Iterator[Message]:
-        """The sums of a step, to all other tensor-parallel ranks."""
+        """Messages that pass a step's sums on to all other tensor-parallel ranks."""
         for peer in range(self.route.peers.size()):
             if peer != self.route.peers.rank() and piece.numel():
                 yield peer, piece, self._gather_tag(step)
 
     def gathered(self, step: int) -> Iterator[Message]:
-        """Memory for the sums of the other tensor-parallel ranks in a step."""
+        """Messages with the sums that this rank receives from the other tensor-parallel ranks in a step."""
         pieces_YD = self.route.pieces(self.out)
         for peer, pieces in enumerate(pieces_YD):
             piece = pieces[self.route.device_of(peer, step)]
@@ -171,7 +179,7 @@ class _Slices:
 
 
 def _run_on_host(slices: Sequence[_Slices], route: SharedRoute) -> None:
-    """CPU: messages run by themselves; the host sends one step ahead and hands on what has come."""
+    """Run all steps on CPU tensors: the host posts messages and passes on the sums that are complete."""
     group, peers, num_steps = route.own.group, route.peers, route.own.num_devices
     incoming = [
         [receive(x, rank, group, tag) for part in slices for rank, x, tag in part.received(step)]
@@ -189,7 +197,7 @@ def _run_on_host(slices: Sequence[_Slices], route: SharedRoute) -> None:
     handed_on: list[dist.Work] = []
     for step in range(num_steps + 1):
         if step < num_steps:
-            # One step ahead, so that the link does not wait for this rank to notice an end.
+            # Post one step ahead, so that the link is not idle until this rank notices the end of a step.
             sends.append([send(x, rank, group, tag) for part in slices for rank, x, tag in part.sent(step)])
         if step:
             wait_for(incoming[step - 1])
@@ -206,7 +214,7 @@ _streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
 
 
 def _run_on_streams(slices: Sequence[_Slices], route: SharedRoute) -> None:
-    """CUDA: the all-to-all's messages on one stream, sums and the gather's on another."""
+    """Run all steps on CUDA tensors: the all-to-all uses one stream; sums and gather use another one."""
     device = slices[0].out.device
     exchanging, gathering = _streams.setdefault(
         device, (torch.cuda.Stream(device), torch.cuda.Stream(device))

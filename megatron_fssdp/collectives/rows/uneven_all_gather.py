@@ -1,4 +1,4 @@
-"""Everybody's rows to everybody, and sums of rows back, in numbers that differ by rank."""
+"""All-gather and reduce-scatter of rows, whose number may differ from rank to rank."""
 
 from collections.abc import Sequence
 
@@ -9,58 +9,65 @@ from torch import Tensor
 from megatron_fssdp.collectives.messages import exchange, wait_for
 from megatron_fssdp.collectives.rows.dual_collective import call_with_dual
 
-_GATHER_TAG = 3 << 16  # apart from other exchanges of the same ranks
+_GATHER_TAG = 3 << 16  # Differs from the tags of other exchanges of the same ranks.
 _SCATTER_TAG = _GATHER_TAG + 1
 
 
 def uneven_all_gather(x: Tensor, splits: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Rows of all ranks, in rank order; backward is :func:`uneven_reduce_scatter`.
+    """Gather the rows of all ranks in rank order; the backward pass is :func:`uneven_reduce_scatter`.
 
-    Every rank has to call it, also with no rows, and in backward too: ``x`` must require a
+    Every rank must call it, even without rows. The same holds for the backward pass, so ``x`` must require a
     gradient on all ranks or on none.
 
     Args:
-        x: This rank's rows, ``[splits[rank], ...]``.
-        splits: Rows of each rank.
-        group: The ranks.
+        x: Rows of this rank, ``[splits[rank], ...]``.
+        splits: Number of rows of each rank.
+        group: Process group of the ranks.
 
     Returns:
         ``[sum(splits), ...]``.
+
+    Raises:
+        ValueError: ``splits`` does not have one number >= 0 for each rank, or does not fit the rows of ``x``.
     """
     checked = _check(splits, group)
     if x.shape[0] != checked[group.rank()]:
         raise ValueError(
-            f"got {x.shape[0]} rows on rank {group.rank()}, wanted {checked[group.rank()]} as its split says"
+            f"x: got {x.shape[0]} rows on rank {group.rank()}, wanted {checked[group.rank()]}, the number in "
+            "splits"
         )
     return x if len(checked) == 1 else call_with_dual(gather_rows, scatter_rows, x, checked, group)
 
 
 def uneven_reduce_scatter(x: Tensor, splits: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Sums over the ranks of the rows that belong to this rank; backward is :func:`uneven_all_gather`.
+    """Sum every row over the ranks, and give each rank its rows; backward is :func:`uneven_all_gather`.
 
-    Every rank has to call it, under the same terms as :func:`uneven_all_gather`.
+    Every rank must call it, under the conditions of :func:`uneven_all_gather`.
 
     Args:
-        x: This rank's part of every row, by the rank it belongs to, ``[sum(splits), ...]``.
-        splits: Rows that belong to each rank.
-        group: The ranks.
+        x: This rank's summand of every row, ``[sum(splits), ...]``, by the rank that receives the sum.
+        splits: Number of rows that each rank receives.
+        group: Process group of the ranks.
 
     Returns:
-        ``[splits[rank], ...]``.
+        Sums of this rank's rows, ``[splits[rank], ...]``.
+
+    Raises:
+        ValueError: ``splits`` does not have one number >= 0 for each rank, or does not fit the rows of ``x``.
     """
     checked = _check(splits, group)
     if x.shape[0] != sum(checked):
-        raise ValueError(f"got {x.shape[0]} rows, wanted {sum(checked)}, the sum of the splits {checked}")
+        raise ValueError(f"x: got {x.shape[0]} rows, wanted {sum(checked)}, the sum of the splits {checked}")
     return x if len(checked) == 1 else call_with_dual(scatter_rows, gather_rows, x, checked, group)
 
 
 def fill_from_all(pieces: Sequence[Tensor], own: Tensor, group: dist.ProcessGroup | None) -> None:
-    """All-gather into tensors of different sizes on a backend that refuses it: gloo.
+    """All-gather into tensors of different sizes on gloo, whose own all-gather refuses different sizes.
 
     Args:
-        pieces: One tensor a rank to fill, of that rank's size.
+        pieces: Tensors to fill, one for each rank, with the size of that rank's contribution.
         own: This rank's contribution.
-        group: The ranks.
+        group: Process group of the ranks.
     """
     sizes = [piece.numel() for piece in pieces]
     copies = own.reshape(-1).repeat(len(pieces))
@@ -71,14 +78,14 @@ def fill_from_all(pieces: Sequence[Tensor], own: Tensor, group: dist.ProcessGrou
 
 
 def sum_of_own(output: Tensor, pieces: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Reduce-scatter of tensors of different sizes on a backend that refuses it: gloo.
+    """Reduce-scatter of tensors of different sizes on gloo, whose own one refuses different sizes.
 
-    Sums are formed in rank order and, in half precision, in fp32.
+    It adds in rank order. Half precision is added in fp32.
 
     Args:
-        output: Takes the sum of the ranks' pieces for this rank.
-        pieces: This rank's contribution to each rank's sum.
-        group: The ranks.
+        output: Tensor to fill with the sum of all ranks' contributions to this rank.
+        pieces: This rank's contributions to the sums, one for each rank.
+        group: Process group of the ranks.
     """
     sizes = [piece.numel() for piece in pieces]
     parts = output.new_empty(len(pieces), *output.shape)
@@ -88,7 +95,7 @@ def sum_of_own(output: Tensor, pieces: Sequence[Tensor], group: dist.ProcessGrou
 
 
 def gather_rows(x: Tensor, splits: list[int], group: dist.ProcessGroup) -> Tensor:
-    """:func:`uneven_all_gather` without gradients and without checks."""
+    """Do the same as :func:`uneven_all_gather`, without autograd and without checks."""
     x = x.contiguous()
     out = x.new_empty(sum(splits), *x.shape[1:])
     pieces = list(out.split(splits))
@@ -100,7 +107,7 @@ def gather_rows(x: Tensor, splits: list[int], group: dist.ProcessGroup) -> Tenso
 
 
 def scatter_rows(x: Tensor, splits: list[int], group: dist.ProcessGroup) -> Tensor:
-    """:func:`uneven_reduce_scatter` without gradients and without checks."""
+    """Do the same as :func:`uneven_reduce_scatter`, without autograd and without checks."""
     pieces = list(x.contiguous().split(splits))
     out = x.new_empty(pieces[group.rank()].shape)
     if dist.get_backend(group) == "gloo":
@@ -115,5 +122,7 @@ def scatter_rows(x: Tensor, splits: list[int], group: dist.ProcessGroup) -> Tens
 def _check(splits: Sequence[int], group: dist.ProcessGroup) -> list[int]:
     numbers = [int(split) for split in splits]
     if len(numbers) != group.size() or min(numbers) < 0:
-        raise ValueError(f"got splits {numbers}, wanted {group.size()} numbers >= 0: one a rank of the group")
+        raise ValueError(
+            f"splits: got {numbers}, wanted {group.size()} numbers >= 0, one for each rank of the group"
+        )
     return numbers

@@ -1,4 +1,4 @@
-"""Rows to every rank and rows from every rank, in numbers that differ; and who has how many."""
+"""All-to-all of rows whose number may differ for every pair of ranks, and the gather of the counts."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,11 +10,11 @@ from torch.autograd.function import once_differentiable
 
 from megatron_fssdp.collectives.messages import exchange, wait_for
 
-_COUNTS_TAG = 1 << 16  # unlike the number of any of the tensors that are exchanged together
+_COUNTS_TAG = 1 << 16  # Exchanges of rows use small numbers as tags: 0, 1, ... for each tensor.
 
 
 class UnevenAllToAll(torch.autograd.Function):
-    """All-to-all of rows with a split per rank; its backward is itself with the splits swapped."""
+    """All-to-all of rows; its backward pass is the same all-to-all with swapped splits."""
 
     @staticmethod
     def forward(
@@ -32,7 +32,7 @@ class UnevenAllToAll(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Send the rows' gradients back."""
+        """Send the gradients of the rows back to the ranks that sent the rows."""
         wanted = ctx.needs_input_grad[4:]
         sent = [gradient for gradient, is_wanted in zip(gradients, wanted, strict=True) if is_wanted]
         received = iter(exchange_rows(sent, ctx.input_splits, ctx.output_splits, ctx.group))
@@ -49,19 +49,22 @@ def uneven_all_to_all(
 ) -> tuple[Tensor, ...]:
     """Send ``input_splits[d]`` rows of each tensor to rank ``d`` and receive ``output_splits[d]`` from it.
 
-    Every rank of the group has to call it, also with no rows, and in backward too: each of ``rows``
-    must require a gradient on all ranks or on none.
+    Every rank of the group must call it, even without rows. The same holds for the backward pass, so each
+    tensor of ``rows`` must require a gradient on all ranks or on none.
 
     Args:
-        rows: Tensors that go together, their rows in the order of destinations,
-            ``[sum(input_splits), ...]`` each.
-        output_splits: Rows to receive, one number a rank.
-        input_splits: Rows to send, one number a rank.
-        group: The ranks.
-        meanwhile: Work of the host to do while the rows travel; not in the backward pass.
+        rows: Tensors whose rows travel together, ``[sum(input_splits), ...]`` each, in the order of
+            destinations.
+        output_splits: Number of rows to receive from each rank.
+        input_splits: Number of rows to send to each rank.
+        group: Process group of the ranks.
+        meanwhile: Work for the host to do while the rows travel, in the forward pass only.
 
     Returns:
-        The same number of tensors, their rows in the order of sources, ``[sum(output_splits), ...]``.
+        The same number of tensors, ``[sum(output_splits), ...]`` each, with rows in the order of sources.
+
+    Raises:
+        ValueError: The splits do not fit the group or the rows.
     """
     world_size = dist.get_world_size(group)
     output_list = [int(split) for split in output_splits]
@@ -69,7 +72,7 @@ def uneven_all_to_all(
     if len(output_list) != world_size or len(input_list) != world_size:
         raise ValueError(
             f"got {len(output_list)} output splits and {len(input_list)} input splits, wanted {world_size} "
-            "of each: one a rank of the group"
+            "of each: one for each rank of the group"
         )
     num_rows = [x.shape[0] for x in rows]
     if min(*output_list, *input_list) < 0 or any(sum(input_list) != number for number in num_rows):
@@ -80,7 +83,8 @@ def uneven_all_to_all(
     if world_size == 1:
         if output_list != input_list:
             raise ValueError(
-                f"a single rank sends {input_list[0]} rows and expects {output_list[0]}: wanted the same"
+                f"the only rank of the group sends {input_list[0]} rows and expects {output_list[0]}: wanted "
+                "equal numbers"
             )
         if meanwhile is not None:
             meanwhile()
@@ -90,14 +94,14 @@ def uneven_all_to_all(
 
 
 def gather_counts(counts_E: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Every rank's counts on every rank.
+    """Gather the counts of all ranks on every rank.
 
     Args:
-        counts_E: This rank's counts, ``[E]``, the same E and dtype on all ranks.
-        group: The ranks.
+        counts_E: Counts of this rank, ``[E]``; E and the dtype are equal on all ranks.
+        group: Process group of the ranks.
 
     Returns:
-        ``[D, E]``; row ``d`` came from rank ``d``.
+        Counts of all ranks, ``[D, E]``; row ``d`` comes from rank ``d``.
     """
     world_size = dist.get_world_size(group)
     if world_size == 1:
@@ -119,10 +123,10 @@ def exchange_rows(
     group: dist.ProcessGroup,
     meanwhile: Callable[[], object] | None = None,
 ) -> tuple[Tensor, ...]:
-    """:func:`uneven_all_to_all` without gradients and without checks, for two ranks or more."""
+    """Do the same as :func:`uneven_all_to_all`, without autograd and checks, for two ranks or more."""
     sent = [x.contiguous() for x in rows]
     received = tuple(x.new_empty(sum(output_splits), *x.shape[1:]) for x in rows)
-    # Side by side: one after the other, the smallest would cost its start-up again.
+    # All exchanges run at the same time. One after the other, each small one would add its latency.
     works: list[dist.Work] = []
     for tag, (out, x) in enumerate(zip(received, sent, strict=True)):
         works += _start_exchange(out, x, output_splits, input_splits, group, tag)
@@ -142,7 +146,7 @@ def _start_exchange(
 ) -> list[dist.Work]:
     if x.device.type != "cpu":
         work = dist.all_to_all_single(out, x, output_splits, input_splits, group=group, async_op=True)
-        assert work is not None  # it is only outside the group
+        assert work is not None  # It is None only on ranks outside the group.
         return [work]
     return exchange(
         dict(enumerate(x.split(input_splits))), dict(enumerate(out.split(output_splits))), group, tag

@@ -1,9 +1,12 @@
 """Permutes the contents of expert slots over the devices of a group, in pieces of bounded memory.
 
-A permutation of slots is, for every range of elements, a permutation by itself. So all
-moving slots advance together: elements ``[o, o + c)`` of each are packed, one uneven
-all-to-all takes them to their new devices, and they are written there before the next
-range is read. Nothing has to be set aside however long the cycles of the permutation are.
+A permutation of slots is also a permutation for every range of their elements. All moving slots therefore
+advance together. Elements ``[o, o + Q)`` of each slot are packed, one uneven all-to-all takes them to their
+new devices, and they are written there before the next range is read. No content has to be saved in extra
+memory, however long the cycles of the permutation are::
+
+    range of elements               [0, Q)    [Q, 2Q)         [2Q, 3Q)
+    in all slots of all devices     moved     moving now      not moved yet
 
 Shape letters: Q elements of a piece, W slots.
 """
@@ -22,44 +25,62 @@ DEFAULT_BUFFER_BYTES = 64 * 2**20
 
 
 class SlotQuantity(Protocol):
-    """One quantity that every slot holds as a flat sequence of elements, for example its parameters."""
+    """One quantity that every slot has as a flat sequence of elements, for example its parameters."""
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """Name of the quantity in error messages."""
         ...
 
     @property
     def num_elements(self) -> int:
-        """Elements of one slot; the same for all slots of all devices."""
+        """Number of elements of one slot; equal for all slots of all devices."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of all slots' elements."""
+        """Data type of the elements of all slots."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where the elements are."""
+        """Device of the tensors that :meth:`read` fills and :meth:`write` takes."""
         ...
 
     def read(self, slots: Sequence[int], start: int, out_WQ: Tensor) -> None:
-        """Fill row ``i`` of ``out_WQ`` with the elements from ``start`` on of ``slots[i]``.
+        """Fill row ``i`` of ``out_WQ`` with Q elements of slot ``slots[i]``, beginning with ``start``.
 
-        Called as often on every device of the group, also where no slot moves (W is 0 there).
-        It may communicate, over another group than the exchange's.
+        Every device of the group calls it equally often, even where no slot moves (W is 0 there). It is
+        allowed to communicate over another process group than the exchange's.
+
+        Args:
+            slots: Slots to read, W of them.
+            start: Number of the first element of each slot to read.
+            out_WQ: Tensor to fill, ``[W, Q]``.
         """
         ...
 
     def write(self, slots: Sequence[int], start: int, rows_WQ: Tensor) -> None:
-        """Put row ``i`` of ``rows_WQ`` into the elements from ``start`` on of ``slots[i]``."""
+        """Write row ``i`` of ``rows_WQ`` into Q elements of slot ``slots[i]``, beginning with ``start``.
+
+        Args:
+            slots: Slots to write, W of them.
+            start: Number of the first element of each slot to write.
+            rows_WQ: New elements, ``[W, Q]``.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class _Traffic:
-    """What one device sends and receives, by peer and then by the slot at the destination."""
+    """The slots that one device sends and receives, in the order of peers, then of destination slots.
+
+    Attributes:
+        outgoing_slots: Slots of this device whose contents leave it.
+        outgoing_splits: Number of these slots that go to each device, ``[D]``.
+        incoming_slots: Slots of this device that are filled.
+        incoming_splits: Number of these slots that are filled from each device, ``[D]``.
+    """
 
     outgoing_slots: tuple[int, ...]
     outgoing_splits: list[int]
@@ -87,26 +108,27 @@ def exchange_slots(
     buffer_bytes: int = DEFAULT_BUFFER_BYTES,
     are_copies: bool = False,
 ) -> None:
-    """Move the contents of slots to other slots of the group's devices, or copy them there.
+    """Move or copy the contents of slots to other slots of the group's devices.
 
-    Every rank of the group calls it with the same moves, with quantities of the same names,
-    sizes and dtypes in the same order, and the same ``buffer_bytes``; all then make the same
-    number of all-to-alls, also those on which nothing moves.
+    Every rank of the group must call it with the same moves and the same ``buffer_bytes``, and with
+    quantities of the same names, sizes and dtypes in the same order. All ranks then run the same number of
+    all-to-alls, including ranks where nothing moves.
 
     Args:
-        group: The ranks; device ``d`` of the moves is rank ``d`` of it.
-        moves: A permutation of the slots that they name: each of these is left once and filled once; with
-            ``are_copies`` each is filled once or left, as often as one likes, but not both.
-        quantities: What a slot holds; each is read and written through its own methods.
-        buffer_bytes: Bound on the memory that the exchange takes on any device: one outgoing and one
-            incoming buffer, together at most this large, for one quantity at a time. What a
-            quantity's own ``read`` or the communication library takes comes on top.
-        are_copies: Slots that are left keep what they hold.
+        group: Process group of the ranks; device ``d`` of the moves is group rank ``d``.
+        moves: Moves that form a permutation: every slot that they name is a source once and a destination
+            once. With ``are_copies``, a slot is a destination once, or a source any number of times, but not
+            both.
+        quantities: Quantities that each slot has; the exchange reads and writes them by their methods.
+        buffer_bytes: Largest total size in bytes of the outgoing and the incoming buffer on any device. The
+            exchange handles one quantity at a time. Memory that a quantity's ``read`` or the communication
+            library needs is not included.
+        are_copies: Whether to copy contents, so that sources keep them, instead of moving them.
 
     Raises:
-        ValueError: The moves are no permutation of slots of the group, or copies overwrite what is
-            copied, or not even one element of all moving slots fits into the buffers. Raised before any
-            communication.
+        ValueError: The moves are not a permutation of slots of the group, or copies overwrite a slot that is
+            a source, or the buffers are too small for one element of all moving slots. The error is raised
+            before any communication.
     """
     num_devices, device = dist.get_world_size(group), dist.get_rank(group)
     (_check_copies if are_copies else _check_permutation)(moves)
@@ -141,7 +163,10 @@ def _exchange_quantity(
 
 
 def _piece_elements(quantity: SlotQuantity, most_slots: int, buffer_bytes: int) -> int:
-    """Elements of one slot to move at once; the same on all devices, so it is the fullest one's."""
+    """Number of elements of a slot to move at once.
+
+    All devices use the same number. The device with the most moving slots (``most_slots``) determines it.
+    """
     bytes_per_element = 2 * most_slots * quantity.dtype.itemsize
     if buffer_bytes < bytes_per_element:
         raise ValueError(
@@ -156,7 +181,7 @@ def _check_permutation(moves: Sequence[SlotMove]) -> None:
     filled = sorted((move.device, move.slot) for move in moves)
     if left != filled or len(set(left)) < len(left):
         raise ValueError(
-            f"moves: got slots {left} that are left and {filled} that are filled (device, slot), wanted the "
+            f"moves: got source slots {left} and destination slots {filled} as (device, slot), wanted the "
             "same slots, each once; take the moves from OwnerMap.moves_to"
         )
 
@@ -166,8 +191,8 @@ def _check_copies(moves: Sequence[SlotMove]) -> None:
     filled = sorted((move.device, move.slot) for move in moves)
     if len(set(filled)) < len(filled) or set(left) & set(filled):
         raise ValueError(
-            f"copies: got slots {left} that are read and {filled} that are filled (device, slot), wanted "
-            "each filled once and none of them read; take the copies from ResidentMap.copies_to"
+            f"copies: got source slots {left} and destination slots {filled} as (device, slot), wanted "
+            "each destination once and none of them as a source; take the copies from ResidentMap.copies_to"
         )
 
 

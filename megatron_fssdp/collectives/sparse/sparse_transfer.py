@@ -1,9 +1,9 @@
-"""Moves experts from their owners to their replicas, and sums of gradients back, along a plan.
+"""Moves experts from their owners to their replicas, and sums of gradients back, along a transfer plan.
 
-One executor serves both directions and all plans. The reference form of the paper
-(Hecate, §5.1: a broadcast and a reduce per expert among its holders) is a star plan in one
-piece; it is written with point-to-point messages because process groups per set of holders
-would have to be made anew with every plan. The product's form is a two-level plan in chunks.
+One class runs both directions and all plans. The reference form of the paper (Hecate, §5.1: one broadcast and
+one reduce for each expert among its holders) is a star plan in which an expert travels in one piece. The form
+for production is a two-level plan in which experts travel in chunks. Both use point-to-point messages,
+because a process group for each set of holders would have to be created again for every plan.
 """
 
 from collections import deque
@@ -30,9 +30,9 @@ from megatron_fssdp.collectives.transfer_lane import (
 )
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 
-# How many steps before its turn a receive is posted, and for how long a send may stay open.
-# Gloo's sender waits for the receiver, so looking ahead hides a round trip per message. NCCL
-# matches messages by order, so there the sends and receives of a step must go together.
+# Gloo posts a receive this many steps before its step, and a send can stay open for as many steps. Gloo's
+# sender waits for the receiver, so early receives hide a round trip for each message. NCCL matches messages
+# by order, so there the sends and receives of a step must be posted together.
 _GLOO_LOOKAHEAD = 4
 
 _GATHER, _REDUCE = 0, 1
@@ -41,12 +41,12 @@ _connected_groups: WeakSet[dist.ProcessGroup] = WeakSet()
 
 @dataclass(frozen=True)
 class StartedTransfer:
-    """One call of a :class:`SparseTransfer`, for those who count.
+    """Record of one call of a :class:`SparseTransfer`, for measurements.
 
     Attributes:
-        is_gather: SparseAllGather, else SparseReduceScatter.
-        num_bytes: Bytes that it moves between all devices together.
-        timer: Knows how long it took, once it has been waited for.
+        is_gather: Whether the call was a SparseAllGather; otherwise it was a SparseReduceScatter.
+        num_bytes: Bytes that the call moves between all devices in total.
+        timer: Timer that gives the duration of the transfer after its ``wait``.
     """
 
     is_gather: bool
@@ -55,7 +55,14 @@ class StartedTransfer:
 
 
 class _Posting(NamedTuple):
-    """A message to be posted; the peer is a rank in the group."""
+    """A message to post.
+
+    Attributes:
+        is_receive: Whether to receive the message instead of sending it.
+        tensor: Tensor to send or to fill.
+        peer: Rank of the other device in the group.
+        tag: Message tag.
+    """
 
     is_receive: bool
     tensor: Tensor
@@ -64,23 +71,33 @@ class _Posting(NamedTuple):
 
 
 class SparseTransfer:
-    """One layer's transfers: a plan bound to a process group.
+    """The transfers of one layer: a transfer plan, bound to a process group.
 
-    Every rank of the group must make the same calls in the same order, also where it has
-    nothing to send. Transfers that are started and not waited for need a group that nobody
-    else uses in the meantime.
+    Every rank of the group must make the same calls in the same order, even if it has nothing to send.
+    Between the start of a transfer and its wait, nothing else must use the group.
+
+    Experts travel in chunks, and a device passes a chunk on as soon as it has arrived. Two chunks of one
+    expert on the path owner 0 → device 4 → device 5::
+
+        step                  0           1           2
+        edge 0 → 4 (depth 0)  chunk 0     chunk 1
+        edge 4 → 5 (depth 1)              chunk 0     chunk 1
+
+    SparseReduceScatter uses the same edges in the opposite direction, beginning with the deepest ones. Each
+    device on the path adds its own part of a chunk before it passes the sum on. See ``wavefront.py``.
 
     Args:
-        group: The expert-parallel group; device numbers of the plan are ranks in it.
-        plan: Which edges each expert travels along.
-        num_elements: Elements of one expert's flat tensor.
-        dtype: Dtype of gathered experts. Gradients may have another one.
+        group: Process group of the expert-parallel ranks; device numbers of the plan are ranks in it.
+        plan: Edges along which each expert travels.
+        num_elements: Number of elements of one expert's flat tensor.
+        dtype: Data type of gathered experts. Gradients can have another one.
         device: Device of all tensors.
-        chunk_bytes: Size of a message; None moves an expert in one piece. A reduction holds up
-            to this much memory per child, several times over where it looks ahead.
-        stream: CUDA stream to run on; None takes a new one. Unused on CPU.
-        journal: Receives every transfer that is started.
-        what: Names what is moved, in errors.
+        chunk_bytes: Size of a message in bytes; ``None`` moves an expert in one piece. On each device, a
+            reduction needs this much memory for each child, and several times as much if it posts receives
+            early.
+        stream: CUDA stream of the transfers; ``None`` creates one. Unused on CPU.
+        journal: List to which every started transfer is appended.
+        what: Name of the moved experts in error messages.
     """
 
     def __init__(
@@ -99,7 +116,7 @@ class SparseTransfer:
         if plan.num_devices != dist.get_world_size(group):
             raise ValueError(
                 f"the plan is for {plan.num_devices} devices, the group has {dist.get_world_size(group)}; "
-                "plan for the group's size"
+                "make the plan for the size of the group"
             )
         if num_elements < 0 or (chunk_bytes is not None and chunk_bytes < 1):
             raise ValueError(
@@ -119,9 +136,9 @@ class SparseTransfer:
         received = {edge.expert for edge in incoming}
         forwarded = {edge.expert for edge in outgoing}
         self.received_experts = tuple(sorted(received))
-        """The replicas here: the plan brings them."""
+        """Experts that have a replica on this device, ascending; the plan brings them."""
         self.shared_experts = tuple(sorted(forwarded - received))
-        """The owned experts that have replicas elsewhere."""
+        """Experts that this device sends without receiving them, ascending; usually owned experts."""
         self._forwarded = frozenset(forwarded)
         self._stream = stream
         if self.device.type == "cuda":
@@ -131,14 +148,18 @@ class SparseTransfer:
     def start_all_gather(
         self, owned: Mapping[int, Tensor], *, out: Mapping[int, Tensor] | None = None
     ) -> PendingTransfer:
-        """Start to bring the replicas of this rank here.
+        """Start SparseAllGather, which brings this rank's replicas.
 
         Args:
-            owned: Flat tensors of :attr:`shared_experts`; not to be written before the wait.
-            out: Flat tensors of :attr:`received_experts` to receive into; None allocates.
+            owned: Flat tensors ``[num_elements]`` of :attr:`shared_experts`. The caller must not write to
+                them before the wait.
+            out: Flat tensors ``[num_elements]`` of :attr:`received_experts` to fill; ``None`` allocates them.
 
         Returns:
-            A handle whose ``wait()`` gives the flat tensors of :attr:`received_experts`.
+            A handle whose ``wait()`` returns the flat tensors of :attr:`received_experts`.
+
+        Raises:
+            ValueError: The tensors do not fit the experts, shape, dtype or device of the transfer.
         """
         check_cargo(owned, self.shared_experts, self.num_elements, self.dtype, self.device, "owned")
         if out is not None:
@@ -163,24 +184,28 @@ class SparseTransfer:
         result_dtype: torch.dtype | None = None,
         out: Mapping[int, Tensor] | None = None,
     ) -> PendingTransfer:
-        """Start to sum every expert's parts at its owner.
+        """Start SparseReduceScatter, which sums the parts of every expert at its owner.
 
-        A device on the way adds what it got to its own part: its own first, then the others
-        in the order of the plan; bf16 and fp16 in fp32, rounded when the sum is passed on.
-        Parts in fp32 avoid that rounding and cost twice the bytes.
+        A device on the path adds the received parts to its own part. The order of a sum is the device's own
+        part first, then the others in the order of the plan. Parts in bf16 and fp16 are added in fp32, and
+        the sum is rounded when it is passed on. Parts in fp32 avoid this rounding and need twice the bytes.
 
         Args:
-            partial: Flat tensors of :attr:`received_experts`, and of :attr:`shared_experts` where an
-                owner's own part belongs to the sums; of one dtype on all ranks; not to be written
-                before the wait.
-            dtype: That dtype, by default the one of ``partial``; to be told to owners without parts.
-            result_dtype: Dtype of the sums; None for that of the parts.
-            out: Flat tensors of :attr:`shared_experts` to write the sums into, of any dtype;
-                None allocates.
+            partial: Flat tensors ``[num_elements]`` of :attr:`received_experts`. Add those of
+                :attr:`shared_experts` if the sums include the owner's own part. All ranks use the same dtype.
+                The caller must not write to the tensors before the wait.
+            dtype: Data type of the parts; ``None`` takes it from ``partial``. Owners without parts of their
+                own need it if it differs from the transfer's ``dtype``.
+            result_dtype: Data type of the sums; ``None`` for that of the parts.
+            out: Flat tensors ``[num_elements]`` of :attr:`shared_experts`, of any dtype, to fill with the
+                sums; ``None`` allocates them.
 
         Returns:
-            A handle whose ``wait()`` gives the sums of :attr:`shared_experts`, over all holders that
-            gave a part.
+            A handle whose ``wait()`` returns the sums of :attr:`shared_experts` over all holders that gave a
+            part.
+
+        Raises:
+            ValueError: The tensors do not fit the experts, shape, dtype or device of the transfer.
         """
         held = {*self.received_experts, *(expert for expert in self.shared_experts if expert in partial)}
         if dtype is None:
@@ -223,7 +248,7 @@ class SparseTransfer:
         return pending
 
     def _drive(self, wavefront: Wavefront, cargo: Cargo, direction: int) -> None:
-        """Post the steps in order; never wait for more than the next message to pass on needs."""
+        """Run a transfer to its end on the current thread or stream; errors name the transfer."""
         if wavefront.idle:
             return
         kind = "SparseAllGather" if direction == _GATHER else "SparseReduceScatter"
@@ -231,6 +256,7 @@ class SparseTransfer:
             self._drive_steps(wavefront, cargo, direction)
 
     def _drive_steps(self, wavefront: Wavefront, cargo: Cargo, direction: int) -> None:
+        # Post the steps in order, and wait only for what the next messages to pass on need.
         lookahead = 0 if self.device.type == "cuda" else _GLOO_LOOKAHEAD
         open_sends: deque[list[dist.Work]] = deque()
         for t in range(-lookahead, wavefront.num_steps + 1):
@@ -268,11 +294,11 @@ class SparseTransfer:
 
 
 def _post(messages: list[_Posting], group: dist.ProcessGroup, device: torch.device) -> list[dist.Work]:
-    """Post messages together; one work a message, even where the backend has one for all."""
+    """Post messages together and return one work handle for each, even if the backend has one for all."""
     if not messages:
         return []
     if device.type != "cuda":
-        # Gloo knows no batches, and one by one costs the host less.
+        # Gloo has no batches, and single messages cost the host less time.
         return [
             (receive if message.is_receive else send)(message.tensor, message.peer, group, message.tag)
             for message in messages
@@ -293,7 +319,7 @@ def _post(messages: list[_Posting], group: dist.ProcessGroup, device: torch.devi
 
 
 def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Make NCCL's connections once, with all ranks: a first batch of messages may leave some out."""
+    """Connect all ranks of an NCCL group once, because the first batch of messages can involve only some."""
     if group not in _connected_groups:
         _connected_groups.add(group)
         dist.all_reduce(torch.zeros(1, device=device), group=group)

@@ -1,4 +1,4 @@
-"""What the messages of a wavefront carry: weights on the way out, sums of gradients on the way back."""
+"""The contents of a transfer's messages: weights from the owners, or sums of gradients to the owners."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
@@ -10,30 +10,31 @@ from torch import Tensor
 from megatron_fssdp.collectives.sparse.wavefront import Message
 
 _Inbox = dict[tuple[int, int], list[tuple[Tensor, dist.Work]]]
+"""By (expert, chunk), the messages that have been posted: the buffer to fill and its work handle."""
 
 
 class Cargo(Protocol):
-    """Supplies the memory of messages and takes note of arrivals."""
+    """Provides the tensors of messages and processes the messages that arrive."""
 
     def receive_buffer(self, message: Message) -> Tensor:
-        """Memory for a message to come."""
+        """Tensor for a message that will arrive."""
 
     def expect(self, message: Message, buffer: Tensor, work: dist.Work) -> None:
         """Note that ``work`` fills ``buffer``."""
 
     def settle(self, expert: int, chunk: int) -> None:
-        """Wait for what comes in for a chunk and digest it; nothing to do the second time."""
+        """Wait for the messages of a chunk and process them; a second call does nothing."""
 
     def outgoing(self, message: Message) -> Tensor:
-        """What to send; settles the chunk first."""
+        """Tensor to send for a message; settles the chunk first."""
 
 
 class GatherCargo:
-    """Chunks land in their final storage and are passed on from there.
+    """Contents of SparseAllGather: chunks of weights arrive in their final memory and are sent on from there.
 
     Args:
-        storage: Flat tensor of every expert that is sent or received here.
-        chunk_elements: Elements in a chunk; the last one may be shorter.
+        storage: Flat tensor ``[num_elements]`` of every expert that this device sends or receives.
+        chunk_elements: Number of elements in a chunk; the last chunk can be shorter.
     """
 
     def __init__(self, storage: Mapping[int, Tensor], chunk_elements: int) -> None:
@@ -42,7 +43,7 @@ class GatherCargo:
         self._inbox: _Inbox = {}
 
     def receive_buffer(self, message: Message) -> Tensor:
-        """The chunk's place in the expert."""
+        """View of the chunk in the expert's flat tensor."""
         return _chunk(self._storage[message.expert], message.chunk, self._chunk_elements)
 
     def expect(self, message: Message, buffer: Tensor, work: dist.Work) -> None:
@@ -50,30 +51,30 @@ class GatherCargo:
         self._inbox.setdefault((message.expert, message.chunk), []).append((buffer, work))
 
     def settle(self, expert: int, chunk: int) -> None:
-        """Wait until the chunk is here."""
+        """Wait until the chunk has arrived."""
         for _, work in self._inbox.pop((expert, chunk), ()):
             work.wait()
 
     def outgoing(self, message: Message) -> Tensor:
-        """The chunk where it lies."""
+        """View of the chunk in the expert's flat tensor, after it has arrived."""
         self.settle(message.expert, message.chunk)
         return self.receive_buffer(message)
 
 
 class ReductionCargo:
-    """Adds what the children sent to this device's own part, chunk by chunk.
+    """Contents of SparseReduceScatter: adds the children's parts to this device's part, chunk by chunk.
 
-    The order of a sum is this device's own part first, then the children in the order of
-    the plan, so the same plan gives the same bits. bf16 and fp16 are added in fp32 and
-    rounded once when a device passes its sum on.
+    A device's children are the devices that send it their parts. The order of a sum is this device's own
+    part first, then the children in the order of the plan, so the same plan gives the same bits. Parts in
+    bf16 and fp16 are added in fp32 and rounded once, when a device passes its sum on.
 
     Args:
-        partial: This device's own flat part of every expert that it holds; of experts whose sum
-            ends here it may be left out.
-        results: Flat tensor to fill for every expert whose sum ends here.
-        chunk_elements: Elements in a chunk; the last one may be shorter.
-        dtype: Dtype of the parts.
-        has_children: Tells whether parts of an expert arrive here.
+        partial: This device's own flat part ``[num_elements]`` of every expert that it holds. The part of an
+            expert whose sum ends here is optional.
+        results: Flat tensor ``[num_elements]`` to fill for every expert whose sum ends here.
+        chunk_elements: Number of elements in a chunk; the last chunk can be shorter.
+        dtype: Data type of the parts.
+        has_children: Function that tells whether this device receives parts of an expert.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class ReductionCargo:
         self._sums: dict[tuple[int, int], Tensor] = {}
 
     def receive_buffer(self, message: Message) -> Tensor:
-        """New memory of a chunk's size, in the dtype of the parts."""
+        """New tensor with the size of the chunk and the dtype of the parts."""
         flat = self._results.get(message.expert, self._partial.get(message.expert))
         assert flat is not None
         return torch.empty_like(_chunk(flat, message.chunk, self._chunk_elements), dtype=self._dtype)
@@ -103,7 +104,7 @@ class ReductionCargo:
         self._inbox.setdefault((message.expert, message.chunk), []).append((buffer, work))
 
     def settle(self, expert: int, chunk: int) -> None:
-        """Wait for the children's parts and add them; the memory they came in is free again."""
+        """Wait for the children's parts of a chunk, add them and free the memory in which they arrived."""
         arrivals = self._inbox.pop((expert, chunk), None)
         if arrivals is None:
             return
@@ -119,7 +120,7 @@ class ReductionCargo:
             self._sums[expert, chunk] = total.to(self._dtype)
 
     def outgoing(self, message: Message) -> Tensor:
-        """The sum of this device and those below it."""
+        """Sum of the chunk over this device and all devices whose parts arrive through it."""
         if not self._has_children(message.expert):
             return self._own(message.expert, message.chunk)
         self.settle(message.expert, message.chunk)
@@ -130,7 +131,7 @@ class ReductionCargo:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of ``dtype`` are added."""
+    """The data type in which values of ``dtype`` are added: fp32 for bf16 and fp16, otherwise ``dtype``."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
@@ -142,11 +143,24 @@ def check_cargo(
     device: torch.device,
     what: str,
 ) -> None:
-    """Raise ValueError unless ``tensors`` has exactly the wanted experts, flat and of the right kind."""
+    """Check that ``tensors`` has exactly the wanted experts, as flat tensors of the right kind.
+
+    Args:
+        tensors: Flat tensor of each expert.
+        wanted: Experts that ``tensors`` must have.
+        num_elements: Number of elements that each tensor must have.
+        dtype: Data type that each tensor must have; ``None`` accepts any.
+        device: Device whose type each tensor must have.
+        what: Name of the argument in the error message.
+
+    Raises:
+        ValueError: An expert is missing or superfluous, or a tensor has a wrong shape, dtype or device type,
+            or is not contiguous.
+    """
     if set(tensors) != set(wanted):
         raise ValueError(
-            f"{what} has experts {sorted(tensors)}, wanted {sorted(wanted)}: those of this rank that the "
-            "plan moves"
+            f"{what} has experts {sorted(tensors)}, wanted {sorted(wanted)}: the experts of this rank that "
+            "the plan moves"
         )
     for expert, tensor in tensors.items():
         got: dict[str, Any] = {"shape": tuple(tensor.shape), "device type": tensor.device.type}

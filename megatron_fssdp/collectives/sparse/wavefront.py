@@ -1,9 +1,21 @@
 """The order in which one device sends and receives the chunks of a transfer plan.
 
-Pure data: which message goes in which step. In step ``t`` an edge of depth ``k`` carries
-chunk ``t - k`` of its expert, so a device passes a chunk on in the step after the one that
-brought it, and the levels of a tree work at the same time. The reduction is the mirror
-image: an edge of depth ``k`` of a plan of depth ``K`` carries chunk ``t - (K - k)``.
+The module is pure data: it says which message belongs to which step. In step ``t``, an edge of depth ``k``
+carries chunk ``t - k`` of its expert. A device therefore passes a chunk on in the step after its arrival, and
+all levels of a tree work at the same time. For three chunks and the tree 0 → 4 → {5, 6}::
+
+    step                       0        1        2        3
+    edge 0 → 4   (depth 0)     chunk 0  chunk 1  chunk 2
+    edge 4 → 5   (depth 1)              chunk 0  chunk 1  chunk 2
+    edge 4 → 6   (depth 1)              chunk 0  chunk 1  chunk 2
+
+The reduction is the mirror image: an edge of depth ``k`` in a plan of depth ``K`` carries chunk
+``t - (K - k)``::
+
+    step                       0        1        2        3
+    edge 5 → 4   (depth 1)     chunk 0  chunk 1  chunk 2
+    edge 6 → 4   (depth 1)     chunk 0  chunk 1  chunk 2
+    edge 4 → 0   (depth 0)              chunk 0  chunk 1  chunk 2
 """
 
 from dataclasses import dataclass
@@ -13,11 +25,11 @@ from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 
 
 class Message(NamedTuple):
-    """One chunk of one expert, to or from a peer.
+    """One chunk of one expert that a device sends to or receives from a peer.
 
     Attributes:
-        peer: The other device, as a rank in the group.
-        expert: The expert.
+        peer: Rank of the other device in the group.
+        expert: Number of the expert.
         chunk: Number of the chunk within the expert.
     """
 
@@ -27,13 +39,21 @@ class Message(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a device posts together; any two devices list what they exchange in the same order."""
+    """Messages that a device posts together; any two devices list their common messages in the same order."""
 
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
 
 
 class _Route(NamedTuple):
+    """An edge of the plan, seen from one device.
+
+    Attributes:
+        delay: Number of the step in which the edge carries chunk 0.
+        peer: Rank of the device at the other end.
+        expert: Number of the expert.
+    """
+
     delay: int
     peer: int
     expert: int
@@ -44,13 +64,13 @@ _EMPTY_STEP = Step((), ())
 
 @dataclass(frozen=True)
 class Wavefront:
-    """All steps of one device.
+    """All steps of one device in one direction of a transfer.
 
     Attributes:
-        num_steps: Number of steps, the same on every device; some may be empty here.
+        num_steps: Number of steps, equal on all devices; some can be empty on this device.
         num_chunks: Number of chunks in an expert.
-        send_routes: Where to send which expert, and how many steps after the first.
-        receive_routes: Likewise, from where.
+        send_routes: Edges along which this device sends.
+        receive_routes: Edges along which this device receives.
     """
 
     num_steps: int
@@ -60,7 +80,7 @@ class Wavefront:
 
     @classmethod
     def of_gather(cls, plan: TransferPlan, device: int, num_chunks: int) -> "Wavefront":
-        """From the owners to the replicas."""
+        """The steps of ``device`` in SparseAllGather, from the owners to the replicas."""
         incoming, outgoing = plan.edges_of(device)
         return cls(
             num_chunks + plan.max_depth if num_chunks else 0,
@@ -71,7 +91,7 @@ class Wavefront:
 
     @classmethod
     def of_reduction(cls, plan: TransferPlan, device: int, num_chunks: int) -> "Wavefront":
-        """From the replicas to the owners, the same edges the other way round."""
+        """The steps of ``device`` in SparseReduceScatter: the same edges, from the replicas to the owners."""
         incoming, outgoing = plan.edges_of(device)
         last = plan.max_depth
         return cls(
@@ -87,7 +107,7 @@ class Wavefront:
         return not self.num_chunks or not (self.send_routes or self.receive_routes)
 
     def step(self, t: int) -> Step:
-        """The messages of step ``t``; empty outside the range of steps."""
+        """The messages of step ``t``; no messages if ``t`` is outside the range of steps."""
         if not 0 <= t < self.num_steps:
             return _EMPTY_STEP
         return Step(self._messages(self.send_routes, t), self._messages(self.receive_routes, t))

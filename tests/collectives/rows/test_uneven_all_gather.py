@@ -38,7 +38,7 @@ def misuse(rank, world_size):
     group = dist.group.WORLD
     with pytest.raises(ValueError, match="wanted 2 numbers"):
         uneven_all_gather(torch.ones(3, 2), [3], group)
-    with pytest.raises(ValueError, match="wanted 1 as its split says"):
+    with pytest.raises(ValueError, match="wanted 1, the number in splits"):
         uneven_all_gather(torch.ones(3, 2), [1, 1], group)
     with pytest.raises(ValueError, match="the sum of the splits"):
         uneven_reduce_scatter(torch.ones(3, 2), [1, 1], group)

@@ -94,7 +94,7 @@ def test_copies_that_overwrite_a_source_are_refused(copies: list[SlotMove]) -> N
 
 
 def refuse_copies(rank: int, world_size: int, copies: list[SlotMove]) -> None:
-    with pytest.raises(ValueError, match="wanted each filled once and none of them read"):
+    with pytest.raises(ValueError, match="wanted each destination once and none of them as a source"):
         exchange_slots(dist.group.WORLD, copies, [], are_copies=True)
 
 
