@@ -217,5 +217,5 @@ def test_a_candidate_that_cannot_be_built_is_left_out_with_a_warning(
     )
     strategy = build_strategy("auto", strategy_settings("auto", {}, "test"))
     assert "made" not in strategy.candidates  # type: ignore[attr-defined]
-    assert "candidate 'made' of theirs is left out" in caplog.text
+    assert "candidate 'made' of package theirs is left out" in caplog.text
     assert "made=false" in caplog.text

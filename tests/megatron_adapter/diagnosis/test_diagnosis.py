@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 
 from megatron_fssdp.config.parallelism_settings import ParallelismSettings
 from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.config.strategy_registry import BrokenStrategy
 from megatron_fssdp.megatron_adapter.diagnosis import checkpoint_folder, installed_packages
 from megatron_fssdp.megatron_adapter.diagnosis.checkpoint_folder import (
     FolderState,
@@ -50,6 +51,7 @@ from megatron_fssdp.megatron_adapter.diagnosis.seam_checks import (
     check_seams,
     look_for_seams,
 )
+from megatron_fssdp.megatron_adapter.diagnosis.strategy_checks import InstalledStrategies, check_strategies
 from megatron_fssdp.megatron_adapter.support import capabilities
 from megatron_fssdp.megatron_adapter.support.tested_versions import TESTED_VERSIONS, is_tested
 
@@ -104,6 +106,17 @@ def test_a_healthy_cpu_machine_has_no_problem() -> None:
         "GPUs": NOTE,
         "topology": OK,
     }
+
+
+def test_strategies_of_other_packages_are_named_and_broken_ones_are_notes() -> None:
+    found = InstalledStrategies(
+        10, (("mine", "my-package"),), (BrokenStrategy("lost", "brittle", "no module"),)
+    )
+    usable, broken = check_strategies(found)
+    assert usable == Finding("strategies", "10 of megatron-fssdp, mine of my-package", OK)
+    assert broken.verdict is NOTE
+    assert "brittle, cannot be used: no module" in broken.found
+    assert "pip uninstall brittle" in broken.advice
 
 
 def test_a_machine_with_gpus_and_everything_else_is_ok_throughout() -> None:

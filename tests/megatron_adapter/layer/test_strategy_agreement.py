@@ -129,12 +129,13 @@ def run_session(session: StrategySession, rank: int) -> tuple[Seen, np.ndarray]:
         if strategy.moves_owners and strategy.reshards_at(iteration):
             new = strategy.reshard([executor.context], executor.history.mean_E()[None], owners)
             moved, owners = len(owners.moves_to(new)), new
-            executor.own(new.device_LE[0], tensors_of(np.flatnonzero(new.device_LE[0] == rank)))
+            tensors = tensors_of(np.flatnonzero(new.device_LE[0] == rank))
+            executor.own(new.device_LE[0], tensors, executor.experts.layout())
         if strategy.resident_slots and strategy.replicates_at(iteration):
             old = executor.context.placement
             placement = strategy.replicate(executor.context, executor.history.mean_DE())
             moved += int((placement.present_ED & ~old.present_ED).sum())
-            here = [e for e in placement.experts_on(rank) if e not in executor.parameters]
+            here = [e for e in placement.experts_on(rank) if e not in executor.experts.parameters]
             executor.keep(placement, tensors_of(np.array(here, np.int64)))
         session.runtime.begin_iteration(1)
         used.clear()
