@@ -332,12 +332,12 @@ def _layer_shape(run: RunConfig | None, device: torch.device) -> LayerShape:
     """Return the sizes of a run's MoE layer as one rank computes it under balanced load."""
     if run is None:
         return _GPU_SHAPE if device.type == "cuda" else _CPU_SHAPE
-    model, cut = run.model, run.parallelism
+    model, parallelism = run.model, run.parallelism
     num_samples = run.training.micro_batch_size
     return LayerShape(
         model_dim=model.hidden_size,
         ffn_dim=model.expert_ffn_size,
-        num_experts=max(1, (model.num_experts or 1) // cut.expert),
+        num_experts=max(1, (model.num_experts or 1) // parallelism.expert),
         num_rows=num_samples * model.seq_length * (model.moe_top_k if model.num_experts else 1),
         gated=model.is_gated,
         num_heads=model.num_attention_heads,

@@ -91,13 +91,13 @@ def check_gpus(devices: Devices) -> Finding:
     return Finding(name, found, Verdict.PROBLEM, f"{advice}; or set {DEVICE_VARIABLE}=cpu to use the CPU")
 
 
-def check_topology(devices: Devices, launch: Launch, cut: "ParallelismSettings | None") -> Finding:
+def check_topology(devices: Devices, launch: Launch, parallelism: "ParallelismSettings | None") -> Finding:
     """Check which nodes the strategies plan for.
 
     Args:
         devices: Devices of this machine.
         launch: Ranks that torchrun started.
-        cut: Parallel sizes of the run to check; ``None`` if no run was given.
+        parallelism: Parallel sizes of the run to check; ``None`` if no run was given.
     """
     name = "topology"
     if launch.world_size is not None:
@@ -106,13 +106,13 @@ def check_topology(devices: Devices, launch: Launch, cut: "ParallelismSettings |
         if not even:
             advice = "start torchrun with the same --nproc-per-node on every machine: nodes must be equal"
             return Finding(name, found, Verdict.PROBLEM, advice)
-    elif cut is not None:
-        found, _ = _nodes(cut.world_size, cut.nproc_per_node, "from the run's file")
+    elif parallelism is not None:
+        found, _ = _nodes(parallelism.world_size, parallelism.nproc_per_node, "from the run's file")
     else:
         members = _count(len(devices.gpus), "GPU") if devices.gpus else "CPU ranks"
         found = f"1 node (this machine) of {members}"
-    if cut is not None and cut.declared_nodes is not None:
-        found += f"; strategies plan for {_count(cut.declared_nodes, 'node')} (declared_nodes)"
+    if parallelism is not None and parallelism.declared_nodes is not None:
+        found += f"; strategies plan for {_count(parallelism.declared_nodes, 'node')} (declared_nodes)"
     if devices.pairs_without_peer_access:
         pairs = devices.pairs_without_peer_access
         shown = ", ".join(f"{first}-{second}" for first, second in pairs[:_MOST_PAIRS_SHOWN])
@@ -127,25 +127,26 @@ def check_topology(devices: Devices, launch: Launch, cut: "ParallelismSettings |
     return Finding(name, found, Verdict.OK)
 
 
-def check_ranks(devices: Devices, launch: Launch, cut: "ParallelismSettings", wanted: str) -> Finding:
+def check_ranks(devices: Devices, launch: Launch, parallelism: "ParallelismSettings", wanted: str) -> Finding:
     """Check whether a run's ranks fit on this machine.
 
     Args:
         devices: Devices of this machine.
         launch: Ranks that torchrun started.
-        cut: Parallel sizes of the run.
+        parallelism: Parallel sizes of the run.
         wanted: The run's ``training.device``.
     """
-    name, num_ranks, num_gpus = "ranks", cut.nproc_per_node, len(devices.gpus)
-    if launch.world_size is not None and launch.world_size != cut.world_size:
+    name, num_ranks, num_gpus = "ranks", parallelism.nproc_per_node, len(devices.gpus)
+    if launch.world_size is not None and launch.world_size != parallelism.world_size:
         return Finding(
             name,
-            f"torchrun started {launch.world_size}, but the run has {cut.world_size}",
+            f"torchrun started {launch.world_size}, but the run has {parallelism.world_size}",
             Verdict.PROBLEM,
-            f"start torchrun with --nnodes={cut.num_nodes} --nproc-per-node={cut.nproc_per_node}, or change "
-            "parallelism.num_nodes and nproc_per_node",
+            f"start torchrun with --nnodes={parallelism.num_nodes} "
+            f"--nproc-per-node={parallelism.nproc_per_node}, or change parallelism.num_nodes and "
+            "parallelism.nproc_per_node",
         )
-    others = cut.num_nodes - 1
+    others = parallelism.num_nodes - 1
     elsewhere = f"; the ranks on {_count(others, 'other machine')} were not checked" if others else ""
     if devices.runs_on_cpu(wanted):
         found = f"{num_ranks} on {_count(devices.num_cores, 'CPU core')}{elsewhere}"

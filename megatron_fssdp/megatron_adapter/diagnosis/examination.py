@@ -120,7 +120,7 @@ def diagnose(facts: Facts, run: "RunConfig | None") -> tuple[Finding, ...]:
 
     Args:
         facts: Facts about the machine.
-        run: Run that shall train on this machine; ``None`` checks the machine only.
+        run: Run to check on this machine; ``None`` checks the machine only.
 
     Returns:
         The findings, in the order of the report.
@@ -140,18 +140,18 @@ def diagnose(facts: Facts, run: "RunConfig | None") -> tuple[Finding, ...]:
         unknown = "not checked, because torch cannot be imported"
         findings += [Finding(name, unknown, Verdict.NOTE) for name in names]
     else:
-        cut = run.parallelism if run is not None else None
+        parallelism = run.parallelism if run is not None else None
         findings += [
             check_gloo(facts.backends),
             check_nccl(facts.backends, has_gpus),
             check_gpus(facts.devices),
-            check_topology(facts.devices, facts.launch, cut),
+            check_topology(facts.devices, facts.launch, parallelism),
         ]
-        if run is not None and cut is not None:
+        if run is not None and parallelism is not None:
             wanted = run.training.device
-            findings.append(check_ranks(facts.devices, facts.launch, cut, wanted))
-            if cut.context > 1:
-                findings.append(check_context(facts.devices, facts.engine.works, cut.context, wanted))
+            findings.append(check_ranks(facts.devices, facts.launch, parallelism, wanted))
+            if parallelism.context > 1:
+                findings.append(check_context(facts.devices, facts.engine.works, parallelism.context, wanted))
     findings += [check_folder(state, setting) for setting, state in facts.folders]
     return tuple(findings)
 

@@ -29,7 +29,8 @@ def launch(arguments: Sequence[str]) -> None:
                 f"script: got {script}, which is not a file, wanted a training script such as "
                 f"pretrain_gpt.py; {USAGE}"
             )
-        # The interpreter does the same for a script: it searches the script's folder first.
+        # Python does the same for a script: imports search the script's folder first, and sys.argv begins
+        # with the script.
         sys.path.insert(0, str(script.resolve().parent))
         sys.argv = [str(script), *arguments[1:]]
 

@@ -36,12 +36,12 @@ class _Registered(Enum):
 
 
 _registered = _Registered.NOBODY
-_choice: RequestedStrategy | None = None
+_requested: RequestedStrategy | None = None
 
 
 def requested_strategy() -> RequestedStrategy | None:
     """Return the strategy of the parsed command line; ``None`` before arguments are parsed."""
-    return _choice
+    return _requested
 
 
 def register(by_launcher: bool = False) -> None:
@@ -109,7 +109,7 @@ def register(by_launcher: bool = False) -> None:
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         cpu_runtime.check_arguments(args)
         check_started_as_rank()
-        _choose(args)
+        _resolve_request(args)
         return validate(args, *rest, **kwargs)
 
     arguments.validate_args = validate_args
@@ -126,8 +126,8 @@ def register(by_launcher: bool = False) -> None:
         bert_layers.install()
 
 
-def _choose(args: Any) -> None:
-    global _choice
+def _resolve_request(args: Any) -> None:
+    global _requested
     name, settings = resolve_arguments(args)
     session = None
     if isinstance(settings, PlacementSettings):
@@ -139,7 +139,7 @@ def _choose(args: Any) -> None:
             check_declared_nodes(settings.nodes, args.world_size)
         _build_our_layer(session)
         _follow_in_checkpoints(session)
-    _choice = RequestedStrategy(name, settings, session)
+    _requested = RequestedStrategy(name, settings, session)
 
 
 def _build_our_layer(session: StrategySession) -> None:

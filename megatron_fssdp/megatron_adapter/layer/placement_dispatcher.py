@@ -146,7 +146,7 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
         """
         record = self.micro_batch.exchange
         rows, probs = token_exchange.sort_by_expert(*self.exchange.gather_peers(hidden_states, probs), record)
-        # Megatron's dispatcher returns this data type on the CPU too.
+        # Megatron's dispatcher also returns these numbers as int64 on the CPU.
         rows_per_expert = torch.tensor(record.rows_per_expert, dtype=torch.long, device="cpu")
         return rows, rows_per_expert, probs
 

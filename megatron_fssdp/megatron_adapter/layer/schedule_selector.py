@@ -111,7 +111,8 @@ class ScheduleSelector:
         layer = self._layer(hidden)
         candidates: list[Schedule] = ["s1", "s2", "megatron"]
         if self.groups.tensor_parallel is None or not owners_only:
-            candidates.remove("s2")  # If ranks have different tokens, s2 equals s1.
+            # If tensor-parallel ranks have different tokens, s2 equals s1. It does not support replicas.
+            candidates.remove("s2")
         elif hidden.shape[0] % self.n_mp:
             candidates = ["s2"]
         if self.groups.num_parts == 1 and "megatron" in candidates:

@@ -29,7 +29,7 @@ class FiniteWatch:
         self._layers = sorted(layers, key=_number)
         self._marks_L2: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
-            layer.register_forward_hook(partial(self._see, index), with_kwargs=True)
+            layer.register_forward_hook(partial(self._watch_layer, index), with_kwargs=True)
 
     def clear(self) -> None:
         """Clear all marks. Call this before an iteration."""
@@ -46,7 +46,7 @@ class FiniteWatch:
         """
         return self._finding_in_forward() or self._finding_in_gradients()
 
-    def _see(
+    def _watch_layer(
         self, index: int, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         entered = args[0] if args else kwargs["hidden_states"]

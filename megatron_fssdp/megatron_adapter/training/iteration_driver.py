@@ -189,7 +189,7 @@ class IterationDriver:
             held=self.held,
             device=self._device,
         )
-        if _speaks_for_stage():
+        if _reports_for_stage():
             logger.warning(_described_profile(layers[0].context, self._session.strategy))
         report_memory(self._session, self._args, self.held)
 
@@ -221,7 +221,7 @@ class IterationDriver:
         Layers of multi-token prediction keep their strategy.
         """
         report = selector.select(self._session.slots.executors, iteration)
-        if report is not None and _speaks_for_stage():
+        if report is not None and _reports_for_stage():
             for line in report.describe():
                 logger.warning(f"[fssdp] auto, after iteration {iteration}: {line}")
 
@@ -237,7 +237,7 @@ class IterationDriver:
             for context, load_DE in zip(self._contexts_of_copies(), load_LDE, strict=True)
         ]
         report = self._residents.hold(placements)
-        if report is not None and _speaks_for_stage():
+        if report is not None and _reports_for_stage():
             logger.warning(
                 f"[fssdp] resident replicas: {sum(one.num_replicas for one in placements)} on this pipeline "
                 f"stage, {report.experts_moved} of them new: {report.bytes_moved / 1e6:.1f} MB of parameters "
@@ -301,7 +301,8 @@ def _free_bytes() -> int:
     return int(psutil.virtual_memory().available) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def _speaks_for_stage() -> bool:
+def _reports_for_stage() -> bool:
+    """Whether this rank logs for its pipeline stage."""
     return (
         parallel_state.get_expert_model_parallel_rank() == 0
         and parallel_state.get_expert_data_parallel_rank() == 0

@@ -66,7 +66,7 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
         requested = requested_strategy()
         to_boards = requested is not None and boards_are_asked_for()
         if to_boards and requested is not None and requested.session is not None:
-            requested.session.runtime.measure = True  # before its layers are built
+            requested.session.runtime.measure = True  # Layers read this when they are built.
         built = setup(*args, **kwargs)
         if requested is not None:
             if requested.session is not None:
