@@ -113,7 +113,7 @@ def test_strategies_of_other_packages_are_named_and_broken_ones_are_notes() -> N
         10, (("mine", "my-package"),), (BrokenStrategy("lost", "brittle", "no module"),)
     )
     usable, broken = check_strategies(found)
-    assert usable == Finding("strategies", "10 of megatron-fssdp, mine of my-package", OK)
+    assert usable == Finding("strategies", "10 from megatron-fssdp, mine from my-package", OK)
     assert broken.verdict is NOTE
     assert "brittle, cannot be used: no module" in broken.found
     assert "pip uninstall brittle" in broken.advice

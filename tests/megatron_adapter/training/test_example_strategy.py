@@ -100,7 +100,7 @@ def test_help_schema_and_doctor_know_it(installed: Path) -> None:
     assert "swap_every" in schema["$defs"]["SecondHomeSettings"]["properties"]
     reference = schema["$defs"]["AutoSettings"]["properties"][NAME]["anyOf"]
     assert {"$ref": "#/$defs/SecondHomeSettings"} in reference
-    assert "second_home of second-home-strategy" in command(installed, "doctor")
+    assert "second_home from second-home-strategy" in command(installed, "doctor")
 
 
 def test_it_is_simulated_and_beats_plain_expert_parallelism_on_one_hot_expert(
