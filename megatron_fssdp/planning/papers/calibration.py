@@ -1,4 +1,4 @@
-"""Correcting a layer's placement once the gate has decided (Hecate, §4.2, calibration).
+"""Calibration: add replicas to a layer's placement when the gate's exact counts are known (Hecate, §4.2).
 
 Shape letters: E experts, D devices.
 """
@@ -33,19 +33,35 @@ from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer, 
 
 
 class MaterializationPlanner(Protocol):
-    """Plans one layer from loads by source and expert, as ``plan_materialization`` does."""
+    """A planner of one layer that gets loads by source and expert, such as ``plan_materialization``."""
 
     def __call__(
         self, owner_E: np.ndarray, load_DE: np.ndarray, topology: Topology, *, overlap_degree: int, slots: int
     ) -> ExpertPlacement:
-        """A placement with at most ``slots`` replicas a device and ``overlap_degree`` replicated experts."""
+        """Plan a placement of one layer.
+
+        Args:
+            owner_E: Owner of every expert, integers ``[E]``.
+            load_DE: Load by source device and expert, ``[D, E]``.
+            topology: Nodes of the devices.
+            overlap_degree: Most experts that may be replicated, t.
+            slots: Most replicas that a device may hold, m.
+        """
         ...
 
 
 def sparse_materialization_by_source(
     owner_E: np.ndarray, load_DE: np.ndarray, topology: Topology, *, overlap_degree: int, slots: int
 ) -> ExpertPlacement:
-    """Hecate's Alg. 1 from loads by source and expert, ``[D, E]``; it asks only for their sums."""
+    """Hecate's Alg. 1 as a :class:`MaterializationPlanner`. It uses only the sums of the loads over sources.
+
+    Args:
+        owner_E: Owner of every expert, integers ``[E]``.
+        load_DE: Load by source device and expert, ``[D, E]``.
+        topology: Nodes of the devices.
+        overlap_degree: Most experts that may be replicated, t.
+        slots: Most replicas that a device may hold, m.
+    """
     load_E = np.asarray(load_DE).sum(axis=0)
     return sparse_materialization(owner_E, load_E, topology, overlap_degree=overlap_degree, slots=slots)
 
@@ -64,40 +80,48 @@ def calibrated_placement(
     dispatch_policy: DispatchPolicy = "even",
     hides: bool = True,
 ) -> ExpertPlacement | None:
-    """More replicas for the exact counts, if they save more time than they take to bring.
+    """Add replicas for the exact counts, if they save more time than their transfer takes (Hecate, §4.2).
 
-    Hecate, §4.2. The planner runs again, on the exact counts and within the same limits; of
-    its result, what ``planned`` does not have yet goes into the slots that are left, most loaded
-    experts first. It is told of all slots, not only of those left: replicas that are
-    there already would otherwise be planned once more in place of others.
+    The planner runs again with the exact counts and the same limits. The replicas of its result that
+    ``planned`` lacks go into the free slots, those of the most loaded experts first. The planner may use all
+    slots, not only the free ones. Otherwise it would use free slots for replicas that are there already.
 
-    What the paper leaves open. The overlap degree stays what it was for the rerun, so at most
-    ``overlap_degree`` experts gain replicas; the layer may then have up to twice as many
-    replicated ones. Replicas that are there stay, although the counts may not want them:
-    they have been paid for. And it need not be all or nothing: the additions of the most loaded
-    1, 2, 4, ... experts and of all are compared, because one expert's may pay where all do not.
+    The paper leaves some points open. We solve them as follows:
 
-    A candidate's gain is the difference of two prices of :func:`layer_seconds` with the exact dispatch,
-    taking the other micro-batches to be like this one. The candidate pays for the gather of its
-    additions, which nothing hides, and for the longer reduction as far as compute does not hide it.
-    With re-materialization it also pays for the longer gathers of all later passes. The host's own time
-    to find it is not counted.
+    * The planner runs again with the same overlap degree. So at most ``overlap_degree`` experts get more
+    replicas,
+      and the layer may then have up to twice as many replicated experts.
+    * Replicas that are there stay, even if the counts do not need them, because their transfer is already
+    paid. * The additions of the most loaded 1, 2, 4, ... experts and of all experts are compared, because the
+    additions
+      of one expert may pay off when those of all do not.
+
+    The gain of a candidate is the difference of two prices of :func:`layer_seconds` with the exact dispatch.
+    All micro-batches are assumed to have the counts of this one. The candidate pays for the gather of its
+    additions, which nothing hides. It also pays for the part of the longer reduction that compute does not
+    hide. With re-materialization it pays for the longer gathers of all later passes, too. The host's time for
+    this search is not counted.
 
     Args:
-        planned: The placement whose replicas are there or under way.
+        planned: The placement whose replicas are on their devices or are being gathered.
         counts_DE: (token, k) pairs that every device routes to every expert, int64 ``[D, E]``.
         topology: Nodes of the devices.
-        overlap_degree: Most experts that gain replicas, t.
-        slots: Most replicas a device may hold altogether, m.
-        planner: Plans the layer anew; :func:`sparse_materialization_by_source` for Alg. 1.
-        profile: Measured costs, the same numbers on all ranks.
-        life: For how long replicas are on their devices.
-        num_micro_batches: How many micro-batches run under the placement before it is planned again.
-        dispatch_policy: How the tokens are split among holders.
+        overlap_degree: Most experts that may get more replicas, t.
+        slots: Most replicas that a device may hold, with those of ``planned``, m.
+        planner: Planner that runs again, :func:`sparse_materialization_by_source` for Alg. 1.
+        profile: Measured costs of the layer and the links, the same numbers on all ranks.
+        life: How long replicas stay on their devices.
+        num_micro_batches: Number of micro-batches that run under the placement before it is planned again.
+        dispatch_policy: How the tokens of an expert are split among its holders.
         hides: Whether transfers run beside compute.
 
     Returns:
-        A superset of ``planned`` with the highest gain; None if none gains.
+        The candidate with the highest gain, which has all replicas of ``planned`` and more; None if no
+        candidate has a gain.
+
+    Raises:
+        ValueError: The counts do not match the placement, there are no micro-batches, or ``planned`` holds
+            more than ``slots`` replicas on a device.
     """
     counts = checked_counts(counts_DE, planned.num_devices, planned.num_experts)
     if num_micro_batches < 1:
@@ -105,7 +129,7 @@ def calibrated_placement(
     if int(planned.replicas_per_device_D.max()) > slots:
         raise ValueError(
             f"the planned placement has {int(planned.replicas_per_device_D.max())} replicas on one device: "
-            f"wanted at most slots = {slots}, the bound it was planned with"
+            f"wanted at most slots = {slots}, the limit with which it was planned"
         )
     counts_s = counts_seconds(profile, topology, planned.num_experts)
     gather = transfer_traffic(two_level_transfer(planned, topology), topology)
@@ -131,11 +155,11 @@ def calibrated_placement(
         * num_micro_batches
         * expert_seconds(mean_tokens, profile.flops_per_token, cluster.expert_flops_per_s, num_micro_batches)
     )
-    # No placement saves more than what separates this one from a balanced layer without traffic:
-    # where that does not pay for one expert's way, the planner need not run.
+    # No candidate is faster than a balanced layer without any traffic. If even that would save less than the
+    # transfer of one expert costs, the planner does not have to run.
     savable_s = float(price.moe_s) - num_micro_batches * counts_s - ideal_s
     if life is ReplicaLife.ITERATION:
-        savable_s -= float(price.gather_s)  # what was planned comes in any case
+        savable_s -= float(price.gather_s)  # The replicas of ``planned`` are gathered in any case.
     one_way_s = min(link.time_s(profile.expert_bytes) for link in (cluster.intra, cluster.inter))
     if savable_s <= one_way_s:
         return None
@@ -158,7 +182,14 @@ def calibrated_placement(
 def _additions(
     planned: ExpertPlacement, wanted: ExpertPlacement, load_E: np.ndarray, slots: int
 ) -> list[list[tuple[int, int]]]:
-    """The (expert, device) pairs to add, by expert in descending load, as far as slots are left."""
+    """The replicas to add: for each expert, in descending load, its (expert, device) pairs with free slots.
+
+    Args:
+        planned: The placement with the replicas that are there.
+        wanted: The placement that the planner wants.
+        load_E: Load of every expert, ``[E]``.
+        slots: Most replicas that a device may hold.
+    """
     missing_ED = wanted.present_ED & ~planned.present_ED
     left_D = slots - planned.replicas_per_device_D
     additions = []
@@ -171,5 +202,5 @@ def _additions(
 
 
 def doubling(most: int) -> list[int]:
-    """1, 2, 4, ... below ``most``, then ``most``; nothing for 0."""
+    """The numbers 1, 2, 4, ... that are below ``most``, then ``most``. The list is empty for 0."""
     return [*(1 << i for i in range(max(most - 1, 0).bit_length())), most] if most else []

@@ -1,6 +1,6 @@
-"""SmartMoE's baseline: owners exchanged among devices, each device with as many experts as before.
+"""SmartMoE: devices exchange owned experts, and each device keeps its number of experts.
 
-Hecate compares with it (§2.3, §5.1).
+Hecate compares itself with this method (§2.3, §5.1).
 
 Shape letters: E experts, D devices.
 """
@@ -9,21 +9,22 @@ import numpy as np
 
 
 def permuted_owners(owner_E: np.ndarray, load_E: np.ndarray, num_devices: int) -> np.ndarray:
-    """New owners of one layer: each expert, most loaded first, to the least loaded device with room.
+    """Compute new owners of one layer.
 
-    Room is E/D experts a device. Of equally loaded devices the present owner is taken if it is among
-    them, so that less moves, else the lowest.
+    Each expert, the most loaded first, goes to the least loaded device that has room. Every device has room
+    for E/D experts. Among equally loaded devices the present owner comes first, so that fewer experts move,
+    and then the lowest device.
 
     Args:
-        owner_E: Present owner of every expert, as many experts on every device, integers [E].
-        load_E: Recent load of every expert, [E].
-        num_devices: D.
+        owner_E: Present owner of every expert, integers ``[E]``. Every device owns equally many experts.
+        load_E: Recent load of every expert, ``[E]``, in any unit.
+        num_devices: Number of devices, D.
 
     Returns:
-        int64 [E].
+        New owner of every expert, int64 ``[E]``.
 
     Raises:
-        ValueError: As :func:`check_exchangeable`.
+        ValueError: The experts cannot be exchanged (:func:`check_exchangeable`).
     """
     per_device = check_exchangeable(owner_E, num_devices)
     owner = np.asarray(owner_E, dtype=np.int64)
@@ -42,22 +43,31 @@ def permuted_owners(owner_E: np.ndarray, load_E: np.ndarray, num_devices: int) -
 
 
 def check_exchangeable(owner_E: np.ndarray, num_devices: int) -> int:
-    """Experts a device, if there are as many on each and more than one.
+    """Check that an exchange of experts is possible and useful.
+
+    A group of one device passes the check, although it has nothing to exchange.
+
+    Args:
+        owner_E: Present owner of every expert, integers ``[E]``.
+        num_devices: Number of devices, D.
+
+    Returns:
+        Number of experts that each device owns.
 
     Raises:
-        ValueError: The experts are not spread evenly, or every device has only one, so that an
-            exchange would change nothing but names. A group of one device has nothing to exchange.
+        ValueError: The devices own different numbers of experts, or every device owns only one. In the latter
+            case an exchange would not change any device's load, only which device has it.
     """
     owned_D = np.bincount(owner_E, minlength=num_devices)
     per_device = len(owner_E) // num_devices
     if len(owned_D) != num_devices or (owned_D != per_device).any():
         raise ValueError(
             f"devices own {owned_D.tolist()} experts: wanted {len(owner_E) / num_devices:g} on each of the "
-            f"{num_devices}; SmartMoE exchanges experts one for one"
+            f"{num_devices}, because SmartMoE exchanges experts one for one"
         )
     if per_device < 2 and num_devices > 1:
         raise ValueError(
-            "every device owns one expert: wanted two or more, because an exchange of whole devices' experts "
+            "every device owns one expert: wanted two or more, because exchanging all experts of two devices "
             "balances nothing; use more experts, fewer expert-parallel ranks, or another strategy"
         )
     return per_device

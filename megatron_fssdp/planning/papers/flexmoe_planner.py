@@ -38,18 +38,22 @@ class ReplicaPrice:
     num_iterations: int
 
     def iteration_s(self, placement: ExpertPlacement) -> float:
-        """All-to-alls, experts, and what is not hidden of the all-reduce of gradients among replicas."""
+        """Seconds of the layer in an iteration under a placement.
+
+        They contain the all-to-alls, the experts, and the exposed seconds of the all-reduce of gradients
+        among the holders of an expert.
+        """
         life = ReplicaLife.RESIDENT
         price = placement_seconds(self.counts_DE, placement, self.topology, self.profile, life)
         return float(price.moe_s)
 
     def move_s(self, before: ExpertPlacement, after: ExpertPlacement) -> float:
-        """Bringing parameters, masters and optimizer states from owners to the replicas that are new."""
+        """Seconds in which owners send parameters, masters and optimizer states to new replicas."""
         expert_P, device_P = np.nonzero(after.present_ED & ~before.present_ED)
         return moving_seconds(before.owner_E[expert_P], device_P, self.topology, self.profile)
 
     def saving_s(self, before: ExpertPlacement, after: ExpertPlacement) -> float:
-        """Seconds saved by a new placement over the iterations for which it is kept, less the move."""
+        """Seconds that a new placement saves while it is kept, minus the seconds of its move."""
         saved_s = self.iteration_s(before) - self.iteration_s(after)
         return self.num_iterations * saved_s - self.move_s(before, after)
 
@@ -93,17 +97,27 @@ def next_resident_placement(
 def _paying(
     placement: ExpertPlacement, steps: Iterator[ExpertPlacement], price: ReplicaPrice
 ) -> Iterator[ExpertPlacement]:
+    """The steps that save more seconds than their moves cost."""
     return (step for step in steps if price.saving_s(placement, step) > 0)
 
 
 TRIED = 4
-"""Experts that may expand, and devices for each of them, before a search gives up."""
+"""How many experts an expansion tries, and how many devices for each of them."""
 
 
 def _expansions(
     placement: ExpertPlacement, price: ReplicaPrice, load_D: np.ndarray, slots: int
 ) -> Iterator[ExpertPlacement]:
-    """Placements with one replica more, best guesses first; where there is no room, another one less."""
+    """Placements with one more replica, the most promising first.
+
+    If the device of the new replica has no free slot, its replica with the lowest load is removed.
+
+    Args:
+        placement: The present placement.
+        price: Modelled seconds, with the counts.
+        load_D: Load of every device, float64 ``[D]``.
+        slots: Most replicas that a device may hold.
+    """
     present_ED, owner_E = placement.present_ED, placement.owner_E
     load_E = price.counts_DE.sum(axis=0)
     each_E = load_E / np.count_nonzero(present_ED, axis=1)
@@ -121,12 +135,26 @@ def _expansions(
 
 
 def _candidates(present_D: np.ndarray, load_D: np.ndarray) -> Iterator[int]:
-    """Devices without the expert, the least loaded one first."""
+    """The devices that do not have an expert, the least loaded device first.
+
+    Args:
+        present_D: Whether each device has the expert, bool ``[D]``.
+        load_D: Load of every device, float64 ``[D]``.
+    """
     return (device for device in np.argsort(load_D, kind="stable").tolist() if not present_D[device])
 
 
 def _migrations(placement: ExpertPlacement, topology: Topology, slots: int) -> Iterator[ExpertPlacement]:
-    """Placements in which one replica has left a node for one that holds its expert already."""
+    """Placements in which one replica has moved to another device, in a node that already holds its expert.
+
+    A replica moves only if it is the only holder in its node. Its own node also counts as one that holds the
+    expert.
+
+    Args:
+        placement: The present placement.
+        topology: Nodes of the devices.
+        slots: Most replicas that a device may hold.
+    """
     node_D = np.asarray(topology.node_of_device)
     room_D = slots - placement.replicas_per_device_D
     for expert in range(placement.num_experts):

@@ -1,4 +1,4 @@
-"""Which device owns which expert, over all layers at once (Hecate, Alg. 2).
+"""Heterogeneous sharding: owners of the experts of all layers, planned together (Hecate, Alg. 2).
 
 Shape letters: L MoE layers, E experts, D devices, N nodes, H selected experts of a layer.
 """
@@ -16,34 +16,41 @@ from megatron_fssdp.planning.placement.topology import Topology
 def heterogeneous_sharding(
     owners: OwnerMap, load_LE: np.ndarray, topology: Topology, *, overlap_degree: int
 ) -> OwnerMap:
-    """New owners for all layers together: any number of a layer's experts a device, memory even.
+    """Plan new owners for all layers together (Hecate, Alg. 2).
 
-    Hecate, Alg. 2. Every device keeps its L * E / D slots, shared by all layers.
+    A device may own any number of one layer's experts. Every device keeps its L * E / D slots, which all
+    layers share, so memory stays even.
 
-    1. Each layer's t = ``overlap_degree`` most loaded experts are set aside: they will be
-       replicated anyway.
-    2. The others are placed layer by layer, in descending order of a layer's most loaded
-       remaining expert; in a layer in descending load: each on the least loaded node that has
-       a slot left, on it on the least loaded device that has one. Load is that of the experts
-       of this layer placed so far; of equally loaded ones the one with fewer free slots.
-    3. The experts that were set aside fill the slots left over. In descending load over all
-       layers each stays with its present owner where a slot is free; what then has no place
-       goes layer by layer where step 2 would put it.
+    1. The t = ``overlap_degree`` most loaded experts of each layer are set aside, because they will be
+    replicated
+       anyway.
+    2. The other experts are placed layer by layer. Layers are ordered by the load of their most loaded
+    remaining
+       expert, the highest first. Within a layer, experts are placed in descending load. Each goes to the
+       least loaded node that has a free slot, and there to the least loaded device that has one. The load is
+       that of the experts of this layer that have been placed so far. Among equally loaded nodes or devices,
+       the one with fewer free slots comes first.
+    3. The experts that were set aside fill the remaining slots. In descending load over all layers, each
+    stays
+       with its present owner if that has a free slot. The others are then placed layer by layer as in step 2.
 
-    What the paper leaves open: nodes of different sizes are compared by load, and by free
-    slots, a device. What is still equal goes to the present owner (its node, then the
-    device), then to the lowest number; so a second run with the same loads moves nothing.
-    On one node that rule changes no device load but for the numbers of the devices. Experts of
-    equal load go in ascending order, and so do layers.
+    The paper leaves some points open. We solve them as follows. Nodes of different sizes are compared by load
+    for each device and by free slots for each device. Remaining ties go to the present owner (its node, then
+    the device), then to the lowest number. So a second run with the same loads moves nothing. On one node
+    this rule changes only which device has which load, not the loads themselves. Experts of equal load, and
+    layers of equal load, are handled in ascending order.
 
     Args:
-        owners: The present map.
-        load_LE: Load of every expert, ``[L, E]``, any non-negative unit.
+        owners: The present owner map.
+        load_LE: Load of every expert of every layer, ``[L, E]``, in any non-negative unit.
         topology: Nodes of the devices.
-        overlap_degree: Experts of a layer to set aside, t; with E or more nothing moves.
+        overlap_degree: Number of experts of each layer to set aside, t. With E or more, no expert moves.
 
     Returns:
-        The new map; an expert whose owner stays the same stays in its slot.
+        The new owner map. An expert whose owner stays the same stays in its slot.
+
+    Raises:
+        ValueError: The loads or the topology do not match the owner map, or ``overlap_degree`` is negative.
     """
     load = checked_load(
         load_LE, "load_LE", owners.device_LE.shape, "one load for every layer and expert of the owner map"
@@ -54,7 +61,9 @@ def heterogeneous_sharding(
             "the same devices in both"
         )
     if overlap_degree < 0:
-        raise ValueError(f"overlap_degree is {overlap_degree}: wanted 0 or more experts a layer to set aside")
+        raise ValueError(
+            f"overlap_degree is {overlap_degree}: wanted to set aside 0 or more experts of a layer"
+        )
     order_LE = np.argsort(-load, axis=1, kind="stable")
     set_aside_LH, remaining_LH = order_LE[:, :overlap_degree], order_LE[:, overlap_degree:]
     shards = _Shards(owners, load, topology)
@@ -67,7 +76,12 @@ def heterogeneous_sharding(
 
 
 def _by_first_load(load_LE: np.ndarray, expert_LH: np.ndarray) -> list[int]:
-    """Layers in descending order of their first listed expert's load; none if nothing is listed."""
+    """The layers in descending order of the load of their first listed expert; empty if no expert is listed.
+
+    Args:
+        load_LE: Load of every expert, float64 ``[L, E]``.
+        expert_LH: Listed experts of every layer, int64 ``[L, H]``.
+    """
     if not expert_LH.shape[1]:
         return []
     first_L = np.take_along_axis(load_LE, expert_LH[:, :1], axis=1)[:, 0]
@@ -75,7 +89,12 @@ def _by_first_load(load_LE: np.ndarray, expert_LH: np.ndarray) -> list[int]:
 
 
 def _by_load(load_LE: np.ndarray, expert_LH: np.ndarray) -> list[tuple[int, int]]:
-    """The listed (layer, expert) pairs of all layers in descending load; ties by layer, then expert."""
+    """The listed experts of all layers as (layer, expert), in descending load; ties by layer, then expert.
+
+    Args:
+        load_LE: Load of every expert, float64 ``[L, E]``.
+        expert_LH: Listed experts of every layer, int64 ``[L, H]``.
+    """
     layers = np.repeat(np.arange(load_LE.shape[0]), expert_LH.shape[1])
     experts = expert_LH.reshape(-1)
     order = np.lexsort((experts, layers, -load_LE[layers, experts]))
@@ -83,9 +102,12 @@ def _by_load(load_LE: np.ndarray, expert_LH: np.ndarray) -> list[tuple[int, int]
 
 
 class _Shards:
-    """Experts placed so far, free slots, and the load of every layer on every device.
+    """The experts placed so far, the free slots of every device, and the load of every layer on every device.
 
-    Plain lists and floats: every step touches one device and one node.
+    The class uses plain lists and floats, because every step touches only one device and one node.
+
+    Attributes:
+        device_LE: New owner of every expert, or -1 before it is placed; nested lists ``[L, E]``.
     """
 
     def __init__(self, owners: OwnerMap, load_LE: np.ndarray, topology: Topology) -> None:
@@ -98,7 +120,14 @@ class _Shards:
         self._node_D = topology.node_of_device
 
     def keep(self, experts: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
-        """Lets experts stay with their present owners, as long as there are slots; returns the others."""
+        """Let experts stay with their present owners as long as these have free slots.
+
+        Args:
+            experts: (layer, expert) pairs in the order in which they get slots.
+
+        Returns:
+            The (layer, expert) pairs that did not get a slot.
+        """
         without_slot = set()
         for layer, expert in experts:
             device = self._owner_LE[layer][expert]
@@ -109,7 +138,12 @@ class _Shards:
         return without_slot
 
     def place(self, layer: int, experts: list[int]) -> None:
-        """Steps 9 to 13 of Alg. 2: each expert of a layer to the least loaded node and device."""
+        """Place experts of one layer, each on the least loaded node and device (Alg. 2, lines 9 to 13).
+
+        Args:
+            layer: The layer.
+            experts: Experts of the layer in the order in which they are placed.
+        """
         if not experts:
             return
         loads, free = self._load_LD[layer], self._free_D
@@ -141,7 +175,11 @@ class _Shards:
 
 
 class _LeastLoaded:
-    """Nodes or devices with a slot left, the least (load, free slots, number) first."""
+    """A queue of the nodes or devices that have a free slot, the lowest (load, free slots, number) first.
+
+    Args:
+        entries: (load, free slots, number) of every node or device.
+    """
 
     def __init__(self, entries: Iterable[tuple[float, float, int]]) -> None:
         self._heap = [entry for entry in entries if entry[1]]
@@ -149,16 +187,16 @@ class _LeastLoaded:
         self._current = {number: (load, free) for load, free, number in self._heap}
 
     def least(self, preferred: int) -> int:
-        """The first one, but ``preferred`` if only the number tells the two apart."""
+        """Number of the first node or device; ``preferred`` if it has the same load and free slots."""
         heap, current = self._heap, self._current
-        # Free slots only fall, so an entry that was overtaken never becomes valid again.
+        # Free slots only become fewer, so an outdated entry of the heap never becomes valid again.
         while current.get(heap[0][2]) != heap[0][:2]:
             heappop(heap)
         load, free, first = heap[0]
         return preferred if current.get(preferred) == (load, free) else first
 
     def change(self, load: float, free: float, number: int) -> None:
-        """Takes note of a new load and number of free slots."""
+        """Update the load and the number of free slots of one node or device."""
         if free:
             self._current[number] = (load, free)
             heappush(self._heap, (load, free, number))

@@ -1,4 +1,4 @@
-"""Pro-Prophet's planner: hot experts on a subset of the devices (Pro-Prophet, §IV).
+"""Pro-Prophet's planner: it replicates the most loaded experts on a subset of the devices (Pro-Prophet, §IV).
 
 Shape letters: E experts, D devices.
 """
@@ -17,19 +17,23 @@ class ProphetModel:
     """Pro-Prophet's performance model of one MoE layer (§IV-B, Eq. 1 to 6; §V-C, Eq. 8).
 
     Attributes:
-        num_devices: ``D``.
-        num_left_out: Devices that a selected expert is not sent to, ``n``.
-        input_bytes: One input, ``size(input)``.
-        expert_bytes: One expert's parameters.
-        gradient_bytes: One expert's gradients.
-        bytes_per_s: Mean bandwidth, ``B̄``: what a device gets while all exchange inputs.
-        inputs_per_s: Throughput of a device on expert inputs, forward, ``t``.
-        non_expert_s: Forward of the computation between two MoE layers, ``FNEC``; its backward
-            takes twice that.
-        overlaps: Whether Trans and Agg run beside computation: Eq. 8 in place of Eq. 6.
-        transfer_bytes_per_s: The same for Trans and Agg; ``None`` for ``B̄``, as in the paper. Ours, because a
-            two-level transfer has a node's link for itself.
-        start_s: Start-up of each expert's Trans, and Agg; the paper has none.
+        num_devices: Number of devices, the paper's ``D``.
+        num_left_out: Number of devices to which a selected expert is not sent, ``n``.
+        input_bytes: Bytes of one input (one token's hidden state), ``size(input)``.
+        expert_bytes: Bytes of one expert's parameters.
+        gradient_bytes: Bytes of one expert's gradients.
+        bytes_per_s: Mean bandwidth of a device while all devices exchange inputs, ``B̄``.
+        inputs_per_s: Number of inputs for which a device computes the expert's forward pass in a second,
+            ``t``.
+        non_expert_s: Seconds of the forward pass of the computation between two MoE layers, ``FNEC``. Its
+            backward pass takes twice as long.
+        overlaps: Whether Trans and Agg run beside computation. Then Eq. 8 is used in place of Eq. 6.
+        transfer_bytes_per_s: Bandwidth of Trans and Agg. ``None`` means ``B̄``, as in the paper. This field
+            is ours, because a two-level transfer has a node's link for itself.
+        start_s: Start-up seconds of each expert's Trans, and of its Agg. The paper has none.
+
+    Raises:
+        ValueError: ``num_left_out`` is out of range, or a throughput is not positive.
     """
 
     num_devices: int
@@ -55,26 +59,44 @@ class ProphetModel:
                 raise ValueError(f"{name} is {getattr(self, name)}: wanted a positive throughput")
 
     def all_to_all_s(self, received_D: np.ndarray) -> float:
-        """``T_A2A = max_i R_i · size(input) / B̄`` (Eq. 1)."""
+        """Seconds of one all-to-all, ``T_A2A = max_i R_i · size(input) / B̄`` (Eq. 1).
+
+        Args:
+            received_D: Inputs that each device receives from other devices, ``R``, ``[D]``.
+        """
         return float(received_D.max()) * self.input_bytes / self.bytes_per_s
 
     def expert_s(self, computed_D: np.ndarray) -> float:
-        """``T_FEC = max_i H_i / t`` (Eq. 2); backward takes twice that (Eq. 3)."""
+        """Seconds of the experts' forward pass, ``T_FEC = max_i H_i / t`` (Eq. 2).
+
+        The backward pass takes twice as long (Eq. 3).
+
+        Args:
+            computed_D: Inputs that each device computes, ``H``, ``[D]``.
+        """
         return float(computed_D.max()) / self.inputs_per_s
 
     def transfer_s(self, num_selected: int, num_bytes: int) -> float:
-        """``T_Trans = s · (D − n) · size / (D · B̄)`` (Eq. 4), and ``T_Agg`` with gradients (Eq. 5)."""
+        """Seconds of the transfer of selected experts or of their gradients.
+
+        With parameters it is ``T_Trans = s · (D − n) · size / (D · B̄)`` (Eq. 4), with gradients ``T_Agg``
+        (Eq. 5).
+
+        Args:
+            num_selected: Number of selected experts, ``s``.
+            num_bytes: Bytes of one expert's parameters or gradients, ``size``.
+        """
         share = (self.num_devices - self.num_left_out) / self.num_devices
         bytes_per_s = self.transfer_bytes_per_s or self.bytes_per_s
         return num_selected * (self.start_s + share * num_bytes / bytes_per_s)
 
     def layer_s(self, received_D: np.ndarray, computed_D: np.ndarray, num_selected: int) -> float:
-        """Seconds of the layer: Eq. 6, or Eq. 8 with overlap.
+        """Modelled seconds of the layer: Eq. 6, or Eq. 8 if transfers overlap computation.
 
         Args:
-            received_D: Inputs that each device gets from others, ``R``.
-            computed_D: Inputs that each device computes, ``H``.
-            num_selected: Experts that are sent, ``s``.
+            received_D: Inputs that each device receives from other devices, ``R``, ``[D]``.
+            computed_D: Inputs that each device computes, ``H``, ``[D]``.
+            num_selected: Number of selected experts, ``s``.
         """
         forward_s = self.expert_s(computed_D)
         trans_s = self.transfer_s(num_selected, self.expert_bytes)
@@ -88,11 +110,11 @@ class ProphetModel:
 
 @dataclass(frozen=True, eq=False)
 class PlannedLayer:
-    """What the search found.
+    """Result of the search.
 
     Attributes:
-        placement: Where the experts are.
-        seconds: Modelled, with the counts it was planned from.
+        placement: Owners and replicas of the experts.
+        seconds: Modelled seconds of the layer with the counts from which the placement was planned.
     """
 
     placement: ExpertPlacement
@@ -107,22 +129,27 @@ def plan_layer(
     balance: float = 0.5,
     slots: int | None = None,
 ) -> PlannedLayer:
-    """The greedy search (Pro-Prophet, Alg. 1).
+    """Plan one layer by a greedy search (Pro-Prophet, Alg. 1).
 
-    Until the load is balanced, the most loaded device's hottest expert that has not been sent yet is
-    sent to all devices but the ``n`` that have the fewest inputs for it. The inputs of those that have
-    the expert stay where they are; the others' go to its owner, as before. Of all steps the
-    prefix with the fewest modelled seconds is the answer, none if no step lowers them.
+    Each step takes the most loaded device, and of its experts the most loaded one that has not been selected
+    yet. The expert is sent to all devices except the ``n`` devices that have the fewest inputs for it. Inputs
+    on devices that have the expert then stay there. All other inputs go to its owner, as before. The steps
+    end when the load is balanced. The result is the sequence of first steps with the fewest modelled seconds,
+    or no step if none lowers them.
 
     Args:
-        owner_E: Owner of every expert, integers [E].
-        counts_DE: (token, k) pairs of an iteration by source and expert, integers [D, E].
-        model: The performance model.
-        balance: ``α`` of Eq. 7: balanced is ``max(H) − min(H) < α · I / E`` with ``I`` inputs in all.
-        slots: Most replicas that a device may hold; None: no bound. The paper has none.
+        owner_E: Owner of every expert, integers ``[E]``.
+        counts_DE: (token, k) pairs of an iteration by source device and expert, integers ``[D, E]``.
+        model: The performance model of the layer.
+        balance: ``α`` of Eq. 7. The load is balanced if ``max(H) − min(H) < α · I / E``, with ``I`` inputs in
+            all.
+        slots: Most replicas that a device may hold. None means no limit, as in the paper.
 
     Returns:
-        A placement whose modelled seconds are at most those of the owners alone.
+        A placement whose modelled seconds are at most those without replicas.
+
+    Raises:
+        ValueError: The counts do not match the owners and devices, or ``balance`` is negative.
     """
     owner = np.asarray(owner_E)
     counts = checked_counts(counts_DE, model.num_devices, len(owner))

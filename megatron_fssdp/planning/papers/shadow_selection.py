@@ -1,4 +1,4 @@
-"""FasterMoE's dynamic shadowing: which experts to bring to all devices (FasterMoE, §4.1, Alg. 1).
+"""FasterMoE's dynamic shadowing: which experts are replicated on all devices (FasterMoE, §4.1, Alg. 1).
 
 Shape letters: E experts, D devices.
 """
@@ -13,15 +13,18 @@ from megatron_fssdp.planning.loads.checked_loads import checked_counts
 
 @dataclass(frozen=True)
 class ShadowingCosts:
-    """What FasterMoE's latencies are made of.
+    """The quantities from which FasterMoE's model computes latencies.
 
     Attributes:
-        token_bytes: One token's hidden state; the paper's ``H``.
-        expert_bytes: One expert's parameters; the paper's ``2αH²``.
-        gradient_bytes: One expert's gradient.
-        flops_per_token: Forward of one expert for one token; the paper's ``4αH²``.
-        flops_per_s: Of one device; ``P``.
-        bytes_per_s: One bandwidth for all of the network; ``W_net``.
+        token_bytes: Bytes of one token's hidden state, the paper's ``H``.
+        expert_bytes: Bytes of one expert's parameters, the paper's ``2αH²``.
+        gradient_bytes: Bytes of one expert's gradient.
+        flops_per_token: Floating-point operations of one expert's forward pass for one token, ``4αH²``.
+        flops_per_s: Throughput of one device, ``P``.
+        bytes_per_s: Bandwidth of the network, ``W_net``. The model has one bandwidth for all links.
+
+    Raises:
+        ValueError: A throughput is not positive.
     """
 
     token_bytes: float
@@ -37,19 +40,36 @@ class ShadowingCosts:
                 raise ValueError(f"{name} is {getattr(self, name)}: wanted a positive throughput")
 
     def compute_s(self, num_tokens: float) -> float:
-        """Forward and backward of the device with the most tokens: ``3 · 4·B·αH² / P`` (Eq. 7, 8)."""
+        """Seconds of expert compute, forward and backward: ``3 · 4·B·αH² / P`` (Eq. 7, 8).
+
+        Args:
+            num_tokens: Tokens of the most loaded device, ``B``.
+        """
         return (1 + BACKWARD_PER_FORWARD) * num_tokens * self.flops_per_token / self.flops_per_s
 
     def exchange_s(self, num_tokens: float) -> float:
-        """Four all-to-alls of the most loaded device's tokens: ``4 · B·H / W_net`` (Eq. 7)."""
+        """Seconds of four all-to-alls of the most loaded device's tokens: ``4 · B·H / W_net`` (Eq. 7).
+
+        Args:
+            num_tokens: Tokens of the most loaded device, ``B``.
+        """
         return NUM_ALL_TO_ALLS * num_tokens * self.token_bytes / self.bytes_per_s
 
     def imbalanced_s(self, num_tokens: float) -> float:
-        """Without shadows: compute and all-to-alls of the most loaded device's tokens (Eq. 7)."""
+        """Seconds of a layer without shadows: compute and all-to-alls (Eq. 7).
+
+        Args:
+            num_tokens: Tokens of the most loaded device, ``B``.
+        """
         return self.compute_s(num_tokens) + self.exchange_s(num_tokens)
 
     def shadowed_s(self, num_shadowed: int, num_tokens: float) -> float:
-        """With shadows: compute, a broadcast of weights and a reduction of gradients each (Eq. 8)."""
+        """Seconds of a layer with shadows: compute, and for each shadow a broadcast and a reduction (Eq. 8).
+
+        Args:
+            num_shadowed: Number of experts that are replicated on all devices.
+            num_tokens: Tokens of the most loaded device, ``B``.
+        """
         moved_bytes = num_shadowed * (self.expert_bytes + self.gradient_bytes)
         return self.compute_s(num_tokens) + moved_bytes / self.bytes_per_s
 
@@ -62,25 +82,26 @@ def select_shadows(
     most: int | None = None,
     remaining_exchange: bool = False,
 ) -> tuple[int, ...]:
-    """The experts to bring to all devices (FasterMoE, Alg. 1).
+    """Select the experts to replicate on all devices (FasterMoE, Alg. 1).
 
-    In descending load, each expert is tried: its tokens then stay where they are. It is taken while
-    the modelled latency falls strictly; the first that does not lower it ends the search. A device
-    with several experts counts with the sum of their tokens.
+    Experts are tried in descending load. The tokens of a selected expert stay on their devices. An expert is
+    selected if this strictly lowers the modelled latency. The search ends at the first expert that does not
+    lower it. For a device that owns several experts, the sum of their tokens counts.
 
     Args:
-        owner_E: Owner of every expert, integers [E].
-        counts_DE: (token, k) pairs by source and expert, integers [D, E].
-        costs: What the latencies are made of.
-        most: Most experts to take; None: no bound. The paper has none.
-        remaining_exchange: Add to Eq. 8 the all-to-alls of the tokens that still go to an owner, as Eq. 7
-            counts them. Eq. 8 as it is forgets them, so its first shadow seems to save all of the dispatch.
+        owner_E: Owner of every expert, integers ``[E]``.
+        counts_DE: (token, k) pairs by source device and expert, integers ``[D, E]``.
+        costs: The quantities from which latencies are computed.
+        most: Most experts to select. None means no limit, as in the paper.
+        remaining_exchange: Whether to add to Eq. 8 the all-to-alls of the tokens that still go to owners,
+            computed as in Eq. 7. The published Eq. 8 omits them, so its first shadow seems to save the whole
+            dispatch.
 
     Returns:
-        The experts in the order in which they were taken.
+        The selected experts in the order of their selection.
 
     Raises:
-        ValueError: Counts that are no counts of these experts.
+        ValueError: The counts do not match the owners, or they are not counts.
     """
     counts = checked_counts(counts_DE, len(counts_DE), len(owner_E))
     num_devices = counts.shape[0]

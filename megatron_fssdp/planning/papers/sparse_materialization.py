@@ -17,31 +17,34 @@ from megatron_fssdp.planning.placement.topology import Topology
 def sparse_materialization(
     owner_E: np.ndarray, load_E: np.ndarray, topology: Topology, *, overlap_degree: int, slots: int
 ) -> ExpertPlacement:
-    """Replicates the most loaded experts within the overlap degree and the free slots.
+    """Replicate the most loaded experts within the overlap degree and the free slots (Hecate, Alg. 1).
 
-    Hecate, Alg. 1. With t = min(overlap_degree, E), m = min(slots, t):
+    Let t = min(overlap_degree, E) and m = min(slots, t).
 
     1. Take the t most loaded experts.
-    2. If m == t, memory does not bind: all of them go to all devices.
-    3. Else share the D * m slots among them in proportion to load (see
-       :func:`apportion_replicas`) and place each expert's replicas, most loaded expert
-       first, on a node that lacks the expert before one that has it, then the node with
-       more free slots, then the device with more free slots, then the lowest rank.
+    2. If m == t, there is enough memory: all of them go to all devices.
+    3. Otherwise share the D * m slots among them in proportion to load (see :func:`apportion_replicas`). Then
+       place the replicas of each expert, the most loaded expert first. A node that lacks the expert comes
+       before a node that has it, then the node with more free slots, then the device with more free slots,
+       then the device with the lowest rank.
 
-    What the paper leaves open: ties of load go to the lowest expert. An expert without load
-    gets no replicas and no slots, so an all-zero load returns the owners only. Replicas of
-    an expert for which no device is left (a free slot on a device without the expert) pass
-    to the next experts; what the last expert cannot place stays empty.
+    The paper leaves some points open. We solve them as follows. Ties of load go to the lowest expert. An
+    expert without load gets no replicas and no slots, so the result has no replicas if all loads are zero. If
+    an expert cannot place all its replicas because no device without the expert has a free slot, the next
+    experts get them. Slots that the last expert cannot use stay empty.
 
     Args:
-        owner_E: Owner of every expert, integers [E].
-        load_E: Load of every expert, [E], any non-negative unit.
+        owner_E: Owner of every expert, integers ``[E]``.
+        load_E: Load of every expert, ``[E]``, in any non-negative unit.
         topology: Nodes of the devices.
         overlap_degree: Most experts that may be replicated, t.
-        slots: Most replicas a device may hold, m.
+        slots: Most replicas that a device may hold, m.
 
     Returns:
         A placement with at most ``slots`` replicas on every device.
+
+    Raises:
+        ValueError: The loads do not match the owners, or a limit is negative.
     """
     placement = ExpertPlacement.owners_only(owner_E, topology.num_devices)
     load = checked_load(load_E, "load_E", (placement.num_experts,), "one load an expert")
@@ -72,14 +75,14 @@ def sparse_materialization(
 
 
 def apportion_replicas(loads: list[float], total: int, most: int) -> list[int]:
-    """Shares ``total`` slots in proportion to load: largest remainder, at most ``most`` each.
+    """Share slots among experts in proportion to load (Hecate, Alg. 1, line 9).
 
-    Hecate, Alg. 1, line 9. An expert whose share exceeds ``most`` gets ``most`` and the
-    excess is shared among the next ones in proportion again.
+    Fractions are rounded by the method of largest remainders. An expert whose share exceeds ``most`` gets
+    ``most``. The rest is again shared among the next experts in proportion to load.
 
     Args:
-        loads: Positive loads in descending order.
-        total: Number of slots.
+        loads: Positive loads of the experts in descending order.
+        total: Number of slots to share.
         most: Most replicas of one expert.
 
     Returns:
@@ -112,12 +115,12 @@ def apportion_replicas(loads: list[float], total: int, most: int) -> list[int]:
 
 
 class _FreeSlots:
-    """Free replica slots by node and device while one placement is being built.
+    """The free replica slots of every node and device while one placement is being built.
 
     Attributes:
-        _devices: Per node the (-free slots, device) of its devices with a free slot, sorted.
-        _nodes: The (-free slots of the node, -free slots, device) of the first device of
-            every node with a free slot, sorted.
+        _devices: For each node, (-free slots, device) of its devices that have a free slot, sorted.
+        _nodes: For each node with a free slot, (-free slots of the node, -free slots, device) of its first
+            device in ``_devices``, sorted.
     """
 
     def __init__(self, topology: Topology, slots_per_device: int) -> None:
@@ -132,11 +135,19 @@ class _FreeSlots:
         )
 
     def take(self, owner: int, wanted: int) -> list[int]:
-        """Takes up to ``wanted`` slots on distinct devices other than the owner, in Alg. 1's order."""
+        """Take slots for one expert on distinct devices other than its owner, in the order of Alg. 1.
+
+        Args:
+            owner: Owner of the expert.
+            wanted: Number of slots to take at most.
+
+        Returns:
+            The devices of the taken slots.
+        """
         node_of = self._node_of
         owner_node = node_of[owner]
         taken: list[int] = []
-        # Every node but the owner's lacks the expert, and a node's first device is its best one.
+        # At first only the owner's node has the expert. The first device of a node is its best one.
         for _, _, device in self._nodes:
             if len(taken) == wanted:
                 break
@@ -149,10 +160,16 @@ class _FreeSlots:
         return taken
 
     def _take_again(self, owner: int, taken: list[int], wanted: int) -> list[int]:
-        """Further devices once every node with a free slot has the expert."""
+        """More devices for one expert, after every node with a free slot has the expert.
+
+        Args:
+            owner: Owner of the expert.
+            taken: Devices that already get the expert.
+            wanted: Number of more devices at most.
+        """
         first_on = {self._node_of[device]: device for device in taken}
-        # A node's eligible devices keep their order while this expert is placed, for it takes
-        # each of them once; what changes is how many slots the node has left.
+        # While this expert is placed, the eligible devices of a node keep their order, because the expert
+        # takes each of them at most once. Only the number of free slots of the node changes.
         eligible: list[Iterator[tuple[int, int]]] = []
         heap: list[tuple[int, int, int, int]] = []
         for node, devices in enumerate(self._devices):
