@@ -1,1 +1,1 @@
-"""Executes decisions on tensors: slots, materialization, dispatch, grouped expert FFN."""
+"""Carries out plans on tensors, without Megatron: materialization, dispatch, experts and combine."""

@@ -1,1 +1,1 @@
-"""How rows of tokens travel to the experts and back, in each order of collectives."""
+"""Exchange of token rows: to the experts and back, in each order of collectives."""

@@ -1,21 +1,21 @@
-"""Reorders runs of rows whose sizes the host knows: no sort, no synchronisation."""
+"""Reorders chunks of consecutive rows whose sizes the host knows, without a sort or a synchronisation."""
 
 import numpy as np
 import torch
 
 
 def chunk_permutation(sizes: np.ndarray, order: np.ndarray, device: torch.device) -> torch.Tensor | None:
-    """Row index that brings consecutive chunks into another order.
+    """Row index that brings consecutive chunks of rows into another order.
 
-    ``x.index_select(0, index)`` holds chunk ``order[0]`` first, then ``order[1]``, ...
+    ``x.index_select(0, index)`` has chunk ``order[0]`` first, then chunk ``order[1]``, and so on.
 
     Args:
-        sizes: Rows of each chunk as the rows stand now, int64.
-        order: The chunks' new order, a permutation of ``range(len(sizes))``.
-        device: Where the index is needed.
+        sizes: Number of rows of each chunk in the present order, int64 ``[chunks]``.
+        order: New order of the chunks, int64 ``[chunks]``: a permutation of ``range(len(sizes))``.
+        device: Device of the index.
 
     Returns:
-        int64 index of all rows, or ``None`` where every row stays in its place.
+        int64 index ``[sum(sizes)]``, or ``None`` if every row stays in its place.
     """
     starts = np.cumsum(sizes) - sizes
     moved = sizes[order]
@@ -30,10 +30,10 @@ def chunk_permutation(sizes: np.ndarray, order: np.ndarray, device: torch.device
 
 
 def transposed_order(rows: int, columns: int) -> np.ndarray:
-    """Order that turns row-major chunks of a ``[rows, columns]`` grid into column-major ones."""
+    """Order, int64 ``[rows * columns]``, that turns row-major chunks of a grid into column-major chunks."""
     return np.arange(rows * columns).reshape(rows, columns).T.reshape(-1)
 
 
 def select(x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-    """Rows of ``x`` by an index of :func:`chunk_permutation`."""
+    """Rows of ``x`` in the order of an index from :func:`chunk_permutation`."""
     return x if index is None else x.index_select(0, index)

@@ -1,4 +1,4 @@
-"""The process groups of one MoE layer, passed in by name."""
+"""The process groups of one MoE layer, each with a name."""
 
 from dataclasses import dataclass
 
@@ -10,25 +10,40 @@ from megatron_fssdp.planning.placement.topology import Topology
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """Groups and node layout that one MoE layer works with.
+    """Process groups and nodes that one MoE layer works with, seen from one rank.
+
+    A "device" of a plan is an expert-parallel rank. Under expert tensor parallelism, each device consists of
+    X ranks, and each of these ranks has one part of every expert of the device. An example with 6 ranks,
+    3 devices and X = 2::
+
+                     device 0    device 1    device 2
+        part 0        rank 0      rank 2      rank 4
+        part 1        rank 1      rank 3      rank 5
+
+        groups of rank 2:    expert_parallel           0, 2, 4             (its row)
+                             transfers                 0, 2, 4             (its row, a second process group)
+                             expert_tensor_parallel    2, 3                (its column)
+                             parts                     0, 1, 2, 3, 4, 5    (all)
+                             tensor_parallel           2, 3                (if these have the same tokens)
+                             devices_of_peers          1, 1                (device of rank 2 and of rank 3)
 
     Attributes:
-        expert_parallel: The ranks that share the layer's experts; device ``d`` of
-            every plan is group rank ``d`` of it.
-        topology: Nodes of those ranks.
-        transfers: The same ranks once more, for SparseAllGather and SparseReduceScatter alone:
-            they may then run beside everything else. Without it they run in turn.
-        expert_tensor_parallel: The ranks that share each of this rank's experts, every one with a
-            part of its FFN dimension. These peers have different tokens and expert-parallel groups,
-            and the same topology and plans. ``None`` where experts are whole.
-        ring: The expert-parallel ranks in groups, which rows are exchanged with in turn while the experts
-            compute; ``None`` exchanges with all at once.
-        parts: The ranks of all parts of all devices: those of the expert-parallel groups of this rank's
-            expert-tensor-parallel peers. Part ``x`` of device ``d`` is rank ``d * X + x``. ``None`` where
-            experts are whole, or where nobody sends to all parts at once.
-        tensor_parallel: The ranks with the same tokens as this one; ``None`` where there are none, as
-            under sequence parallelism.
-        devices_of_peers: The device number of each of these.
+        expert_parallel: Process group of the ranks that share the layer's experts. Device ``d`` of every plan
+            is rank ``d`` of this group.
+        topology: Nodes of these ranks.
+        transfers: Another process group of the same ranks, only for SparseAllGather and SparseReduceScatter,
+            which can then run at the same time as other collectives. With ``None``, they run one after the
+            other with the others.
+        expert_tensor_parallel: Process group of the ranks that share each of this rank's experts. Every rank
+            has one part of an expert's FFN dimension. These peers have different expert-parallel groups and
+            exchange different tokens, but have the same topology and plans. ``None`` if experts are whole.
+        ring: Groups of expert-parallel ranks with which this rank exchanges rows step by step while the
+            experts compute (smart schedule). ``None`` exchanges with all ranks at once.
+        parts: Process group of the ranks of all parts of all devices. Part ``x`` of device ``d`` is rank
+            ``d * X + x``. ``None`` if experts are whole, or if no schedule sends to all parts at once.
+        tensor_parallel: Process group of the ranks that have the same tokens as this one; ``None`` if no
+            other rank has them, for example under sequence parallelism.
+        devices_of_peers: Device number of each rank of ``tensor_parallel``.
     """
 
     expert_parallel: dist.ProcessGroup
@@ -61,15 +76,15 @@ class ExpertGroups:
 
     @property
     def num_devices(self) -> int:
-        """Ranks of the expert-parallel group."""
+        """Number of devices: ranks of the expert-parallel group."""
         return self.topology.num_devices
 
     @property
     def peer(self) -> int:
-        """This rank's number among its expert-tensor-parallel peers."""
+        """Number of this rank among its expert-tensor-parallel peers, and of its part of each expert."""
         return 0 if self.expert_tensor_parallel is None else self.expert_tensor_parallel.rank()
 
     @property
     def num_parts(self) -> int:
-        """Ranks that share an expert."""
+        """Number of parts of each expert: ranks that share an expert."""
         return 1 if self.expert_tensor_parallel is None else self.expert_tensor_parallel.size()

@@ -53,7 +53,10 @@ class MegatronExchange:
     def record(self) -> DispatchRecord:
         """Ranks to which this rank's rows go and ranks from which it receives rows."""
         if self._record is None:
-            raise RuntimeError("exchange out of order: start follows gather and comes before everything else")
+            raise RuntimeError(
+                "the exchange has no dispatch record: got a step before start, wanted gather, then start, "
+                "then the other steps"
+            )
         return self._record
 
     def gather(self, hidden: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,7 +70,12 @@ class MegatronExchange:
         return hidden, probs, routing_map
 
     def start(self, record: DispatchRecord, placement: ExpertPlacement) -> None:
-        """Use the placement, and the dispatch record that followed from the exchanged counts."""
+        """Set the dispatch record for the steps that follow; it results from the exchanged counts.
+
+        Args:
+            record: Ranks to which this rank's rows go and ranks from which it receives rows.
+            placement: Owners and replicas of the experts.
+        """
         self._record = record
 
     def permute(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,7 +99,7 @@ class MegatronExchange:
         Args:
             rows: Rows in the order of sending, ``[A, M]``.
             probs: Probabilities of these rows, ``[A]``.
-            meanwhile: Work of the host to do while the rows travel.
+            meanwhile: Work for the host to do while the rows travel.
         """
         record, group = self.record, self.groups.expert_parallel
         rows, probs = uneven_all_to_all(
@@ -107,7 +115,7 @@ class MegatronExchange:
         return uneven_all_gather(rows, rows_X, group), uneven_all_gather(probs, rows_X, group)
 
     def sum_peers(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Sums of the parts' results, if this rank forms them before the results travel back.
+        """Sums of the parts' results, if the schedule forms them before the results travel back.
 
         Args:
             rows: Results of this rank's parts of the experts, in the order in which rows came, ``[R, M]``.
@@ -133,7 +141,7 @@ class S1Exchange(MegatronExchange):
     """Schedule ``s1``: each rank sends to all parts of experts, EP&ESP-AlltoAll (Parm §III-C, Fig. 4c, d)."""
 
     def start(self, record: DispatchRecord, placement: ExpertPlacement) -> None:
-        """Use the placement and the dispatch record, and work out the route to all parts of the experts."""
+        """Set the dispatch record, and compute the route to all parts of the experts."""
         super().start(record, placement)
         self._route = ShardedRoute(
             self.groups.parts or self.groups.expert_parallel,
@@ -145,7 +153,7 @@ class S1Exchange(MegatronExchange):
     def dispatch(
         self, rows: Tensor, probs: Tensor, meanwhile: Callable[[], object] | None
     ) -> tuple[Tensor, Tensor]:
-        """Rows and probabilities to all parts of the experts' devices."""
+        """Send rows and probabilities to all parts of the experts' devices."""
         rows, probs = rows_to_parts((rows, probs), self._route, meanwhile=meanwhile)
         return rows, probs
 
@@ -158,19 +166,19 @@ class S1Exchange(MegatronExchange):
         return rows
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Results back to the tokens' ranks, which add up those of all parts."""
+        """Send the results back to the tokens' ranks, which add the results of all parts."""
         return results_from_parts(rows, self._route)
 
 
 class S2Exchange(S1Exchange):
     """Schedule ``s2``: tensor-parallel ranks with the same tokens and gate divide the rows (§III-B, Fig. 3c).
 
-    Of each expert's tokens a rank sends every Y-th, and all ranks get all results. The placement must have no
-    replicas, because only then each rank knows in which order the others send.
+    A rank sends every Y-th token of each expert, and all ranks receive all results. The placement must have
+    no replicas, because only then each rank knows the order in which the other ranks send.
 
     Args:
         groups: The layer's process groups, including the tensor-parallel one.
-        simultaneous: Whether to hand results on slice by slice (SAA) or after all of them have arrived.
+        simultaneous: Whether to pass results on slice by slice (SAA) or after all of them have arrived.
     """
 
     def __init__(self, groups: ExpertGroups, *, simultaneous: bool = True) -> None:
@@ -183,22 +191,29 @@ class S2Exchange(S1Exchange):
         """All tokens, and this rank's share of the pairs of token and selected expert."""
         self._load_E = routing_map.sum(dim=0).cpu().numpy()
         numbers = torch.arange(routing_map.shape[1], device=routing_map.device)
-        # Each expert's turns begin at another rank; otherwise the first rank would get every remainder.
+        # The first token of each expert goes to another rank; otherwise rank 0 would get every remainder.
         turn = (routing_map.cumsum(dim=0) - 1 + numbers) % self._peers.size()
         self._parts_Y = [routing_map & (turn == peer) for peer in range(self._peers.size())]
         return hidden, probs, self._parts_Y[self._peers.rank()]
 
     def start(self, record: DispatchRecord, placement: ExpertPlacement) -> None:
-        """Work out what every tensor-parallel rank sends, and in which order."""
+        """Compute which rows every tensor-parallel rank sends, and in which order.
+
+        Raises:
+            RuntimeError: The placement has replicas.
+        """
         super().start(record, placement)
         if placement.num_replicas:
-            raise RuntimeError(f"schedule s2: got {placement.num_replicas} replicas, wanted owners only")
+            raise RuntimeError(
+                f"schedule s2: got {placement.num_replicas} replicas, wanted none; use another schedule for "
+                "a placement with replicas"
+            )
         size = self._peers.size()
         num_experts = len(self._load_E)
         experts = np.arange(num_experts)
         send_YED = np.zeros((size, num_experts, self.groups.num_devices), np.int64)
         for peer in range(size):
-            first_E = (peer - experts) % size  # the first of the expert's tokens whose turn is this rank's
+            first_E = (peer - experts) % size  # Number of the expert's first token that this peer sends.
             send_YED[peer, experts, placement.owner_E] = np.maximum(0, -((first_E - self._load_E) // size))
         orders = [order_of_sending(part, sent) for part, sent in zip(self._parts_Y, send_YED, strict=True)]
         self._assignment = torch.cat(orders)
@@ -207,13 +222,13 @@ class S2Exchange(S1Exchange):
         self._shared = SharedRoute(self._route, self._peers, send_YD, self.groups.devices_of_peers)
 
     def permute(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens ``[T, M]`` and flat probabilities ``[E * T]``; rows are formed when they are sent."""
+        """Tokens ``[T, M]`` and flat probabilities ``[E * T]``; :meth:`dispatch` forms the rows."""
         return hidden, probs.t().reshape(-1)
 
     def dispatch(
         self, rows: Tensor, probs: Tensor, meanwhile: Callable[[], object] | None
     ) -> tuple[Tensor, Tensor]:
-        """MP-Split and EP&ESP-AlltoAll; the backward pass gives all ranks the same gradients."""
+        """Run MP-Split and EP&ESP-AlltoAll; the backward pass gives all ranks the same gradients."""
         found: tuple[Tensor, Tensor] = _S2Dispatch.apply(self, meanwhile, rows, probs)
         return found
 
@@ -222,14 +237,20 @@ class S2Exchange(S1Exchange):
         return rows
 
     def unpermute(self, rows: Tensor) -> Tensor:
-        """EP&ESP-AlltoAll, MP-AllGather and the sum of each token's results."""
+        """Run EP&ESP-AlltoAll and MP-AllGather, and sum the results of each token, ``[T, M]``."""
         output: Tensor = _S2Combine.apply(self, rows)
         return output
 
     def send_own(
         self, hidden: Tensor, probs: Tensor | None = None, meanwhile: Callable[[], object] | None = None
     ) -> tuple[Tensor, ...]:
-        """Send this rank's rows of ``[T, M]``, and flat probabilities if given, to the experts' parts."""
+        """Send this rank's share of the rows to all parts of the experts.
+
+        Args:
+            hidden: Hidden states of the common tokens, ``[T, M]``.
+            probs: Flat probabilities ``[E * T]``, to be sent with the rows; ``None`` sends rows alone.
+            meanwhile: Work for the host to do while the rows travel.
+        """
         record = self.record
         sent = [hidden.index_select(0, record.token_A)]
         if probs is not None:
@@ -237,7 +258,16 @@ class S2Exchange(S1Exchange):
         return send_to_parts(sent, self._route, meanwhile)
 
     def collect(self, rows: Tensor | None, probs: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Sums over parts and tokens of all ranks' rows ``[T, M]``; and probabilities, flat ``[E * T]``."""
+        """Return results, or gradients, to the common tokens of all tensor-parallel ranks.
+
+        Args:
+            rows: Results of this rank's part of the experts, ``[R, M]``; ``None`` if not needed.
+            probs: Gradients of the probabilities of these rows, ``[R]``; ``None`` if not needed.
+
+        Returns:
+            Sums over parts and selected experts for each token, ``[T, M]``, and sums over parts of the
+            probabilities' gradients, flat ``[E * T]``; ``None`` for each argument that is ``None``.
+        """
         given = [x for x in (rows, probs) if x is not None]
         found = iter(results_for_all(given, self._shared, simultaneous=self._simultaneous))
         num_tokens, num_experts = self.record.num_tokens, len(self._load_E)
@@ -294,7 +324,8 @@ class BaselineExchange(MegatronExchange):
     """
 
     def __init__(self, groups: ExpertGroups) -> None:
-        # After the gather the ranks of an expert's parts have the same tokens, as if each had a whole expert.
+        # After the gather, the ranks of an expert's parts have the same tokens. The exchange is then the same
+        # as if each of them had a whole expert.
         super().__init__(replace(groups, expert_tensor_parallel=None, parts=None))
         self._parts = groups.expert_tensor_parallel
         self._repeats = 1 if groups.tensor_parallel is None else groups.tensor_parallel.size()
@@ -302,8 +333,9 @@ class BaselineExchange(MegatronExchange):
 
     def gather(self, hidden: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The tokens of all ranks that hold parts of the same experts, in the order of ranks."""
-        # Ranks with equal tokens each compute the tokens' whole gradient. The experts see every copy of these
-        # tokens, so the incoming gradient is scaled down and the outgoing one up.
+        # The experts receive every copy of tokens that several tensor-parallel ranks have, and would sum the
+        # weights' gradients of all copies. The gradient that enters the backward pass is therefore divided by
+        # the number of copies (in unpermute), and the gradient that leaves it is multiplied again (here).
         hidden, probs = (scale_gradient(x, float(self._repeats)) for x in (hidden, probs))
         if self._parts is None:
             return hidden, probs, routing_map
@@ -315,7 +347,7 @@ class BaselineExchange(MegatronExchange):
         return gather(hidden), gather(probs), gather(routing_map.to(torch.uint8)).bool()
 
     def sum_peers(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Sums of the parts' results on all their ranks: ESP-AllReduce."""
+        """Sums of the parts' results, on the ranks of all parts: ESP-AllReduce."""
         return rows if self._parts is None else sum_over(rows.to(dtype), self._parts).to(rows.dtype)
 
     def unpermute(self, rows: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the collectives of Parm's schedules cost among the ranks of one layer."""
+"""Measures the costs of the collectives of Parm's schedules among the ranks of one layer."""
 
 import torch
 import torch.distributed as dist
@@ -16,14 +16,17 @@ def measured_costs(
     *,
     simultaneous: bool,
 ) -> ScheduleCosts:
-    """Measure at a layer's size; called by all ranks of ``everyone`` at once.
+    """Measure the collectives with messages of a layer's size; all ranks of ``everyone`` call it at once.
 
     Args:
-        layer: How many rows are exchanged.
-        like: Rows ``[*, M]`` whose width, dtype and device count.
-        groups: The layer's.
-        everyone: All ranks that measure: those that have to decide alike.
-        simultaneous: Whether S2 would hand results on slice by slice.
+        layer: Sizes of the layer, which give the number of rows to exchange.
+        like: Example tensor ``[*, M]``; the measured rows have its width, dtype and device.
+        groups: Process groups of the layer.
+        everyone: Process group of all ranks that must take the same decision from these costs.
+        simultaneous: Whether S2 passes results on slice by slice (SAA).
+
+    Returns:
+        Alpha and beta of each collective.
     """
     return measure_schedules(
         round(layer.num_rows / layer.n_mp),

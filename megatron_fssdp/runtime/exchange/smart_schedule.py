@@ -1,11 +1,11 @@
 """FasterMoE's smart schedule (§4.2): dispatch, experts and combine as one autograd node, group by group.
 
-Forward and backward run the same exchange in steps. Forward, rows travel to the experts and results travel
-back; backward, the results' gradients travel to the experts and the rows' gradients travel back. Each step
-has an autograd graph of its own for the experts. The tensors saved in it are not handed to hooks around the
-layer: the hooks of non-reentrant recomputation would run a forward pass in the middle of the backward
-exchange, and other ranks would wait for it. Under such recomputation the experts' activations are therefore
-kept.
+The forward and the backward pass run the same exchange in steps (``collectives/rows/grouped_exchange.py`` has
+a drawing). In the forward pass, rows travel to the experts and results travel back. In the backward pass, the
+results' gradients travel to the experts and the rows' gradients travel back. Each step has a separate
+autograd graph for the experts. Saved-tensor hooks around the layer do not apply to it: the hooks of
+non-reentrant recomputation would run a forward pass in the middle of the backward exchange, and other ranks
+would wait for it. Under such recomputation, the experts' activations are therefore kept.
 
 Shape letters: A rows that a rank sends, R rows that a rank receives, M model dimension, G experts present
 on a device, S ranks that send rows, D devices.
@@ -34,10 +34,10 @@ experts' weights to results ``[R, M]``."""
 
 
 def _nothing() -> None:
-    """Nothing to do."""
+    """Do nothing."""
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
+def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -50,11 +50,12 @@ class SmartSchedule:
         ring: The groups of expert-parallel ranks that exchange rows in turn.
         group: Process group of the expert-parallel ranks.
         compute: The experts' forward pass for the rows of one step.
-        before_forward: Called when the first rows are on their way.
-        await_weights: Waits for replicas' weights that are still in transfer. The backward pass calls it
-            before the first step. The forward pass calls it before the first step with rows for such a
-            replica, at the latest before the last step, so that the rows of earlier steps are computed
-            meanwhile (FasterMoE, §4.2, Fig. 7).
+        before_forward: Function that is called in the forward pass before the compute of the first step,
+            while rows of later steps travel.
+        await_weights: Function that waits for replicas' weights that are still in transfer. The backward pass
+            calls it before the first step. The forward pass calls it before every step with rows for such a
+            replica and before the last step. The rows of earlier steps are computed in the meantime
+            (FasterMoE, §4.2, Fig. 7).
         travels_G: Whether the weights of each present expert may still be in transfer, bool ``[G]``.
     """
 
@@ -69,8 +70,8 @@ class SmartSchedule:
     def run(self, rows: Tensor, probs: Tensor, experts: Sequence[ExpertWeights]) -> Tensor:
         """Run all steps and return the results of the rows that this rank sent, ``[A, M]``.
 
-        Every rank of the group has to call it, also without rows; ``rows`` must require a gradient on all
-        ranks or on none, and so must ``probs``.
+        Every rank of the group must call it, even without rows. ``rows`` must require a gradient on all ranks
+        or on none, and so must ``probs``.
 
         Args:
             rows: Rows in the order of sending, ``[A, M]``.
@@ -84,12 +85,22 @@ class SmartSchedule:
         return results
 
     def needs_weights(self, step: int) -> bool:
-        """Whether a step has rows for an expert whose weights may be in transfer, or is the last step."""
+        """Whether a step has rows for an expert whose weights may be in transfer, or is the last step.
+
+        The last step always waits, because the backward pass and the release of replicas need the weights.
+        """
         received_SG = self.record.received_SG[list(self.ring.senders(step))]
         return step == self.ring.num_steps - 1 or bool(received_SG[:, np.flatnonzero(self.travels_G)].any())
 
     def of_step(self, step: int, rows: Tensor, probs: Tensor, experts: Sequence[ExpertWeights]) -> Tensor:
-        """The experts' results for one step's rows, in the order in which they came."""
+        """The experts' results for the rows of one step, in the order in which the rows arrived.
+
+        Args:
+            step: Number of the step.
+            rows: Rows of the step by source, then expert, ``[R, M]``.
+            probs: Routing probabilities of these rows, ``[R]``.
+            experts: Weights of the present experts, ascending by expert.
+        """
         received_SG = self.record.received_SG[list(self.ring.senders(step))]
         sizes, shape = received_SG.reshape(-1), received_SG.shape
         by_expert = chunk_permutation(sizes, transposed_order(*shape), rows.device)
@@ -132,7 +143,7 @@ class _SmartScheduledExperts(torch.autograd.Function):
             inputs = [
                 x.detach().requires_grad_(builds and need) for x, need in zip(received, needs, strict=False)
             ]
-            with torch.set_grad_enabled(builds), saved_tensors_hooks(_as_it_is, _as_it_is):
+            with torch.set_grad_enabled(builds), saved_tensors_hooks(_unchanged, _unchanged):
                 output = schedule.of_step(step, inputs[0], inputs[1], experts)
             if builds:
                 kept.append((inputs[0], inputs[1], output))
@@ -157,7 +168,8 @@ class _SmartScheduledExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         schedule, kept, leaves = ctx.schedule, ctx.kept, ctx.leaves
-        ctx.schedule = ctx.leaves = None  # the graph may be kept for longer than the weights
+        # The caller may keep the graph for longer than the weights may live, so it must not hold them.
+        ctx.schedule = ctx.leaves = None
         needs_rows, needs_probs, *needs_weights = ctx.needs_input_grad[3:]
         record = schedule.record
         wanted_leaves = [leaf for leaf, need in zip(leaves, needs_weights, strict=True) if need]
@@ -167,7 +179,7 @@ class _SmartScheduledExperts(torch.autograd.Function):
             if not step:
                 schedule.await_weights()
             rows, probs, output = kept[step]
-            kept[step] = None  # its activations are free from here on
+            kept[step] = None  # This frees the activations of the step after its backward pass.
             inputs = [x for x, need in ((rows, needs_rows), (probs, needs_probs)) if need]
             found: Sequence[Tensor | None] = [None] * (len(inputs) + len(wanted_leaves))
             if output.requires_grad:

@@ -1,8 +1,8 @@
-"""Works out where one micro-batch's rows go and come from, from what every rank knows.
+"""Computes where the rows of one micro-batch go and come from, from data that every rank has.
 
-What a micro-batch needs travels in a frozen :class:`DispatchRecord`, because micro-batches interleave under
-pipeline parallelism. ``row_exchanges.py`` moves the rows. Where ranks share each expert (expert tensor
-parallelism), they exchange tokens over groups of their own and then gather each other's rows.
+A frozen :class:`DispatchRecord` carries everything that a micro-batch needs, because micro-batches interleave
+under pipeline parallelism. ``row_exchanges.py`` moves the rows. Under expert tensor parallelism, the ranks
+that share an expert exchange tokens over different expert-parallel groups, and then gather each other's rows.
 
 Shape letters: T tokens of this rank, A rows that a rank sends, R rows that a rank receives,
 M model dimension, E experts, D devices, G experts present on a device, S ranks that send rows,
@@ -25,17 +25,20 @@ class DispatchRecord:
     """Where the rows of one micro-batch go and come from.
 
     Attributes:
-        assignment_A: Index into the flattened ``[E, T]`` routing map of each row sent, in
-            the order of sending: by device, then expert, then token.
-        token_A: The row's token.
-        num_tokens: T.
-        send_D: Rows sent to each device.
-        receive_D: Rows received from each device.
-        rows_X: Rows received by each expert-tensor-parallel peer; one number where experts are whole.
-        rows_per_expert: Rows of each present expert and of all peers, ascending by expert.
-        received_SG: The same by source, of all peers one after another: int64 on the host.
-        by_expert: Brings received rows (by peer, source, then expert) into order by expert.
-        by_source: The inverse.
+        assignment_A: For each row that this rank sends, its index in the flattened ``[E, T]`` routing map,
+            int64 ``[A]``. The order is the order of sending: by device, then expert, then token.
+        token_A: Token of each of these rows, int64 ``[A]``.
+        num_tokens: Number of tokens of this rank, T.
+        send_D: Number of rows that this rank sends to each device, ``[D]``.
+        receive_D: Number of rows that this rank receives from each device, ``[D]``.
+        rows_X: Number of rows that each expert-tensor-parallel peer receives, ``[X]``; X is 1 if experts are
+            whole.
+        rows_per_expert: Number of rows of each present expert from all sources, ``[G]``, ascending by expert.
+        received_SG: Number of rows of each present expert from each source, int64 ``[S, G]`` on the host. The
+            S = X * D sources are ordered by peer, then device.
+        by_expert: Row index that brings received rows (by peer, source, then expert) into order by expert,
+            int64; ``None`` if the rows have this order already.
+        by_source: Row index of the inverse reordering, int64 or ``None``.
     """
 
     assignment_A: torch.Tensor
@@ -57,19 +60,19 @@ def plan_exchange(
     device: int,
     peer: int = 0,
 ) -> DispatchRecord:
-    """Work out one micro-batch's exchange from what every rank knows.
+    """Compute one micro-batch's exchange from data that every rank has.
 
     Args:
-        routing_map: bool ``[T, E]``, this rank's assignments.
-        dispatch_of_peer: Who computes which assignments, for every expert-tensor-parallel peer.
-        placement: Where the experts are.
-        device: This rank's device number.
-        peer: This rank's number among its expert-tensor-parallel peers.
+        routing_map: Experts that each token of this rank selected, bool ``[T, E]``.
+        dispatch_of_peer: For every expert-tensor-parallel peer, the dispatch of its tokens to devices.
+        placement: Owners and replicas of the experts.
+        device: Device number of this rank.
+        peer: Number of this rank among its expert-tensor-parallel peers.
     """
     send_ED = dispatch_of_peer[peer].from_source(device)
     present = np.array(placement.experts_on(device), dtype=np.int64)
     receive_XDG = np.stack([dispatch.to_device(device)[:, present] for dispatch in dispatch_of_peer])
-    receive_SG = np.concatenate(list(receive_XDG))  # S sources: by peer, then device
+    receive_SG = np.concatenate(list(receive_XDG))  # The S sources are ordered by peer, then device.
 
     assignment = order_of_sending(routing_map, send_ED)
     tensors = assignment.device
@@ -89,30 +92,34 @@ def plan_exchange(
 
 
 def order_of_sending(routing_map: torch.Tensor, send_ED: np.ndarray) -> torch.Tensor:
-    """Assignments by device, then expert, then token: index into the flattened ``[E, T]`` map, ``[A]``.
+    """The order in which a rank sends its rows: by device, then expert, then token.
 
     Args:
-        routing_map: bool ``[T, E]``.
-        send_ED: How many of each expert's tokens, in their order, go to each device.
+        routing_map: Experts that each token of this rank selected, bool ``[T, E]``.
+        send_ED: Number of each expert's tokens that go to each device, int64 ``[E, D]``. The first device
+            gets the first tokens of an expert, the next device the following ones, and so on.
+
+    Returns:
+        Indices into the flattened ``[E, T]`` routing map, int64 ``[A]``.
     """
     flat = true_positions(routing_map.t().reshape(-1), int(send_ED.sum()))
     return select(flat, chunk_permutation(send_ED.reshape(-1), transposed_order(*send_ED.shape), flat.device))
 
 
 def true_positions(mask: torch.Tensor, num_true: int) -> torch.Tensor:
-    """Where a mask is true, ascending, without the host waiting for the device.
+    """Positions at which a mask is true, ascending; the host does not wait for the device.
 
-    ``torch.nonzero_static`` would do, but on CUDA torch 2.6 has none and some later releases
+    ``torch.nonzero_static`` does the same, but torch 2.6 does not have it on CUDA, and some later releases
     crash on a rank without tokens.
 
     Args:
-        mask: bool, of any length.
-        num_true: How many entries are true.
+        mask: One-dimensional bool tensor of any length.
+        num_true: Number of true entries.
 
     Returns:
-        int64 ``[num_true]``.
+        Positions, int64 ``[num_true]``.
     """
-    # Entries that are not true all go to one place behind the others.
+    # All false entries write to one extra position at the end, which is then cut off.
     slots = torch.where(mask, mask.cumsum(0) - 1, num_true)
     positions = torch.arange(mask.numel(), device=mask.device)
     return positions.new_empty(num_true + 1).scatter_(0, slots, positions)[:num_true]
@@ -121,10 +128,10 @@ def true_positions(mask: torch.Tensor, num_true: int) -> torch.Tensor:
 def sort_by_expert(
     rows: torch.Tensor, probs: torch.Tensor, record: DispatchRecord
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Received rows in the order of the present experts."""
+    """Received rows ``[R, M]`` and their probabilities ``[R]`` in the order of the present experts."""
     return select(rows, record.by_expert), select(probs, record.by_expert)
 
 
 def sort_by_source(rows: torch.Tensor, record: DispatchRecord) -> torch.Tensor:
-    """The experts' results in the order in which the rows came."""
+    """The experts' results ``[R, M]`` in the order in which the rows arrived."""
     return select(rows, record.by_source)

@@ -1,1 +1,1 @@
-"""How experts compute: the layout of their weights, activations, grouped GEMMs and their speed."""
+"""Expert compute: the layout of weights, activations, grouped GEMMs and a measurement of their speed."""

@@ -1,4 +1,4 @@
-"""Measures what a device reaches in the compute of a transformer layer, forward and backward.
+"""Measures how fast a device computes a transformer layer, forward and backward, in flop/s.
 
 Shape letters: M model dimension, F FFN dimension.
 """
@@ -17,24 +17,26 @@ from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights
 from megatron_fssdp.runtime.experts.grouped_ffn import grouped_ffn
 
 PASSES = 3
-"""Flops of forward and backward by those of the forward: the backward computes gradients of inputs and of
-weights (FasterMoE, Eq. 7)."""
+"""Flops of both passes as a multiple of the forward pass's flops.
+
+The backward pass computes gradients of inputs and gradients of weights (FasterMoE, Eq. 7).
+"""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes of the layer that is computed.
+    """Sizes of the transformer layer to measure.
 
     Attributes:
-        model_dim: M.
-        ffn_dim: F of one expert.
-        num_experts: G, on one device.
-        num_rows: Rows of all of them together.
+        model_dim: Model dimension, M.
+        ffn_dim: FFN dimension of one expert, F.
+        num_experts: Number of experts on one device, G.
+        num_rows: Number of rows of all these experts in total.
         gated: Whether the activation is gated, so that ``fc1`` is ``[2F, M]``.
-        num_heads: Attention heads.
-        seq_length: Tokens of a sample.
-        num_samples: Samples of a micro-batch.
-        dtype: Of everything.
+        num_heads: Number of attention heads.
+        seq_length: Number of tokens in a sample.
+        num_samples: Number of samples in a micro-batch.
+        dtype: Data type of weights and activations.
     """
 
     model_dim: int
@@ -49,23 +51,26 @@ class LayerShape:
 
     @property
     def expert_flops(self) -> float:
-        """Of the experts' forward: two matrices of each row, three when gated."""
+        """Flops of the experts' forward pass: two matrix products for each row, three if gated."""
         return 2.0 * self.num_rows * self.model_dim * self.ffn_dim * (3 if self.gated else 2)
 
     @property
     def attention_flops(self) -> float:
-        """Of attention's forward: four projections, scores and their product with the values."""
+        """Flops of attention's forward pass: four projections, scores, and scores times values."""
         tokens = self.num_samples * self.seq_length
         return tokens * self.model_dim * (8.0 * self.model_dim + 4.0 * self.seq_length)
 
 
 def expert_flops_per_s(shape: LayerShape, device: torch.device, num_repetitions: int) -> float:
-    """What the device reaches in the experts, all with equally many rows.
+    """Measure the flop/s of a device in expert compute; all experts have the same number of rows.
 
     Args:
-        shape: The layer.
-        device: What computes.
-        num_repetitions: Their median counts; one more warms up.
+        shape: Sizes of the layer.
+        device: Device to measure.
+        num_repetitions: Number of timed runs after one warm-up run; their median counts.
+
+    Returns:
+        Flop/s over forward and backward pass.
     """
 
     def weight(*size: int) -> torch.Tensor:
@@ -93,7 +98,16 @@ def expert_flops_per_s(shape: LayerShape, device: torch.device, num_repetitions:
 
 
 def attention_flops_per_s(shape: LayerShape, device: torch.device, num_repetitions: int) -> float:
-    """What the device reaches in attention: projections and scaled dot products, without a mask."""
+    """Measure the flop/s of a device in attention: projections and scaled dot products, without a mask.
+
+    Args:
+        shape: Sizes of the layer.
+        device: Device to measure.
+        num_repetitions: Number of timed runs after one warm-up run; their median counts.
+
+    Returns:
+        Flop/s over forward and backward pass.
+    """
     sample = (shape.num_samples, shape.seq_length, shape.model_dim)
     x = torch.randn(sample, device=device).to(shape.dtype).requires_grad_()
     into, out = (
@@ -114,11 +128,11 @@ def attention_flops_per_s(shape: LayerShape, device: torch.device, num_repetitio
 
 
 def device_memory_bytes(device: torch.device, num_sharers: int) -> int:
-    """Memory of a device; a CPU rank's is its share of the machine's.
+    """Memory of a device in bytes; a CPU rank gets an equal share of the host's memory.
 
     Args:
         device: The device.
-        num_sharers: Ranks on this machine.
+        num_sharers: Number of ranks on this host.
     """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)

@@ -1,4 +1,4 @@
-"""The non-linearity between an expert's two matrices, gated or plain.
+"""The activation function between an expert's two matrices, gated or plain.
 
 Shape letters: T tokens, F FFN dimension.
 """
@@ -11,14 +11,15 @@ import torch
 
 @dataclass(frozen=True)
 class ExpertActivation:
-    """``activation(x + bias) * probs``, with every variation Megatron's config offers for MoE.
+    """Computes ``activation(x + bias) * probs`` with every variation that Megatron's config has for MoE.
 
     Attributes:
         function: Element-wise function, e.g. ``torch.nn.functional.gelu``.
-        gated: The input holds gate and linear half side by side.
-        clamp: Bound on the gate from above and on the linear half from both sides.
-        linear_offset: Added to the linear half.
-        interleave: Width of alternating gate and linear blocks, ``None`` for two halves.
+        gated: Whether the input consists of a gate half and a linear half.
+        clamp: Upper bound of the gate half, and bound of the absolute value of the linear half; ``None`` for
+            no bounds.
+        linear_offset: Number to add to the linear half.
+        interleave: Width of alternating gate and linear blocks; ``None`` if the input has two halves instead.
     """
 
     function: Callable[[torch.Tensor], torch.Tensor]
@@ -28,12 +29,12 @@ class ExpertActivation:
     interleave: int | None = None
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, probs: torch.Tensor) -> torch.Tensor:
-        """Activate and weight by the routing probability.
+        """Apply the activation and multiply by the routing probabilities.
 
         Args:
-            x: ``[T, F]``, or ``[T, 2F]`` when gated.
-            bias: Broadcastable to ``x``, or ``None``.
-            probs: ``[T]``, usually fp32.
+            x: Output of the expert's first matrix, ``[T, F]``, or ``[T, 2F]`` if gated.
+            bias: Bias that can be broadcast to ``x``; ``None`` for no bias.
+            probs: Routing probability of each row, ``[T]``, usually fp32.
 
         Returns:
             ``[T, F]`` in the dtype of ``x``.
@@ -45,7 +46,7 @@ class ExpertActivation:
 
     def _gated(self, x: torch.Tensor) -> torch.Tensor:
         if self.interleave is not None:
-            # Not reshape: it cannot work out a size for an expert without rows.
+            # reshape is not possible here: for an expert without rows, it cannot infer a size.
             x = x.unflatten(-1, (-1, 2, self.interleave)).transpose(-3, -2).flatten(-3)
         gate, linear = torch.chunk(x, 2, dim=-1)
         if self.clamp is not None:

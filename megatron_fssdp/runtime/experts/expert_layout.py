@@ -1,4 +1,4 @@
-"""How one expert's weights form one flat chunk of a sparse collective.
+"""The layout of one expert's tensors in the flat tensor that the sparse collectives move.
 
 Shape letters: M model dimension, F FFN dimension.
 """
@@ -18,13 +18,13 @@ ParametersByExpert = Mapping[int, ExpertParameters]
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The tensors of one expert; biases are ``None`` without ``--add-bias-linear``.
+    """The tensors of one expert.
 
     Attributes:
-        fc1: ``[F, M]``, or ``[2F, M]`` with the gate's half first when gated.
-        fc2: ``[M, F]``.
-        fc1_bias: Like the first dimension of ``fc1``.
-        fc2_bias: ``[M]``.
+        fc1: Weights of the first matrix, ``[F, M]``, or ``[2F, M]`` with the gate's half first if gated.
+        fc2: Weights of the second matrix, ``[M, F]``.
+        fc1_bias: Bias of the first matrix, ``[F]`` or ``[2F]``; ``None`` without ``--add-bias-linear``.
+        fc2_bias: Bias of the second matrix, ``[M]``; ``None`` without ``--add-bias-linear``.
     """
 
     fc1: torch.Tensor
@@ -38,7 +38,11 @@ class ExpertWeights:
 
     @staticmethod
     def from_tensors(tensors: Sequence[torch.Tensor]) -> "ExpertWeights":
-        """The inverse of :meth:`tensors`: weights, then both biases or none."""
+        """The inverse of :meth:`tensors`; takes the two weights, then both biases or none.
+
+        Raises:
+            ValueError: There are neither 2 nor 4 tensors.
+        """
         if len(tensors) not in (2, 4):
             raise ValueError(f"expert tensors: got {len(tensors)}, wanted 2 (weights) or 4 (with biases)")
         return ExpertWeights(*tensors)
@@ -46,7 +50,12 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """Shapes of one expert's tensors, the same for every expert of a layer."""
+    """Shapes and data type of one expert's tensors, equal for all experts of a layer.
+
+    Attributes:
+        shapes: Shape of each tensor, in the order of :meth:`ExpertWeights.tensors`.
+        dtype: Data type of all tensors.
+    """
 
     shapes: tuple[torch.Size, ...]
     dtype: torch.dtype
@@ -56,21 +65,24 @@ class ExpertLayout:
         """The layout of one expert's tensors.
 
         Raises:
-            ValueError: The tensors differ in dtype, so no one chunk can carry them.
+            ValueError: The tensors differ in dtype, so one flat tensor cannot hold them.
         """
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) != 1:
-            raise ValueError(f"expert tensors: got dtypes {sorted(map(str, dtypes))}, wanted one")
+            raise ValueError(
+                f"expert tensors: got dtypes {sorted(map(str, dtypes))}, wanted one dtype for all tensors of "
+                "an expert"
+            )
         return ExpertLayout(tuple(tensor.shape for tensor in tensors), tensors[0].dtype)
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Elements of each tensor."""
+        """Number of elements of each tensor."""
         return [shape.numel() for shape in self.shapes]
 
     @property
     def numel(self) -> int:
-        """Elements of one expert."""
+        """Number of elements of one expert."""
         return sum(self.sizes)
 
     @property
@@ -79,10 +91,10 @@ class ExpertLayout:
         return self.numel * self.dtype.itemsize
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One flat chunk ``[numel]`` holding copies of the tensors."""
+        """Copy the tensors of one expert into a new flat tensor ``[numel]``."""
         return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
-    def unpack(self, chunk: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Views of a flat chunk in the tensors' shapes."""
-        parts = torch.split(chunk, self.sizes)
+    def unpack(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Views of a flat tensor ``[numel]`` with the shapes of the expert's tensors."""
+        parts = torch.split(flat, self.sizes)
         return tuple(part.view(shape) for part, shape in zip(parts, self.shapes, strict=True))

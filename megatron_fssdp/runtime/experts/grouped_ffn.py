@@ -12,6 +12,7 @@ from torch.nn import functional
 from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights
 
 Activation = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
+"""From output of the first matrix, bias and probabilities to activations, see ``ExpertActivation``."""
 
 
 def grouped_ffn(
@@ -23,22 +24,23 @@ def grouped_ffn(
     *,
     probs_on_input: bool = False,
 ) -> torch.Tensor:
-    """Every present expert on its own rows.
+    """Compute every present expert on its rows.
 
-    Every expert is computed, also with zero rows, and with no expert at all the
-    result still depends on ``x`` and ``probs``: each rank's graph then holds the same
-    collectives, and no backward waits for one that another rank never enters.
+    The function computes all experts, including those without rows. If no expert is present, the result still
+    depends on ``x`` and ``probs``. The autograd graphs of all ranks therefore have the same collectives, and
+    no backward pass waits for a collective that another rank does not call.
 
     Args:
-        x: ``[T, M]``, sorted by expert.
-        probs: ``[T]`` routing probabilities.
-        tokens_per_expert: Rows of each present expert; sums to T.
+        x: Rows sorted by expert, ``[T, M]``.
+        probs: Routing probability of each row, ``[T]``.
+        tokens_per_expert: Number of rows of each present expert, ``[G]``; the sum is T.
         experts: Weights of the present experts, in the same order.
-        activation: ``(x, bias, probs) -> [T, F]``, see ``ExpertActivation``.
-        probs_on_input: Weight the input instead of the activation (top-1 only).
+        activation: Activation function ``(x, bias, probs) -> [T, F]``, see ``ExpertActivation``.
+        probs_on_input: Whether to multiply the probabilities with the input instead of the activation; only
+            for top-1 routing.
 
     Returns:
-        ``[T, M]`` in the dtype of ``x``.
+        Results of the rows, ``[T, M]``, in the dtype of ``x``.
     """
     if probs_on_input:
         x = (probs.unsqueeze(-1) * x).to(x.dtype)
@@ -75,10 +77,10 @@ def _grouped(
     experts: Sequence[ExpertWeights],
     activation: Activation,
 ) -> torch.Tensor:
-    # On some devices grouped_mm leaves the gradient of a group without rows unwritten.
+    # On some devices, grouped_mm does not write the gradient of a group without rows.
     filled = [weights for weights, num in zip(experts, tokens_per_expert, strict=True) if num]
     idle = [weights for weights, num in zip(experts, tokens_per_expert, strict=True) if not num]
-    # Not torch.tensor(..., device=...): that makes the host wait for the device.
+    # torch.tensor(..., device=...) would make the host wait for the device.
     rows_G = torch.tensor([num for num in tokens_per_expert if num]).to(x.device, non_blocking=True)
     ends_G = rows_G.cumsum(0).to(torch.int32)
     num_rows = x.shape[0]
@@ -99,15 +101,15 @@ def _grouped(
 
 
 def _add_bias(output: torch.Tensor, bias: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-    # Rounded once, as in Megatron, where probabilities have more digits than the rows.
+    # The sum is rounded once, as in Megatron: the probabilities are more precise than the rows.
     return (output + bias * probs.unsqueeze(-1)).to(output.dtype)
 
 
 def _grouped_matmul_pays(x: torch.Tensor, experts: Sequence[ExpertWeights]) -> bool:
-    """Whether one grouped kernel beats a loop: several bf16 experts on a CUDA device.
+    """Whether one grouped kernel is faster than a loop: for several bf16 experts on a CUDA device.
 
-    The kernel wants rows of 16 bytes. On the CPU, ``grouped_mm`` is itself a loop
-    and only adds the copy of the weights.
+    The kernel needs rows whose size is a multiple of 16 bytes. On the CPU, ``grouped_mm`` is a loop itself
+    and adds only the copy of the weights.
     """
     return (
         x.is_cuda
@@ -124,8 +126,8 @@ class _GroupedLinear(torch.autograd.Function):
 
     Rows of expert g are those from ``ends_G[g-1]`` up to ``ends_G[g]``.
 
-    The stacked weights are made for the kernel and made again in the backward pass. Kept until
-    then they would double the experts' memory, and outlive replicas that are released.
+    The kernel needs the weights stacked. The backward pass stacks them again: a stack that is kept until then
+    would double the experts' memory, and would still hold replicas after their release.
     """
 
     @staticmethod
@@ -136,7 +138,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, ends_G, *weights = ctx.saved_tensors
-        grad = gradients[0].contiguous()  # grouped_mm rejects zero strides, which a sum's gradient has
+        grad = gradients[0].contiguous()  # grouped_mm rejects zero strides, which the gradient of a sum has.
         of_x: torch.Tensor | None = None
         of_weights: Sequence[torch.Tensor | None] = (None,) * len(weights)
         if ctx.needs_input_grad[0]:
@@ -147,7 +149,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class _ZeroGradients(torch.autograd.Function):
-    """Identity of its first input; the others, which nothing is computed from, get zeros."""
+    """Returns its first input; the other inputs, which are not used, get zero gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *unused: torch.Tensor) -> torch.Tensor:

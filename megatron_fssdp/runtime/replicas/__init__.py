@@ -1,1 +1,1 @@
-"""Replicas on this rank: weights that arrive, gradients that go home, their place in autograd."""
+"""Replicas on this rank: weights that arrive, gradients that return to the owners, and autograd nodes."""

@@ -10,13 +10,16 @@ from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, Parameter
 
 @dataclass(frozen=True, eq=False)
 class LocalExperts:
-    """Parameters by expert, in the order of :class:`ExpertWeights`. The tensors stay Megatron's own.
+    """The Parameters of the experts of one layer on this rank.
+
+    The Parameters of an expert have the order of :class:`ExpertWeights`. Megatron registered those of owned
+    experts; this class only refers to them.
 
     Attributes:
-        what: The layer, for messages.
-        parameters: ParametersByExpert of the experts that this rank owns, ascending by expert.
-        residents: ParametersByExpert of this rank's resident replicas, by expert.
-        told_layout: Shapes of one expert's tensors, for a rank that owns none.
+        what: Name of the layer in error messages.
+        parameters: Parameters of the experts that this rank owns, ascending by expert.
+        residents: Parameters of this rank's resident replicas, by expert.
+        told_layout: Shapes of one expert's tensors, needed on a rank that owns no expert.
     """
 
     what: str
@@ -25,47 +28,55 @@ class LocalExperts:
     told_layout: ExpertLayout | None = None
 
     def check_owned(self, owner_E: np.ndarray, device: int) -> None:
-        """Raise unless the owned ones are those that a device owns.
+        """Check that ``parameters`` has exactly the experts that a device owns.
+
+        Args:
+            owner_E: Owner of each expert, int64 ``[E]``.
+            device: Device number of this rank.
 
         Raises:
-            ValueError: They are not, or their shapes differ.
+            ValueError: The experts are not those that the device owns, or their shapes differ.
         """
         owned = tuple(np.flatnonzero(owner_E == device).tolist())
         if tuple(self.parameters) != owned:
             raise ValueError(
-                f"{self.what}: got parameters of experts {tuple(self.parameters)}, "
-                f"wanted those this rank owns, {owned}"
+                f"{self.what}: got parameters of experts {tuple(self.parameters)}, wanted those this rank "
+                f"owns, {owned}, in ascending order"
             )
         self.layout()
 
     def check_present(self, placement: ExpertPlacement, device: int) -> None:
-        """Raise unless these are the experts that have Parameters on a device.
+        """Check that the experts with Parameters here are those that a placement has on a device.
+
+        Args:
+            placement: Owners and resident replicas of the layer's experts.
+            device: Device number of this rank.
 
         Raises:
-            ValueError: They are not.
+            ValueError: The experts are not those of the placement.
         """
         here = placement.experts_on(device)
         if sorted(self.all_parameters) != list(here):
             raise ValueError(
-                f"{self.what}: got parameters of experts {sorted(self.parameters)} and of "
-                f"replicas {sorted(self.residents)}, wanted those of the experts that are here, {list(here)}"
+                f"{self.what}: got parameters of owned experts {sorted(self.parameters)} and of resident "
+                f"replicas {sorted(self.residents)}, wanted together those that the placement has on this "
+                f"device, {list(here)}"
             )
 
     def layout(self) -> ExpertLayout:
         """Shapes of one expert's tensors.
 
         Raises:
-            ValueError: There are several, or none.
+            ValueError: The experts have several layouts, or there is no expert and no ``told_layout``.
         """
-        # Asked anew each time: a model may be converted to another dtype after it is built.
+        # The layout is not cached, because a model can be converted to another dtype after it is built.
         layouts = {ExpertLayout.of(tensors) for tensors in self.parameters.values()}
         if self.told_layout is not None:
             layouts.add(self.told_layout)
         if len(layouts) != 1:
             raise ValueError(
-                f"{self.what}: got {len(layouts)} expert layouts "
-                f"{sorted(map(str, layouts))}, wanted one for all experts; a rank that owns none of them "
-                "needs the layout argument"
+                f"{self.what}: got {len(layouts)} expert layouts {sorted(map(str, layouts))}, wanted one for "
+                "all experts; on a rank that owns no expert, pass the layout argument"
             )
         return layouts.pop()
 

@@ -1,22 +1,22 @@
-"""Autograd nodes around a layer that bring replicas in and their gradients home.
+"""Autograd nodes around a layer that gather its replicas and send their gradients to the owners.
 
-::
+In the forward pass, read the drawing from left to right; in the backward pass, from right to left. Steps in
+parentheses take place only under re-materialization (Hecate §4.2)::
 
-    forward      spAG starts            spAG ends                      (end_use)  replicas go
-                 launch ── attention, gate ── materialize ── dispatch, experts ── combine ── release
-    backward     spRS ends              spRS starts                    spAG ends  spAG starts
+    node      launch ─ attention, gate ─ materialize ─ dispatch, experts ─ end_use ─ combine ─ release
+    forward   spAG starts                spAG ends                                             (free memory)
+    backward  spRS ends                  spRS starts                       (spAG ends)         (spAG starts)
 
-Each passes the hidden states through: every rank then runs its backward, in one fixed order
-against the dispatch all-to-all, also a rank that owns nothing of the layer but holds a
-replica. ``launch`` (``LayerExecutor.launch``) is for models that can say where the compute
-before the layer begins; without it everything happens at ``materialize``. ``end_use`` and
-``release`` do something only under re-materialization (Hecate §4.2).
+Each node passes the hidden states through. Every rank therefore runs the backward pass of every node, in one
+fixed order relative to the dispatch all-to-all. This includes a rank that owns no expert of the layer but has
+a replica. ``launch`` (``LayerExecutor.launch``) is for models that can tell where the compute before the
+layer begins. Without it, SparseAllGather and SparseReduceScatter start and end at ``materialize``.
 
-Parameters stay out of autograd. Owners receive the raw sums of their own and of their
-replicas' gradients in ``main_grad`` (or ``grad`` without Megatron's DDP); scaling and the
-data-parallel reduction follow later, see ``megatron_adapter.experts.gradient_sync``. Only a group
-of one device, where nothing can be replicated, leaves its Parameters in autograd: Megatron
-reduces them together with the dense ones.
+Parameters take no part in autograd. Owners receive the raw sums of their own and of their replicas' gradients
+in ``main_grad`` (or ``grad`` without Megatron's DDP). Scaling and the data-parallel reduction follow later,
+see ``megatron_adapter.experts.gradient_sync``. The exception is a group of one device, which cannot have
+replicas: its Parameters stay in autograd, and Megatron reduces their gradients together with those of dense
+Parameters.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,19 +34,20 @@ GradientsOfExperts = dict[int, Sequence[torch.Tensor]]
 
 
 class Materialization:
-    """One layer's present experts in one forward pass and its backward.
+    """The present experts of one layer in one forward pass and its backward pass.
 
     Args:
-        placement: Where the experts are.
-        device: This rank's device number.
-        weights: The replicas' weights, gathered or being gathered, and the Parameters that are here.
-        transfer: SparseAllGather of all replicas of the placement.
-        rematerialize: Give the replicas back after the forward pass and gather them again
-            before the backward pass (Hecate's re-materialization).
-        beside_dispatch: The replicas come while the tokens are dispatched: :meth:`apply` is for the rows that
-            have arrived.
-        on_backward: Called with the replicas' gradients at the end of a backward pass, once a
-            training micro-batch: not in an evaluation or a forward pass that is recomputed.
+        placement: Owners and replicas of the experts.
+        device: Device number of this rank.
+        weights: Weights of this rank's replicas, gathered or in transfer, and Parameters of owned experts.
+        transfer: Transfer that gathers all replicas of the placement.
+        rematerialize: Whether to free the replicas after the forward pass and gather them again before the
+            backward pass (Hecate's re-materialization).
+        beside_dispatch: Whether the replicas arrive while the tokens are dispatched. :meth:`apply` then takes
+            the rows that have arrived instead of the hidden states before the dispatch.
+        on_backward: Function that is called with the replicas' gradients at the end of a backward pass. This
+            happens once for each training micro-batch, and never in an evaluation or for a forward pass that
+            is recomputed.
     """
 
     def __init__(
@@ -68,20 +69,22 @@ class Materialization:
         self.on_backward = on_backward
         self.alone = placement.num_devices == 1
         self.before: Materialization | None = None
-        """The layer before this one in the same pass, whose replicas the backward pass needs next."""
+        """The layer before this one in the same forward pass; the backward pass needs its replicas next."""
 
     def apply(self, hidden: torch.Tensor, *, wait: bool = True) -> tuple[torch.Tensor, list[ExpertWeights]]:
-        """Thread the hidden states through the end of SparseAllGather.
+        """Thread the hidden states through the node at which SparseAllGather ends.
 
         Args:
-            hidden: What the dispatcher is going to send, or with ``beside_dispatch`` has received, any shape.
-            wait: For the replicas; else their weights are complete after ``weights.wait()``.
+            hidden: Hidden states that the dispatcher will send, or with ``beside_dispatch`` the rows that it
+                has received; any shape.
+            wait: Whether to wait for the replicas. Otherwise, their weights are complete after
+                ``weights.wait()``.
 
         Returns:
-            The hidden states, and the weights of the present experts, ascending.
+            The hidden states, and the weights of the present experts, ascending by expert.
         """
-        # The anchor gives the node an input that requires a gradient even where the
-        # hidden states do not (frozen layers below, a layer used alone).
+        # The anchor gives the node an input that requires a gradient even if the hidden states do not, for
+        # example above frozen layers or in a layer that is used alone.
         anchor = torch.empty(0, device=hidden.device, requires_grad=True)
         hidden, *tensors = _Materialize.apply(self, wait, anchor, hidden)
         if self.alone:
@@ -91,32 +94,36 @@ class Materialization:
         return hidden, experts
 
     def end_use(self, rows: torch.Tensor) -> torch.Tensor:
-        """Thread the experts' results through the point before which backward needs the weights.
+        """Thread the experts' results through the node whose backward pass waits for the weights.
 
         Args:
-            rows: Results of the present experts.
+            rows: Results of the present experts, ``[R, M]``.
         """
         if not self.rematerialize or self.alone:
             return rows
         return call_in_backward(self.weights.wait, rows)
 
     def release(self, output: torch.Tensor) -> torch.Tensor:
-        """Thread the layer's output through the release of its replicas.
+        """Thread the layer's output through the node that frees the replicas' memory.
 
         Args:
-            output: The combined output, any shape.
+            output: Output of the layer after combine, any shape.
         """
         if not self.rematerialize or self.alone:
             return output
         return _Release.apply(self, output)
 
     def regather(self) -> None:
-        """Start to gather the replicas that the backward pass needs, unless they are on their way."""
+        """Start to gather the replicas that the backward pass needs, unless their transfer has started."""
         if self.weights.state is WeightState.OWNED:
             self.weights.start(self.transfer)
 
     def finish_backward(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Owned experts' gradients to their Parameters, replicas' to whoever sends them home."""
+        """Add owned experts' gradients to their Parameters, and pass the replicas' to ``on_backward``.
+
+        Args:
+            gradients: Gradients of all tensors of the present experts, ascending by expert.
+        """
         count = len(self.weights.layout.shapes)
         of_replicas: GradientsOfExperts = {}
         for i, expert in enumerate(() if self.alone else self.present):
@@ -134,7 +141,7 @@ class Materialization:
 
 
 def call_in_backward(call: Callable[[], None], hidden: torch.Tensor) -> torch.Tensor:
-    """The hidden states, threaded through a node whose backward calls ``call()``."""
+    """Thread the hidden states through a node whose backward pass calls ``call()``."""
     threaded: torch.Tensor = _CallInBackward.apply(call, hidden)
     return threaded
 
@@ -165,8 +172,8 @@ class _Materialize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        # Whoever keeps the graph, as Megatron's 1F1B does until its next forward pass is over, keeps no
-        # replicas with it: those of one micro-batch end here.
+        # Megatron's 1F1B schedule keeps this graph until its next forward pass is over. The graph must not
+        # keep a micro-batch's replicas alive for so long, so it drops its reference here.
         materialization, ctx.materialization = ctx.materialization, None
         materialization.finish_backward(gradients[1:])
         (anchor,) = ctx.saved_tensors
@@ -188,6 +195,6 @@ class _Release(torch.autograd.Function):
 
 
 def in_backward() -> bool:
-    """Whether a backward pass is running in this thread, as it is when a forward is recomputed."""
+    """Whether a backward pass is running in this thread, for example while a forward pass is recomputed."""
     running: int = torch._C._current_graph_task_id()
     return running != -1

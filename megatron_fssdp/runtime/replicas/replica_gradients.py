@@ -45,14 +45,14 @@ class _Flight:
             transfer.start_reduce_scatter(
                 {expert: flat[elements] for expert, flat in self.held.items()},
                 dtype=self.dtype,
-                # Sums are formed in fp32; rounding them to half precision would buy nothing.
+                # The sums are formed in fp32, and rounding them to half precision would save nothing.
                 result_dtype=accumulation_dtype(self.layout.dtype),
                 out={expert: flat[elements] for expert, flat in self.sums.items()},
             )
         )
 
     def wait(self) -> None:
-        """Wait for what has been started."""
+        """Wait for all parts that have been started."""
         for pending in self.pending:
             pending.wait()
         self.pending.clear()
@@ -75,7 +75,7 @@ class ReplicaGradients:
 
     @property
     def in_flight(self) -> bool:
-        """Whether sums have left, or a part of them, that owners' gradients do not have yet."""
+        """Whether some gradients, or a part of them, are in transfer and not yet in the owners' gradients."""
         return bool(self._flights)
 
     def accumulate(self, layout: ExpertLayout, gradients: Mapping[int, Sequence[torch.Tensor]]) -> None:
@@ -83,7 +83,7 @@ class ReplicaGradients:
 
         Args:
             layout: Shapes of one expert's tensors.
-            gradients: Gradients of each replica, in the order of the layout.
+            gradients: Gradients of each replica on this device, in the order of the layout.
         """
         self.num_unsent += 1
         for expert, tensors in gradients.items():
@@ -96,11 +96,11 @@ class ReplicaGradients:
     def send_sums(
         self, parts: Sequence[SparseTransfer], layout: ExpertLayout, parameters: ParametersByExpert
     ) -> None:
-        """Start SparseReduceScatter of the sums so far; nothing to do where there are none.
+        """Start SparseReduceScatter of the present sums; does nothing if no pass has been accumulated.
 
         Args:
-            parts: Transfers of consecutive elements, together all of an expert's. The first one starts now,
-                the others with :meth:`send_rest`.
+            parts: Transfers of consecutive elements, which together cover all elements of an expert. The
+                first one starts now, the others with :meth:`send_rest`.
             layout: Shapes of one expert's tensors.
             parameters: Parameters of the experts that this rank owns.
         """
@@ -117,18 +117,25 @@ class ReplicaGradients:
         parameters: ParametersByExpert,
         gradients: Mapping[int, Sequence[torch.Tensor]],
     ) -> None:
-        """Start SparseReduceScatter of one micro-batch's gradients, as :meth:`send_sums` does."""
+        """Start SparseReduceScatter of one micro-batch's gradients.
+
+        Args:
+            parts: As for :meth:`send_sums`.
+            layout: Shapes of one expert's tensors.
+            parameters: Parameters of the experts that this rank owns.
+            gradients: Gradients of each replica on this device, in the order of the layout.
+        """
         held = {expert: layout.pack(tensors) for expert, tensors in gradients.items()}
         self._send(parts, layout, parameters, held, layout.dtype)
 
     def send_rest(self) -> None:
-        """Start the parts that have not left yet."""
+        """Start the transfers of all parts that have not been started."""
         for flight in self._flights:
             while flight.parts:
                 flight.start()
 
     def settle(self) -> None:
-        """Wait for what has left; add to the owners' gradients what has come whole."""
+        """Wait for all started transfers, and add gradients that have arrived in full to the owners'."""
         for flight in self._flights:
             flight.wait()
         while self._flights and not self._flights[0].parts:
@@ -144,7 +151,7 @@ class ReplicaGradients:
         held: dict[int, torch.Tensor],
         dtype: torch.dtype,
     ) -> None:
-        # An owner's own part is in its gradient already.
+        # The owner's own part is already in its gradient, so it is not a part of these sums.
         sums = {
             expert: torch.empty(layout.numel, dtype=accumulation_dtype(layout.dtype), device=parts[0].device)
             for expert in parts[0].shared_experts
@@ -155,7 +162,7 @@ class ReplicaGradients:
 
 
 def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """``main_grad``, or ``grad`` without Megatron's DDP; ``None`` before there is any."""
+    """``main_grad`` of a Parameter, or ``grad`` without Megatron's DDP; ``None`` if it has no gradient."""
     main_grad = getattr(parameter, "main_grad", None)
     return parameter.grad if main_grad is None else main_grad
 

@@ -1,4 +1,4 @@
-"""Weights of one layer's replicas on this device: gathered, used, released, gathered again."""
+"""Weights of one layer's replicas on this device, which are gathered, used, released and gathered again."""
 
 from collections.abc import Sequence
 from enum import Enum, auto
@@ -11,26 +11,33 @@ from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, Parameter
 
 
 class WeightState(Enum):
-    """Life of replicas: OWNED -> GATHERING -> MATERIALIZED -> OWNED."""
+    """States of a layer's replicas, see :class:`ReplicaWeights`."""
 
     OWNED = auto()
-    """Only the owners have the experts."""
+    """Only the owners have the weights."""
     GATHERING = auto()
-    """SparseAllGather has been started."""
+    """SparseAllGather has started, for all elements or for a part of them."""
     MATERIALIZED = auto()
-    """The replicas are here."""
+    """The replicas' weights have arrived."""
 
 
 class ReplicaWeights:
-    """Flat weights of the experts that this device holds without owning them.
+    """Flat weights of the replicas on this device.
 
-    A release gives the memory back and keeps the tensors, so that what autograd saved of
-    them is whole again once they are gathered anew.
+    The replicas pass through these states::
+
+                  start                 wait                    start: allocate memory, begin SparseAllGather
+        OWNED ───────────► GATHERING ───────────► MATERIALIZED  wait: until all elements have arrived
+          ▲                   │  ▲ start (next part)  │         release: free the memory; this waits first
+          │      release      │  └─┘                  │                  if a transfer is still running
+          └───────────────────┴───────────────────────┘
+
+    Release frees the memory but keeps the tensor objects. Tensors that autograd saved refer to them, and
+    become valid again when the weights are gathered again.
 
     Args:
         layout: Shapes of one expert's tensors.
-        parameters: Parameters of the experts that need not be gathered, most often those that this rank
-            owns.
+        parameters: Parameters of the experts that are not gathered, usually those that this rank owns.
     """
 
     def __init__(self, layout: ExpertLayout, parameters: ParametersByExpert) -> None:
@@ -44,34 +51,34 @@ class ReplicaWeights:
 
     @classmethod
     def present(cls, layout: ExpertLayout, parameters: ParametersByExpert) -> "ReplicaWeights":
-        """Where every expert has Parameters here and none is to be gathered."""
+        """Weights of a layer whose experts on this device all have Parameters, so that none is gathered."""
         weights = cls(layout, parameters)
         weights.state, weights._num_started = WeightState.MATERIALIZED, layout.numel
         return weights
 
     @property
     def held_bytes(self) -> int:
-        """Memory that the replicas occupy now."""
+        """Memory that the replicas occupy now, in bytes."""
         return sum(flat.untyped_storage().nbytes() for flat in self._flat.values())
 
     @property
     def num_missing(self) -> int:
-        """Elements of every replica that nobody has started to gather."""
+        """Number of elements of each replica whose transfer has not been started."""
         return self.layout.numel - self._num_started
 
     def start(self, transfer: SparseTransfer) -> None:
-        """Start SparseAllGather, of all elements or of the next part of them; every rank has to.
+        """Start SparseAllGather of all elements or of the next part of them; every rank must call it.
 
         Args:
-            transfer: For as many elements of an expert as are to be gathered.
+            transfer: Transfer whose ``num_elements`` is the number of elements to gather now.
 
         Raises:
-            RuntimeError: The replicas are here or on their way already.
+            RuntimeError: The transfer has more elements than are missing.
         """
         if transfer.num_elements > self.num_missing:
             raise RuntimeError(
-                f"replicas are {self.state.name} with {self.num_missing} elements missing, wanted "
-                f"{transfer.num_elements} that nobody has started to gather"
+                f"replicas are {self.state.name} with {self.num_missing} elements not gathered yet, wanted "
+                f"the {transfer.num_elements} of this transfer; call release() before gathering again"
             )
         if self.state is WeightState.OWNED:
             self._make_room(transfer)
@@ -80,22 +87,26 @@ class ReplicaWeights:
         self.state = WeightState.GATHERING
 
     def extend(self, transfer: SparseTransfer) -> None:
-        """Gather more replicas beside those that are here; holders may pass theirs on."""
+        """Gather further replicas in addition to the present ones, and wait for them.
+
+        Args:
+            transfer: Transfer of the further replicas; replicas on this device can be a source of it.
+        """
         self.wait()
         self._make_room(transfer)
         self._start(transfer, slice(None)).wait()
         self._sent.clear()
 
     def wait(self) -> None:
-        """Wait until the replicas are here.
+        """Wait until all elements of the replicas have arrived.
 
         Raises:
-            RuntimeError: Nobody has started to gather them, or only a part of them.
+            RuntimeError: The transfer has not been started, or only for a part of the elements.
         """
         if self.state is WeightState.OWNED or self.num_missing:
             raise RuntimeError(
-                f"replicas are {self.state.name} with {self.num_missing} elements missing, wanted GATHERING "
-                "or MATERIALIZED: start() comes first"
+                f"replicas are {self.state.name} with {self.num_missing} elements not gathered yet, wanted "
+                "GATHERING or MATERIALIZED with 0; call start() for all elements before wait()"
             )
         for pending in self._pending:
             pending.wait()
@@ -104,11 +115,14 @@ class ReplicaWeights:
         self.state = WeightState.MATERIALIZED
 
     def tensors(self, present: Sequence[int], *, wait: bool = True) -> list[torch.Tensor]:
-        """Detached tensors of the present experts, owned ones in place.
+        """Detached tensors of the present experts; those of owned experts share memory with the Parameters.
 
         Args:
-            present: The experts.
-            wait: For the replicas; else they are complete after :meth:`wait`.
+            present: Experts that are present on this device.
+            wait: Whether to wait for the replicas. Otherwise, their tensors are complete after :meth:`wait`.
+
+        Returns:
+            The tensors of each expert, in the order of ``present``, then of the layout.
         """
         if wait:
             self.wait()
@@ -121,16 +135,16 @@ class ReplicaWeights:
         return tensors
 
     def release(self) -> None:
-        """Give the replicas' memory back."""
+        """Free the replicas' memory and keep the tensor objects."""
         if self.state is WeightState.GATHERING:
-            self.wait()  # the transfer still writes into it
+            self.wait()  # The transfer still writes into this memory.
         for flat in self._flat.values():
             flat.untyped_storage().resize_(0)
         self._num_started = 0
         self.state = WeightState.OWNED
 
     def _make_room(self, transfer: SparseTransfer) -> None:
-        """Copies of the experts that go out, and room for those that come."""
+        """Copy the experts that a transfer sends, and allocate memory for those that it brings."""
         self._sent = {
             expert: self.layout.pack([parameter.detach() for parameter in self.parameters[expert]])
             if expert in self.parameters
@@ -147,7 +161,7 @@ class ReplicaWeights:
                 )
 
     def _start(self, transfer: SparseTransfer, elements: slice) -> PendingTransfer:
-        # .data has a version counter of its own: bringing a saved weight back is no change to it.
+        # .data has a separate version counter, so autograd does not see a refilled weight as a change.
         return transfer.start_all_gather(
             {expert: flat[elements] for expert, flat in self._sent.items()},
             out={expert: self._flat[expert].data[elements] for expert in transfer.received_experts},

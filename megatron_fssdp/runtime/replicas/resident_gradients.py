@@ -33,7 +33,7 @@ class ResidentGradients:
         """Whether all holders have the sums."""
 
     def reduce(self) -> None:
-        """Start to sum, after the last backward pass of the layer."""
+        """Start to sum at the owners; called after the layer's last backward pass of the iteration."""
         if self._is_started:
             return
         self._is_started = True
@@ -45,7 +45,7 @@ class ResidentGradients:
         self._reduction = self._transfer.start_reduce_scatter(held, dtype=dtype, result_dtype=dtype)
 
     def advance(self) -> None:
-        """End the step that is under way, and start the next one."""
+        """Wait for the step that is running, and start the next one."""
         if self._reduction is not None:
             self._sums, self._reduction = self._reduction.wait(), None
             self._return = self._transfer.start_all_gather(self._sums)
@@ -57,7 +57,7 @@ class ResidentGradients:
             self.is_finished = True
 
     def finish(self) -> None:
-        """Bring the sums into the gradients of all holders; nothing to do the second time."""
+        """Write the sums into the gradients of all holders; a second call does nothing."""
         self.reduce()
         while not self.is_finished:
             self.advance()
