@@ -1,1 +1,1 @@
-"""The execution of plans: layer executors, iterations, measurements and the model's runtime."""
+"""Carries out plans: layer executors, iterations, measurements, and the runtime of a model."""

@@ -1,4 +1,4 @@
-"""Who says when an iteration of a model's layers begins and ends."""
+"""The clock of iterations that all layers of a model share."""
 
 from dataclasses import dataclass
 
@@ -7,19 +7,19 @@ from megatron_fssdp.runtime.replicas.materialization import Materialization
 
 @dataclass
 class IterationClock:
-    """Who ends iterations, the same for all layers of a model.
+    """State of the running iteration, shared by all layers of a model.
 
     Attributes:
-        driven: Whether a training loop marks them. Without one, each backward pass counts
-            as an iteration, so that a layer in somebody's own loop balances as well. A loop
-            with several micro-batches in flight and non-reentrant activation recompute needs
-            the marks: there the plan must not change between a forward and its recomputation.
-        num_micro_batches: Backward passes that the running iteration is going to have, where the
-            loop says so and promises to call ``MoERuntime.finish_gradients`` before it reads
-            any gradient. Weights are then gathered once an iteration and gradients reduced in
-            the background. ``None``: every pass gathers, and reduces before it ends.
-        iteration: The running one as the loop's log counts it, for messages; ``None`` where nobody says.
-        latest: The last layer of the running forward pass whose replicas are re-materialized.
+        driven: Whether a training loop marks iterations. Otherwise, each backward pass counts as an
+            iteration, so that a layer in a user's own loop is balanced as well. A loop with several
+            micro-batches in flight and non-reentrant activation recompute must mark iterations, because the
+            plan must not change between a forward pass and its recomputation.
+        num_micro_batches: Number of backward passes in the running iteration, if the loop tells it and calls
+            ``MoERuntime.finish_gradients`` before it reads any gradient. Weights are then gathered once in an
+            iteration and gradients are reduced in the background. With ``None``, every forward pass gathers,
+            and every backward pass reduces before it ends.
+        iteration: Number of the running iteration in the loop's log, for messages; ``None`` if unknown.
+        latest: Materialization of the last re-materialized layer that the running forward pass has reached.
     """
 
     driven: bool = False

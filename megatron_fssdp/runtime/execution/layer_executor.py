@@ -37,12 +37,18 @@ from megatron_fssdp.runtime.replicas.replica_weights import ReplicaWeights
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 
 CHUNK_BYTES = CUDA_MESSAGE_BYTES
-"""Most bytes of a transfer's message, which memory is accounted with."""
+"""Largest message of a transfer in bytes; estimates of memory use it."""
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """One forward pass through the layer: its exchange and its weights, and the plan that they follow."""
+    """One forward pass through the layer.
+
+    Attributes:
+        exchange: Where the rows go and come from.
+        materialization: Weights of the present experts, and the autograd nodes around the layer.
+        plan: Plan that this pass follows.
+    """
 
     exchange: DispatchRecord
     materialization: Materialization
@@ -51,19 +57,22 @@ class MicroBatch:
 
 @dataclass(eq=False)
 class LayerExecutor:
-    """One MoE layer on this rank: asks the strategy, keeps the loads, starts micro-batches.
+    """One MoE layer on this rank: asks the strategy for plans, keeps the loads and starts micro-batches.
 
     Attributes:
-        context: What the strategy may know of the layer.
-        groups: Process group and topology.
-        experts: The experts of the layer that have Parameters on this rank.
-        strategy: Decides.
-        clock: Who ends iterations.
-        measure: Whether to work out the device loads, bytes and times that reports show; they
-            cost a little host time per micro-batch.
-        check_plans: Compare the plans of all ranks before using them.
-        following: The layer that runs after this one, if it is on this rank.
-        is_first: Whether no layer on this rank runs before it.
+        context: The data of the layer that the strategy may use.
+        groups: Process groups of the layer, and the nodes of its ranks.
+        experts: Experts of the layer that have Parameters on this rank.
+        strategy: Strategy that plans the layer.
+        clock: Clock of iterations that all layers of the model share.
+        measure: Whether to compute the device loads, bytes and times that reports show; this costs a little
+            host time in each micro-batch.
+        check_plans: Whether to compare the plans of all ranks before they are used.
+        following: Executor of the next MoE layer, if it is on this rank.
+        is_first: Whether no MoE layer on this rank runs before this one.
+        history: Loads of the last iterations.
+        load: Loads, bytes and times of the running iteration.
+        stopwatch: Stopwatch of the layer; ``None`` while the layer is not measured.
     """
 
     context: LayerContext
@@ -98,12 +107,12 @@ class LayerExecutor:
         parameters: ParametersByExpert,
         layout: ExpertLayout,
     ) -> None:
-        """Take over new owners, between iterations.
+        """Set new owners; only between iterations.
 
         Args:
-            owner_E: Device that keeps each expert.
+            owner_E: New owner of each expert, int64 ``[E]``.
             parameters: Parameters of each expert that this rank owns, ascending by expert.
-            layout: Shapes of one expert's tensors, for a rank that owns none.
+            layout: Shapes of one expert's tensors, needed on a rank that owns no expert.
 
         Raises:
             ValueError: The parameters are not those of the experts that this rank owns.
@@ -115,7 +124,7 @@ class LayerExecutor:
         self._iteration = None
 
     def keep(self, placement: ExpertPlacement, residents: ParametersByExpert) -> None:
-        """Take over resident replicas, between iterations.
+        """Set new resident replicas; only between iterations.
 
         Args:
             placement: Devices on which each expert has Parameters; its owners are the present owners.
@@ -131,20 +140,20 @@ class LayerExecutor:
         self._iteration = None
 
     def renumber(self, layer: int) -> None:
-        """Take the layer number that the model assigns after building its layers."""
+        """Set the layer number, which the model assigns after it has built its layers."""
         self.context = replace(self.context, layer=layer)
         self.experts = replace(self.experts, what=f"layer {layer}")
         self.load.layer = layer
 
     def plan_iteration(self) -> LayerPlan:
-        """Make the plan of the running iteration from the iterations before it, unless it is made already.
+        """Make the plan of the running iteration from the loads of earlier iterations, if it does not exist.
 
-        This is the only place that makes it. It is called where a forward pass of the layer begins: by
-        :meth:`launch`, by whoever runs the gate or, without a gate, by ``run_layer``. The layer before this
-        one calls it earlier, by :meth:`plan_following`. Everything else needs a plan and raises without one.
+        This is the only place that makes this plan. A forward pass of the layer calls it at its beginning: in
+        :meth:`launch`, before the gate or, without a gate, in ``run_layer``. The layer before this one calls
+        it earlier, in :meth:`plan_following`. All other methods need the plan and raise an error without it.
 
-        The plan is frozen until the iteration ends, except for one calibration with the first micro-batch.
-        So every micro-batch and a recomputed forward pass use the same placement.
+        The plan does not change until the iteration ends, except for one calibration with the first
+        micro-batch. Every micro-batch and a recomputed forward pass therefore use the same placement.
         """
         if self._iteration is None:
             plan = self.strategy.before_gate(self.context, self.history)
@@ -155,20 +164,20 @@ class LayerExecutor:
                 self.experts,
                 self.groups,
                 num_micro_batches,
-                # Parts need a layer before this one, room beside other collectives, and somebody who promises
-                # to wait for them; alike on all ranks.
+                # A split transfer needs a layer before this one, a separate process group, and a loop that
+                # calls finish_gradients. These conditions are equal on all ranks.
                 may_split=not self.is_first
                 and self.groups.transfers is not None
                 and self.groups.ring is None
                 and not self.check_plans
                 and num_micro_batches is not None,
-                # On CUDA the host waits for a transfer's times, so they are taken only for reports.
+                # On CUDA, the host must wait for a transfer's times, so they are read only for reports.
                 journal=self._journal if self.measure else None,
             )
         return self._iteration.plan
 
     def plan_following(self) -> None:
-        """Plan the iteration of the following layer while the host would only wait for rows."""
+        """Plan the iteration of the following layer, at a time when the host would only wait for rows."""
         if self._next is not None:
             self._next.plan_iteration()
 
@@ -177,28 +186,32 @@ class LayerExecutor:
         """The running iteration.
 
         Raises:
-            RuntimeError: It is not planned yet.
+            RuntimeError: :meth:`plan_iteration` has not been called in this iteration.
         """
         if self._iteration is None:
             raise RuntimeError(
-                f"{self.experts.what}: got a step of an iteration without a plan, wanted it planned; "
+                f"{self.experts.what}: got a step of an iteration without a plan, wanted a plan first; "
                 "call LayerExecutor.plan_iteration() where the layer's forward pass begins"
             )
         return self._iteration
 
     @property
     def _next(self) -> "LayerExecutor | None":
-        """The following layer, if it may be planned now and here."""
-        # Comparing plans is a collective that may raise: not while others are under way.
+        """The following layer, if this layer may plan it in advance."""
+        # The comparison of plans is a collective that can raise an error. It must not run while other
+        # collectives are running.
         return None if self.following is None or self.following.check_plans else self.following
 
     def launch(self, hidden: torch.Tensor, *, first: bool = False) -> torch.Tensor:
-        """Start SparseAllGather ahead of the compute that comes before the layer.
+        """Start SparseAllGather before the compute that comes before the layer, for example attention.
 
         Args:
-            hidden: What that compute starts from; threaded through, so that the backward pass
-                ends SparseReduceScatter after the same compute.
+            hidden: Input of that compute, any shape. It passes through an autograd node, so that the backward
+                pass ends SparseReduceScatter after the same compute.
             first: Whether this is the first layer of a forward pass.
+
+        Returns:
+            ``hidden``.
         """
         if self.context.num_devices == 1:
             return hidden
@@ -220,17 +233,17 @@ class LayerExecutor:
                 layer._iteration.advance_gradients()
 
     def begin_micro_batch(self, routing_map: torch.Tensor, groups: ExpertGroups | None = None) -> MicroBatch:
-        """Exchange the counts and work out where this micro-batch's rows go.
+        """Exchange the counts, and compute where this micro-batch's rows go.
 
         Args:
-            routing_map: bool ``[T, E]`` assignments of this rank's tokens.
-            groups: Among whom they are exchanged; by default the layer's.
+            routing_map: Experts that each token of this rank selected, bool ``[T, E]``.
+            groups: Process groups in which the tokens are exchanged. Default: the layer's groups.
         """
         if self.stopwatch is not None:
             self.stopwatch.tokens_ready()
         groups = groups or self.groups
         counts_XDE = self._gather_counts(routing_map, groups)
-        # The peers of expert tensor parallelism compute together: their loads are one load.
+        # Expert-tensor-parallel peers compute the same rows, so plans use the sum of their loads.
         counts_DE = counts_XDE.sum(axis=0)
         iteration = self._running
         if iteration.plan.each_micro_batch:
@@ -257,7 +270,7 @@ class LayerExecutor:
             weights,
             iteration.whole_transfer(device),
             rematerialize=plan.rematerialize,
-            # Without a group of their own, transfers must not run beside the dispatch.
+            # Transfers can run beside the dispatch only in a separate process group.
             beside_dispatch=plan.each_micro_batch and self.groups.transfers is not None,
             on_backward=backward,
         )
@@ -271,13 +284,14 @@ class LayerExecutor:
 
         Args:
             micro_batch: The result of :meth:`begin_micro_batch`; its replicas may still be in transfer.
-            compute: The experts' forward pass.
+            compute: Function that computes the experts on rows sorted by expert.
         """
         if self.groups.ring is None:
             return None
         materialization, ring = micro_batch.materialization, self.groups.ring
         travels_G = [expert not in materialization.weights.parameters for expert in materialization.present]
-        # Most rows for replicas are the device's own: those from far are there to be computed meanwhile.
+        # Most rows for replicas come from the device itself. While replicas are in transfer, the device
+        # therefore computes the rows from other groups first.
         ring = replace(ring, own_last=bool(micro_batch.plan.transfer.edges) and not micro_batch.plan.resident)
 
         def timed(
@@ -300,21 +314,27 @@ class LayerExecutor:
         )
 
     def computing(self, num_rows: int, device: torch.device) -> AbstractContextManager[None]:
-        """To be entered around the experts' forward pass; times it while the layer is measured.
+        """Context manager for the experts' forward pass; it measures the pass if the layer has a stopwatch.
 
-        A part of the following layer's replicas may travel meanwhile (Pro-Prophet §V-B).
+        It also starts the first part of the following layer's SparseAllGather, which travels while the
+        experts compute (Pro-Prophet §V-B).
+
+        Args:
+            num_rows: Number of rows that the experts compute.
+            device: Device of the rows.
         """
         if self._next is not None and not in_backward():
             self._next._running.start_first_part(device)
         return nullcontext() if self.stopwatch is None else self.stopwatch.experts(num_rows, device)
 
     def computed(self, rows: torch.Tensor) -> torch.Tensor:
-        """Thread the experts' results through the point where their backward pass begins.
+        """Thread the experts' results through the node at which their backward pass begins.
 
-        Meanwhile the rest of the following layer's gradients travels (Pro-Prophet §V-B).
+        The node starts the last part of the following layer's SparseReduceScatter, which travels while the
+        experts run their backward pass (Pro-Prophet §V-B).
 
         Args:
-            rows: Results of the present experts.
+            rows: Results of the present experts, ``[R, M]``.
         """
         following = None if self._next is None else self._next._running
         if following is None or not following.splits:
@@ -322,15 +342,18 @@ class LayerExecutor:
         return call_in_backward(following.gradients.send_rest, rows)
 
     def finish_gradients(self) -> None:
-        """Bring home what is still here or under way; every rank of the group has to."""
+        """Bring all remaining gradients to the owners and wait; every rank of the group must call it."""
         if self._iteration is not None:
             self._iteration.finish_gradients()
 
     def end_iteration(self) -> LayerLoad:
-        """Close the iteration: its counts become history, its plan and its replicas are dropped.
+        """Close the iteration: add its counts to the history, and drop its plan and its replicas.
+
+        Returns:
+            Loads, bytes and times of the iteration.
 
         Raises:
-            RuntimeError: Gradients are still on their way; the optimizer has not seen them.
+            RuntimeError: Some gradients have not reached the owners, so the optimizer would miss them.
         """
         load = self.drop_iteration()
         if load.counts_DE.any():
@@ -338,14 +361,17 @@ class LayerExecutor:
         return load
 
     def drop_iteration(self) -> LayerLoad:
-        """Close the iteration as if it had not been: it leaves no history.
+        """Close the iteration without adding its counts to the history.
+
+        Returns:
+            Loads, bytes and times of the iteration.
 
         Raises:
-            RuntimeError: As for :meth:`end_iteration`.
+            RuntimeError: Some gradients have not reached the owners, so the optimizer would miss them.
         """
         if self._iteration is not None and not self._iteration.is_home:
             raise RuntimeError(
-                f"{self.experts.what}: the iteration ended with replicas' gradients not yet at their "
+                f"{self.experts.what}: the iteration ended before all replicas' gradients reached their "
                 "owners; call MoERuntime.finish_gradients() before reading gradients"
             )
         load = self.load
@@ -359,7 +385,7 @@ class LayerExecutor:
         return load
 
     def _planned_by(self, counts_DE: np.ndarray, iteration: LayerIteration) -> LayerIteration:
-        """One micro-batch's own plan; a recomputed forward has the same counts and finds it again."""
+        """Plan one micro-batch; a recomputed forward pass has the same counts and gets the same plan."""
         plan = self.strategy.after_gate(self.context, counts_DE, iteration.plan, 1)
         self._check(plan)
         return iteration.of_micro_batch(plan)
@@ -367,7 +393,7 @@ class LayerExecutor:
     def _calibrate(
         self, iteration: LayerIteration, counts_DE: np.ndarray, weights: ReplicaWeights, device: torch.device
     ) -> None:
-        """Let the strategy add replicas now that the gate has spoken (Hecate §4.2)."""
+        """Let the strategy add replicas, now that the exact counts are known (Hecate §4.2)."""
         num_micro_batches = iteration.num_micro_batches or 1
         plan = self.strategy.after_gate(self.context, counts_DE, iteration.plan, num_micro_batches)
         if plan is not iteration.plan:
@@ -375,7 +401,7 @@ class LayerExecutor:
             iteration.extend(plan, weights, device)
 
     def _check(self, plan: LayerPlan) -> None:
-        """Refuse what the strategy did not declare, and plans that differ between ranks."""
+        """Check that the strategy declares the plan's abilities and, if requested, that all ranks agree."""
         self.strategy.check_plan(self.context, plan)
         if not self.check_plans:
             return
@@ -387,7 +413,7 @@ class LayerExecutor:
                 check_agreement(plan.placement.digest(), group, what)
 
     def _gather_counts(self, routing_map: torch.Tensor, groups: ExpertGroups) -> np.ndarray:
-        """int64 ``[X, D, E]`` on the host; X expert-tensor-parallel peers."""
+        """Counts of all devices and expert-tensor-parallel peers, int64 ``[X, D, E]`` on the host."""
         counts = gather_counts(routing_map.sum(dim=0), groups.expert_parallel)
         peers = groups.expert_tensor_parallel
         counts = counts.unsqueeze(0) if peers is None else gather_counts(counts.view(-1), peers)

@@ -1,4 +1,4 @@
-"""One layer's running iteration: the plan in force, and its replicas' weights and gradients."""
+"""The running iteration of one layer: its plan, and the weights and gradients of its replicas."""
 
 from dataclasses import dataclass, field, replace
 
@@ -19,21 +19,23 @@ from megatron_fssdp.strategies.strategy import LayerPlan
 
 @dataclass(eq=False)
 class LayerIteration:
-    """What a plan moves, from its making until the iteration ends.
+    """The transfers of a plan, from the time it is made until the iteration ends.
 
     Attributes:
-        plan: Frozen after the first micro-batch, so that a recomputed forward meets it again.
-        experts: With Parameters on this rank.
-        groups: Over which transfers go.
-        num_micro_batches: Backward passes of the iteration; ``None`` if nobody says.
-        may_split: Whether parts of a transfer may travel beside another layer's experts.
-        journal: Takes the transfers that are started; ``None`` where nobody reads them.
-        gradients: Of the replicas, on their way.
-        is_final: Whether the exact counts of a micro-batch have been seen.
-        transfer: All of the plan's replicas; bound to the process group at its first use.
-        weights: Replicas kept for the whole iteration, if they are; perhaps only a part of them so far.
+        plan: Plan of the iteration. It does not change after the first micro-batch, so that a recomputed
+            forward pass has the same plan.
+        experts: Experts that have Parameters on this rank.
+        groups: Process groups of the layer.
+        num_micro_batches: Number of backward passes of the iteration; ``None`` if the loop does not tell it.
+        may_split: Whether parts of a transfer may travel beside the experts of another layer.
+        journal: List to which every started transfer is appended; ``None`` without measurement.
+        gradients: Gradients of the replicas, summed here or in transfer to the owners.
+        is_final: Whether the strategy has already seen the exact counts of a micro-batch.
+        transfer: Transfer of all replicas of the plan; it is created at its first use.
+        weights: Weights of the replicas if they are kept for the whole iteration, otherwise ``None``. Some of
+            their elements can still be missing.
         num_passes: Number of backward passes through resident replicas.
-        sums: Of the gradients of those, once there are any to be summed.
+        sums: All-reduce of the resident replicas' gradients; ``None`` before the first backward pass.
     """
 
     plan: LayerPlan
@@ -50,28 +52,35 @@ class LayerIteration:
     sums: ResidentGradients | None = field(init=False, default=None)
 
     def of_micro_batch(self, plan: LayerPlan) -> "LayerIteration":
-        """One micro-batch with a plan of its own, whose gradients go the same way."""
+        """The state of one micro-batch with a separate plan; it shares this iteration's ``gradients``."""
         return replace(self, plan=plan, is_final=True)
 
     @property
     def splits(self) -> bool:
-        """Whether transfers travel in parts; the same on all ranks."""
+        """Whether transfers travel in parts; equal on all ranks."""
         return self.may_split and self.plan.is_split
 
     @property
     def is_home(self) -> bool:
-        """Whether every gradient has reached its owner."""
+        """Whether all gradients have reached the owners."""
         is_summed = self.sums is None or self.sums.is_finished
         return is_summed and not self.gradients.num_unsent and not self.gradients.in_flight
 
     def whole_transfer(self, device: torch.device) -> SparseTransfer:
-        """Of all the plan's replicas."""
+        """The transfer of all elements of all replicas of the plan."""
         if self.transfer is None:
             self.transfer = self._bind(self.plan.transfer, device)
         return self.transfer
 
     def start_weights(self, device: torch.device) -> ReplicaWeights:
-        """Start to gather what is not here or on its way, and say what will be here."""
+        """Start to gather all weights whose transfer has not been started.
+
+        Args:
+            device: Device of this rank's tensors.
+
+        Returns:
+            Weights of this rank's replicas; call their ``wait`` before use.
+        """
         if self.weights is not None:
             if missing := self.weights.num_missing:
                 self.weights.start(self._bind(self.plan.transfer, device, missing))
@@ -92,12 +101,12 @@ class LayerIteration:
             self.weights.start(self._bind(self.plan.transfer, device, part))
 
     def extend(self, plan: LayerPlan, weights: ReplicaWeights, device: torch.device) -> None:
-        """Go on under a plan with more replicas, which are gathered as well.
+        """Continue with a plan that has more replicas, and gather these.
 
         Args:
-            plan: The present one, and more.
-            weights: Those that are here or on their way.
-            device: This rank's.
+            plan: Plan with all replicas of the present one and further ones.
+            weights: Weights of the present plan's replicas, gathered or in transfer.
+            device: Device of this rank's tensors.
         """
         more = additional_transfer(self.plan.placement, plan.placement, self.groups.topology)
         weights.extend(self._bind(more, device))
@@ -108,7 +117,7 @@ class LayerIteration:
 
         Args:
             gradients: Gradients of the replicas on this device, by expert.
-            device: This rank's device.
+            device: Device of this rank's tensors.
         """
         if self.plan.resident:
             self._sum_residents(device)
@@ -116,13 +125,16 @@ class LayerIteration:
             self._send_home(gradients, device)
 
     def advance_gradients(self) -> None:
-        """Take in what has arrived; for a moment in which nothing else waits for it."""
+        """Wait for the gradients in transfer and add them to the owners'; for resident replicas, one step.
+
+        The caller uses a moment in which other compute has hidden the transfers.
+        """
         self.gradients.settle()
         if self.sums is not None:
             self.sums.advance()
 
     def finish_gradients(self) -> None:
-        """Bring home what is still here or under way; every rank of the group has to."""
+        """Bring all remaining gradients to the owners and wait; every rank of the group must call it."""
         if self.sums is not None:
             self.sums.finish()
         elif self.transfer is not None:
@@ -151,11 +163,11 @@ class LayerIteration:
         ]
 
     def _sum_residents(self, device: torch.device) -> None:
-        """All-reduce gradients among holders after the iteration's last backward pass."""
+        """All-reduce the gradients among the holders after the iteration's last backward pass."""
         if self.num_micro_batches is None:
             raise RuntimeError(
-                f"{self.experts.what}: got a backward pass with resident replicas and nobody who "
-                "says how many passes an iteration has; call MoERuntime.begin_iteration(num_micro_batches)"
+                f"{self.experts.what}: got a backward pass with resident replicas and an unknown number of "
+                "passes in the iteration; call MoERuntime.begin_iteration(num_micro_batches) before it"
             )
         if self.sums is None:
             layout = self.experts.layout()
@@ -166,7 +178,7 @@ class LayerIteration:
             self.sums.reduce()
 
     def _part(self, share: float) -> int:
-        """Elements in a share of an expert; one at least is left over."""
+        """Number of elements in a share of an expert; at least one element is left for the other part."""
         numel = self.experts.layout().numel
         return min(round(share * numel), numel - 1)
 

@@ -1,4 +1,4 @@
-"""What one layer did in an iteration, for history and reports.
+"""Loads, bytes and times of one layer in an iteration, for the load history and for reports.
 
 Shape letters: D devices, E experts.
 """
@@ -17,22 +17,25 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 class LayerLoad:
     """What one layer did in one iteration, summed over its micro-batches and all its devices.
 
+    A pair is a token together with one of its selected experts.
+
     Attributes:
         layer: Megatron's layer number.
-        counts_DE: int64 (token, k) pairs by source device and expert.
-        owner_D: int64 pairs each device would compute under plain expert parallelism.
-        device_D: int64 pairs each device computed under the placement used.
-        num_replicas: Replicas in the last plan.
+        counts_DE: Pairs by source device and expert, int64 ``[D, E]``.
+        owner_D: Pairs that each device would compute under plain expert parallelism, int64 ``[D]``.
+        device_D: Pairs that each device computed under the placement in use, int64 ``[D]``.
+        num_replicas: Number of replicas in the last plan.
         spag_bytes: Bytes that SparseAllGather moved between devices.
         sprs_bytes: Bytes that SparseReduceScatter moved between devices.
-        cross_node_tokens: Pairs dispatched to another node.
-        spag_s: Seconds that this rank's part in SparseAllGather took.
-        spag_exposed_s: Of these, the ones that its compute had to wait for.
-        sprs_s: The same for SparseReduceScatter.
-        sprs_exposed_s: The same for SparseReduceScatter.
-        placements: Of the last plan; one of each expert-parallel group where several are put side by side.
-        schedule: The order of collectives of the last forward pass (Parm), where one was told.
-        schedule_predicted_s: Modelled seconds of those that it was compared with.
+        cross_node_tokens: Number of pairs that were dispatched to another node.
+        spag_s: Seconds that SparseAllGather took on this rank.
+        spag_exposed_s: The part of ``spag_s`` for which this rank's compute had to wait.
+        sprs_s: Seconds that SparseReduceScatter took on this rank.
+        sprs_exposed_s: The part of ``sprs_s`` for which this rank's compute had to wait.
+        placements: Placement of the last plan. A report of several expert-parallel groups has one placement
+            for each group.
+        schedule: Order of collectives in the last forward pass (Parm); ``None`` if it was not recorded.
+        schedule_predicted_s: Modelled seconds of every schedule in the comparison that selected ``schedule``.
         strategy: The strategy that ``auto`` selected for the layer; ``None`` under other strategies.
     """
 
@@ -56,12 +59,12 @@ class LayerLoad:
     def measure(
         self, counts_DE: np.ndarray, dispatch_of_peer: Sequence[TokenDispatch], plain_owner_E: np.ndarray
     ) -> None:
-        """Count where a micro-batch's tokens went, and where they would have gone.
+        """Add the device loads of one micro-batch, and those that plain expert parallelism would have had.
 
         Args:
-            counts_DE: The micro-batch's.
-            dispatch_of_peer: Of each expert-tensor-parallel peer.
-            plain_owner_E: Owners under plain expert parallelism.
+            counts_DE: Pairs of the micro-batch by source device and expert, int64 ``[D, E]``.
+            dispatch_of_peer: Dispatch of each expert-tensor-parallel peer.
+            plain_owner_E: Owner of each expert under plain expert parallelism, int64 ``[E]``.
         """
         for dispatch in dispatch_of_peer:
             self.device_D += dispatch.device_tokens_D()
@@ -71,7 +74,7 @@ class LayerLoad:
         self.owner_D += owner_D.astype(np.int64)
 
     def add(self, started: StartedTransfer) -> None:
-        """Count a transfer that has been waited for."""
+        """Add bytes and times of a transfer; its ``wait`` must have returned."""
         timing = started.timer.timing()
         if started.is_gather:
             self.spag_bytes += started.num_bytes
@@ -83,11 +86,11 @@ class LayerLoad:
             self.sprs_exposed_s += timing.exposed_s
 
     def present_ED(self) -> np.ndarray:
-        """bool: which devices had which experts, the groups' devices side by side."""
+        """Which devices had which experts, bool ``[E, D]``; D counts the devices of all groups in turn."""
         return self._side_by_side([placement.present_ED for placement in self.placements])
 
     def owned_ED(self) -> np.ndarray:
-        """bool: which devices owned which experts, the groups' devices side by side."""
+        """Which devices owned which experts, bool ``[E, D]``; D counts the devices of all groups in turn."""
         devices = [np.arange(placement.num_devices) for placement in self.placements]
         return self._side_by_side(
             [
@@ -97,13 +100,13 @@ class LayerLoad:
         )
 
     def _side_by_side(self, held_ED: list[np.ndarray]) -> np.ndarray:
-        if not held_ED:  # no forward pass yet
+        if not held_ED:  # There has been no forward pass.
             return np.zeros((self.counts_DE.shape[1], len(self.device_D)), np.bool_)
         return np.concatenate(held_ED, axis=1)
 
     @staticmethod
     def empty(layer: int, num_devices: int, num_experts: int) -> "LayerLoad":
-        """A load of nothing yet."""
+        """A load with all numbers zero, for the start of an iteration."""
         return LayerLoad(
             layer,
             np.zeros((num_devices, num_experts), np.int64),

@@ -1,7 +1,6 @@
-"""One forward pass through a layer, from tokens to their results.
+"""One forward pass through a layer without Megatron, from tokens to their results.
 
-The adapter's ``placement_dispatcher.py`` takes the same steps in the phases in which Megatron calls it; this
-is for whoever drives a layer without Megatron.
+The adapter's ``placement_dispatcher.py`` takes the same steps in the phases in which Megatron calls it.
 
 Shape letters: T tokens, M model dimension, E experts.
 """
@@ -17,7 +16,7 @@ from megatron_fssdp.runtime.exchange.smart_schedule import ExpertCompute
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor, MicroBatch
 
 Span = Callable[[str], AbstractContextManager[object]]
-"""From the name of a step to what is entered around it."""
+"""From the name of a step to the context manager that is entered around the step."""
 
 
 def _untimed(step: str) -> AbstractContextManager[None]:
@@ -41,13 +40,13 @@ def run_layer(
         hidden: Hidden states of this rank's tokens, ``[T, M]``.
         probs: Routing probabilities, ``[T, E]``.
         routing_map: Experts that each token selected, bool ``[T, E]``.
-        compute: The experts' forward pass.
+        compute: Function that computes the experts on rows sorted by expert.
         exchange: Order of the collectives that carry rows, for this pass only. Default: Megatron's order.
         span: Context manager entered around ``counts and plan``, ``dispatch`` and ``combine``; under the
             smart schedule around ``counts and plan`` and ``dispatch, experts and combine``.
 
     Returns:
-        ``[T, M]``, and what was decided for this pass.
+        Sums of each token's results, ``[T, M]``, and the exchange, weights and plan of this pass.
     """
     executor.plan_iteration()
     exchange = exchange or MegatronExchange(executor.groups)

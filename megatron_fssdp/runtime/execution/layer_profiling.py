@@ -1,4 +1,4 @@
-"""From a run's first iterations to the costs that its planners use."""
+"""Turns measurements of a run's first iterations into the costs that its planners use."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,21 +27,21 @@ def profile_layers(
     held: HeldReplicas,
     device: torch.device,
 ) -> None:
-    """Give the layers' contexts what their stopwatches saw; collective over all groups.
+    """Set the profile in the layers' contexts from their stopwatches and from a measurement of links.
 
-    Layers of one shape cost the same: their times are put together, which also evens out
-    the noise of few iterations. All ranks that plan together, or that share owners, end
-    with the same numbers: the slowest compute, the least memory.
+    All ranks of all groups must call it. Layers with the same shape have the same costs, so their times are
+    combined; this also reduces the noise of a few iterations. All ranks that plan together or share owners
+    get the same numbers: those of the slowest compute and of the least memory.
 
     Args:
-        layers: This rank's layers, not empty.
-        groups: Expert-parallel, expert-tensor-parallel and expert-data-parallel ranks.
-        free_bytes: Memory free on this rank's device at an iteration's peak.
-        token_bytes: One token's hidden state.
-        owned_bytes: What moves with one expert when its owner changes.
-        num_micro_batches: Of an iteration.
-        held: When replicas are going to be there, and of how many layers.
-        device: Where collectives' tensors lie.
+        layers: Layers of this rank, at least one.
+        groups: Process groups of the expert-parallel, expert-tensor-parallel and expert-data-parallel ranks.
+        free_bytes: Bytes that are free on this rank's device at the memory peak of an iteration.
+        token_bytes: Bytes of one token's hidden state.
+        owned_bytes: Bytes that move with one expert when its owner changes.
+        num_micro_batches: Number of micro-batches in an iteration.
+        held: For how many layers, and how long, replicas exist at the same time.
+        device: Device of the tensors for collectives.
     """
     first = layers[0]
     layout = first.experts.layout()
@@ -52,7 +52,8 @@ def profile_layers(
     intra, inter = measure_links(first.groups.expert_parallel, first.groups.topology, device)
     numbers = torch.tensor(
         [
-            # Compute that hides a transfer has to hide it on every rank: take the shortest.
+            # Compute must hide a transfer on every rank, so the shortest time counts. The signs make the
+            # maximum over ranks a minimum.
             -min(before_s, default=0.0),
             experts_s / rows / flops_per_token if rows else 0.0,
             intra.alpha_s,

@@ -1,4 +1,4 @@
-"""Seconds of the compute around and in a layer's forward passes, on the clock of its device."""
+"""Measures the compute before a layer and of its experts in forward passes, on the device's clock."""
 
 import time
 from collections.abc import Iterator
@@ -12,7 +12,13 @@ from megatron_fssdp.runtime.replicas.materialization import in_backward
 
 @dataclass(eq=False)
 class _Span:
-    """One stretch of compute."""
+    """One interval of compute.
+
+    Attributes:
+        is_cuda: Whether the compute runs on a CUDA device, so that events measure it.
+        begin: Begin, in seconds of ``time.perf_counter`` or as a CUDA event.
+        end: End, in the same form.
+    """
 
     is_cuda: bool
     begin: "float | torch.cuda.Event" = 0.0
@@ -37,10 +43,12 @@ def _now(is_cuda: bool) -> "float | torch.cuda.Event":
 
 @dataclass(eq=False)
 class LayerStopwatch:
-    """Times of one layer's forward passes; a recomputed one is a part of backward and not counted.
+    """Times of one layer's forward passes.
+
+    A recomputed forward pass is a part of the backward pass and is not counted.
 
     Attributes:
-        num_rows: Rows that the experts were timed with.
+        num_rows: Number of rows in all measured forward passes of the experts.
     """
 
     num_rows: int = 0
@@ -49,12 +57,12 @@ class LayerStopwatch:
     _open: _Span | None = None
 
     def layer_begins(self, device: torch.device) -> None:
-        """The compute before the layer starts."""
+        """Mark the start of the compute that comes before the layer."""
         is_cuda = device.type == "cuda"
         self._open = None if in_backward() else _Span(is_cuda, _now(is_cuda))
 
     def tokens_ready(self) -> None:
-        """The compute before the layer, with the gate, is over."""
+        """Mark the end of the compute before the layer, which includes the gate."""
         if self._open is not None:
             self._open.end = _now(self._open.is_cuda)
             self._before.append(self._open)
@@ -62,7 +70,7 @@ class LayerStopwatch:
 
     @contextmanager
     def experts(self, num_rows: int, device: torch.device) -> Iterator[None]:
-        """Around the experts' forward pass on ``num_rows`` rows."""
+        """Context manager around the experts' forward pass on ``num_rows`` rows."""
         is_cuda = device.type == "cuda"
         span = _Span(is_cuda, _now(is_cuda))
         yield
@@ -72,10 +80,10 @@ class LayerStopwatch:
             self.num_rows += num_rows
 
     def before_s(self) -> float:
-        """Median seconds of the compute before the layer; 0 where none was seen."""
+        """Median seconds of the compute before the layer; 0 if none was measured."""
         times_s = sorted(span.seconds() for span in self._before)
         return times_s[len(times_s) // 2] if times_s else 0.0
 
     def experts_s(self) -> float:
-        """Seconds of the experts' forward passes together."""
+        """Total seconds of the experts' forward passes."""
         return sum(span.seconds() for span in self._experts)

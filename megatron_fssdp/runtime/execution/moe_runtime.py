@@ -1,4 +1,4 @@
-"""All MoE layers of this rank under one strategy, and the clock of iterations."""
+"""The runtime of a model: all MoE layers of this rank under one strategy, and the clock of iterations."""
 
 from typing import Any
 
@@ -12,15 +12,15 @@ from megatron_fssdp.strategies.strategy import LayerContext, Strategy
 
 
 class MoERuntime:
-    """Executors of all layers of a model that share a strategy.
+    """The executors of all layers of a model that share a strategy.
 
-    Iterations are marked by :meth:`begin_iteration` where a training loop is known (the
-    Megatron adapter does it), see :class:`IterationClock`.
+    A training loop marks iterations with :meth:`begin_iteration`; the Megatron adapter does this. Without a
+    loop, see :class:`IterationClock`.
 
     Args:
-        strategy: Decides for every layer.
-        measure: Keep the device loads that reports show, on the first device of each group.
-        check_plans: Compare every plan across ranks.
+        strategy: Strategy that plans every layer.
+        measure: Whether the first device of each group keeps the device loads, bytes and times for reports.
+        check_plans: Whether to compare every plan across ranks.
     """
 
     def __init__(self, strategy: Strategy, *, measure: bool = False, check_plans: bool = False) -> None:
@@ -31,8 +31,8 @@ class MoERuntime:
         self.clock = IterationClock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MoERuntime":
-        # Layer specs carry the runtime and Megatron deep-copies specs; the layers of
-        # one model must still meet in one runtime.
+        # Layer specs contain the runtime, and Megatron deep-copies specs. All layers of a model must still
+        # share one runtime.
         return self
 
     def add_layer(
@@ -46,10 +46,10 @@ class MoERuntime:
         """Register a layer; layers must be added in the same order on every rank.
 
         Args:
-            context: What the strategy may know of the layer.
-            groups: Process group and topology.
-            parameters: Parameters of each expert this rank owns, by expert.
-            layout: Shapes of one expert's tensors, for ranks that own none.
+            context: The data of the layer that the strategy may use.
+            groups: Process groups of the layer, and the nodes of its ranks.
+            parameters: Parameters of each expert that this rank owns, ascending by expert.
+            layout: Shapes of one expert's tensors, needed on a rank that owns no expert.
         """
         executor = LayerExecutor(
             context,
@@ -57,7 +57,7 @@ class MoERuntime:
             LocalExperts(f"layer {context.layer}", parameters, told_layout=layout),
             self.strategy,
             self.clock,
-            # Every rank of the group knows the whole group's loads: one works them out.
+            # Every rank of the group has the loads of the whole group, so only one computes the report.
             measure=self.measure and groups.device == 0,
             check_plans=self.check_plans,
         )
@@ -68,12 +68,12 @@ class MoERuntime:
         return executor
 
     def begin_iteration(self, num_micro_batches: int | None = None, iteration: int | None = None) -> None:
-        """Mark the start of an iteration: plans are made anew from the loads so far.
+        """Mark the start of an iteration; its plans are made from the loads of earlier iterations.
 
         Args:
-            num_micro_batches: Backward passes to come, where the loop knows and calls
+            num_micro_batches: Number of backward passes of the iteration. Pass it only if the loop calls
                 :meth:`finish_gradients` before it reads any gradient; see :class:`IterationClock`.
-            iteration: Its number, for messages.
+            iteration: Number of the iteration, for messages.
         """
         self.clock.driven = True
         for layer in self.layers:
@@ -83,21 +83,21 @@ class MoERuntime:
         self.clock.latest = None
 
     def repeat_iteration(self) -> None:
-        """Mark that the running iteration starts over, with the same parameters and the same data.
+        """Mark that the running iteration starts again with the same parameters and the same data.
 
-        Its plans are made anew from the same loads, its weights gathered anew.
+        Its plans are made again from the same loads, and its weights are gathered again.
         """
         for layer in self.layers:
             layer.drop_iteration()
         self.clock.latest = None
 
     def finish_gradients(self) -> None:
-        """Bring all replicas' gradients to their owners; on every rank, after the last backward pass."""
+        """Bring all replicas' gradients to the owners; every rank calls it after the last backward pass."""
         for layer in self.layers:
             layer.finish_gradients()
 
     def end_iteration(self) -> list[LayerLoad]:
-        """Mark the end of an iteration; what each layer did in it, in order of registration."""
+        """Mark the end of an iteration; return what each layer did in it, in the order of registration."""
         self.clock.num_micro_batches = None
         self.clock.iteration = None
         self.clock.latest = None

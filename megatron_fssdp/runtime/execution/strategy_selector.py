@@ -50,7 +50,7 @@ class StrategySelector:
         num_known = executors[0].history.num_seen if is_measured else 0
         if not self._strategy.selects_at(iteration, num_known):
             return None
-        # Ranks of a group know the same loads, so each prices its part of the layers.
+        # The ranks of a group have the same loads, so each rank prices only a part of the layers.
         group = self._groups[0]
         own = range(group.rank(), len(executors), group.size())
         prices = self._strategy.price(
@@ -58,12 +58,13 @@ class StrategySelector:
         )
         seconds_LC = np.zeros((len(executors), prices.shape[1]))
         seconds_LC[list(own)] = prices
-        # The first iteration after a change allocates and fills caches.
+        # The first iteration after a change is left out: it allocates memory and fills caches.
         spread = IterationSpread.of(list(self._seconds)[1:])
         measured = [0.0, 0.0, 0.0] if spread is None else [spread.low_s, spread.median_s, spread.high_s]
         agreed = torch.from_numpy(np.concatenate([seconds_LC.ravel(), measured])).to(self._device)
         for group in self._groups:
-            # Of copies with other loads, and of clocks, the slowest counts: the others wait for it.
+            # Ranks with copies of the experts have other loads and clocks. The largest seconds count, because
+            # the other ranks wait for the slowest.
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
         numbers = agreed.cpu().numpy()
         if spread is not None:

@@ -17,6 +17,8 @@ in ``main_grad`` (or ``grad`` without Megatron's DDP). Scaling and the data-para
 see ``megatron_adapter.experts.gradient_sync``. The exception is a group of one device, which cannot have
 replicas: its Parameters stay in autograd, and Megatron reduces their gradients together with those of dense
 Parameters.
+
+Shape letters: R rows that a rank receives, M model dimension.
 """
 
 from collections.abc import Callable, Sequence
