@@ -1,4 +1,4 @@
-"""From a cluster's description to the costs that planners and the simulator count with."""
+"""Turns a cluster's description into the costs that planners and the simulator use."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,11 @@ from megatron_fssdp.planning.cost.tensor_schedules import Group, Kind, ScheduleC
 
 
 def cluster_cost(cluster: ClusterDescription) -> ClusterCost:
-    """What a strategy is told of a cluster: its links and its experts' throughput."""
+    """Costs of a cluster's links and its throughput on experts, as strategies get them.
+
+    Args:
+        cluster: Description of the cluster.
+    """
     return ClusterCost(
         intra=link_cost(cluster.intra_node),
         inter=link_cost(cluster.inter_node),
@@ -22,11 +26,12 @@ def cluster_cost(cluster: ClusterDescription) -> ClusterCost:
 
 
 def link_cost(link: LinkDescription, num_sharing: int = 1) -> LinkCost:
-    """Seconds of a transfer over a link (Parm, §V, Eq. 12).
+    """Cost of transfers over a link (Parm, §V, Eq. 12).
 
     Args:
-        link: The link.
-        num_sharing: Devices of which each was measured to get the bandwidth at the same time.
+        link: Description of the link.
+        num_sharing: Number of devices that were measured to get the bandwidth, each one, at the same time.
+            The bandwidth of the link is multiplied by it.
     """
     return LinkCost(link.alpha_s, 1 / (link.bandwidth_bytes_per_s * num_sharing))
 
@@ -34,19 +39,26 @@ def link_cost(link: LinkDescription, num_sharing: int = 1) -> LinkCost:
 def collective_link(
     cluster: ClusterDescription, collective: CollectiveName, link_class: LinkClass
 ) -> LinkDescription | None:
-    """How a collective was measured to use a class of links; ``None`` if it was not."""
+    """Measured costs of a collective on one class of links; ``None`` if it was not measured.
+
+    Args:
+        cluster: Description of the cluster.
+        collective: Name of the collective.
+        link_class: Links inside a node or between nodes.
+    """
     return cluster.collectives.get(collective, {}).get(link_class)
 
 
 def schedule_costs(cluster: ClusterDescription, ranks: Mapping[Group, tuple[int, int]]) -> ScheduleCosts:
-    """What the collectives of Parm's schedules cost on a cluster, by Parm's sizes.
+    """Costs of the collectives of Parm's schedules on a cluster, as functions of Parm's sizes.
 
-    A cluster's description knows nothing of an all-to-all beside a gather: none of it is taken to be hidden,
-    which is Parm's upper bound (Eq. 7).
+    A cluster's description does not say how much of an all-to-all is hidden when it runs beside a gather.
+    This function assumes that nothing is hidden, which is Parm's upper bound (Eq. 7).
 
     Args:
-        cluster: With measured collectives, or links alone.
-        ranks: Of each kind of group, how many there are and how many others are in a rank's own node.
+        cluster: Description of the cluster, with measured collectives or with links alone.
+        ranks: For each kind of group, its number of ranks, and how many other ranks of the group are in a
+            rank's own node.
     """
     kinds: dict[Kind, tuple[CollectiveName, tuple[Group, ...]]] = {
         "all_to_all": ("row_exchange", ("ep", "ep_esp")),
@@ -65,7 +77,14 @@ def schedule_costs(cluster: ClusterDescription, ranks: Mapping[Group, tuple[int,
 def _whole_tensor_cost(
     cluster: ClusterDescription, collective: CollectiveName, num_ranks: int, num_near: int
 ) -> LinkCost:
-    """By the length of the whole tensor, of which a rank sends a part to each of the others."""
+    """Cost of a collective as a function of the whole tensor's bytes. A rank sends a part to each other rank.
+
+    Args:
+        cluster: Description of the cluster.
+        collective: Name of the collective.
+        num_ranks: Number of ranks of the group.
+        num_near: Number of other ranks of the group in a rank's own node.
+    """
     num_far = num_ranks - 1 - num_near
     link_class: LinkClass = "inter_node" if num_far else "intra_node"
     link = collective_link(cluster, collective, link_class)

@@ -1,6 +1,6 @@
-"""Costs of links and devices, and the constants of a layer's two passes.
+"""Costs of links and devices, and the constants of a layer's forward and backward pass.
 
-What a whole layer costs is in ``layer_seconds.py``. Shape letters: D devices.
+The cost of a whole layer is in ``layer_seconds.py``. Shape letters: D devices.
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,16 @@ import numpy as np
 from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch
 
 NUM_ALL_TO_ALLS = 4
-"""Dispatch and combine, forward and backward (FasterMoE, Eq. 7)."""
+"""All-to-alls of a layer: dispatch and combine, in the forward and the backward pass (FasterMoE, Eq. 7)."""
 
 BACKWARD_PER_FORWARD = 2
-"""The backward computes gradients of inputs and of weights (FasterMoE, Eq. 7)."""
+"""Compute of the backward pass divided by that of the forward pass (FasterMoE, Eq. 7).
+
+The backward pass computes the gradients of inputs and of weights.
+"""
 
 LEAST_BETA_S_PER_BYTE = 1e-13
-"""10 TB/s: a fit to noise must not give a link without a cost."""
+"""Lower limit of a fitted cost, 10 TB/s. Without it, a fit to noise could give a link that costs nothing."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class LinkCost:
     """Seconds of one transfer over a link: ``alpha + beta * bytes`` (Parm, §V, Eq. 12).
 
     Attributes:
-        alpha_s: Seconds to start, whatever the size.
+        alpha_s: Start-up seconds, which do not depend on the size.
         beta_s_per_byte: Seconds for each byte, the inverse of the bandwidth.
     """
 
@@ -40,21 +43,26 @@ class LinkCost:
                 )
 
     def time_s[Amount: (float, np.ndarray)](self, num_bytes: Amount) -> Amount:
-        """Seconds for ``num_bytes``, or for each of an array; nothing to send costs nothing."""
+        """Seconds of a transfer, or of each transfer of an array. A transfer of 0 bytes costs nothing.
+
+        Args:
+            num_bytes: Bytes of the transfer, a number or an array of any shape.
+        """
         return (num_bytes > 0) * (self.alpha_s + self.beta_s_per_byte * num_bytes)
 
 
 def fit_link_cost(num_bytes: Sequence[float], seconds: Sequence[float]) -> LinkCost:
-    """``alpha + beta * bytes`` by least squares of relative errors (Parm §V, Eq. 12).
+    """Fit ``alpha + beta * bytes`` to measured seconds by least squares of relative errors (Parm §V, Eq. 12).
 
     Args:
-        num_bytes: Sizes of the messages.
-        seconds: What each of them took; positive.
+        num_bytes: Bytes of each measured message.
+        seconds: Measured seconds of each message, positive.
     """
     sizes, times = np.asarray(num_bytes, float), np.asarray(seconds, float)
     columns = np.stack([np.ones_like(sizes), sizes], axis=1) / times[:, None]
     (alpha_s, beta_s_per_byte), *_ = np.linalg.lstsq(columns, np.ones_like(times), rcond=None)
-    # Of the two costs that may not be negative, one at its limit leaves the best other one alone.
+    # Neither cost may be negative. If one of them is, it is set to its limit and the other one is fitted
+    # alone.
     if alpha_s < 0:
         alpha_s, beta_s_per_byte = 0.0, columns[:, 1].sum() / (columns[:, 1] ** 2).sum()
     elif beta_s_per_byte < LEAST_BETA_S_PER_BYTE:
@@ -64,12 +72,13 @@ def fit_link_cost(num_bytes: Sequence[float], seconds: Sequence[float]) -> LinkC
 
 @dataclass(frozen=True)
 class LinkFit:
-    """A fitted cost and how well it says what was measured.
+    """A fitted cost, and how well it agrees with the measurements.
 
     Attributes:
-        cost: The cost.
-        r_squared: Share of the measured seconds' variance that it explains; 1 where they all are the same.
-        worst_relative_error: Of all sizes, the largest ``|fitted - measured| / measured``.
+        cost: The fitted cost.
+        r_squared: Share of the variance of the measured seconds that the fit explains; 1 if all measured
+            seconds are equal.
+        worst_relative_error: Largest ``|fitted - measured| / measured`` of all sizes.
     """
 
     cost: LinkCost
@@ -78,7 +87,12 @@ class LinkFit:
 
     @classmethod
     def of(cls, num_bytes: Sequence[float], seconds: Sequence[float]) -> "LinkFit":
-        """Fit as :func:`fit_link_cost` does, and look back."""
+        """Fit a cost by :func:`fit_link_cost` and compute its errors.
+
+        Args:
+            num_bytes: Bytes of each measured message.
+            seconds: Measured seconds of each message, positive.
+        """
         cost = fit_link_cost(num_bytes, seconds)
         times = np.asarray(seconds, float)
         errors = np.array([cost.time_s(size) for size in num_bytes]) - times
@@ -89,12 +103,15 @@ class LinkFit:
 
 @dataclass(frozen=True)
 class ClusterCost:
-    """Links and compute of a cluster of equal devices.
+    """Costs of links and compute in a cluster of equal devices.
 
     Attributes:
-        intra: One direction of one device's link inside its node.
-        inter: One direction of one node's NIC.
-        expert_flops_per_s: Throughput of one device on expert GEMMs.
+        intra: Cost of one direction of a device's link inside its node.
+        inter: Cost of one direction of a node's NIC.
+        expert_flops_per_s: Throughput of one device on expert GEMMs, in FLOPs for each second.
+
+    Raises:
+        ValueError: The throughput is not positive.
     """
 
     intra: LinkCost
@@ -109,17 +126,30 @@ class ClusterCost:
 
 
 def dispatch_tokens_DD(dispatch: TokenDispatch, num_devices: int) -> np.ndarray:
-    """(token, k) pairs that each device sends to each, int64 [D, D]; the diagonal stays."""
+    """(token, k) pairs that each device sends to each device, int64 ``[D, D]``.
+
+    The pairs on the diagonal stay on their device.
+
+    Args:
+        dispatch: The dispatch.
+        num_devices: Number of devices, D.
+    """
     return np.stack([dispatch.from_source(source).sum(axis=0) for source in range(num_devices)])
 
 
 def overlap_degree(non_moe_s: float, bandwidth_bytes_per_s: float, expert_bytes: int) -> int:
-    """Experts whose transfer hides under ``non_moe_s``: ``t = T_nonMoE * bw / size``, floored (Hecate, §4.2).
+    """Number of experts whose transfer hides under the compute before the layer (Hecate, §4.2).
+
+    It is ``t = T_nonMoE * bw / size``, rounded down.
 
     Args:
-        non_moe_s: Seconds of the compute before the layer, such as attention.
-        bandwidth_bytes_per_s: Between nodes where there are several and that is slower, else between devices.
-        expert_bytes: Parameters of one expert.
+        non_moe_s: Seconds of the compute before the layer, such as attention, ``T_nonMoE``.
+        bandwidth_bytes_per_s: Bandwidth ``bw`` of the slowest link: between nodes if there are several and
+            these links are slower, otherwise between devices of a node.
+        expert_bytes: Bytes of the parameters of one expert, ``size``.
+
+    Raises:
+        ValueError: A number is out of range.
     """
     if expert_bytes <= 0:
         raise ValueError(f"expert_bytes is {expert_bytes}: wanted the bytes of one expert's parameters")
@@ -132,6 +162,11 @@ def overlap_degree(non_moe_s: float, bandwidth_bytes_per_s: float, expert_bytes:
 
 
 def exposed_s[Amount: (float, np.ndarray)](busy_s: Amount, hidden_under_s: Amount | float) -> Amount:
-    """Seconds of a transfer that the compute beside it does not hide (Pro-Prophet, Eq. 8)."""
+    """Seconds of a transfer that compute does not hide (Pro-Prophet, Eq. 8).
+
+    Args:
+        busy_s: Seconds of the transfer, a number or an array of any shape.
+        hidden_under_s: Seconds of the compute that runs at the same time, a number or an array of that shape.
+    """
     exposed: Amount = np.maximum(0.0, busy_s - hidden_under_s)
     return exposed

@@ -1,4 +1,4 @@
-"""What one layer costs on this cluster, measured in a run's first iterations."""
+"""Costs of one layer on the cluster of a run, measured in its first iterations."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,11 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGE_BYTES
 
 STATE_OVER_PARAMETERS = 7
-"""Bytes that move with an expert over those of its parameters where nobody says how many: the
-parameters, and the six times as much that Adam keeps in mixed precision (Hecate, §2.3)."""
+"""Bytes that move with an expert when its owner changes, divided by the bytes of its parameters.
+
+The number is used if the true number of bytes is not known. It counts the parameters, and six times as many
+bytes of optimizer states and master weights, which Adam keeps in mixed precision (Hecate, §2.3).
+"""
 
 
 @dataclass(frozen=True)
@@ -16,17 +19,18 @@ class LayerProfile:
     """Measured costs of one MoE layer, the same numbers on all ranks that plan together.
 
     Attributes:
-        non_moe_s: Seconds of the compute before the layer, such as attention, forward.
-        cluster: Links, and the experts' throughput.
-        expert_bytes: Parameters of one expert.
-        token_bytes: One token's hidden state.
-        flops_per_token: Of one expert's forward pass, for one token.
-        memory_capacity: Extra experts that a device can hold for one layer (Hecate §4.2, m).
-        gradient_bytes: One expert's gradient on its way home; ``None`` for ``expert_bytes``.
-        num_micro_batches: Micro-batches of an iteration.
-        owned_bytes: Parameters, masters and optimizer states of one expert on a device that owns it;
-            ``None`` if that is not known.
-        message_bytes: Most bytes of a message in which a part of an expert travels.
+        non_moe_s: Seconds of the forward pass of the compute before the layer, such as attention.
+        cluster: Costs of the links, and the throughput on experts.
+        expert_bytes: Bytes of the parameters of one expert.
+        token_bytes: Bytes of one token's hidden state.
+        flops_per_token: Floating-point operations of one expert's forward pass for one token.
+        memory_capacity: Number of replicas that a device can hold for one layer (Hecate §4.2, m).
+        gradient_bytes: Bytes of one expert's gradient as it is sent to the owner; ``None`` means
+            ``expert_bytes``.
+        num_micro_batches: Number of micro-batches in an iteration.
+        owned_bytes: Bytes of parameters, master weights and optimizer states of one expert on the device that
+            owns it; ``None`` if they are not known.
+        message_bytes: Most bytes of one message of a transfer.
     """
 
     non_moe_s: float
@@ -42,22 +46,33 @@ class LayerProfile:
 
     @property
     def reduced_bytes(self) -> int:
-        """One expert's gradient on its way home."""
+        """Bytes of one expert's gradient as it is sent to the owner."""
         return self.expert_bytes if self.gradient_bytes is None else self.gradient_bytes
 
     @property
     def moved_bytes(self) -> int:
-        """What goes along with one expert to another device that is to train it."""
+        """Bytes that move when one expert gets a new owner or a new resident replica."""
         return self.owned_bytes or STATE_OVER_PARAMETERS * self.expert_bytes
 
     def slowest_link(self, topology: Topology) -> LinkCost:
-        """Between nodes where there are several and that is the slower one, else inside a node."""
+        """Cost of the slowest link of a group.
+
+        It is the link between nodes if there are several nodes and this link has less bandwidth. Otherwise it
+        is the link inside a node.
+
+        Args:
+            topology: Nodes of the group's devices.
+        """
         intra, inter = self.cluster.intra, self.cluster.inter
         between = topology.num_nodes > 1 and inter.beta_s_per_byte > intra.beta_s_per_byte
         return inter if between else intra
 
     def overlap_degree(self, topology: Topology) -> int:
-        """Experts whose transfer the compute before the layer hides (Hecate §4.2, t)."""
+        """Number of experts whose transfer hides under the compute before the layer (Hecate §4.2, t).
+
+        Args:
+            topology: Nodes of the group's devices.
+        """
         link = self.slowest_link(topology)
         if link.beta_s_per_byte == 0:
             return 0

@@ -1,9 +1,9 @@
-"""Modelled seconds of one layer in an iteration, both passes: the one price that all planners compare.
+"""The price of a layer, which all planners compare: its modelled seconds in an iteration, in both passes.
 
-The simulator lays the same pieces out on lanes: :func:`exchange_times`, :func:`expert_seconds` and
+The simulator puts the same pieces on a timeline: :func:`exchange_times`, :func:`expert_seconds` and
 :func:`transfer_times`. A test compares the two (``tests/simulation/test_layer_price.py``).
 
-What is charged, and why, after what the runtime does:
+The price follows what the runtime does:
 
 * **Start-ups.** Every micro-batch starts its own collectives. Rows and their probabilities are two
   all-to-alls, in both passes; results are one. So an iteration of n micro-batches pays 6 n start-ups.
@@ -47,22 +47,25 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, two_level_transfer
 
 PROB_BYTES = 4
-"""One routing probability, which goes along with each row in an all-to-all of its own."""
+"""Bytes of one routing probability. Each row has one, and a separate all-to-all sends them."""
 
 DISPATCH_STARTS = 2
-"""All-to-alls of a dispatch: rows, and their probabilities. Backward, both gradients."""
+"""Number of all-to-alls of a dispatch: one for rows and one for probabilities.
+
+The backward pass has the same number for the gradients of both.
+"""
 
 
 def exchange_times(
     links: LinkSet, pairs: BusiestLinks, token_bytes: float, num_micro_batches: int
 ) -> tuple[LinkTimes, LinkTimes]:
-    """Dispatch and combine of one micro-batch; the backward pass has the same two again.
+    """Seconds of dispatch and of combine of one micro-batch. The backward pass takes the same seconds again.
 
     Args:
-        links: What all-to-alls cost.
+        links: Costs of all-to-alls.
         pairs: (token, k) pairs of an iteration on the busiest links; its fields may be arrays.
         token_bytes: Bytes of one token's hidden state.
-        num_micro_batches: Micro-batches of the iteration; each has its part of the pairs.
+        num_micro_batches: Number of micro-batches in the iteration. Each has an equal part of the pairs.
     """
     parts = 1 / num_micro_batches
     dispatch = links.times(pairs, (token_bytes + PROB_BYTES) * parts, starts=DISPATCH_STARTS)
@@ -78,7 +81,7 @@ def expert_seconds[Amount: (float, np.ndarray)](
         most_tokens: (token, k) pairs of an iteration on the device that computes most.
         flops_per_token: FLOPs of one expert's forward pass for one token.
         flops_per_s: Throughput of a device.
-        num_micro_batches: Micro-batches of the iteration.
+        num_micro_batches: Number of micro-batches in the iteration.
     """
     return most_tokens * (flops_per_token / flops_per_s / num_micro_batches)
 
@@ -88,12 +91,12 @@ def transfer_times(
 ) -> LinkTimes:
     """Seconds of one SparseAllGather: the busiest links, and one message for each hop before the last.
 
-    The volume bound of Hecate, Eq. 1, on every link of the plan. SparseReduceScatter is the transpose: the
-    same links in the other direction, the same seconds.
+    This is the volume bound of Hecate, Eq. 1, applied to every link of the plan. SparseReduceScatter is the
+    transpose: it uses the same links in the other direction and takes the same seconds.
 
     Args:
-        links: What transfers from device to device cost.
-        traffic: Experts on the busiest links, and the hops; its fields may be arrays.
+        links: Costs of transfers from device to device.
+        traffic: Number of experts on the busiest links, and number of hops. Its fields may be arrays.
         expert_bytes: Bytes of an expert, or of its gradient.
         message_bytes: Most bytes of a message.
     """
@@ -107,10 +110,10 @@ def transfer_times(
 def transfer_seconds(
     transfer: TransferPlan, expert_bytes: int, topology: Topology, profile: LayerProfile
 ) -> float:
-    """Seconds of a plan's SparseAllGather, or of its transpose, by a profile's links.
+    """Seconds of a plan's SparseAllGather, or of its transpose, with the link costs of a profile.
 
     Args:
-        transfer: Which experts travel along which links.
+        transfer: The transfers from device to device.
         expert_bytes: Bytes of an expert, or of its gradient.
         topology: Nodes of the devices.
         profile: Measured costs.
@@ -122,13 +125,13 @@ def transfer_seconds(
 def moving_seconds(
     sources_P: np.ndarray, devices_P: np.ndarray, topology: Topology, profile: LayerProfile
 ) -> float:
-    """Seconds to move experts with all their states between iterations, everything waiting.
+    """Seconds to move experts with all their states between iterations. Nothing hides these seconds.
 
     The runtime exchanges slots from device to device, so no path has a second hop.
 
     Args:
         sources_P: Device that each moved expert leaves, integers ``[P]``.
-        devices_P: Device that gets it, integers ``[P]``.
+        devices_P: Device that gets each moved expert, integers ``[P]``.
         topology: Nodes of the devices.
         profile: Measured costs.
     """
@@ -140,14 +143,14 @@ def moving_seconds(
 
 @dataclass(frozen=True, eq=False)
 class LayerWork:
-    """What one layer does in an iteration; the numbers may be arrays of cases.
+    """The work of one layer in an iteration. The numbers may be arrays, with one entry for each case.
 
     Attributes:
         most_tokens: (token, k) pairs on the device that computes most.
-        pairs: Pairs on the busiest links in one direction of the dispatch.
-        gather: SparseAllGather that was planned before the gate.
-        replicas: SparseAllGather of all replicas in the end; SparseReduceScatter is its transpose.
-        addition: What calibration gathers after the gate.
+        pairs: (token, k) pairs on the busiest links in one direction of the dispatch.
+        gather: Traffic of the SparseAllGather that was planned before the gate.
+        replicas: Traffic of a SparseAllGather of all final replicas. SparseReduceScatter is its transpose.
+        addition: Traffic of the replicas that calibration gathers after the gate.
     """
 
     most_tokens: Any
@@ -169,11 +172,11 @@ class LayerWork:
         """The work of one plan.
 
         Args:
-            dispatch: All dispatches of the iteration.
-            transfer: SparseAllGather of all replicas.
+            dispatch: Traffic of all dispatches of the iteration.
+            transfer: SparseAllGather of all final replicas.
             topology: Nodes of the devices.
-            planned: What was planned before the gate, if that is not ``transfer``.
-            addition: What was added to it after the gate.
+            planned: SparseAllGather that was planned before the gate, if it is not ``transfer``.
+            addition: SparseAllGather of the replicas that calibration adds after the gate.
         """
         replicas = transfer_traffic(transfer, topology)
         gather = replicas if planned is None or planned is transfer else transfer_traffic(planned, topology)
@@ -183,14 +186,16 @@ class LayerWork:
 
 @dataclass(frozen=True, eq=False)
 class LayerPrice:
-    """Seconds of one layer in an iteration, both passes, by what they go on; numbers or arrays of cases.
+    """Seconds of one layer in an iteration, in both passes, by their cause.
+
+    The fields are numbers, or arrays with one entry for each case.
 
     Attributes:
-        before_s: Compute before the layer, such as attention.
-        all_to_all_s: Router counts, dispatches and combines.
-        experts_s: Experts of the device that computes most.
-        gather_s: Waiting for spAG.
-        reduce_s: Waiting for spRS.
+        before_s: Seconds of the compute before the layer, such as attention.
+        all_to_all_s: Seconds of router counts, dispatches and combines.
+        experts_s: Seconds of the experts on the device that computes most.
+        gather_s: Seconds for which compute waits for spAG.
+        reduce_s: Seconds for which compute waits for spRS.
     """
 
     before_s: float
@@ -201,12 +206,12 @@ class LayerPrice:
 
     @property
     def moe_s(self) -> Any:
-        """Everything but the compute before the layer, which no placement changes."""
+        """All seconds except those of the compute before the layer, which no placement changes."""
         return self.all_to_all_s + self.experts_s + self.gather_s + self.reduce_s
 
     @property
     def seconds(self) -> Any:
-        """Everything."""
+        """All seconds of the layer and of the compute before it."""
         return self.before_s + self.moe_s
 
 
@@ -220,21 +225,22 @@ def layer_seconds(
     hides: bool = True,
     split: TransferSplit = WHOLE,
 ) -> LayerPrice:
-    """Price one layer's iteration; see the top of this file for what is charged.
+    """Price one layer in an iteration. The top of this file tells what the price contains.
 
-    With re-materialization the second gather of a micro-batch runs behind the reduction of the layer above,
-    so that both hide under the same compute. What is left of it shares the links with combine's backward
-    pass, where both are longest on the same kind of link, and else runs beside it. The reduction and the
-    return of resident replicas' gradients are two transfers, which hide under the same compute.
+    With re-materialization, the second gather of a micro-batch runs after the reduction of the layer above,
+    and both hide under the same compute. The rest of that gather meets combine's backward pass. If both take
+    longest on the same kind of link, the rest adds its seconds. Otherwise it runs beside combine. Resident
+    replicas have two transfers, the reduction of gradients and the return of the sums, which hide under the
+    same compute.
 
     Args:
-        work: Traffic of the iteration.
+        work: Work of the layer in the iteration.
         profile: Measured costs.
-        life: For how long replicas are on their devices.
+        life: How long replicas stay on their devices.
         counts_s: Seconds to gather the router counts of a micro-batch, see :func:`counts_seconds`.
-        num_micro_batches: Micro-batches of the iteration; by default the profile's.
+        num_micro_batches: Number of micro-batches in the iteration. By default it is the profile's.
         hides: Whether transfers run beside compute.
-        split: Share of the transfers that runs beside the experts of the layer before, which hide it.
+        split: Shares of the transfers that run beside the experts of the layer before, which hide them.
     """
     times = profile.num_micro_batches if num_micro_batches is None else num_micro_batches
     cluster = profile.cluster
@@ -264,7 +270,7 @@ def _exposed_seconds(
     split: TransferSplit,
     combine: LinkTimes,
 ) -> tuple[Any, Any]:
-    """Seconds that compute waits for spAG and for spRS; without ``counts_s`` nothing hides."""
+    """Seconds for which compute waits for spAG and for spRS. Nothing hides them if ``counts_s`` is None."""
     if work.replicas is NO_TRANSFER and work.gather is NO_TRANSFER:
         return 0.0, 0.0
 
@@ -296,7 +302,13 @@ def _exposed_seconds(
 
 
 def counts_seconds(profile: LayerProfile, topology: Topology, num_experts: int) -> float:
-    """Seconds in which every device gets the router counts of all others, by a profile's links."""
+    """Seconds in which every device gets the router counts of all others, with the link costs of a profile.
+
+    Args:
+        profile: Measured costs.
+        topology: Nodes of the devices.
+        num_experts: Number of experts, E.
+    """
     return plain_links(profile.cluster).gather_counts_s(topology, num_experts)
 
 
@@ -312,11 +324,11 @@ def placement_seconds(
     """Price a placement under an iteration's counts.
 
     Args:
-        counts_DE: (token, k) pairs of the iteration by source and expert, int64 ``[D, E]``.
-        placement: Where the experts are.
+        counts_DE: (token, k) pairs of the iteration by source device and expert, int64 ``[D, E]``.
+        placement: Owners and replicas of the experts.
         topology: Nodes of the devices.
         profile: Measured costs.
-        life: For how long replicas are on their devices.
+        life: How long replicas stay on their devices.
         dispatch_policy: How the tokens of an expert are split among its holders.
     """
     traffic = dispatch_traffic(dispatch_policy, counts_DE, placement, topology)

@@ -1,6 +1,7 @@
-"""What a layer's dispatch and transfers put on the busiest device, link and NIC.
+"""Traffic of a layer's dispatch and transfers on the busiest device, link and NIC.
 
-Counted without the [D, E, D] tensor, from who leaves a device, a node, or neither.
+The functions do not build the table of shape ``[D, E, D]``. They only count which tokens stay on their
+device, stay in their node, or leave it.
 
 Shape letters: E experts, D devices, N nodes, P pairs of expert and device.
 """
@@ -20,13 +21,13 @@ from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 
 @dataclass(frozen=True)
 class BusiestLinks:
-    """Units on the busiest of each kind of link, in its busier direction.
+    """Number of units (tokens or experts) on the busiest link of each kind, in its busier direction.
 
     Attributes:
-        near: Between a device and others of its node.
-        far_of_device: Between a device and other nodes.
-        far_of_node: Between a node and other nodes.
-        far_of_mean_node: The same of a node on average: what all NICs are busy with at once.
+        near: Units between the busiest device and other devices of its node.
+        far_of_device: Units between the busiest device and other nodes.
+        far_of_node: Units between the busiest node and other nodes.
+        far_of_mean_node: Units between an average node and other nodes.
     """
 
     near: float = 0.0
@@ -35,18 +36,18 @@ class BusiestLinks:
     far_of_mean_node: float = 0.0
 
     def times(self, number: int) -> "BusiestLinks":
-        """So often as much."""
+        """A copy with all fields multiplied by ``number``."""
         return BusiestLinks(**{field.name: number * getattr(self, field.name) for field in fields(self)})
 
 
 @dataclass(frozen=True, eq=False)
 class DispatchTraffic:
-    """One dispatch; combine is its transpose.
+    """Traffic of one dispatch. Combine has the same traffic in the other direction.
 
     Attributes:
-        tokens_D: (token, k) pairs that each device computes, int64 [D].
-        busiest: Pairs on the busiest links.
-        cross_node: Pairs sent to another node.
+        tokens_D: (token, k) pairs that each device computes, int64 ``[D]``.
+        busiest: (token, k) pairs on the busiest links.
+        cross_node: Number of (token, k) pairs that are sent to another node.
     """
 
     tokens_D: np.ndarray
@@ -54,19 +55,19 @@ class DispatchTraffic:
     cross_node: int
 
     def times(self, number: int) -> "DispatchTraffic":
-        """So many dispatches like this one."""
+        """Traffic of ``number`` dispatches like this one."""
         return DispatchTraffic(number * self.tokens_D, self.busiest.times(number), number * self.cross_node)
 
 
 def dispatch_traffic(
     policy: DispatchPolicy, counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology
 ) -> DispatchTraffic:
-    """What :func:`plan_dispatch` sends, by device and node.
+    """Traffic of the dispatch that :func:`plan_dispatch` plans.
 
     Args:
-        policy: How an expert's tokens are split among its holders.
-        counts_DE: (token, k) pairs by source and expert, int64 [D, E].
-        placement: Where the experts are.
+        policy: How the tokens of an expert are split among its holders.
+        counts_DE: (token, k) pairs by source device and expert, int64 ``[D, E]``.
+        placement: Owners and replicas of the experts.
         topology: Nodes of the devices.
     """
     if not placement.num_replicas:
@@ -80,7 +81,7 @@ def dispatch_traffic(
         np.bincount(groups.device_P, weights=tokens_P, minlength=topology.num_devices)
         for tokens_P in (pairs.own_P, pairs.near_P, pairs.far_P)
     )
-    # A source's tokens of an expert stay in its node, all of them, where a holder is.
+    # If the source's node has a holder of the expert, all the source's tokens for it stay in the node.
     near_DE = (groups.holders_EN > 0).T[topology.node_of_device_D]
     far_out_D = np.where(near_DE, 0, counts_DE).sum(axis=1)
     near_out_D = counts_DE.sum(axis=1) - far_out_D - own_D
@@ -88,7 +89,7 @@ def dispatch_traffic(
 
 
 def quota_traffic(dispatch: QuotaDispatch) -> DispatchTraffic:
-    """What a dispatch by quotas sends, by device and node."""
+    """Traffic of a dispatch by quotas."""
     own_D, near_in_D, far_in_D, near_out_D = (
         tokens_DE.sum(axis=1).astype(float)
         for tokens_DE in (dispatch.own_DE, dispatch.near_DE, dispatch.far_DE, dispatch.sent_near_DE)
@@ -98,6 +99,7 @@ def quota_traffic(dispatch: QuotaDispatch) -> DispatchTraffic:
 
 
 def _of_owners(counts_DE: np.ndarray, owner_E: np.ndarray, topology: Topology) -> DispatchTraffic:
+    """Traffic of a dispatch without replicas."""
     node_D = topology.node_of_device_D
     num_devices, num_experts = counts_DE.shape
     experts = np.arange(num_experts)
@@ -120,6 +122,16 @@ def _summed(
     far_in_D: np.ndarray,
     topology: Topology,
 ) -> DispatchTraffic:
+    """Traffic of a dispatch from the tokens of every device.
+
+    Args:
+        own_D: Own tokens that each device computes, ``[D]``.
+        near_out_D: Tokens that each device sends to other devices of its node, ``[D]``.
+        near_in_D: Tokens that each device receives from other devices of its node, ``[D]``.
+        far_out_D: Tokens that each device sends to other nodes, ``[D]``.
+        far_in_D: Tokens that each device receives from other nodes, ``[D]``.
+        topology: Nodes of the devices.
+    """
     node_D = topology.node_of_device_D
     of_node = max(
         np.bincount(node_D, weights=far_out_D).max(),
@@ -137,14 +149,14 @@ def _summed(
 
 @dataclass(frozen=True)
 class TransferTraffic:
-    """One SparseAllGather; SparseReduceScatter is its transpose.
+    """Traffic of one SparseAllGather. SparseReduceScatter has the same traffic in the other direction.
 
     Attributes:
-        busiest: Experts on the busiest links.
-        fill_hops: (hops inside a node, hops between nodes) before the last hop, of the path on
-            which they take longest; what a pipelined transfer adds to its busiest link's time.
-        num_experts: Experts moved, one a replica.
-        num_between_nodes: Of these, the ones that cross from node to node.
+        busiest: Number of experts on the busiest links.
+        fill_hops: (hops inside a node, hops between nodes) before the last hop, on the path on which these
+            hops take longest. A pipelined transfer takes this much longer than its busiest link.
+        num_experts: Number of experts that are moved, one for each replica.
+        num_between_nodes: How many of these moves go from one node to another.
     """
 
     busiest: BusiestLinks = BusiestLinks()
@@ -157,10 +169,10 @@ NO_TRANSFER = TransferTraffic()
 
 
 def transfer_traffic(plan: TransferPlan, topology: Topology) -> TransferTraffic:
-    """What a transfer plan moves.
+    """Traffic of a transfer plan.
 
     Args:
-        plan: Device to device, parents before children.
+        plan: The transfers from device to device, parents before children.
         topology: Nodes of the devices.
     """
     if not plan.edges:
@@ -169,7 +181,8 @@ def transfer_traffic(plan: TransferPlan, topology: Topology) -> TransferTraffic:
     near_out, near_in, far_out, far_in = ([0] * num_devices for _ in range(4))
     node_out, node_in = [0] * topology.num_nodes, [0] * topology.num_nodes
     hops_to: dict[int, tuple[int, int]] = {}
-    # Between nodes a hop is the longer one.
+    # A hop between nodes takes longer than a hop inside a node, so paths are compared by (far hops, near
+    # hops).
     deepest, num_between = (0, 0), 0
     for edge in plan.edges:
         source, to = edge.source, edge.destination
@@ -197,7 +210,12 @@ def transfer_traffic(plan: TransferPlan, topology: Topology) -> TransferTraffic:
 
 
 def pairs_traffic(traffic_DD: np.ndarray, topology: Topology) -> BusiestLinks:
-    """Busiest links of what each device sends to each, [D, D]."""
+    """Units on the busiest links, from what each device sends to each device.
+
+    Args:
+        traffic_DD: Units that each device sends to each device, ``[D, D]``. The diagonal is not counted.
+        topology: Nodes of the devices.
+    """
     node_D = topology.node_of_device_D
     same_DD = node_D[:, None] == node_D[None, :]
     near_DD = np.where(same_DD & ~np.eye(len(node_D), dtype=bool), traffic_DD, 0)

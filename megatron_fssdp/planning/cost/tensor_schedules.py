@@ -1,11 +1,15 @@
-"""What an MoE layer's collectives are under tensor and expert tensor parallelism, and what they cost (Parm).
+"""The collectives of an MoE layer under tensor and expert tensor parallelism, and their costs (Parm).
 
-Three kinds of groups meet in such a layer: MP, the N_MP tensor-parallel ranks, which without sequence
-parallelism all have the same tokens; ESP, the N_ESP ranks that share each expert; EP, over which the
-experts are distributed. EP&ESP are the ranks of both.
+Such a layer has three kinds of groups:
 
-Sizes are the paper's: the length of the whole tensor, so after a gather, before a scatter, and in an
-all-to-all all that one rank sends, its own part included.
+* MP: the N_MP tensor-parallel ranks. Without sequence parallelism they all have the same tokens.
+* ESP: the N_ESP ranks that share each expert (expert tensor parallelism).
+* EP: the N_EP ranks over which the experts are distributed.
+
+EP&ESP is the group of all ranks of EP and ESP together.
+
+Sizes are those of the paper, the length of the whole tensor: after a gather, before a scatter, and in an
+all-to-all everything that one rank sends, with its own part.
 """
 
 import math
@@ -16,19 +20,28 @@ from typing import Literal, get_args
 from megatron_fssdp.planning.cost.cost_model import LinkCost
 
 Schedule = Literal["baseline", "megatron", "s1", "s2"]
-"""Order of a layer's collectives. ``baseline`` is DeepSpeed-MoE's, ``s1`` and ``s2`` are Parm's. ``megatron``
-is ours: it divides tokens as ``s1`` does and runs the collectives that Megatron has under sequence
-parallelism."""
+"""Order of a layer's collectives.
+
+``baseline`` is DeepSpeed-MoE's order, ``s1`` and ``s2`` are Parm's. ``megatron`` is ours: it divides tokens
+as ``s1`` does, and runs the collectives that Megatron runs under sequence parallelism.
+"""
 
 LEAST_SLICE_BYTES = 1 << 19
-"""A slice of SAA costs all ranks a step; below this there is hardly anything to hide (docs/log.md)."""
+"""Smallest slice for which SAA takes a step of its own.
+
+Each slice costs all ranks one step. A smaller slice has almost nothing to hide (docs/log.md).
+"""
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 Group = Literal["mp", "esp", "ep", "ep_esp"]
 
 Kind = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce", "overlapped_all_to_all"]
-"""``overlapped_all_to_all`` is what an all-to-all adds to an MP-AllGather that runs beside it (SAA)."""
+"""Kind of a collective.
+
+``overlapped_all_to_all`` is what an all-to-all adds to an MP-AllGather that runs at the same time (Parm's
+SAA).
+"""
 
 
 @dataclass(frozen=True)
@@ -36,9 +49,9 @@ class Collective:
     """One collective of a forward pass.
 
     Attributes:
-        kind: What is done.
-        over: Among which ranks.
-        num_bytes: Length of the whole tensor.
+        kind: Kind of the collective.
+        over: Group of ranks that take part.
+        num_bytes: Bytes of the whole tensor.
     """
 
     kind: Kind
@@ -48,17 +61,21 @@ class Collective:
 
 @dataclass(frozen=True)
 class ScheduledLayer:
-    """What the collectives of a layer depend on (Parm, Table I).
+    """The sizes on which the collectives of a layer depend (Parm, Table I).
 
     Attributes:
-        num_tokens: B·L, tokens of one model-parallel group.
-        hidden_size: M.
-        num_rows: E·T, (token, k) pairs that are sent; k·f·B·L with a capacity factor f.
-        n_mp: Ranks of an MP group.
-        n_esp: Ranks of an ESP group.
-        n_ep: Ranks of an EP group.
-        element_bytes: Of one number of a token.
-        is_split: The ranks of an MP group have different tokens already: sequence parallelism.
+        num_tokens: Number of tokens of one MP group, B·L.
+        hidden_size: Model dimension, M.
+        num_rows: Number of (token, k) pairs that are sent, E·T. With a capacity factor f it is k·f·B·L.
+        n_mp: Number of ranks of an MP group, N_MP.
+        n_esp: Number of ranks of an ESP group, N_ESP.
+        n_ep: Number of ranks of an EP group.
+        element_bytes: Bytes of one number of a token's hidden state.
+        is_split: Whether the ranks of an MP group already have different tokens, as under sequence
+            parallelism.
+
+    Raises:
+        ValueError: A group has no ranks.
     """
 
     num_tokens: float
@@ -78,38 +95,39 @@ class ScheduledLayer:
 
     @property
     def tokens_bytes(self) -> float:
-        """Parm's x = B·L·M, in bytes."""
+        """Bytes of the tokens of an MP group, Parm's x = B·L·M."""
         return self.num_tokens * self.hidden_size * self.element_bytes
 
     @property
     def rows_bytes(self) -> float:
-        """E·T·M, in bytes."""
+        """Bytes of all rows that are sent, E·T·M."""
         return self.num_rows * self.hidden_size * self.element_bytes
 
     @property
     def dumped_bytes(self) -> float:
-        """Parm's y = E·T·M·N_ESP, in bytes: a copy of every row for each part of its expert."""
+        """Bytes of one copy of every row for each part of its expert, Parm's y = E·T·M·N_ESP."""
         return self.rows_bytes * self.n_esp
 
     @property
     def slices_pay(self) -> bool:
-        """Whether the results of one device's experts for one rank are worth a step of their own (SAA)."""
+        """Whether SAA should send the results of one device's experts for one rank in a step of their own."""
         return self.n_ep > 1 and self.rows_bytes / self.n_mp / self.n_ep >= LEAST_SLICE_BYTES
 
 
 def collectives_of(schedule: Schedule, layer: ScheduledLayer) -> tuple[Collective, ...]:
-    """The collectives of a forward pass, in order; groups of a single rank have none.
+    """The collectives of a forward pass in their order. Groups of a single rank have no collectives.
 
-    A backward pass has their transposes, of the same sizes: gathers for splits and the reverse.
+    A backward pass has their transposes with the same sizes: it gathers where the forward pass splits, and
+    the reverse.
 
     Args:
-        schedule: Which order.
-        layer: What it is about.
+        schedule: Order of the layer's collectives.
+        layer: Sizes of the layer and of its groups.
     """
     own = layer.dumped_bytes / layer.n_mp
     leaving = () if layer.is_split else (Collective("all_gather", "mp", layer.tokens_bytes),)
     if schedule == "baseline":
-        # Parm, Eq. 1. Under sequence parallelism each rank brings 1 / N_MP of the tokens only.
+        # Parm, Eq. 1. Under sequence parallelism each rank has only 1 / N_MP of the tokens.
         share = layer.n_mp if layer.is_split else 1
         found: tuple[Collective, ...] = (
             Collective("all_gather", "esp", layer.tokens_bytes * layer.n_esp / share),
@@ -126,11 +144,11 @@ def collectives_of(schedule: Schedule, layer: ScheduledLayer) -> tuple[Collectiv
             *leaving,
         )
     elif schedule == "s1" or layer.is_split or layer.n_mp == 1:
-        # With tokens that are split before the gate, or a single MP rank, S2 is S1.
+        # If tokens are split before the gate, or if MP has a single rank, S2 is the same as S1.
         exchange = Collective("all_to_all", "ep_esp", own)
         found = (exchange, exchange, *leaving)  # Eq. 11, or Eq. 2
     else:
-        # Eq. 14 with N_ESP, as Eq. 7 has it.
+        # Eq. 14, with N_ESP as in Eq. 7.
         found = (
             Collective("all_to_all", "ep_esp", own),
             Collective("overlapped_all_to_all", "ep_esp", own),
@@ -146,32 +164,32 @@ def collectives_of(schedule: Schedule, layer: ScheduledLayer) -> tuple[Collectiv
 
 
 def rows_of_device(schedule: Schedule, layer: ScheduledLayer) -> float:
-    """Rows that a device computes, each with its part of an expert, where loads are even.
+    """Number of rows for which a device computes its part of an expert, if loads are even.
 
-    Only ``baseline`` computes everything N_MP times where the MP ranks have the same tokens (Parm, §III-A).
+    Only ``baseline`` computes every row N_MP times if the MP ranks have the same tokens (Parm, §III-A).
 
     Args:
-        schedule: Which order.
-        layer: What it is about.
+        schedule: Order of the layer's collectives.
+        layer: Sizes of the layer and of its groups.
     """
     is_repeated = schedule == "baseline" and not layer.is_split
     return layer.num_rows * layer.n_esp / (1 if is_repeated else layer.n_mp)
 
 
 ScheduleCosts = Mapping[tuple[Kind, Group], LinkCost]
-"""Seconds of each collective among each kind of ranks: ``alpha + beta * num_bytes`` (Parm, §V-A, Eq. 12)."""
+"""Cost of each collective in each kind of group: ``alpha + beta * num_bytes`` (Parm, §V-A, Eq. 12)."""
 
 
 def schedule_seconds(schedule: Schedule, layer: ScheduledLayer, costs: ScheduleCosts) -> float:
-    """Seconds of a forward pass's collectives (Parm, Eq. 1, 11 and 14).
+    """Seconds of the collectives of a forward pass (Parm, Eq. 1, 11 and 14).
 
     Args:
-        schedule: Which order.
-        layer: What it is about.
-        costs: Of all collectives of the schedule.
+        schedule: Order of the layer's collectives.
+        layer: Sizes of the layer and of its groups.
+        costs: Costs of all collectives of the schedule.
 
     Raises:
-        KeyError: A cost is missing.
+        KeyError: The cost of a collective is missing.
     """
     return math.fsum(
         costs[collective.kind, collective.over].time_s(collective.num_bytes)
@@ -180,14 +198,26 @@ def schedule_seconds(schedule: Schedule, layer: ScheduledLayer, costs: ScheduleC
 
 
 def is_known(schedule: Schedule, layer: ScheduledLayer, costs: ScheduleCosts) -> bool:
-    """Whether there are costs for all of a schedule's collectives."""
+    """Whether the costs of all collectives of a schedule are known.
+
+    Args:
+        schedule: Order of the layer's collectives.
+        layer: Sizes of the layer and of its groups.
+        costs: The known costs.
+    """
     return all((found.kind, found.over) in costs for found in collectives_of(schedule, layer))
 
 
 def predicted_seconds(
     layer: ScheduledLayer, costs: ScheduleCosts, among: tuple[Schedule, ...]
 ) -> dict[Schedule, float]:
-    """Modelled seconds of the schedules that there are costs for."""
+    """Modelled seconds of a forward pass's collectives, for each schedule whose costs are known.
+
+    Args:
+        layer: Sizes of the layer and of its groups.
+        costs: The known costs.
+        among: The schedules to compare.
+    """
     return {
         schedule: schedule_seconds(schedule, layer, costs)
         for schedule in among
@@ -196,9 +226,11 @@ def predicted_seconds(
 
 
 def best_schedule(predicted: Mapping[Schedule, float]) -> Schedule:
-    """The schedule with the fewest modelled seconds; the first of equals (Parm, Alg. 1: S1 before S2).
+    """The schedule with the fewest modelled seconds.
+
+    Of schedules with equal seconds it is the first one (Parm, Alg. 1, prefers S1 to S2).
 
     Args:
-        predicted: Of each candidate, in order of preference; at least one.
+        predicted: Modelled seconds of each candidate, in order of preference. At least one candidate.
     """
     return min(predicted, key=lambda schedule: predicted[schedule])

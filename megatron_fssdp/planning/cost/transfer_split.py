@@ -1,8 +1,9 @@
-"""Pro-Prophet's sub-operators: a transfer in two parts, under two pieces of compute (Pro-Prophet, §V-B).
+"""Pro-Prophet's sub-operators: transfers in two parts under two pieces of compute (Pro-Prophet, §V-B).
 
-Weights of a layer travel under the experts of the layer before it and under the compute between the
-two; gradients under the same in the backward pass, in the other order. What is between, such as
-attention, is known before a training starts, so as much as fits goes there and the rest to the experts.
+The weights of a layer travel while the experts of the layer before compute, and during the compute between
+the two layers. The gradients travel at the same places in the backward pass, in the opposite order. The
+compute between the layers, such as attention, takes a time that is known before training. So as much as fits
+travels there, and the rest travels beside the experts.
 """
 
 from dataclasses import dataclass
@@ -12,11 +13,14 @@ from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 
 @dataclass(frozen=True)
 class TransferSplit:
-    """Which part of every expert travels under the experts of the layer before.
+    """The part of every expert that travels while the experts of the layer before compute.
 
     Attributes:
-        gather: Share of its weights, from 0 to 1.
-        reduce: Share of its gradient, likewise.
+        gather: Share of an expert's weights, from 0 to 1.
+        reduce: Share of an expert's gradient, from 0 to 1.
+
+    Raises:
+        ValueError: A share is out of range.
     """
 
     gather: float = 0.0
@@ -29,21 +33,22 @@ class TransferSplit:
 
 
 WHOLE = TransferSplit()
-"""Nothing travels under the experts of the layer before."""
+"""A split in which nothing travels beside the experts of the layer before."""
 
 
 def split_transfers(
     gather_s: float, reduce_s: float, *, non_expert_s: float, expert_s: float
 ) -> TransferSplit:
-    """The split by modelled seconds (Pro-Prophet, §V-B, Alg. 2).
+    """Split transfers by modelled seconds (Pro-Prophet, §V-B, Alg. 2).
 
-    What neither piece of compute hides stays with the compute between the layers, and is waited for.
+    A part that neither piece of compute hides travels with the compute between the layers, which then has to
+    wait.
 
     Args:
         gather_s: Seconds of SparseAllGather.
         reduce_s: Seconds of SparseReduceScatter.
-        non_expert_s: Seconds of the compute between two layers, forward (FNEC).
-        expert_s: Seconds of the experts, forward (FEC).
+        non_expert_s: Seconds of the forward pass of the compute between two layers (FNEC).
+        expert_s: Seconds of the experts' forward pass (FEC).
     """
     return TransferSplit(
         _share_under_experts(gather_s, non_expert_s, expert_s),
@@ -52,5 +57,12 @@ def split_transfers(
 
 
 def _share_under_experts(busy_s: float, between_s: float, experts_s: float) -> float:
+    """Share of a transfer that travels beside the experts, from 0 to 1.
+
+    Args:
+        busy_s: Seconds of the whole transfer.
+        between_s: Seconds of the compute between two layers.
+        experts_s: Seconds of the experts.
+    """
     too_much_s = busy_s - between_s
     return 0.0 if too_much_s <= 0 else min(too_much_s, experts_s) / busy_s
