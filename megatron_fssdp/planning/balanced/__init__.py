@@ -1,1 +1,1 @@
-"""Our own planners: a placement search, its price in seconds, and exact quotas."""
+"""Our own planners: a search for placements, placements by modelled seconds, and exact quotas."""

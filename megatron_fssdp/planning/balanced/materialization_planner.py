@@ -1,7 +1,7 @@
-"""Plans one layer's placement: starts of several kinds, each improved by the local search.
+"""Plans one layer's placement: a local search improves several starts, and the best result is taken.
 
-Ours, beyond the papers, within the limits of Hecate's Alg. 1 (overlap degree and slots).
-Shape letters: E experts, D devices, N nodes.
+This planner is ours and goes beyond the papers. It has the limits of Hecate's Alg. 1 (overlap degree and
+slots). Shape letters: E experts, D devices, N nodes.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,36 +25,44 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 
 RESTART_RATIO = 1.10
-"""Maximum over mean device load above which the search starts once more from elsewhere."""
+"""Maximum over mean device load above which the search runs again from another start."""
 
 CHEAP_RESTART_RATIO = 1.05
-"""The same for starts that cost little: another seed for few devices. Never again at this much
-over the lower bound."""
+"""The same ratio for starts that cost little time, such as another seed for few devices.
+
+The search also does not run again if the maximum device load is at most this number times the lower bound.
+"""
 
 FEW_DEVICES_RESTART_RATIO = 1.075
-"""``RESTART_RATIO`` with few devices."""
+"""The value of ``RESTART_RATIO`` for few devices."""
 
 FEW_DEVICES = 8
-"""Up to so many devices a search takes little time and can end in a corner: there are more starts."""
+"""Number of devices up to which a group counts as one with few devices.
+
+For few devices a search takes little time and can end in a local optimum, so it has more starts.
+"""
 
 MAX_RESTART_SLOTS = 256
-"""Slots of all devices together up to which there is more than one start."""
+"""Number of slots of all devices together above which there are no starts except Alg. 1 and one seed."""
 
 
 def plan_materialization(
     owner_E: np.ndarray, load_DE: np.ndarray, topology: Topology, *, overlap_degree: int, slots: int
 ) -> ExpertPlacement:
-    """Plans one layer: the starts of :func:`_starts`, each improved by the local search.
+    """Plan one layer's placement by a local search from the starts of :func:`_starts`.
 
     Args:
-        owner_E: Owner of every expert, integers [E].
-        load_DE: Expected load by source and expert, [D, E].
+        owner_E: Owner of every expert, integers ``[E]``.
+        load_DE: Expected load by source device and expert, ``[D, E]``, in any non-negative unit.
         topology: Nodes of the devices.
         overlap_degree: Most experts that may be replicated, t.
-        slots: Most replicas a device may hold, m.
+        slots: Most replicas that a device may hold, m.
 
     Returns:
-        A placement whose modelled maximum device load is at most the owners-only one's.
+        A placement whose modelled maximum device load is at most the one without replicas.
+
+    Raises:
+        ValueError: The loads do not match the owners and devices, or a limit is negative.
     """
     layer = _demand(owner_E, load_DE, topology, overlap_degree, slots)
     if not _is_worth_it(layer):
@@ -75,12 +83,12 @@ def plan_materialization(
 
 @dataclass(frozen=True, eq=False)
 class QuickLook:
-    """What one start and one search come to.
+    """The result of one search from one start.
 
     Attributes:
-        placement: Its modelled maximum device load is at most the owners-only one's.
-        least_degree: With an overlap degree from this number up to the one that was allowed, the placement
-            would be the same.
+        placement: A placement whose modelled maximum device load is at most the one without replicas.
+        least_degree: The placement would be the same with every overlap degree from this number up to the
+            allowed one.
     """
 
     placement: ExpertPlacement
@@ -90,7 +98,15 @@ class QuickLook:
 def quick_look(
     owner_E: np.ndarray, load_DE: np.ndarray, topology: Topology, *, overlap_degree: int, slots: int
 ) -> QuickLook:
-    """As :func:`plan_materialization`, but for only :func:`seed_replicas` and one search from there."""
+    """Plan like :func:`plan_materialization`, but with one search only, from :func:`seed_replicas`.
+
+    Args:
+        owner_E: Owner of every expert, integers ``[E]``.
+        load_DE: Expected load by source device and expert, ``[D, E]``, in any non-negative unit.
+        topology: Nodes of the devices.
+        overlap_degree: Most experts that may be replicated, t.
+        slots: Most replicas that a device may hold, m.
+    """
     layer = _demand(owner_E, load_DE, topology, overlap_degree, slots)
     if _is_worth_it(layer):
         model = layer.owners_model()
@@ -102,13 +118,22 @@ def quick_look(
 
 
 def _least_degree(model: EvenDispatchModel, layer: LayerDemand, wanted: Sequence[int]) -> int:
-    """See :class:`QuickLook`.
+    """The lowest overlap degree that gives the same placement; see :class:`QuickLook`.
 
-    A lower degree changes three things. The seed may replicate only the most loaded experts, which makes
-    no difference while all that it wanted are among them: it never came to the others. The search may not
-    replicate more experts at a time than so many, which makes none while it never did: a move that it did
-    not make, for a better one, does not keep it from the better one. And the lower bound rises only if more
-    devices than so many are above it.
+    A lower overlap degree has three effects:
+
+    * The seed may replicate only that many of the most loaded experts. This changes nothing if all experts
+    that
+      it wanted to replicate are among them.
+    * The search may replicate only that many experts at the same time. This changes nothing if the search
+    never
+      replicated more.
+    * The lower bound becomes higher, but only if more devices than that are above it.
+
+    Args:
+        model: The model after the search.
+        layer: Owners, loads and limits of the layer.
+        wanted: The experts that the seed wanted to replicate.
     """
     by_load = sorted(range(len(model.total)), key=lambda expert: -model.total[expert])
     last_wanted = max(map(by_load.index, wanted), default=-1)
@@ -118,13 +143,13 @@ def _least_degree(model: EvenDispatchModel, layer: LayerDemand, wanted: Sequence
 def _demand(
     owner_E: np.ndarray, load_DE: np.ndarray, topology: Topology, overlap_degree: int, slots: int
 ) -> LayerDemand:
-    """What is planned for, checked."""
+    """Owners, loads and limits of a layer, after checks of the arguments."""
     owners_only = ExpertPlacement.owners_only(owner_E, topology.num_devices)
     load = checked_load(
         load_DE,
         "load_DE",
         (owners_only.num_devices, owners_only.num_experts),
-        "by source device and expert, as placement and topology have them",
+        "by source device of the topology and expert of owner_E",
     )
     if overlap_degree < 0 or slots < 0:
         raise ValueError(
@@ -136,7 +161,7 @@ def _demand(
 
 
 def _is_worth_it(layer: LayerDemand) -> bool:
-    """Whether there may be replicas, and the owners alone are not balanced already."""
+    """Whether replicas are allowed, and device loads without replicas are not balanced already."""
     if not (layer.max_replicated > 0 and layer.slots > 0):
         return False
     balanced = layer.owners_max * (1 + ROUNDING) <= BALANCED_RATIO * layer.lower_bound
@@ -147,13 +172,16 @@ type _Start = Callable[[], EvenDispatchModel]
 
 
 def _starts(layer: LayerDemand) -> list[tuple[float, _Start]]:
-    """Where the search starts, each with the maximum over mean load so far above which to try it.
+    """The starts of the search in their order, each with a ratio of maximum over mean device load.
 
-    Hecate's Alg. 1 comes first where its memory does not bind (m == t): it then puts the top
-    experts everywhere, which keeps most tokens where they are. Else :func:`seed_replicas` is
-    first: it ends nearer to balance than Alg. 1 and takes less time. The others are for layers
-    on which that ends too high: owners that give away less and so leave slots to others, the
-    owners alone, and with few devices also Alg. 1 and the most loaded experts everywhere.
+    A start is tried if the best placement so far is above its ratio.
+
+    If every device has slots for all experts that may be replicated (m == t), Hecate's Alg. 1 comes first. It
+    then puts the most loaded experts on all devices, so most tokens stay on their devices. Otherwise
+    :func:`seed_replicas` comes first, because its result is closer to balance than that of Alg. 1 and takes
+    less time. The other starts are for layers on which these results are not good enough: seeds in which
+    owners give away less load and so leave slots to others, a start without replicas, and for few devices
+    also Alg. 1 and the most loaded experts on all devices.
     """
     num_devices = layer.topology.num_devices
     few = num_devices <= FEW_DEVICES
@@ -173,13 +201,14 @@ def _starts(layer: LayerDemand) -> list[tuple[float, _Start]]:
 
 
 def _seeded(layer: LayerDemand, owner_ratio: float) -> EvenDispatchModel:
-    """The result of :func:`seed_replicas`."""
+    """A start: the result of :func:`seed_replicas`."""
     model = layer.owners_model()
     _seed(model, layer, owner_ratio)
     return model
 
 
 def _seed(model: EvenDispatchModel, layer: LayerDemand, owner_ratio: float) -> Sequence[int]:
+    """Call :func:`seed_replicas` with the limits of a layer."""
     return seed_replicas(
         model,
         layer.topology,
@@ -190,7 +219,7 @@ def _seed(model: EvenDispatchModel, layer: LayerDemand, owner_ratio: float) -> S
 
 
 def _alg1(layer: LayerDemand) -> EvenDispatchModel:
-    """The result of Hecate's Alg. 1."""
+    """A start: the result of Hecate's Alg. 1."""
     return layer.model_of(
         sparse_materialization(
             layer.owner_E,
@@ -203,7 +232,7 @@ def _alg1(layer: LayerDemand) -> EvenDispatchModel:
 
 
 def _hottest_everywhere(layer: LayerDemand, num_experts: int) -> EvenDispatchModel:
-    """The most loaded experts on every device."""
+    """A start: the most loaded experts are on all devices."""
     model = layer.owners_model()
     devices = range(layer.topology.num_devices)
     for expert in sorted(range(len(model.total)), key=lambda e: -model.total[e])[:num_experts]:

@@ -1,8 +1,9 @@
-"""How many experts to replicate when their transfers cost more than compute hides.
+"""Selects how many experts to replicate by the modelled seconds of the layer.
 
-Ours, beyond the papers. Hecate (§4.2) replicates as many experts as travel under the compute
-before the layer and no more. But one more may save more than its transfer exposes, and one less may cost
-nothing; so here the modelled seconds of the layer decide, plain expert parallelism included.
+This planner is ours and goes beyond the papers. Hecate (§4.2) replicates as many experts as can be
+transferred during the compute before the layer. But one more expert may save more seconds than its transfer
+exposes, and one expert less may cost nothing. So this planner compares the modelled seconds of the layer,
+also those of plain expert parallelism.
 
 Shape letters: E experts, D devices, H selected experts of a layer.
 """
@@ -33,25 +34,33 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 
 LEAST_SAVING, LEAST_FURTHER_SAVING = 0.01, 0.001
-"""Parts of plain expert parallelism's seconds that replicas must save together, and more replicas besides:
-less is within what the model does not know."""
+"""Smallest savings, as parts of the seconds of plain expert parallelism.
+
+The first is for all replicas together. The second is for more replicas in place of fewer. Smaller savings are
+within the error of the model.
+"""
 
 LEAST_CONSIDERED, CONSIDERED_OVER_HIDDEN = 16, 2
-"""At most so many experts are considered, or so many times those whose transfers hide: more would cost the
-host more than they save a device."""
+"""Limits of the number of experts that the planner considers for replication. The larger limit counts.
+
+The first is a number of experts. The second is a multiple of the number of experts whose transfers are
+hidden. More experts would cost the host more time than they save on the devices.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class PlacementPricer:
-    """Modelled seconds of one layer in an iteration under placements, by :func:`layer_seconds`.
+    """Computes the modelled seconds of one layer in an iteration under placements, by :func:`layer_seconds`.
 
-    Tokens are split evenly among holders, without rounding. Balanced dispatch does not cost more.
+    The price assumes that tokens are split evenly among holders, without rounding to whole tokens. Balanced
+    dispatch does not cost more.
 
     Attributes:
-        load_DE: (token, k) pairs of an iteration by source and expert, ``[D, E]``.
+        load_DE: (token, k) pairs of an iteration by source device and expert, ``[D, E]``.
         topology: Nodes of the devices.
-        profile: Measured costs.
-        rematerialize: Whether every micro-batch gathers twice and reduces once, instead of an iteration.
+        profile: Measured costs of the layer and the links.
+        rematerialize: Whether every micro-batch gathers replicas twice and reduces their gradients once.
+            Otherwise an iteration gathers and reduces once.
         hides: Whether transfers run beside compute.
     """
 
@@ -62,17 +71,20 @@ class PlacementPricer:
     hides: bool = True
 
     def seconds(self, placement: ExpertPlacement) -> float:
-        """Seconds of the layer without the compute before it, which no placement changes."""
+        """Seconds of the layer under a placement. The compute before the layer is not included."""
         dispatch = dispatch_of_all(self.load_DE, placement, self.topology)
         moved = transfer_traffic(two_level_transfer(placement, self.topology), self.topology)
         return float(self._price(dispatch, moved).moe_s[-1])
 
     def price_of_first(self, placement: ExpertPlacement, experts: Sequence[int] | np.ndarray) -> LayerPrice:
-        """The price if only the first 0, 1, … H experts have their replicas; arrays [H+1].
+        """The prices if only the first 0, 1, … H experts have their replicas.
 
         Args:
             placement: Owners and all replicas.
-            experts: All replicated experts, in the order in which they get their replicas.
+            experts: All replicated experts, in the order in which they get their replicas; ``[H]``.
+
+        Returns:
+            A price whose fields are arrays ``[H+1]``.
         """
         dispatch = dispatch_of_first(self.load_DE, placement, experts, self.topology)
         moved = transfer_of_first(two_level_transfer(placement, self.topology), experts, self.topology)
@@ -93,7 +105,7 @@ class PlacementPricer:
 
 
 def replicated_experts(placement: ExpertPlacement) -> np.ndarray:
-    """The experts with a replica, ascending, int64 [H]."""
+    """The experts that have replicas, ascending, int64 ``[H]``."""
     return np.flatnonzero(np.count_nonzero(placement.present_ED, axis=1) > 1)
 
 
@@ -107,23 +119,25 @@ def priced_materialization(
     rematerialize: bool = False,
     hides: bool = True,
 ) -> ExpertPlacement:
-    """The cheapest of several placements by :class:`PlacementPricer`.
+    """Plan the placement with the fewest modelled seconds of several candidates (:class:`PlacementPricer`).
 
-    A quick search plans for many experts. Of its result the replicas of the most loaded 0, 1, 2, …
-    experts are compared; the fewest that cost the least are then planned anew, because a search that
-    may replicate only so many places them otherwise.
+    A quick search plans replicas for many experts. Its result is priced with the replicas of only the most
+    loaded 0, 1, 2, … experts. The smallest of these numbers with about the lowest price is selected. With
+    this number as the overlap degree, a second search plans again, because it may place fewer experts better.
+    The cheaper of the two placements is the result. It has no replicas if they would save less than
+    :data:`LEAST_SAVING`.
 
     Args:
-        owner_E: Owner of every expert, integers [E].
-        load_DE: Expected load of an iteration by source and expert, [D, E].
+        owner_E: Owner of every expert, integers ``[E]``.
+        load_DE: Expected (token, k) pairs of an iteration by source device and expert, ``[D, E]``.
         topology: Nodes of the devices.
-        slots: Most replicas a device may hold, m.
-        profile: Measured costs, the same numbers on all ranks.
+        slots: Most replicas that a device may hold, m.
+        profile: Measured costs of the layer and the links, the same numbers on all ranks.
         rematerialize: Whether replicas are gathered and reduced with every micro-batch.
         hides: Whether transfers run beside compute.
 
     Returns:
-        A placement whose modelled seconds are at most the owners-only one's.
+        A placement whose modelled seconds are at most those without replicas.
     """
     num_hidden = profile.overlap_degree(topology) if hides else 0
     considered = max(LEAST_CONSIDERED, CONSIDERED_OVER_HIDDEN * num_hidden)
@@ -143,7 +157,7 @@ def priced_materialization(
         again = plan_materialization(owner_E, load_DE, topology, overlap_degree=number, slots=slots)
     elif number >= look.least_degree:
         return many
-    else:  # Further starts lower the price by 0.1 %, and take most of the time.
+    else:  # More starts would lower the price by only 0.1 % and take most of the planning time.
         again = quick_look(owner_E, load_DE, topology, overlap_degree=number, slots=slots).placement
     if pricer.seconds(again) < seconds_H[number]:
         return again
@@ -151,7 +165,7 @@ def priced_materialization(
 
 
 def _of_experts(placement: ExpertPlacement, experts: np.ndarray) -> ExpertPlacement:
-    """The owners, and the replicas of some experts only."""
+    """A placement with the same owners and only the replicas of the given experts, int64 ``[H]``."""
     present_ED = np.zeros_like(placement.present_ED)
     present_ED[np.arange(placement.num_experts), placement.owner_E] = True
     present_ED[experts] = placement.present_ED[experts]

@@ -1,7 +1,8 @@
-"""Exact quotas: the lowest load that all devices can be kept at, from the counts of one micro-batch.
+"""Exact quotas: how many tokens of each expert each device computes, planned from a micro-batch's counts.
 
-Ours, after the approach of ECHO and UltraEP: with the counts known, a bound on every device's load is
-searched, what is above it spills to devices with room, and tokens follow that assignment.
+This planner is ours and follows the approach of ECHO and UltraEP. The counts are known. A search finds the
+lowest limit (ceiling) that the load of every device can have. Tokens above the ceiling spill to devices with
+room, and the dispatch follows this assignment.
 
 Shape letters: E experts, D devices, N nodes, X expert-tensor-parallel peers.
 """
@@ -13,27 +14,30 @@ from megatron_fssdp.planning.loads.checked_loads import checked_counts
 from megatron_fssdp.planning.placement.topology import Topology
 
 CEILING_TOLERANCE = 0.005
-"""How exactly the lowest ceiling is searched for, as a part of the mean load."""
+"""The search for the lowest ceiling stops at this precision, a part of the mean device load."""
 
 
 def quota_assignment(
     owner_E: np.ndarray, counts_DE: np.ndarray, topology: Topology, *, slots: int
 ) -> np.ndarray:
-    """How many tokens of each expert each device computes.
+    """Plan how many tokens of each expert each device computes.
 
-    A binary search for the smallest ceiling of all devices' loads that can be kept with at most
-    ``slots`` other experts on a device. What an owner has above the ceiling is taken from its hottest
-    experts first and spills to devices with room: such that have the expert already first, then those
-    of the nodes that most of the expert's tokens come from, then the lowest.
+    A binary search finds the lowest ceiling of device loads that is possible with at most ``slots`` experts
+    of other owners on a device. An owner above the ceiling spills tokens of its most loaded experts first.
+    They go to devices with room, first to those in the nodes from which most of the expert's tokens come,
+    then to the device with the lowest number.
 
     Args:
-        owner_E: Owner of every expert, integers [E].
-        counts_DE: (token, k) pairs by source and expert, integers [D, E].
+        owner_E: Owner of every expert, integers ``[E]``.
+        counts_DE: (token, k) pairs by source device and expert, integers ``[D, E]``.
         topology: Nodes of the devices.
-        slots: Most experts that a device may take over, m.
+        slots: Most experts of other owners that a device may compute, m.
 
     Returns:
-        int64 [E, D]; row ``e`` sums to the expert's tokens.
+        Tokens by expert and device, int64 ``[E, D]``. Row ``e`` sums to the tokens of expert ``e``.
+
+    Raises:
+        ValueError: The counts do not match the owners and devices, or ``slots`` is negative.
     """
     owner = np.asarray(owner_E, dtype=np.int64)
     counts = checked_counts(counts_DE, topology.num_devices, len(owner))
@@ -63,7 +67,20 @@ def quota_assignment(
 
 
 class _Spilling:
-    """What spills where under a ceiling; plain lists, because few numbers are touched at a time."""
+    """Finds which tokens spill to which devices under a ceiling.
+
+    The class uses plain lists, because each step touches few numbers.
+
+    Args:
+        owner_E: Owner of every expert, int64 ``[E]``.
+        load_E: Tokens of every expert, int64 ``[E]``.
+        load_NE: Tokens by source node and expert, int64 ``[N, E]``.
+        topology: Nodes of the devices.
+        slots: Most experts of other owners that a device may compute.
+
+    Attributes:
+        loads: Load of every device if nothing spills, ``[D]``.
+    """
 
     def __init__(
         self, owner_E: np.ndarray, load_E: np.ndarray, load_NE: np.ndarray, topology: Topology, slots: int
@@ -82,7 +99,11 @@ class _Spilling:
         self._nearest: dict[int, list[int]] = {}
 
     def below(self, ceiling: int) -> list[tuple[int, int, int]] | None:
-        """(expert, device, tokens) that spill; None if they do not find room."""
+        """The tokens that spill under a ceiling, as (expert, device, tokens); None if they do not find room.
+
+        Args:
+            ceiling: Highest load that a device may have.
+        """
         room = [ceiling - load for load in self.loads]
         left = [self._slots] * len(room)
         spilled = []
@@ -110,7 +131,7 @@ class _Spilling:
         return spilled
 
     def _nearest_to(self, expert: int) -> list[int]:
-        """Devices by how many of the expert's tokens their node has, then by number."""
+        """The devices in descending order of the expert's tokens in their node, then by number."""
         if expert not in self._nearest:
             order = np.argsort(-self._load_NE[self._node_D, expert], kind="stable")
             self._nearest[expert] = order.tolist()
@@ -118,13 +139,18 @@ class _Spilling:
 
 
 def split_among_peers(tokens_ED: np.ndarray, load_XE: np.ndarray) -> np.ndarray:
-    """The quotas of each expert-tensor-parallel peer's own tokens, int64 [X, E, D].
+    """Split quotas among expert-tensor-parallel peers: the quotas for each peer's own tokens.
 
-    Along one line of an expert's tokens, peer after peer, the devices' quotas follow each other.
+    An expert's tokens are laid out along a line, peer after peer. The devices' quotas are laid out along the
+    same line, device after device. Where they overlap, the tokens of that peer belong to the quota of that
+    device.
 
     Args:
-        tokens_ED: Quotas of all peers together.
-        load_XE: Tokens of each peer, summing to the quotas.
+        tokens_ED: Quotas of all peers together, int64 ``[E, D]``.
+        load_XE: Tokens of each peer, int64 ``[X, E]``. Their sums over peers equal the sums of the quotas.
+
+    Returns:
+        int64 ``[X, E, D]``.
     """
     quota_end_ED = np.cumsum(tokens_ED, axis=1)
     peer_end_XE = np.cumsum(load_XE, axis=0)
@@ -134,18 +160,21 @@ def split_among_peers(tokens_ED: np.ndarray, load_XE: np.ndarray) -> np.ndarray:
 
 
 def quota_dispatch(tokens_ED: np.ndarray, counts_DE: np.ndarray, topology: Topology) -> QuotaDispatch:
-    """Sources' tokens for given quotas: a device's own first, then its node's, then the others'.
+    """The dispatch that fulfils given quotas.
+
+    A device's quota is filled with the device's own tokens first, then with those of its node, then with
+    those of other nodes.
 
     Args:
-        tokens_ED: Tokens of each expert that each device computes, int64 [E, D].
-        counts_DE: (token, k) pairs by source and expert, int64 [D, E].
+        tokens_ED: Tokens of each expert that each device computes, int64 ``[E, D]``.
+        counts_DE: (token, k) pairs by source device and expert, int64 ``[D, E]``.
         topology: Nodes of the devices.
     """
     quota_DE = np.ascontiguousarray(tokens_ED.T)
     own_DE = np.minimum(counts_DE, quota_DE)
     open_DE = quota_DE - own_DE
     in_node_NE = np.minimum(topology.sum_over_nodes(open_DE), topology.sum_over_nodes(counts_DE - own_DE))
-    # Inside a node the first devices with open quotas take its tokens.
+    # Inside a node, the devices fill their remaining quotas with the node's tokens in ascending order.
     before_DE = np.zeros_like(open_DE)
     for devices in topology.devices_by_node:
         rows = list(devices)

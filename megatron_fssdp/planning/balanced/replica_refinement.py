@@ -1,7 +1,7 @@
-"""Local search over replicas that only ever lowers the modelled maximum device load.
+"""Local search over replicas. It never raises the modelled maximum device load.
 
-Ours, beyond the papers: Alg. 1 counts replicas without asking where their load lands, so it
-can leave, or make, one device the straggler.
+This search is ours and goes beyond the papers. Hecate's Alg. 1 sets numbers of replicas without looking at
+which devices get their load, so one device may be, or become, much slower than the others.
 """
 
 from dataclasses import dataclass
@@ -10,40 +10,48 @@ from megatron_fssdp.planning.loads.even_dispatch_model import EvenDispatchModel
 from megatron_fssdp.planning.loads.layer_demand import LayerDemand
 
 BALANCED_RATIO = 1.01
-"""Maximum device load over its lower bound, most often the mean, at which the search stops."""
+"""The search stops when the maximum device load divided by its lower bound is at most this number.
+
+The lower bound is usually the mean device load.
+"""
 
 ROUNDING = 1e-12
-"""Relative difference at which loads summed in another order count as equal."""
+"""Relative difference up to which loads count as equal. Sums in another order differ by rounding."""
 
 MIN_GAIN = 2e-3
-"""Smallest relief of the most loaded device worth a move, as a part of the mean device load."""
+"""Smallest decrease of the maximum device load that a move must bring, as a part of the mean device load."""
 
 NUM_CANDIDATES = 8
-"""Least loaded devices tried as the place of a new replica."""
+"""Number of least loaded devices on which a new replica is tried."""
 
 NUM_NODE_CANDIDATES = 4
-"""Least loaded devices of the most loaded device's own node tried besides."""
+"""Number of least loaded devices of the most loaded device's node that are tried in addition."""
 
 DEFAULT_MAX_MOVES = 256
 """Most moves of one search."""
 
 
 def search(model: EvenDispatchModel, layer: LayerDemand, max_moves: int) -> int:
-    """Makes the best move until balanced, nothing helps or ``max_moves`` are made.
+    """Make the best move again and again, until loads are balanced, no move helps or ``max_moves`` are made.
 
-    Each move relieves the most loaded device: a new replica of one of its experts on a free slot,
-    the same in exchange for a replica there, or the end of one of its own replicas. Of the moves
-    tried (its experts by descending share; with many devices, until one lets the next device be
-    the most loaded), the one whose most loaded affected device ends lowest is made. All affected
-    devices must end below the present maximum, so the maximum never rises.
+    Each move lowers the load of the most loaded device in one of three ways:
+
+    * It adds a replica of one of the device's experts in a free slot of another device.
+    * It adds such a replica in place of another replica.
+    * It removes one of the device's own replicas.
+
+    The device's experts are tried in descending order of their load on it. With many devices, this ends at
+    the first move after which another device is the most loaded one. Of the tried moves, the search makes the
+    one after which the highest load of the affected devices is lowest. All affected devices must end below
+    the present maximum, so the maximum never rises.
 
     Args:
-        model: The placement and its loads; changed in place.
-        layer: What it is for.
-        max_moves: Most moves made.
+        model: The placement and its device loads; changed in place.
+        layer: Owners, loads and limits of the layer.
+        max_moves: Most moves to make.
 
     Returns:
-        The number of moves made.
+        Number of moves made.
     """
     for num_moves in range(max_moves):
         if model.most_loaded()[0] <= BALANCED_RATIO * layer.lower_bound:
@@ -60,24 +68,36 @@ def search(model: EvenDispatchModel, layer: LayerDemand, max_moves: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """Replicas, as (expert, device), that end and begin together."""
+    """A move of the search.
+
+    Attributes:
+        ends: Replicas to remove, as (expert, device).
+        begins: Replicas to add, as (expert, device).
+    """
 
     ends: tuple[tuple[int, int], ...] = ()
     begins: tuple[tuple[int, int], ...] = ()
 
 
 def _best_move(model: EvenDispatchModel, layer: LayerDemand, min_gain: float) -> _Move | None:
-    """The move after which the most loaded of the devices it affects is lowest."""
+    """The move after which the highest load of the devices that it affects is lowest; None if no move helps.
+
+    Args:
+        model: The placement and its device loads.
+        layer: Owners, loads and limits of the layer.
+        min_gain: Smallest decrease of the maximum device load.
+    """
     node_of, replicas, ascending, slots = model.node_of, model.replicas, model.ascending, layer.slots
     highest, device = ascending[-1]
-    best = highest - min_gain  # a move must leave every device it affects below this
+    best = highest - min_gain  # Every device that a move affects must end below this load.
     move: _Move | None = None
     node = node_of[device]
     targets = _targets(model, layer)
     endings_on: dict[int, list[tuple[int, float, float, float]]] = {}
     may_widen = model.num_replicated < layer.max_replicated
 
-    # Below the next device's load a move lowers the maximum no further; few devices are searched fully.
+    # If a move brings the device below the next most loaded one, no move lowers the maximum further. With
+    # many devices the search stops there. With few devices it tries all moves.
     enough = ascending[-2][0] if len(ascending) > NUM_CANDIDATES else -1.0
     here_shares = [(model.share_on(e, device), e) for e in model.owned[device] + replicas[device]]
     here_shares.sort(reverse=True)
@@ -87,13 +107,14 @@ def _best_move(model: EvenDispatchModel, layer: LayerDemand, min_gain: float) ->
         shares = model.shares(expert)
         near_here, far = shares.near[node], shares.far
         if highest - near_here - far >= best:
-            continue  # what the device routes to the expert itself stays
+            continue  # The device's own tokens for the expert stay in any case.
         own, near, unserved = shares.own, shares.near, shares.unserved
         holders, holders_in, node_load = shares.holders, shares.holders_in, shares.node_load
         num_after = len(holders) + 1
         is_new = num_after == 2
         here_without_far = highest - far
-        far_if_served = unserved / num_after  # after a replica in a node that has one already
+        # Far share of each holder after a new replica in a node that has a holder already.
+        far_if_served = unserved / num_after
         here_if_served = here_without_far + far_if_served
         for target_load, target in targets:
             if target in holders:
@@ -127,7 +148,7 @@ def _best_move(model: EvenDispatchModel, layer: LayerDemand, min_gain: float) ->
             for replica, share, worst, growth_here in endings:
                 if worst < best and there - share < best and here + growth_here < best:
                     if is_new and not may_widen and len(model.holders[replica]) > 2:
-                        continue  # one more replicated expert, and none less
+                        continue  # There would be one more replicated expert, which is not allowed.
                     best = max(worst, there - share, here + growth_here)
                     move = _Move(ends=((replica, target),), begins=((expert, target),))
 
@@ -143,7 +164,10 @@ def _best_move(model: EvenDispatchModel, layer: LayerDemand, min_gain: float) ->
 
 
 def _targets(model: EvenDispatchModel, layer: LayerDemand) -> list[tuple[float, int]]:
-    """(load, device) of the devices to try: the least loaded ones, and some of the most loaded one's node."""
+    """The devices on which to try new replicas, as (load, device).
+
+    They are the least loaded devices, and some devices of the most loaded device's node.
+    """
     loads, ascending = model.loads, model.ascending
     device = ascending[-1][1]
     if len(loads) <= NUM_CANDIDATES:
@@ -152,7 +176,7 @@ def _targets(model: EvenDispatchModel, layer: LayerDemand) -> list[tuple[float, 
     last = targets[-1]
     members = layer.topology.devices_by_node[model.node_of[device]]
     for entry in sorted([(loads[other], other) for other in members])[:NUM_NODE_CANDIDATES]:
-        if entry > last and entry[1] != device:  # not among the targets already
+        if entry > last and entry[1] != device:  # Entries up to ``last`` are among the targets already.
             targets.append(entry)
     return targets
 
@@ -160,11 +184,17 @@ def _targets(model: EvenDispatchModel, layer: LayerDemand) -> list[tuple[float, 
 def _ending(
     model: EvenDispatchModel, expert: int, device: int, apart: int
 ) -> tuple[int, float, float, float]:
-    """What the end of a replica on ``device`` does to the loads.
+    """How loads change if a replica is removed.
+
+    Args:
+        model: The placement and its device loads.
+        expert: Expert of the replica.
+        device: Device of the replica.
+        apart: A device whose load is reported separately.
 
     Returns:
-        The expert, what ``device`` loses, the highest load of its other holders but ``apart``
-        afterwards, and what ``apart`` gains.
+        The expert, the load that ``device`` loses, the highest load afterwards among the expert's other
+        holders without ``apart``, and the load that ``apart`` gains.
     """
     shares, loads, node_of = model.shares(expert), model.loads, model.node_of
     node = node_of[device]

@@ -1,7 +1,8 @@
-"""A start for the search over replicas, built in one pass over the overloaded devices' experts.
+"""A start for the search over replicas, built in one pass over the experts of overloaded devices.
 
-Ours, beyond the papers: Hecate's Alg. 1 counts replicas by load alone. Here an expert gets as many
-holders as its owner needs to have room, and they go where room is.
+This start is ours and goes beyond the papers. Hecate's Alg. 1 sets numbers of replicas by the loads of
+experts alone. Here an expert gets as many holders as its owner needs to lower its load, and these holders are
+devices that have room.
 
 Shape letters: D devices.
 """
@@ -13,12 +14,17 @@ from megatron_fssdp.planning.loads.even_dispatch_model import EvenDispatchModel
 from megatron_fssdp.planning.placement.topology import Topology
 
 OWNER_RATIO = 0.85
-"""Part of the mean device load down to which an overloaded owner shares out its experts; the
-rest is room for replicas of the others' experts, which makes the packing easier."""
+"""Part of the mean device load to which an overloaded owner lowers its load.
+
+The rest of the mean is room for replicas of other owners' experts, which makes it easier to place them.
+"""
 
 FIT_RATIO = 1.03
-"""Load over mean device load up to which an owner keeps all and a replica fits; an expert that
-does not fit gets more holders."""
+"""Device load, divided by the mean device load, up to which a device is not overloaded.
+
+An owner up to this load keeps all its tokens, and a replica fits on a device that stays within it. An expert
+whose replica does not fit gets more holders.
+"""
 
 
 def seed_replicas(
@@ -29,22 +35,23 @@ def seed_replicas(
     max_replicated: int,
     owner_ratio: float = OWNER_RATIO,
 ) -> list[int]:
-    """Replicates the experts of overloaded devices; ``model`` has owners only before.
+    """Replicate the experts of overloaded devices.
 
-    First every overloaded owner says how many holders its experts need (:func:`holders_wanted`).
-    Knowing that, one pass places the experts by descending share of a holder, each on the least
-    loaded devices with a free slot: in different nodes, or equally many in each node where
-    there are more holders than nodes.
+    First, :func:`holders_wanted` finds how many holders the experts of every overloaded owner need. Then one
+    pass places the experts in descending order of the load of one holder. Each goes to the least loaded
+    devices that have a free slot. These devices are in different nodes. If there are more holders than nodes,
+    each node gets equally many.
 
     Args:
-        model: The owners-only model; changed in place.
+        model: A model without replicas; changed in place.
         topology: Nodes of the devices.
-        slots: Most replicas a device may hold.
-        max_replicated: Most experts with replicas; where it binds, the most loaded ones.
-        owner_ratio: Part of the mean device load that an overloaded owner keeps.
+        slots: Most replicas that a device may hold.
+        max_replicated: Most experts that may have replicas. If there are more experts, only the most loaded
+            ones may have them.
+        owner_ratio: Part of the mean device load to which an overloaded owner lowers its load.
 
     Returns:
-        The experts that need more than one holder; they have them as far as there is room.
+        The experts that need more than one holder. They have their replicas as far as there is room.
     """
     wanted = holders_wanted(
         model, num_slots=len(model.loads) * slots, max_replicated=max_replicated, owner_ratio=owner_ratio
@@ -63,13 +70,20 @@ def seed_replicas(
 def holders_wanted(
     model: EvenDispatchModel, *, num_slots: int, max_replicated: int, owner_ratio: float
 ) -> dict[int, int]:
-    """How many holders an expert needs for its owner to keep ``owner_ratio`` of the mean load.
+    """How many holders each expert needs so that its owner keeps only ``owner_ratio`` times the mean load.
 
-    An owner with more than ``FIT_RATIO`` of it adds holders one at a time to the expert of its own
-    from which one more takes most: with ``n`` holders and load ``F``, ``F / n - F / (n + 1)``.
+    An owner whose load is above ``FIT_RATIO`` times the mean adds holders one at a time. It adds each to the
+    expert for which one more holder lowers the owner's load most. With ``n`` holders and load ``F``, that is
+    by ``F / n - F / (n + 1)``.
+
+    Args:
+        model: A model without replicas.
+        num_slots: Slots of all devices together.
+        max_replicated: Most experts that may have replicas.
+        owner_ratio: Part of the mean device load to which an overloaded owner lowers its load.
 
     Returns:
-        Number of holders by expert, for the experts that need more than one.
+        Number of holders of each expert that needs more than one: expert -> number.
     """
     total, owned, num_devices = model.total, model.owned, len(model.loads)
     limit, overloaded = owner_ratio * model.mean, FIT_RATIO * model.mean
@@ -80,7 +94,7 @@ def holders_wanted(
     for load, device in reversed(model.ascending):
         if load <= overloaded or num_slots <= 0:
             break
-        # (-relief of one more holder, expert, holders)
+        # Entries are (minus the decrease by one more holder, expert, number of holders).
         reliefs = [(-total[e] / 2, e, 1) for e in owned[device] if allowed is None or e in allowed]
         heapify(reliefs)
         while load > limit and reliefs and num_slots > 0:
@@ -97,15 +111,15 @@ def holders_wanted(
 
 
 class _Room:
-    """The devices by what their load will be once every owner has given away what it plans to.
+    """The devices, ordered by planned load: their load after every owner has given away what it plans to.
 
-    The planned load counts, not the present one, so that an owner's room is there for the
-    others' experts before its own are placed.
+    The planned load counts instead of the present one. So an owner's future room can be used for other
+    owners' experts before its own experts are placed.
 
     Attributes:
-        _planned: Planned load of every device, [D].
-        _rising: (planned load, device) of every device that had a free slot when last looked at, sorted.
-        _to_give: What the owner of an expert is to give away of it.
+        _planned: Planned load of every device, ``[D]``.
+        _rising: (planned load, device) of every device that had a free slot at the last check, sorted.
+        _to_give: For each expert that gets replicas, the load that its owner plans to give away.
     """
 
     def __init__(
@@ -123,10 +137,11 @@ class _Room:
         self._owner_before = 0.0
 
     def take(self, expert: int) -> list[int]:
-        """Takes out the least loaded devices with a free slot for an expert's replicas, one a holder wanted.
+        """Take the least loaded devices with a free slot for an expert's replicas.
 
-        More are taken while the last one's load is above what fits and another holder lowers
-        it, for each holder's share falls with their number.
+        There is one device for each wanted holder besides the owner.
+        More devices are taken while the load of the last one is too high and another holder would lower it,
+        because each holder's share becomes smaller when there are more holders.
         """
         model, rising, slots = self._model, self._rising, self._slots
         node_of, replicas = model.node_of, model.replicas
@@ -136,13 +151,13 @@ class _Room:
         if self._num_nodes == 1:
             most_in_node = len(model.loads)
         elif most_in_node > 1:
-            # Equal numbers: once a node has a holder, it splits its load by itself.
+            # A node with a holder divides its own load among its own holders, so all nodes get equally many.
             count, may_grow = most_in_node * self._num_nodes, False
         holders_in = {node_of[owner]: 1}
         taken: list[int] = []
         gone: list[int] = []
         num_after = 2
-        highest = 0.0  # load of the last device taken, the highest
+        highest = 0.0  # Load of the last device taken, which is the highest one.
         for position, (load, device) in enumerate(rising):
             if num_after > count and (
                 not may_grow or highest <= self._fits or load + total / num_after >= highest
@@ -154,7 +169,7 @@ class _Room:
                 continue
             gone.append(position)
             if len(replicas[device]) >= slots:
-                continue  # full for good: here nobody gets a slot back
+                continue  # The device is full. It stays full, because this pass never removes a replica.
             holders_in[node] = in_node + 1
             taken.append(device)
             highest = load + total / num_after
@@ -166,7 +181,12 @@ class _Room:
         return taken
 
     def settle(self, expert: int, taken: list[int]) -> None:
-        """Brings the planned loads up to date after the expert went to the devices taken for it."""
+        """Update the planned loads after an expert has been placed.
+
+        Args:
+            expert: The expert.
+            taken: Devices of its replicas, as :meth:`take` returned them.
+        """
         loads, planned, owner = self._model.loads, self._planned, self._model.owners[expert]
         rising = self._rising
         for device, before in zip(taken, self._before, strict=True):
@@ -175,6 +195,6 @@ class _Room:
         change = loads[owner] - self._owner_before + self._to_give[expert]
         at = bisect_left(rising, (planned[owner], owner))
         planned[owner] += change
-        if at < len(rising) and rising[at][1] == owner:  # else it had no free slot
+        if at < len(rising) and rising[at][1] == owner:  # Otherwise the owner had no free slot.
             del rising[at]
             insort(rising, (planned[owner], owner))

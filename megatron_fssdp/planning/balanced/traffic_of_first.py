@@ -1,7 +1,7 @@
-"""Traffic of a layer when only the first n of its replicated experts have their replicas, for every n.
+"""Traffic of a layer if only the first n of its replicated experts have their replicas, for every n.
 
-Under even dispatch an expert's tokens go their ways whatever the other experts do, and so do its
-parameters. So the traffic of every n is a running sum over the experts, without a plan for each.
+Under even dispatch, the ways of an expert's tokens and parameters do not depend on the other experts. So the
+traffic for every n is a running sum over the experts, and no plan for each n is needed.
 
 Shape letters: E experts, D devices, N nodes, P pairs of expert and device, H selected experts of a layer, J
 columns of a table of experts.
@@ -19,17 +19,20 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 
 ROUNDING = 1e-12
-"""Less than this part of all tokens is what is left of differences between equal numbers."""
+"""Traffic below this part of all tokens counts as 0.
+
+Such a small number is the rounding error of a difference of equal numbers.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class DispatchOfFirst:
-    """One dispatch with the replicas of the first 0, 1, … H experts; float64 [H+1] each.
+    """Traffic of one dispatch with the replicas of only the first 0, 1, … H experts.
 
     Attributes:
-        tokens_H: (token, k) pairs on the device that computes the most.
-        near_H: Pairs on the busiest link between a device and others of its node.
-        far_of_node_H: Pairs on the busiest link between a node and other nodes.
+        tokens_H: (token, k) pairs on the device that computes the most, float64 ``[H+1]``.
+        near_H: Pairs on the busiest link between a device and other devices of its node, float64 ``[H+1]``.
+        far_of_node_H: Pairs on the busiest link between a node and other nodes, float64 ``[H+1]``.
     """
 
     tokens_H: np.ndarray
@@ -38,23 +41,24 @@ class DispatchOfFirst:
 
     @property
     def busiest(self) -> BusiestLinks:
-        """Pairs on the busiest links; the fields are arrays [H+1]."""
+        """Pairs on the busiest links. The fields are arrays ``[H+1]``."""
         return BusiestLinks(near=self.near_H, far_of_node=self.far_of_node_H)  # type: ignore[arg-type]
 
 
 def dispatch_of_first(
     load_DE: np.ndarray, placement: ExpertPlacement, experts: Sequence[int] | np.ndarray, topology: Topology
 ) -> DispatchOfFirst:
-    """What even dispatch sends, without rounding.
+    """Traffic of even dispatch, without rounding to whole tokens.
 
     Args:
-        load_DE: (token, k) pairs by source and expert, [D, E]; need not be whole numbers.
+        load_DE: (token, k) pairs by source device and expert, ``[D, E]``. The numbers may be fractions.
         placement: Owners and all replicas.
-        experts: The replicated experts, in the order in which they get their replicas, [H].
+        experts: The replicated experts, in the order in which they get their replicas; ``[H]``.
         topology: Nodes of the devices.
     """
     experts, num_experts = np.asarray(experts, dtype=np.int64), placement.num_experts
-    # All experts with their owners alone (columns up to E), then the replicated ones with their replicas.
+    # The first E columns are all experts without replicas. The next ones are the replicated experts with
+    # replicas.
     expert_J = np.concatenate([np.arange(num_experts), experts])
     present_DJ = placement.present_ED[expert_J].T.copy()
     present_DJ[:, :num_experts] = False
@@ -70,10 +74,12 @@ def dispatch_of_first(
 
 
 def dispatch_of_all(load_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> DispatchOfFirst:
-    """The same with all replicas alone, [1] each: less work than with those of the first 0, 1, … H experts.
+    """Traffic of even dispatch with all replicas, in arrays ``[1]``.
+
+    It takes less work than :func:`dispatch_of_first`, which computes arrays ``[H+1]``.
 
     Args:
-        load_DE: (token, k) pairs by source and expert, [D, E]; need not be whole numbers.
+        load_DE: (token, k) pairs by source device and expert, ``[D, E]``. The numbers may be fractions.
         placement: Owners and all replicas.
         topology: Nodes of the devices.
     """
@@ -83,6 +89,12 @@ def dispatch_of_all(load_DE: np.ndarray, placement: ExpertPlacement, topology: T
 
 
 def _busiest(total: np.ndarray, topology: Topology) -> DispatchOfFirst:
+    """Largest values of the traffic of all devices.
+
+    Args:
+        total: Traffic as in :func:`_by_column`, summed over experts; float64 ``[5, D, H+1]``.
+        topology: Nodes of the devices.
+    """
     own_DH, near_in_DH, near_out_DH, far_in_DH, far_out_DH = total
     return DispatchOfFirst(
         (own_DH + near_in_DH + far_in_DH).max(axis=0),
@@ -92,12 +104,16 @@ def _busiest(total: np.ndarray, topology: Topology) -> DispatchOfFirst:
 
 
 def _by_column(load_DJ: np.ndarray, present_DJ: np.ndarray, topology: Topology) -> np.ndarray:
-    """Own pairs, those in from and out to the node, those in from and out to other nodes: [5, D, J].
+    """Traffic of each device for each of some experts under even dispatch.
 
     Args:
-        load_DJ: Pairs of some experts by source.
-        present_DJ: Their holders.
+        load_DJ: (token, k) pairs of the experts by source device, ``[D, J]``.
+        present_DJ: Whether each device has each of the experts, bool ``[D, J]``.
         topology: Nodes of the devices.
+
+    Returns:
+        float64 ``[5, D, J]``: pairs that the device computes of its own tokens, pairs that it receives from
+        and sends to its node, pairs that it receives from and sends to other nodes.
     """
     traffic = np.empty((5, *load_DJ.shape))
     own_DJ, near_in_DJ, near_out_DJ, far_in_DJ, far_out_DJ = traffic
@@ -106,7 +122,7 @@ def _by_column(load_DJ: np.ndarray, present_DJ: np.ndarray, topology: Topology) 
     load_NJ, own_NJ = topology.sum_over_nodes(load_DJ), topology.sum_over_nodes(own_DJ)
     holders_NJ = topology.sum_over_nodes(present_DJ.astype(np.int64))
     is_far_NJ = holders_NJ == 0
-    near_NJ = (load_NJ - own_NJ) / np.maximum(holders_NJ, 1)  # by holder, of which there may be none
+    near_NJ = (load_NJ - own_NJ) / np.maximum(holders_NJ, 1)  # For each holder. A node may have no holders.
     np.multiply(near_NJ[node_D], present_DJ, out=near_in_DJ)
     np.multiply((load_NJ * is_far_NJ).sum(axis=0) / holders_NJ.sum(axis=0), present_DJ, out=far_in_DJ)
     np.multiply(load_DJ, is_far_NJ[node_D], out=far_out_DJ)
@@ -117,15 +133,15 @@ def _by_column(load_DJ: np.ndarray, present_DJ: np.ndarray, topology: Topology) 
 def transfer_of_first(
     plan: TransferPlan, experts: Sequence[int] | np.ndarray, topology: Topology
 ) -> TransferTraffic:
-    """What a plan's edges put on the busiest links, for the replicas of the first 0, 1, … H experts.
+    """Traffic of a transfer plan on the busiest links, with the replicas of only the first 0, 1, … H experts.
 
     Args:
-        plan: A two-level plan of all replicas: an expert comes to each node once, and spreads there.
-        experts: All experts that it moves, in the order in which they get their replicas, [H].
+        plan: A two-level plan of all replicas. Each expert comes to each node once and spreads there.
+        experts: All experts that the plan moves, in the order in which they get their replicas; ``[H]``.
         topology: Nodes of the devices.
 
     Returns:
-        Numbers and hops as arrays [H+1].
+        Traffic whose numbers and hops are arrays ``[H+1]``.
     """
     num_columns, num_devices, num_nodes = len(experts) + 1, plan.num_devices, topology.num_nodes
     edges = np.fromiter(chain.from_iterable(plan.edges), np.int64, 4 * plan.num_transfers)
@@ -135,21 +151,23 @@ def transfer_of_first(
     column_P = column_of_E[expert_P]
     from_P, into_P = topology.node_of_device_D[source_P], topology.node_of_device_D[to_P]
     is_near_P = from_P == into_P
-    # Rows: in to and out of each device inside its node, then in to and out of each node.
+    # Rows: into and out of each device inside its node, then into and out of each node.
     in_P = np.where(is_near_P, to_P, 2 * num_devices + into_P)
     out_P = np.where(is_near_P, num_devices + source_P, 2 * num_devices + num_nodes + from_P)
     num_rows = 2 * (num_devices + num_nodes)
     places = np.concatenate([in_P, out_P]) * num_columns + np.concatenate([column_P, column_P])
     moved = np.bincount(places, minlength=num_rows * num_columns).reshape(num_rows, num_columns)
     near_H, far_of_node_H = np.maximum.reduceat(np.cumsum(moved, axis=1), [0, 2 * num_devices], axis=0)
-    # Depth counts hops before an edge. Those between nodes come first, as many as to the edge's node.
+    # The depth of an edge is the number of hops before it. Hops between nodes come first: as many as it takes
+    # to reach the node of the edge.
     far_hops_P = depth_P
     if is_near_P.any():
         hops_KN = np.zeros((num_columns, num_nodes), np.int64)
         is_far_P = ~is_near_P
         hops_KN[column_P[is_far_P], into_P[is_far_P]] = depth_P[is_far_P] + 1
         far_hops_P = np.where(is_near_P, hops_KN[column_P, into_P], depth_P)
-    # The path with most hops between nodes counts, and of those the one with most inside a node.
+    # The path with the most hops between nodes counts. Among equal ones, the path with the most hops inside a
+    # node counts.
     both_H = np.zeros(num_columns, np.int64)
     np.maximum.at(both_H, column_P, far_hops_P * num_devices + (depth_P - far_hops_P))
     far_hops_H, near_hops_H = np.divmod(np.maximum.accumulate(both_H), num_devices)
