@@ -1,1 +1,1 @@
-"""Which planner, planned from what, when weights move: one small file a strategy."""
+"""The strategies, one small file for each: which planner it asks, from which loads, and when weights move."""

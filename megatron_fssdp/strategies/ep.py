@@ -6,22 +6,22 @@ from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 
 
 class EpStrategy(Strategy[PlacementSettings]):
-    """``ep``: the floor that every other strategy is measured against."""
+    """``ep``: the baseline to which every other strategy is compared."""
 
-    overlaps = False  # there are no transfers
+    overlaps = False  # The strategy has no transfers.
 
     def may_replicate(self, layer: int) -> bool:
-        """Never."""
+        """False: no layer has replicas."""
         return False
 
     def slots(self, context: LayerContext) -> int:
-        """No replicas."""
+        """Zero, because the strategy has no replicas."""
         return 0
 
     def limits(self, context: LayerContext) -> str:
-        """Nothing is measured."""
+        """A text for the log; the strategy has no limits that depend on a profile."""
         return "nothing is replicated"
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
-        """Owners only, whatever the loads."""
+        """A plan without replicas, independent of the loads."""
         return LayerPlan.owners_only(context)

@@ -1,4 +1,4 @@
-"""FasterMoE: the hottest experts of every micro-batch on all devices (FasterMoE §4.1)."""
+"""FasterMoE: each micro-batch replicates its most loaded experts on all devices (FasterMoE §4.1)."""
 
 import numpy as np
 
@@ -13,18 +13,21 @@ from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 
 class FastermoeStrategy(MeasuredReplicas[FastermoeSettings]):
-    """``fastermoe``: shadows are chosen after the gate, by the exact counts."""
+    """``fastermoe``: selects shadows after the gate, from the exact counts.
+
+    A shadow is an expert that has replicas on all devices.
+    """
 
     replica_life = ReplicaLife.MICRO_BATCH
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
-        """Nothing is known yet."""
+        """A plan without replicas, because the exact counts are not known before the gate."""
         return LayerPlan.owners_only(context, each_micro_batch=True)
 
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
     ) -> LayerPlan:
-        """The shadows of this micro-batch (FasterMoE, Alg. 1), once costs are measured."""
+        """A plan with the shadows of this micro-batch (FasterMoE, Alg. 1), as soon as costs are measured."""
         profile = context.profile
         if profile is None:
             return plan

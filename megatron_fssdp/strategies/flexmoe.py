@@ -1,4 +1,4 @@
-"""FlexMoE: replicas that outlive iterations and train along with their owners."""
+"""FlexMoE: resident replicas, which outlive iterations and have optimizer states like their owners."""
 
 import numpy as np
 
@@ -12,47 +12,52 @@ from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 
 
 class FlexmoeStrategy(Strategy[FlexmoeSettings]):
-    """``flexmoe``: expand, shrink and migrate every so many iterations (Hecate §2.3, §5.1)."""
+    """``flexmoe``: expands, shrinks and migrates replicas every few iterations (Hecate §2.3, §5.1)."""
 
     replica_life = ReplicaLife.RESIDENT
 
     @property
     def window(self) -> int:
-        """Iterations whose mean load decides."""
+        """Number of iterations over whose mean load the strategy decides."""
         return self.settings.window
 
     @property
     def profile_iterations(self) -> int:
-        """Iterations to measure: savings are compared with what a change moves."""
+        """Iterations to measure; the costs serve to compare what a change saves with what it moves."""
         return self.settings.profile_iterations
 
     @property
     def overlaps(self) -> bool:
-        """As set."""
+        """Whether transfers may run beside compute: the setting ``overlap``."""
         return self.settings.overlap
 
     @property
     def resident_slots(self) -> int:
-        """As set."""
+        """Resident replicas of a layer for which a device has room: the setting ``slots``."""
         return self.settings.slots
 
     def slots(self, context: LayerContext) -> int:
-        """Most replicas that a device may hold of a layer."""
+        """Largest number of replicas of a layer on a device."""
         return self.resident_slots
 
     def limits(self, context: LayerContext) -> str:
-        """How often the strategy reconsiders its replicas."""
+        """The slots and the interval at which replicas are reconsidered, as a text for the log."""
         return (
             f"slots m = {self.settings.slots}, replicas are reconsidered every "
             f"{self.settings.placement_interval} iterations"
         )
 
     def replicates_at(self, iteration: int) -> bool:
-        """Every ``placement_interval`` iterations."""
+        """Whether ``iteration`` is a multiple of ``placement_interval`` and not 0."""
         return iteration > 0 and iteration % self.settings.placement_interval == 0
 
     def replicate(self, context: LayerContext, load_DE: np.ndarray) -> ExpertPlacement:
-        """Steps that pay off until the next time, from the present replicas on."""
+        """The present placement, changed in steps that pay off until replicas are reconsidered again.
+
+        Args:
+            context: Data of the layer, with the present placement.
+            load_DE: Mean loads of an iteration by source and expert, float ``[D, E]``.
+        """
         present = context.placement
         if context.profile is None or not load_DE.any():
             return present
@@ -71,7 +76,7 @@ class FlexmoeStrategy(Strategy[FlexmoeSettings]):
         )
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
-        """The replicas that are there."""
+        """A plan with the present resident replicas."""
         placement = context.placement
         if not placement.num_replicas:
             return LayerPlan.owners_only(context)

@@ -1,4 +1,4 @@
-"""FSSDP: replicate the experts that the last iterations used most (Hecate §4)."""
+"""FSSDP: replicates the experts that had the highest loads in the last iterations (Hecate §4)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +25,7 @@ from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 
 
 class FssdpStrategy(Strategy[FssdpSettings]):
-    """``fssdp``: a fresh placement each iteration, from the mean of the last ``window`` loads."""
+    """``fssdp``: makes a new placement in each iteration, from the mean of the last ``window`` loads."""
 
     def __init__(self, settings: FssdpSettings) -> None:
         super().__init__(settings)
@@ -40,7 +40,7 @@ class FssdpStrategy(Strategy[FssdpSettings]):
 
     @property
     def profile_iterations(self) -> int:
-        """Iterations to measure: t and m where they are not given, costs for calibration and splits."""
+        """Iterations to measure; 0 if t and m are given, and neither calibration nor splits need costs."""
         settings = self.settings
         is_limited = settings.slots is not None and settings.overlap_degree is not None
         needs_profile = not is_limited or settings.calibrate or settings.split
@@ -48,41 +48,46 @@ class FssdpStrategy(Strategy[FssdpSettings]):
 
     @property
     def replica_life(self) -> ReplicaLife:
-        """An iteration, or a layer's pass with re-materialization (Hecate §4.2)."""
+        """One iteration, or one pass of a layer under re-materialization (Hecate §4.2)."""
         return ReplicaLife.LAYER_PASS if self.settings.rematerialize else ReplicaLife.ITERATION
 
     @property
     def overlaps(self) -> bool:
-        """As set."""
+        """Whether transfers may run beside compute: the setting ``overlap``."""
         return self.settings.overlap
 
     @property
     def moves_owners(self) -> bool:
-        """Unless ``reshard_interval`` is 0."""
+        """Whether experts may change their owners: False if ``reshard_interval`` is 0."""
         return self.settings.reshard_interval > 0
 
     def reshards_at(self, iteration: int) -> bool:
-        """Every ``reshard_interval`` iterations, not before the first of them is over."""
+        """Whether ``iteration`` is a multiple of ``reshard_interval`` and not 0."""
         interval = self.settings.reshard_interval
         return interval > 0 and iteration > 0 and iteration % interval == 0
 
     def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
-        """Owners by the recent loads of all layers together (Hecate §4.3, Alg. 2)."""
+        """New owners from the recent loads of all layers together (Hecate §4.3, Alg. 2).
+
+        Args:
+            contexts: Data of the layers, in the order of the map.
+            load_LE: Mean load of every expert in an iteration, float ``[L, E]``.
+            owners: The present owners.
+        """
         if not load_LE.any():
             return owners
         degree = min(self.overlap_degree(context) for context in contexts)
         return heterogeneous_sharding(owners, load_LE, contexts[0].topology, overlap_degree=degree)
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
-        """Replicate by the predicted loads: Hecate's Alg. 1, or our search within its limits.
+        """Select replicas for the predicted loads, by Hecate's Alg. 1 or by our search within its limits.
 
-        Where costs are measured and no limit to the number of experts is set, our search looks for
-        the fewest seconds instead of the most even load. Without any history yet, every expert stays
-        with its owner.
+        If costs are measured and ``overlap_degree`` is not set, our search minimizes modelled seconds instead
+        of the highest device load. If there is no load history, every expert stays only with its owner.
         """
         settings, profile = self.settings, context.profile
         slots = self.slots(context)
-        # Alg. 1 is the paper's, and so is what it looks at.
+        # Alg. 1 is the paper's algorithm, so it gets the paper's prediction: the plain mean of the window.
         load_DE = history.settled_mean_DE() if settings.planner == "balanced" else history.mean_DE()
         if profile is not None and settings.overlap_degree is None and settings.planner == "balanced":
             placement = priced_materialization(
@@ -110,7 +115,7 @@ class FssdpStrategy(Strategy[FssdpSettings]):
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
     ) -> LayerPlan:
-        """Add replicas by the exact counts where that pays (Hecate §4.2, calibration)."""
+        """Add replicas for the exact counts if that saves modelled seconds (Hecate §4.2, calibration)."""
         profile = context.profile
         if not self.settings.calibrate or profile is None:
             return plan
@@ -130,18 +135,18 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         return plan if placement is None else self._plan_of(placement, context)
 
     def overlap_degree(self, context: LayerContext) -> int:
-        """Most experts of the layer that may be replicated (Hecate, Alg. 1, t)."""
+        """Largest number of experts of the layer that may have replicas (Hecate, Alg. 1, t)."""
         degree = self.settings.overlap_degree
         if degree is None and context.profile is not None:
             degree = context.profile.overlap_degree(context.topology)
         return context.num_experts if degree is None else min(degree, context.num_experts)
 
     def slots(self, context: LayerContext) -> int:
-        """Extra expert slots a device has for one layer (Hecate, Alg. 1, m)."""
+        """Largest number of replicas of a layer on a device (Hecate, Alg. 1, m)."""
         return slots_of(self.settings.slots, context)
 
     def limits(self, context: LayerContext) -> str:
-        """Overlap degree and slots."""
+        """The overlap degree and the slots, with their origin, as a text for the log."""
         settings = self.settings
         how = "given" if settings.overlap_degree is not None else "measured"
         if settings.overlap_degree is None and settings.planner == "balanced":

@@ -1,4 +1,4 @@
-"""Seconds of iterations in three numbers, and whether others are really slower."""
+"""Quartiles of iteration times, and a test whether some iterations are clearly slower than others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 LEAST_SEEN = 4
-"""Iterations below which quartiles say nothing."""
+"""Smallest number of iterations for which quartiles are meaningful."""
 
 
 @dataclass(frozen=True)
@@ -14,10 +14,10 @@ class IterationSpread:
     """Quartiles of the seconds of some iterations.
 
     Attributes:
-        num_seen: How many there were.
-        low_s: Lower quartile.
-        median_s: Median.
-        high_s: Upper quartile.
+        num_seen: Number of iterations.
+        low_s: Lower quartile, in seconds.
+        median_s: Median, in seconds.
+        high_s: Upper quartile, in seconds.
     """
 
     num_seen: int
@@ -27,12 +27,15 @@ class IterationSpread:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> "IterationSpread | None":
-        """The spread of these seconds; ``None`` of none."""
+        """The spread of the given seconds; ``None`` if there are no seconds."""
         if not seconds:
             return None
         low, median, high = np.quantile(seconds, [0.25, 0.5, 0.75]).tolist()
         return cls(len(seconds), low, median, high)
 
     def is_slower_than(self, other: "IterationSpread") -> bool:
-        """Whether three quarters of these take longer than three quarters of the others."""
+        """Whether three quarters of these iterations take longer than three quarters of the other ones.
+
+        The answer is False if one side has fewer than :data:`LEAST_SEEN` iterations.
+        """
         return min(self.num_seen, other.num_seen) >= LEAST_SEEN and self.low_s > other.high_s

@@ -1,4 +1,4 @@
-"""What it costs that experts change their owners.
+"""The cost of moving experts to other owners.
 
 Shape letters: D devices, E experts.
 """
@@ -14,8 +14,8 @@ def exchange_s(old_E: np.ndarray, new_E: np.ndarray, profile: LayerProfile, topo
     """Seconds to move weights and optimizer states of the experts whose device changes.
 
     Args:
-        old_E: Device of every expert, integers ``[E]``.
-        new_E: Its device afterwards, integers ``[E]``.
+        old_E: Owner of every expert before the move, integers ``[E]``.
+        new_E: Owner of every expert after the move, integers ``[E]``.
         profile: Measured costs of the layer.
         topology: Nodes of the devices.
     """

@@ -1,4 +1,4 @@
-"""What a strategy's plan costs by :func:`layer_seconds`, so that strategies can be compared with each other.
+"""The modelled seconds of a strategy's plan by :func:`layer_seconds`, with which strategies are compared.
 
 Shape letters: D devices, E experts.
 """
@@ -19,18 +19,24 @@ def plan_price(
     num_micro_batches: int = 1,
     planned: LayerPlan | None = None,
 ) -> LayerPrice:
-    """Modelled seconds of a layer in an iteration under a plan, by what they go on.
+    """Modelled seconds of a layer in an iteration under a plan, divided into their causes.
 
     Args:
-        plan: What is executed.
+        plan: Plan that is executed.
         counts_DE: (token, k) pairs of an iteration by source and expert, int64 ``[D, E]``.
-        context: The layer; it has a profile.
-        num_micro_batches: Micro-batches of the iteration; each has its part of the counts.
-        planned: What was planned before the gate, if that is not ``plan``.
+        context: Data of the layer, with a profile.
+        num_micro_batches: Number of micro-batches in the iteration; each has an equal part of the counts.
+        planned: Plan before the gate, if ``after_gate`` replaced it by ``plan``.
+
+    Raises:
+        ValueError: The layer has no profile.
     """
     profile, topology = context.profile, context.topology
     if profile is None:
-        raise ValueError(f"layer {context.layer}: got no profile, wanted measured costs to count with")
+        raise ValueError(
+            f"layer {context.layer}: got no profile, wanted measured costs; price plans only after the "
+            "strategy's profile_iterations"
+        )
     planned = planned or plan
     addition = None
     if planned is not plan and not plan.each_micro_batch:
@@ -61,6 +67,14 @@ def plan_seconds(
     num_micro_batches: int = 1,
     planned: LayerPlan | None = None,
 ) -> float:
-    """All seconds of :func:`plan_price`, both passes and the compute before the layer."""
+    """Total seconds of :func:`plan_price`: both passes of the layer and the compute before it.
+
+    Args:
+        plan: Plan that is executed.
+        counts_DE: (token, k) pairs of an iteration by source and expert, int64 ``[D, E]``.
+        context: Data of the layer, with a profile.
+        num_micro_batches: Number of micro-batches in the iteration; each has an equal part of the counts.
+        planned: Plan before the gate, if ``after_gate`` replaced it by ``plan``.
+    """
     price = plan_price(plan, counts_DE, context, num_micro_batches=num_micro_batches, planned=planned)
     return float(price.seconds)

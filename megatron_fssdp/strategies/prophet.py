@@ -1,4 +1,4 @@
-"""Pro-Prophet: hot experts on a subset of the devices, planned from an earlier iteration (§IV, §V)."""
+"""Pro-Prophet: replicates experts on a subset of the devices, planned from an earlier iteration (§IV, §V)."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,13 @@ from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """A plan, the context it was made for, and after how many iterations."""
+    """A plan that is kept for several iterations.
+
+    Attributes:
+        plan: The plan.
+        context: Data of the layer for which the plan was made.
+        num_seen: Number of iterations in the load history at that time.
+    """
 
     plan: LayerPlan
     context: LayerContext
@@ -29,7 +35,10 @@ class _Kept:
 
 
 class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
-    """``prophet``: replicas where most of an expert's tokens come from; others go to its owner."""
+    """``prophet``: places replicas on the devices from which most of an expert's tokens come.
+
+    Tokens of the other devices go to the expert's owner.
+    """
 
     def __init__(self, settings: ProphetSettings) -> None:
         super().__init__(settings)
@@ -37,11 +46,11 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
 
     @property
     def window(self) -> int:
-        """As long as a plan is kept, so that it can be made again."""
+        """Number of iterations for which a plan is kept, so that it can be made again from its loads."""
         return self.settings.plan_interval
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
-        """The plan of the last planning point (§IV-C, locality); the owners alone until costs are known."""
+        """The plan of the last planning point (§IV-C, locality); without replicas until costs are known."""
         if context.profile is None or history.is_empty:
             return LayerPlan.owners_only(context)
         age = (history.num_seen - 1) % self.settings.plan_interval
@@ -68,8 +77,8 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
         plans = [self._plan_of(placement, counts_DE, context) for placement in found]
         if left_out is not None:
             return plans[0]
-        # Eq. 4 takes an expert for fewer devices to cost less, which a link between nodes does not
-        # notice. Links as they are decide between the searches, and whether any of them pays.
+        # By Eq. 4, an expert with fewer replicas costs less, but a link between nodes carries it only once.
+        # The price with the measured links therefore selects among the searches and a plan without replicas.
         return min(
             [LayerPlan.owners_only(context), *plans],
             key=lambda plan: plan_seconds(
@@ -91,7 +100,7 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
 
 def _model(profile: LayerProfile, topology: Topology, num_left_out: int, *, overlaps: bool) -> ProphetModel:
     cluster, link = profile.cluster, profile.slowest_link(topology)
-    # The devices of a node share its link to others; one expert's transfer crosses it once.
+    # The devices of a node share its link to other nodes, and a transfer of one expert crosses it once.
     num_sharing = topology.num_devices // topology.num_nodes if link is cluster.inter else 1
     return ProphetModel(
         num_devices=topology.num_devices,

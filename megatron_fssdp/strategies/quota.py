@@ -1,4 +1,7 @@
-"""Quotas: every micro-batch's tokens assigned exactly, experts follow (ours, after ECHO and UltraEP)."""
+"""Quotas: assigns every micro-batch's tokens exactly, and places replicas accordingly.
+
+The strategy is ours, after ECHO and UltraEP.
+"""
 
 import numpy as np
 
@@ -14,21 +17,22 @@ from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 
 class QuotaStrategy(MeasuredReplicas[QuotaSettings]):
-    """``quota``: the lowest ceiling of all devices' loads, if its critical path is shorter."""
+    """``quota``: minimizes the highest device load of each micro-batch, if that saves modelled seconds."""
 
     replica_life = ReplicaLife.MICRO_BATCH
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
-        """Nothing is known yet."""
+        """A plan without replicas, because the exact counts are not known before the gate."""
         return LayerPlan.owners_only(context, each_micro_batch=True)
 
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
     ) -> LayerPlan:
-        """The quotas of this micro-batch, once costs are measured and if they pay.
+        """A plan with the quotas of this micro-batch, if costs are measured and it saves modelled seconds.
 
-        What they cost: a gather that nothing hides, because it shares the links with the dispatch beside
-        it, and of the reduction what the compute before the layer does not hide in its backward pass.
+        The price of quotas includes the whole gather, because it shares the links with the dispatch that runs
+        at the same time and nothing hides it. It also includes the part of the reduction that the compute
+        before the layer does not hide in its backward pass.
         """
         profile, topology = context.profile, context.topology
         if profile is None:

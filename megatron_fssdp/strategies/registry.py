@@ -1,4 +1,4 @@
-"""From a registered name and its settings to a strategy."""
+"""Builds a strategy from its registered name and its settings."""
 
 import importlib
 from typing import Any
@@ -9,11 +9,16 @@ from megatron_fssdp.strategies.strategy import Strategy
 
 
 def build_strategy(name: str, settings: StrategySettings) -> Strategy:
-    """The strategy called ``name`` with validated settings.
+    """Build the strategy that is registered under a name.
+
+    Args:
+        name: Name of the strategy.
+        settings: Validated settings of the strategy.
 
     Raises:
-        KeyError: No strategy of this name plans anything; names are checked with the settings.
-        TypeError: What is registered under the name makes no :class:`Strategy`.
+        KeyError: The name is not registered, or it has no strategy class (``none``). The validation of the
+            settings reports unknown names to the user before.
+        TypeError: The registered class or function does not return a :class:`Strategy`.
     """
     entry = STRATEGIES[name]
     if entry.strategy is None:
@@ -26,6 +31,6 @@ def build_strategy(name: str, settings: StrategySettings) -> Strategy:
     if not isinstance(strategy, Strategy):
         raise TypeError(
             f"strategy {name} of {entry.package}: got {type(strategy).__name__}, wanted an instance of "
-            "megatron_fssdp.strategies.strategy.Strategy"
+            "megatron_fssdp.strategies.strategy.Strategy; derive the registered class from it"
         )
     return strategy

@@ -1,14 +1,17 @@
-"""How many replicas a device may hold where the settings leave it open."""
+"""The largest number of replicas on a device, from the settings or from measured memory."""
 
 from megatron_fssdp.strategies.strategy import LayerContext
 
 
 def slots_of(given: int | None, context: LayerContext) -> int:
-    """What is given, else what the measured free memory holds, else as many as the device owns.
+    """Largest number of replicas of a layer on a device.
+
+    It is the number in the settings if given. Otherwise it is the number that fits into the measured free
+    memory or, before the measurement, the number of experts that a device owns.
 
     Args:
-        given: From the settings.
-        context: The layer.
+        given: Number in the settings; ``None`` if not set.
+        context: Data of the layer.
     """
     if given is not None:
         return given
@@ -18,5 +21,5 @@ def slots_of(given: int | None, context: LayerContext) -> int:
 
 
 def described_slots(given: int | None, context: LayerContext) -> str:
-    """The same in words."""
+    """The result of :func:`slots_of` and its origin, as a text for the log."""
     return f"slots m = {slots_of(given, context)} ({'given' if given is not None else 'measured'})"

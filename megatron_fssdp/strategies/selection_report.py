@@ -1,4 +1,4 @@
-"""What was chosen for every layer, what that is to save, and what the last choice has saved."""
+"""A report of ``auto``: the selected strategies, their predicted saving, and what the last change saved."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from megatron_fssdp.strategies.iteration_spread import IterationSpread
 
 LEAST_OF_ITERATION = 0.01
-"""Part of a measured iteration that changes have to save together to be made."""
+"""Fraction of a measured iteration that all changes together must save; otherwise no change is made."""
 
 
 @dataclass(frozen=True)
 class LayerSelection:
-    """One layer's strategy.
+    """The strategy of one layer.
 
     Attributes:
         layer: Megatron's layer number.
-        strategy: What is chosen.
-        before: What the layer had; the same if nothing changes.
-        modelled_s: Seconds of an iteration of the layer under each candidate.
+        strategy: Name of the selected strategy.
+        before: Name of the layer's strategy before the selection; equal to ``strategy`` without a change.
+        modelled_s: Modelled seconds of an iteration of the layer under each candidate, by name.
     """
 
     layer: int
@@ -33,12 +33,12 @@ class LayerSelection:
 
 @dataclass(frozen=True)
 class SeenSaving:
-    """A change's promise, and the iterations before and after it.
+    """The predicted saving of a change, and the measured iterations before and after it.
 
     Attributes:
-        predicted_s: Modelled seconds of an iteration that it was to save.
-        before: Iterations before it.
-        after: Iterations since.
+        predicted_s: Modelled seconds that the change should save in an iteration.
+        before: Times of the iterations before the change.
+        after: Times of the iterations since the change.
     """
 
     predicted_s: float
@@ -47,24 +47,25 @@ class SeenSaving:
 
     @property
     def seen_s(self) -> float:
-        """Seconds by which the median iteration became shorter; loads may have changed meanwhile."""
+        """Seconds by which the median iteration became shorter; the loads can also have changed since."""
         return self.before.median_s - self.after.median_s
 
     @property
     def is_slower(self) -> bool:
-        """Whether iterations clearly take longer since."""
+        """Whether iterations clearly take longer since the change."""
         return self.after.is_slower_than(self.before)
 
 
 @dataclass(frozen=True)
 class SelectionReport:
-    """One look at all layers of a pipeline stage.
+    """The result of one selection for all layers of a pipeline stage.
 
     Attributes:
-        choices: Of every layer.
-        measured: Iterations since the last change, or since the start.
-        seen: What the last change has brought, if that can be said.
-        left_s: Modelled seconds of an iteration that other strategies would save, and that are too few.
+        choices: Selection for every layer.
+        measured: Times of the iterations since the last change or since the start; ``None`` without any.
+        seen: Predicted and measured saving of the last change; ``None`` if they cannot be compared.
+        left_s: Modelled seconds that other strategies would save in an iteration, if that was too little for
+            a change; otherwise 0.
     """
 
     choices: tuple[LayerSelection, ...]
@@ -74,52 +75,53 @@ class SelectionReport:
 
     @property
     def is_too_little(self) -> bool:
-        """Whether all changes together save less of a measured iteration than can be seen."""
+        """Whether all changes together save less than :data:`LEAST_OF_ITERATION` of a measured iteration."""
         return self.measured is not None and self.saving_s < LEAST_OF_ITERATION * self.measured.median_s
 
     @property
     def changes(self) -> tuple[LayerSelection, ...]:
-        """The layers that change."""
-        return tuple(choice for choice in self.choices if choice.strategy != choice.before)
+        """Selections of the layers that change their strategy."""
+        return tuple(one for one in self.choices if one.strategy != one.before)
 
     @property
     def saving_s(self) -> float:
-        """Modelled seconds of an iteration that the changes save."""
-        return sum(choice.saving_s for choice in self.changes)
+        """Modelled seconds that all changes together save in an iteration."""
+        return sum(change.saving_s for change in self.changes)
 
     def describe(self) -> list[str]:
-        """In words, one line each: what the last change has brought, and what is chosen now."""
+        """Lines for the log: what the last change saved, and which strategies are selected now."""
         lines = []
         if (seen := self.seen) is not None:
             whole_s = seen.before.median_s
-            verdict = ": slower, so it is taken back" if seen.is_slower else ""
+            verdict = "; iterations are slower, so the change is reverted" if seen.is_slower else ""
             lines.append(
-                f"the last change was to save {_of(seen.predicted_s, whole_s)} of an iteration; seen: "
-                f"{_of(seen.seen_s, whole_s)} ({1e3 * whole_s:.1f} ms before, "
-                f"{1e3 * seen.after.median_s:.1f} ms since){verdict}"
+                f"the last change was predicted to save {_of(seen.predicted_s, whole_s)} of an iteration and "
+                f"saved {_of(seen.seen_s, whole_s)}: {1e3 * whole_s:.1f} ms before, "
+                f"{1e3 * seen.after.median_s:.1f} ms since{verdict}"
             )
-        chosen = ", ".join(
-            f"{name} in {_numbers([c.layer for c in self.choices if c.strategy == name])}"
-            for name in dict.fromkeys(choice.strategy for choice in self.choices)
+        selected = ", ".join(
+            f"{name} in {_numbers([one.layer for one in self.choices if one.strategy == name])}"
+            for name in dict.fromkeys(one.strategy for one in self.choices)
         )
         if not self.changes:
             left = ""
             if self.left_s and self.measured is not None:
                 left = f"; others would save {_of(self.left_s, self.measured.median_s)} of an iteration"
-            return [*lines, f"nothing changes: {chosen}{left}"]
+            return [*lines, f"nothing changes: {selected}{left}"]
         gain = f"predicted gain {1e3 * self.saving_s:.2f} ms an iteration"
         if self.measured is not None:
             gain = f"predicted gain {_of(self.saving_s, self.measured.median_s)} of an iteration"
-        changed = _numbers([choice.layer for choice in self.changes])
-        return [*lines, f"chosen: {chosen}; new in {changed}; {gain}"]
+        changed = _numbers([change.layer for change in self.changes])
+        return [*lines, f"selected: {selected}; new in {changed}; {gain}"]
 
 
 def _of(part_s: float, whole_s: float) -> str:
+    """A part of an iteration in percent and in milliseconds."""
     return f"{100 * part_s / whole_s:.1f} % ({1e3 * part_s:.2f} ms)"
 
 
 def _numbers(layers: list[int]) -> str:
-    """``layer 3`` or ``layers 1-4, 6``."""
+    """Layer numbers as a text, for example ``layer 3`` or ``layers 1-4, 6``."""
     runs: list[list[int]] = []
     for layer in sorted(layers):
         if runs and layer == runs[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""SmartMoE: owners exchanged every so many iterations, where that pays off until the next time."""
+"""SmartMoE: exchanges owners at an interval of iterations, if that pays off until the next exchange."""
 
 import numpy as np
 
@@ -15,42 +15,57 @@ from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 
 
 class SmartmoeStrategy(Strategy[SmartmoeSettings]):
-    """``smartmoe``: as many experts a device as before, no replicas (Hecate §2.3, §5.1)."""
+    """``smartmoe``: permutes owners, without replicas (Hecate §2.3, §5.1).
 
-    overlaps = False  # there are no transfers
+    Every device keeps its number of experts.
+    """
+
+    overlaps = False  # The strategy has no transfers.
 
     @property
     def window(self) -> int:
-        """Iterations whose mean load decides."""
+        """Number of iterations over whose mean load the strategy decides."""
         return self.settings.window
 
     @property
     def profile_iterations(self) -> int:
-        """Iterations to measure: savings are compared with what a change moves."""
+        """Iterations to measure; the costs serve to compare what a change saves with what it moves."""
         return self.settings.profile_iterations
 
     def may_replicate(self, layer: int) -> bool:
-        """Never."""
+        """False: no layer has replicas."""
         return False
 
     def check(self, context: LayerContext) -> None:
-        """Refuse one expert a device."""
+        """Refuse layers with one expert on each device, because exchanges cannot balance them.
+
+        Raises:
+            ValueError: Every device has only one expert.
+        """
         check_exchangeable(context.owner_E, context.num_devices)
 
     def slots(self, context: LayerContext) -> int:
-        """No replicas."""
+        """Zero, because the strategy has no replicas."""
         return 0
 
     def limits(self, context: LayerContext) -> str:
-        """Every device keeps its number of experts."""
+        """The interval at which owners are reconsidered, as a text for the log."""
         return f"exchanges of owners are reconsidered every {self.settings.reshard_interval} iterations"
 
     def reshards_at(self, iteration: int) -> bool:
-        """Every ``reshard_interval`` iterations."""
+        """Whether ``iteration`` is a multiple of ``reshard_interval`` and not 0."""
         return iteration > 0 and iteration % self.settings.reshard_interval == 0
 
     def reshard_layer(self, context: LayerContext, load_E: np.ndarray) -> np.ndarray:
-        """One layer's owners, exchanged if that pays until the next time."""
+        """New owners of one layer if they pay off until owners are reconsidered again, else the present ones.
+
+        Args:
+            context: Data of the layer, with the present owners.
+            load_E: Mean load of every expert in an iteration, float ``[E]``.
+
+        Returns:
+            Device of each expert, integers ``[E]``.
+        """
         old_E, profile, topology = context.owner_E, context.profile, context.topology
         if profile is None or not load_E.any():
             return old_E
@@ -61,12 +76,12 @@ class SmartmoeStrategy(Strategy[SmartmoeSettings]):
         return new_E if saved_s > exchange_s(old_E, new_E, profile, topology) else old_E
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
-        """Owners only."""
+        """A plan without replicas."""
         return LayerPlan.owners_only(context)
 
 
 def _layer_s(owner_E: np.ndarray, load_E: np.ndarray, profile: LayerProfile, topology: Topology) -> float:
-    """An iteration of the layer, every source sending as much to an expert as every other."""
+    """Modelled seconds of the layer in an iteration in which every source sends an expert equally much."""
     num_devices = topology.num_devices
     counts_DE = np.tile(np.rint(load_E / num_devices).astype(np.int64), (num_devices, 1))
     placement = ExpertPlacement.owners_only(owner_E, num_devices)

@@ -1,4 +1,4 @@
-"""How a layer's transfers are split over the compute before them, by measured costs (Pro-Prophet, §V-B)."""
+"""Splits a layer's transfers over the compute before the layer, by measured costs (Pro-Prophet, §V-B)."""
 
 from megatron_fssdp.planning.cost.layer_seconds import transfer_seconds
 from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit, split_transfers
@@ -7,13 +7,13 @@ from megatron_fssdp.strategies.strategy import LayerContext
 
 
 def split_of(transfer: TransferPlan, num_pairs: float, context: LayerContext) -> TransferSplit:
-    """The split of a plan's transfers; none until costs are measured.
+    """The split of a plan's transfers; transfers stay whole until costs are measured.
 
     Args:
-        transfer: SparseAllGather of the plan.
-        num_pairs: (token, k) pairs of an iteration. The experts of the layer before are taken to have as
-            many, evenly spread.
-        context: The layer.
+        transfer: Transfer plan of the layer's replicas.
+        num_pairs: Number of (token, k) pairs in an iteration. The function assumes that the layer before has
+            the same number, spread evenly over the devices.
+        context: Data of the layer.
     """
     profile = context.profile
     if profile is None:

@@ -1,4 +1,4 @@
-"""What a strategy is: abilities that it declares, and questions about a layer that it answers with data.
+"""The base class of strategies: abilities that a strategy declares, and questions that it answers with plans.
 
 Shape letters: D devices, E experts, L MoE layers, C candidate strategies, X expert-tensor-parallel peers.
 """
@@ -28,14 +28,15 @@ from megatron_fssdp.strategies.selection_report import SelectionReport
 
 @dataclass(frozen=True, eq=False)
 class LayerContext:
-    """What a strategy may know of one MoE layer.
+    """The data of one MoE layer that a strategy may use.
 
     Attributes:
         layer: Megatron's layer number, counted from 1 over the whole model.
-        owner_E: Device that keeps each expert's parameters and optimizer state.
-        topology: Nodes of the layer's expert-parallel group.
-        profile: Measured costs, once they are known.
-        resident: Where experts have Parameters, if not with their owners only.
+        owner_E: Owner of each expert, int64 ``[E]``: the device that keeps its parameters and optimizer
+            state.
+        topology: Nodes of the layer's expert-parallel ranks.
+        profile: Measured costs; ``None`` before they are measured.
+        resident: Placement of owners and resident replicas; ``None`` if there are no resident replicas.
     """
 
     layer: int
@@ -46,41 +47,43 @@ class LayerContext:
 
     @property
     def num_experts(self) -> int:
-        """Routed experts of the layer."""
+        """Number of routed experts of the layer, E."""
         return len(self.owner_E)
 
     @property
     def num_devices(self) -> int:
-        """Ranks of the expert-parallel group."""
+        """Number of ranks in the expert-parallel group, D."""
         return self.topology.num_devices
 
     @property
     def placement(self) -> ExpertPlacement:
-        """Where experts have Parameters."""
+        """The devices on which each expert has Parameters: its owner and its resident replicas."""
         return self.resident or ExpertPlacement.owners_only(self.owner_E, self.num_devices)
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One layer's decision for one iteration, executed by the runtime and by the simulator alike.
+    """The plan of one layer for one iteration; the runtime and the simulator both carry it out.
 
     Attributes:
-        placement: Where each expert's parameters are present.
-        transfer: How replicas get there, and their gradients home (the exact transpose).
-        gather_ahead: Let transfers run beside compute: start to gather before the compute that precedes the
-            layer, not when the layer's tokens are ready to go, and reduce beside its backward pass.
-        rematerialize: Release the replicas between the forward and the backward pass, and
-            gather weights and reduce gradients with every micro-batch (Hecate §4.2). Without
-            it both happen once an iteration.
+        placement: Owners and replicas of the layer's experts.
+        transfer: Edges along which weights travel to the replicas. Gradients travel to the owners along the
+            same edges in the opposite direction.
+        gather_ahead: Whether transfers run beside compute. The gather then starts before the compute that
+            precedes the layer, instead of when the layer's tokens are ready for the dispatch. The reduction
+            runs beside the backward pass of that compute.
+        rematerialize: Whether to release the replicas between the forward and the backward pass, and to
+            gather weights and reduce gradients in every micro-batch (Hecate §4.2). Otherwise both happen once
+            in an iteration.
         dispatch_policy: How each micro-batch's tokens are split among the holders of their experts.
-        each_micro_batch: Ask :meth:`Strategy.after_gate` anew with every micro-batch's counts, and gather
-            and reduce what it says for that micro-batch alone, beside the dispatch. The plan itself then
-            has no replicas.
-        split: Which part of the transfers runs beside the experts of the layer before, in place of the
-            compute between the two; where weights stay for an iteration, and not under the smart
+        each_micro_batch: Whether to ask :meth:`Strategy.after_gate` again with the counts of every
+            micro-batch. The replicas of its answer are gathered beside the dispatch and reduced for that
+            micro-batch alone. The plan of the iteration then has no replicas.
+        split: Shares of the transfers that run beside the experts of the layer before, instead of the compute
+            between the two layers. It applies to weights that stay for an iteration, and not under the smart
             schedule.
-        tokens_ED: How many of this micro-batch's pairs of each expert each device computes, in place
-            of the policy; int64 ``[E, D]``.
+        tokens_ED: Number of pairs of each expert that each device computes in this micro-batch, int64
+            ``[E, D]``. It replaces the dispatch policy. ``None`` uses the policy.
         resident: Whether the replicas are resident. They have Parameters of their own, so no weights travel.
             An iteration's gradients are summed at the owners and given back to the replicas.
     """
@@ -100,7 +103,7 @@ class LayerPlan:
 
     @property
     def life(self) -> ReplicaLife:
-        """For how long the plan's replicas are on their devices."""
+        """How long the plan's replicas stay on their devices."""
         if self.resident:
             return ReplicaLife.RESIDENT
         if self.each_micro_batch:
@@ -114,7 +117,12 @@ class LayerPlan:
 
     @classmethod
     def owners_only(cls, context: LayerContext, *, each_micro_batch: bool = False) -> "LayerPlan":
-        """Every expert on its owner and nowhere else."""
+        """A plan without replicas.
+
+        Args:
+            context: Data of the layer.
+            each_micro_batch: Whether to ask the strategy again with the counts of every micro-batch.
+        """
         placement = ExpertPlacement.owners_only(context.owner_E, context.num_devices)
         transfer = TransferPlan(context.num_devices, ())
         return cls(placement, transfer, each_micro_batch=each_micro_batch)
@@ -122,14 +130,15 @@ class LayerPlan:
     def dispatch(
         self, counts_XDE: Sequence[np.ndarray] | np.ndarray, topology: Topology
     ) -> list[TokenDispatch]:
-        """Where one micro-batch's tokens go.
+        """Dispatch one micro-batch's tokens to devices.
 
         Args:
-            counts_XDE: (token, k) pairs by expert-tensor-parallel peer, source and expert, int64.
+            counts_XDE: (token, k) pairs by expert-tensor-parallel peer, source and expert, int64
+                ``[X, D, E]``.
             topology: Nodes of the devices.
 
         Returns:
-            One dispatch a peer.
+            One dispatch for each peer.
         """
         if self.tokens_ED is None:
             return [
@@ -146,30 +155,30 @@ class LayerPlan:
     def traffic(
         self, counts_DE: np.ndarray, topology: Topology, num_micro_batches: int = 1
     ) -> DispatchTraffic:
-        """What an iteration's dispatches put on devices and links.
+        """Load of an iteration's dispatches on devices and links.
 
         Args:
-            counts_DE: int64 (token, k) pairs of the iteration by source and expert, ``[D, E]``. Every
-                micro-batch is taken to have its part of them.
+            counts_DE: (token, k) pairs of the iteration by source and expert, int64 ``[D, E]``. Every
+                micro-batch is assumed to have an equal part of them.
             topology: Nodes of the devices.
-            num_micro_batches: Of the iteration.
+            num_micro_batches: Number of micro-batches in the iteration.
         """
         if self.tokens_ED is None:
             return dispatch_traffic(self.dispatch_policy, counts_DE, self.placement, topology)
-        # Quotas are those of one micro-batch, and the others are like it.
+        # The quotas belong to one micro-batch, and all micro-batches are assumed to be equal.
         one = quota_dispatch(self.tokens_ED, counts_DE // num_micro_batches, topology)
         return quota_traffic(one).times(num_micro_batches)
 
 
 class Strategy[Settings: PlacementSettings](ABC):
-    """Decides for one layer at a time: the base class of every strategy.
+    """The base class of every strategy, which plans one layer at a time.
 
-    A strategy has to implement :meth:`before_gate` only. The defaults of the other members fit a strategy
+    A strategy must implement only :meth:`before_gate`. The defaults of the other members fit a strategy
     whose replicas live for one iteration and whose experts keep their owners.
 
-    All answers are pure functions of the arguments, so that all ranks decide alike. The runtime and the
-    simulator read the same abilities and ask the same questions in the same order. Both refuse a plan that
-    needs an ability which the strategy does not declare (:meth:`check_plan`).
+    All answers are pure functions of the arguments, so that all ranks make the same plans. The runtime and
+    the simulator read the same abilities and ask the same questions in the same order. Both refuse a plan
+    that needs an ability which the strategy does not declare (:meth:`check_plan`).
 
     Args:
         settings: The strategy's validated settings.
@@ -178,52 +187,52 @@ class Strategy[Settings: PlacementSettings](ABC):
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
 
-    # What the strategy has to know.
+    # Data that the strategy needs.
 
     @property
     def window(self) -> int:
-        """Iterations of load history that the strategy looks at; at least 1."""
+        """Number of iterations of load history that the strategy uses; at least 1."""
         return 1
 
     @property
     def profile_iterations(self) -> int:
-        """Iterations to measure before contexts get a profile; 0 if the strategy needs no measured costs."""
+        """Iterations to measure before layers get a profile; 0 if the strategy needs no measured costs."""
         return 0
 
-    # What the strategy can do. These abilities are read before the first layer is built, and do not change.
+    # Abilities of the strategy. They are read before the first layer is built and must not change.
 
     @property
     def replica_life(self) -> ReplicaLife:
-        """How long the replicas of the strategy's plans live; memory is accounted by it."""
+        """How long the replicas of the strategy's plans live; estimates of memory use it."""
         return ReplicaLife.ITERATION
 
     @property
     def overlaps(self) -> bool:
         """Whether transfers may run beside the model's compute and the dispatch.
 
-        If so, they get a process group of their own. Plans with ``gather_ahead`` need this ability.
+        If so, transfers get a separate process group. Plans with ``gather_ahead`` need this ability.
         """
         return True
 
     @property
     def moves_owners(self) -> bool:
-        """Whether experts may change their owners; by default if the class overrides :meth:`reshards_at`."""
+        """Whether experts may change owners. Default: whether the class overrides :meth:`reshards_at`."""
         return type(self).reshards_at is not Strategy.reshards_at
 
     @property
     def resident_slots(self) -> int:
-        """Resident replicas of a layer for which a device has room; 0 if the strategy has none."""
+        """Number of resident replicas of a layer for which a device has room; 0 if the strategy has none."""
         return 0
 
     @property
     def selects(self) -> bool:
-        """Whether each layer runs under another strategy, which this one selects now and then."""
+        """Whether this strategy selects another strategy for each layer and reconsiders it at an interval."""
         return False
 
     def may_replicate(self, layer: int) -> bool:
-        """Whether a layer may have replicas for now, whatever the loads.
+        """Whether a layer can have replicas until the strategy changes its selection, for any loads.
 
-        Layers without replicas may use more schedules.
+        A layer without replicas can use more schedules.
 
         Args:
             layer: Megatron's layer number.
@@ -232,15 +241,18 @@ class Strategy[Settings: PlacementSettings](ABC):
 
     @property
     def collective_schedule(self) -> CollectiveSchedule:
-        """In which order collectives carry rows where ranks share experts or tokens; from the settings."""
+        """Order of collectives if ranks share experts or tokens, from the settings."""
         return self.settings.collective_schedule
 
     def ring(self, device: int, topology: Topology) -> GroupRing | None:
-        """The steps in which a device exchanges tokens; ``None`` if it exchanges all at once.
+        """Groups of ranks with which a device exchanges tokens step by step (smart schedule).
 
         Args:
             device: Rank in the expert-parallel group.
             topology: Nodes of the devices.
+
+        Returns:
+            The ring of groups; ``None`` if the device exchanges with all ranks at once.
 
         Raises:
             ValueError: The settings' group size does not divide the devices.
@@ -260,34 +272,39 @@ class Strategy[Settings: PlacementSettings](ABC):
         """Refuse a layer that the strategy cannot serve.
 
         Raises:
-            ValueError: With what does not fit and the next step.
+            ValueError: The strategy cannot serve the layer; the message has the reason and the next step.
         """
 
     def limits(self, context: LayerContext) -> str:
-        """What follows from a layer's profile, for the log."""
+        """The limits that follow from a layer's profile, as a text for the log."""
         return f"at most {self.slots(context)} replicas of a layer on a device"
 
     def slots(self, context: LayerContext) -> int:
-        """Most replicas of a layer that a device may hold; memory is accounted by it."""
+        """Largest number of replicas of a layer on a device; estimates of memory use it."""
         return context.num_experts
 
     @abstractmethod
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
-        """Plan a layer's iteration from the loads of the iterations before it."""
+        """Plan a layer's iteration from the loads of the iterations before it.
+
+        Args:
+            context: Data of the layer.
+            history: Loads of the last iterations; it is empty in the first iteration.
+        """
 
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
     ) -> LayerPlan:
-        """Correct the plan by the exact counts of an iteration's first micro-batch, or of each one.
+        """Correct the plan with the exact counts of an iteration's first micro-batch, or of each micro-batch.
 
         Args:
-            context: The layer.
-            counts_DE: int64 ``[D, E]`` (token, k) pairs by source device and expert.
-            plan: What :meth:`before_gate` said.
-            num_micro_batches: How many micro-batches the answer is used for.
+            context: Data of the layer.
+            counts_DE: (token, k) pairs of the micro-batch by source device and expert, int64 ``[D, E]``.
+            plan: Plan that :meth:`before_gate` returned.
+            num_micro_batches: Number of micro-batches for which the answer is used.
 
         Returns:
-            ``plan`` itself, or one whose placement has more replicas.
+            ``plan`` itself, or a plan whose placement has more replicas.
         """
         return plan
 
@@ -298,12 +315,14 @@ class Strategy[Settings: PlacementSettings](ABC):
         return False
 
     def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
-        """New owners for all layers of a pipeline stage, or the same; by default layer by layer.
+        """New owners for all layers of a pipeline stage, or the present ones.
+
+        The default calls :meth:`reshard_layer` for each layer.
 
         Args:
-            contexts: The layers, in the order of the map.
-            load_LE: Mean load of every expert in an iteration of the history, over all ranks that keep
-                copies of the same owners, float ``[L, E]``.
+            contexts: Data of the layers, in the order of the map.
+            load_LE: Mean load of every expert in an iteration of the history, float ``[L, E]``. The mean is
+                over all ranks that have copies of the same experts.
             owners: The present owners.
         """
         device_LE = owners.device_LE.copy()
@@ -313,12 +332,12 @@ class Strategy[Settings: PlacementSettings](ABC):
         return owners.with_owners(device_LE)
 
     def reshard_layer(self, context: LayerContext, load_E: np.ndarray) -> np.ndarray:
-        """New owners of one layer, or the same; every device keeps its number of experts.
+        """New owners of one layer, or the present ones; every device keeps its number of experts.
 
         ``auto`` asks this method and never :meth:`reshard`, because its layers differ in their strategies.
 
         Args:
-            context: The layer, with the present owners.
+            context: Data of the layer, with the present owners.
             load_E: Mean load of every expert in an iteration of the history, float ``[E]``.
 
         Returns:
@@ -336,27 +355,31 @@ class Strategy[Settings: PlacementSettings](ABC):
         """A layer's next placement, with the same owners; ``context.placement`` itself for no change.
 
         Args:
-            context: The layer, with the present placement.
-            load_DE: Mean loads of an iteration of the history by source and expert, float ``[D, E]``, over
-                all ranks that keep copies of the same experts.
+            context: Data of the layer, with the present placement.
+            load_DE: Mean loads of an iteration of the history by source and expert, float ``[D, E]``. The
+                mean is over all ranks that have copies of the same experts.
         """
         return context.placement
 
     # Selection: asked of a strategy that selects other strategies for its layers.
 
     def selected(self, layer: int) -> str | None:
-        """Name of the strategy that a layer runs under, by the layer's number; ``None`` for this one."""
+        """Name of the selected strategy of the layer with this number; ``None`` for this strategy."""
         return None
 
     def resume(self, selected: Mapping[int, str]) -> None:  # noqa: B027
-        """Start with the selection of another run, names by layer number; unknown names are left out."""
+        """Start with the selection of another run.
+
+        Args:
+            selected: Strategy names by layer number; unknown names are ignored.
+        """
 
     def selects_at(self, iteration: int, num_known: int) -> bool:
         """Whether to reconsider the selection once ``iteration`` iterations are complete.
 
         Args:
-            iteration: Iterations that the model has been trained for.
-            num_known: Iterations that this process has seen, once costs are measured; else 0.
+            iteration: Number of iterations for which the model has been trained.
+            num_known: Number of iterations that this process has run, if costs are measured; otherwise 0.
         """
         return False
 
@@ -364,29 +387,29 @@ class Strategy[Settings: PlacementSettings](ABC):
         """Modelled seconds of an iteration of each layer under every candidate, float ``[L, C]``.
 
         Args:
-            contexts: The layers, with profiles.
-            histories: Their loads.
+            contexts: Data of the layers, with profiles.
+            histories: Loads of each layer.
         """
         return np.zeros((len(contexts), 0))
 
     def select(
         self, layers: Sequence[int], seconds_LC: np.ndarray, since_change: IterationSpread | None
     ) -> SelectionReport:
-        """Select anew for the layers of these numbers.
+        """Reconsider the strategies of the given layers.
 
         Args:
             layers: Numbers of a pipeline stage's layers.
-            seconds_LC: What :meth:`price` said, agreed on by all ranks that share owners, float ``[L, C]``.
-            since_change: Seconds of the iterations since the last change, or since the start.
+            seconds_LC: Results of :meth:`price`, equal on all ranks that share owners, float ``[L, C]``.
+            since_change: Times of the iterations since the last change or since the start.
         """
         return SelectionReport((), since_change, None)
 
     def check_plan(self, context: LayerContext, plan: LayerPlan) -> LayerPlan:
-        """Refuse a plan that the strategy's declared abilities do not cover; not to be overridden.
+        """Refuse a plan that the strategy's declared abilities do not cover; subclasses must not override it.
 
         Args:
-            context: The layer.
-            plan: What the strategy answered.
+            context: Data of the layer.
+            plan: Plan that the strategy returned.
 
         Returns:
             The plan itself.

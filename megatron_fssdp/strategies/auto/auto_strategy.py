@@ -1,7 +1,7 @@
-"""``auto``: every layer runs under the strategy that is modelled to take the fewest seconds (ours).
+"""``auto``: selects for every layer the strategy with the fewest modelled seconds (ours).
 
-Plans are data, so a layer can change its strategy between any two iterations: the runtime executes what it
-gets, and losses do not change. Only owners that have moved stay where they are.
+Plans are data, so a layer can change its strategy between any two iterations: the runtime carries out any
+plan, and losses do not change. Owners that a strategy has moved stay on their new devices after a change.
 
 Shape letters: D devices, E experts, L MoE layers, C candidate strategies.
 """
@@ -24,12 +24,18 @@ from megatron_fssdp.strategies.selection_report import LayerSelection, SeenSavin
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 
 BARRED_CHOICES = 5
-"""Choices for which a layer does not change again to a strategy that made iterations slower."""
+"""Number of selections in which a layer cannot change to a strategy that made iterations slower."""
 
 
 @dataclass(frozen=True)
 class _Change:
-    """The last change: what was there before it, and what it was to save."""
+    """The last change.
+
+    Attributes:
+        before: Name of each layer's strategy before the change, by layer number.
+        saving_s: Modelled seconds that the change should save in an iteration.
+        spread: Times of the iterations before the change; ``None`` if none were measured.
+    """
 
     before: dict[int, str]
     saving_s: float
@@ -37,11 +43,11 @@ class _Change:
 
 
 class AutoStrategy(Strategy[AutoSettings]):
-    """Asks the strategy that a layer has chosen; chooses anew every so many iterations.
+    """Asks the selected strategy of each layer for plans, and reconsiders the selection at an interval.
 
     Args:
-        settings: Candidates among them.
-        candidates: Built from these, by name, doing nothing first.
+        settings: Settings of ``auto``, which contain those of the candidates.
+        candidates: The candidates by name, built from these settings; ``ep`` is the first one.
     """
 
     replica_life = ReplicaLife.CHOSEN
@@ -58,40 +64,43 @@ class AutoStrategy(Strategy[AutoSettings]):
 
     @property
     def window(self) -> int:
-        """As long as any candidate's, before the first of the iterations that are compared."""
+        """The longest window of a candidate, plus the iterations for which candidates are compared."""
         longest = max(candidate.window for candidate in self.candidates.values())
         return longest + self.settings.compared_iterations
 
     @property
     def profile_iterations(self) -> int:
-        """Iterations to measure."""
+        """Iterations to measure before the first selection."""
         return self.settings.profile_iterations
 
     @property
     def overlaps(self) -> bool:
-        """Where any candidate does."""
+        """Whether any candidate's transfers may run beside compute."""
         return any(candidate.overlaps for candidate in self.candidates.values())
 
     @property
     def moves_owners(self) -> bool:
-        """Where any candidate does."""
+        """Whether any candidate moves owners."""
         return any(candidate.moves_owners for candidate in self.candidates.values())
 
     def may_replicate(self, layer: int) -> bool:
-        """Whether the strategy that the layer has may."""
+        """Whether the layer's selected strategy may replicate experts."""
         return self._of(layer).may_replicate(layer)
 
     def limits(self, context: LayerContext) -> str:
-        """What can be chosen."""
+        """The candidates and the interval of the selection, as a text for the log."""
         able = [name for name in self.candidates if self.serves(name, context)]
-        return f"each layer chooses among {', '.join(able)} every {self.settings.choice_interval} iterations"
+        return (
+            f"a strategy is selected for each layer among {', '.join(able)} every "
+            f"{self.settings.choice_interval} iterations"
+        )
 
     def slots(self, context: LayerContext) -> int:
-        """Most replicas that any candidate puts on a device."""
+        """Largest number of replicas of a layer that any candidate places on a device."""
         return max(candidate.slots(context) for candidate in self.candidates.values())
 
     def selected(self, layer: int) -> str:
-        """The strategy that a layer has."""
+        """Name of the layer's selected strategy; ``ep`` before the first selection."""
         return self._selected.get(layer, BASELINE)
 
     def _of(self, layer: int) -> Strategy:
@@ -101,7 +110,7 @@ class AutoStrategy(Strategy[AutoSettings]):
         """Start with the selection of another run of the same model.
 
         Args:
-            selected: Names by layer number; those that are no candidates here are left out.
+            selected: Strategy names by layer number; names that are not candidates here are ignored.
         """
         self._selected = {layer: name for layer, name in selected.items() if name in self.candidates}
 
@@ -109,24 +118,25 @@ class AutoStrategy(Strategy[AutoSettings]):
         """Whether to reconsider the selection once ``iteration`` iterations are complete.
 
         Args:
-            iteration: Iterations that the model has been trained for.
-            num_known: Iterations that this process has seen, once costs are measured; else 0.
+            iteration: Number of iterations for which the model has been trained.
+            num_known: Number of iterations that this process has run, if costs are measured; otherwise 0.
         """
-        # The first iteration is no measure, and as many as quartiles need have to come before a change.
+        # The first iteration is not representative, and a change needs enough iterations before it for
+        # quartiles.
         if num_known <= LEAST_SEEN:
             return False
         return not self._has_selected or iteration % self.settings.choice_interval == 0
 
     def price(self, contexts: Sequence[LayerContext], histories: Sequence[LoadHistory]) -> np.ndarray:
-        """Modelled seconds of an iteration under every candidate, [L, C].
+        """Modelled seconds of an iteration under every candidate, float ``[L, C]``.
 
-        Each candidate plans for the latest iterations from what was known before them, and its plans
-        are charged for the loads that then came. Moving owners is shared out over the iterations until
-        the next choice.
+        Each candidate plans for each of the latest iterations from the loads before it. Its plans are then
+        priced with the loads that followed. The cost of moving owners is divided over the iterations until
+        the selection is reconsidered.
 
         Args:
-            contexts: The layers, with profiles.
-            histories: Their loads, with two iterations at least.
+            contexts: Data of the layers, with profiles.
+            histories: Loads of each layer, with at least two iterations.
         """
         return np.array(
             [
@@ -138,14 +148,15 @@ class AutoStrategy(Strategy[AutoSettings]):
     def select(
         self, layers: Sequence[int], seconds_LC: np.ndarray, since_change: IterationSpread | None
     ) -> SelectionReport:
-        """Choose anew for all layers; the same arguments on all ranks that share owners.
+        """Reconsider the strategies of all layers; the arguments are equal on all ranks that share owners.
 
-        A change that made iterations slower is taken back first, and not made again for a while.
+        If the last change made iterations slower, it is reverted first, and its layers cannot change to the
+        same strategies again for :data:`BARRED_CHOICES` selections.
 
         Args:
             layers: Numbers of the layers.
-            seconds_LC: What :meth:`price` said, agreed on.
-            since_change: Seconds of the iterations since the last change, or since the start.
+            seconds_LC: Results of :meth:`price`, equal on these ranks, float ``[L, C]``.
+            since_change: Times of the iterations since the last change or since the start.
         """
         self._has_selected = True
         before = {layer: self.selected(layer) for layer in layers}
@@ -159,23 +170,23 @@ class AutoStrategy(Strategy[AutoSettings]):
         names = list(self.candidates)
         present_L = np.array([names.index(self.selected(layer)) for layer in layers], np.int64)
         barred_LC = np.array([[(layer, name) in self._barred for name in names] for layer in layers])
-        chosen_L = select_by_seconds(
+        selected_L = select_by_seconds(
             seconds_LC, present_L, least_gain=self.settings.least_gain, barred_LC=barred_LC
         )
-        choices = tuple(
+        selections = tuple(
             LayerSelection(
-                layer, names[chosen], before[layer], dict(zip(names, of_layer.tolist(), strict=True))
+                layer, names[index], before[layer], dict(zip(names, seconds_C.tolist(), strict=True))
             )
-            for layer, chosen, of_layer in zip(layers, chosen_L, seconds_LC, strict=True)
+            for layer, index, seconds_C in zip(layers, selected_L, seconds_LC, strict=True)
         )
-        report = SelectionReport(choices, since_change, seen)
+        report = SelectionReport(selections, since_change, seen)
         if not (seen is not None and seen.is_slower) and report.is_too_little:
-            choices = tuple(replace(choice, strategy=choice.before) for choice in choices)
-            report = SelectionReport(choices, since_change, seen, report.saving_s)
-        for choice in report.changes:
-            self._selected[choice.layer] = choice.strategy
-            if self.candidates[choice.strategy].moves_owners:
-                self._reshard_due.add(choice.layer)
+            selections = tuple(replace(selection, strategy=selection.before) for selection in selections)
+            report = SelectionReport(selections, since_change, seen, report.saving_s)
+        for change in report.changes:
+            self._selected[change.layer] = change.strategy
+            if self.candidates[change.strategy].moves_owners:
+                self._reshard_due.add(change.layer)
         if report.changes:
             self._change = _Change(before, report.saving_s, since_change)
         elif seen is not None:
@@ -183,7 +194,7 @@ class AutoStrategy(Strategy[AutoSettings]):
         return report
 
     def reshards_at(self, iteration: int) -> bool:
-        """Where a layer is due whose strategy moves owners, or one has just got such a strategy."""
+        """Whether a selected strategy reconsiders owners now, or a layer has just got such a strategy."""
         return bool(self._reshard_due) or any(
             self.candidates[name].reshards_at(iteration) for name in set(self._selected.values())
         )
@@ -194,18 +205,18 @@ class AutoStrategy(Strategy[AutoSettings]):
         return super().reshard(contexts, load_LE, owners)
 
     def reshard_layer(self, context: LayerContext, load_E: np.ndarray) -> np.ndarray:
-        """What the layer's strategy says."""
+        """New owners of a layer by its selected strategy."""
         return self._of(context.layer).reshard_layer(context, load_E)
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
-        """What the layer's strategy plans."""
+        """The plan of the layer's selected strategy, from the part of the history that it needs."""
         candidate = self._of(context.layer)
         return candidate.before_gate(context, history.excerpt(candidate.window))
 
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
     ) -> LayerPlan:
-        """What the layer's strategy makes of it."""
+        """The plan of the layer's selected strategy after the gate."""
         candidate = self._of(context.layer)
         return candidate.after_gate(context, counts_DE, plan, num_micro_batches)
 
@@ -232,7 +243,7 @@ class AutoStrategy(Strategy[AutoSettings]):
         return float(np.mean(seconds)) + moving_s / self.settings.choice_interval
 
     def serves(self, name: str, context: LayerContext) -> bool:
-        """Whether a candidate can have a layer."""
+        """Whether a candidate can serve a layer."""
         try:
             self.candidates[name].check(context)
         except ValueError:
@@ -240,7 +251,7 @@ class AutoStrategy(Strategy[AutoSettings]):
         return True
 
     def _seen(self, since_change: IterationSpread | None) -> SeenSaving | None:
-        """What the last change was to bring and has brought; ``None`` where there is nothing to compare."""
+        """Predicted and measured saving of the last change; ``None`` if there is nothing to compare."""
         change = self._change
         if change is None or change.spread is None or since_change is None:
             return None

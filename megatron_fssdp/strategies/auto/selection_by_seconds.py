@@ -1,4 +1,4 @@
-"""Which of several strategies each layer takes, by their modelled seconds.
+"""Selects one of several strategies for each layer by their modelled seconds.
 
 Shape letters: L MoE layers, C candidate strategies.
 """
@@ -13,19 +13,24 @@ def select_by_seconds(
     least_gain: float,
     barred_LC: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The first candidate that is close to the fewest seconds, where it saves enough; else the present one.
+    """Select for each layer the first candidate that is close to the fewest seconds, if it saves enough.
 
-    Close is within ``least_gain``: so little the model cannot tell apart, and what moves less comes first.
+    A layer keeps its present candidate if the saving is too small. Candidates are close if they differ by
+    less than the fraction ``least_gain``. The model cannot distinguish close candidates, so the first one is
+    selected: candidates that move less are first in the order.
 
     Args:
-        seconds_LC: Modelled seconds of an iteration, [L, C]; infinite where a candidate cannot serve the
-            layer.
-        present_L: Index of the candidate that each layer has, [L].
-        least_gain: Part of a candidate's seconds that another one has to save to be preferred.
-        barred_LC: Candidates that a layer must not change to, bool [L, C].
+        seconds_LC: Modelled seconds of an iteration, float ``[L, C]``; infinite if a candidate cannot serve
+            the layer.
+        present_L: Index of the present candidate of each layer, int64 ``[L]``.
+        least_gain: Fraction of a candidate's seconds that another candidate must save to replace it.
+        barred_LC: Whether a layer must not change to a candidate, bool ``[L, C]``; ``None`` bars nothing.
 
     Returns:
-        Indices, int64 [L].
+        Index of the selected candidate of each layer, int64 ``[L]``.
+
+    Raises:
+        ValueError: The shapes do not fit, or some seconds are not numbers.
     """
     num_layers, num_candidates = seconds_LC.shape
     if present_L.shape != (num_layers,) or np.isnan(seconds_LC).any():

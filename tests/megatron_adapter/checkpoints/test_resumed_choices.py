@@ -54,7 +54,7 @@ def test_a_resumed_run_keeps_the_selections_of_auto(text_data: Path, tmp_path: P
         line
         for run in runs
         for line in run.messages
-        if "chosen: fssdp in layer 1, smartmoe in layer 2" in line
+        if "selected: fssdp in layer 1, smartmoe in layer 2" in line
     ]
     assert len(chosen) == 1
     assert "predicted gain" in chosen[0]

@@ -162,7 +162,7 @@ def test_a_change_that_made_iterations_slower_is_reverted() -> None:
     assert report.seen.is_slower
     assert report.seen.seen_s == pytest.approx(-1e-2)
     assert strategy.selected(1) != first
-    assert "taken back" in report.describe()[0]
+    assert "the change is reverted" in report.describe()[0]
     for _ in range(BARRED_CHOICES - 1):
         strategy.select([1], prices, seconds(1e-2))
         assert strategy.selected(1) != first, "a reverted change is not repeated for a while"
@@ -181,7 +181,7 @@ def test_a_change_that_helped_is_logged_as_such() -> None:
     assert report.seen is not None
     assert not report.changes
     lines = report.describe()
-    assert "seen: 25.0 % (5.00 ms) (20.0 ms before, 15.0 ms since)" in lines[0]
+    assert "and saved 25.0 % (5.00 ms): 20.0 ms before, 15.0 ms since" in lines[0]
     assert lines[1].startswith("nothing changes: ")
 
 
