@@ -91,6 +91,7 @@ class PlacementPricer:
         return self._price(dispatch, moved)
 
     def _price(self, dispatch: DispatchOfFirst, moved: TransferTraffic) -> LayerPrice:
+        """Price of the layer from the traffic of its dispatch and of its transfers."""
         return layer_seconds(
             LayerWork(dispatch.tokens_H, dispatch.busiest, gather=moved, replicas=moved),
             self.profile,
@@ -101,6 +102,7 @@ class PlacementPricer:
 
     @cached_property
     def _counts_s(self) -> float:
+        """Seconds to gather the router counts of a micro-batch."""
         return counts_seconds(self.profile, self.topology, self.load_DE.shape[1])
 
 

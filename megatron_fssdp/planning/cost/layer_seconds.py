@@ -275,6 +275,7 @@ def _exposed_seconds(
         return 0.0, 0.0
 
     def times_of(traffic: TransferTraffic, expert_bytes: int) -> LinkTimes:
+        """Seconds of a transfer of experts, or of gradients, with ``expert_bytes`` each."""
         return transfer_times(links.transfer, traffic, expert_bytes, profile.message_bytes)
 
     hidden_s = 0.0 if counts_s is None else profile.non_moe_s + counts_s

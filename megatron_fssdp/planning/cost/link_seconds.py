@@ -158,6 +158,7 @@ def cluster_links(
     counts: CollectiveName = "all_gather" if is_megatrons or on_cuda else all_to_all
 
     def shared(name: CollectiveName) -> LinkSet:
+        """Costs of a collective that all devices of the group take part in."""
         intra = collective_link(cluster, name, "intra_node")
         inter = collective_link(cluster, name, "inter_node")
         near_of = near if intra is None else link_cost(intra)

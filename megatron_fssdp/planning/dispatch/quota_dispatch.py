@@ -96,6 +96,7 @@ class QuotaDispatch:
 
     @cached_property
     def _near(self) -> "_Matching":
+        """Tokens and near quotas along a line of all devices, node by node."""
         # The line holds the devices node by node. Each node has equally many tokens and quotas, so they
         # overlap.
         by_node_D = np.argsort(self.topology.node_of_device_D, kind="stable")
@@ -103,6 +104,7 @@ class QuotaDispatch:
 
     @cached_property
     def _far(self) -> "_Matching":
+        """Tokens that leave their node, and far quotas, along a line of all devices."""
         sent_DE = self.counts_DE - self.own_DE - self.sent_near_DE
         return _Matching(sent_DE, self.far_DE, np.arange(self.topology.num_devices))
 

@@ -97,6 +97,7 @@ class ExpertShares:
             self._share_far()
 
     def _share_far(self) -> None:
+        """Recompute the load of nodes without a holder, and the part of it that each holder gets."""
         node_load, holders_in = self.node_load, self.holders_in
         if len(holders_in) == len(node_load):
             self.unserved = self.far = 0.0
@@ -258,10 +259,12 @@ class EvenDispatchModel:
                 self._set_load(holder, loads[holder] + growth)
 
     def _count_replicated(self) -> None:
+        """Count one more expert that has replicas."""
         self.num_replicated += 1
         self.most_replicated = max(self.most_replicated, self.num_replicated)
 
     def _set_load(self, device: int, load: float) -> None:
+        """Set the load of a device and keep ``ascending`` sorted."""
         ascending = self.ascending
         del ascending[bisect_left(ascending, (self.loads[device], device))]
         insort(ascending, (load, device))

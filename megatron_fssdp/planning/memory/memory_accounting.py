@@ -311,12 +311,14 @@ def _readable(num_bytes: int) -> str:
 
 
 def _check_counts(**counts: int) -> None:
+    """Raise ValueError if a number is negative."""
     for name, value in counts.items():
         if value < 0:
             raise ValueError(f"{name} is {value}: wanted 0 or more")
 
 
 def _check_positive(**counts: int) -> None:
+    """Raise ValueError if a number is less than 1."""
     for name, value in counts.items():
         if value < 1:
             raise ValueError(f"{name} is {value}: wanted 1 or more")

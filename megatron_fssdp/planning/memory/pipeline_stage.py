@@ -89,4 +89,5 @@ class PipelineStage:
 
     @property
     def _group(self) -> int:
+        """Number of micro-batches that a chunk runs one after another."""
         return self.group_size or self.num_stages

@@ -137,6 +137,7 @@ def calibrated_placement(
     def price_of(
         placement: ExpertPlacement, replicas: TransferTraffic, addition: TransferTraffic
     ) -> LayerPrice:
+        """Price of the layer under a placement, all of whose replicas have the traffic ``replicas``."""
         traffic = dispatch_traffic(dispatch_policy, counts, placement, topology).times(num_micro_batches)
         return layer_seconds(
             LayerWork(float(traffic.tokens_D.max()), traffic.busiest, gather, replicas, addition),

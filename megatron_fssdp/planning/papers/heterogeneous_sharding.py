@@ -169,6 +169,7 @@ class _Shards:
             nodes.change(node_load[node] / sizes[node], node_free[node] / sizes[node], node)
 
     def _assign(self, layer: int, expert: int, device: int) -> None:
+        """Give an expert of a layer a slot on a device."""
         self.device_LE[layer][expert] = device
         self._load_LD[layer][device] += self._load_LE[layer][expert]
         self._free_D[device] -= 1

@@ -192,6 +192,7 @@ class _FreeSlots:
         return more
 
     def _claim(self, device: int) -> None:
+        """Take one slot of a device, and keep the sorted lists up to date."""
         node = self._node_of[device]
         devices, free = self._devices[node], self._free[device]
         del self._nodes[bisect_left(self._nodes, (-self._node_free[node], *devices[0]))]

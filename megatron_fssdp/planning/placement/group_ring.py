@@ -77,5 +77,6 @@ class GroupRing:
         return self._group(self.rank // self.group_size + step + self.own_last)
 
     def _group(self, number: int) -> range:
+        """Ranks of a group. The number is taken modulo the number of groups."""
         first = number % self.num_steps * self.group_size
         return range(first, first + self.group_size)

@@ -110,6 +110,7 @@ class HolderGroups:
         return self._columns[device]
 
     def _build_row(self, source: int) -> SourceRow:
+        """Compute the row of one source device; :meth:`row` keeps it."""
         _check_device("source", source, self._topology)
         node = self._topology.node_of_device[source]
         expert_P, device_P = self.expert_P, self.device_P
@@ -127,6 +128,7 @@ class HolderGroups:
         return SourceRow(num_chosen_E, expert_P, flat_P, turn_P)
 
     def _build_column(self, device: int) -> DeviceColumn:
+        """Compute the column of one device; :meth:`column` keeps it."""
         _check_device("device", device, self._topology)
         node_D = self._topology.node_of_device_D
         node = node_D[device]
@@ -155,5 +157,6 @@ def holder_groups(placement: ExpertPlacement, topology: Topology) -> HolderGroup
 
 
 def _check_device(name: str, device: int, topology: Topology) -> None:
+    """Raise ValueError if a device number is out of range."""
     if not 0 <= device < topology.num_devices:
         raise ValueError(f"{name} is {device}: wanted a device from 0 to {topology.num_devices - 1}")

@@ -135,6 +135,7 @@ class OwnerMap:
 
     @cached_property
     def _contents(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """The (layer, expert) in every slot: (device, slot) -> (layer, expert)."""
         return {
             (int(self.device_LE[layer, expert]), int(self.slot_LE[layer, expert])): (layer, expert)
             for layer in range(self.num_layers)

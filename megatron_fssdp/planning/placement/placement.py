@@ -57,6 +57,7 @@ class ExpertPlacement:
             self._check_slots(self.slots)
 
     def _check_owners(self) -> None:
+        """Raise ValueError if an owner is out of range or does not have its expert."""
         num_experts, num_devices = self.present_ED.shape
         # A negative device number, viewed as unsigned, is larger than any device number.
         if int(self.owner_E.view(np.uint64).max()) >= num_devices:
@@ -74,6 +75,7 @@ class ExpertPlacement:
             )
 
     def _check_slots(self, slots: int) -> None:
+        """Raise ValueError if a device holds more replicas than ``slots``."""
         if slots < 0:
             raise ValueError(f"slots is {slots}: wanted a limit of 0 or more replicas on each device")
         # This first comparison is cheap. If all devices together are within the limit, every device is.

@@ -127,6 +127,7 @@ class ResidentMap:
         return copies
 
     def _devices(self) -> list[tuple[tuple[int, int], np.ndarray]]:
+        """Every ((layer, device), experts in the resident slots of that device, ``[W]``)."""
         num_layers, num_devices, _ = self.expert_LDW.shape
         return [
             ((layer, device), self.expert_LDW[layer, device])

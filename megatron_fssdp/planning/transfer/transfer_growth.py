@@ -67,13 +67,16 @@ class TransferGrowth:
             level = fed
 
     def _by_node(self, devices: Sequence[int]) -> dict[int, list[int]]:
+        """The devices of each node that has any: node -> devices."""
         members: dict[int, list[int]] = {}
         for device in devices:
             members.setdefault(self._node_of[device], []).append(device)
         return members
 
     def _nodes_after(self, first: int, node: int) -> int:
+        """Distance of a node after the first one, in cyclic order of node numbers."""
         return (node - first) % len(self._crossings)
 
     def _least_busy(self, devices: list[int]) -> int:
+        """The device with the fewest messages so far; the first one of equals."""
         return min(devices, key=self._messages.__getitem__)

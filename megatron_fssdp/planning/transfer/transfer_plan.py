@@ -132,6 +132,7 @@ class TransferPlan:
 
     @cached_property
     def _edges_by_device(self) -> dict[int, tuple[list[TransferEdge], list[TransferEdge]]]:
+        """For each device, the edges that end there and the edges that start there."""
         by_device: dict[int, tuple[list[TransferEdge], list[TransferEdge]]] = {}
         for edge in self.edges:
             by_device.setdefault(edge.destination, ([], []))[0].append(edge)
@@ -145,10 +146,12 @@ class TransferPlan:
 
     @cached_property
     def _parent_of(self) -> dict[tuple[int, int], int]:
+        """The device that sends each expert to each device: (expert, destination) -> source."""
         return {(edge.expert, edge.destination): edge.source for edge in self.edges}
 
     @cached_property
     def _children_of(self) -> dict[tuple[int, int], list[int]]:
+        """The devices to which each device sends each expert: (expert, source) -> destinations."""
         children: dict[tuple[int, int], list[int]] = {}
         for edge in self.edges:
             children.setdefault((edge.expert, edge.source), []).append(edge.destination)
@@ -237,6 +240,7 @@ def two_level_transfer(placement: ExpertPlacement, topology: Topology) -> Transf
 
 
 def _two_level_transfer(placement: ExpertPlacement, topology: Topology) -> TransferPlan:
+    """Compute :func:`two_level_transfer`, which keeps the result on the placement."""
     num_devices, node_of = placement.num_devices, topology.node_of_device
     if num_devices != topology.num_devices:
         raise ValueError(
