@@ -25,7 +25,7 @@ class UnevenAllToAll(torch.autograd.Function):
         meanwhile: Callable[[], object] | None,
         *rows: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Exchange the rows."""
+        """Exchange the rows; the arguments are those of :func:`exchange_rows`."""
         ctx.output_splits, ctx.input_splits, ctx.group = output_splits, input_splits, group
         return exchange_rows(rows, output_splits, input_splits, group, meanwhile)
 

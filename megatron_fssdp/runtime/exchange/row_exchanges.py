@@ -1,9 +1,21 @@
 """Parm's four schedules: how a micro-batch's rows reach all parts of their experts, and the results return.
 
 There is one class for each schedule: baseline, megatron, S1 and S2. The adapter's dispatcher calls the same
-steps of each: gather, permute, dispatch, gather_peers, (experts), sum_peers, combine, unpermute. Schedules
-differ in the tokens that a rank brings and in the collectives that carry their rows (Parm, §III, Fig. 3
-and 4).
+steps of each. Schedules differ in the tokens that a rank brings and in the collectives that carry their rows
+(Parm, §III, Fig. 3 and 4)::
+
+    step            baseline         megatron             s1                 s2
+    gather          ESP-AllGather
+    permute
+    dispatch        EP-AlltoAll      EP-AlltoAll          EP&ESP-AlltoAll    MP-Split, EP&ESP-AlltoAll
+    gather_peers                     ESP-AllGather
+    (experts)
+    sum_peers       ESP-AllReduce    ESP-ReduceScatter
+    combine         EP-AlltoAll      EP-AlltoAll          EP&ESP-AlltoAll
+    unpermute       ESP-Split                                                EP&ESP-AlltoAll, MP-AllGather
+
+EP is among devices, ESP among the parts of an expert, and MP among tensor-parallel ranks with the same
+tokens.
 
 Shape letters: T tokens, A rows that a rank sends, R rows that a rank receives, M model dimension, E
 experts, X expert-tensor-parallel peers, D devices, G experts present on a device, S ranks that send rows, Y
@@ -66,6 +78,10 @@ class MegatronExchange:
             hidden: Hidden states of this rank's tokens, ``[T, M]``.
             probs: Routing probabilities, ``[T, E]``.
             routing_map: Experts that each token selected, bool ``[T, E]``.
+
+        Returns:
+            Hidden states, routing probabilities and routing map for the tokens to exchange. The schedule
+            decides which these are.
         """
         return hidden, probs, routing_map
 

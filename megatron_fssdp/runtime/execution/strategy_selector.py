@@ -21,9 +21,9 @@ class StrategySelector:
 
     Args:
         strategy: The strategy ``auto``, which prices and selects.
-        groups: The expert-parallel ranks first; over all of them together, ranks that plan alike or
-            share owners agree.
-        device: Where collectives' tensors lie.
+        groups: Process groups whose ranks must select the same strategies: first the expert-parallel group,
+            then those of ranks that share experts or owners.
+        device: Device of the tensors for collectives.
     """
 
     def __init__(self, strategy: Strategy, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
@@ -37,14 +37,16 @@ class StrategySelector:
         self._seconds.append(seconds)
 
     def select(self, executors: Sequence[LayerExecutor], iteration: int) -> SelectionReport | None:
-        """Reconsider strategies once ``iteration`` iterations are complete, if it is time; collective.
+        """Reconsider strategies if the strategy does so after ``iteration`` complete iterations.
+
+        All ranks of all groups must call it.
 
         Args:
-            executors: The layers of this pipeline stage whose strategy is selected.
-            iteration: Iterations that the model has been trained for.
+            executors: Executors of this pipeline stage's layers whose strategy is selected, at least one.
+            iteration: Number of iterations for which the model has been trained.
 
         Returns:
-            The selected strategies; ``None`` if strategies were not reconsidered.
+            The selected strategies and their predicted saving; ``None`` if strategies were not reconsidered.
         """
         is_measured = executors[0].context.profile is not None
         num_known = executors[0].history.num_seen if is_measured else 0

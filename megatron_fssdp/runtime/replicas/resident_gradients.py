@@ -11,9 +11,14 @@ from megatron_fssdp.runtime.replicas.replica_gradients import add_to_owner, grad
 class ResidentGradients:
     """One layer's all-reduce of an iteration's gradients among the holders of each expert.
 
-    The all-reduce is a SparseReduceScatter followed by a SparseAllGather of the sums. Each step is ended
-    after other work has hidden it; :meth:`finish` does the steps that remain. All ranks of the group make the
-    same calls in the same order.
+    The all-reduce is a SparseReduceScatter followed by a SparseAllGather of the sums::
+
+        reduce()                   starts SparseReduceScatter
+        advance(), first call      waits for it and starts SparseAllGather of the sums
+        advance(), second call     waits for it and writes the sums into the gradients
+
+    The caller calls :meth:`advance` after other work has hidden the step that is running. :meth:`finish` does
+    all steps that remain. All ranks of the group make the same calls in the same order.
 
     Args:
         transfer: Transfer of all elements of an expert, in the data type of the sums.
