@@ -37,10 +37,10 @@ class SmartmoeStrategy(Strategy[SmartmoeSettings]):
         return False
 
     def check(self, context: LayerContext) -> None:
-        """Refuse layers with one expert on each device, because exchanges cannot balance them.
+        """Refuse layers that exchanges of owners cannot balance.
 
         Raises:
-            ValueError: Every device has only one expert.
+            ValueError: The devices own different numbers of experts, or every device owns only one.
         """
         check_exchangeable(context.owner_E, context.num_devices)
 

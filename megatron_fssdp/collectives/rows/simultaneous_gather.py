@@ -123,6 +123,7 @@ class _Slices:
 
     @classmethod
     def of(cls, number: int, rows: Tensor, route: SharedRoute) -> "_Slices":
+        """Allocate memory for the results of one tensor and divide its rows ``[R, ...]`` into messages."""
         own = route.own
         memory = rows.new_empty(own.num_parts, sum(own.send_D), *rows.shape[1:])
         out = rows.new_empty(sum(route.rows_Y), *rows.shape[1:])

@@ -89,6 +89,7 @@ class _Traffic:
 
     @classmethod
     def of(cls, moves: Sequence[SlotMove], device: int, num_devices: int) -> "_Traffic":
+        """The slots of ``device`` in these moves."""
         leaving = sorted((m for m in moves if m.source_device == device), key=lambda m: (m.device, m.slot))
         coming = sorted((m for m in moves if m.device == device), key=lambda m: (m.source_device, m.slot))
         return cls(

@@ -39,7 +39,12 @@ class Message(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Messages that a device posts together; any two devices list their common messages in the same order."""
+    """Messages that a device posts together; any two devices list their common messages in the same order.
+
+    Attributes:
+        sends: Messages that the device sends.
+        receives: Messages that the device receives.
+    """
 
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]

@@ -87,7 +87,7 @@ class SmartSchedule:
     def needs_weights(self, step: int) -> bool:
         """Whether a step has rows for an expert whose weights may be in transfer, or is the last step.
 
-        The last step always waits, because the backward pass and the release of replicas need the weights.
+        The last step always waits, so that all weights are complete after the forward pass.
         """
         received_SG = self.record.received_SG[list(self.ring.senders(step))]
         return step == self.ring.num_steps - 1 or bool(received_SG[:, np.flatnonzero(self.travels_G)].any())
