@@ -43,7 +43,7 @@ def test_the_command_also_runs_under_torchrun(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "variables", "wanted"),
     [
-        (["--nproc", "1"], {}, "a link needs two ends"),
+        (["--nproc", "1"], {}, "a link connects two ranks"),
         (["--nproc", "4", "--nodes", "3"], {}, "nodes: got 3, wanted a divisor of the 4 ranks"),
         ([], {}, "no ranks to measure; give --nproc N, or start the command with torchrun"),
         (["--nproc", "2", "--out", "/no/such/folder/c.yaml"], {}, "/no/such/folder does not exist"),
@@ -51,9 +51,9 @@ def test_the_command_also_runs_under_torchrun(tmp_path: Path) -> None:
         (["--nproc", "2", "--backend", "mpi"], {}, "wanted gloo or nccl"),
         (["--nproc", "2", "--model", "/no/run.yaml"], {}, "/no/run.yaml: no such file"),
         (["--nproc", "2"], {"RANK": "0", "WORLD_SIZE": "2"}, "torchrun has already started the ranks"),
-        ([], {"RANK": "0", "WORLD_SIZE": "1"}, "a link needs two ends"),
+        ([], {"RANK": "0", "WORLD_SIZE": "1"}, "a link connects two ranks"),
         (["--nodes", "3"], {"RANK": "0", "WORLD_SIZE": "4"}, "wanted a divisor of the 4 ranks"),
-        ([], {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"}, "equally many on each"),
+        ([], {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"}, "wanted the same number on every machine"),
         (["--out", "/no/such/folder/c.yaml"], {"RANK": "1", "WORLD_SIZE": "1"}, ""),  # only rank 0 prints
     ],
 )
