@@ -53,7 +53,11 @@ def test_the_command_also_runs_under_torchrun(tmp_path: Path) -> None:
         (["--nproc", "2"], {"RANK": "0", "WORLD_SIZE": "2"}, "torchrun has already started the ranks"),
         ([], {"RANK": "0", "WORLD_SIZE": "1"}, "a link connects two ranks"),
         (["--nodes", "3"], {"RANK": "0", "WORLD_SIZE": "4"}, "wanted a divisor of the 4 ranks"),
-        ([], {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"}, "wanted the same number on every machine"),
+        (
+            [],
+            {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"},
+            "wanted the same number on every machine",
+        ),
         (["--out", "/no/such/folder/c.yaml"], {"RANK": "1", "WORLD_SIZE": "1"}, ""),  # only rank 0 prints
     ],
 )
