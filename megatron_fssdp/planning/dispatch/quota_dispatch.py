@@ -20,9 +20,8 @@ class QuotaDispatch:
     """A dispatch that matches the tokens of sources with the quotas of holders.
 
     Example: one expert on the devices 2 and 3 of a node with four devices. The sources 0, 1 and 2 have 3, 5
-        and 2
-    tokens for it. Holder 2 has a quota for its own 2 tokens (``own_DE``). Both holders have quotas for 4
-    tokens of other devices of the node (``near_DE``). Along the line, each token goes to the holder whose
+    and 2 tokens for it. Holder 2 has a quota for its own 2 tokens (``own_DE``). Both holders have quotas for
+    4 tokens of other devices of the node (``near_DE``). Along the line, each token goes to the holder whose
     quota is below it::
 
         source of each token    0 0 0 1 1 1 1 1
