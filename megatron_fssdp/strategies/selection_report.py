@@ -61,14 +61,14 @@ class SelectionReport:
     """The result of one selection for all layers of a pipeline stage.
 
     Attributes:
-        choices: Selection for every layer.
+        selections: Selection for every layer.
         measured: Times of the iterations since the last change or since the start; ``None`` without any.
         seen: Predicted and measured saving of the last change; ``None`` if they cannot be compared.
         left_s: Modelled seconds that other strategies would save in an iteration, if that was too little for
             a change; otherwise 0.
     """
 
-    choices: tuple[LayerSelection, ...]
+    selections: tuple[LayerSelection, ...]
     measured: IterationSpread | None
     seen: SeenSaving | None
     left_s: float = 0.0
@@ -81,7 +81,7 @@ class SelectionReport:
     @property
     def changes(self) -> tuple[LayerSelection, ...]:
         """Selections of the layers that change their strategy."""
-        return tuple(one for one in self.choices if one.strategy != one.before)
+        return tuple(one for one in self.selections if one.strategy != one.before)
 
     @property
     def saving_s(self) -> float:
@@ -100,8 +100,8 @@ class SelectionReport:
                 f"{1e3 * seen.after.median_s:.1f} ms since{verdict}"
             )
         selected = ", ".join(
-            f"{name} in {_numbers([one.layer for one in self.choices if one.strategy == name])}"
-            for name in dict.fromkeys(one.strategy for one in self.choices)
+            f"{name} in {_numbers([one.layer for one in self.selections if one.strategy == name])}"
+            for name in dict.fromkeys(one.strategy for one in self.selections)
         )
         if not self.changes:
             left = ""

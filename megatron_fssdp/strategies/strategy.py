@@ -423,7 +423,7 @@ class Strategy[Settings: PlacementSettings](ABC):
         if not self.may_replicate(context.layer):
             wanted = f"no replicas, because {type(self).__name__}.may_replicate says no"
         elif plan.life is not self.replica_life and (
-            self.replica_life is not ReplicaLife.CHOSEN or plan.life is ReplicaLife.RESIDENT
+            self.replica_life is not ReplicaLife.SELECTED or plan.life is ReplicaLife.RESIDENT
         ):
             wanted = (
                 f"replicas of {type(self).__name__}.replica_life, {self.replica_life.name}; the plan's is "

@@ -98,7 +98,7 @@ def test_strategies_state_how_long_their_replicas_live() -> None:
         "fastermoe": ReplicaLife.MICRO_BATCH,
         "quota": ReplicaLife.MICRO_BATCH,
         "flexmoe": ReplicaLife.RESIDENT,
-        "auto": ReplicaLife.CHOSEN,
+        "auto": ReplicaLife.SELECTED,
     }
     for name in PLACEMENT_STRATEGIES:
         strategy: Strategy = build_strategy(name, STRATEGIES[name].settings())  # type: ignore[arg-type]

@@ -19,8 +19,8 @@ class ReplicaLife(Enum):
     """For one micro-batch: from the layer's forward pass to the end of its backward pass."""
     ITERATION = auto()
     """For all micro-batches of an iteration."""
-    CHOSEN = auto()
-    """For a micro-batch in some layers and for an iteration in others. This selection may change."""
+    SELECTED = auto()
+    """As long as under the strategy that ``auto`` selects for the layer: a micro-batch or an iteration."""
     RESIDENT = auto()
     """Until the strategy drops the replica.
 
@@ -39,7 +39,7 @@ class ReplicaLife(Enum):
         return num_micro_batches > 1 and self in _SUMMING
 
 
-_SUMMING = (ReplicaLife.ITERATION, ReplicaLife.CHOSEN, ReplicaLife.RESIDENT)
+_SUMMING = (ReplicaLife.ITERATION, ReplicaLife.SELECTED, ReplicaLife.RESIDENT)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class HeldReplicas:
         """
         if self.life is ReplicaLife.LAYER_PASS:
             return min(self.num_layers, 1)
-        if self.life in (ReplicaLife.MICRO_BATCH, ReplicaLife.CHOSEN):
+        if self.life in (ReplicaLife.MICRO_BATCH, ReplicaLife.SELECTED):
             return self.stage.layers_in_flight(self.num_micro_batches)
         return self.num_layers
 

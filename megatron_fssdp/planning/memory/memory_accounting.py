@@ -266,7 +266,7 @@ def packed_experts_bytes(
     if held.life is ReplicaLife.RESIDENT:
         # One layer's holders send gradients to the owners while another layer's owners send the sums back.
         return 2 * (sent_per_layer + replicas_per_layer) * sum_bytes
-    all_summed = held.sums_gradients and held.life is not ReplicaLife.CHOSEN
+    all_summed = held.sums_gradients and held.life is not ReplicaLife.SELECTED
     gradients = 0 if all_summed else min(held.num_layers, 1) * replicas_per_layer
     # A layer's experts are gathered again while the gradients of the layer above are sent.
     at_once = held.life is ReplicaLife.LAYER_PASS and held.num_layers > 1

@@ -11,7 +11,6 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from megatron_fssdp.config.written_files import written_whole
-from megatron_fssdp.reporting.page.choice_section import choice_section
 from megatron_fssdp.reporting.page.device_load_section import device_load_section
 from megatron_fssdp.reporting.page.expert_load_section import expert_load_section
 from megatron_fssdp.reporting.page.loss_section import loss_section
@@ -21,6 +20,7 @@ from megatron_fssdp.reporting.page.placement_section import placement_data, plac
 from megatron_fssdp.reporting.page.replica_section import replica_section
 from megatron_fssdp.reporting.page.reported_run import ReportedRun
 from megatron_fssdp.reporting.page.section import Section
+from megatron_fssdp.reporting.page.selection_section import selection_section
 from megatron_fssdp.reporting.page.time_section import time_section
 from megatron_fssdp.reporting.page.what_if_section import what_if_section
 from megatron_fssdp.reporting.run_records import without_nan
@@ -37,7 +37,7 @@ def page_sections(runs: Sequence[ReportedRun], what_if: SimulationReport | None 
         runs: One run, or several runs to compare.
         what_if: Results of a simulation of strategies, or None.
     """
-    choices = choice_section(runs)
+    selections = selection_section(runs)
     return [
         loss_section(runs),
         device_load_section(runs),
@@ -45,7 +45,7 @@ def page_sections(runs: Sequence[ReportedRun], what_if: SimulationReport | None 
         expert_load_section(runs),
         placement_section(runs),
         replica_section(runs),
-        *([choices] if choices is not None else []),
+        *([selections] if selections is not None else []),
         memory_section(runs),
         what_if_section(what_if),
         overview_section(runs),

@@ -14,7 +14,7 @@ from megatron_fssdp.reporting.strategy_colours import distinct_colours
 MOST_POINTS = 600
 
 
-def choice_section(runs: Sequence[ReportedRun]) -> Section | None:
+def selection_section(runs: Sequence[ReportedRun]) -> Section | None:
     """Make the section with the selected strategies by layer and iteration.
 
     Args:
@@ -31,7 +31,7 @@ def choice_section(runs: Sequence[ReportedRun]) -> Section | None:
         "fewest seconds by its model. The run's log states the expected and the measured savings of every "
         "change."
     )
-    return Section("choices", "Strategies that auto selected", lead, tuple(figures))
+    return Section("selections", "Strategies that auto selected", lead, tuple(figures))
 
 
 def _could_choose(run: ReportedRun) -> bool:
@@ -39,14 +39,14 @@ def _could_choose(run: ReportedRun) -> bool:
 
 
 def _selected(run: ReportedRun, number: int) -> Figure:
-    chosen_IL = [[layer.strategy or "–" for layer in record.layers] for record in run.records.metrics]
-    known = {name for row in chosen_IL for name in row}
+    selected_IL = [[layer.strategy or "–" for layer in record.layers] for record in run.records.metrics]
+    known = {name for row in selected_IL for name in row}
     # The same order as in all plots, then strategies that this version does not know.
     names = [name for name in STRATEGIES if name in known]
     names += sorted(known - set(names))
     colours = distinct_colours(names)
     bins = IterationBins(run.records.iterations, MOST_POINTS)
-    index_IL = np.array([[names.index(name) for name in row] for row in chosen_IL])
+    index_IL = np.array([[names.index(name) for name in row] for row in selected_IL])
     shown_BL = bins.first(index_IL)
     labels = [str(layer) for layer in run.records.layers]
     steps = [(i + edge) / len(names) for i in range(len(names)) for edge in (0, 1)]
@@ -80,4 +80,4 @@ def _selected(run: ReportedRun, number: int) -> Figure:
         "xaxis": iteration_axis(run.num_iterations, showgrid=False),
         "yaxis": titled("layer", type="category", autorange="reversed", showgrid=False),
     }
-    return Figure(f"choices-{number}", [heat_map, *legend], layout, 160 + min(420, 26 * len(labels)))
+    return Figure(f"selections-{number}", [heat_map, *legend], layout, 160 + min(420, 26 * len(labels)))

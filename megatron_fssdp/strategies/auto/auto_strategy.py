@@ -23,7 +23,7 @@ from megatron_fssdp.strategies.plan_seconds import plan_seconds
 from megatron_fssdp.strategies.selection_report import LayerSelection, SeenSaving, SelectionReport
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 
-BARRED_CHOICES = 5
+BARRED_SELECTIONS = 5
 """Number of selections in which a layer cannot change to a strategy that made iterations slower."""
 
 
@@ -50,7 +50,7 @@ class AutoStrategy(Strategy[AutoSettings]):
         candidates: The candidates by name, built from these settings; ``ep`` is the first one.
     """
 
-    replica_life = ReplicaLife.CHOSEN
+    replica_life = ReplicaLife.SELECTED
     selects = True
 
     def __init__(self, settings: AutoSettings, candidates: Mapping[str, Strategy]) -> None:
@@ -151,7 +151,7 @@ class AutoStrategy(Strategy[AutoSettings]):
         """Reconsider the strategies of all layers; the arguments are equal on all ranks that share owners.
 
         If the last change made iterations slower, it is reverted first, and its layers cannot change to the
-        same strategies again for :data:`BARRED_CHOICES` selections.
+        same strategies again for :data:`BARRED_SELECTIONS` selections.
 
         Args:
             layers: Numbers of the layers.
@@ -165,7 +165,7 @@ class AutoStrategy(Strategy[AutoSettings]):
         if seen is not None and seen.is_slower and self._change is not None:
             for layer, name in before.items():
                 if name != (earlier := self._change.before.get(layer, BASELINE)):
-                    self._barred[layer, name] = BARRED_CHOICES
+                    self._barred[layer, name] = BARRED_SELECTIONS
                     self._selected[layer] = earlier
         names = list(self.candidates)
         present_L = np.array([names.index(self.selected(layer)) for layer in layers], np.int64)

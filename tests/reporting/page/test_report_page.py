@@ -153,8 +153,8 @@ def test_selections_of_auto_are_shown_by_layer(tmp_path: Path) -> None:
             )
             writer.append(IterationMetrics(i, 2.0, None, 1.0, 10.0, layers))
     page = page_of(tmp_path / "run")
-    assert page.anchors == [*SECTIONS[:6], "choices", *SECTIONS[6:]]
-    heat_map, *legend = page.figures["choices-0"]["data"]
+    assert page.anchors == [*SECTIONS[:6], "selections", *SECTIONS[6:]]
+    heat_map, *legend = page.figures["selections-0"]["data"]
     assert np.array(heat_map["text"]).T.tolist() == names
     assert [trace["name"] for trace in legend] == ["ep", "fssdp", "mine"]
     for index, trace in enumerate(legend):  # the colour at an index is the legend's

@@ -16,7 +16,7 @@ from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.strategies.auto.auto_strategy import BARRED_CHOICES, AutoStrategy
+from megatron_fssdp.strategies.auto.auto_strategy import BARRED_SELECTIONS, AutoStrategy
 from megatron_fssdp.strategies.iteration_spread import IterationSpread
 from megatron_fssdp.strategies.plan_seconds import plan_seconds
 from megatron_fssdp.strategies.registry import build_strategy
@@ -163,7 +163,7 @@ def test_a_change_that_made_iterations_slower_is_reverted() -> None:
     assert report.seen.seen_s == pytest.approx(-1e-2)
     assert strategy.selected(1) != first
     assert "the change is reverted" in report.describe()[0]
-    for _ in range(BARRED_CHOICES - 1):
+    for _ in range(BARRED_SELECTIONS - 1):
         strategy.select([1], prices, seconds(1e-2))
         assert strategy.selected(1) != first, "a reverted change is not repeated for a while"
 
@@ -222,7 +222,7 @@ def test_a_selection_is_never_modelled_slower_than_doing_nothing(
     history = history_of(strategy, *loads)
     prices_LC = strategy.price([context], [history])
     report = strategy.select([1], prices_LC, None)
-    modelled = report.choices[0].modelled_s
+    modelled = report.selections[0].modelled_s
     assert modelled[strategy.selected(1)] <= modelled["ep"]
     again = automatic()
     again.select([1], prices_LC, None)
