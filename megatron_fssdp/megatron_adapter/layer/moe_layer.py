@@ -84,6 +84,7 @@ class StrategyMoELayer(MoELayer):
             LayerContext(self._global_number(), owner_E, groups.topology),
             groups,
             dict(zip(self.local_expert_indices, local, strict=True)),
+            await_parameters=self._await_parameters,
         )
         if (leaving_share := session.settings.leaving_share) is not None:
             install_gate(
@@ -133,10 +134,10 @@ class StrategyMoELayer(MoELayer):
         Returns:
             The hidden states, with an autograd node whose backward pass waits for SparseReduceScatter.
         """
-        self._await_parameters()
         return self.executor.launch(hidden_states, first=first)
 
     def _await_parameters(self) -> None:
+        """Finish the all-gathers of this layer's expert Parameters that DDP overlaps."""
         if self._index is None:
             gradient_sync.await_parameters(self.experts)
         else:
@@ -171,8 +172,7 @@ class StrategyMoELayer(MoELayer):
     def preprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait until the owned parameters are up to date, and permute the tokens for dispatch."""
-        self._await_parameters()
+        """Exchange counts, and permute the tokens for dispatch."""
         if self._own_tokens is not None:
             hidden_states, self._own_tokens = self._own_tokens, None
         return super().preprocess(hidden_states, probs, routing_map)

@@ -75,12 +75,15 @@ class LayerIteration:
     def start_weights(self, device: torch.device) -> ReplicaWeights:
         """Start to gather all weights whose transfer has not been started.
 
+        The Parameters on this rank have the values of the last optimizer step after this call.
+
         Args:
             device: Device of this rank's tensors.
 
         Returns:
             Weights of this rank's replicas; call their ``wait`` before use.
         """
+        self.experts.await_parameters()
         if self.weights is not None:
             if missing := self.weights.num_missing:
                 self.weights.start(self._bind(self.plan.transfer, device, missing))
@@ -97,6 +100,8 @@ class LayerIteration:
     def start_first_part(self, device: torch.device) -> None:
         """Start the part of SparseAllGather that runs beside the experts of the layer before."""
         if self.weights is None and self.splits and (part := self._part(self.plan.split.gather)):
+            # The layer before this one is running, so nothing has waited for this layer's Parameters yet.
+            self.experts.await_parameters()
             self.weights = ReplicaWeights(self.experts.layout(), self.experts.parameters)
             self.weights.start(self._bind(self.plan.transfer, device, part))
 

@@ -1,5 +1,7 @@
 """The runtime of a model: all MoE layers of this rank under one strategy, and the clock of iterations."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
@@ -42,6 +44,7 @@ class MoERuntime:
         parameters: ParametersByExpert,
         *,
         layout: ExpertLayout | None = None,
+        await_parameters: Callable[[], None] | None = None,
     ) -> LayerExecutor:
         """Register a layer; layers must be added in the same order on every rank.
 
@@ -50,11 +53,16 @@ class MoERuntime:
             groups: Process groups of the layer, and the nodes of its ranks.
             parameters: Parameters of each expert that this rank owns, ascending by expert.
             layout: Shapes of one expert's tensors, needed on a rank that owns no expert.
+            await_parameters: Function that returns when the Parameters have the values of the last optimizer
+                step; ``None`` if they always have them, see :class:`LocalExperts`.
         """
+        experts = LocalExperts(f"layer {context.layer}", parameters, told_layout=layout)
+        if await_parameters is not None:
+            experts = replace(experts, await_parameters=await_parameters)
         executor = LayerExecutor(
             context,
             groups,
-            LocalExperts(f"layer {context.layer}", parameters, told_layout=layout),
+            experts,
             self.strategy,
             self.clock,
             # Every rank of the group has the loads of the whole group, so only one computes the report.

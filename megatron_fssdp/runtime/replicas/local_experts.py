@@ -1,11 +1,16 @@
 """The experts of one layer whose Parameters are on this rank."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
+
+
+def _always_current() -> None:
+    """Do nothing: the Parameters have the values of the last optimizer step at any time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,12 +25,16 @@ class LocalExperts:
         parameters: Parameters of the experts that this rank owns, ascending by expert.
         residents: Parameters of this rank's resident replicas, by expert.
         told_layout: Shapes of one expert's tensors, needed on a rank that owns no expert.
+        await_parameters: Function that returns when the Parameters have the values of the last optimizer
+            step. Whoever reads their contents in a forward pass calls it first. Megatron's distributed
+            optimizer can gather Parameters as late as in the forward pass that needs them.
     """
 
     what: str
     parameters: ParametersByExpert
     residents: ParametersByExpert = field(default_factory=dict)
     told_layout: ExpertLayout | None = None
+    await_parameters: Callable[[], None] = _always_current
 
     def check_owned(self, owner_E: np.ndarray, device: int) -> None:
         """Check that ``parameters`` has exactly the experts that a device owns.

@@ -14,6 +14,7 @@ from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.runtime.execution import layer_iteration
 from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
+from megatron_fssdp.runtime.experts.expert_layout import ParametersByExpert
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 from megatron_fssdp.testing import run_ranks
 
@@ -21,6 +22,7 @@ from ..rank_layer import ACTIVATIONS, DrawnPlacements, LayerCase, build_layer, d
 from ..reference_layer import draw_weights
 
 WORLD, LAYERS = 4, 3
+LATE = "late"
 SPLITS = {
     "whole": TransferSplit(),
     "both": TransferSplit(0.4, 0.7),
@@ -64,18 +66,53 @@ class Outcome:
     bytes_moved: list[tuple[int, int]]
 
 
-def run_stack(rank: int, world_size: int, case: LayerCase, split: TransferSplit) -> Outcome:
+class LateParameters:
+    """Parameters whose values arrive in the forward pass, as with Megatron's ``--overlap-param-gather``.
+
+    Attributes:
+        parameters: Parameters of one layer.
+        values: Their values after the last optimizer step.
+        num_awaited: How often the runtime has waited for them in this iteration.
+    """
+
+    def __init__(self, parameters: ParametersByExpert) -> None:
+        self.parameters = [parameter for tensors in parameters.values() for parameter in tensors]
+        self.values = [parameter.detach().clone() for parameter in self.parameters]
+        self.num_awaited = 0
+
+    def begin_iteration(self) -> None:
+        """Make every early read visible in the losses."""
+        self.num_awaited = 0
+        for parameter in self.parameters:
+            parameter.data.fill_(torch.nan)
+
+    def arrive(self) -> None:
+        """Finish the gather, once in an iteration."""
+        self.num_awaited += 1
+        if self.num_awaited == 1:
+            for parameter, value in zip(self.parameters, self.values, strict=True):
+                parameter.data.copy_(value)
+
+
+def run_stack(
+    rank: int, world_size: int, case: LayerCase, split: TransferSplit, *, late: bool = False
+) -> Outcome:
     runtime = MoERuntime(SplitPlacements(case, split), measure=True)
     owner_E = even_owners(8, world_size) if case.owners is None else np.array(case.owners)
     weights = [draw_weights(seed, 8, 5, 6, case.activation, case.biases) for seed in range(LAYERS)]
     built = [build_layer(case, owner_E, weights[layer], runtime) for layer in range(LAYERS)]
     for number, (executor, _) in enumerate(built):
         executor.renumber(number + 1)
+    gathers = [LateParameters(parameters) for _, parameters in built] if late else []
+    for (executor, _), gather in zip(built, gathers, strict=False):
+        executor.experts = replace(executor.experts, await_parameters=gather.arrive)
     outcome = Outcome([], [], [])
     _note_starts(outcome)
     rng = np.random.default_rng(case.seed)
     for iteration in range(2):
         runtime.begin_iteration(case.schedule.count("F"), iteration)
+        for gather in gathers:
+            gather.begin_iteration()
         outputs: list[Tensor] = []
         leaves: list[Tensor] = []
         for step in case.schedule:
@@ -131,6 +168,9 @@ def run_cases(rank: int, world_size: int) -> dict[tuple[str, str], Outcome]:
             dist.barrier()
             found[case.name, name] = run_stack(rank, world_size, case, split)
             layer_iteration.SparseTransfer = original
+        dist.barrier()
+        found[case.name, LATE] = run_stack(rank, world_size, case, SPLITS["both"], late=True)
+        layer_iteration.SparseTransfer = original
     return found
 
 
@@ -139,11 +179,12 @@ def outcomes() -> list[dict[tuple[str, str], Outcome]]:
     return run_ranks(run_cases, WORLD, timeout_s=120)
 
 
-@pytest.mark.parametrize("split", [name for name in SPLITS if name != "whole"])
+@pytest.mark.parametrize("split", [*(name for name in SPLITS if name != "whole"), LATE])
 @pytest.mark.parametrize("case", [case.name for case in CASES])
 def test_splitting_transfers_changes_no_bit(
     outcomes: list[dict[tuple[str, str], Outcome]], case: str, split: str
 ) -> None:
+    """``late`` is ``both`` with Parameters that hold NaN until the runtime waits for them."""
     for of_rank in outcomes:
         whole, parts = of_rank[case, "whole"], of_rank[case, split]
         assert len(whole.tensors) == len(parts.tensors) > 0
