@@ -421,6 +421,14 @@ def main() -> None:
     except typer.Abort:
         _say("interrupted")
         sys.exit(EXIT_INTERRUPTED)
+    except Exception as error:
+        from megatron_fssdp.megatron_adapter.support.broken_packages import broken_package
+
+        broken = broken_package(error)
+        if broken is None:
+            raise
+        _say(broken.message())
+        sys.exit(EXIT_BAD_INPUT)
     sys.exit(code)
 
 

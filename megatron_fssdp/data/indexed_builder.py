@@ -101,6 +101,8 @@ def build_data(
                     )
             return _build(corpus, out_dir, tokenizer, vocab_size, num_shards, wanted, on_progress), True
     except OSError as error:
+        if error.errno is None:  # not from the system: an import of Megatron may raise such an error
+            raise
         raise ConfigurationError(
             f"{error.filename or out_dir}: cannot be written ({error.strerror}); choose another --out"
         ) from None

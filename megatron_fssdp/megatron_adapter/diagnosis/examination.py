@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,7 @@ from megatron_fssdp.megatron_adapter.diagnosis.installed_packages import (
     look_for_apex,
 )
 from megatron_fssdp.megatron_adapter.diagnosis.package_checks import (
+    TRANSFORMER_ENGINE,
     check_apex,
     check_megatron,
     check_python,
@@ -99,6 +100,9 @@ def gather_facts(folders: Sequence[tuple[str, Path]]) -> Facts:
         torch = look_for("torch", "torch")
         engine = look_for("transformer_engine", "transformer-engine", "transformer_engine.pytorch")
         megatron = look_for("megatron.core", "megatron-core")
+        if megatron.broken_by == TRANSFORMER_ENGINE and engine.works:
+            # Megatron imports more modules of Transformer Engine than the test above.
+            engine = replace(engine, error=megatron.error)
         return Facts(
             python_version=platform.python_version(),
             executable=sys.executable,

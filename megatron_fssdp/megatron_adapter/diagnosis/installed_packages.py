@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_fssdp.megatron_adapter.support.broken_packages import broken_package
+
 # Folders of NVIDIA's Apex. The registry has an unrelated package named apex, which has none of them.
 _NVIDIA_APEX_FOLDERS = ("multi_tensor_apply", "normalization", "optimizers")
 _APEX_CUDA_EXTENSION = "amp_C"
@@ -21,11 +23,14 @@ class InstalledPackage:
         location: Folder of the package; ``None`` if it is not installed.
         error: Error from importing the package; empty if the import worked or the package is not
             installed.
+        broken_by: Name of the optional package whose own code raised this error; empty if the package itself
+            or an unknown one raised it.
     """
 
     version: str | None = None
     location: Path | None = None
     error: str = ""
+    broken_by: str = ""
 
     @property
     def works(self) -> bool:
@@ -61,13 +66,15 @@ def look_for(package: str, distribution: str, part: str = "") -> InstalledPackag
     location = _location(package)
     if location is None:
         return InstalledPackage()
-    error = ""
+    error = broken_by = ""
     try:
         importlib.import_module(part or package)
     except Exception as raised:  # A broken installation may raise any error.
         error = one_line(raised)
+        broken = broken_package(raised)
+        broken_by = broken.name if broken is not None and broken.distribution != distribution else ""
     own = getattr(sys.modules.get(package), "__version__", None)
-    return InstalledPackage(str(own) if own else _pip_version(distribution), location, error)
+    return InstalledPackage(str(own) if own else _pip_version(distribution), location, error, broken_by)
 
 
 def look_for_apex() -> ApexPackage:

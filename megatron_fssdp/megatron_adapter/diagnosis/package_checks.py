@@ -4,6 +4,8 @@ from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding, Verdict
 from megatron_fssdp.megatron_adapter.diagnosis.installed_packages import ApexPackage, InstalledPackage
 from megatron_fssdp.megatron_adapter.support.tested_versions import TESTED_VERSIONS, is_tested, pip_install
 
+TRANSFORMER_ENGINE = "Transformer Engine"
+
 _NVIDIAS_INSTRUCTIONS = "by NVIDIA's instructions"
 
 
@@ -43,11 +45,26 @@ def check_torch(torch: InstalledPackage) -> Finding:
 def check_megatron(megatron: InstalledPackage) -> Finding:
     """Check whether Megatron is installed, can be imported and is a tested release.
 
-    An untested release is only a note, because missing seams decide whether it works.
+    An untested release is only a note, because missing seams decide whether it works. If an incomplete
+    installation of Transformer Engine ends Megatron's import, Transformer Engine is the problem, and Megatron
+    gets only a note.
 
     Args:
         megatron: Installation of megatron-core.
     """
+    if megatron.broken_by:
+        found = (
+            f"{_version(megatron)} ({megatron.location}) cannot be imported because of {megatron.broken_by}"
+        )
+        if megatron.broken_by == TRANSFORMER_ENGINE:  # its own finding is the problem, with the advice
+            return Finding("Megatron", found, Verdict.NOTE)
+        return Finding(
+            "Megatron",
+            f"{found}: {megatron.error}",
+            Verdict.PROBLEM,
+            f"wanted a complete installation of {megatron.broken_by} or none: remove it with pip uninstall, "
+            f"or build it {_NVIDIAS_INSTRUCTIONS} for the installed torch",
+        )
     if problem := _unusable("Megatron", "megatron-core", megatron):
         return problem
     # Megatron appends the commit of the repository around its folder. In a virtual environment inside another
@@ -72,7 +89,7 @@ def check_transformer_engine(engine: InstalledPackage, has_gpus: bool) -> Findin
         engine: Installation of Transformer Engine.
         has_gpus: Whether this machine has GPUs, which Transformer Engine needs.
     """
-    name = "Transformer Engine"
+    name = TRANSFORMER_ENGINE
     if engine.location is None:
         if not has_gpus:
             return Finding(name, "not installed; only needed on GPUs", Verdict.OK)
@@ -84,10 +101,10 @@ def check_transformer_engine(engine: InstalledPackage, has_gpus: bool) -> Findin
     if engine.error:
         return Finding(
             name,
-            f"{_version(engine)} cannot be imported: {engine.error}",
+            f"{_version(engine)} ({engine.location}) is installed, but cannot be imported: {engine.error}",
             Verdict.PROBLEM,
-            f"build it {_NVIDIAS_INSTRUCTIONS} for the installed torch, or remove it: "
-            "pip uninstall transformer-engine",
+            "wanted a complete installation or none: remove all its parts (pip list | grep -i transformer, "
+            f"then pip uninstall them), or build it {_NVIDIAS_INSTRUCTIONS} for the installed torch",
         )
     if is_tested("transformer-engine", engine.version or ""):
         return Finding(name, _version(engine), Verdict.OK)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.entry.error_report import EXIT_BAD_INPUT, report
+from megatron_fssdp.megatron_adapter.support.broken_packages import broken_package
 
 USAGE = "usage: torchrun … -m megatron_fssdp SCRIPT.py ARGS… [--moe-strategy NAME]"
 
@@ -34,10 +35,27 @@ def launch(arguments: Sequence[str]) -> None:
         sys.path.insert(0, str(script.resolve().parent))
         sys.argv = [str(script), *arguments[1:]]
 
-        from megatron_fssdp.megatron_adapter.entry.registration import register
-
-        register(by_launcher=True)
+        _register()
         runpy.run_path(str(script), run_name="__main__")
     except ConfigurationError as error:
         report(error)
         sys.exit(EXIT_BAD_INPUT)
+
+
+def _register() -> None:
+    """Import Megatron and register the plugin.
+
+    Raises:
+        ConfigurationError: The installed Megatron cannot be used, or an incomplete installation of an
+            optional package ends its import.
+    """
+    try:
+        from megatron_fssdp.megatron_adapter.entry.registration import register
+
+        register(by_launcher=True)
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        if broken := broken_package(error):
+            raise ConfigurationError(broken.message()) from error
+        raise

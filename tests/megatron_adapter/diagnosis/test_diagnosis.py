@@ -151,6 +151,24 @@ def test_one_fault_is_one_problem(changes: dict[str, Any], problems: set[str]) -
     assert {name for name, verdict in found.items() if verdict is PROBLEM} == problems
 
 
+def test_an_incomplete_transformer_engine_is_one_problem_and_megatron_a_note() -> None:
+    error = "RuntimeError: Found empty `transformer-engine` meta package installed."
+    facts = replace(
+        HEALTHY,
+        engine=InstalledPackage("2.5.0", HERE, error),
+        megatron=InstalledPackage("0.19.2", HERE, error, broken_by="Transformer Engine"),
+        seams=None,
+    )
+    findings = {finding.name: finding for finding in diagnose(facts, None)}
+    assert [name for name, one in findings.items() if one.verdict is PROBLEM] == ["Transformer Engine"]
+    engine = findings["Transformer Engine"]
+    assert f"({HERE}) is installed, but cannot be imported: RuntimeError" in engine.found
+    assert "wanted a complete installation or none" in engine.advice
+    assert "because of Transformer Engine" in findings["Megatron"].found
+    apex = replace(facts.megatron, broken_by="Apex")
+    assert check_megatron(apex).verdict is PROBLEM, "the check of Apex does not import it"
+
+
 def test_without_torch_the_rest_is_still_reported() -> None:
     facts = replace(
         HEALTHY,
