@@ -1,7 +1,7 @@
 """Runs transfers beside the caller's work: in a thread for CPU tensors, on a stream for CUDA tensors.
 
-"Lane" means either of them. The caller starts a transfer, continues with other work, and waits for the
-results when it needs them::
+"Lane" means either of them; ``stream_lane.py`` has the lane of CUDA tensors. The caller starts a transfer,
+continues with other work, and waits for the results when it needs them::
 
     caller   start ── other work ──────── wait ░░ use the results
                └────┐                          ▲
@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -102,49 +102,6 @@ class ThreadTransfer:
         return results
 
 
-class StreamTimer:
-    """Times of a transfer on a CUDA stream, measured by events.
-
-    Attributes:
-        begin: Event on the transfer's stream before the transfer.
-        done: Event on the transfer's stream after the transfer.
-        asked: Event on the waiting stream at the moment of the wait; ``None`` if no stream has waited.
-    """
-
-    def __init__(self, begin: torch.cuda.Event, done: torch.cuda.Event) -> None:
-        self.begin = begin
-        self.done = done
-        self.asked: torch.cuda.Event | None = None
-
-    def timing(self) -> TransferTiming:
-        """Times on the device; the exposed time is zero if no stream waited."""
-        self.done.synchronize()
-        busy_s = self.begin.elapsed_time(self.done) / 1e3
-        if self.asked is None:
-            return TransferTiming(busy_s)
-        self.asked.synchronize()
-        exposed_s = self.asked.elapsed_time(self.done) / 1e3
-        return TransferTiming(busy_s, min(busy_s, max(0.0, exposed_s)))
-
-
-class StreamTransfer:
-    """A transfer whose kernels have been queued on a stream separate from the caller's."""
-
-    def __init__(self, results: Results, timer: StreamTimer) -> None:
-        self._results = results
-        self.timer = timer
-
-    def wait(self) -> Results:
-        """Make the current stream wait for the transfer, and return the results; the host does not wait."""
-        stream = torch.cuda.current_stream()
-        self.timer.asked = torch.cuda.Event(enable_timing=True)
-        self.timer.asked.record(stream)
-        stream.wait_event(self.timer.done)
-        for tensor in self._results.values():
-            tensor.record_stream(stream)
-        return self._results
-
-
 class ThreadLane:
     """A thread that runs the transfers of one process group one by one, in the order of their submission."""
 
@@ -185,26 +142,3 @@ def thread_lane(group: dist.ProcessGroup) -> ThreadLane:
     if key not in _lanes:
         _lanes[key] = ThreadLane(group.group_name)
     return _lanes[key]
-
-
-def run_on_stream(
-    run: Callable[[], Results], stream: torch.cuda.Stream, touched: Iterable[Tensor]
-) -> StreamTransfer:
-    """Queue a transfer on ``stream``, to run after all work that is on the current stream now.
-
-    Args:
-        run: Queues the transfer's kernels and returns the tensors that they fill.
-        stream: CUDA stream of the transfer.
-        touched: Tensors of the caller that the transfer reads or writes. The allocator does not reuse their
-            memory before the transfer is complete.
-    """
-    stream.wait_stream(torch.cuda.current_stream())
-    for tensor in touched:
-        tensor.record_stream(stream)
-    with torch.cuda.stream(stream), torch.no_grad():
-        begin = torch.cuda.Event(enable_timing=True)
-        begin.record(stream)
-        results = run()
-        done = torch.cuda.Event(enable_timing=True)
-        done.record(stream)
-    return StreamTransfer(results, StreamTimer(begin, done))

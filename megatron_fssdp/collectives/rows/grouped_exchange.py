@@ -4,8 +4,9 @@ The ranks form n groups, and the groups form a ring. In each step, a rank sends 
 receives rows from another group and computes on them (``C``). Afterwards it sends the results back (``R``).
 The rows of later steps travel while a rank computes the rows of earlier ones::
 
-    lane of messages     S0  S1  S2  S3  R0  R1  R2  R3
-    compute                  C0  C1  C2  C3
+    lane of messages (CPU)     S0  S1  S2  S3  R0  R1  R2  R3
+    lane of messages (CUDA)    S0  S1  R0  S2  R1  S3  R2  R3
+    compute                        C0  C1  C2  C3
 
 In step j, a rank sends rows to group ``own − j`` and receives rows from group ``own + j``. Step 0 is
 therefore the exchange within the own group, which uses no slow links. If something else must arrive before
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fssdp.collectives.failure_place import naming_failures
+from megatron_fssdp.collectives.lane_streams import lane_stream
 from megatron_fssdp.collectives.messages import exchange_in_batch, receive, send, wait_for
 from megatron_fssdp.collectives.transfer_lane import thread_lane
 from megatron_fssdp.planning.placement.group_ring import GroupRing
@@ -215,32 +217,38 @@ def _copy_own(
             part.copy_(own[number])
 
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
 def _run_on_stream(steps: _Steps, compute: Compute) -> None:
-    """Run all steps on CUDA tensors: messages use a separate stream, and compute uses the current one."""
+    """Run all steps on CUDA tensors: messages use a separate stream, and compute uses the current one.
+
+    The rows of step j + 1 are sent just before the compute of step j, and not all before the first compute.
+    If the device has one connection (``CUDA_DEVICE_MAX_CONNECTIONS=1``), kernels wait in the order of their
+    issue, so the first compute would wait until nearly all rows have arrived. With more connections, the
+    order is as good, because one step's rows travel while another step computes.
+    """
     device = steps.outgoing_D[0][0].device
-    stream = _streams.setdefault(device, torch.cuda.Stream(device))
+    stream = lane_stream("grouped exchange", steps.group, device)
     current, num_steps, rank = torch.cuda.current_stream(device), steps.ring.num_steps, steps.ring.rank
-    stream.wait_stream(current)
-    for rows_D in (*steps.outgoing_D, *steps.results_D):
-        for part in rows_D:
-            part.record_stream(stream)
-    arrivals = []
-    for step in range(num_steps):
+    # This function's caller and the list below refer to all tensors but ``computed`` until the current stream
+    # has waited for the messages at the end. Their memory therefore needs no ``record_stream``.
+    arrivals: list[tuple[list[Tensor], torch.cuda.Event]] = []
+
+    def send_rows(step: int) -> None:
         buffers = steps.buffers(step)
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
             _together(steps.sent(step), steps.parts(step, buffers), steps.group)
             if step == steps.ring.own_step:
                 _copy_own(rank, steps.sent(step), steps.parts(step, buffers))
             arrivals.append((buffers, stream.record_event()))
-    for step, (buffers, arrival) in enumerate(arrivals):
+
+    send_rows(0)
+    for step in range(num_steps):
+        if step + 1 < num_steps:
+            send_rows(step + 1)
+        buffers, arrival = arrivals[step]
         current.wait_event(arrival)
-        for buffer in buffers:
-            buffer.record_stream(stream)
         computed = compute(step, buffers)
-        stream.wait_event(current.record_event())
+        stream.wait_stream(current)
         parts = steps.parts(step, computed)
         with torch.cuda.stream(stream):
             _together(parts, steps.returned(step), steps.group)

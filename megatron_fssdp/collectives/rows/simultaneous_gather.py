@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fssdp.collectives.lane_streams import lane_stream
 from megatron_fssdp.collectives.messages import exchange_in_batch, receive, send, wait_for
 from megatron_fssdp.collectives.rows.sharded_all_to_all import ShardedRoute, add_parts, sum_from_parts
 from megatron_fssdp.collectives.rows.uneven_all_gather import gather_rows
@@ -211,21 +212,16 @@ def _run_on_host(slices: Sequence[_Slices], route: SharedRoute) -> None:
     wait_for(handed_on)
 
 
-_streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
-
-
 def _run_on_streams(slices: Sequence[_Slices], route: SharedRoute) -> None:
     """Run all steps on CUDA tensors: the all-to-all uses one stream; sums and gather use another one."""
     device = slices[0].out.device
-    exchanging, gathering = _streams.setdefault(
-        device, (torch.cuda.Stream(device), torch.cuda.Stream(device))
-    )
+    exchanging = lane_stream("results", route.own.group, device)
+    gathering = lane_stream("gather of results", route.peers, device)
     current = torch.cuda.current_stream(device)
+    # ``slices`` refers to all tensors until the current stream has waited for both streams at the end. Their
+    # memory therefore needs no ``record_stream``.
     for stream in (exchanging, gathering):
         stream.wait_stream(current)
-        for part in slices:
-            for tensor in (part.memory, part.out, *part.outgoing.values()):
-                tensor.record_stream(stream)
     for step in range(route.own.num_devices):
         with torch.cuda.stream(exchanging):
             if not step:

@@ -7,36 +7,30 @@ because a process group for each set of holders would have to be created again f
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fssdp.collectives.connections import connect_pairs
 from megatron_fssdp.collectives.failure_place import naming_failures
-from megatron_fssdp.collectives.messages import receive, send, wait_for
+from megatron_fssdp.collectives.messages import wait_for
+from megatron_fssdp.collectives.sparse.posting import Posting, poster_for
 from megatron_fssdp.collectives.sparse.transfer_cargo import Cargo, GatherCargo, ReductionCargo, check_cargo
 from megatron_fssdp.collectives.sparse.wavefront import Wavefront
+from megatron_fssdp.collectives.stream_lane import Steps, stream_lane
 from megatron_fssdp.collectives.transfer_lane import (
     FinishedTransfer,
     PendingTransfer,
     Results,
     TransferTimer,
-    run_on_stream,
     thread_lane,
 )
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 
-# Gloo posts a receive this many steps before its step, and a send can stay open for as many steps. Gloo's
-# sender waits for the receiver, so early receives hide a round trip for each message. NCCL matches messages
-# by order, so there the sends and receives of a step must be posted together.
-_GLOO_LOOKAHEAD = 4
-
 _GATHER, _REDUCE = 0, 1
-_connected_groups: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 @dataclass(frozen=True)
@@ -52,22 +46,6 @@ class StartedTransfer:
     is_gather: bool
     num_bytes: int
     timer: TransferTimer
-
-
-class _Posting(NamedTuple):
-    """A message to post.
-
-    Attributes:
-        is_receive: Whether to receive the message instead of sending it.
-        tensor: Tensor to send or to fill.
-        peer: Rank of the other device in the group.
-        tag: Message tag.
-    """
-
-    is_receive: bool
-    tensor: Tensor
-    peer: int
-    tag: int
 
 
 class SparseTransfer:
@@ -95,7 +73,10 @@ class SparseTransfer:
         chunk_bytes: Size of a message in bytes; ``None`` moves an expert in one piece. On each device, a
             reduction needs this much memory for each child, and several times as much if it posts receives
             early.
-        stream: CUDA stream of the transfers; ``None`` creates one. Unused on CPU.
+        one_queue: Whether the CUDA device runs the kernels of all streams in the order of their issue
+            (``CUDA_DEVICE_MAX_CONNECTIONS=1``). A transfer then issues its batches at several points of the
+            program (``stream_lane.py``), as many at each point as the plan has hops on its longest path.
+            Equal on all ranks. Unused on CPU.
         journal: List to which every started transfer is appended.
         what: Name of the moved experts in error messages.
     """
@@ -109,7 +90,7 @@ class SparseTransfer:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         chunk_bytes: int | None = None,
-        stream: torch.cuda.Stream | None = None,
+        one_queue: bool = False,
         journal: list[StartedTransfer] | None = None,
         what: str = "experts",
     ) -> None:
@@ -140,10 +121,10 @@ class SparseTransfer:
         self.shared_experts = tuple(sorted(forwarded - received))
         """Experts that this device sends without receiving them, ascending; usually owned experts."""
         self._forwarded = frozenset(forwarded)
-        self._stream = stream
+        self._poster = poster_for(self.device)
+        self._one_queue = one_queue
         if self.device.type == "cuda":
-            self._stream = stream or torch.cuda.Stream(self.device)
-            _connect(group, self.device)
+            connect_pairs(group, self.device)
 
     def start_all_gather(
         self, owned: Mapping[int, Tensor], *, out: Mapping[int, Tensor] | None = None
@@ -166,15 +147,9 @@ class SparseTransfer:
             check_cargo(out, self.received_experts, self.num_elements, self.dtype, self.device, "out")
         chunk_elements = self._chunk_elements(self.dtype)
         wavefront = Wavefront.of_gather(self.plan, self.rank, self._num_chunks(chunk_elements))
-
-        def run() -> Results:
-            received = {
-                e: out[e] if out is not None else self._empty(self.dtype) for e in self.received_experts
-            }
-            self._drive(wavefront, GatherCargo({**owned, **received}, chunk_elements), _GATHER)
-            return received
-
-        return self._start(run, wavefront, [*owned.values(), *(out or {}).values()], _GATHER, self.dtype)
+        received = {e: self._empty(self.dtype) for e in self.received_experts} if out is None else dict(out)
+        cargo = GatherCargo({**owned, **received}, chunk_elements)
+        return self._start(wavefront, cargo, _GATHER, self.dtype, received, owned)
 
     def start_reduce_scatter(
         self,
@@ -216,64 +191,71 @@ class SparseTransfer:
         chunk_elements = self._chunk_elements(dtype)
         wavefront = Wavefront.of_reduction(self.plan, self.rank, self._num_chunks(chunk_elements))
 
-        def run() -> Results:
-            sums = {
-                e: out[e] if out is not None else self._empty(result_dtype or dtype)
-                for e in self.shared_experts
-            }
-            cargo = ReductionCargo(partial, sums, chunk_elements, dtype, self._forwarded.__contains__)
-            self._drive(wavefront, cargo, _REDUCE)
-            return sums
-
-        return self._start(run, wavefront, [*partial.values(), *(out or {}).values()], _REDUCE, dtype)
+        sums_dtype = result_dtype or dtype
+        sums = {e: self._empty(sums_dtype) for e in self.shared_experts} if out is None else dict(out)
+        cargo = ReductionCargo(partial, sums, chunk_elements, dtype, self._forwarded.__contains__)
+        return self._start(wavefront, cargo, _REDUCE, dtype, sums, partial)
 
     def _start(
         self,
-        run: Callable[[], Results],
         wavefront: Wavefront,
-        touched: list[Tensor],
+        cargo: Cargo,
         direction: int,
         dtype: torch.dtype,
+        results: Results,
+        sources: Mapping[int, Tensor],
     ) -> PendingTransfer:
+        # The results are allocated here and not on the lane, so that their memory belongs to the stream that
+        # waits for them.
         pending: PendingTransfer
-        if wavefront.idle:
-            pending = FinishedTransfer(run())
-        elif self._stream is not None:
-            pending = run_on_stream(run, self._stream, touched)
+        steps = self._steps(wavefront, cargo, direction, results)
+        on_cuda = self.device.type == "cuda"
+        # With one queue, ranks without messages must issue the transfers of the lane in the same order.
+        if not self.plan.edges or (wavefront.idle and not (on_cuda and self._one_queue)):
+            pending = FinishedTransfer(results)
+        elif on_cuda:
+            pending = stream_lane(self.group, self.device).submit(
+                steps,
+                wavefront.num_steps,
+                self.plan.max_depth + 1 if self._one_queue else None,
+                [*sources.values(), *results.values()],
+            )
         else:
-            pending = thread_lane(self.group).submit(run)
+            pending = thread_lane(self.group).submit(lambda: _drain(steps))
         if self._journal is not None:
             num_bytes = self.plan.total_bytes(self.num_elements * dtype.itemsize)
             self._journal.append(StartedTransfer(direction == _GATHER, num_bytes, pending.timer))
         return pending
 
-    def _drive(self, wavefront: Wavefront, cargo: Cargo, direction: int) -> None:
-        """Run a transfer to its end on the current thread or stream; errors name the transfer."""
-        if wavefront.idle:
-            return
+    def _steps(self, wavefront: Wavefront, cargo: Cargo, direction: int, results: Results) -> Steps:
+        """Run a transfer on the current thread or stream, and stop after each step; errors name it."""
         kind = "SparseAllGather" if direction == _GATHER else "SparseReduceScatter"
         with naming_failures(f"{kind} of {self._what}"):
-            self._drive_steps(wavefront, cargo, direction)
+            yield from self._post_steps(wavefront, cargo, direction)
+        return results
 
-    def _drive_steps(self, wavefront: Wavefront, cargo: Cargo, direction: int) -> None:
+    def _post_steps(self, wavefront: Wavefront, cargo: Cargo, direction: int) -> Generator[None, None, None]:
         # Post the steps in order, and wait only for what the next messages to pass on need.
-        lookahead = 0 if self.device.type == "cuda" else _GLOO_LOOKAHEAD
+        lookahead = self._poster.lookahead
         open_sends: deque[list[dist.Work]] = deque()
         for t in range(-lookahead, wavefront.num_steps + 1):
             receives = wavefront.step(t + lookahead).receives
             buffers = [cargo.receive_buffer(message) for message in receives]
             postings = [
-                _Posting(True, buffer, message.peer, 2 * message.expert + direction)
+                Posting(True, buffer, message.peer, 2 * message.expert + direction)
                 for message, buffer in zip(receives, buffers, strict=True)
             ]
             postings += [
-                _Posting(False, cargo.outgoing(message), message.peer, 2 * message.expert + direction)
+                Posting(False, cargo.outgoing(message), message.peer, 2 * message.expert + direction)
                 for message in wavefront.step(t).sends
             ]
-            works = _post(postings, self.group, self.device)
+            works = self._poster.post(postings, self.group)
             for message, buffer, work in zip(receives, buffers, works[: len(receives)], strict=True):
                 cargo.expect(message, buffer, work)
             open_sends.append(works[len(receives) :])
+            if t in range(wavefront.num_steps):
+                yield
+            # What follows waits on the transfer's stream for the step that has been posted before this one.
             if len(open_sends) > lookahead + 1:
                 wait_for(open_sends.popleft())
             for message in wavefront.step(t - 1).receives:
@@ -293,33 +275,11 @@ class SparseTransfer:
         return torch.empty(self.num_elements, dtype=dtype, device=self.device)
 
 
-def _post(messages: list[_Posting], group: dist.ProcessGroup, device: torch.device) -> list[dist.Work]:
-    """Post messages together and return one work handle for each, even if the backend has one for all."""
-    if not messages:
-        return []
-    if device.type != "cuda":
-        # Gloo has no batches, and single messages cost the host less time.
-        return [
-            (receive if message.is_receive else send)(message.tensor, message.peer, group, message.tag)
-            for message in messages
-        ]
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(
-                dist.irecv if message.is_receive else dist.isend,
-                message.tensor,
-                group=group,
-                tag=message.tag,
-                group_peer=message.peer,
-            )
-            for message in messages
-        ]
-    )
-    return works if len(works) == len(messages) else works[:1] * len(messages)
-
-
-def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Connect all ranks of an NCCL group once, because the first batch of messages can involve only some."""
-    if group not in _connected_groups:
-        _connected_groups.add(group)
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
+def _drain(steps: Steps) -> Results:
+    """Run a transfer to its end, and return its results."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            results: Results = end.value
+            return results

@@ -121,7 +121,7 @@ class LayerExecutor:
         experts.check_owned(owner_E, self.groups.device)
         self.context = replace(self.context, owner_E=owner_E)
         self.experts = experts
-        self._iteration = None
+        self._forget_iteration()
 
     def keep(self, placement: ExpertPlacement, residents: ParametersByExpert) -> None:
         """Set new resident replicas; only between iterations.
@@ -137,7 +137,7 @@ class LayerExecutor:
         experts.check_present(placement, self.groups.device)
         self.context = replace(self.context, resident=placement)
         self.experts = experts
-        self._iteration = None
+        self._forget_iteration()
 
     def renumber(self, layer: int) -> None:
         """Set the layer number, which the model assigns after it has built its layers."""
@@ -379,10 +379,18 @@ class LayerExecutor:
             load.add(started)
         self._journal.clear()
         self.load = LayerLoad.empty(self.context.layer, *load.counts_DE.shape)
+        self._forget_iteration()
+        return load
+
+    def _forget_iteration(self) -> None:
+        """Drop the plan and the replicas, after a wait for the transfers that use their memory."""
+        if self._ahead is not None:
+            self._ahead.settle()
+        if self._iteration is not None:
+            self._iteration.drop()
         self._iteration = None
         self._ahead = None
         self._is_launched = False
-        return load
 
     def _planned_by(self, counts_DE: np.ndarray, iteration: LayerIteration) -> LayerIteration:
         """Plan one micro-batch; a recomputed forward pass has the same counts and gets the same plan."""

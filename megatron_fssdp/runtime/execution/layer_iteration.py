@@ -105,6 +105,12 @@ class LayerIteration:
             self.weights = ReplicaWeights(self.experts.layout(), self.experts.parameters)
             self.weights.start(self._bind(self.plan.transfer, device, part))
 
+    def drop(self) -> None:
+        """Give up the replicas' weights, after a wait for the transfers that use their memory."""
+        if self.weights is not None:
+            self.weights.settle()
+            self.weights = None
+
     def extend(self, plan: LayerPlan, weights: ReplicaWeights, device: torch.device) -> None:
         """Continue with a plan that has more replicas, and gather these.
 

@@ -32,7 +32,8 @@ class ReplicaWeights:
           │      release      │  └─┘                  │                  if a transfer is still running
           └───────────────────┴───────────────────────┘
 
-    Release frees the memory but keeps the tensor objects. Tensors that autograd saved refer to them, and
+    Release can also come between two parts of a transfer. It waits for the parts that have been started and
+    frees the memory but keeps the tensor objects. Tensors that autograd saved refer to them, and
     become valid again when the weights are gathered again.
 
     Args:
@@ -108,11 +109,19 @@ class ReplicaWeights:
                 f"replicas are {self.state.name} with {self.num_missing} elements not gathered yet, wanted "
                 "GATHERING or MATERIALIZED with 0; call start() for all elements before wait()"
             )
+        self.settle()
+        self._sent.clear()
+        self.state = WeightState.MATERIALIZED
+
+    def settle(self) -> None:
+        """Wait for the transfers that have been started, even if they bring only a part of the elements.
+
+        A transfer writes into the replicas' memory and reads the copies to send. Both must stay until it is
+        over, also when the replicas are not needed any more.
+        """
         for pending in self._pending:
             pending.wait()
         self._pending.clear()
-        self._sent.clear()
-        self.state = WeightState.MATERIALIZED
 
     def tensors(self, present: Sequence[int], *, wait: bool = True) -> list[torch.Tensor]:
         """Detached tensors of the present experts; those of owned experts share memory with the Parameters.
@@ -136,8 +145,8 @@ class ReplicaWeights:
 
     def release(self) -> None:
         """Free the replicas' memory and keep the tensor objects."""
-        if self.state is WeightState.GATHERING:
-            self.wait()  # The transfer still writes into this memory.
+        self.settle()
+        self._sent.clear()
         for flat in self._flat.values():
             flat.untyped_storage().resize_(0)
         self._num_started = 0

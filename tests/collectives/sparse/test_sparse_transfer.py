@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.collectives.sparse import sparse_transfer
+from megatron_fssdp.collectives.sparse.posting import GlooMessages
 from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
@@ -153,13 +153,13 @@ def test_half_precision_is_added_in_fp32_and_rounded_once():
 def count_messages(rank, world_size, chunk_bytes, num_elements):
     rng = np.random.default_rng(11)
     records = []
-    original = sparse_transfer._post
+    original = GlooMessages.post
 
-    def counting(messages, *where):
+    def counting(poster, messages, group):
         sends.extend((one.peer, one.tensor.nbytes) for one in messages if not one.is_receive)
-        return original(messages, *where)
+        return original(poster, messages, group)
 
-    sparse_transfer._post = counting
+    GlooMessages.post = counting
     for case in range(6):
         placement = random_placement(rng, 6, world_size)
         plan = two_level_transfer(placement, Topology.uniform(world_size, 2))

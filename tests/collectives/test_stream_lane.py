@@ -1,0 +1,134 @@
+"""A lane of CUDA tensors issues the batches of its transfers at the points where they belong."""
+
+import gc
+from collections.abc import Callable, Generator
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_fssdp.collectives.lane_streams import lane_stream
+from megatron_fssdp.collectives.stream_lane import StreamLane, advance_transfers, stream_lane
+
+from .finished_cuda import StreamLog, finished_cuda
+
+DEVICE = torch.device("cuda", 0)
+
+
+class Group:
+    """Stands for a process group, which is only a key here."""
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> StreamLog:
+    return finished_cuda(monkeypatch)
+
+
+@pytest.fixture
+def group() -> dist.ProcessGroup:
+    return cast(Any, Group())
+
+
+@pytest.fixture
+def issued() -> list[str]:
+    """Batches in the order of their issue; "end" follows the last batch of a transfer."""
+    return []
+
+
+@pytest.fixture
+def transfer(log: StreamLog, issued: list[str]) -> Callable[..., Generator[None, None, dict[int, Tensor]]]:
+    def steps(name: str, num_batches: int) -> Generator[None, None, dict[int, Tensor]]:
+        for batch in range(num_batches):
+            assert log.on_lane
+            assert not torch.is_grad_enabled()
+            issued.append(f"{name}{batch}")
+            yield
+        issued.append(f"{name} end")
+        return {0: torch.ones(1)}
+
+    return steps
+
+
+def test_with_many_connections_everything_is_issued_at_the_start(group, issued, transfer, log) -> None:
+    lane = stream_lane(group, DEVICE)
+    pending = lane.submit(transfer("a", 3), 3, None, [])
+    assert issued == ["a0", "a1", "a2", "a end"]
+    advance_transfers(group)
+    assert pending.wait()[0].item() == 1
+    assert issued == ["a0", "a1", "a2", "a end"]
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_with_one_connection_each_point_issues_at_most_so_many_batches(
+    group, issued, transfer, at_once
+) -> None:
+    pending = stream_lane(group, DEVICE).submit(transfer("a", 7), 7, at_once, [])
+    for points in range(1, 9):
+        assert len(issued) == min(7, points * at_once)
+        assert pending.num_issued == len(issued)
+        advance_transfers(group)
+    # The end waits for the last batch on the lane's stream. It would hold up the one queue of the device.
+    assert "a end" not in issued
+    pending.wait()
+    assert issued[-1] == "a end"
+
+
+def test_the_wait_issues_the_rest(group, issued, transfer) -> None:
+    pending = stream_lane(group, DEVICE).submit(transfer("a", 5), 5, 2, [])
+    advance_transfers(group)
+    assert issued == ["a0", "a1", "a2", "a3"]
+    pending.wait()
+    pending.wait()
+    assert issued[4:] == ["a4", "a end"]
+
+
+def test_a_transfer_begins_after_the_batches_of_the_transfers_before_it(group, issued, transfer) -> None:
+    lane = stream_lane(group, DEVICE)
+    first = lane.submit(transfer("a", 3), 3, 1, [])
+    second = lane.submit(transfer("b", 2), 2, 1, [])
+    assert issued == ["a0", "a1"]
+    for _ in range(3):
+        advance_transfers(group)
+    assert issued == ["a0", "a1", "a2", "b0", "b1"]
+    third = lane.submit(transfer("c", 9), 9, 1, [])
+    second.wait()
+    assert issued[5:] == ["c0", "a end", "b end"]
+    first.wait()
+    third.wait()
+    assert issued[8:] == [f"c{batch}" for batch in range(1, 9)] + ["c end"]
+
+
+def test_an_error_of_a_batch_reaches_the_caller(group, log) -> None:
+    def broken() -> Generator[None, None, dict[int, Tensor]]:
+        yield
+        raise ConnectionError("peer went away")
+
+    pending = stream_lane(group, DEVICE).submit(broken(), 2, 1, [])
+    with pytest.raises(ConnectionError, match="peer went away"):
+        pending.wait()
+
+
+def test_tensors_stay_until_the_wait_and_no_longer(group, transfer) -> None:
+    tensor = torch.ones(100)
+    memory = StorageWeakRef(tensor.untyped_storage())
+    pending = stream_lane(group, DEVICE).submit(transfer("a", 1), 1, 1, [tensor])
+    timer = pending.timer
+    del tensor
+    gc.collect()
+    assert not memory.expired()
+    pending.wait()
+    assert memory.expired()
+    assert timer.timing().busy_s >= timer.timing().exposed_s >= 0
+
+
+def test_streams_are_made_once_for_each_use_and_group(group, log, transfer) -> None:
+    for _ in range(3):
+        stream_lane(group, DEVICE).submit(transfer("a", 1), 1, None, []).wait()
+        StreamLane(group, DEVICE)
+        lane_stream("grouped exchange", group, DEVICE)
+    assert len(log.made) == 2
+    assert lane_stream("grouped exchange", group, DEVICE) is log.made[1]
+    assert lane_stream("grouped exchange", cast(Any, Group()), DEVICE) is log.made[2]
