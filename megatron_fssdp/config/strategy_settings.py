@@ -182,8 +182,9 @@ class MeasuringSettings(ScheduleSettings):
         default=3,
         ge=1,
         description=(
-            "Number of iterations in which compute, links and memory are measured. Decisions that need these "
-            "costs start after them."
+            "Number of iterations in which compute, links and memory are measured. Times of the first one, "
+            "which is cold, count only if it is the only one. Decisions that need these costs start after "
+            "them."
         ),
     )
 
@@ -503,8 +504,8 @@ class AutoSettings(SteppedSettings):
         default=3,
         ge=1,
         description=(
-            "Number of iterations in which compute, links and memory are measured. Until then, every layer "
-            "uses ep."
+            "Number of iterations in which compute, links and memory are measured. Times of the first one, "
+            "which is cold, count only if it is the only one. Until then, every layer uses ep."
         ),
     )
     choice_interval: int = Field(

@@ -28,6 +28,7 @@ from megatron_fssdp.runtime.experts.compute_probe import (
     device_memory_bytes,
     expert_flops_per_s,
 )
+from megatron_fssdp.runtime.experts.grouped_kernel import expert_path
 
 _NAMES: tuple[CollectiveName, ...] = get_args(CollectiveName)
 _EXCHANGES: tuple[CollectiveName, ...] = ("row_exchange", "all_to_all")
@@ -243,7 +244,8 @@ class _Measurement:
     def _compute(self) -> tuple[float, float]:
         shape = _layer_shape(self._settings.model, self._device)
         reached = []
-        for label, measure in (("experts", expert_flops_per_s), ("attention", attention_flops_per_s)):
+        experts = f"experts ({expert_path(self._device, shape.dtype)})"
+        for label, measure in ((experts, expert_flops_per_s), ("attention", attention_flops_per_s)):
             # Ranks may share cores, so all of them compute at the same time, as they do in a training.
             dist.barrier()
             slowest = torch.tensor(
@@ -315,9 +317,11 @@ class _Measurement:
 
     def _compute_source(self, measured: str) -> str:
         shape = _layer_shape(self._settings.model, self._device)
+        dtype = str(shape.dtype).removeprefix("torch.")
         return (
             f"{measured}; hidden size {shape.model_dim}, expert {shape.ffn_dim}, {shape.num_experts} experts,"
-            f" {shape.num_rows} rows, sequence {shape.seq_length}, {str(shape.dtype).removeprefix('torch.')}"
+            f" {shape.num_rows} rows, sequence {shape.seq_length}, {dtype}; "
+            f"experts by {expert_path(self._device, shape.dtype)}"
         )
 
 

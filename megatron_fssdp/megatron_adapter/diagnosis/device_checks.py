@@ -1,5 +1,6 @@
 """Checks of back ends and GPUs, of the topology, and of a run's ranks on this machine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -89,6 +90,26 @@ def check_gpus(devices: Devices) -> Finding:
             "that version"
         )
     return Finding(name, found, Verdict.PROBLEM, f"{advice}; or set {DEVICE_VARIABLE}=cpu to use the CPU")
+
+
+def check_expert_path(devices: Devices) -> Sequence[Finding]:
+    """Check by which kernels the GPUs compute several bf16 experts; without GPUs, nothing is reported.
+
+    Args:
+        devices: Devices of this machine.
+    """
+    name = "experts' matrix products"
+    without = dict.fromkeys(gpu.described for gpu in devices.gpus if not gpu.has_grouped_kernel)
+    if without:
+        found = f"one product for each expert on {', '.join(without)}"
+        advice = (
+            "torch's grouped_mm has a bf16 kernel only on capabilities 9.x and 10.x; results are the same, "
+            "and small experts compute more slowly"
+        )
+        return [Finding(name, found, Verdict.NOTE, advice)]
+    if devices.gpus:
+        return [Finding(name, "one grouped kernel for several bf16 experts (torch's grouped_mm)", Verdict.OK)]
+    return []
 
 
 def check_topology(devices: Devices, launch: Launch, parallelism: "ParallelismSettings | None") -> Finding:

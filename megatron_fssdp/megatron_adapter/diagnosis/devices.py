@@ -21,10 +21,19 @@ class Gpu:
     Attributes:
         name: Name of the accelerator from its driver.
         memory_bytes: Total memory in bytes.
+        capability: Major and minor number of the compute capability.
+        has_grouped_kernel: Whether torch computes several bf16 experts by one kernel on it.
     """
 
     name: str
     memory_bytes: int
+    capability: tuple[int, int]
+    has_grouped_kernel: bool
+
+    @property
+    def described(self) -> str:
+        """Name and compute capability."""
+        return f"{self.name} (capability {self.capability[0]}.{self.capability[1]})"
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,8 @@ def look_at_devices() -> Devices:
     """Gather the devices of this machine from torch and the system. Torch must be importable."""
     import torch
 
+    from megatron_fssdp.runtime.experts.grouped_kernel import has_grouped_kernel
+
     gpus: tuple[Gpu, ...] = ()
     apart: tuple[tuple[int, int], ...] = ()
     error = ""
@@ -90,7 +101,11 @@ def look_at_devices() -> Devices:
         if torch.cuda.is_available():
             count = torch.cuda.device_count()
             properties = [torch.cuda.get_device_properties(index) for index in range(count)]
-            gpus = tuple(Gpu(each.name, int(each.total_memory)) for each in properties)
+            gpus = tuple(
+                Gpu(each.name, int(each.total_memory), capability, has_grouped_kernel(capability))
+                for each in properties
+                for capability in [(int(each.major), int(each.minor))]
+            )
             apart = tuple(
                 (first, second)
                 for first, second in itertools.combinations(range(count), 2)

@@ -19,6 +19,7 @@ from megatron_fssdp.megatron_adapter.diagnosis.checkpoint_folder import (
 from megatron_fssdp.megatron_adapter.diagnosis.device_checks import (
     Launch,
     check_context,
+    check_expert_path,
     check_gloo,
     check_gpus,
     check_nccl,
@@ -149,6 +150,7 @@ def diagnose(facts: Facts, run: "RunConfig | None") -> tuple[Finding, ...]:
             check_gloo(facts.backends),
             check_nccl(facts.backends, has_gpus),
             check_gpus(facts.devices),
+            *check_expert_path(facts.devices),
             check_topology(facts.devices, facts.launch, parallelism),
         ]
         if run is not None and parallelism is not None:

@@ -215,8 +215,6 @@ class LayerExecutor:
         """
         if self.context.num_devices == 1:
             return hidden
-        if self.stopwatch is not None:
-            self.stopwatch.layer_begins(hidden.device)
         plan = self.plan_iteration()
         if plan.gather_ahead and not plan.each_micro_batch and self.groups.transfers is not None:
             self._ahead = self._running.start_weights(hidden.device)
@@ -225,6 +223,9 @@ class LayerExecutor:
             self.clock.latest = None
         if torch.is_grad_enabled() and hidden.requires_grad:
             hidden = call_in_backward(self._settle, hidden)
+        if self.stopwatch is not None:
+            # The span begins when the transfer is posted: what the host did until here hides nothing.
+            self.stopwatch.layer_begins(hidden.device)
         return hidden
 
     def _settle(self) -> None:
@@ -378,6 +379,8 @@ class LayerExecutor:
         for started in self._journal:
             load.add(started)
         self._journal.clear()
+        if self.stopwatch is not None:
+            self.stopwatch.iteration_ends()
         self.load = LayerLoad.empty(self.context.layer, *load.counts_DE.shape)
         self._forget_iteration()
         return load

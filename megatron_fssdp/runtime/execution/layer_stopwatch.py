@@ -42,22 +42,45 @@ def _now(is_cuda: bool) -> "float | torch.cuda.Event":
 
 
 @dataclass(eq=False)
-class LayerStopwatch:
-    """Times of one layer's forward passes.
-
-    A recomputed forward pass is a part of the backward pass and is not counted.
+class _Passes:
+    """Measured forward passes of one layer.
 
     Attributes:
-        num_rows: Number of rows in all measured forward passes of the experts.
+        num_rows: Number of rows that the experts computed.
+        before: Spans of the compute before the layer.
+        experts: Spans of the experts' compute.
     """
 
     num_rows: int = 0
-    _before: list[_Span] = field(default_factory=list)
-    _experts: list[_Span] = field(default_factory=list)
+    before: list[_Span] = field(default_factory=list)
+    experts: list[_Span] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class LayerStopwatch:
+    """Times of one layer's forward passes.
+
+    A recomputed forward pass is a part of the backward pass and is not counted. The first iteration with
+    measurements is cold: kernels are loaded or compiled, memory is allocated and communicators connect. It
+    counts only if no other iteration was measured.
+    """
+
+    _cold: _Passes = field(default_factory=_Passes)
+    _warm: _Passes = field(default_factory=_Passes)
+    _is_warm: bool = False
     _open: _Span | None = None
 
+    @property
+    def num_rows(self) -> int:
+        """Number of rows in all counted forward passes of the experts."""
+        return self._counted.num_rows
+
     def layer_begins(self, device: torch.device) -> None:
-        """Mark the start of the compute that comes before the layer."""
+        """Mark the start of the compute that comes before the layer, and that hides its transfers.
+
+        Call it after the layer's transfers were posted. Then neither the host's planning and posting nor, on
+        CUDA, the device's wait for the host count as compute.
+        """
         is_cuda = device.type == "cuda"
         self._open = None if in_backward() else _Span(is_cuda, _now(is_cuda))
 
@@ -65,7 +88,7 @@ class LayerStopwatch:
         """Mark the end of the compute before the layer, which includes the gate."""
         if self._open is not None:
             self._open.end = _now(self._open.is_cuda)
-            self._before.append(self._open)
+            self._running.before.append(self._open)
             self._open = None
 
     @contextmanager
@@ -76,14 +99,27 @@ class LayerStopwatch:
         yield
         if not in_backward():
             span.end = _now(is_cuda)
-            self._experts.append(span)
-            self.num_rows += num_rows
+            self._running.experts.append(span)
+            self._running.num_rows += num_rows
+
+    def iteration_ends(self) -> None:
+        """Mark the end of an iteration. The passes after the first one with measurements are warm."""
+        self._is_warm = self._is_warm or bool(self._cold.experts or self._cold.before)
+        self._open = None
 
     def before_s(self) -> float:
         """Median seconds of the compute before the layer; 0 if none was measured."""
-        times_s = sorted(span.seconds() for span in self._before)
+        times_s = sorted(span.seconds() for span in self._counted.before)
         return times_s[len(times_s) // 2] if times_s else 0.0
 
     def experts_s(self) -> float:
         """Total seconds of the experts' forward passes."""
-        return sum(span.seconds() for span in self._experts)
+        return sum(span.seconds() for span in self._counted.experts)
+
+    @property
+    def _running(self) -> _Passes:
+        return self._warm if self._is_warm else self._cold
+
+    @property
+    def _counted(self) -> _Passes:
+        return self._warm if self._warm.experts or self._warm.before else self._cold

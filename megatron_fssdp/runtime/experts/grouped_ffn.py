@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights
+from megatron_fssdp.runtime.experts.grouped_kernel import device_has_grouped_kernel
 
 Activation = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 """From output of the first matrix, bias and probabilities to activations, see ``ExpertActivation``."""
@@ -106,17 +107,17 @@ def _add_bias(output: torch.Tensor, bias: torch.Tensor, probs: torch.Tensor) -> 
 
 
 def _grouped_matmul_pays(x: torch.Tensor, experts: Sequence[ExpertWeights]) -> bool:
-    """Whether one grouped kernel is faster than a loop: for several bf16 experts on a CUDA device.
+    """Whether one grouped kernel is faster than a loop: for several bf16 experts on a device with the kernel.
 
-    The kernel needs rows whose size is a multiple of 16 bytes. On the CPU, ``grouped_mm`` is a loop itself
-    and adds only the copy of the weights.
+    The kernel needs rows whose size is a multiple of 16 bytes. On devices without the kernel, ``grouped_mm``
+    is a loop itself. It adds the copy of the weights, and on CUDA every call makes the host wait.
     """
     return (
         x.is_cuda
         and x.dtype is torch.bfloat16
         and len(experts) > 1
         and x.shape[0] > 0
-        and hasattr(functional, "grouped_mm")
+        and device_has_grouped_kernel(x.device)
         and all(size % 8 == 0 for size in experts[0].fc1.shape + experts[0].fc2.shape)
     )
 

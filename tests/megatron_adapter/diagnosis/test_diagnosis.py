@@ -23,6 +23,7 @@ from megatron_fssdp.megatron_adapter.diagnosis.checkpoint_folder import (
 from megatron_fssdp.megatron_adapter.diagnosis.device_checks import (
     Launch,
     check_context,
+    check_expert_path,
     check_gloo,
     check_gpus,
     check_nccl,
@@ -57,7 +58,8 @@ from megatron_fssdp.megatron_adapter.support.tested_versions import TESTED_VERSI
 
 OK, NOTE, PROBLEM = Verdict.OK, Verdict.NOTE, Verdict.PROBLEM
 HERE = Path("/site-packages/it")
-H100 = Gpu("NVIDIA H100 80GB HBM3", 80 << 30)
+H100 = Gpu("NVIDIA H100 80GB HBM3", 80 << 30, (9, 0), has_grouped_kernel=True)
+A100 = Gpu("NVIDIA A100-SXM4-80GB", 80 << 30, (8, 0), has_grouped_kernel=False)
 CPU_ONLY = Devices(num_cores=2, memory_bytes=8 << 30)
 EIGHT_GPUS = Devices(num_cores=64, memory_bytes=1 << 40, gpus=(H100,) * 8, cuda_build="13.0")
 ALL_BACKENDS = Backends(has_gloo=True, has_nccl=True, nccl_version="2.30.7")
@@ -149,6 +151,16 @@ def test_a_machine_with_gpus_and_everything_else_is_ok_throughout() -> None:
 def test_one_fault_is_one_problem(changes: dict[str, Any], problems: set[str]) -> None:
     found = verdicts(diagnose(replace(HEALTHY, **changes), None))
     assert {name for name, verdict in found.items() if verdict is PROBLEM} == problems
+
+
+def test_the_experts_path_is_named_where_there_are_gpus() -> None:
+    assert check_expert_path(CPU_ONLY) == []
+    (fast,) = check_expert_path(EIGHT_GPUS)
+    assert fast.verdict is OK
+    (mixed,) = check_expert_path(replace(EIGHT_GPUS, gpus=(H100, A100, A100)))
+    assert mixed.verdict is NOTE
+    assert mixed.found == "one product for each expert on NVIDIA A100-SXM4-80GB (capability 8.0)"
+    assert "9.x and 10.x" in mixed.advice
 
 
 def test_an_incomplete_transformer_engine_is_one_problem_and_megatron_a_note() -> None:

@@ -11,7 +11,7 @@ from megatron_fssdp.planning.memory.held_replicas import HeldReplicas, ReplicaLi
 from megatron_fssdp.planning.memory.pipeline_stage import PipelineStage
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.runtime.execution import layer_profiling
-from megatron_fssdp.runtime.execution.layer_stopwatch import LayerStopwatch, _Span
+from megatron_fssdp.runtime.execution.layer_stopwatch import LayerStopwatch, _Passes, _Span
 from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
 from megatron_fssdp.testing import run_ranks
 
@@ -29,7 +29,8 @@ NUM_MICRO_BATCHES = 4
 
 
 def watch(before_s: float, experts_s: float, num_rows: int) -> LayerStopwatch:
-    return LayerStopwatch(num_rows, [_Span(False, 0.0, before_s)], [_Span(False, 1.0, 1.0 + experts_s)])
+    warm = _Passes(num_rows, [_Span(False, 0.0, before_s)], [_Span(False, 1.0, 1.0 + experts_s)])
+    return LayerStopwatch(_warm=warm)
 
 
 def profile(

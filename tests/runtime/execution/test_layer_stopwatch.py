@@ -1,10 +1,13 @@
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fssdp.runtime.execution import layer_stopwatch
+from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
 from megatron_fssdp.runtime.execution.layer_stopwatch import LayerStopwatch
 
 CPU = torch.device("cpu")
@@ -40,6 +43,59 @@ def test_non_expert_time_is_a_median_and_expert_time_is_a_sum(clock: Clock) -> N
     assert watch.before_s() == 0.5
     assert watch.experts_s() == 8.75
     assert watch.num_rows == 15
+
+
+def measured(watch: LayerStopwatch, clock: Clock, before_s: float, experts_s: float, num_rows: int) -> None:
+    """One forward pass that takes these seconds."""
+    watch.layer_begins(CPU)
+    clock.passes(before_s)
+    watch.tokens_ready()
+    with watch.experts(num_rows, CPU):
+        clock.passes(experts_s)
+
+
+def test_the_first_measured_iteration_is_cold_and_dropped(clock: Clock) -> None:
+    watch = LayerStopwatch()
+    watch.iteration_ends()  # an iteration without passes, as before the first one
+    for _ in range(2):  # both micro-batches of the first iteration
+        measured(watch, clock, 64.0, 128.0, 1000)
+    watch.iteration_ends()
+    measured(watch, clock, 0.5, 0.25, 3)
+    watch.iteration_ends()
+    measured(watch, clock, 0.5, 0.5, 4)
+    assert (watch.before_s(), watch.experts_s(), watch.num_rows) == (0.5, 0.75, 7)
+
+
+def test_a_single_iteration_counts_although_it_is_cold(clock: Clock) -> None:
+    watch = LayerStopwatch()
+    measured(watch, clock, 2.0, 4.0, 5)
+    watch.iteration_ends()
+    assert (watch.before_s(), watch.experts_s(), watch.num_rows) == (2.0, 4.0, 5)
+
+
+@pytest.mark.parametrize("has_transfers", [True, False])
+def test_planning_and_posting_are_not_compute_before_the_layer(has_transfers: bool, clock: Clock) -> None:
+    """``launch`` starts the span after the plan and the posts, and before the compute that hides them."""
+    watch = LayerStopwatch()
+
+    def plan() -> SimpleNamespace:
+        clock.passes(16)
+        return SimpleNamespace(gather_ahead=True, each_micro_batch=False)
+
+    executor: Any = SimpleNamespace(
+        context=SimpleNamespace(num_devices=2),
+        groups=SimpleNamespace(transfers=object() if has_transfers else None),
+        stopwatch=watch,
+        clock=SimpleNamespace(latest=None),
+        plan_iteration=plan,
+        _running=SimpleNamespace(start_weights=lambda device: clock.passes(32)),
+        _settle=lambda: None,
+    )
+    hidden = torch.ones(2, requires_grad=True)
+    assert LayerExecutor.launch(executor, hidden, first=True).shape == hidden.shape
+    clock.passes(0.5)  # attention and the gate
+    watch.tokens_ready()
+    assert watch.before_s() == 0.5
 
 
 def test_a_stopwatch_without_passes_has_no_times() -> None:

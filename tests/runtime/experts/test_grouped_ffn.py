@@ -16,6 +16,7 @@ from megatron_fssdp.runtime.experts.grouped_ffn import (
     _one_by_one,
     grouped_ffn,
 )
+from megatron_fssdp.runtime.experts.grouped_kernel import device_has_grouped_kernel
 
 from ..rank_layer import ACTIVATIONS
 from ..reference_layer import draw_weights, reference_forward
@@ -259,9 +260,10 @@ def test_the_loop_runs_on_a_cpu() -> None:
 
 
 @pytest.mark.gpu
-def test_the_grouped_form_never_makes_the_host_wait() -> None:
+def test_the_experts_never_make_the_host_wait() -> None:
+    """With the grouped kernel where the device has it, and with the loop where it has not."""
     x, probs, weights = draw(ROWS[0], "swiglu", True, torch.bfloat16, "cuda")
-    assert _grouped_matmul_pays(x, experts_of(weights))
+    assert _grouped_matmul_pays(x, experts_of(weights)) == device_has_grouped_kernel(x.device)
     torch.cuda.set_sync_debug_mode("error")
     try:
         grouped_ffn(x, probs, ROWS[0], experts_of(weights), ACTIVATIONS["swiglu"]).sum().backward()
