@@ -80,6 +80,7 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "training": {"", "experts", "cpu", "support", "routing", "checkpoints", "layer"},
         "entry": {"", "experts", "cpu", "support", "routing", "checkpoints", "layer", "training"},
     },
+    "testing": {"": set(), "virtual_cuda": {""}},
     # The scripts that ranks run are started by their paths.
     "cli": {"": set(), "pretraining": {""}},
 }

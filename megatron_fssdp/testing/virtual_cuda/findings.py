@@ -1,0 +1,81 @@
+"""What a virtual device reports: findings, and the log of what happened on the device."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class FindingKind(StrEnum):
+    """The kinds of defects that a virtual device finds."""
+
+    RACE = "race between streams"
+    FREED_IN_USE = "memory given back while a stream may still use it"
+    USE_AFTER_FREE = "use of memory that was given back"
+    DEVICE_MIX = "CPU tensor among CUDA tensors"
+    NCCL_CPU = "NCCL call with a CPU tensor"
+    NCCL_NOT_CONTIGUOUS = "NCCL call with a tensor that is not contiguous"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A defect that a virtual device has found. Equal findings are reported once.
+
+    Attributes:
+        kind: Kind of the defect.
+        what: The operation that showed the defect, with its stream.
+        place: Place in the code of this operation, as ``file:line``.
+        other: The operation that conflicts with it, with its stream; empty if there is only one operation.
+        other_place: Place in the code of the other operation; empty if there is only one operation.
+        memory_place: Place in the code that allocated the memory; empty if no memory is concerned.
+    """
+
+    kind: FindingKind
+    what: str
+    place: str
+    other: str = ""
+    other_place: str = ""
+    memory_place: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.kind}: {self.what} at [{self.place}]"
+        if self.other:
+            text += f" conflicts with {self.other} at [{self.other_place}]"
+        if self.memory_place:
+            text += f"; the memory was allocated at [{self.memory_place}]"
+        return text
+
+
+class EventKind(StrEnum):
+    """The kinds of entries in the log of a virtual device."""
+
+    OPERATOR = "operator"
+    COLLECTIVE = "collective"
+    P2P_BATCH = "P2P batch"
+    HOST_SYNC = "host synchronization"
+    STREAM_WAIT = "stream wait"
+    STREAM_MADE = "stream made"
+    RECORD_STREAM = "record_stream"
+    MARK = "mark"
+
+
+@dataclass(frozen=True)
+class DeviceEvent:
+    """One entry in the log of a virtual device, which is in the order in which the host issued the work.
+
+    Attributes:
+        kind: Kind of the entry.
+        what: Name of the operator, collective or synchronization; the text of a mark.
+        stream: Name of the stream that does the work.
+        place: Place in the code, as ``file:line``, with callers in the plugin.
+        num_bytes: Bytes of the sent and received tensors of a collective or of a batch of messages.
+        num_messages: Messages of a P2P batch.
+    """
+
+    kind: EventKind
+    what: str
+    stream: str
+    place: str
+    num_bytes: int = 0
+    num_messages: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.what} on {self.stream} at [{self.place}]"

@@ -1,0 +1,157 @@
+"""Keeps books on allocations: who uses which bytes of which storage, and when memory is given back."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+_ROUNDING_BYTES = 512  # CUDA's caching allocator rounds sizes up to a multiple of this.
+
+
+@dataclass(frozen=True)
+class Access:
+    """One use of a range of bytes.
+
+    Attributes:
+        begin: First byte in the storage.
+        end: Byte after the last byte in the storage.
+        writes: Whether the bytes are written.
+        actor: Number of the stream, or ``HOST``.
+        number: Number of the operation.
+        what: Name of the operation.
+        place: Place of the operation in the code.
+    """
+
+    begin: int
+    end: int
+    writes: bool
+    actor: int
+    number: int
+    what: str
+    place: str
+
+
+@dataclass(eq=False)
+class Block:
+    """One allocation.
+
+    Attributes:
+        storage: Weak reference to the storage; it expires when no tensor uses the storage any more.
+        stream: Number of the stream that was current at the allocation.
+        place: Place of the allocation in the code.
+        num_bytes: Size in bytes.
+        is_pinned: Whether this is page-locked memory of the host, not memory of the device.
+        recorded: Streams for which ``record_stream`` was called.
+        accesses: Uses that a later use may still conflict with.
+        last: Last use by each actor.
+        is_free: Whether the memory was given back although the storage still exists (``resize_(0)``).
+    """
+
+    storage: StorageWeakRef
+    stream: int
+    place: str
+    num_bytes: int
+    is_pinned: bool = False
+    recorded: set[int] = field(default_factory=set)
+    accesses: list[Access] = field(default_factory=list)
+    last: dict[int, Access] = field(default_factory=dict)
+    is_free: bool = False
+
+    def conflicts(self, access: Access, is_ordered: Callable[[int, int, int], bool]) -> Iterator[Access]:
+        """Earlier uses of the same bytes that are not ordered before this one, of which one writes."""
+        for other in self.accesses:
+            overlaps = other.begin < access.end and access.begin < other.end
+            if not overlaps or not (access.writes or other.writes):
+                continue
+            if not is_ordered(access.actor, other.actor, other.number):
+                yield other
+
+    def add(self, access: Access) -> None:
+        """Remember a use, and forget the uses that a later use can no longer conflict with alone."""
+        self.accesses = [other for other in self.accesses if not _replaces(access, other)]
+        self.accesses.append(access)
+        self.last[access.actor] = access
+
+
+def _replaces(access: Access, other: Access) -> bool:
+    """Whether every conflict with an earlier use is also a conflict with the new one."""
+    covers = access.begin <= other.begin and other.end <= access.end
+    return covers and (access.writes or (not other.writes and other.actor == access.actor))
+
+
+def storage_key(tensor: Tensor) -> int | None:
+    """Key of a tensor's storage; None for tensors without a storage, such as fake or sparse tensors."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def byte_range(tensor: Tensor) -> tuple[int, int]:
+    """First byte of a tensor in its storage, and the byte after its last one."""
+    size = tensor.element_size()
+    begin = int(tensor.storage_offset()) * size
+    span = sum((n - 1) * int(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (span + 1) * size
+
+
+class MemoryBlocks:
+    """All allocations on the virtual device, and the page-locked ones of the host."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, Block] = {}
+        self.allocated_bytes = 0
+        self.peak_bytes = 0
+
+    def of(self, tensor: Tensor) -> Block | None:
+        """The block of a tensor; None for ordinary CPU tensors."""
+        key = storage_key(tensor)
+        return None if key is None else self._blocks.get(key)
+
+    def of_storage(self, storage: torch.UntypedStorage) -> Block | None:
+        """The block of a storage; None for ordinary CPU storages."""
+        return self._blocks.get(int(storage._cdata))
+
+    def add(
+        self, storage: torch.UntypedStorage, stream: int, place: str, *, is_pinned: bool = False
+    ) -> Block:
+        """Make a storage one of the device (or page-locked); a storage that already is stays as it is."""
+        key = int(storage._cdata)
+        if key not in self._blocks:
+            block = Block(StorageWeakRef(storage), stream, place, storage.nbytes(), is_pinned)
+            self._blocks[key] = block
+            self._count(block, 1)
+        return self._blocks[key]
+
+    def replace(self, storage: torch.UntypedStorage, stream: int, place: str) -> None:
+        """Give new memory to a storage whose memory was given back."""
+        del self._blocks[int(storage._cdata)]
+        self.add(storage, stream, place)
+
+    def give_back(self, block: Block) -> None:
+        """Note that the memory of a block is free."""
+        if not block.is_free:
+            block.is_free = True
+            self._count(block, -1)
+
+    def remove(self, tensor: Tensor) -> None:
+        """Make the storage of a tensor an ordinary one of the CPU again."""
+        key = storage_key(tensor)
+        if key is not None and key in self._blocks:
+            self.give_back(self._blocks.pop(key))
+
+    def take_expired(self) -> list[Block]:
+        """Remove and return the blocks whose storage no tensor uses any more."""
+        expired = [key for key, block in self._blocks.items() if block.storage.expired()]
+        return [self._blocks.pop(key) for key in expired]
+
+    def reset_peak(self) -> None:
+        """Start to measure the largest number of allocated bytes anew."""
+        self.peak_bytes = self.allocated_bytes
+
+    def _count(self, block: Block, sign: int) -> None:
+        if not block.is_pinned:
+            self.allocated_bytes += sign * -(-block.num_bytes // _ROUNDING_BYTES) * _ROUNDING_BYTES
+            self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)

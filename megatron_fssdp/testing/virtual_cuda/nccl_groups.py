@@ -1,0 +1,390 @@
+"""NCCL on gloo: process groups take tensors of the virtual device, and the order of their work is noted.
+
+This is the model of NCCL. A group has one communicator, which has one stream and does its work in the order
+of issue. A call with ``async_op=True`` runs on the communicator's stream, after the work that is on the
+current stream; ``wait()`` makes the current stream wait. A call with ``async_op=False`` runs on the current
+stream. The tensors are kept alive until the wait. A message outside of a batch has a communicator of its two
+ranks. Data moves over gloo at once, in the order of issue, which is the strictest order that a GPU may
+choose. Only a message outside of a batch moves when some stream waits for it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, distributed_c10d
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megatron_fssdp.testing.virtual_cuda.findings import EventKind, FindingKind
+from megatron_fssdp.testing.virtual_cuda.nccl_collectives import COLLECTIVES, Collective
+from megatron_fssdp.testing.virtual_cuda.patches import Patches
+from megatron_fssdp.testing.virtual_cuda.stream_order import Clock
+from megatron_fssdp.testing.virtual_cuda.virtual_device import VirtualDevice
+
+
+class VirtualWork:
+    """Replaces the handle of an NCCL operation."""
+
+    def __init__(self, books: VirtualDevice, clock: Clock, *, stops_host: bool) -> None:
+        self._books, self._clock, self._stops_host = books, clock, stops_host
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Make the current stream wait for the operation; the host waits only for a barrier."""
+        self._books.wait(self._books.current_stream, self._clock)
+        if self._stops_host:
+            self._books.host_sync("barrier")
+        return True
+
+    def synchronize(self) -> None:
+        """Make the current stream wait for the operation."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Make the current stream wait for the operation."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return that the operation is complete; from then on the host knows it."""
+        self._books.host_knows(self._clock)
+        return True
+
+    def is_success(self) -> bool:
+        """Return that the operation has not failed."""
+        return True
+
+    def exception(self) -> None:
+        """Return that there is no exception."""
+
+
+@dataclass
+class _Batch:
+    """Operations between the begin and the end of coalescing, which start together.
+
+    Attributes:
+        reads: Tensors that they read.
+        writes: Tensors that they write.
+        starts: Functions that start the messages and return gloo's handles, receives first.
+        runs: Functions that do the collectives.
+        is_async: Whether one of them was asked to run beside the current stream.
+    """
+
+    reads: list[Tensor] = field(default_factory=list)
+    writes: list[Tensor] = field(default_factory=list)
+    starts: list[tuple[bool, Callable[[], Any]]] = field(default_factory=list)
+    runs: list[Callable[[], None]] = field(default_factory=list)
+    is_async: bool = False
+
+    def run(self) -> None:
+        """Do everything and wait."""
+        works = [start() for _, start in sorted(self.starts, key=lambda pair: pair[0])]
+        for work in works:
+            work.wait()
+        for run in self.runs:
+            run()
+
+
+@dataclass
+class _Communicator:
+    """A communicator of NCCL.
+
+    Attributes:
+        stream: Number of its stream.
+        last: What is complete when its last operation is.
+        batch: The operations that are being coalesced; None outside of coalescing.
+    """
+
+    stream: int
+    last: Clock = field(default_factory=dict)
+    batch: _Batch | None = None
+
+
+class NcclGroups:
+    """The process groups of a virtual device."""
+
+    def __init__(self, books: VirtualDevice) -> None:
+        self._books = books
+        self._communicators: dict[str, _Communicator] = {}
+        self._gloo_groups: set[str] = set()
+        self._originals: dict[str, Callable[..., Any]] = {}
+
+    def install(self, patches: Patches) -> None:
+        """Replace the methods of process groups, and functions that ask for their backend."""
+        methods: dict[str, Any] = {
+            name: self._method(name, collective)
+            for name, collective in COLLECTIVES.items()
+            if hasattr(ProcessGroup, name)
+        }
+        methods |= {
+            "send": self._send,
+            "recv": self._recv,
+            "recv_anysource": self._recv_anysource,
+            "_start_coalescing": self._start_coalescing,
+            "_end_coalescing": self._end_coalescing,
+            "_get_backend": self._get_backend,
+        }
+        self._originals = {name: getattr(ProcessGroup, name) for name in methods}
+        # A function becomes a method; a bound method would not receive the group.
+        patches.put(ProcessGroup, {name: _as_method(method) for name, method in methods.items()})
+        functions = {
+            "get_backend": self._backend_name,
+            "new_group": self._making(distributed_c10d.new_group),
+            "init_process_group": _without_nccl(distributed_c10d.init_process_group),
+            "is_nccl_available": lambda: True,
+        }
+        patches.put(dist, functions)
+        patches.put(distributed_c10d, functions)
+        device_of = distributed_c10d._get_object_coll_device
+        patches.put(
+            distributed_c10d,
+            {
+                "_get_object_coll_device": lambda group=None: (
+                    "cuda" if self._is_nccl(group) else device_of(group)
+                )
+            },
+        )
+
+    # ---------------------------------------------------------------- backends
+
+    def _is_nccl(self, group: ProcessGroup | None) -> bool:
+        group = group or dist.group.WORLD
+        return isinstance(group, ProcessGroup) and group.group_name not in self._gloo_groups
+
+    def _backend_name(self, group: ProcessGroup | None = None) -> str:
+        return "nccl" if self._is_nccl(group) else "gloo"
+
+    def _making(self, new_group: Callable[..., Any]) -> Callable[..., Any]:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            named = dict(zip(("ranks", "timeout", "backend", "pg_options"), args, strict=False)) | kwargs
+            is_gloo = str(named.get("backend")).lower() == "gloo"
+            group = _without_nccl(new_group)(**named)
+            if is_gloo and isinstance(group, ProcessGroup):
+                self._gloo_groups.add(group.group_name)
+            return group
+
+        return make
+
+    def _get_backend(self, group: ProcessGroup, device: torch.device) -> Any:
+        return (
+            _CoalescingBackend() if self._is_nccl(group) else self._originals["_get_backend"](group, device)
+        )
+
+    # ---------------------------------------------------------------- collectives
+
+    def _method(self, method: str, collective: Collective) -> Callable[..., Any]:
+        def call(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            original = self._originals[method]
+            if not self._is_nccl(group):
+                return self._on_gloo(
+                    collective.name,
+                    collective.touched(group, *args, **kwargs),
+                    original,
+                    group,
+                    *args,
+                    **kwargs,
+                )
+            reads, writes = collective.touched(group, *args, **kwargs)
+            is_async = all(getattr(option, "asyncOp", True) for option in (*args, *kwargs.values()))
+
+            def run() -> None:
+                if collective.run is None:
+                    original(group, *args, **kwargs).wait()
+                else:
+                    collective.run(self._originals, group, *args, **kwargs)
+
+            communicator = self._communicator(group)
+            self._check(collective.name, [*reads, *writes])
+            if communicator.batch is not None:
+                batch = communicator.batch
+                batch.reads += reads
+                batch.writes += writes
+                batch.runs.append(run)
+                batch.is_async |= is_async
+                return None
+            if method == "barrier":
+                reads = writes = []
+            return self._issue(
+                communicator,
+                collective.name,
+                reads,
+                writes,
+                run,
+                is_async=is_async,
+                stops_host=method == "barrier",
+            )
+
+        return call
+
+    def _on_gloo(
+        self,
+        name: str,
+        touched: Any,
+        original: Callable[..., Any],
+        group: ProcessGroup,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """A collective of a gloo group: it copies tensors of the device to the host and back."""
+        reads, writes = ([tensor for tensor in tensors if self._books.holds(tensor)] for tensors in touched)
+        if reads or writes:
+            self._books.launch(f"{name} (gloo)", reads, writes)
+            self._books.host_sync(f"{name} (gloo)")
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return original(group, *args, **kwargs)
+
+    def _issue(
+        self,
+        communicator: _Communicator,
+        name: str,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        run: Callable[[], None] | None,
+        *,
+        is_async: bool,
+        kind: EventKind = EventKind.COLLECTIVE,
+        num_messages: int = 0,
+        stops_host: bool = False,
+    ) -> VirtualWork | None:
+        """Note an operation in the order of the communicator, and do it."""
+        books = self._books
+        stream = communicator.stream if is_async else books.current_stream
+        if is_async:
+            books.order.wait(stream, books.snapshot(books.current_stream))
+        books.order.wait(stream, communicator.last)
+        num_bytes = sum(tensor.nbytes for tensor in _without_repetition([*reads, *writes]))
+        books.launch(
+            name, reads, writes, actor=stream, kind=kind, num_bytes=num_bytes, num_messages=num_messages
+        )
+        if run is not None:
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                run()
+        communicator.last = books.order.snapshot(stream)
+        if is_async:
+            # Torch keeps the tensors alive until a stream waits, also without a handle.
+            books.finish_later(stream, [*reads, *writes].clear)
+            return VirtualWork(books, communicator.last, stops_host=stops_host)
+        if stops_host:
+            books.host_sync(name)
+        return None
+
+    def _communicator(self, group: ProcessGroup, pair: str = "") -> _Communicator:
+        key = group.group_name + pair
+        if key not in self._communicators:
+            name = f"NCCL stream of group {group.group_desc or group.group_name}{pair}"
+            self._communicators[key] = _Communicator(self._books.add_stream(name))
+        return self._communicators[key]
+
+    def _check(self, name: str, tensors: Sequence[Tensor]) -> None:
+        if any(not self._books.holds(tensor) for tensor in tensors):
+            self._books.find_in_nccl(FindingKind.NCCL_CPU, name)
+        if any(not tensor.is_contiguous() for tensor in tensors):
+            self._books.find_in_nccl(FindingKind.NCCL_NOT_CONTIGUOUS, name)
+
+    # ---------------------------------------------------------------- messages
+
+    def _send(self, group: ProcessGroup, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Any:
+        return self._message(group, "send", tensors, peer, tag)
+
+    def _recv(self, group: ProcessGroup, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Any:
+        return self._message(group, "recv", tensors, peer, tag)
+
+    def _recv_anysource(self, group: ProcessGroup, tensors: Sequence[Tensor], tag: int = 0) -> Any:
+        if self._is_nccl(group):
+            raise RuntimeError("NCCL cannot receive from any rank; name the sender")
+        return self._originals["recv_anysource"](group, tensors, tag)
+
+    def _message(
+        self, group: ProcessGroup, direction: str, tensors: Sequence[Tensor], peer: int, tag: int
+    ) -> Any:
+        reads, writes = (tensors, []) if direction == "send" else ([], tensors)
+        original = self._originals[direction]
+        if not self._is_nccl(group):
+            return self._on_gloo(direction, (reads, writes), original, group, tensors, peer, tag)
+        self._check(direction, tensors)
+
+        def start() -> Any:
+            return original(
+                group, list(tensors), peer, 0
+            )  # NCCL ignores tags and matches messages by their order.
+
+        batch = self._communicator(group).batch
+        if batch is not None:
+            batch.reads += reads
+            batch.writes += writes
+            batch.starts.append((direction == "send", start))
+            batch.is_async = True
+            return None
+        first, second = sorted((group.rank(), peer))
+        communicator = self._communicator(group, f", ranks {first} and {second}")
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            real = start()
+        work = self._issue(
+            communicator,
+            direction,
+            reads,
+            writes,
+            None,
+            is_async=True,
+            kind=EventKind.P2P_BATCH,
+            num_messages=1,
+        )
+        self._books.finish_later(communicator.stream, real.wait)
+        return work
+
+    def _start_coalescing(self, group: ProcessGroup, device: torch.device) -> None:
+        if self._is_nccl(group):
+            self._communicator(group).batch = _Batch()
+        else:
+            self._originals["_start_coalescing"](group, device)
+
+    def _end_coalescing(self, group: ProcessGroup, device: torch.device) -> Any:
+        if not self._is_nccl(group):
+            return self._originals["_end_coalescing"](group, device)
+        communicator = self._communicator(group)
+        batch, communicator.batch = communicator.batch, None
+        assert batch is not None
+        is_p2p = bool(batch.starts)
+        return self._issue(
+            communicator,
+            "batch of messages" if is_p2p else "coalesced collectives",
+            batch.reads,
+            batch.writes,
+            batch.run,
+            is_async=batch.is_async,
+            kind=EventKind.P2P_BATCH if is_p2p else EventKind.COLLECTIVE,
+            num_messages=len(batch.starts),
+        )
+
+
+class _CoalescingBackend:
+    """What torch asks the backend of an NCCL group for."""
+
+    supports_coalescing = True
+    supports_time_estimate = False
+
+
+def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
+    def method(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        return function(group, *args, **kwargs)
+
+    return method
+
+
+def _without_repetition(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _without_nccl(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes process groups, with gloo in place of NCCL and without NCCL's options."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args = tuple("gloo" if one == "nccl" else one for one in args)
+        if "nccl" in str(kwargs.get("backend")):
+            kwargs["backend"] = "gloo"
+        for option in ("pg_options", "device_id"):
+            kwargs.pop(option, None)
+        return make(*args, **kwargs)
+
+    return call

@@ -1,0 +1,89 @@
+"""Knows which work on the streams of a device and on the host is ordered after which other work.
+
+Every stream, and the host, has a vector clock: for each actor, the number of its last operation that is
+certainly complete before the next operation of the clock's owner starts.
+"""
+
+HOST = -1
+"""Number of the host among the actors. Streams have numbers from 0."""
+
+DEFAULT_STREAM = 0
+"""Number of the default stream."""
+
+Clock = dict[int, int]
+"""From the number of an actor to the number of its last operation that is known to be complete."""
+
+
+def _merge(clock: Clock, other: Clock) -> None:
+    for actor, number in other.items():
+        if clock.get(actor, 0) < number:
+            clock[actor] = number
+
+
+class StreamOrder:
+    """The order of operations on streams and on the host, from launches, events and synchronizations."""
+
+    def __init__(self) -> None:
+        self._clocks: dict[int, Clock] = {HOST: {}, DEFAULT_STREAM: {}}
+        self._num_operations = 0
+
+    @property
+    def num_operations(self) -> int:
+        """Number of operations so far; it is also the number of the last operation."""
+        return self._num_operations
+
+    def add_stream(self) -> int:
+        """Number of a new stream, whose work starts after all that the host knows to be complete."""
+        stream = len(self._clocks) - 1
+        self._clocks[stream] = dict(self._clocks[HOST])
+        return stream
+
+    def launch(self, actor: int) -> int:
+        """Number of a new operation of a stream or of the host.
+
+        An operation that the host launches comes after all work whose end the host has awaited.
+        """
+        self._num_operations += 1
+        clock = self._clocks[actor]
+        if actor != HOST:
+            _merge(clock, self._clocks[HOST])
+        clock[actor] = self._num_operations
+        return self._num_operations
+
+    def snapshot(self, actor: int) -> Clock:
+        """What an event knows that is recorded on a stream now."""
+        clock = dict(self._clocks[HOST])
+        _merge(clock, self._clocks[actor])
+        return clock
+
+    def wait(self, actor: int, clock: Clock) -> None:
+        """Order the following operations of a stream or of the host after an event."""
+        _merge(self._clocks[actor], clock)
+
+    def knows(self, actor: int, clock: Clock) -> bool:
+        """Whether everything in the clock is complete for a stream or for the host."""
+        own = self._clocks[actor]
+        return all(own.get(other, 0) >= number for other, number in clock.items())
+
+    def wait_for_all_streams(self) -> None:
+        """Make the host wait for all work on all streams."""
+        for actor in list(self._clocks):
+            _merge(self._clocks[HOST], self._clocks[actor])
+
+    def is_ordered(self, actor: int, other: int, number: int) -> bool:
+        """Whether the next operation of ``actor`` starts after operation ``number`` of ``other``."""
+        if actor == other or self._clocks[actor].get(other, 0) >= number:
+            return True
+        return actor != HOST and self._clocks[HOST].get(other, 0) >= number
+
+    def completed_before_reuse(self, owner: int, recorded: set[int]) -> Clock:
+        """What is complete before the allocator gives freed memory to new work.
+
+        Args:
+            owner: Stream on which the memory was allocated. Its later work may use the memory at once.
+            recorded: Streams for which ``record_stream`` was called. The allocator waits for their work.
+        """
+        clock = self.snapshot(owner)
+        for stream in recorded:
+            _merge(clock, self._clocks[stream])
+        return clock

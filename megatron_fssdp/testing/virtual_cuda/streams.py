@@ -1,0 +1,158 @@
+"""Streams and events of a virtual device: everything is executed at once, and only the order is noted."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron_fssdp.testing.virtual_cuda.stream_order import Clock
+from megatron_fssdp.testing.virtual_cuda.virtual_device import VirtualDevice
+
+_MS_OF_OPERATION = 0.01  # Times are made up, but they are positive, and the same in every run.
+
+
+class VirtualStream:
+    """Replaces ``torch.cuda.Stream``.
+
+    Attributes:
+        cuda_stream: Number of the stream.
+        priority: The priority that was asked for; it has no effect.
+    """
+
+    _books: VirtualDevice  # set by `stream_class`
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        self.cuda_stream = self._books.add_stream()
+        self.priority = priority
+
+    @classmethod
+    def numbered(cls, number: int) -> "VirtualStream":
+        """Handle of a stream that exists."""
+        stream = cls.__new__(cls)
+        stream.cuda_stream, stream.priority = number, 0
+        return stream
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """Lowest and highest priority, as on current devices."""
+        return (0, -5)
+
+    @property
+    def stream_id(self) -> int:
+        """Number of the stream."""
+        return self.cuda_stream
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the stream."""
+        return self._books.device
+
+    @property
+    def device_index(self) -> int:
+        """Index of the stream's device."""
+        return self._books.index
+
+    def record_event(self, event: "VirtualEvent | None" = None) -> "VirtualEvent":
+        """Record an event, or a new event if none is given, after the work that is on this stream now."""
+        event = event or torch.cuda.Event()  # type: ignore[assignment]  # the patched class
+        assert isinstance(event, VirtualEvent)
+        event.record(self)
+        return event
+
+    def wait_event(self, event: "VirtualEvent") -> None:
+        """Make the following work of this stream wait for an event."""
+        self._books.wait(self.cuda_stream, event.clock)
+
+    def wait_stream(self, stream: "VirtualStream") -> None:
+        """Make the following work of this stream wait for the work that is on another stream now."""
+        self._books.wait(self.cuda_stream, self._books.snapshot(stream.cuda_stream))
+
+    def synchronize(self) -> None:
+        """Make the host wait for the work of this stream."""
+        clock = self._books.snapshot(self.cuda_stream)
+        self._books.host_sync("stream.synchronize", clock)
+
+    def query(self) -> bool:
+        """Return that all work is complete; from then on the host knows it."""
+        self._books.host_knows(self._books.snapshot(self.cuda_stream))
+        return True
+
+    def is_capturing(self) -> bool:
+        """Return that no graph is being captured."""
+        return False
+
+    def __enter__(self) -> "VirtualStream":
+        self._books.current_stack.append(self.cuda_stream)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._books.current_stack.pop()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, VirtualStream) and other.cuda_stream == self.cuda_stream
+
+    def __hash__(self) -> int:
+        return hash(self.cuda_stream)
+
+    def __repr__(self) -> str:
+        return f"<VirtualStream {self._books.name_of(self.cuda_stream)}>"
+
+
+class VirtualEvent:
+    """Replaces ``torch.cuda.Event``.
+
+    Attributes:
+        clock: What is complete when the event is; empty before the event is recorded.
+    """
+
+    _books: VirtualDevice  # set by `event_class`
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.clock: Clock = {}
+        self._recorded_after = 0
+
+    def record(self, stream: VirtualStream | None = None) -> None:
+        """Record the event after the work that is on a stream now; the current stream by default."""
+        number = self._books.current_stream if stream is None else stream.cuda_stream
+        self.clock = self._books.snapshot(number)
+        self._recorded_after = self._books.order.num_operations
+
+    def wait(self, stream: VirtualStream | None = None) -> None:
+        """Make a stream wait for the event; the current stream by default."""
+        number = self._books.current_stream if stream is None else stream.cuda_stream
+        self._books.wait(number, self.clock)
+
+    def synchronize(self) -> None:
+        """Make the host wait for the event."""
+        self._books.host_sync("event.synchronize", self.clock)
+
+    def query(self) -> bool:
+        """Return that the event is complete; from then on the host knows it."""
+        self._books.host_knows(self.clock)
+        return True
+
+    def elapsed_time(self, end_event: "VirtualEvent") -> float:
+        """Made-up milliseconds between two events: a constant for each operation in between."""
+        return max(0, end_event._recorded_after - self._recorded_after) * _MS_OF_OPERATION
+
+
+def stream_class(books: VirtualDevice) -> type[VirtualStream]:
+    """The class that replaces ``torch.cuda.Stream`` on a device."""
+    return type("Stream", (VirtualStream,), {"_books": books})
+
+
+def event_class(books: VirtualDevice) -> type[VirtualEvent]:
+    """The class that replaces ``torch.cuda.Event`` on a device."""
+    return type("Event", (VirtualEvent,), {"_books": books})
+
+
+@contextmanager
+def stream_context(books: VirtualDevice, stream: VirtualStream | None) -> Iterator[None]:
+    """Replaces ``torch.cuda.stream``: make a stream current; None leaves the current stream."""
+    stack = books.current_stack
+    stack.append(stack[-1] if stream is None else stream.cuda_stream)
+    try:
+        yield
+    finally:
+        stack.pop()

@@ -1,0 +1,179 @@
+"""Process groups of the virtual device move real data, and are in the order of NCCL's streams."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.testing import run_ranks
+from megatron_fssdp.testing.virtual_cuda import EventKind, FindingKind, virtual_cuda
+
+WORLD_SIZE = 2
+
+
+def full(*shape: int, value: float = 0.0) -> torch.Tensor:
+    return torch.full(shape, value, device="cuda")
+
+
+def all_calls(rank: int) -> dict[str, Any]:
+    """Results of one call of every kind, as lists."""
+    mine, other = float(rank + 1), 1 - rank
+    results: dict[str, Any] = {}
+
+    def note(name: str, *tensors: torch.Tensor) -> None:
+        results[name] = [value for tensor in tensors for value in tensor.tolist()]
+
+    x = full(2, value=mine)
+    dist.all_reduce(x)
+    note("all_reduce", x)
+    x = full(2, value=mine)
+    dist.broadcast(x, 1)
+    note("broadcast", x)
+    out = full(4)
+    dist.all_gather_into_tensor(out, full(2, value=mine))
+    note("all_gather_into_tensor", out)
+    parts = [full(1), full(2)]
+    dist.all_gather(parts, full(rank + 1, value=mine))
+    note("all_gather of different sizes", *parts)
+    out = full(1)
+    dist.reduce_scatter_tensor(out, torch.tensor([mine, 10 * mine], device="cuda"))
+    note("reduce_scatter_tensor", out)
+    out = full(rank + 1)
+    dist.reduce_scatter(out, [full(1, value=mine), full(2, value=10 * mine)])
+    note("reduce_scatter of different sizes", out)
+    out = full(3)
+    dist.all_to_all_single(
+        out, full(3, value=mine), [1, 2] if rank == 0 else [2, 1], [1, 2] if rank == 0 else [2, 1]
+    )
+    note("all_to_all_single", out)
+    parts = [full(1), full(1)]
+    dist.all_to_all(parts, [full(1, value=mine), full(1, value=10 * mine)])
+    note("all_to_all", *parts)
+    work = dist.isend(full(1, value=mine), other), dist.irecv(out := full(1), other)
+    for each in work:
+        each.wait()
+    note("isend and irecv", out)
+    operations = [
+        dist.P2POp(dist.isend, full(1, value=mine), other),
+        dist.P2POp(dist.irecv, out := full(1), other),
+    ]
+    for each in dist.batch_isend_irecv(operations):
+        each.wait()
+    note("batch_isend_irecv", out)
+    x, y = full(1, value=mine), full(1, value=10 * mine)
+    with dist._coalescing_manager(async_ops=True) as coalesced:
+        dist.all_reduce(x)
+        dist.all_reduce(y)
+    coalesced.wait()
+    note("coalesced all_reduce", x, y)
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, rank)
+    results["all_gather_object"] = gathered
+    dist.barrier()
+    return results
+
+
+def call_all(rank: int, world_size: int) -> tuple[dict[str, Any], list[str], dict[str, int], list[str]]:
+    with virtual_cuda() as device:
+        results = all_calls(rank)
+        backends = [
+            dist.get_backend(),
+            dist.get_backend(dist.new_group(backend="nccl")),
+            dist.get_backend(dist.new_group(backend="gloo")),
+        ]
+    return results, [str(finding) for finding in device.findings], dict(device.counts), backends
+
+
+def test_every_call_moves_the_data_that_nccl_would_move() -> None:
+    by_rank = run_ranks(call_all, WORLD_SIZE)
+    expected = {
+        "all_reduce": ([3.0] * 2,) * 2,
+        "broadcast": ([2.0] * 2,) * 2,
+        "all_gather_into_tensor": ([1.0, 1.0, 2.0, 2.0],) * 2,
+        "all_gather of different sizes": ([1.0, 2.0, 2.0],) * 2,
+        "reduce_scatter_tensor": ([3.0], [30.0]),
+        "reduce_scatter of different sizes": ([3.0], [30.0, 30.0]),
+        "all_to_all_single": ([1.0, 2.0, 2.0], [1.0, 1.0, 2.0]),
+        "all_to_all": ([1.0, 2.0], [10.0, 20.0]),
+        "isend and irecv": ([2.0], [1.0]),
+        "batch_isend_irecv": ([2.0], [1.0]),
+        "coalesced all_reduce": ([3.0, 30.0],) * 2,
+        "all_gather_object": ([0, 1],) * 2,
+    }
+    for rank, (results, findings, counts, backends) in enumerate(by_rank):
+        assert results == {name: values[rank] for name, values in expected.items()}
+        assert not findings
+        assert backends == ["nccl", "nccl", "gloo"]
+        assert counts["P2P batch"] == 3
+
+
+def forget_to_wait() -> None:
+    x = full(2, value=1.0)
+    dist.all_reduce(x, async_op=True)
+    x.add_(1)
+
+
+def wait_on_another_stream() -> None:
+    x = full(2, value=1.0)
+    work = dist.all_reduce(x, async_op=True)
+    assert work is not None
+    with torch.cuda.stream(torch.cuda.Stream()):
+        work.wait()
+    x.add_(1)
+
+
+def send_a_cpu_tensor() -> None:
+    dist.all_reduce(torch.ones(2))
+
+
+def send_every_second_number() -> None:
+    dist.all_reduce(full(2, 2)[:, 0])
+
+
+def forget_to_wait_for_a_message() -> None:
+    other, out = 1 - dist.get_rank(), full(1)
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, full(1), other), dist.P2POp(dist.irecv, out, other)]
+    )
+    assert len(works) == 1
+    out.add_(1)
+
+
+def find(rank: int, world_size: int, call: str) -> list[FindingKind]:
+    refused = contextlib.suppress(ValueError, RuntimeError)  # gloo refuses tensors that are not contiguous
+    with virtual_cuda() as device, refused:
+        globals()[call]()
+    return [finding.kind for finding in device.findings]
+
+
+@pytest.mark.parametrize(
+    ("call", "kinds"),
+    [
+        (forget_to_wait, [FindingKind.RACE]),
+        (wait_on_another_stream, [FindingKind.RACE, FindingKind.FREED_IN_USE]),
+        (forget_to_wait_for_a_message, [FindingKind.RACE]),
+        (send_a_cpu_tensor, [FindingKind.NCCL_CPU]),
+        (send_every_second_number, [FindingKind.NCCL_NOT_CONTIGUOUS]),
+    ],
+)
+def test_mistakes_are_found(call: Callable[[], None], kinds: list[FindingKind]) -> None:
+    assert run_ranks(find, WORLD_SIZE, call.__name__) == [kinds] * WORLD_SIZE
+
+
+def reuse_at_once(rank: int, world_size: int) -> tuple[list[FindingKind], int, int]:
+    with virtual_cuda() as device:
+        work = dist.all_reduce(full(128), async_op=True)  # Only the handle keeps the tensor alive.
+        before = torch.cuda.memory_allocated()
+        assert work is not None
+        work.wait()
+        after = torch.cuda.memory_allocated()
+        (event,) = device.events_of(EventKind.COLLECTIVE)
+        assert event.num_bytes == 512
+    return [finding.kind for finding in device.findings], before, after
+
+
+def test_a_work_handle_keeps_tensors_until_the_wait() -> None:
+    assert run_ranks(reuse_at_once, WORLD_SIZE) == [([], 512, 0)] * WORLD_SIZE
