@@ -133,7 +133,23 @@ def _model_arguments(model: ModelSettings) -> list[str]:
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         init_method_std=model.init_std,
+        activation_func_clamp_value=model.activation_clamp,
+        glu_linear_offset=model.glu_linear_offset or None,
+        softmax_type="learnable" if model.attention_sinks else None,
+        window_size=f"{model.window_size - 1},0" if model.window_size is not None else None,
+        window_attn_skip_freq=model.full_attention_freq,
+        mtp_num_layers=model.mtp_num_layers,
+        mtp_loss_scaling_factor=model.mtp_loss_scaling_factor if model.mtp_num_layers else None,
     )
+    if model.multi_latent_attention:
+        arguments += ["--multi-latent-attention", "--rope-type", "rope"]
+        arguments += _pairs(
+            q_lora_rank=model.q_lora_rank,
+            kv_lora_rank=model.kv_lora_rank,
+            qk_head_dim=model.qk_head_dim,
+            qk_pos_emb_head_dim=model.qk_pos_emb_head_dim,
+            v_head_dim=model.v_head_dim,
+        )
     if model.num_query_groups is not None:
         arguments += ["--group-query-attention", *_pairs(num_query_groups=model.num_query_groups)]
     arguments += ["--qk-layernorm"] if model.qk_layernorm else []
@@ -159,8 +175,14 @@ def _moe_arguments(model: ModelSettings) -> list[str]:
         moe_aux_loss_coeff=model.moe_aux_loss_coeff,
         moe_z_loss_coeff=model.moe_z_loss_coeff,
         moe_router_dtype=model.moe_router_dtype,
+        moe_router_score_function=None if model.moe_score_function == "softmax" else model.moe_score_function,
+        moe_router_num_groups=model.moe_num_groups,
+        moe_router_group_topk=model.moe_group_top_k,
+        moe_router_topk_scaling_factor=model.moe_scaling_factor,
+        moe_router_bias_update_rate=model.moe_expert_bias_rate if model.moe_expert_bias else None,
         moe_token_dispatcher_type="alltoall",
     )
+    arguments += ["--moe-router-enable-expert-bias"] if model.moe_expert_bias else []
     return arguments + (["--moe-router-pre-softmax"] if pre_softmax else [])
 
 

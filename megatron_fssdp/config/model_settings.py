@@ -36,13 +36,76 @@ class ModelSettings(BaseModel):
         description="Width of one attention head. Default: hidden_size / num_attention_heads.",
     )
     qk_layernorm: bool = Field(
-        default=False, description="Whether queries and keys are normalized in every head."
+        default=False,
+        description=(
+            "Whether queries and keys are normalized in every head. With multi_latent_attention: whether "
+            "the latent vectors are normalized."
+        ),
+    )
+    multi_latent_attention: bool = Field(
+        default=False,
+        description=(
+            "Whether attention projects keys and values through narrow latent vectors, as DeepSeek-V3 does. "
+            "On GPUs this needs Transformer Engine."
+        ),
+    )
+    q_lora_rank: int | None = Field(
+        default=None,
+        ge=1,
+        description=(
+            "multi_latent_attention: width of the latent vector of the queries. Default: queries have no "
+            "latent vector."
+        ),
+    )
+    kv_lora_rank: int = Field(
+        default=512,
+        ge=1,
+        description="multi_latent_attention: width of the latent vector of keys and values.",
+    )
+    qk_head_dim: int = Field(
+        default=128,
+        ge=1,
+        description="multi_latent_attention: width of the part of a head's query without positions.",
+    )
+    qk_pos_emb_head_dim: int = Field(
+        default=64,
+        ge=2,
+        description="multi_latent_attention: width of the part of a head's query with positions.",
+    )
+    v_head_dim: int = Field(default=128, ge=1, description="multi_latent_attention: width of a head's value.")
+    attention_sinks: bool = Field(
+        default=False,
+        description="Whether every head has a learned number in its softmax's denominator, as in GPT-OSS.",
+    )
+    window_size: int | None = Field(
+        default=None,
+        ge=1,
+        description=(
+            "Number of tokens that a token attends to in layers with a sliding window, itself included. "
+            "Default: no sliding windows."
+        ),
+    )
+    full_attention_freq: int | None = Field(
+        default=None,
+        ge=2,
+        description=(
+            "With window_size: every n-th layer attends to all earlier tokens. Default: all layers have the "
+            "sliding window."
+        ),
     )
     seq_length: int = Field(ge=2, description="Number of tokens in a sample.")
     ffn_hidden_size: int | None = Field(
         default=None, ge=1, description="Inner width of a dense feed-forward layer. Default: 4 × hidden_size."
     )
     activation: Activation = Field(default="gelu", description="Activation of the feed-forward layers.")
+    activation_clamp: float | None = Field(
+        default=None,
+        gt=0,
+        description="Limit of the values that go into a gated activation. Default: no limit.",
+    )
+    glu_linear_offset: float = Field(
+        default=0.0, description="Number added to the linear part of a gated activation."
+    )
     normalization: Literal["LayerNorm", "RMSNorm"] = Field(
         default="LayerNorm", description="Kind of normalization layers."
     )
@@ -108,6 +171,50 @@ class ModelSettings(BaseModel):
     moe_router_dtype: Literal["fp32", "fp64"] | None = Field(
         default=None, description="Data type of the router's computation. Default: the model's data type."
     )
+    moe_score_function: Literal["softmax", "sigmoid"] = Field(
+        default="softmax", description="Function from the router's logits to the scores of the experts."
+    )
+    moe_expert_bias: bool = Field(
+        default=False,
+        description=(
+            "Whether a bias for each expert, updated from the loads, is added to the scores that select the "
+            "experts."
+        ),
+    )
+    moe_expert_bias_rate: float = Field(
+        default=1e-3, ge=0, description="moe_expert_bias: change of a bias in one iteration."
+    )
+    moe_num_groups: int | None = Field(
+        default=None,
+        ge=2,
+        description=(
+            "Number of equal groups of experts of which a token may use only moe_group_top_k. Default: no "
+            "groups."
+        ),
+    )
+    moe_group_top_k: int | None = Field(
+        default=None,
+        ge=1,
+        description="With moe_num_groups: number of groups that contain the experts of a token.",
+    )
+    moe_scaling_factor: float | None = Field(
+        default=None,
+        gt=0,
+        description="Factor by which the experts' results are multiplied. Default: no factor.",
+    )
+
+    mtp_num_layers: int | None = Field(
+        default=None,
+        ge=1,
+        le=100,
+        description=(
+            "Number of additional layers that predict later tokens (multi-token prediction). They have the "
+            "form of the last layer. Default: none."
+        ),
+    )
+    mtp_loss_scaling_factor: float = Field(
+        default=0.1, ge=0, description="mtp_num_layers: weight of the loss of the later tokens."
+    )
 
     @model_validator(mode="after")
     def _check_family(self) -> Self:
@@ -126,11 +233,74 @@ class ModelSettings(BaseModel):
                 raise ValueError(
                     "model.qk_layernorm: Megatron's BERT does not normalize queries and keys; set it to false"
                 )
+            if self.multi_latent_attention or self.window_size is not None:
+                raise ValueError(
+                    "model.multi_latent_attention and model.window_size: Megatron's BERT does not have them; "
+                    "remove the keys"
+                )
+            if self.mtp_num_layers is not None:
+                raise ValueError(
+                    "model.mtp_num_layers: Megatron's BERT does not predict later tokens; remove the key"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_attention(self) -> Self:
+        if self.full_attention_freq is not None and self.window_size is None:
+            raise ValueError(
+                f"model.full_attention_freq {self.full_attention_freq} has no effect without "
+                "model.window_size; set both or neither"
+            )
+        if not self.multi_latent_attention:
+            return self
+        if self.num_query_groups is not None or self.kv_channels is not None:
+            raise ValueError(
+                "model.multi_latent_attention and model.num_query_groups or model.kv_channels exclude each "
+                "other: latent attention has widths of its own; remove these keys"
+            )
+        if self.position_embedding != "rope":
+            raise ValueError(
+                f"model.position_embedding {self.position_embedding}: multi_latent_attention supports only "
+                "rope; set it to rope"
+            )
+        if self.linear_bias:
+            raise ValueError(
+                "model.linear_bias: multi_latent_attention has no biases; set linear_bias to false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_router(self) -> Self:
+        if self.moe_expert_bias and self.moe_score_function != "sigmoid":
+            raise ValueError(
+                f"model.moe_expert_bias with model.moe_score_function {self.moe_score_function}: Megatron "
+                "has biases of experts only with sigmoid; set moe_score_function to sigmoid"
+            )
+        if (self.moe_num_groups is None) != (self.moe_group_top_k is None):
+            raise ValueError(
+                "model.moe_num_groups and model.moe_group_top_k: got only one of them; set both or neither"
+            )
+        if self.moe_num_groups is not None and self.moe_group_top_k is not None:
+            if (self.num_experts or 0) % self.moe_num_groups or self.moe_group_top_k > self.moe_num_groups:
+                raise ValueError(
+                    f"model.moe_num_groups {self.moe_num_groups}: wanted a divisor of model.num_experts "
+                    f"{self.num_experts} that is at least model.moe_group_top_k {self.moe_group_top_k}"
+                )
+            if self.moe_top_k % self.moe_group_top_k:
+                raise ValueError(
+                    f"model.moe_group_top_k {self.moe_group_top_k} does not divide model.moe_top_k "
+                    f"{self.moe_top_k}; Megatron ranks the groups by their best moe_top_k / moe_group_top_k "
+                    "experts"
+                )
         return self
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
+        if (
+            self.kv_channels is None
+            and not self.multi_latent_attention
+            and self.hidden_size % self.num_attention_heads
+        ):
             raise ValueError(
                 f"model.num_attention_heads {self.num_attention_heads} does not divide "
                 f"model.hidden_size {self.hidden_size}; change one of the two, or set kv_channels, the width "

@@ -10,6 +10,15 @@ from megatron_fssdp.config.strategy_selection import strategy_settings
 from megatron_fssdp.config.strategy_settings import StrategySettings
 from megatron_fssdp.config.training_settings import DataSettings, TrainingSettings
 
+# Megatron's arguments for pipeline stages with different numbers of layers.
+_UNEVEN_STAGES = frozenset(
+    {
+        "--pipeline-model-parallel-layout",
+        "--decoder-first-pipeline-num-layers",
+        "--decoder-last-pipeline-num-layers",
+    }
+)
+
 
 class StrategySection(BaseModel):
     """The MoE load-balancing strategy of a run and the strategy's own settings."""
@@ -86,10 +95,11 @@ class RunConfig(BaseModel):
                     "tensor-parallel rank holds whole heads, so change one of the two"
                 )
         chunks = cut.pipeline * (cut.virtual_pipeline or 1)
-        if model.num_layers % chunks:
+        if model.num_layers % chunks and not _UNEVEN_STAGES.intersection(self.megatron_args):
             raise ValueError(
                 f"model.num_layers {model.num_layers} cannot be divided into {chunks} equal pipeline chunks "
-                "(pipeline × virtual_pipeline); change one of these values"
+                "(pipeline × virtual_pipeline); change one of these values, or describe unequal chunks in "
+                "megatron_args, for example with --pipeline-model-parallel-layout"
             )
         if cut.sequence and model.seq_length % cut.tensor:
             raise ValueError(

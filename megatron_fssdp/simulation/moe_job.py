@@ -211,8 +211,13 @@ def _flops_by_layer(
     model: ModelSettings, vocab_size: int, tokens: int
 ) -> tuple[tuple[float, ...], tuple[float, ...], float]:
     """Return FLOPs before each MoE layer's transformer layer, in it up to the dispatch, and at the end."""
-    hidden, heads_size = model.hidden_size, model.num_attention_heads * model.head_width
-    attention = 2.0 * attention_elements(model) + 4.0 * model.seq_length * heads_size
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    scores_width = values_width = model.head_width
+    if model.multi_latent_attention:
+        scores_width, values_width = model.qk_head_dim + model.qk_pos_emb_head_dim, model.v_head_dim
+    # Scores and values are computed for all tokens, also for those that a mask or a window removes.
+    scores = 2.0 * model.seq_length * heads * (scores_width + values_width)
+    attention = 2.0 * attention_elements(model) + scores
     dense_mlp = 2.0 * mlp_matrix_elements(model, model.dense_ffn_size)
     shared = 2.0 * mlp_matrix_elements(model, model.moe_shared_expert_size or 0)
     gate = 2.0 * hidden * (model.num_experts or 0)
@@ -230,6 +235,9 @@ def _flops_by_layer(
 
 
 def _dense_elements(model: ModelSettings, vocab_size: int) -> int:
-    """Return the number of parameter elements outside the routed experts, without biases and norms."""
+    """Return the number of parameter elements outside the routed experts, without biases and norms.
+
+    Layers of multi-token prediction are left out, as in the modelled time.
+    """
     count = count_parameters(model, vocab_size)
-    return count.total - count.routed_experts - count.norms_and_biases
+    return count.main_model - count.routed_experts - count.norms_and_biases

@@ -23,9 +23,10 @@ class ParameterCount:
         other_experts: Matrices of all other routed experts.
         selected_expert_biases: Biases of the routed experts that process one token.
         other_expert_biases: Biases of all other routed experts.
-        norms_and_biases: Norms and biases outside the routed experts.
+        norms_and_biases: Norms, biases outside the routed experts, and learned numbers in softmaxes.
         output_layer: Matrix of the output layer. 0 if it is shared with the embeddings.
         loss_heads: Layers of BERT between its last layer and its losses, and the output layer's biases.
+        multi_token_prediction: Layers that predict later tokens, with all their experts.
     """
 
     embeddings: int
@@ -40,6 +41,7 @@ class ParameterCount:
     norms_and_biases: int
     output_layer: int
     loss_heads: int = 0
+    multi_token_prediction: int = 0
 
     @property
     def total(self) -> int:
@@ -48,12 +50,23 @@ class ParameterCount:
 
     @property
     def activated(self) -> int:
-        """Number of elements that one token uses, embeddings and output layer included."""
-        return self.total - self.other_experts - self.other_expert_biases
+        """Number of elements that one token uses, embeddings and output layer included.
+
+        Layers of multi-token prediction are left out, because only training needs them.
+        """
+        return self.main_model - self.other_experts - self.other_expert_biases
+
+    @property
+    def main_model(self) -> int:
+        """Number of all elements without the layers of multi-token prediction."""
+        return self.total - self.multi_token_prediction
 
     @property
     def routed_experts(self) -> int:
-        """Number of elements of the matrices and biases of all routed experts."""
+        """Number of elements of the matrices and biases of all routed experts.
+
+        Experts of multi-token prediction are left out.
+        """
         return (
             self.selected_experts
             + self.other_experts
@@ -100,6 +113,7 @@ def count_parameters(model: ModelSettings, vocab_size: int) -> ParameterCount:
         norms_and_biases=_norm_elements(model) + _bias_elements(model),
         output_layer=0 if model.tie_embeddings else vocab_size * hidden,
         loss_heads=_loss_head_elements(model, vocab_size),
+        multi_token_prediction=(model.mtp_num_layers or 0) * _mtp_layer_elements(model),
     )
 
 
@@ -116,6 +130,14 @@ def mlp_matrix_elements(model: ModelSettings, ffn: int) -> int:
 
 def attention_elements(model: ModelSettings) -> int:
     """Return the number of elements of a layer's projections of queries, keys, values and results."""
+    if model.multi_latent_attention:
+        heads, hidden, positions = model.num_attention_heads, model.hidden_size, model.qk_pos_emb_head_dim
+        queries = heads * (model.qk_head_dim + positions)
+        rank = model.q_lora_rank
+        to_queries = hidden * queries if rank is None else rank * (hidden + queries)
+        to_latent = hidden * (model.kv_lora_rank + positions)
+        from_latent = model.kv_lora_rank * heads * (model.qk_head_dim + model.v_head_dim)
+        return to_queries + to_latent + from_latent + heads * model.v_head_dim * hidden
     return model.hidden_size * (2 * _query_size(model) + 2 * _key_size(model))
 
 
@@ -128,10 +150,46 @@ def _key_size(model: ModelSettings) -> int:
 
 
 def _norm_elements(model: ModelSettings) -> int:
-    """Count two norms for each layer, the norms of queries and keys, and the final norm."""
-    vectors = 2 if model.normalization == "LayerNorm" else 1
-    of_heads = 2 * model.head_width if model.qk_layernorm else 0
-    return vectors * (model.num_layers * (2 * model.hidden_size + of_heads) + model.hidden_size)
+    """Count the norms of all layers and the final norm."""
+    return model.num_layers * _layer_norm_elements(model) + _norm_vectors(model) * model.hidden_size
+
+
+def _norm_vectors(model: ModelSettings) -> int:
+    return 2 if model.normalization == "LayerNorm" else 1
+
+
+def _layer_norm_elements(model: ModelSettings) -> int:
+    """Count a layer's two norms, and its norms of queries and keys or of the latent vectors."""
+    inner = 0
+    if model.qk_layernorm:
+        latent = (model.q_lora_rank or 0) + model.kv_lora_rank
+        inner = latent if model.multi_latent_attention else 2 * model.head_width
+    return _norm_vectors(model) * (2 * model.hidden_size + inner)
+
+
+def _mtp_layer_elements(model: ModelSettings) -> int:
+    """Count a layer of multi-token prediction.
+
+    It has a projection of two hidden states to one, three norms, and a transformer layer like the last one.
+    """
+    hidden, is_moe = model.hidden_size, model.moe_layers[-1]
+    around = 2 * hidden * hidden + 3 * _norm_vectors(model) * hidden
+    attention = attention_elements(model) + _layer_norm_elements(model) + _attention_extra_elements(model)
+    if not is_moe:
+        mlp = mlp_matrix_elements(model, model.dense_ffn_size)
+        biases = _mlp_bias_elements(model, model.dense_ffn_size) if model.linear_bias else 0
+        return around + attention + mlp + biases
+    experts = model.num_experts or 0
+    gate = experts * (hidden + int(model.linear_bias))
+    shared = mlp_matrix_elements(model, model.moe_shared_expert_size or 0)
+    return around + attention + gate + shared + experts * expert_elements(model)
+
+
+def _attention_extra_elements(model: ModelSettings) -> int:
+    """Count the biases of a layer's attention and its learned numbers in the softmax."""
+    sinks = model.num_attention_heads if model.attention_sinks else 0
+    biases = _query_size(model) + 2 * _key_size(model) + model.hidden_size if model.linear_bias else 0
+    return sinks + biases
 
 
 def _loss_head_elements(model: ModelSettings, vocab_size: int) -> int:
@@ -146,9 +204,9 @@ def _loss_head_elements(model: ModelSettings, vocab_size: int) -> int:
 
 def _bias_elements(model: ModelSettings) -> int:
     """Count the biases outside the routed experts. Gates have biases, the output layer does not."""
+    elements = model.num_layers * _attention_extra_elements(model)
     if not model.linear_bias:
-        return 0
-    elements = model.num_layers * (_query_size(model) + 2 * _key_size(model) + model.hidden_size)
+        return elements
     for is_moe in model.moe_layers:
         elements += (model.num_experts or 0) if is_moe else _mlp_bias_elements(model, model.dense_ffn_size)
     return elements

@@ -53,7 +53,7 @@ def value_of(words: list[str], flag: str) -> str:
         "parallelism": {"parallelism", "training"},
         "strategies": {"strategy"},
         "training": {"training", "model"},
-        "experiments": {"model", "parallelism", "training"},
+        "experiments": {"model", "parallelism", "training", "megatron_args"},
     }.items(),
 )
 def test_every_file_names_the_schema_and_has_its_folders_sections(folder: str, sections: set[str]) -> None:
@@ -88,7 +88,8 @@ PAPERS = {
     "pro-prophet, Table V": (("lpwnv",), "pro-prophet-table-v"),
     "parm": (("parm-b",), "measure"),
     "mixtral": (("h200",), "measure"),
-    "deepseekmoe": (("h200",), "measure"),
+    "deepseek": (("h200",), "measure"),
+    "gpt-oss": (("h200",), "measure"),
     "qwen3": (("h200",), "measure"),
     "tiny": (("cpu",), "tiny"),
 }
@@ -152,12 +153,23 @@ STATED = {
     "fastermoe-moe-bert-wide": ("matrices_of_layers", 3.27, 0.005),
     "fastermoe-moe-bert-wide-l": ("matrices_of_layers", 13.1, 0.05),
     "mixtral-8x7b": ("total", 46.7, 0.05),
+    "mixtral-8x22b": ("total", 141, 0.5),
     "deepseekmoe-16b": ("total", 16.4, 0.05),
+    "deepseek-v3": ("main_model", 671, 0.5),
     "qwen3-30b-a3b": ("total", 30.5, 0.05),
+    "qwen3-235b-a22b": ("total", 235, 0.5),
+    "gpt-oss-120b": ("total", 116.83, 0.005),
 }
 STATED_FOR_A_TOKEN = {
     "mixtral-8x7b": (12.9, 0.05),
+    "mixtral-8x22b": (39, 0.5),
     "deepseekmoe-16b": (2.8, 0.05),
+    "deepseek-v3": (
+        36.6 + 0.93,
+        0.05,
+    ),  # The stated 36.6 (rounded to 37 in the paper) leave out the embeddings.
+    "qwen3-235b-a22b": (22, 0.5),
+    "gpt-oss-120b": (5.13 + 0.58, 0.005),  # The stated 5.13 leave out the embeddings.
     "qwen3-30b-a3b": (3.3, 0.06),  # 3.35; without gates it would be 3.34
 }
 
@@ -169,6 +181,11 @@ def test_models_have_the_stated_sizes(name: str) -> None:
     if name in STATED_FOR_A_TOKEN:
         billions, tolerance = STATED_FOR_A_TOKEN[name]
         assert counted(name).activated / 1e9 == pytest.approx(billions, abs=tolerance)
+
+
+def test_layer_of_later_tokens_has_the_stated_size() -> None:
+    """DeepSeek's description of its weights states 11.5 B for the layer and its projection, without norms."""
+    assert counted("deepseek-v3").multi_token_prediction / 1e9 == pytest.approx(11.6, abs=0.1)
 
 
 @pytest.mark.parametrize(

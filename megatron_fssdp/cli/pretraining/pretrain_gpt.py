@@ -16,13 +16,18 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.enums import ModelType
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.utils import (
     get_attr_wrapped_model,
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
 from megatron.training import get_args, get_timers, pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import (
+    core_transformer_config_from_args,
+    gpt_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
@@ -33,7 +38,6 @@ _UNSUPPORTED = (
     "sft",
     "fim_data",
     "hybrid_context_parallel",
-    "mtp_num_layers",
     "dataloader_inter_document_masking",
 )
 
@@ -48,9 +52,10 @@ def load_batch(samples: Iterator[dict[str, Any]], vp_stage: int | None) -> dict[
     Returns:
         The tensors of the micro-batch by name. A tensor that this pipeline stage does not need is None.
     """
-    if not is_first_or_last_pipeline_stage(vp_stage):
-        return dict.fromkeys(_BATCH_KEYS)
     args = get_args()
+    predicts_later = _predicts_later_tokens(vp_stage)
+    if not (is_first_or_last_pipeline_stage(vp_stage) or predicts_later):
+        return dict.fromkeys(_BATCH_KEYS)
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     batch: dict[str, Any] = {}
     if tp_rank == 0:
@@ -67,13 +72,28 @@ def load_batch(samples: Iterator[dict[str, Any]], vp_stage: int | None) -> dict[
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=predicts_later,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(),
         is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(),
     )
     cp_group = parallel_state.get_context_parallel_group()
     return dict(get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=cp_group))
+
+
+def _predicts_later_tokens(vp_stage: int | None) -> bool:
+    """Whether a model chunk has layers of multi-token prediction, which need the tokens and the labels."""
+    args = get_args()
+    if args.mtp_num_layers is None:
+        return False
+    return bool(
+        mtp_on_this_rank(
+            layout=core_transformer_config_from_args(args).pipeline_model_parallel_layout,
+            mtp_num_layers=args.mtp_num_layers,
+            ignore_virtual=False,
+            vp_stage=vp_stage,
+        )
+    )
 
 
 def masked_loss(
@@ -155,9 +175,8 @@ def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple
     args = get_args()
 
     def reads_data() -> bool:
-        return parallel_state.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(
-            vp_stage
-        )
+        is_needed = is_first_or_last_pipeline_stage(vp_stage) or _predicts_later_tokens(vp_stage)
+        return parallel_state.get_tensor_model_parallel_rank() == 0 and is_needed
 
     kind = MockGPTDataset if args.mock_data else GPTDataset
     builder = BlendedMegatronDatasetBuilder(kind, num_samples, reads_data, dataset_config(args))

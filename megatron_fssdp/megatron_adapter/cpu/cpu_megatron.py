@@ -1,6 +1,7 @@
 """Replacements for the few functions of Megatron that fail on the CPU."""
 
 import contextlib
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -33,6 +34,31 @@ def norm_under_sequence_parallelism(original: Callable[..., Any]) -> Callable[..
         for parameter in norm.parameters():
             parameter.sequence_parallel = sequence_parallel
         return norm
+
+    return build
+
+
+def attention_of_other_widths(original: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor of Megatron's attention that accepts the widths of multi-latent attention.
+
+    The class computes with keys and values of any width. It takes the width of its result from the config,
+    which has only the width of ordinary heads.
+    """
+
+    @functools.wraps(original)
+    def build(
+        self: Any,
+        config: Any,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        original(self, config, *args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
+        if k_channels is not None:
+            self.hidden_size_per_attention_head = k_channels
 
     return build
 

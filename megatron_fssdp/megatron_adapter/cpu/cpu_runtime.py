@@ -39,6 +39,7 @@ from megatron_fssdp.megatron_adapter.cpu.cpu_device import (
     inside_the_device_mode,
 )
 from megatron_fssdp.megatron_adapter.cpu.cpu_megatron import (
+    attention_of_other_widths,
     find_dataset_helpers,
     move_to_host,
     norm_under_sequence_parallelism,
@@ -233,6 +234,12 @@ _MEGATRON_PATCHES = (
         "__new__",
         norm_under_sequence_parallelism,
         "sequence parallelism must work without Transformer Engine and Apex",
+    ),
+    _Patch(
+        "megatron.core.transformer.dot_product_attention:DotProductAttention",
+        "__init__",
+        attention_of_other_widths,
+        "multi-latent attention has values of another width, which only Transformer Engine's class accepts",
     ),
     _Patch(
         "megatron.training.training",

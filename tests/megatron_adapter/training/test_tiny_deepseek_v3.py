@@ -1,0 +1,53 @@
+"""The shipped small DeepSeek-V3 trains under a strategy, with the losses of stock Megatron.
+
+It has what no other default training has: multi-latent attention, multi-token prediction, groups of experts
+with sigmoid scores and biases, a shared expert and dense layers in one model. The script is that of this
+package.
+"""
+
+import shlex
+from pathlib import Path
+
+from megatron_fssdp.config.composition import load_run
+from megatron_fssdp.config.megatron_arguments import Installation, TokenizedData, megatron_arguments
+
+from ..training_run import SCRIPT, Model, TrainingRun, relative_difference, train_on_all_ranks
+
+EXPERIMENT = Path(__file__).parents[3] / "configs" / "experiments" / "tiny-deepseek-v3.yaml"
+OVERRIDES = (
+    "model.seq_length=32",
+    "parallelism.nproc_per_node=2",
+    "parallelism.declared_nodes=1",
+    "parallelism.expert=2",
+    "training.iterations=4",
+    "training.micro_batch_size=2",
+    "training.global_batch_size=8",
+    "training.warmup_iterations=1",
+    "training.save_checkpoints=false",
+    "training.tensorboard=false",
+)
+BYTES = 257
+
+
+def test_losses_equal_those_of_stock_megatron(text_data: Path, tmp_path: Path) -> None:
+    *_, stock = _train(text_data, tmp_path, "strategy={name: none}")
+    first, ours = _train(
+        text_data,
+        tmp_path,
+        "strategy={name: fssdp, settings: {slots: 2, overlap_degree: 3, reshard_interval: 2}}",
+    )
+    assert any("re-sharded" in message for message in first.messages)
+    assert relative_difference(ours.losses, stock.losses) <= 1e-5
+    # The loss of the later tokens is in the gradients only.
+    assert relative_difference(ours.grad_norms, stock.grad_norms) <= 1e-4
+    assert stock.losses[-1] < stock.losses[0]
+
+
+def _train(data: Path, folder: Path, strategy: str) -> list[TrainingRun]:
+    run = load_run([EXPERIMENT], [*OVERRIDES, strategy])
+    tokens = TokenizedData(data, BYTES, BYTES - 1, 50, folder / "cache")
+    words = megatron_arguments(run, tokens, Installation(True, False), folder, resume=False)
+    runs = train_on_all_ranks(2, "", data, model=Model(SCRIPT, shlex.join(words)))
+    failed = next((run for run in runs if run.exit_code), None)
+    assert failed is None, failed.errors[-3000:]
+    return runs
