@@ -18,7 +18,7 @@ from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.megatron_adapter.diagnosis.cluster_profiler import ProfileSettings, measure_cluster
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.planning.transfer.message_size import message_bytes
+from megatron_fssdp.planning.transfer.message_size import message_rule
 from megatron_fssdp.planning.transfer.transfer_plan import plain_transfer, two_level_transfer
 
 
@@ -47,17 +47,17 @@ def measure_transfers(
     cells: dict[tuple[str, int, str], tuple[SparseTransfer, float]] = {}
     for size_mib in sizes_mib:
         num_elements = size_mib * 2**20 // 4
-        chunk_bytes = message_bytes(on_cuda=False)
+        messages = message_rule(on_cuda=False)
         for reach, holders in reaches(topology).items():
             present_ED = np.isin(np.arange(devices), holders)[None, :]
             placement = ExpertPlacement(np.zeros(1, np.int64), present_ED)
             bound_s = size_mib * 2**20 / payload_bytes_per_s if topology.node_of_device[holders[-1]] else 0.0
-            for form, plan, chunk in (
-                ("two-level", two_level_transfer(placement, topology), chunk_bytes),
+            for form, plan, rule in (
+                ("two-level", two_level_transfer(placement, topology), messages),
                 ("plain", plain_transfer(placement), None),
             ):
                 transfer = SparseTransfer(
-                    group, plan, num_elements=num_elements, dtype=torch.float32, chunk_bytes=chunk
+                    group, plan, num_elements=num_elements, dtype=torch.float32, messages=rule
                 )
                 cells[reach, size_mib, form] = transfer, bound_s
     seconds: dict[tuple[str, int, str], list[float]] = {name: [] for name in cells}

@@ -77,7 +77,7 @@ def device_memory(
         gradient_bytes=job.gradient_bytes,
         optimizer=job.optimizer,
         expert_data_parallel_size=job.expert_data_parallel_size,
-        chunk_bytes=job.message_bytes,
+        buffered_bytes=job.messages.buffered_bytes,
     )
     dense_bytes = job.dense_elements * (job.dtype_bytes + job.gradient_bytes) + optimizer_state_bytes(
         job.dense_elements, job.optimizer, expert_data_parallel_size=job.data_parallel_size

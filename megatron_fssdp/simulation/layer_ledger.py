@@ -41,6 +41,7 @@ class TransferColumns:
         links: Experts on the busiest links.
         near_hops_IL: Number of hops inside nodes before the last hop.
         far_hops_IL: Number of hops between nodes before the last hop.
+        num_hops_IL: Number of hops of the path with the most hops.
         num_experts_IL: Number of moved experts.
         num_between_nodes_IL: Number of moves between nodes.
     """
@@ -50,6 +51,7 @@ class TransferColumns:
         self.links = LinkColumns(*shape)
         self.near_hops_IL = np.zeros(shape, np.int64)
         self.far_hops_IL = np.zeros(shape, np.int64)
+        self.num_hops_IL = np.zeros(shape, np.int64)
         self.num_experts_IL = np.zeros(shape, np.int64)
         self.num_between_nodes_IL = np.zeros(shape, np.int64)
 
@@ -57,13 +59,14 @@ class TransferColumns:
         """Write the entry of one iteration and layer."""
         self.links.put(iteration, layer, traffic.busiest)
         self.near_hops_IL[iteration, layer], self.far_hops_IL[iteration, layer] = traffic.fill_hops
+        self.num_hops_IL[iteration, layer] = traffic.num_hops
         self.num_experts_IL[iteration, layer] = traffic.num_experts
         self.num_between_nodes_IL[iteration, layer] = traffic.num_between_nodes
 
     def traffic(self) -> TransferTraffic:
         """All entries' busiest links and hops; the fields are arrays."""
         hops = (self.near_hops_IL, self.far_hops_IL)
-        return TransferTraffic(self.links.busiest(), hops)  # type: ignore[arg-type]
+        return TransferTraffic(self.links.busiest(), hops, self.num_hops_IL)  # type: ignore[arg-type]
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ from megatron_fssdp.config.run_config import RunConfig
 from megatron_fssdp.planning.memory.held_replicas import HeldReplicas, ReplicaLife
 from megatron_fssdp.planning.memory.memory_accounting import FP32_BYTES, ExpertOptimizer
 from megatron_fssdp.planning.memory.pipeline_stage import PipelineStage
-from megatron_fssdp.planning.transfer.message_size import message_bytes
+from megatron_fssdp.planning.transfer.message_size import MessageRule, message_rule
 from megatron_fssdp.simulation.parameter_count import (
     attention_elements,
     count_parameters,
@@ -113,9 +113,9 @@ class MoeJob:
         )
 
     @property
-    def message_bytes(self) -> int:
-        """Maximum bytes of one message in which the runtime sends a part of an expert."""
-        return message_bytes(on_cuda=self.on_cuda)
+    def messages(self) -> MessageRule:
+        """How the runtime divides an expert into messages."""
+        return message_rule(on_cuda=self.on_cuda)
 
     @property
     def pairs_per_device(self) -> float:

@@ -190,7 +190,7 @@ def layer_profile(job: MoeJob, cluster: ClusterDescription, life: ReplicaLife) -
         gradient_bytes=job.expert_elements * FP32_BYTES if held.sends_fp32 else job.expert_bytes,
         num_micro_batches=job.num_micro_batches,
         owned_bytes=job.owned_bytes,
-        message_bytes=job.message_bytes,
+        messages=job.messages,
     )
 
 
@@ -233,14 +233,18 @@ class LayerTimes:
             sums_IL | ledger.resident_IL, job.expert_elements * FP32_BYTES, job.expert_bytes
         )
 
-        def transfer(columns: TransferColumns, expert_bytes: int | np.ndarray) -> LinkTimes:
-            return transfer_times(links.transfer, columns.traffic(), expert_bytes, job.message_bytes)
+        def transfer(
+            columns: TransferColumns, expert_bytes: int | np.ndarray, *, adds: bool = False
+        ) -> LinkTimes:
+            return transfer_times(links.transfer, columns.traffic(), expert_bytes, job.messages, adds=adds)
 
         gather = transfer(ledger.gather, job.expert_bytes)
         regather = transfer(ledger.reduce, job.expert_bytes)
         addition_s = transfer(ledger.addition, job.expert_bytes).seconds
         # Gradients of resident replicas are summed at the owners, and the sums travel back.
-        reduce_s = np.where(ledger.resident_IL, 2, 1) * transfer(ledger.reduce, reduced_bytes).seconds
+        reduce_s = (
+            np.where(ledger.resident_IL, 2, 1) * transfer(ledger.reduce, reduced_bytes, adds=True).seconds
+        )
         # The source with the most tokens sets the time. It also computes tokens that are dropped later.
         slowest_IL = np.maximum(ledger.most_routed_IL / job.pairs_per_device, 1.0)
         s_per_flop_IL = slowest_IL / cluster.non_expert_flops_per_s

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.planning.memory.memory_accounting import ExpertOptimizer
+from megatron_fssdp.planning.transfer.message_size import FixedMessages
 from megatron_fssdp.simulation.simulator import StrategyOutcome, balanced_counts, ceiling_s, simulate
 from tests.simulation.small_jobs import cluster_of, job_of, loads, settings_of
 
@@ -137,7 +138,7 @@ def test_rematerialized_weights_of_the_layer_below_follow_the_sprs() -> None:
 
 def test_a_transfer_is_pipelined_in_chunks_along_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """With three nodes of one device, the transfer takes two hops; the second starts a chunk later."""
-    monkeypatch.setattr("megatron_fssdp.simulation.moe_job.message_bytes", lambda on_cuda: 20)
+    monkeypatch.setattr("megatron_fssdp.simulation.moe_job.message_rule", lambda on_cuda: FixedMessages(20))
     counts = [[0, 2, 0], [4, 2, 0], [4, 0, 0]]
     keys = {"slots": 1, "overlap_degree": 1, "planner": "hecate", "reshard_interval": 0}
     job = job_of(devices=3, experts=3, before_gate_flops_L=(0.0,))

@@ -28,6 +28,7 @@ from megatron_fssdp.collectives.transfer_lane import (
     TransferTimer,
     thread_lane,
 )
+from megatron_fssdp.planning.transfer.message_size import MessageRule, gather_stages, reduction_stages
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 
 _GATHER, _REDUCE = 0, 1
@@ -70,9 +71,8 @@ class SparseTransfer:
         num_elements: Number of elements of one expert's flat tensor.
         dtype: Data type of gathered experts. Gradients can have another one.
         device: Device of all tensors.
-        chunk_bytes: Size of a message in bytes; ``None`` moves an expert in one piece. On each device, a
-            reduction needs this much memory for each child, and several times as much if it posts receives
-            early.
+        messages: How an expert is divided into messages; ``None`` moves it in one piece. On each device, a
+            reduction needs ``messages.buffered_bytes`` for each child.
         one_queue: Whether the CUDA device runs the kernels of all streams in the order of their issue
             (``CUDA_DEVICE_MAX_CONNECTIONS=1``). A transfer then issues its batches at several points of the
             program (``stream_lane.py``), as many at each point as the plan has hops on its longest path.
@@ -89,7 +89,7 @@ class SparseTransfer:
         num_elements: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        chunk_bytes: int | None = None,
+        messages: MessageRule | None = None,
         one_queue: bool = False,
         journal: list[StartedTransfer] | None = None,
         what: str = "experts",
@@ -99,18 +99,15 @@ class SparseTransfer:
                 f"the plan is for {plan.num_devices} devices, the group has {dist.get_world_size(group)}; "
                 "make the plan for the size of the group"
             )
-        if num_elements < 0 or (chunk_bytes is not None and chunk_bytes < 1):
-            raise ValueError(
-                f"got num_elements {num_elements} and chunk_bytes {chunk_bytes}: wanted num_elements >= 0 "
-                "and chunk_bytes >= 1 or None"
-            )
+        if num_elements < 0:
+            raise ValueError(f"num_elements is {num_elements}: wanted 0 or more")
         self.group = group
         self.plan = plan
         self.rank = dist.get_rank(group)
         self.num_elements = num_elements
         self.dtype = dtype
         self.device = torch.device(device)
-        self.chunk_bytes = chunk_bytes
+        self.messages = messages
         self._journal = journal
         self._what = what
         incoming, outgoing = plan.edges_of(self.rank)
@@ -145,7 +142,7 @@ class SparseTransfer:
         check_cargo(owned, self.shared_experts, self.num_elements, self.dtype, self.device, "owned")
         if out is not None:
             check_cargo(out, self.received_experts, self.num_elements, self.dtype, self.device, "out")
-        chunk_elements = self._chunk_elements(self.dtype)
+        chunk_elements = self._chunk_elements(self.dtype, gather_stages(self.plan.max_depth + 1))
         wavefront = Wavefront.of_gather(self.plan, self.rank, self._num_chunks(chunk_elements))
         received = {e: self._empty(self.dtype) for e in self.received_experts} if out is None else dict(out)
         cargo = GatherCargo({**owned, **received}, chunk_elements)
@@ -188,7 +185,7 @@ class SparseTransfer:
         check_cargo(partial, held, self.num_elements, dtype, self.device, "partial")
         if out is not None:
             check_cargo(out, self.shared_experts, self.num_elements, result_dtype, self.device, "out")
-        chunk_elements = self._chunk_elements(dtype)
+        chunk_elements = self._chunk_elements(dtype, reduction_stages(self.plan.max_depth + 1))
         wavefront = Wavefront.of_reduction(self.plan, self.rank, self._num_chunks(chunk_elements))
 
         sums_dtype = result_dtype or dtype
@@ -263,10 +260,11 @@ class SparseTransfer:
         for works in open_sends:
             wait_for(works)
 
-    def _chunk_elements(self, dtype: torch.dtype) -> int:
-        if self.chunk_bytes is None:
+    def _chunk_elements(self, dtype: torch.dtype, num_stages: int) -> int:
+        if self.messages is None:
             return max(1, self.num_elements)
-        return max(1, min(self.num_elements, self.chunk_bytes // dtype.itemsize))
+        message_bytes = self.messages.message_bytes(self.num_elements * dtype.itemsize, num_stages)
+        return max(1, message_bytes // dtype.itemsize)
 
     def _num_chunks(self, chunk_elements: int) -> int:
         return -(-self.num_elements // chunk_elements)

@@ -12,7 +12,7 @@ from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySessi
 from megatron_fssdp.planning.memory.held_replicas import HeldReplicas
 from megatron_fssdp.planning.memory.memory_accounting import ExpertMemory, ExpertOptimizer, expert_memory
 from megatron_fssdp.planning.memory.pipeline_stage import PipelineStage
-from megatron_fssdp.runtime.execution.layer_executor import CHUNK_BYTES
+from megatron_fssdp.planning.transfer.message_size import message_rule
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def account_memory(session: StrategySession, args: Any, held: HeldReplicas) -> E
         gradient_bytes=layout.dtype.itemsize if main_grad is None else main_grad.element_size(),
         optimizer=expert_optimizer(args),
         expert_data_parallel_size=parallel_state.get_expert_data_parallel_world_size(),
-        chunk_bytes=CHUNK_BYTES,
+        buffered_bytes=message_rule(on_cuda=parameter.device.type == "cuda").buffered_bytes,
     )
 
 

@@ -10,6 +10,7 @@ columns of a table of experts.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -171,5 +172,8 @@ def transfer_of_first(
     both_H = np.zeros(num_columns, np.int64)
     np.maximum.at(both_H, column_P, far_hops_P * num_devices + (depth_P - far_hops_P))
     far_hops_H, near_hops_H = np.divmod(np.maximum.accumulate(both_H), num_devices)
+    num_hops_H = np.zeros(num_columns, np.int64)
+    np.maximum.at(num_hops_H, column_P, depth_P + 1)
+    num_hops: Any = np.maximum.accumulate(num_hops_H)
     busiest = BusiestLinks(near=near_H, far_of_node=far_of_node_H)
-    return TransferTraffic(busiest, (near_hops_H, far_hops_H))  # type: ignore[arg-type]
+    return TransferTraffic(busiest, (near_hops_H, far_hops_H), num_hops)  # type: ignore[arg-type]

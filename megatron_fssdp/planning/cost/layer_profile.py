@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost, overlap_degree
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGE_BYTES
+from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGES, MessageRule
 
 STATE_OVER_PARAMETERS = 7
 """Bytes that move with an expert when its owner changes, divided by the bytes of its parameters.
@@ -30,7 +30,7 @@ class LayerProfile:
         num_micro_batches: Number of micro-batches in an iteration.
         owned_bytes: Bytes of parameters, master weights and optimizer states of one expert on the device that
             owns it; ``None`` if they are not known.
-        message_bytes: Most bytes of one message of a transfer.
+        messages: How a transfer divides an expert into messages.
     """
 
     non_moe_s: float
@@ -42,7 +42,7 @@ class LayerProfile:
     gradient_bytes: int | None = None
     num_micro_batches: int = 1
     owned_bytes: int | None = None
-    message_bytes: int = CUDA_MESSAGE_BYTES
+    messages: MessageRule = CUDA_MESSAGES
 
     @property
     def reduced_bytes(self) -> int:

@@ -9,8 +9,9 @@ The price follows what the runtime does:
   all-to-alls, in both passes; results are one. So an iteration of n micro-batches pays 6 n start-ups.
 * **All-to-alls** last until the busiest device's link inside its node and the busiest node's NICs are both
   done. The devices of a node share its NICs.
-* **Transfers** travel in messages. Each hop before the last one of a path adds the time of one message, with
-  its start-up and its bytes.
+* **Transfers** travel in messages, whose size follows one rule (``planning/transfer/message_size.py``). Each
+  hop before the last one of a path adds the time of one message, with its start-up and its bytes. A transfer
+  takes at least as long as the host needs to post its batches of messages.
 * **Gathers** hide under the compute before the layer and under the router counts, because the runtime waits
   for replicas just before the dispatch. What calibration adds, and the replicas of a plan for a single
   micro-batch, start when the counts are known, so that nothing hides them.
@@ -44,6 +45,13 @@ from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.message_size import (
+    FixedMessages,
+    MessageRule,
+    gather_stages,
+    num_batches,
+    reduction_stages,
+)
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, two_level_transfer
 
 PROB_BYTES = 4
@@ -87,24 +95,34 @@ def expert_seconds[Amount: (float, np.ndarray)](
 
 
 def transfer_times(
-    links: LinkSet, traffic: TransferTraffic, expert_bytes: float | np.ndarray, message_bytes: int
+    links: LinkSet,
+    traffic: TransferTraffic,
+    expert_bytes: int | np.ndarray,
+    messages: MessageRule,
+    *,
+    adds: bool = False,
 ) -> LinkTimes:
     """Seconds of one SparseAllGather: the busiest links, and one message for each hop before the last.
 
     This is the volume bound of Hecate, Eq. 1, applied to every link of the plan. SparseReduceScatter is the
-    transpose: it uses the same links in the other direction and takes the same seconds.
+    transpose: it uses the same links in the other direction. The size of its messages can differ.
 
     Args:
         links: Costs of transfers from device to device.
         traffic: Number of experts on the busiest links, and number of hops. Its fields may be arrays.
         expert_bytes: Bytes of an expert, or of its gradient.
-        message_bytes: Most bytes of a message.
+        messages: How a transfer divides an expert into messages.
+        adds: Whether the transfer is a SparseReduceScatter, which adds what arrives.
     """
-    is_array = isinstance(expert_bytes, np.ndarray)
-    message: Any = np.minimum(expert_bytes, message_bytes) if is_array else min(expert_bytes, message_bytes)
+    num_hops: Any = traffic.num_hops
+    num_stages = reduction_stages(num_hops) if adds else gather_stages(num_hops)
+    message = messages.message_bytes(expert_bytes, num_stages)
     near_hops, far_hops = traffic.fill_hops
     first_s = near_hops * links.near.time_s(message) + far_hops * links.far_of_node.time_s(message)
-    return links.times(traffic.busiest, expert_bytes, first_s=first_s)
+    times = links.times(traffic.busiest, expert_bytes, first_s=first_s)
+    if not messages.batch_host_s:
+        return times
+    return times.at_least(messages.batch_host_s * num_batches(expert_bytes, message, num_hops))
 
 
 def transfer_seconds(
@@ -119,7 +137,7 @@ def transfer_seconds(
         profile: Measured costs.
     """
     links, traffic = plain_links(profile.cluster).transfer, transfer_traffic(transfer, topology)
-    return float(transfer_times(links, traffic, expert_bytes, profile.message_bytes).seconds)
+    return float(transfer_times(links, traffic, expert_bytes, profile.messages).seconds)
 
 
 def moving_seconds(
@@ -274,16 +292,17 @@ def _exposed_seconds(
     if work.replicas is NO_TRANSFER and work.gather is NO_TRANSFER:
         return 0.0, 0.0
 
-    def times_of(traffic: TransferTraffic, expert_bytes: int) -> LinkTimes:
+    def times_of(traffic: TransferTraffic, expert_bytes: int, *, adds: bool = False) -> LinkTimes:
         """Seconds of a transfer of experts, or of gradients, with ``expert_bytes`` each."""
-        return transfer_times(links.transfer, traffic, expert_bytes, profile.message_bytes)
+        return transfer_times(links.transfer, traffic, expert_bytes, profile.messages, adds=adds)
 
     hidden_s = 0.0 if counts_s is None else profile.non_moe_s + counts_s
     hidden_back_s = 0.0 if counts_s is None else BACKWARD_PER_FORWARD * profile.non_moe_s
     is_iteration = life in (ReplicaLife.ITERATION, ReplicaLife.RESIDENT)
     reduced_bytes = profile.reduced_bytes if is_iteration else profile.expert_bytes
     again = times_of(work.replicas, profile.expert_bytes)
-    reduce = again if reduced_bytes == profile.expert_bytes else times_of(work.replicas, reduced_bytes)
+    is_equal = reduced_bytes == profile.expert_bytes and isinstance(profile.messages, FixedMessages)
+    reduce = again if is_equal else times_of(work.replicas, reduced_bytes, adds=True)
     reduce_s = (1 - split.reduce) * reduce.seconds
     if life is ReplicaLife.RESIDENT:
         return 0.0, exposed_s(2 * reduce_s, hidden_back_s)

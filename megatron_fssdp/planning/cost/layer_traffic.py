@@ -155,12 +155,14 @@ class TransferTraffic:
         busiest: Number of experts on the busiest links.
         fill_hops: (hops inside a node, hops between nodes) before the last hop, on the path on which these
             hops take longest. A pipelined transfer takes this much longer than its busiest link.
+        num_hops: Number of hops of the path with the most hops; the number of messages depends on it.
         num_experts: Number of experts that are moved, one for each replica.
         num_between_nodes: How many of these moves go from one node to another.
     """
 
     busiest: BusiestLinks = BusiestLinks()
     fill_hops: tuple[int, int] = (0, 0)
+    num_hops: int = 0
     num_experts: int = 0
     num_between_nodes: int = 0
 
@@ -206,7 +208,9 @@ def transfer_traffic(plan: TransferPlan, topology: Topology) -> TransferTraffic:
         float(max(max(node_out), max(node_in))),
         num_between / topology.num_nodes,
     )
-    return TransferTraffic(busiest, (deepest[1], deepest[0]), len(plan.edges), num_between)
+    return TransferTraffic(
+        busiest, (deepest[1], deepest[0]), plan.max_depth + 1, len(plan.edges), num_between
+    )
 
 
 def pairs_traffic(traffic_DD: np.ndarray, topology: Topology) -> BusiestLinks:

@@ -38,6 +38,13 @@ class LinkTimes:
         """Seconds until the transfers on both kinds of links have ended."""
         return np.maximum(self.near_s, self.far_s)
 
+    def at_least(self, least_s: float | np.ndarray) -> "LinkTimes":
+        """The same times, but no link that is used at all takes less than ``least_s``."""
+        return LinkTimes(
+            (self.near_s > 0) * np.maximum(self.near_s, least_s),
+            (self.far_s > 0) * np.maximum(self.far_s, least_s),
+        )
+
     @property
     def is_far(self) -> np.ndarray:
         """Whether the NICs take at least as long as the links inside nodes."""

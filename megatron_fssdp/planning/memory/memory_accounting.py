@@ -7,6 +7,7 @@ optimizer's padding. Parameters are padded to multiples of 64 elements. Buckets 
 some hundred elements, or of 65,536 elements when they are padded for NCCL's bus bandwidth.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_fssdp.planning.memory.held_replicas import HeldReplicas, ReplicaLife
@@ -137,7 +138,7 @@ def expert_memory(
     gradient_bytes: int,
     optimizer: ExpertOptimizer,
     expert_data_parallel_size: int = 1,
-    chunk_bytes: int | None = None,
+    buffered_bytes: Callable[[int], int] | None = None,
 ) -> ExpertMemory:
     """Bytes of the experts of one rank, put together from the other functions of this module.
 
@@ -151,7 +152,9 @@ def expert_memory(
         gradient_bytes: Bytes of one element of ``main_grad``.
         optimizer: What the optimizer keeps for every parameter.
         expert_data_parallel_size: Number of ranks that share a distributed optimizer.
-        chunk_bytes: Bytes of a message. None means that a message is a whole expert.
+        buffered_bytes: From the bytes of a gradient as it is sent to the bytes that a device keeps for the
+            messages of one sender, see :mod:`megatron_fssdp.planning.transfer.message_size`. None means
+            that a message is a whole gradient.
 
     Raises:
         ValueError: A number is too small.
@@ -197,7 +200,7 @@ def expert_memory(
             replicas_per_layer,
             gradient_bytes=sum_bytes if held.sums_gradients or are_resident else expert_bytes,
             sum_bytes=sum_bytes,
-            chunk_bytes=chunk_bytes,
+            buffered_bytes=buffered_bytes,
         ),
     )
 
@@ -280,23 +283,25 @@ def reduction_buffers_bytes(
     *,
     gradient_bytes: int,
     sum_bytes: int,
-    chunk_bytes: int | None,
+    buffered_bytes: Callable[[int], int] | None,
 ) -> int:
     """Bytes of the buffers in which one layer's gradients are received and summed.
 
     A device receives gradients of the experts that it owns, and of replicas whose gradients it passes on. For
-    each of these experts it needs one message buffer for each child in the transfer tree. For the experts
-    that it owns it also needs the sums.
+    each of these experts it needs buffers for the messages of each child in the transfer tree. For the
+    experts that it owns it also needs the sums.
 
     Args:
         sent_per_layer: Number of owned experts of one layer that have replicas on other devices.
         replicas_per_layer: Most replicas of one layer that a device holds, m.
         gradient_bytes: Bytes of one expert's gradient in the data type in which it is sent.
         sum_bytes: Bytes of one expert's gradient sum at its owner.
-        chunk_bytes: Bytes of a message. None means that a message is a whole expert.
+        buffered_bytes: From the bytes of a gradient as it is sent to the bytes that a device keeps for the
+            messages of one sender, see :mod:`megatron_fssdp.planning.transfer.message_size`. None means
+            that a message is a whole gradient.
     """
-    message_bytes = gradient_bytes if chunk_bytes is None else min(chunk_bytes, gradient_bytes)
-    messages_bytes = (sent_per_layer + replicas_per_layer) * MAX_CHILDREN * message_bytes
+    child_bytes = gradient_bytes if buffered_bytes is None else buffered_bytes(gradient_bytes)
+    messages_bytes = (sent_per_layer + replicas_per_layer) * MAX_CHILDREN * child_bytes
     return messages_bytes + sent_per_layer * sum_bytes
 
 

@@ -1,22 +1,167 @@
-"""Size of the messages in which transfers send an expert."""
+"""The rule by which a transfer divides an expert into messages; the runtime and all prices follow it.
 
-CUDA_MESSAGE_BYTES = 1 << 20
-"""Between CUDA devices: large enough that the fixed cost of a message does not matter.
+A transfer of B bytes in n messages takes s stages: it crosses the hops of its longest path one after the
+other, and under SparseReduceScatter the addition at the owner is one more stage. While a stage works on one
+message, the stage before it works on the next one. With a fixed cost of a seconds for each batch of messages
+and b seconds per byte, the transfer takes
 
-It is also the largest message size on any device.
+    (n + s - 1) · (a + b · B / n)        shortest for        n² = (s - 1) · B · b / a
+
+One stage has nothing to wait for, so one message is best. With several stages, a few messages are enough:
+their number grows with the root of the bytes. ``a / b`` is the number of bytes that travel in the time of a
+batch's fixed cost.
 """
-HOST_MESSAGE_BYTES = 1 << 17
-"""Between CPUs: small enough that node leaders forward the first message early.
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+ALIGNMENT_BYTES = 16
+"""Messages begin at multiples of this number of bytes, which is what vectorized copies need."""
+
+
+@dataclass(frozen=True)
+class FixedMessages:
+    """Messages of one size, whatever the size of an expert and the number of stages.
+
+    Attributes:
+        num_bytes: Most bytes of a message.
+        num_open: Most messages of one sender that a receiving device keeps at the same time. Messages are
+            received early.
+        batch_host_s: Seconds of the host for each batch of messages, which delay the transfer.
+
+    Raises:
+        ValueError: ``num_bytes`` is less than 1.
+    """
+
+    num_bytes: int
+    num_open: int = 1
+    batch_host_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.num_bytes < 1:
+            raise ValueError(f"num_bytes is {self.num_bytes}: wanted 1 or more")
+
+    def message_bytes(self, expert_bytes: Any, num_stages: Any) -> Any:
+        """Bytes of a message: the fixed size, or a whole expert that is smaller.
+
+        Args:
+            expert_bytes: Bytes of an expert or of its gradient; a number, or an array of integers.
+            num_stages: Number of stages of the transfer; a number, or an array of integers.
+        """
+        return _smaller(expert_bytes, self.num_bytes)
+
+    def buffered_bytes(self, gradient_bytes: int) -> int:
+        """Most bytes that a device keeps for the messages of one sender in SparseReduceScatter.
+
+        Args:
+            gradient_bytes: Bytes of an expert's gradient as it is sent.
+        """
+        return min(gradient_bytes, self.num_open * self.num_bytes)
+
+
+@dataclass(frozen=True)
+class PipelinedMessages:
+    """One message for one stage, otherwise as many as make the pipeline shortest, within limits.
+
+    Attributes:
+        least_bytes: Bytes that travel in the time of a batch's fixed cost. No message of a divided expert is
+            smaller.
+        fewest: Fewest messages of an expert with several stages, if they have ``least_bytes`` each.
+        most: Most messages of an expert.
+        num_open: Most messages of one sender that a receiving device keeps at the same time.
+        batch_host_s: Seconds of the host for each batch of messages, which delay the transfer.
+    """
+
+    least_bytes: int
+    fewest: int
+    most: int
+    num_open: int = 2
+    batch_host_s: float = 0.0
+
+    def message_bytes(self, expert_bytes: Any, num_stages: Any) -> Any:
+        """Bytes of a message.
+
+        Args:
+            expert_bytes: Bytes of an expert or of its gradient; a number, or an array of integers.
+            num_stages: Number of stages of the transfer; a number, or an array of integers.
+        """
+        if isinstance(expert_bytes, np.ndarray) or isinstance(num_stages, np.ndarray):
+            wanted: Any = np.ceil(np.sqrt(np.maximum(num_stages - 1, 0) * expert_bytes / self.least_bytes))
+            number: Any = np.clip(wanted, self.fewest, self.most).astype(np.int64)
+            number = np.minimum(number, np.maximum(expert_bytes // self.least_bytes, 1))
+            number = np.where(np.asarray(num_stages) <= 1, 1, number)
+        elif num_stages <= 1:
+            return expert_bytes
+        else:
+            wanted = math.ceil(math.sqrt((num_stages - 1) * expert_bytes / self.least_bytes))
+            number = min(max(wanted, self.fewest), self.most, max(1, int(expert_bytes // self.least_bytes)))
+        each = -(-expert_bytes // number)
+        return _smaller(expert_bytes, -(-each // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+
+    def buffered_bytes(self, gradient_bytes: int) -> int:
+        """Most bytes that a device keeps for the messages of one sender in SparseReduceScatter.
+
+        Args:
+            gradient_bytes: Bytes of an expert's gradient as it is sent.
+        """
+        # A reduction over one hop has two stages, the fewest of all reductions and so the largest messages.
+        return min(gradient_bytes, self.num_open * int(self.message_bytes(gradient_bytes, 2)))
+
+
+MessageRule = FixedMessages | PipelinedMessages
+
+HOST_MESSAGES = FixedMessages(1 << 17, num_open=6)
+"""Between CPUs: 128 KiB, small enough that node leaders forward the first message early.
 
 It is also large enough that the host's work for each message does not take most of the time. Of 32, 64, 128
-and 256 KiB this was the best size for experts of 2 to 16 MiB on links of 400 Mbit/s (docs/log.md).
+and 256 KiB this was the best size for experts of 2 to 16 MiB on links of 400 Mbit/s (docs/log.md). Receives
+are posted four steps early, and the messages of one more step are added meanwhile. The host's time is not
+priced here: a thread posts the messages, and the measured bandwidth of a link contains its time.
+"""
+
+CUDA_MESSAGES = PipelinedMessages(1 << 20, fewest=8, most=16, batch_host_s=30e-6)
+"""Between CUDA devices: the whole expert over one hop, 8 to 16 messages where stages pipeline.
+
+The host's time for one batch of NCCL messages in torch is taken as 30 µs, in which a link of 35 GB/s carries
+1 MiB. Both numbers are assumptions until a GPU has measured them; ``benchmarks/transfer_host_cost.py``
+measures the part of the host's time that Python takes. With messages of 1 MiB, an expert of Mixtral 8x7B
+(336 MiB) would take 336 batches that depend on each other.
 """
 
 
-def message_bytes(*, on_cuda: bool) -> int:
-    """Size of a transfer's messages in bytes.
+def message_rule(*, on_cuda: bool) -> MessageRule:
+    """The rule for transfers between devices of one kind.
 
     Args:
         on_cuda: Whether the tensors are on CUDA devices.
     """
-    return CUDA_MESSAGE_BYTES if on_cuda else HOST_MESSAGE_BYTES
+    return CUDA_MESSAGES if on_cuda else HOST_MESSAGES
+
+
+def gather_stages(num_hops: Any) -> Any:
+    """Number of stages of SparseAllGather: the hops of its longest path."""
+    return num_hops
+
+
+def reduction_stages(num_hops: Any) -> Any:
+    """Number of stages of SparseReduceScatter: the hops of its longest path, then the addition."""
+    return num_hops + 1
+
+
+def num_batches(expert_bytes: Any, message_bytes: Any, num_hops: Any) -> Any:
+    """Number of batches of messages that a rank posts for one transfer, one after the other.
+
+    Args:
+        expert_bytes: Bytes of an expert or of its gradient; may be an array.
+        message_bytes: Bytes of a message; may be an array.
+        num_hops: Hops of the transfer's longest path; may be an array.
+    """
+    return -(-expert_bytes // message_bytes) + num_hops - 1
+
+
+def _smaller(first: Any, second: Any) -> Any:
+    is_array = isinstance(first, np.ndarray) or isinstance(second, np.ndarray)
+    return np.minimum(first, second) if is_array else min(first, second)

@@ -17,7 +17,6 @@ from megatron_fssdp.collectives.sparse.sparse_transfer import StartedTransfer
 from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGE_BYTES
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.exchange.smart_schedule import ExpertCompute, SmartSchedule
 from megatron_fssdp.runtime.exchange.token_exchange import DispatchRecord, plan_exchange
@@ -35,9 +34,6 @@ from megatron_fssdp.runtime.replicas.materialization import (
 )
 from megatron_fssdp.runtime.replicas.replica_weights import ReplicaWeights
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
-
-CHUNK_BYTES = CUDA_MESSAGE_BYTES
-"""Largest message of a transfer in bytes; estimates of memory use it."""
 
 
 @dataclass(frozen=True, eq=False)

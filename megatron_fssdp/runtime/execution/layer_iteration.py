@@ -6,7 +6,7 @@ import torch
 
 from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer, StartedTransfer
 from megatron_fssdp.collectives.sparse.transfer_cargo import accumulation_dtype
-from megatron_fssdp.planning.transfer.message_size import message_bytes
+from megatron_fssdp.planning.transfer.message_size import message_rule
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, additional_transfer
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.replicas.local_experts import LocalExperts
@@ -207,7 +207,7 @@ class LayerIteration:
             num_elements=layout.numel if num_elements is None else num_elements,
             dtype=dtype or layout.dtype,
             device=device,
-            chunk_bytes=message_bytes(on_cuda=device.type == "cuda"),
+            messages=message_rule(on_cuda=device.type == "cuda"),
             journal=self.journal,
             what=self.experts.what,
         )

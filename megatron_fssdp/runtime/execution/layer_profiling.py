@@ -12,7 +12,7 @@ from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.memory.held_replicas import HeldReplicas
 from megatron_fssdp.planning.memory.materialization_limits import memory_capacity
 from megatron_fssdp.planning.memory.memory_accounting import FP32_BYTES
-from megatron_fssdp.planning.transfer.message_size import message_bytes
+from megatron_fssdp.planning.transfer.message_size import message_rule
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
 
 
@@ -88,7 +88,7 @@ def profile_layers(
         gradient_bytes=layout.numel * FP32_BYTES if held.sends_fp32 else layout.num_bytes,
         num_micro_batches=num_micro_batches,
         owned_bytes=owned_bytes,
-        message_bytes=message_bytes(on_cuda=device.type == "cuda"),
+        messages=message_rule(on_cuda=device.type == "cuda"),
     )
     for layer in layers:
         layer.context = replace(layer.context, profile=profile)

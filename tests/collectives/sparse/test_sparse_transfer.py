@@ -9,21 +9,28 @@ from megatron_fssdp.collectives.sparse.posting import GlooMessages
 from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.message_size import FixedMessages, PipelinedMessages
 from megatron_fssdp.planning.transfer.transfer_plan import plain_transfer, two_level_transfer
 from megatron_fssdp.testing import RankError, run_ranks
 from megatron_fssdp.testing.random_placement import random_placement
 
+RULES = (
+    None,
+    *(FixedMessages(num_bytes) for num_bytes in (1, 16, 64, 10_000)),
+    PipelinedMessages(16, fewest=2, most=5),
+)
+
 
 def draw_case(rng, num_devices):
-    """Placement, plan, chunk_bytes, elements, dtype; the same on every rank."""
+    """Placement, plan, rule of messages, elements, dtype; the same on every rank."""
     placement = random_placement(rng, int(rng.integers(1, 9)), num_devices)
     nodes = [n for n in (1, 2, 4) if num_devices % n == 0]
     topology = Topology.uniform(num_devices, int(rng.choice(nodes)))
     plan = two_level_transfer(placement, topology) if rng.random() < 0.7 else plain_transfer(placement)
     num_elements = int(rng.integers(1, 60))
     dtype = [torch.float32, torch.bfloat16, torch.float64, torch.float16][rng.integers(4)]
-    chunk_bytes = [None, 1, 16, 64, 10_000][rng.integers(5)]
-    return placement, plan, chunk_bytes, num_elements, dtype
+    messages = RULES[rng.integers(len(RULES))]
+    return placement, plan, messages, num_elements, dtype
 
 
 def weights_of(case, num_experts, num_elements, dtype):
@@ -76,12 +83,10 @@ def run_cases(rank, world_size, seed, num_cases, group_ranks=None):
     rng = np.random.default_rng(seed)
     for case in range(num_cases):
         for group, ranks in zip(groups, group_ranks, strict=True):
-            placement, plan, chunk_bytes, num_elements, dtype = draw_case(rng, len(ranks))
+            placement, plan, messages, num_elements, dtype = draw_case(rng, len(ranks))
             if rank not in ranks:
                 continue
-            transfer = SparseTransfer(
-                group, plan, num_elements=num_elements, dtype=dtype, chunk_bytes=chunk_bytes
-            )
+            transfer = SparseTransfer(group, plan, num_elements=num_elements, dtype=dtype, messages=messages)
             check_gather(case, transfer, placement, out=case % 2)
             check_reduction(case, transfer, placement, [None, torch.float32, torch.float64][case % 3])
     return True
@@ -103,7 +108,9 @@ def compare_inner_products(rank, world_size, num_cases):
     for case in range(num_cases):
         placement = random_placement(rng, int(rng.integers(1, 9)), world_size)
         plan = two_level_transfer(placement, Topology.uniform(world_size, min(2, world_size)))
-        transfer = SparseTransfer(dist.group.WORLD, plan, num_elements=7, dtype=torch.float64, chunk_bytes=16)
+        transfer = SparseTransfer(
+            dist.group.WORLD, plan, num_elements=7, dtype=torch.float64, messages=FixedMessages(16)
+        )
         shape = (placement.num_experts, 7, torch.float64)
         x, y = weights_of(case, *shape), parts_of(case, rank, *shape)
         held = (*transfer.shared_experts, *transfer.received_experts)
@@ -164,7 +171,11 @@ def count_messages(rank, world_size, chunk_bytes, num_elements):
         placement = random_placement(rng, 6, world_size)
         plan = two_level_transfer(placement, Topology.uniform(world_size, 2))
         transfer = SparseTransfer(
-            dist.group.WORLD, plan, num_elements=num_elements, dtype=torch.float32, chunk_bytes=chunk_bytes
+            dist.group.WORLD,
+            plan,
+            num_elements=num_elements,
+            dtype=torch.float32,
+            messages=FixedMessages(chunk_bytes),
         )
         weights = weights_of(case, 6, num_elements, torch.float32)
         sends = []
@@ -204,7 +215,9 @@ def overlap_transfers(rank, world_size):
     for case in range(8):
         placement = random_placement(rng, 6, world_size)
         plan = two_level_transfer(placement, Topology.uniform(world_size, 2))
-        transfer = SparseTransfer(group, plan, num_elements=5000, dtype=torch.float32, chunk_bytes=4096)
+        transfer = SparseTransfer(
+            group, plan, num_elements=5000, dtype=torch.float32, messages=FixedMessages(4096)
+        )
         full = weights_of(case, 6, 5000, torch.float32)
         transfers.append(transfer)
         weights.append(full)
@@ -261,8 +274,8 @@ def misuse(rank, world_size):
     three = ExpertPlacement(np.array([0]), np.ones((1, 3), dtype=bool))
     with pytest.raises(ValueError, match="plan is for 3 devices, the group has 2"):
         SparseTransfer(dist.group.WORLD, plain_transfer(three), num_elements=4, dtype=torch.float32)
-    with pytest.raises(ValueError, match="chunk_bytes"):
-        SparseTransfer(dist.group.WORLD, transfer.plan, num_elements=4, dtype=torch.float32, chunk_bytes=0)
+    with pytest.raises(ValueError, match="num_elements"):
+        SparseTransfer(dist.group.WORLD, transfer.plan, num_elements=-1, dtype=torch.float32)
     return True
 
 

@@ -17,6 +17,7 @@ from megatron_fssdp.planning.cost.layer_seconds import placement_seconds
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.message_size import FixedMessages
 
 # Two nodes of two devices, two experts each; every device sends 8 pairs, half of them to expert 0.
 TOPOLOGY, OWNERS = Topology.uniform(4, 2), even_owners(8, 4)
@@ -93,7 +94,7 @@ def test_the_price_equals_that_of_exact_dispatch_and_transfer(
         PROFILE,
         cluster=ClusterCost(LinkCost(alpha_s, 1e-6), LinkCost(2 * alpha_s, 3e-6), 1.0),
         num_micro_batches=2,
-        message_bytes=MEGA,
+        messages=FixedMessages(MEGA),
     )
     life = ReplicaLife.LAYER_PASS if rematerialize else ReplicaLife.ITERATION
     exact = placement_seconds(counts_DE, placement, TOPOLOGY, profile, life)

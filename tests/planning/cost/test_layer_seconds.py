@@ -23,6 +23,7 @@ from megatron_fssdp.planning.cost.link_seconds import plain_links
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.message_size import FixedMessages
 from megatron_fssdp.planning.transfer.transfer_plan import plain_transfer, two_level_transfer
 
 FAST = ClusterCost(LinkCost(0.0, 1.0), LinkCost(0.0, 10.0), expert_flops_per_s=100.0)
@@ -57,7 +58,7 @@ def test_a_transfer_takes_as_long_as_its_busiest_link():
     # Crosses once; one hop between nodes comes before the last one, and its first message is 3 or 1 bytes.
     assert seconds(tree, profile=fast) == 30.0 + 30.0
     slow_start = replace(fast, cluster=ClusterCost(LinkCost(1.0, 1.0), LinkCost(2.0, 10.0), 1.0))
-    assert seconds(tree, profile=replace(slow_start, message_bytes=1)) == 32.0 + 12.0
+    assert seconds(tree, profile=replace(slow_start, messages=FixedMessages(1))) == 32.0 + 12.0
     owners = plain_transfer(ExpertPlacement.owners_only(np.array([0]), 4))
     assert seconds(owners, profile=slow_start) == 0.0
 

@@ -14,6 +14,7 @@ from megatron_fssdp.planning.memory.memory_accounting import (
     optimizer_state_bytes,
 )
 from megatron_fssdp.planning.memory.pipeline_stage import PipelineStage
+from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGES, FixedMessages, PipelinedMessages
 
 
 def held(life=ReplicaLife.ITERATION, num_micro_batches=1, *, layers=(3,), **place):
@@ -133,9 +134,15 @@ def test_every_micro_batch_in_flight_has_replicas_of_its_own():
     assert expert_memory(**{**HALF, "held": iteration}).replica_parameters_bytes == 3 * 4 * 200
 
 
-def test_the_chunk_size_bounds_reduction_buffers():
-    assert expert_memory(**HALF, chunk_bytes=50).reduction_buffers_bytes == 3 * 6 * 50 + 2 * 400
-    assert expert_memory(**HALF, chunk_bytes=1000).reduction_buffers_bytes == 3 * 6 * 200 + 2 * 400
+def test_the_messages_of_each_child_bound_reduction_buffers():
+    def buffers(messages):
+        return expert_memory(**HALF, buffered_bytes=messages.buffered_bytes).reduction_buffers_bytes
+
+    assert buffers(FixedMessages(50)) == 3 * 6 * 50 + 2 * 400
+    assert buffers(FixedMessages(50, num_open=2)) == 3 * 6 * 100 + 2 * 400
+    assert buffers(FixedMessages(1000)) == 3 * 6 * 200 + 2 * 400
+    # Two of four messages of 50 bytes, which are aligned to 64 bytes.
+    assert buffers(PipelinedMessages(10, fewest=4, most=4)) == 3 * 6 * 128 + 2 * 400
 
 
 @given(
@@ -153,7 +160,9 @@ def test_the_chunk_size_bounds_reduction_buffers():
             "optimizer": st.builds(ExpertOptimizer, st.integers(0, 3), st.booleans(), st.booleans()),
             "expert_data_parallel_size": st.integers(1, 8),
             "num_micro_batches": st.integers(1, 4),
-            "chunk_bytes": st.none() | st.integers(0, 10**6),
+            "buffered_bytes": st.sampled_from(
+                [None, FixedMessages(5).buffered_bytes, CUDA_MESSAGES.buffered_bytes]
+            ),
         }
     )
 )

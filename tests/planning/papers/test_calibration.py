@@ -20,6 +20,7 @@ from megatron_fssdp.planning.papers.calibration import (
 )
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.message_size import FixedMessages
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer, two_level_transfer
 from tests.drawn_examples import examples
 
@@ -141,7 +142,7 @@ def calibrations(draw):
             token_bytes=1,
             flops_per_token=draw(st.sampled_from([0.0, 1.0, 10.0])),
             memory_capacity=8,
-            message_bytes=20,
+            messages=FixedMessages(20),
         ),
         "num_micro_batches": draw(st.integers(1, 3)),
     }

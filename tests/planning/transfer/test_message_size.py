@@ -1,10 +1,97 @@
+"""The rule by which transfers divide experts into messages."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from megatron_fssdp.planning.transfer.message_size import (
-    CUDA_MESSAGE_BYTES,
-    HOST_MESSAGE_BYTES,
-    message_bytes,
+    ALIGNMENT_BYTES,
+    CUDA_MESSAGES,
+    HOST_MESSAGES,
+    FixedMessages,
+    PipelinedMessages,
+    gather_stages,
+    message_rule,
+    num_batches,
+    reduction_stages,
 )
 
+MIB = 2**20
+MIXTRAL = 2 * 3 * 4096 * 14336  # Bytes of an expert of Mixtral 8x7B in bf16.
 
-def test_the_message_size_depends_on_the_memory_of_the_tensors() -> None:
-    assert message_bytes(on_cuda=False) == HOST_MESSAGE_BYTES == 128 * 1024
-    assert message_bytes(on_cuda=True) == CUDA_MESSAGE_BYTES == 1024 * 1024
+
+def test_the_rule_depends_on_the_memory_of_the_tensors() -> None:
+    assert message_rule(on_cuda=False) is HOST_MESSAGES
+    assert message_rule(on_cuda=True) is CUDA_MESSAGES
+
+
+@given(st.integers(1, 10**10), st.integers(0, 8))
+def test_between_cpus_a_message_has_128_kib(expert_bytes: int, num_stages: int) -> None:
+    assert HOST_MESSAGES.message_bytes(expert_bytes, num_stages) == min(expert_bytes, 128 * 1024)
+
+
+@given(st.integers(1, 10**10))
+def test_over_one_hop_the_whole_expert_is_one_message(expert_bytes: int) -> None:
+    message = CUDA_MESSAGES.message_bytes(expert_bytes, gather_stages(1))
+    assert message == expert_bytes
+    assert num_batches(expert_bytes, message, 1) == 1
+
+
+@given(st.integers(1, 10**10), st.integers(2, 12))
+def test_pipelined_stages_have_8_to_16_messages_but_no_small_ones(expert_bytes: int, stages: int) -> None:
+    message = CUDA_MESSAGES.message_bytes(expert_bytes, stages)
+    number = -(-expert_bytes // message)
+    assert 1 <= number <= 16
+    assert number == 1 or (message >= MIB and message % ALIGNMENT_BYTES == 0)
+    if expert_bytes >= 8 * MIB:
+        assert number >= 8
+    assert num_batches(expert_bytes, message, stages) <= 16 + stages - 1
+
+
+@given(st.integers(1, 10**10), st.integers(2, 12))
+def test_more_stages_never_make_messages_larger(expert_bytes: int, stages: int) -> None:
+    sizes = [CUDA_MESSAGES.message_bytes(expert_bytes, n) for n in (1, stages, stages + 1)]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize(("stages", "wanted"), [(1, 1), (2, 16), (3, 16)])
+def test_an_expert_of_mixtral_takes_few_batches(stages: int, wanted: int) -> None:
+    message = CUDA_MESSAGES.message_bytes(MIXTRAL, stages)
+    assert -(-MIXTRAL // message) == wanted
+
+
+@given(st.integers(8 * MIB, 10**9), st.integers(2, 6))
+def test_the_number_of_messages_makes_the_pipeline_shortest(expert_bytes: int, stages: int) -> None:
+    rule = PipelinedMessages(MIB, fewest=1, most=10**6)
+
+    def seconds(number: int) -> float:
+        # In units of a batch's fixed cost, in which MIB bytes travel.
+        return (number + stages - 1) * (1 + expert_bytes / number / MIB)
+
+    number = -(-expert_bytes // rule.message_bytes(expert_bytes, stages))
+    best = min(range(1, 200), key=seconds)
+    assert seconds(number) <= 1.15 * seconds(best)
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**10), st.integers(0, 8)), min_size=1, max_size=5))
+def test_arrays_have_the_sizes_of_single_numbers(cases: list[tuple[int, int]]) -> None:
+    expert_bytes, stages = (np.array(column) for column in zip(*cases, strict=True))
+    for rule in (HOST_MESSAGES, CUDA_MESSAGES):
+        wanted = [rule.message_bytes(*case) for case in cases]
+        assert rule.message_bytes(expert_bytes, stages).tolist() == wanted
+        of_one_size = np.broadcast_to(rule.message_bytes(MIXTRAL, stages), stages.shape)
+        assert of_one_size.tolist() == [rule.message_bytes(MIXTRAL, num_stages) for _, num_stages in cases]
+
+
+@given(st.integers(1, 10**10), st.integers(1, 6))
+def test_the_buffers_of_a_sender_hold_its_open_messages(gradient_bytes: int, num_hops: int) -> None:
+    for rule in (HOST_MESSAGES, CUDA_MESSAGES):
+        message = rule.message_bytes(gradient_bytes, reduction_stages(num_hops))
+        wanted = min(gradient_bytes, rule.num_open * message)
+        assert wanted <= rule.buffered_bytes(gradient_bytes) <= gradient_bytes
+
+
+def test_messages_without_bytes_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_bytes is 0"):
+        FixedMessages(0)

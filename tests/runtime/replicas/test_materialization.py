@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_fssdp.planning.memory.held_replicas import HeldReplicas, ReplicaLife
 from megatron_fssdp.planning.memory.memory_accounting import ExpertMemory, ExpertOptimizer, expert_memory
 from megatron_fssdp.planning.memory.pipeline_stage import PipelineStage
-from megatron_fssdp.runtime.execution.layer_executor import CHUNK_BYTES
+from megatron_fssdp.planning.transfer.message_size import HOST_MESSAGES
 from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.replicas.replica_weights import ReplicaWeights
 from megatron_fssdp.testing import run_ranks
@@ -194,7 +194,7 @@ def _sampled_replicas(
         dtype_bytes=4,
         gradient_bytes=4,
         optimizer=ExpertOptimizer(),
-        chunk_bytes=CHUNK_BYTES,
+        buffered_bytes=HOST_MESSAGES.buffered_bytes,
     )
     return stack.sampled, memory
 
