@@ -77,6 +77,8 @@ class LayerCase:
         calibrated: Whether the placement grows when the counts are known.
         group_size: Ranks of a group of the smart schedule; None exchanges with all at once.
         inputs: Which of "hidden" and "probs" require a gradient.
+        device: Device of the layer and its inputs; "cuda" also on a virtual device.
+        sizes: Model dim and ffn dim.
     """
 
     name: str
@@ -100,6 +102,8 @@ class LayerCase:
     inputs: tuple[str, ...] = ("hidden", "probs")
     driven: bool = True
     dtype: torch.dtype = torch.float64
+    device: str = "cpu"
+    sizes: tuple[int, int] = (MODEL_DIM, FFN_DIM)
 
     @property
     def seed(self) -> int:
@@ -116,18 +120,21 @@ class CaseResult:
         num_replicas: Replicas of each iteration's placement.
         num_present: Experts present on this rank in each iteration.
         digests: Digest of each iteration's placement.
+        values: The rank's tensors that were compared, in order; missing gradients are None.
     """
 
     errors: dict[str, float] = field(default_factory=dict)
     num_replicas: list[int] = field(default_factory=list)
     num_present: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
+    values: list[Tensor | None] = field(default_factory=list)
 
     def compare(self, what: str, got: Tensor | None, wanted: Tensor | None) -> None:
         """Record a difference; missing gradients count as zeros."""
         if wanted is None or not wanted.numel():
             return
-        got = torch.zeros_like(wanted) if got is None else got.detach().to(wanted.dtype)
+        self.values.append(None if got is None else got.detach().cpu())
+        got = torch.zeros_like(wanted) if got is None else got.detach().cpu().to(wanted.dtype)
         assert got.shape == wanted.shape, f"{what}: {tuple(got.shape)} instead of {tuple(wanted.shape)}"
         scale = max(float(wanted.abs().max()), 1e-6)
         error = float((got - wanted).abs().max()) / scale
@@ -305,8 +312,13 @@ def draw_inputs(case: LayerCase, owner_E: np.ndarray, world_size: int, rng: np.r
 
     probs = torch.from_numpy(rng.random((total, num_experts))).float().double()
     return Inputs(
-        values(total, MODEL_DIM), probs, torch.from_numpy(routing), values(total, MODEL_DIM), tokens
+        values(total, case.sizes[0]), probs, torch.from_numpy(routing), values(total, case.sizes[0]), tokens
     )
+
+
+def placed(tensor: Tensor, case: LayerCase) -> Tensor:
+    """A copy with the data type and on the device of a case."""
+    return tensor.to(case.dtype).clone().to(case.device)
 
 
 def build_layer(
@@ -315,7 +327,7 @@ def build_layer(
     """This rank's executor over copies of the experts it owns."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     parameters = {
-        int(e): [torch.nn.Parameter(tensor.to(case.dtype).clone()) for tensor in weights[e]]
+        int(e): [torch.nn.Parameter(placed(tensor, case)) for tensor in weights[e]]
         for e in np.flatnonzero(owner_E == rank)
     }
     topology = Topology.uniform(world_size, case.num_nodes)
@@ -324,7 +336,7 @@ def build_layer(
         ExpertGroups(
             dist.group.WORLD,
             topology,
-            None if case.transfers.endswith("in_turn") else _transfer_group(),
+            None if case.transfers.endswith("in_turn") else transfer_group(),
             ring=None if case.group_size is None else GroupRing(rank, world_size, case.group_size),
         ),
         parameters,
@@ -334,7 +346,7 @@ def build_layer(
 
 
 @cache
-def _transfer_group() -> dist.ProcessGroup:
+def transfer_group() -> dist.ProcessGroup:
     return dist.new_group()
 
 
@@ -343,16 +355,16 @@ def compare_with_reference(rank: int, world_size: int, cases: Sequence[LayerCase
     results = {}
     for case in cases:
         try:
-            results[case.name] = _run_case(rank, world_size, case)
+            results[case.name] = run_case(rank, world_size, case)
         except Exception as error:
             raise RuntimeError(f"case {case.name} on rank {rank}: {error}") from error
     return results
 
 
-def _run_case(rank: int, world_size: int, case: LayerCase) -> CaseResult:
+def run_case(rank: int, world_size: int, case: LayerCase) -> CaseResult:
     rng = np.random.default_rng(case.seed)
     owner_E = np.array(case.owners) if case.owners else even_owners(case.num_experts, world_size)
-    weights = draw_weights(case.seed, case.num_experts, MODEL_DIM, FFN_DIM, case.activation, case.biases)
+    weights = draw_weights(case.seed, case.num_experts, *case.sizes, case.activation, case.biases)
     weights = [[t.to(case.dtype).double().requires_grad_() for t in tensors] for tensors in weights]
     runtime = MoERuntime(strategy_of(case), measure=True, check_plans=True)
     executor, parameters = build_layer(
@@ -402,7 +414,7 @@ def _keep_some(
     assert isinstance(strategy, DrawnPlacements)
     placement = strategy.drawn(executor.context).placement
     replicas = {
-        expert: [torch.nn.Parameter(tensor.detach().to(case.dtype).clone()) for tensor in weights[expert]]
+        expert: [torch.nn.Parameter(placed(tensor.detach(), case)) for tensor in weights[expert]]
         for expert in placement.experts_on(rank)
         if placement.owner_E[expert] != rank
     }
@@ -423,11 +435,13 @@ def _run_iteration(
     for step in case.schedule:
         if step == "F":
             batch = batches[len(leaves)]
-            hidden = batch.of_rank(batch.hidden, rank).to(case.dtype)
+            hidden = batch.of_rank(batch.hidden, rank).to(case.device, case.dtype)
             hidden.requires_grad_("hidden" in case.inputs)
-            probs = batch.of_rank(batch.probs, rank).to(torch.promote_types(case.dtype, torch.float32))
+            probs = batch.of_rank(batch.probs, rank).to(
+                case.device, torch.promote_types(case.dtype, torch.float32)
+            )
             probs.requires_grad_("probs" in case.inputs)
-            routing_map = batch.of_rank(batch.routing_map, rank)
+            routing_map = batch.of_rank(batch.routing_map, rank).to(case.device)
 
             def forward(h: Tensor, p: Tensor, routing_map: Tensor = routing_map) -> Tensor:
                 return moe_forward(
@@ -443,7 +457,7 @@ def _run_iteration(
             batch = batches[num_backwards]
             hidden, probs, output = leaves[num_backwards]
             assert output is not None
-            (output * batch.of_rank(batch.cotangent, rank).to(output.dtype)).sum().backward()
+            (output * batch.of_rank(batch.cotangent, rank).to(case.device, output.dtype)).sum().backward()
             leaves[num_backwards] = (hidden, probs, output.detach())
             num_backwards += 1
     return leaves

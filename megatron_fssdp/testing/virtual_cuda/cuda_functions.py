@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_fssdp.testing.virtual_cuda.code_place import code_place
-from megatron_fssdp.testing.virtual_cuda.streams import (
-    VirtualStream,
-    event_class,
-    stream_class,
-    stream_context,
-)
+from megatron_fssdp.testing.virtual_cuda.streams import VirtualEvent, VirtualStream, stream_context
 from megatron_fssdp.testing.virtual_cuda.virtual_device import VirtualDevice
 
 _LEGACY_TYPES = {
@@ -34,20 +29,19 @@ _LEGACY_TYPES = {
 
 def torch_cuda_members(books: VirtualDevice) -> dict[str, Any]:
     """Replacements of members of ``torch.cuda``, by name."""
-    stream = stream_class(books)
     return {
         **_device_members(books),
         **_memory_members(books),
         **_random_members(),
         **{name: _legacy_type(name, dtype) for name, dtype in _LEGACY_TYPES.items()},
-        "Stream": stream,
-        "Event": event_class(books),
+        "Stream": VirtualStream,
+        "Event": VirtualEvent,
         "ExternalStream": _absent("ExternalStream"),
         "CUDAGraph": _absent("CUDAGraph"),
-        "current_stream": lambda device=None: stream.numbered(books.current_stream),
-        "default_stream": lambda device=None: stream.numbered(0),
-        "stream": lambda stream: stream_context(books, stream),
-        "StreamContext": lambda stream: stream_context(books, stream),
+        "current_stream": lambda device=None: VirtualStream.numbered(books.current_stream),
+        "default_stream": lambda device=None: VirtualStream.numbered(0),
+        "stream": stream_context,
+        "StreamContext": stream_context,
         "set_stream": lambda stream: _set_stream(books, stream),
         "synchronize": lambda device=None: books.synchronize(),
         "is_current_stream_capturing": lambda: False,
@@ -192,7 +186,7 @@ def tensor_members(books: VirtualDevice) -> dict[str, Any]:
         "device": property(device_of),
         "is_cuda": property(books.holds),
         "is_cpu": property(lambda tensor: device_of(tensor).type == "cpu"),
-        "record_stream": lambda tensor, stream: books.record_stream(tensor, stream.cuda_stream),
+        "record_stream": lambda tensor, stream: books.record_stream(tensor, stream.number),
     }
 
 
@@ -215,7 +209,7 @@ def storage_members(books: VirtualDevice) -> dict[str, Any]:
 
 def _set_stream(books: VirtualDevice, stream: VirtualStream | None) -> None:
     if stream is not None:
-        books.current_stack[-1] = stream.cuda_stream
+        books.current_stack[-1] = stream.number
 
 
 def _absent(name: str) -> Callable[..., Any]:

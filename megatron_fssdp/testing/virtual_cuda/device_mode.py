@@ -183,7 +183,7 @@ class DeviceMode(TorchFunctionMode):
         return f"{Tensor.__repr__(self._cpu(tensor.detach()), **kwargs)} on {self.books.device}"
 
     def _record_stream(self, tensor: Tensor, stream: Any) -> None:
-        self.books.record_stream(tensor, stream.cuda_stream)
+        self.books.record_stream(tensor, stream.number)
 
     def _get_device(self, tensor: Tensor) -> int:
         return self.books.index if self.books.holds(tensor) else -1

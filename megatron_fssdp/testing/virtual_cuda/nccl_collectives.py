@@ -98,6 +98,21 @@ def _all_to_all(originals: Originals, group: ProcessGroup, outputs: Any, given: 
     _exchange(originals, group, outputs, given)
 
 
+def _flat(method: str) -> Callable[..., None]:
+    """Call a method with flat tensors: unlike NCCL, gloo also compares the shapes."""
+
+    def run(originals: Originals, group: ProcessGroup, output: Any, given: Any, *options: Any) -> None:
+        originals[method](group, _flattened(output), _flattened(given), *options).wait()
+
+    return run
+
+
+def _flattened(tensors: Any) -> Any:
+    if isinstance(tensors, Tensor):
+        return tensors.view(-1)
+    return [tensor.view(-1) for tensor in tensors]
+
+
 def _all_gather(originals: Originals, group: ProcessGroup, outputs: Any, given: Any, *_: Any) -> None:
     """NCCL also gathers tensors of different sizes, and gloo does not."""
     if len({tensor.shape for tensor in outputs[0]}) <= 1:
@@ -126,15 +141,23 @@ COLLECTIVES: dict[str, Collective] = {
     "broadcast": Collective("broadcast", _from_root),
     "reduce": Collective("reduce", _to_root),
     "allgather": Collective("all_gather (list)", _gathered, _all_gather),
-    "all_gather_single": Collective("all_gather", _output_input),
-    "_allgather_base": Collective("all_gather", _output_input),
-    "all_gather_single_coalesced": Collective("all_gather (coalesced)", _outputs_inputs),
-    "allgather_into_tensor_coalesced": Collective("all_gather (coalesced)", _outputs_inputs),
+    "all_gather_single": Collective("all_gather", _output_input, _flat("all_gather_single")),
+    "_allgather_base": Collective("all_gather", _output_input, _flat("_allgather_base")),
+    "all_gather_single_coalesced": Collective(
+        "all_gather (coalesced)", _outputs_inputs, _flat("all_gather_single_coalesced")
+    ),
+    "allgather_into_tensor_coalesced": Collective(
+        "all_gather (coalesced)", _outputs_inputs, _flat("allgather_into_tensor_coalesced")
+    ),
     "reduce_scatter": Collective("reduce_scatter (list)", _scattered, _reduce_scatter),
-    "reduce_scatter_single": Collective("reduce_scatter", _output_input),
-    "_reduce_scatter_base": Collective("reduce_scatter", _output_input),
-    "reduce_scatter_single_coalesced": Collective("reduce_scatter (coalesced)", _outputs_inputs),
-    "reduce_scatter_tensor_coalesced": Collective("reduce_scatter (coalesced)", _outputs_inputs),
+    "reduce_scatter_single": Collective("reduce_scatter", _output_input, _flat("reduce_scatter_single")),
+    "_reduce_scatter_base": Collective("reduce_scatter", _output_input, _flat("_reduce_scatter_base")),
+    "reduce_scatter_single_coalesced": Collective(
+        "reduce_scatter (coalesced)", _outputs_inputs, _flat("reduce_scatter_single_coalesced")
+    ),
+    "reduce_scatter_tensor_coalesced": Collective(
+        "reduce_scatter (coalesced)", _outputs_inputs, _flat("reduce_scatter_tensor_coalesced")
+    ),
     "alltoall": Collective("all_to_all (list)", _outputs_inputs, _all_to_all),
     "all_to_all_single": Collective("all_to_all", _output_input),
     "alltoall_base": Collective("all_to_all", _output_input),

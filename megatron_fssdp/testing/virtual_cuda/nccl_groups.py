@@ -5,11 +5,14 @@ of issue. A call with ``async_op=True`` runs on the communicator's stream, after
 current stream; ``wait()`` makes the current stream wait. A call with ``async_op=False`` runs on the current
 stream. The tensors are kept alive until the wait. A message outside of a batch has a communicator of its two
 ranks. Data moves over gloo at once, in the order of issue, which is the strictest order that a GPU may
-choose. Only a message outside of a batch moves when some stream waits for it.
+choose. Only a message outside of a batch moves when some stream waits for it. NCCL also keeps the calls of
+one communicator in order if they run on different streams. Code under test must not depend on that: the order
+is not noted.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,70 +23,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_fssdp.testing.virtual_cuda.findings import EventKind, FindingKind
 from megatron_fssdp.testing.virtual_cuda.nccl_collectives import COLLECTIVES, Collective
+from megatron_fssdp.testing.virtual_cuda.nccl_work import (
+    CoalescedWork,
+    VirtualWork,
+    run_on_copies,
+    start_message,
+)
 from megatron_fssdp.testing.virtual_cuda.patches import Patches
-from megatron_fssdp.testing.virtual_cuda.stream_order import Clock
 from megatron_fssdp.testing.virtual_cuda.virtual_device import VirtualDevice
-
-
-class VirtualWork:
-    """Replaces the handle of an NCCL operation."""
-
-    def __init__(self, books: VirtualDevice, clock: Clock, *, stops_host: bool) -> None:
-        self._books, self._clock, self._stops_host = books, clock, stops_host
-
-    def wait(self, timeout: Any = None) -> bool:
-        """Make the current stream wait for the operation; the host waits only for a barrier."""
-        self._books.wait(self._books.current_stream, self._clock)
-        if self._stops_host:
-            self._books.host_sync("barrier")
-        return True
-
-    def synchronize(self) -> None:
-        """Make the current stream wait for the operation."""
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        """Make the current stream wait for the operation."""
-        self.wait()
-
-    def is_completed(self) -> bool:
-        """Return that the operation is complete; from then on the host knows it."""
-        self._books.host_knows(self._clock)
-        return True
-
-    def is_success(self) -> bool:
-        """Return that the operation has not failed."""
-        return True
-
-    def exception(self) -> None:
-        """Return that there is no exception."""
-
-
-@dataclass
-class _Batch:
-    """Operations between the begin and the end of coalescing, which start together.
-
-    Attributes:
-        reads: Tensors that they read.
-        writes: Tensors that they write.
-        starts: Functions that start the messages and return gloo's handles, receives first.
-        runs: Functions that do the collectives.
-        is_async: Whether one of them was asked to run beside the current stream.
-    """
-
-    reads: list[Tensor] = field(default_factory=list)
-    writes: list[Tensor] = field(default_factory=list)
-    starts: list[tuple[bool, Callable[[], Any]]] = field(default_factory=list)
-    runs: list[Callable[[], None]] = field(default_factory=list)
-    is_async: bool = False
-
-    def run(self) -> None:
-        """Do everything and wait."""
-        works = [start() for _, start in sorted(self.starts, key=lambda pair: pair[0])]
-        for work in works:
-            work.wait()
-        for run in self.runs:
-            run()
 
 
 @dataclass
@@ -92,13 +39,11 @@ class _Communicator:
 
     Attributes:
         stream: Number of its stream.
-        last: What is complete when its last operation is.
-        batch: The operations that are being coalesced; None outside of coalescing.
+        coalesced: The operations that are being coalesced; None outside of coalescing.
     """
 
     stream: int
-    last: Clock = field(default_factory=dict)
-    batch: _Batch | None = None
+    coalesced: CoalescedWork | None = None
 
 
 class NcclGroups:
@@ -118,8 +63,8 @@ class NcclGroups:
             if hasattr(ProcessGroup, name)
         }
         methods |= {
-            "send": self._send,
-            "recv": self._recv,
+            "send": partial(self._message, "send"),
+            "recv": partial(self._message, "recv"),
             "recv_anysource": self._recv_anysource,
             "_start_coalescing": self._start_coalescing,
             "_end_coalescing": self._end_coalescing,
@@ -174,65 +119,51 @@ class NcclGroups:
     # ---------------------------------------------------------------- collectives
 
     def _method(self, method: str, collective: Collective) -> Callable[..., Any]:
+        """What replaces a method of process groups."""
+
         def call(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             original = self._originals[method]
+            reads, writes = collective.touched(group, *args, **kwargs)
             if not self._is_nccl(group):
                 return self._on_gloo(
-                    collective.name,
-                    collective.touched(group, *args, **kwargs),
-                    original,
-                    group,
-                    *args,
-                    **kwargs,
+                    collective.name, reads, writes, partial(original, group, *args, **kwargs)
                 )
-            reads, writes = collective.touched(group, *args, **kwargs)
-            is_async = all(getattr(option, "asyncOp", True) for option in (*args, *kwargs.values()))
 
-            def run() -> None:
+            def on_gloo(*args: Any, **kwargs: Any) -> None:
                 if collective.run is None:
                     original(group, *args, **kwargs).wait()
                 else:
                     collective.run(self._originals, group, *args, **kwargs)
 
-            communicator = self._communicator(group)
             self._check(collective.name, [*reads, *writes])
-            if communicator.batch is not None:
-                batch = communicator.batch
-                batch.reads += reads
-                batch.writes += writes
-                batch.runs.append(run)
-                batch.is_async |= is_async
-                return None
-            if method == "barrier":
-                reads = writes = []
-            return self._issue(
-                communicator,
-                collective.name,
-                reads,
-                writes,
-                run,
-                is_async=is_async,
-                stops_host=method == "barrier",
-            )
+            run = partial(run_on_copies, on_gloo, writes, args, kwargs)
+            is_async = all(getattr(option, "asyncOp", True) for option in (*args, *kwargs.values()))
+            communicator = self._communicator(group)
+            if communicator.coalesced is None:
+                stops = method == "barrier"
+                return self._issue(
+                    communicator, collective.name, reads, writes, run, is_async=is_async, stops_host=stops
+                )
+            communicator.coalesced.reads += reads
+            communicator.coalesced.writes += writes
+            communicator.coalesced.collectives.append(run)
+            communicator.coalesced.is_async |= is_async
+            return None
 
         return call
 
     def _on_gloo(
-        self,
-        name: str,
-        touched: Any,
-        original: Callable[..., Any],
-        group: ProcessGroup,
-        *args: Any,
-        **kwargs: Any,
+        self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], call: Callable[[], Any]
     ) -> Any:
-        """A collective of a gloo group: it copies tensors of the device to the host and back."""
-        reads, writes = ([tensor for tensor in tensors if self._books.holds(tensor)] for tensors in touched)
+        """A call of a gloo group, which copies tensors of the device to the host and back."""
+        reads, writes = (
+            [tensor for tensor in tensors if self._books.holds(tensor)] for tensors in (reads, writes)
+        )
         if reads or writes:
             self._books.launch(f"{name} (gloo)", reads, writes)
             self._books.host_sync(f"{name} (gloo)")
         with _disable_current_modes(), torch._C.DisableTorchFunction():
-            return original(group, *args, **kwargs)
+            return call()
 
     def _issue(
         self,
@@ -240,31 +171,27 @@ class NcclGroups:
         name: str,
         reads: Sequence[Tensor],
         writes: Sequence[Tensor],
-        run: Callable[[], None] | None,
+        run: Callable[[], None],
         *,
         is_async: bool,
         kind: EventKind = EventKind.COLLECTIVE,
         num_messages: int = 0,
         stops_host: bool = False,
     ) -> VirtualWork | None:
-        """Note an operation in the order of the communicator, and do it."""
+        """Note an operation of a communicator, and do it."""
         books = self._books
         stream = communicator.stream if is_async else books.current_stream
         if is_async:
             books.order.wait(stream, books.snapshot(books.current_stream))
-        books.order.wait(stream, communicator.last)
         num_bytes = sum(tensor.nbytes for tensor in _without_repetition([*reads, *writes]))
         books.launch(
             name, reads, writes, actor=stream, kind=kind, num_bytes=num_bytes, num_messages=num_messages
         )
-        if run is not None:
-            with _disable_current_modes(), torch._C.DisableTorchFunction():
-                run()
-        communicator.last = books.order.snapshot(stream)
+        run()
         if is_async:
             # Torch keeps the tensors alive until a stream waits, also without a handle.
             books.finish_later(stream, [*reads, *writes].clear)
-            return VirtualWork(books, communicator.last, stops_host=stops_host)
+            return VirtualWork(books, books.order.snapshot(stream), stops_host=stops_host)
         if stops_host:
             books.host_sync(name)
         return None
@@ -284,58 +211,58 @@ class NcclGroups:
 
     # ---------------------------------------------------------------- messages
 
-    def _send(self, group: ProcessGroup, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Any:
-        return self._message(group, "send", tensors, peer, tag)
-
-    def _recv(self, group: ProcessGroup, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Any:
-        return self._message(group, "recv", tensors, peer, tag)
-
     def _recv_anysource(self, group: ProcessGroup, tensors: Sequence[Tensor], tag: int = 0) -> Any:
         if self._is_nccl(group):
             raise RuntimeError("NCCL cannot receive from any rank; name the sender")
         return self._originals["recv_anysource"](group, tensors, tag)
 
     def _message(
-        self, group: ProcessGroup, direction: str, tensors: Sequence[Tensor], peer: int, tag: int
+        self, direction: str, group: ProcessGroup, tensors: Sequence[Tensor], peer: int, tag: int = 0
     ) -> Any:
         reads, writes = (tensors, []) if direction == "send" else ([], tensors)
-        original = self._originals[direction]
         if not self._is_nccl(group):
-            return self._on_gloo(direction, (reads, writes), original, group, tensors, peer, tag)
+            call = partial(self._originals[direction], group, tensors, peer, tag)
+            return self._on_gloo(direction, reads, writes, call)
         self._check(direction, tensors)
+        start = partial(start_message, self._originals, group, direction, tensors[0], peer)
+        coalesced = self._communicator(group).coalesced
+        if coalesced is None:
+            return self._single_message(direction, group, reads, writes, peer, start)
+        coalesced.reads += reads
+        coalesced.writes += writes
+        (coalesced.sends if direction == "send" else coalesced.receives).append(start)
+        coalesced.is_async = True
+        return None
 
-        def start() -> Any:
-            return original(
-                group, list(tensors), peer, 0
-            )  # NCCL ignores tags and matches messages by their order.
-
-        batch = self._communicator(group).batch
-        if batch is not None:
-            batch.reads += reads
-            batch.writes += writes
-            batch.starts.append((direction == "send", start))
-            batch.is_async = True
-            return None
+    def _single_message(
+        self,
+        direction: str,
+        group: ProcessGroup,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        peer: int,
+        start: Callable[[], Callable[[], None]],
+    ) -> Any:
+        """A message outside of a batch, which waits for the other rank only when a stream waits for it."""
         first, second = sorted((group.rank(), peer))
         communicator = self._communicator(group, f", ranks {first} and {second}")
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            real = start()
+        finishes: list[Callable[[], None]] = []
         work = self._issue(
             communicator,
             direction,
             reads,
             writes,
-            None,
+            lambda: finishes.append(start()),
             is_async=True,
             kind=EventKind.P2P_BATCH,
             num_messages=1,
         )
-        self._books.finish_later(communicator.stream, real.wait)
+        self._books.finish_later(communicator.stream, finishes[0])
         return work
 
     def _start_coalescing(self, group: ProcessGroup, device: torch.device) -> None:
         if self._is_nccl(group):
-            self._communicator(group).batch = _Batch()
+            self._communicator(group).coalesced = CoalescedWork()
         else:
             self._originals["_start_coalescing"](group, device)
 
@@ -343,18 +270,18 @@ class NcclGroups:
         if not self._is_nccl(group):
             return self._originals["_end_coalescing"](group, device)
         communicator = self._communicator(group)
-        batch, communicator.batch = communicator.batch, None
-        assert batch is not None
-        is_p2p = bool(batch.starts)
+        coalesced, communicator.coalesced = communicator.coalesced, None
+        assert coalesced is not None
+        is_p2p = coalesced.num_messages > 0
         return self._issue(
             communicator,
             "batch of messages" if is_p2p else "coalesced collectives",
-            batch.reads,
-            batch.writes,
-            batch.run,
-            is_async=batch.is_async,
+            coalesced.reads,
+            coalesced.writes,
+            coalesced.run,
+            is_async=coalesced.is_async,
             kind=EventKind.P2P_BATCH if is_p2p else EventKind.COLLECTIVE,
-            num_messages=len(batch.starts),
+            num_messages=coalesced.num_messages,
         )
 
 

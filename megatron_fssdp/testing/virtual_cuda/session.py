@@ -49,7 +49,7 @@ def virtual_cuda(
         num_devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     books = VirtualDevice(capability, num_devices, total_memory)
     mode = DeviceMode(books)
-    with Patches() as patches:
+    with books, Patches() as patches:
         patches.put(torch.cuda, torch_cuda_members(books))
         patches.put(torch.accelerator, torch_accelerator_members(books))
         patches.put(torch.Tensor, tensor_members(books))

@@ -32,11 +32,9 @@ class StreamOrder:
         """Number of operations so far; it is also the number of the last operation."""
         return self._num_operations
 
-    def add_stream(self) -> int:
-        """Number of a new stream, whose work starts after all that the host knows to be complete."""
-        stream = len(self._clocks) - 1
-        self._clocks[stream] = dict(self._clocks[HOST])
-        return stream
+    def add_stream(self, stream: int) -> None:
+        """Add a stream, whose work starts after all that the host knows to be complete."""
+        self._clocks.setdefault(stream, dict(self._clocks[HOST]))
 
     def launch(self, actor: int) -> int:
         """Number of a new operation of a stream or of the host.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron_fssdp.testing.virtual_cuda.stream_order import Clock
-from megatron_fssdp.testing.virtual_cuda.virtual_device import VirtualDevice
+from megatron_fssdp.testing.virtual_cuda.virtual_device import VirtualDevice, current_device
 
 _MS_OF_OPERATION = 0.01  # Times are made up, but they are positive, and the same in every run.
 
@@ -20,8 +20,6 @@ class VirtualStream:
         priority: The priority that was asked for; it has no effect.
     """
 
-    _books: VirtualDevice  # set by `stream_class`
-
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.cuda_stream = self._books.add_stream()
         self.priority = priority
@@ -33,6 +31,10 @@ class VirtualStream:
         stream.cuda_stream, stream.priority = number, 0
         return stream
 
+    @property
+    def _books(self) -> VirtualDevice:
+        return current_device()
+
     @staticmethod
     def priority_range() -> tuple[int, int]:
         """Lowest and highest priority, as on current devices."""
@@ -42,6 +44,11 @@ class VirtualStream:
     def stream_id(self) -> int:
         """Number of the stream."""
         return self.cuda_stream
+
+    @property
+    def number(self) -> int:
+        """Number of the stream, which the current device knows from now on."""
+        return self._books.know_stream(self.cuda_stream)
 
     @property
     def device(self) -> torch.device:
@@ -55,27 +62,26 @@ class VirtualStream:
 
     def record_event(self, event: "VirtualEvent | None" = None) -> "VirtualEvent":
         """Record an event, or a new event if none is given, after the work that is on this stream now."""
-        event = event or torch.cuda.Event()  # type: ignore[assignment]  # the patched class
-        assert isinstance(event, VirtualEvent)
+        event = event or VirtualEvent()
         event.record(self)
         return event
 
     def wait_event(self, event: "VirtualEvent") -> None:
         """Make the following work of this stream wait for an event."""
-        self._books.wait(self.cuda_stream, event.clock)
+        self._books.wait(self.number, event.clock)
 
     def wait_stream(self, stream: "VirtualStream") -> None:
         """Make the following work of this stream wait for the work that is on another stream now."""
-        self._books.wait(self.cuda_stream, self._books.snapshot(stream.cuda_stream))
+        self._books.wait(self.number, self._books.snapshot(stream.number))
 
     def synchronize(self) -> None:
         """Make the host wait for the work of this stream."""
-        clock = self._books.snapshot(self.cuda_stream)
+        clock = self._books.snapshot(self.number)
         self._books.host_sync("stream.synchronize", clock)
 
     def query(self) -> bool:
         """Return that all work is complete; from then on the host knows it."""
-        self._books.host_knows(self._books.snapshot(self.cuda_stream))
+        self._books.host_knows(self._books.snapshot(self.number))
         return True
 
     def is_capturing(self) -> bool:
@@ -83,7 +89,7 @@ class VirtualStream:
         return False
 
     def __enter__(self) -> "VirtualStream":
-        self._books.current_stack.append(self.cuda_stream)
+        self._books.current_stack.append(self.number)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -96,7 +102,7 @@ class VirtualStream:
         return hash(self.cuda_stream)
 
     def __repr__(self) -> str:
-        return f"<VirtualStream {self._books.name_of(self.cuda_stream)}>"
+        return f"<VirtualStream {self._books.name_of(self.number)}>"
 
 
 class VirtualEvent:
@@ -106,21 +112,23 @@ class VirtualEvent:
         clock: What is complete when the event is; empty before the event is recorded.
     """
 
-    _books: VirtualDevice  # set by `event_class`
-
     def __init__(self, *_: object, **__: object) -> None:
         self.clock: Clock = {}
         self._recorded_after = 0
 
+    @property
+    def _books(self) -> VirtualDevice:
+        return current_device()
+
     def record(self, stream: VirtualStream | None = None) -> None:
         """Record the event after the work that is on a stream now; the current stream by default."""
-        number = self._books.current_stream if stream is None else stream.cuda_stream
+        number = self._books.current_stream if stream is None else stream.number
         self.clock = self._books.snapshot(number)
         self._recorded_after = self._books.order.num_operations
 
     def wait(self, stream: VirtualStream | None = None) -> None:
         """Make a stream wait for the event; the current stream by default."""
-        number = self._books.current_stream if stream is None else stream.cuda_stream
+        number = self._books.current_stream if stream is None else stream.number
         self._books.wait(number, self.clock)
 
     def synchronize(self) -> None:
@@ -137,21 +145,11 @@ class VirtualEvent:
         return max(0, end_event._recorded_after - self._recorded_after) * _MS_OF_OPERATION
 
 
-def stream_class(books: VirtualDevice) -> type[VirtualStream]:
-    """The class that replaces ``torch.cuda.Stream`` on a device."""
-    return type("Stream", (VirtualStream,), {"_books": books})
-
-
-def event_class(books: VirtualDevice) -> type[VirtualEvent]:
-    """The class that replaces ``torch.cuda.Event`` on a device."""
-    return type("Event", (VirtualEvent,), {"_books": books})
-
-
 @contextmanager
-def stream_context(books: VirtualDevice, stream: VirtualStream | None) -> Iterator[None]:
+def stream_context(stream: VirtualStream | None) -> Iterator[None]:
     """Replaces ``torch.cuda.stream``: make a stream current; None leaves the current stream."""
-    stack = books.current_stack
-    stack.append(stack[-1] if stream is None else stream.cuda_stream)
+    stack = current_device().current_stack
+    stack.append(stack[-1] if stream is None else stream.number)
     try:
         yield
     finally:

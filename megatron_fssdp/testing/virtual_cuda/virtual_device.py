@@ -1,5 +1,6 @@
 """The books of a virtual CUDA device: order between streams, memory, findings and a log."""
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -11,6 +12,21 @@ from megatron_fssdp.testing.virtual_cuda.code_place import code_place
 from megatron_fssdp.testing.virtual_cuda.findings import DeviceEvent, EventKind, Finding, FindingKind
 from megatron_fssdp.testing.virtual_cuda.memory_blocks import Access, Block, MemoryBlocks, byte_range
 from megatron_fssdp.testing.virtual_cuda.stream_order import DEFAULT_STREAM, HOST, Clock, StreamOrder
+
+_stream_numbers = itertools.count(DEFAULT_STREAM + 1)
+_names: dict[int, str] = {}
+_current: list["VirtualDevice"] = []
+
+
+def current_device() -> "VirtualDevice":
+    """The virtual device of this process.
+
+    Raises:
+        RuntimeError: The code is not inside ``with virtual_cuda()``.
+    """
+    if not _current:
+        raise RuntimeError("virtual_cuda: a stream or an event was used outside of `with virtual_cuda()`")
+    return _current[-1]
 
 
 class VirtualDevice:
@@ -40,6 +56,15 @@ class VirtualDevice:
         self._stream_names = {HOST: "the host", DEFAULT_STREAM: "the default stream"}
         self._current = threading.local()
         self._unfinished: list[tuple[int, int, Callable[[], object]]] = []
+
+    def __enter__(self) -> "VirtualDevice":
+        if _current:
+            raise RuntimeError("virtual_cuda: there is a virtual device already; leave it first")
+        _current.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _current.remove(self)
 
     @property
     def device(self) -> torch.device:
@@ -103,10 +128,21 @@ class VirtualDevice:
 
     def add_stream(self, name: str = "") -> int:
         """Number of a new stream."""
-        stream = self.order.add_stream()
-        place = code_place()
-        self._stream_names[stream] = name or f"stream {stream} made at [{place.split(' < ')[0]}]"
-        self.log(EventKind.STREAM_MADE, self._stream_names[stream], stream, place)
+        stream, place = next(_stream_numbers), code_place()
+        name = name or f"the stream made at [{place.split(' < ')[0]}]"
+        num_before = sum(other.startswith(name) for other in self._stream_names.values())
+        self._name_stream(stream, f"{name} ({num_before + 1})" if num_before else name)
+        self.log(EventKind.STREAM_MADE, name, stream, place)
+        return stream
+
+    def _name_stream(self, stream: int, name: str) -> None:
+        self.order.add_stream(stream)
+        self._stream_names[stream] = _names[stream] = name
+
+    def know_stream(self, stream: int) -> int:
+        """Return the number of a stream; a program may have made it on an earlier virtual device."""
+        if stream not in self._stream_names:
+            self._name_stream(stream, _names[stream])
         return stream
 
     def name_of(self, actor: int) -> str:
