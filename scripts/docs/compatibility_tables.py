@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from megatron_fssdp.megatron_adapter.support import capabilities, supported_features
+from megatron_fssdp.megatron_adapter.support import capabilities, replaced_settings, supported_features
 from megatron_fssdp.megatron_adapter.support.tested_versions import TESTED_VERSIONS
 
 
@@ -13,6 +13,8 @@ def tables() -> dict[str, str]:
         "versions": _table(("package", "tested range"), TESTED_VERSIONS.items(), code=True),
         "refused": _refusals(supported_features.REFUSALS),
         "resident": _refusals(supported_features.RESIDENT_REFUSALS),
+        "replaced": _replacements(replaced_settings.DISPATCH_REPLACEMENTS),
+        "replaced_checkpoints": _replacements(replaced_settings.CHECKPOINT_REPLACEMENTS),
         "seams": _table(
             ("in Megatron", "what the plugin does with it", "who needs it"),
             ((f"`{seam.module}.{seam.path}`", seam.purpose, seam.needed_by) for seam in seams),
@@ -22,6 +24,10 @@ def tables() -> dict[str, str]:
 
 def _refusals(refusals: Iterable[supported_features.Refusal]) -> str:
     return _table(("refused", "what to do"), ((what, advice) for what, _, advice in refusals))
+
+
+def _replacements(replacements: Iterable[replaced_settings.Replacement]) -> str:
+    return _table(("given", "what happens instead"), ((one.what, one.meaning) for one in replacements))
 
 
 def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, code: bool = False) -> str:

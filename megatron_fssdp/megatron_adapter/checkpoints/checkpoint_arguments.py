@@ -7,9 +7,10 @@ from megatron_fssdp.config.strategy_settings import KEEP_OWNERS
 
 
 def check_checkpoint_arguments(args: Any) -> None:
-    """Refuse checkpoint options that do not work with re-sharding.
+    """Refuse checkpoint options that do not work with re-sharding and cannot be replaced.
 
-    Call this before a run, and only if re-sharding is on.
+    Call this before a run, and only if re-sharding is on. ``CHECKPOINT_REPLACEMENTS`` has the options that
+    are replaced.
 
     Args:
         args: Megatron's parsed arguments, with or without ``--save``.
@@ -36,24 +37,6 @@ def check_checkpoint_arguments(args: Any) -> None:
         raise _refusal(
             "--non-persistent-ckpt-type: got local, which stores experts by rank and slot, wanted global; "
             "use --non-persistent-ckpt-type global"
-        )
-    # The layer-wise optimizer contains a distributed optimizer for some parameters.
-    distributed = value("use_distributed_optimizer") or value("use_layer_wise_distributed_optimizer")
-    if (
-        saves
-        and distributed
-        and not value("no_save_optim")
-        and not value("dist_ckpt_optim_fully_reshardable")
-    ):
-        raise _refusal(
-            "distributed optimizer: got its checkpoint format dp_reshardable, which stores states by their "
-            "position in a bucket and would load them into the wrong experts, wanted fully_reshardable; add "
-            "--dist-ckpt-optim-fully-reshardable"
-        )
-    if saves and value("ckpt_assume_constant_structure"):
-        raise _refusal(
-            "--ckpt-assume-constant-structure: got one plan for all saves, wanted a new plan for each save, "
-            "because experts move between saves; remove the flag"
         )
 
 

@@ -24,6 +24,11 @@ from megatron_fssdp.megatron_adapter.entry.error_report import report_uncaught
 from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy, StrategySession
 from megatron_fssdp.megatron_adapter.support.capabilities import check_training
 from megatron_fssdp.megatron_adapter.support.node_detection import check_declared_nodes
+from megatron_fssdp.megatron_adapter.support.replaced_settings import (
+    CHECKPOINT_REPLACEMENTS,
+    DISPATCH_REPLACEMENTS,
+    replace_settings,
+)
 from megatron_fssdp.megatron_adapter.support.started_ranks import check_started_as_rank
 
 
@@ -133,8 +138,10 @@ def _resolve_request(args: Any) -> None:
     if isinstance(settings, PlacementSettings):
         session = StrategySession(name, settings, timedelta(minutes=args.distributed_timeout_minutes))
         session.check_model(args)
+        replace_settings(f"--moe-strategy {name}", DISPATCH_REPLACEMENTS, args)
         if session.strategy.moves_owners:
             check_checkpoint_arguments(args)
+            replace_settings(f"--moe-strategy {name}", CHECKPOINT_REPLACEMENTS, args)
         if settings.nodes is not None:
             check_declared_nodes(settings.nodes, args.world_size)
         _build_our_layer(session)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
@@ -21,6 +22,7 @@ from megatron_fssdp.megatron_adapter.layer.placement_dispatcher import Placement
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.megatron_adapter.routing.divided_tokens import DividedTokens, OneRank
 from megatron_fssdp.megatron_adapter.routing.topology_aware_router import install_gate
+from megatron_fssdp.megatron_adapter.support.replaced_settings import DISPATCH_REPLACEMENTS, replace_settings
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.runtime.exchange.row_exchanges import exchange_of
 from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights
@@ -66,6 +68,8 @@ class StrategyMoELayer(MoELayer):
         session: StrategySession,
     ) -> None:
         session.check_model(config)
+        # Models without a command line come here with the settings of their config.
+        replace_settings(f"strategy {session.strategy_name}", DISPATCH_REPLACEMENTS, config)
         if pg_collection is None:
             pg_collection = get_default_pg_collection()
         super().__init__(config, submodules, layer_number, pg_collection, is_mtp_layer, name)
@@ -150,6 +154,9 @@ class StrategyMoELayer(MoELayer):
             hidden_states: Input of the MoE layer, ``[sequence, batch, M]``.
             padding_mask: Mask of padding tokens, bool ``[sequence, batch]``.
         """
+        if is_graph_capturing():
+            # A CUDA graph of the router holds the gate alone. Megatron's method ends the capture after it.
+            return super().route(hidden_states, padding_mask)
         self.executor.plan_iteration()
         layer = self.executor.context.layer
         self.executor.load.strategy = self._session.strategy.selected(layer)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.megatron_adapter.support.supported_features import Refusal, refuse
+from megatron_fssdp.megatron_adapter.support.supported_features import Refusal, captured_modules, refuse
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.exchange.topology_aware_gate import select_experts
 
@@ -21,6 +21,11 @@ _REFUSALS: tuple[Refusal, ...] = (
         "a fused router",
         lambda value: bool(value("moe_router_fusion")),
         "remove --moe-router-fusion",
+    ),
+    (
+        "CUDA graphs of the router",
+        lambda value: "moe_router" in captured_modules(value),
+        "remove moe_router from --cuda-graph-modules",
     ),
     (
         "replayed routings",

@@ -62,6 +62,12 @@ _SEAMS = (
         _PLACEMENT,
     ),
     Seam(
+        "megatron.core.transformer.cuda_graphs",
+        "is_graph_capturing",
+        "keeps plans out of CUDA graphs of the router",
+        _PLACEMENT,
+    ),
+    Seam(
         "megatron.core.transformer.moe.token_dispatcher",
         "MoETokenDispatcher",
         "dispatches tokens to owners and replicas",

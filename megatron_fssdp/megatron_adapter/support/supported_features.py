@@ -17,6 +17,40 @@ Refusal = tuple[str, Callable[[Value], bool], str]
 The second entry gets a function from the name of a setting to its value.
 """
 
+
+def captured_modules(value: Value) -> frozenset[str]:
+    """Return the names of the modules that CUDA graphs capture; empty without graphs, or for whole layers.
+
+    Args:
+        value: Function from the name of a setting to its value.
+    """
+    if not _uses_graphs(value):
+        return frozenset()
+    modules = value("cuda_graph_modules") or value("cuda_graph_scope_deprecated") or ()
+    if isinstance(modules, str) or hasattr(modules, "name"):
+        modules = (modules,)
+    return frozenset(str(getattr(module, "name", module)) for module in modules) - {"full"}
+
+
+def _uses_graphs(value: Value) -> bool:
+    return (value("cuda_graph_impl") or "none") != "none" or bool(
+        value("enable_cuda_graph") or value("external_cuda_graph")
+    )
+
+
+def _num_weight_shards(value: Value) -> int:
+    """Return into how many parts GTP divides a weight of an expert, beside expert tensor parallelism."""
+    if (size := value("expert_gtp_weight_remat_size") or 1) > 1:
+        return int(size)
+    parts = value("expert_tensor_parallel_size") or value("tensor_model_parallel_size") or 1
+    return int((value("expert_tensor_parallel_num_weight_shards") or parts) // parts)
+
+
+_GRAPHS_ADVICE = (
+    "dispatch and experts change between iterations: use --cuda-graph-impl transformer_engine with "
+    "--cuda-graph-modules attn, mlp, mamba or moe_router, or --cuda-graph-impl none"
+)
+
 REFUSALS: tuple[Refusal, ...] = (
     (
         "biases of experts under expert tensor parallelism",
@@ -40,9 +74,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "add --disable-bias-linear",
     ),
     (
-        "the flex token dispatcher",
-        lambda value: value("moe_token_dispatcher_type") == "flex",
-        "the strategy has its own dispatcher: use --moe-token-dispatcher-type alltoall",
+        "dropping tokens at the capacity of a rank",
+        lambda value: value("moe_expert_rank_capacity_factor") is not None,
+        "replicas change which rank computes a token, so other tokens would be dropped: remove "
+        "--moe-expert-rank-capacity-factor",
     ),
     (
         "--moe-shared-expert-overlap",
@@ -68,9 +103,35 @@ REFUSALS: tuple[Refusal, ...] = (
         "replicas are sent in bf16, fp16 or fp32: remove the fp8 and fp4 flags",
     ),
     (
-        "CUDA graphs",
-        lambda value: (value("cuda_graph_impl") or "none") != "none",
-        "placements change between iterations: use --cuda-graph-impl none",
+        "CUDA graphs of a whole iteration (--cuda-graph-impl full_iteration)",
+        lambda value: value("cuda_graph_impl") == "full_iteration",
+        _GRAPHS_ADVICE,
+    ),
+    (
+        "Megatron's local CUDA graphs (--cuda-graph-impl local), which capture dispatch with the router",
+        lambda value: value("cuda_graph_impl") == "local" or bool(value("enable_cuda_graph")),
+        _GRAPHS_ADVICE,
+    ),
+    (
+        "CUDA graphs of whole layers (empty --cuda-graph-modules)",
+        lambda value: _uses_graphs(value) and not captured_modules(value),
+        _GRAPHS_ADVICE,
+    ),
+    (
+        "CUDA graphs of MoE layers (--cuda-graph-modules moe)",
+        lambda value: "moe" in captured_modules(value),
+        _GRAPHS_ADVICE,
+    ),
+    (
+        "CUDA graphs of the router (--cuda-graph-modules moe_router) under tensor parallelism without "
+        "sequence parallelism",
+        lambda value: (
+            "moe_router" in captured_modules(value)
+            and (value("tensor_model_parallel_size") or 1) > 1
+            and not value("sequence_parallel")
+        ),
+        "there the strategy divides the tokens around the router: add --sequence-parallel, or remove "
+        "moe_router",
     ),
     (
         "Transformer Engine's activation functions",
@@ -94,7 +155,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     (
         "expert weight rematerialization over GTP",
-        lambda value: (value("expert_gtp_weight_remat_size") or 1) > 1,
+        lambda value: _num_weight_shards(value) > 1,
         "remove --expert-tensor-parallel-num-weight-shards",
     ),
     (

@@ -7,6 +7,10 @@ import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_arguments import check_checkpoint_arguments
+from megatron_fssdp.megatron_adapter.support.replaced_settings import (
+    CHECKPOINT_REPLACEMENTS,
+    replace_settings,
+)
 
 SAFE = {
     "save": "folder",
@@ -28,13 +32,6 @@ SAFE = {
         ({"ckpt_format": "torch_dcp"}, "use --ckpt-format torch_dist"),
         ({"ckpt_convert_format": "torch", "save": None}, "--moe-strategy none"),
         ({"non_persistent_ckpt_type": "local"}, "--non-persistent-ckpt-type global"),
-        ({"use_distributed_optimizer": True}, "add --dist-ckpt-optim-fully-reshardable"),
-        ({"use_layer_wise_distributed_optimizer": True}, "add --dist-ckpt-optim-fully-reshardable"),
-        (
-            {"use_distributed_optimizer": True, "save": None, "non_persistent_save_interval": 5},
-            "add --dist-ckpt-optim-fully-reshardable",
-        ),
-        ({"ckpt_assume_constant_structure": True}, "remove the flag"),
     ],
 )
 def test_unsafe_checkpoint_arguments_are_refused(options: dict[str, Any], match: str) -> None:
@@ -56,3 +53,25 @@ def test_unsafe_checkpoint_arguments_are_refused(options: dict[str, Any], match:
 )
 def test_safe_checkpoint_arguments_are_accepted(options: dict[str, Any]) -> None:
     check_checkpoint_arguments(SimpleNamespace(**{**SAFE, **options}))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_distributed_optimizer": True},
+        {"use_layer_wise_distributed_optimizer": True},
+        {"use_distributed_optimizer": True, "save": None, "non_persistent_save_interval": 5},
+        {"ckpt_assume_constant_structure": True},
+    ],
+)
+def test_formats_that_cannot_hold_moved_experts_are_replaced(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    args = SimpleNamespace(**{**SAFE, **options})
+    check_checkpoint_arguments(args)
+    replace_settings("--moe-strategy fssdp", CHECKPOINT_REPLACEMENTS, args)
+    assert args.dist_ckpt_optim_fully_reshardable == ("ckpt_assume_constant_structure" not in options)
+    assert not args.ckpt_assume_constant_structure
+    assert len(caplog.messages) == 1
+    replace_settings("--moe-strategy fssdp", CHECKPOINT_REPLACEMENTS, args)
+    assert len(caplog.messages) == 1

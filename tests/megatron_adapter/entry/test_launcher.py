@@ -47,7 +47,14 @@ def forbid_the_plugins_layer() -> None:
         ("--moe-strategy fssdp --moe-strategy-set nodes=3", "nodes"),
         ("--moe-strategy-set slots=2", "slots"),
         ("--moe-strategy ep --num-experts 7", "7 experts"),
-        ("--moe-strategy ep --moe-token-dispatcher-type flex", "alltoall"),
+        (
+            "--moe-strategy ep --cuda-graph-impl transformer_engine --cuda-graph-modules moe",
+            "--cuda-graph-modules attn",
+        ),
+        (
+            "--moe-strategy ep --expert-tensor-parallel-num-weight-shards 2",
+            "remove --expert-tensor-parallel-num-weight-shards",
+        ),
         (
             "--moe-strategy ep --tensor-model-parallel-size 2 --sequence-parallel",
             "--disable-bias-linear",

@@ -35,16 +35,19 @@ def test_losses_equal_those_of_stock_megatron(text_data: Path, tmp_path: Path) -
         text_data,
         tmp_path,
         "strategy={name: fssdp, settings: {slots: 2, overlap_degree: 3, reshard_interval: 2}}",
+        # The packages of this dispatcher are not installed.
+        "megatron_args=[--moe-token-dispatcher-type, flex, --moe-flex-dispatcher-backend, hybridep]",
     )
     assert any("re-sharded" in message for message in first.messages)
+    assert any("--moe-token-dispatcher-type flex" in message for message in first.messages)
     assert relative_difference(ours.losses, stock.losses) <= 1e-5
     # The loss of the later tokens is in the gradients only.
     assert relative_difference(ours.grad_norms, stock.grad_norms) <= 1e-4
     assert stock.losses[-1] < stock.losses[0]
 
 
-def _train(data: Path, folder: Path, strategy: str) -> list[TrainingRun]:
-    run = load_run([EXPERIMENT], [*OVERRIDES, strategy])
+def _train(data: Path, folder: Path, *overrides: str) -> list[TrainingRun]:
+    run = load_run([EXPERIMENT], [*OVERRIDES, *overrides])
     tokens = TokenizedData(data, BYTES, BYTES - 1, 50, folder / "cache")
     words = megatron_arguments(run, tokens, Installation(True, False), folder, resume=False)
     runs = train_on_all_ranks(2, "", data, model=Model(SCRIPT, shlex.join(words)))

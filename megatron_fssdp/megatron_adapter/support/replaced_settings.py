@@ -1,0 +1,125 @@
+"""Settings of Megatron whose place a placement strategy takes, so that a training need not be refused.
+
+They name parts of Megatron's own dispatcher, or forms of a checkpoint that cannot hold moved experts. The
+strategy sets them to values that mean the same training, and logs one line for each. The same table serves
+command-line arguments and a ``TransformerConfig``.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from megatron_fssdp.megatron_adapter.support.supported_features import Value, captured_modules
+
+logger = logging.getLogger(__name__)
+
+
+class Replacement(NamedTuple):
+    """Settings that a strategy replaces.
+
+    Attributes:
+        what: Flag that the user gave, for the log and the documentation.
+        is_asked: Whether the settings have it. The argument is a function from the name of a setting to its
+            value.
+        values: New values of settings by name, from the same function.
+        meaning: What happens instead.
+    """
+
+    what: str
+    is_asked: Callable[[Value], bool]
+    values: Callable[[Value], dict[str, Any]]
+    meaning: str
+
+
+DISPATCH_REPLACEMENTS: tuple[Replacement, ...] = (
+    Replacement(
+        "--moe-token-dispatcher-type flex",
+        lambda value: value("moe_token_dispatcher_type") == "flex",
+        # Megatron refuses these back ends without the flex dispatcher.
+        lambda value: {
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_enable_deepep": False,
+            "moe_flex_dispatcher_backend": "deepep",
+        },
+        "the strategy's exchange takes its place; DeepEP, HybridEP and NCCL EP are not used",
+    ),
+    Replacement(
+        "--moe-token-dispatcher-type allgather",
+        lambda value: value("moe_token_dispatcher_type") == "allgather",
+        lambda value: {"moe_token_dispatcher_type": "alltoall"},
+        "the strategy's exchange takes its place",
+    ),
+    Replacement(
+        "--moe-router-padding-for-quantization",
+        lambda value: bool(
+            value("moe_router_padding_for_quantization") or value("moe_router_padding_for_fp8")
+        ),
+        # Padded routing maps would not stay multiples where replicas divide an expert's tokens.
+        lambda value: {"moe_router_padding_for_quantization": False, "moe_router_padding_for_fp8": False},
+        "rows are padded where an expert computes them",
+    ),
+    Replacement(
+        "--cuda-graph-modules moe_preprocess",
+        lambda value: "moe_preprocess" in captured_modules(value),
+        lambda value: {
+            "cuda_graph_modules": [
+                module
+                for module in value("cuda_graph_modules")
+                if getattr(module, "name", module) != "moe_preprocess"
+            ]
+        },
+        "the strategy's dispatch, which changes between iterations, stays outside the graphs",
+    ),
+)
+"""Settings of Megatron's dispatcher."""
+
+
+def _saves(value: Value) -> bool:
+    return value("save") is not None or value("non_persistent_save_interval") is not None
+
+
+CHECKPOINT_REPLACEMENTS: tuple[Replacement, ...] = (
+    Replacement(
+        "the distributed optimizer's checkpoint format dp_reshardable",
+        # The layer-wise optimizer contains a distributed optimizer for some parameters.
+        lambda value: (
+            _saves(value)
+            and bool(value("use_distributed_optimizer") or value("use_layer_wise_distributed_optimizer"))
+            and not value("no_save_optim")
+            and not value("dist_ckpt_optim_fully_reshardable")
+        ),
+        lambda value: {"dist_ckpt_optim_fully_reshardable": True},
+        "checkpoints are saved as with --dist-ckpt-optim-fully-reshardable, because the other format stores "
+        "states by their position in a bucket, and re-sharding changes positions",
+    ),
+    Replacement(
+        "--ckpt-assume-constant-structure",
+        lambda value: _saves(value) and bool(value("ckpt_assume_constant_structure")),
+        lambda value: {"ckpt_assume_constant_structure": False},
+        "every save gets a plan of its own, because experts move between saves",
+    ),
+)
+"""Settings of checkpoints that cannot hold experts which re-sharding has moved."""
+
+
+def replace_settings(who: str, replacements: Iterable[Replacement], settings: Any) -> None:
+    """Replace settings in place, and log each replacement on rank 0.
+
+    Args:
+        who: Strategy that takes their place; starts the messages.
+        replacements: Table of replaced settings.
+        settings: Megatron's parsed arguments or a ``TransformerConfig``.
+    """
+
+    def value(name: str) -> Any:
+        return getattr(settings, name, None)
+
+    for what, is_asked, values, meaning in replacements:
+        if not is_asked(value):
+            continue
+        for name, new in values(value).items():
+            if hasattr(settings, name):
+                setattr(settings, name, new)
+        if os.environ.get("RANK", "0") == "0":
+            logger.warning(f"[fssdp] {who}: {what}: {meaning}")

@@ -1,0 +1,72 @@
+"""A layer runs with a CUDA graph of its router as Megatron runs its own layer.
+
+There is no graph on a CPU. Megatron's flags and its store of captured tensors are set by hand, in the way in
+which Megatron's transformer layer sets them at the capture and at every replay.
+"""
+
+from typing import Any
+
+import torch
+
+from megatron_fssdp.testing.parallel_state import run_megatron_ranks
+
+EXPERTS, HIDDEN, TOKENS = 4, 8, 16
+
+
+def test_capture_ends_after_the_router_and_a_replay_skips_it() -> None:
+    for captured, difference, planned in run_megatron_ranks(_capture_and_replay, 2, ep=2):
+        assert captured == [(TOKENS, 1, HIDDEN), (TOKENS, EXPERTS), (TOKENS, EXPERTS)]
+        assert difference == 0.0
+        assert planned == (0, 2)
+
+
+def _capture_and_replay(rank: int, world_size: int) -> tuple[list[Any], float, tuple[int, int]]:
+    from megatron.core.transformer import cuda_graphs
+    from megatron.core.transformer.enums import CudaGraphModule
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    import megatron_fssdp
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=1,
+        ffn_hidden_size=16,
+        moe_ffn_hidden_size=16,
+        num_moe_experts=EXPERTS,
+        expert_model_parallel_size=world_size,
+        moe_token_dispatcher_type="alltoall",
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        add_bias_linear=False,
+    )
+    spec = megatron_fssdp.get_moe_module_spec(
+        use_te=False, num_experts=EXPERTS, strategy="fssdp", settings={"slots": 1, "overlap_degree": 2}
+    )
+    layer = spec(config=config, pg_collection=None)
+    layer.set_layer_number(1)
+    hidden = torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(rank))
+    plans: list[Any] = []
+    plan = layer.executor.plan_iteration
+    layer.executor.plan_iteration = lambda: plans.append(plan()) or plans[-1]
+    config.cuda_graph_impl, config.cuda_graph_modules = "transformer_engine", [CudaGraphModule.moe_router]
+    cuda_graphs._set_capture_start()
+    captured = layer(hidden)
+    cuda_graphs._set_capture_end()
+    planned = len(plans)
+    wanted, _ = layer(hidden)
+    hidden_states, probs, routing_map = captured
+    layer.cudagraph_tensor_store.set(
+        hidden_states=hidden_states, probs=probs, routing_map=routing_map, shared_expert_output=None
+    )
+    layer.router.forward = _forbidden
+    got, _ = layer(hidden)
+    layer.cudagraph_tensor_store.clear()
+    shapes = [tuple(tensor.shape) for tensor in captured]
+    return shapes, float((got - wanted).abs().max()), (planned, len(plans))
+
+
+def _forbidden(*args: Any, **kwargs: Any) -> None:
+    raise AssertionError("a replay ran the router")
