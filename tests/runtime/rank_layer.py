@@ -28,6 +28,7 @@ from megatron_fssdp.planning.transfer.transfer_plan import plain_transfer, two_l
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.exchange.row_exchanges import MegatronExchange
 from megatron_fssdp.runtime.exchange.token_exchange import DispatchRecord
+from megatron_fssdp.runtime.execution.kept_exchanges import RecomputedFunction
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
 from megatron_fssdp.runtime.execution.layer_pass import run_layer
 from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
@@ -69,7 +70,7 @@ class LayerCase:
             "one_expert", "one_device" (only experts of the last device) or "even".
         tokens: Tokens of each rank; some random small numbers by default.
         schedule: Order of forwards and backwards of an iteration's micro-batches.
-        recompute: None, "reentrant" or "non_reentrant".
+        recompute: None, "reentrant", "non_reentrant", or "kept" (reentrant, and the exchange is kept).
         transfers: "in_turn" (each pass gathers, and reduces before it ends), "once" (once an
             iteration, in the background), "rematerialized" (each pass, in the background) or "each" (each
             pass by a plan of its own, with quotas, beside the dispatch) or "each_in_turn"; or "resident"
@@ -250,8 +251,10 @@ class NotedExchange(MegatronExchange):
         super().__init__(groups)
         self._records = records
 
-    def start(self, record: DispatchRecord, placement: ExpertPlacement) -> None:
-        super().start(record, placement)
+    def start(
+        self, record: DispatchRecord, placement: ExpertPlacement, on_host: Sequence[np.ndarray] = ()
+    ) -> None:
+        super().start(record, placement, on_host)
         self._records.append(record)
 
 
@@ -451,7 +454,13 @@ def _run_iteration(
             if case.recompute is None:
                 output = forward(hidden, probs)
             else:
-                output = checkpoint(forward, hidden, probs, use_reentrant=case.recompute == "reentrant")
+                is_kept = case.recompute == "kept"
+                output = checkpoint(
+                    RecomputedFunction(forward) if is_kept else forward,
+                    hidden,
+                    probs,
+                    use_reentrant=is_kept or case.recompute == "reentrant",
+                )
             leaves.append((hidden, probs, output))
         else:
             batch = batches[num_backwards]

@@ -1,4 +1,4 @@
-"""All-to-all of rows whose number may differ for every pair of ranks, and the gather of the counts."""
+"""All-to-all of rows whose number may differ for every pair of ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,8 +9,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_fssdp.collectives.messages import exchange, wait_for
-
-_COUNTS_TAG = 1 << 16  # Exchanges of rows use small numbers as tags: 0, 1, ... for each tensor.
 
 
 class UnevenAllToAll(torch.autograd.Function):
@@ -91,29 +89,6 @@ def uneven_all_to_all(
         return tuple(rows)
     received: tuple[Tensor, ...] = UnevenAllToAll.apply(output_list, input_list, group, meanwhile, *rows)
     return received
-
-
-def gather_counts(counts_E: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather the counts of all ranks on every rank.
-
-    Args:
-        counts_E: Counts of this rank, ``[E]``; E and the dtype are equal on all ranks.
-        group: Process group of the ranks.
-
-    Returns:
-        Counts of all ranks, ``[D, E]``; row ``d`` comes from rank ``d``.
-    """
-    world_size = dist.get_world_size(group)
-    if world_size == 1:
-        return counts_E.unsqueeze(0)
-    counts_E = counts_E.contiguous()
-    counts_DE = counts_E.new_empty(world_size, counts_E.numel())
-    if counts_E.device.type == "cpu":
-        everyone = range(world_size)
-        wait_for(exchange(dict.fromkeys(everyone, counts_E), dict(enumerate(counts_DE)), group, _COUNTS_TAG))
-    else:
-        dist.all_gather_into_tensor(counts_DE, counts_E, group=group)
-    return counts_DE
 
 
 def exchange_rows(

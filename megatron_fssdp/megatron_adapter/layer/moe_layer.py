@@ -19,6 +19,7 @@ from megatron_fssdp.megatron_adapter.checkpoints.expert_checkpoint import follow
 from megatron_fssdp.megatron_adapter.experts import gradient_sync
 from megatron_fssdp.megatron_adapter.experts.expert_parameters import expert_activation, expert_parameters
 from megatron_fssdp.megatron_adapter.layer.placement_dispatcher import PlacementTokenDispatcher
+from megatron_fssdp.megatron_adapter.layer.recomputed_layers import keep_exchanges_of_checkpoints
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.megatron_adapter.routing.divided_tokens import DividedTokens, OneRank
 from megatron_fssdp.megatron_adapter.routing.topology_aware_router import install_gate
@@ -38,9 +39,9 @@ class StrategyMoELayer(MoELayer):
 
         launch      plan the iteration, start SparseAllGather       (overlaps attention)
         route       run the gate
-        preprocess  all-gather counts, wait for replicas, permute tokens
+        preprocess  all-gather counts, permute tokens
         dispatch    send tokens to owners and replicas
-        experts     run owned experts and replicas
+        experts     wait for replicas, run owned experts and replicas
         combine     send results back, sum them for each token
 
     Args:
@@ -70,6 +71,7 @@ class StrategyMoELayer(MoELayer):
         session.check_model(config)
         # Models without a command line come here with the settings of their config.
         replace_settings(f"strategy {session.strategy_name}", DISPATCH_REPLACEMENTS, config)
+        keep_exchanges_of_checkpoints()
         if pg_collection is None:
             pg_collection = get_default_pg_collection()
         super().__init__(config, submodules, layer_number, pg_collection, is_mtp_layer, name)
@@ -89,6 +91,8 @@ class StrategyMoELayer(MoELayer):
             groups,
             dict(zip(self.local_expert_indices, local, strict=True)),
             await_parameters=self._await_parameters,
+            # Padding to the capacity adds tokens to experts that these tokens did not select.
+            most_choices=None if config.moe_pad_expert_input_to_capacity else config.moe_router_topk,
         )
         if (leaving_share := session.settings.leaving_share) is not None:
             install_gate(

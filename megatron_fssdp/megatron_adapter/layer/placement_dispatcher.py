@@ -4,6 +4,7 @@ Shape letters: T tokens, M model dimension, E experts, A rows
 that a rank sends.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from megatron_fssdp.collectives.rows.model_parallel import gather_tokens
-from megatron_fssdp.runtime.exchange import token_exchange
 from megatron_fssdp.runtime.exchange.row_exchanges import MegatronExchange
 from megatron_fssdp.runtime.exchange.smart_schedule import ExpertCompute
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor, MicroBatch
@@ -77,7 +77,7 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Phase 1: exchange counts, materialize the experts, permute the tokens.
+        """Phase 1: exchange counts, pass the node that materializes the experts, permute the tokens.
 
         Args:
             hidden_states: Hidden states, ``[sequence, batch, M]``.
@@ -91,17 +91,19 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
         # Megatron sums the parts of an expert's results in this data type.
         self._probs_dtype = probs.dtype
         exchange, self._next_exchange = self._next_exchange or MegatronExchange(self.executor.groups), None
+        known = self.executor.recall()
+        if known is not None:
+            exchange = known.exchange
         self._exchange = exchange
         tokens, probs, routing_map = exchange.gather(
             hidden_states.reshape(-1, hidden_states.shape[-1]), probs, routing_map
         )
-        self._micro_batch = micro_batch = self.executor.begin_micro_batch(routing_map, exchange.groups)
+        self._micro_batch = micro_batch = self.executor.begin_micro_batch(routing_map, exchange, known)
         materialization = micro_batch.materialization
         if self.has_smart_schedule:
             tokens, self._experts = materialization.apply(tokens, wait=False)
         elif not materialization.beside_dispatch:
             tokens, self._experts = materialization.apply(tokens)
-        exchange.start(micro_batch.exchange, micro_batch.plan.placement)
         return exchange.permute(tokens, probs)
 
     def token_dispatch(
@@ -113,7 +115,8 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
         """
         if self.has_smart_schedule:
             return hidden_states, probs
-        rows, probs = self.exchange.dispatch(hidden_states, probs, self.executor.plan_following)
+        meanwhile = partial(self.executor.while_rows_travel, self.micro_batch)
+        rows, probs = self.exchange.dispatch(hidden_states, probs, meanwhile)
         if self.micro_batch.materialization.beside_dispatch:
             rows, self._experts = self.micro_batch.materialization.apply(rows)
         return rows, probs
@@ -138,22 +141,23 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Phase 3: gather the rows of expert-tensor-parallel peers and sort them by expert.
+        """Phase 3: gather the rows of expert-tensor-parallel peers, sort them by expert, await the replicas.
 
         Returns:
             Sorted rows, the number of rows of each expert on this device (int64, on the host), and the
             probabilities of the rows.
         """
-        record = self.micro_batch.exchange
-        rows, probs = token_exchange.sort_by_expert(*self.exchange.gather_peers(hidden_states, probs), record)
+        micro_batch = self.micro_batch
+        rows, probs = micro_batch.arrivals.sort_by_expert(*self.exchange.gather_peers(hidden_states, probs))
+        micro_batch.materialization.await_weights()
         # Megatron's dispatcher also returns these numbers as int64 on the CPU.
-        rows_per_expert = torch.tensor(record.rows_per_expert, dtype=torch.long, device="cpu")
+        rows_per_expert = torch.tensor(micro_batch.exchange.rows_per_expert, dtype=torch.long, device="cpu")
         return rows, rows_per_expert, probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Phase 4: sort rows back into the order of arrival, and sum the parts of the peers."""
         rows = self.micro_batch.materialization.end_use(hidden_states)
-        rows = token_exchange.sort_by_source(rows, self.micro_batch.exchange)
+        rows = self.micro_batch.arrivals.sort_by_source(rows)
         return self.exchange.sum_peers(rows, self._probs_dtype)
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_fssdp.collectives.plan_agreement import check_agreement
-from megatron_fssdp.collectives.rows.uneven_all_to_all import gather_counts
+from megatron_fssdp.collectives.rows.gathered_counts import gather_counts
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy_settings import PlacementSettings, StrategySettings
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots

@@ -74,6 +74,12 @@ _SEAMS = (
         _PLACEMENT,
     ),
     Seam(
+        "megatron.core.tensor_parallel.random",
+        "CheckpointFunction.forward",
+        "keeps exchanges of tokens for recomputed forward passes",
+        _PLACEMENT,
+    ),
+    Seam(
         "megatron.core.distributed.param_and_grad_buffer",
         "_ParamAndGradBucketGroup.start_grad_sync",
         "delays the reduction of expert gradients until they are complete",

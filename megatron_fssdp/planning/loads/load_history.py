@@ -4,6 +4,7 @@ Shape letters: E experts, D devices.
 """
 
 from collections import deque
+from copy import copy
 
 import numpy as np
 
@@ -72,6 +73,22 @@ class LoadHistory:
         self._sum_DE += kept
         if len(self._latest) > self.window:
             self._sum_DE -= self._latest.popleft()
+
+    def followed_by(self, counts_DE: np.ndarray) -> "LoadHistory":
+        """The history that will exist after one more iteration; this history does not change.
+
+        Args:
+            counts_DE: (token, k) pairs of that iteration by source device and expert, integers ``[D, E]``.
+
+        Raises:
+            ValueError: See :meth:`append`.
+        """
+        following = copy(self)
+        following._latest = self._latest.copy()
+        following._load_E = self._load_E.copy()
+        following._sum_DE = self._sum_DE.copy()
+        following.append(counts_DE)
+        return following
 
     def excerpt(self, window: int, *, without_latest: int = 0) -> "LoadHistory":
         """The history that would exist with a shorter window, or some iterations earlier.

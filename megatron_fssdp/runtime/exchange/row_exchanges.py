@@ -22,9 +22,9 @@ experts, X expert-tensor-parallel peers, D devices, G experts present on a devic
 tensor-parallel ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_fssdp.collectives.rows.gathered_counts import gather_counts
 from megatron_fssdp.collectives.rows.model_parallel import scale_gradient, split_rows, sum_over
 from megatron_fssdp.collectives.rows.sharded_all_to_all import (
     ShardedRoute,
@@ -41,17 +42,19 @@ from megatron_fssdp.collectives.rows.sharded_all_to_all import (
 )
 from megatron_fssdp.collectives.rows.simultaneous_gather import SharedRoute, results_for_all
 from megatron_fssdp.collectives.rows.uneven_all_gather import uneven_all_gather, uneven_reduce_scatter
-from megatron_fssdp.collectives.rows.uneven_all_to_all import gather_counts, uneven_all_to_all
+from megatron_fssdp.collectives.rows.uneven_all_to_all import uneven_all_to_all
 from megatron_fssdp.planning.cost.tensor_schedules import Schedule
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.exchange.token_exchange import DispatchRecord, order_of_sending
+from megatron_fssdp.runtime.exchange.selected_pairs import SelectedPairs
+from megatron_fssdp.runtime.exchange.token_exchange import DispatchRecord
 
 
 class MegatronExchange:
     """Schedule ``megatron``: all-to-all among the devices, then a gather among the parts of each expert.
 
-    One object serves one forward pass; the backward pass has its own copies in the autograd graph.
+    One object serves one forward pass, and the same forward pass if activation recomputation runs it again.
+    The backward pass has its own copies in the autograd graph.
 
     Args:
         groups: Process groups of the layer's expert, expert-tensor and tensor parallelism.
@@ -60,6 +63,11 @@ class MegatronExchange:
     def __init__(self, groups: ExpertGroups) -> None:
         self.groups = groups
         self._record: DispatchRecord | None = None
+
+    @property
+    def needed_on_host(self) -> Sequence[Tensor]:
+        """Tensors that :meth:`start` needs on the host. They travel together with the counts."""
+        return ()
 
     @property
     def record(self) -> DispatchRecord:
@@ -85,12 +93,15 @@ class MegatronExchange:
         """
         return hidden, probs, routing_map
 
-    def start(self, record: DispatchRecord, placement: ExpertPlacement) -> None:
+    def start(
+        self, record: DispatchRecord, placement: ExpertPlacement, on_host: Sequence[np.ndarray] = ()
+    ) -> None:
         """Set the dispatch record for the steps that follow; it results from the exchanged counts.
 
         Args:
             record: Ranks to which this rank's rows go and ranks from which it receives rows.
             placement: Owners and replicas of the experts.
+            on_host: The tensors of :attr:`needed_on_host`, on the host.
         """
         self._record = record
 
@@ -101,10 +112,9 @@ class MegatronExchange:
             hidden: Hidden states, ``[T, M]``.
             probs: Routing probabilities, ``[T, E]``; entries outside the routing map are ignored.
         """
-        flat_probs = probs.t().reshape(-1)
         return (
             hidden.index_select(0, self.record.token_A),
-            flat_probs.index_select(0, self.record.assignment_A),
+            probs.reshape(-1).index_select(0, self.record.assignment_A),
         )
 
     def dispatch(
@@ -156,9 +166,11 @@ class MegatronExchange:
 class S1Exchange(MegatronExchange):
     """Schedule ``s1``: each rank sends to all parts of experts, EP&ESP-AlltoAll (Parm §III-C, Fig. 4c, d)."""
 
-    def start(self, record: DispatchRecord, placement: ExpertPlacement) -> None:
+    def start(
+        self, record: DispatchRecord, placement: ExpertPlacement, on_host: Sequence[np.ndarray] = ()
+    ) -> None:
         """Set the dispatch record, and compute the route to all parts of the experts."""
-        super().start(record, placement)
+        super().start(record, placement, on_host)
         self._route = ShardedRoute(
             self.groups.parts or self.groups.expert_parallel,
             self.groups.num_parts,
@@ -205,41 +217,62 @@ class S2Exchange(S1Exchange):
 
     def gather(self, hidden: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """All tokens, and this rank's share of the pairs of token and selected expert."""
-        self._load_E = routing_map.sum(dim=0).cpu().numpy()
+        self._load = routing_map.sum(dim=0)
         numbers = torch.arange(routing_map.shape[1], device=routing_map.device)
         # The first token of each expert goes to another rank; otherwise rank 0 would get every remainder.
         turn = (routing_map.cumsum(dim=0) - 1 + numbers) % self._peers.size()
-        self._parts_Y = [routing_map & (turn == peer) for peer in range(self._peers.size())]
-        return hidden, probs, self._parts_Y[self._peers.rank()]
+        parts_Y = [routing_map & (turn == peer) for peer in range(self._peers.size())]
+        own = self._peers.rank()
+        self._pairs_Y = [None if peer == own else SelectedPairs.of(part) for peer, part in enumerate(parts_Y)]
+        return hidden, probs, parts_Y[own]
 
-    def start(self, record: DispatchRecord, placement: ExpertPlacement) -> None:
-        """Compute which rows every tensor-parallel rank sends, and in which order.
+    @property
+    def needed_on_host(self) -> Sequence[Tensor]:
+        """Load of each expert by the common tokens, ``[E]``."""
+        return (self._load,)
+
+    def start(
+        self, record: DispatchRecord, placement: ExpertPlacement, on_host: Sequence[np.ndarray] = ()
+    ) -> None:
+        """Compute how many rows every tensor-parallel rank sends.
 
         Raises:
             RuntimeError: The placement has replicas.
         """
-        super().start(record, placement)
+        super().start(record, placement, on_host)
         if placement.num_replicas:
             raise RuntimeError(
                 f"schedule s2: got {placement.num_replicas} replicas, wanted none; use another schedule for "
                 "a placement with replicas"
             )
+        (load_E,) = on_host
         size = self._peers.size()
-        num_experts = len(self._load_E)
-        experts = np.arange(num_experts)
-        send_YED = np.zeros((size, num_experts, self.groups.num_devices), np.int64)
+        experts = np.arange(len(load_E))
+        self._send_YED = np.zeros((size, len(load_E), self.groups.num_devices), np.int64)
         for peer in range(size):
             first_E = (peer - experts) % size  # Number of the expert's first token that this peer sends.
-            send_YED[peer, experts, placement.owner_E] = np.maximum(0, -((first_E - self._load_E) // size))
-        orders = [order_of_sending(part, sent) for part, sent in zip(self._parts_Y, send_YED, strict=True)]
-        self._assignment = torch.cat(orders)
-        self._token = self._assignment % record.num_tokens
-        send_YD = send_YED.sum(axis=1).tolist()
+            self._send_YED[peer, experts, placement.owner_E] = np.maximum(0, -((first_E - load_E) // size))
+        send_YD = self._send_YED.sum(axis=1).tolist()
         self._shared = SharedRoute(self._route, self._peers, send_YD, self.groups.devices_of_peers)
 
+    @cached_property
+    def _common_order(self) -> tuple[Tensor, Tensor]:
+        """Token and assignment of the rows that all tensor-parallel ranks send, in the order of the ranks.
+
+        The order is made when the first results return, so that the dispatch does not wait for it.
+        """
+        own = self.record.token_A, self.record.assignment_A
+        orders = [
+            own if pairs is None else pairs.to_send(send_ED)
+            for pairs, send_ED in zip(self._pairs_Y, self._send_YED, strict=True)
+        ]
+        self._pairs_Y = []  # They are not needed again and take memory.
+        tokens, assignments = zip(*orders, strict=True)
+        return torch.cat(tokens), torch.cat(assignments)
+
     def permute(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens ``[T, M]`` and flat probabilities ``[E * T]``; :meth:`dispatch` forms the rows."""
-        return hidden, probs.t().reshape(-1)
+        """Tokens ``[T, M]`` and flat probabilities ``[T * E]``; :meth:`dispatch` forms the rows."""
+        return hidden, probs.reshape(-1)
 
     def dispatch(
         self, rows: Tensor, probs: Tensor, meanwhile: Callable[[], object] | None
@@ -264,7 +297,7 @@ class S2Exchange(S1Exchange):
 
         Args:
             hidden: Hidden states of the common tokens, ``[T, M]``.
-            probs: Flat probabilities ``[E * T]``, to be sent with the rows; ``None`` sends rows alone.
+            probs: Flat probabilities ``[T * E]``, to be sent with the rows; ``None`` sends rows alone.
             meanwhile: Work for the host to do while the rows travel.
         """
         record = self.record
@@ -282,16 +315,17 @@ class S2Exchange(S1Exchange):
 
         Returns:
             Sums over parts and selected experts for each token, ``[T, M]``, and sums over parts of the
-            probabilities' gradients, flat ``[E * T]``; ``None`` for each argument that is ``None``.
+            probabilities' gradients, flat ``[T * E]``; ``None`` for each argument that is ``None``.
         """
         given = [x for x in (rows, probs) if x is not None]
         found = iter(results_for_all(given, self._shared, simultaneous=self._simultaneous))
-        num_tokens, num_experts = self.record.num_tokens, len(self._load_E)
+        token, assignment = self._common_order
         tokens = scores = None
         if rows is not None:
-            tokens = rows.new_zeros(num_tokens, rows.shape[-1]).index_add_(0, self._token, next(found))
+            tokens = rows.new_zeros(self.record.num_tokens, rows.shape[-1]).index_add_(0, token, next(found))
         if probs is not None:
-            scores = probs.new_zeros(num_tokens * num_experts).index_copy_(0, self._assignment, next(found))
+            size = self.record.num_tokens * self._send_YED.shape[1]
+            scores = probs.new_zeros(size).index_copy_(0, assignment, next(found))
         return tokens, scores
 
 
@@ -355,8 +389,9 @@ class BaselineExchange(MegatronExchange):
         hidden, probs = (scale_gradient(x, float(self._repeats)) for x in (hidden, probs))
         if self._parts is None:
             return hidden, probs, routing_map
-        counts = gather_counts(torch.tensor([len(hidden)], device=hidden.device), self._parts)
-        self._tokens_X = counts.view(-1).tolist()
+        if not self._tokens_X:  # A recomputed forward pass has the same numbers of tokens.
+            counts = gather_counts(torch.tensor([len(hidden)], device=hidden.device), self._parts)
+            self._tokens_X = counts.view(-1).tolist()
         gather: Callable[[Tensor], Tensor] = partial(
             uneven_all_gather, splits=self._tokens_X, group=self._parts
         )

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_fssdp.collectives.rows.grouped_exchange import exchange_in_steps
 from megatron_fssdp.planning.placement.group_ring import GroupRing
-from megatron_fssdp.runtime.exchange.chunk_permutation import chunk_permutation, select, transposed_order
+from megatron_fssdp.runtime.exchange.arrival_order import ArrivalOrder
 from megatron_fssdp.runtime.exchange.token_exchange import DispatchRecord
 from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights
 
@@ -102,15 +102,9 @@ class SmartSchedule:
             experts: Weights of the present experts, ascending by expert.
         """
         received_SG = self.record.received_SG[list(self.ring.senders(step))]
-        sizes, shape = received_SG.reshape(-1), received_SG.shape
-        by_expert = chunk_permutation(sizes, transposed_order(*shape), rows.device)
-        by_source = chunk_permutation(
-            received_SG.T.reshape(-1), transposed_order(shape[1], shape[0]), rows.device
-        )
-        results = self.compute(
-            select(rows, by_expert), select(probs, by_expert), received_SG.sum(axis=0).tolist(), experts
-        )
-        return select(results, by_source)
+        order = ArrivalOrder(received_SG, rows.device)
+        results = self.compute(*order.sort_by_expert(rows, probs), received_SG.sum(axis=0).tolist(), experts)
+        return order.sort_by_source(results)
 
 
 class _SmartScheduledExperts(torch.autograd.Function):

@@ -12,15 +12,19 @@ import numpy as np
 import torch
 
 from megatron_fssdp.collectives.plan_agreement import check_agreement
-from megatron_fssdp.collectives.rows.uneven_all_to_all import gather_counts
 from megatron_fssdp.collectives.sparse.sparse_transfer import StartedTransfer
 from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.runtime.exchange.arrival_order import ArrivalOrder
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.exchange.row_exchanges import MegatronExchange
 from megatron_fssdp.runtime.exchange.smart_schedule import ExpertCompute, SmartSchedule
-from megatron_fssdp.runtime.exchange.token_exchange import DispatchRecord, plan_exchange
+from megatron_fssdp.runtime.exchange.token_exchange import DispatchRecord
+from megatron_fssdp.runtime.execution import kept_exchanges
+from megatron_fssdp.runtime.execution.early_plan import EarlyPlan
 from megatron_fssdp.runtime.execution.iteration_clock import IterationClock
+from megatron_fssdp.runtime.execution.known_exchange import ExchangedCounts, KnownExchange
 from megatron_fssdp.runtime.execution.layer_iteration import LayerIteration
 from megatron_fssdp.runtime.execution.layer_load import LayerLoad
 from megatron_fssdp.runtime.execution.layer_stopwatch import LayerStopwatch
@@ -42,11 +46,13 @@ class MicroBatch:
 
     Attributes:
         exchange: Where the rows go and come from.
+        arrivals: Orders of the rows that this rank receives.
         materialization: Weights of the present experts, and the autograd nodes around the layer.
         plan: Plan that this pass follows.
     """
 
     exchange: DispatchRecord
+    arrivals: ArrivalOrder
     materialization: Materialization
     plan: LayerPlan
 
@@ -66,6 +72,8 @@ class LayerExecutor:
         check_plans: Whether to compare the plans of all ranks before they are used.
         following: Executor of the next MoE layer, if it is on this rank.
         is_first: Whether no MoE layer on this rank runs before this one.
+        most_choices: Largest number of experts that a token selects; ``None`` if it is not known. It limits
+            the memory of row indices.
         history: Loads of the last iterations.
         load: Loads, bytes and times of the running iteration.
         stopwatch: Stopwatch of the layer; ``None`` while the layer is not measured.
@@ -80,12 +88,15 @@ class LayerExecutor:
     check_plans: bool = False
     following: "LayerExecutor | None" = None
     is_first: bool = True
+    most_choices: int | None = None
     history: LoadHistory = field(init=False)
     load: LayerLoad = field(init=False)
     stopwatch: LayerStopwatch | None = field(init=False, default=None)
     _iteration: LayerIteration | None = field(init=False, default=None)
     _ahead: ReplicaWeights | None = field(init=False, default=None)
     _is_launched: bool = field(init=False, default=False)
+    _early: EarlyPlan | None = field(init=False, default=None)
+    _num_passes: int = field(init=False, default=0)
     _plain_owner_E: np.ndarray = field(init=False)
     _journal: list[StartedTransfer] = field(init=False, default_factory=list)
 
@@ -144,15 +155,20 @@ class LayerExecutor:
     def plan_iteration(self) -> LayerPlan:
         """Make the plan of the running iteration from the loads of earlier iterations, if it does not exist.
 
-        This is the only place that makes this plan. A forward pass of the layer calls it at its beginning: in
-        :meth:`launch`, before the gate or, without a gate, in ``run_layer``. The layer before this one calls
-        it earlier, in :meth:`plan_following`. All other methods need the plan and raise an error without it.
+        A forward pass of the layer calls it at its beginning: in :meth:`launch`, before the gate or, without
+        a gate, in ``run_layer``. The layer before this one calls it earlier, in :meth:`plan_following`. All
+        other methods need the plan and raise an error without it. On CUDA, :meth:`plan_ahead` has usually
+        made the plan already, in the backward pass of the iteration before.
 
         The plan does not change until the iteration ends, except for one calibration with the first
         micro-batch. Every micro-batch and a recomputed forward pass therefore use the same placement.
         """
         if self._iteration is None:
-            plan = self.strategy.before_gate(self.context, self.history)
+            early, self._early = self._early, None
+            if early is not None and early.fits(self.strategy, self.context, self.history):
+                plan = early.plan
+            else:
+                plan = self.strategy.before_gate(self.context, self.history)
             self._check(plan)
             num_micro_batches = self.clock.num_micro_batches
             self._iteration = LayerIteration(
@@ -176,6 +192,12 @@ class LayerExecutor:
         """Plan the iteration of the following layer, at a time when the host would only wait for rows."""
         if self._next is not None:
             self._next.plan_iteration()
+
+    def plan_ahead(self) -> None:
+        """Plan the next iteration of this layer if all backward passes of the running iteration are over."""
+        is_over = self._num_passes == self.clock.num_micro_batches
+        if is_over and self.load.counts_DE.any() and not self.check_plans:
+            self._early = EarlyPlan.make(self.strategy, self.context, self.history, self.load.counts_DE)
 
     @property
     def _running(self) -> LayerIteration:
@@ -229,31 +251,50 @@ class LayerExecutor:
             if layer is not None and layer._iteration is not None:
                 layer._iteration.advance_gradients()
 
-    def begin_micro_batch(self, routing_map: torch.Tensor, groups: ExpertGroups | None = None) -> MicroBatch:
-        """Exchange the counts, and compute where this micro-batch's rows go.
+    def recall(self) -> KnownExchange | None:
+        """The exchange of the first forward pass, if this pass recomputes it under the same plan.
+
+        All ranks recompute the same passes, so all of them get an exchange here or none does.
+        """
+        known = kept_exchanges.recall(self)
+        plan = self._running.plan
+        return known if known is not None and (plan.each_micro_batch or known.plan is plan) else None
+
+    def begin_micro_batch(
+        self,
+        routing_map: torch.Tensor,
+        exchange: MegatronExchange | None = None,
+        known: KnownExchange | None = None,
+    ) -> MicroBatch:
+        """Exchange the counts, compute where this micro-batch's rows go, and start the exchange of the rows.
 
         Args:
             routing_map: Experts that each token of this rank selected, bool ``[T, E]``.
-            groups: Process groups in which the tokens are exchanged. Default: the layer's groups.
+            exchange: Exchange of this forward pass; its ``gather`` has been called. Default: Megatron's order
+                in the layer's groups.
+            known: Result of :meth:`recall`. In a recomputed forward pass it replaces the exchange of counts.
         """
         if self.stopwatch is not None:
             self.stopwatch.tokens_ready()
-        groups = groups or self.groups
-        counts_XDE = self._gather_counts(routing_map, groups)
-        # Expert-tensor-parallel peers compute the same rows, so plans use the sum of their loads.
-        counts_DE = counts_XDE.sum(axis=0)
+        exchange = exchange or MegatronExchange(self.groups)
+        device = routing_map.device
+        # On CUDA, the following layer is planned before the host waits for the counts. Later, the device
+        # would wait for the host.
+        counts = known or ExchangedCounts.of(routing_map, exchange, self.most_choices, self.plan_following)
+        counts_DE = counts.counts_DE
         iteration = self._running
         if iteration.plan.each_micro_batch:
-            iteration = self._planned_by(counts_DE, iteration)
-        device = routing_map.device
+            iteration = self._of_micro_batch(counts_DE, iteration, known)
         weights, self._ahead = self._ahead or iteration.start_weights(device), None
         is_launched, self._is_launched = self._is_launched, False
         if not iteration.is_final:
             iteration.is_final = True
             self._calibrate(iteration, counts_DE, weights, device)
         plan = iteration.plan
-        dispatch_of_peer = plan.dispatch(counts_XDE, self.groups.topology)
-        exchange = plan_exchange(routing_map, dispatch_of_peer, plan.placement, groups.device, groups.peer)
+        if isinstance(counts, ExchangedCounts):
+            counts = counts.start(exchange, plan, self.groups.topology)
+        kept_exchanges.keep(self, counts)
+        record, dispatch_of_peer = counts.exchange.record, counts.dispatch_of_peer
         self.load.num_replicas = plan.placement.num_replicas
         self.load.placements = (plan.placement,)
 
@@ -261,20 +302,32 @@ class LayerExecutor:
             iteration.take_gradients(gradients, device)
             self._count(counts_DE, dispatch_of_peer)
 
+        # Transfers can run beside the dispatch only in a separate process group.
+        has_own_group = self.groups.transfers is not None
         materialization = Materialization(
             plan.placement,
             self.groups.device,
             weights,
             iteration.whole_transfer(device),
             rematerialize=plan.rematerialize,
-            # Transfers can run beside the dispatch only in a separate process group.
-            beside_dispatch=plan.each_micro_batch and self.groups.transfers is not None,
+            in_turn=not has_own_group or not (plan.gather_ahead or plan.each_micro_batch),
+            beside_dispatch=plan.each_micro_batch and has_own_group,
             on_backward=backward,
+            after_backward=self.plan_ahead if device.type == "cuda" else None,
         )
         if plan.rematerialize and is_launched and torch.is_grad_enabled() and not in_backward():
             materialization.before = self.clock.latest
             self.clock.latest = materialization
-        return MicroBatch(exchange, materialization, plan)
+        return MicroBatch(record, ArrivalOrder(record.received_SG, device), materialization, plan)
+
+    def while_rows_travel(self, micro_batch: MicroBatch) -> None:
+        """Do what the host has to do before the experts compute, while the rows travel.
+
+        Args:
+            micro_batch: The micro-batch whose rows travel.
+        """
+        _ = micro_batch.arrivals.by_expert  # This makes the index.
+        self.plan_following()
 
     def smart_schedule(self, micro_batch: MicroBatch, compute: ExpertCompute) -> SmartSchedule | None:
         """Dispatch, experts and combine of a micro-batch under the smart schedule; ``None`` without it.
@@ -352,8 +405,10 @@ class LayerExecutor:
         Raises:
             RuntimeError: Some gradients have not reached the owners, so the optimizer would miss them.
         """
-        load = self.drop_iteration()
-        if load.counts_DE.any():
+        load, early = self.drop_iteration(), self._early
+        if early is not None and np.array_equal(early.counts_DE, load.counts_DE):
+            self.history = early.history
+        elif load.counts_DE.any():
             self.history.append(load.counts_DE)
         return load
 
@@ -390,9 +445,14 @@ class LayerExecutor:
         self._iteration = None
         self._ahead = None
         self._is_launched = False
+        self._num_passes = 0
 
-    def _planned_by(self, counts_DE: np.ndarray, iteration: LayerIteration) -> LayerIteration:
+    def _of_micro_batch(
+        self, counts_DE: np.ndarray, iteration: LayerIteration, known: KnownExchange | None
+    ) -> LayerIteration:
         """Plan one micro-batch; a recomputed forward pass has the same counts and gets the same plan."""
+        if known is not None:
+            return iteration.of_micro_batch(known.plan)
         plan = self.strategy.after_gate(self.context, counts_DE, iteration.plan, 1)
         self._check(plan)
         return iteration.of_micro_batch(plan)
@@ -419,15 +479,9 @@ class LayerExecutor:
             if group is not None:
                 check_agreement(plan.placement.digest(), group, what)
 
-    def _gather_counts(self, routing_map: torch.Tensor, groups: ExpertGroups) -> np.ndarray:
-        """Counts of all devices and expert-tensor-parallel peers, int64 ``[X, D, E]`` on the host."""
-        counts = gather_counts(routing_map.sum(dim=0), groups.expert_parallel)
-        peers = groups.expert_tensor_parallel
-        counts = counts.unsqueeze(0) if peers is None else gather_counts(counts.view(-1), peers)
-        return counts.cpu().numpy().reshape(-1, self.context.num_devices, self.context.num_experts)
-
     def _count(self, counts_DE: np.ndarray, dispatch_of_peer: Sequence[TokenDispatch]) -> None:
         self.load.counts_DE += counts_DE
+        self._num_passes += 1
         if self.measure:
             self.load.measure(counts_DE, dispatch_of_peer, self._plain_owner_E)
         if not self.clock.driven:

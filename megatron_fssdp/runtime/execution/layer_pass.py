@@ -7,10 +7,10 @@ Shape letters: T tokens, M model dimension, E experts.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 from torch import Tensor
 
-from megatron_fssdp.runtime.exchange import token_exchange
 from megatron_fssdp.runtime.exchange.row_exchanges import MegatronExchange
 from megatron_fssdp.runtime.exchange.smart_schedule import ExpertCompute
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor, MicroBatch
@@ -49,12 +49,12 @@ def run_layer(
         Sums of each token's results, ``[T, M]``, and the exchange, weights and plan of this pass.
     """
     executor.plan_iteration()
-    exchange = exchange or MegatronExchange(executor.groups)
+    known = executor.recall()
+    exchange = known.exchange if known is not None else exchange or MegatronExchange(executor.groups)
     hidden, probs, routing_map = exchange.gather(hidden, probs, routing_map)
     with span("counts and plan"):
-        micro_batch = executor.begin_micro_batch(routing_map, exchange.groups)
+        micro_batch = executor.begin_micro_batch(routing_map, exchange, known)
     record, materialization = micro_batch.exchange, micro_batch.materialization
-    exchange.start(record, micro_batch.plan.placement)
     smart_schedule = executor.smart_schedule(micro_batch, compute)
     if smart_schedule is not None:
         hidden, experts = materialization.apply(hidden, wait=False)
@@ -65,14 +65,16 @@ def run_layer(
         hidden, experts = materialization.apply(hidden)
     rows, row_probs = exchange.permute(hidden, probs)
     with span("dispatch"):
-        rows, row_probs = exchange.dispatch(rows, row_probs, executor.plan_following)
+        meanwhile = partial(executor.while_rows_travel, micro_batch)
+        rows, row_probs = exchange.dispatch(rows, row_probs, meanwhile)
     if materialization.beside_dispatch:
         rows, experts = materialization.apply(rows)
-    rows, row_probs = token_exchange.sort_by_expert(*exchange.gather_peers(rows, row_probs), record)
+    rows, row_probs = micro_batch.arrivals.sort_by_expert(*exchange.gather_peers(rows, row_probs))
+    materialization.await_weights()
     with executor.computing(rows.shape[0], rows.device):
         rows = compute(rows, row_probs, record.rows_per_expert, experts)
     rows = materialization.end_use(executor.computed(rows))
-    rows = exchange.sum_peers(token_exchange.sort_by_source(rows, record), rows.dtype)
+    rows = exchange.sum_peers(micro_batch.arrivals.sort_by_source(rows), rows.dtype)
     with span("combine"):
         rows = exchange.combine(rows)
     return materialization.release(exchange.unpermute(rows)), micro_batch

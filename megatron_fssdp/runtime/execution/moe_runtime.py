@@ -45,6 +45,7 @@ class MoERuntime:
         *,
         layout: ExpertLayout | None = None,
         await_parameters: Callable[[], None] | None = None,
+        most_choices: int | None = None,
     ) -> LayerExecutor:
         """Register a layer; layers must be added in the same order on every rank.
 
@@ -55,6 +56,7 @@ class MoERuntime:
             layout: Shapes of one expert's tensors, needed on a rank that owns no expert.
             await_parameters: Function that returns when the Parameters have the values of the last optimizer
                 step; ``None`` if they always have them, see :class:`LocalExperts`.
+            most_choices: Largest number of experts that a token selects; ``None`` if it is not known.
         """
         experts = LocalExperts(f"layer {context.layer}", parameters, told_layout=layout)
         if await_parameters is not None:
@@ -68,6 +70,7 @@ class MoERuntime:
             # Every rank of the group has the loads of the whole group, so only one computes the report.
             measure=self.measure and groups.device == 0,
             check_plans=self.check_plans,
+            most_choices=most_choices,
         )
         if self.layers:
             self.layers[-1].following = executor

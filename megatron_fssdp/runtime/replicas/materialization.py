@@ -3,14 +3,16 @@
 In the forward pass, read the drawing from left to right; in the backward pass, from right to left. Steps in
 parentheses take place only under re-materialization (Hecate §4.2)::
 
-    node      launch ─ attention, gate ─ materialize ─ dispatch, experts ─ end_use ─ combine ─ release
-    forward   spAG starts                spAG ends                                             (free memory)
-    backward  spRS ends                  spRS starts                       (spAG ends)         (spAG starts)
+    node      launch ─ attention, gate ─ materialize ─ dispatch ─ experts ─ end_use ─ combine ─ release
+    forward   spAG starts                                    spAG ends                           (free memory)
+    backward  spRS ends                  spRS starts                      (spAG ends)            (spAG starts)
 
-Each node passes the hidden states through. Every rank therefore runs the backward pass of every node, in one
-fixed order relative to the dispatch all-to-all. This includes a rank that owns no expert of the layer but has
-a replica. ``launch`` (``LayerExecutor.launch``) is for models that can tell where the compute before the
-layer begins. Without it, SparseAllGather and SparseReduceScatter start and end at ``materialize``.
+Transfers without a process group of their own run in turn with the dispatch, so spAG then ends at
+``materialize``. Each node passes the hidden states through. Every rank therefore runs the backward pass of
+every node, in one fixed order relative to the dispatch all-to-all. This includes a rank that owns no expert
+of the layer but has a replica. ``launch`` (``LayerExecutor.launch``) is for models that can tell where the
+compute before the layer begins. Without it, SparseAllGather and SparseReduceScatter start and end at
+``materialize``.
 
 Parameters take no part in autograd. Owners receive the raw sums of their own and of their replicas' gradients
 in ``main_grad`` (or ``grad`` without Megatron's DDP). Scaling and the data-parallel reduction follow later,
@@ -45,11 +47,14 @@ class Materialization:
         transfer: Transfer that gathers all replicas of the placement.
         rematerialize: Whether to free the replicas after the forward pass and gather them again before the
             backward pass (Hecate's re-materialization).
-        beside_dispatch: Whether the replicas arrive while the tokens are dispatched. :meth:`apply` then takes
-            the rows that have arrived instead of the hidden states before the dispatch.
+        in_turn: Whether the replicas must be complete before the dispatch, because transfers use the same
+            process group. Otherwise :meth:`await_weights` waits for them.
+        beside_dispatch: Whether the gather starts together with the dispatch. :meth:`apply` then takes the
+            rows that have arrived instead of the hidden states before the dispatch.
         on_backward: Function that is called with the replicas' gradients at the end of a backward pass. This
             happens once for each training micro-batch, and never in an evaluation or for a forward pass that
             is recomputed.
+        after_backward: Function that is called after the last transfer of this backward pass has started.
     """
 
     def __init__(
@@ -60,27 +65,33 @@ class Materialization:
         transfer: SparseTransfer,
         *,
         rematerialize: bool,
+        in_turn: bool = True,
         beside_dispatch: bool = False,
         on_backward: Callable[[GradientsOfExperts], None],
+        after_backward: Callable[[], object] | None = None,
     ) -> None:
         self.present = placement.experts_on(device)
         self.weights = weights
         self.transfer = transfer
         self.rematerialize = rematerialize
+        self.in_turn = in_turn
         self.beside_dispatch = beside_dispatch
         self.on_backward = on_backward
+        self.after_backward = after_backward
         self.alone = placement.num_devices == 1
         self.before: Materialization | None = None
         """The layer before this one in the same forward pass; the backward pass needs its replicas next."""
 
-    def apply(self, hidden: torch.Tensor, *, wait: bool = True) -> tuple[torch.Tensor, list[ExpertWeights]]:
-        """Thread the hidden states through the node at which SparseAllGather ends.
+    def apply(
+        self, hidden: torch.Tensor, *, wait: bool | None = None
+    ) -> tuple[torch.Tensor, list[ExpertWeights]]:
+        """Thread the hidden states through the node whose backward pass starts SparseReduceScatter.
 
         Args:
             hidden: Hidden states that the dispatcher will send, or with ``beside_dispatch`` the rows that it
                 has received; any shape.
-            wait: Whether to wait for the replicas. Otherwise, their weights are complete after
-                ``weights.wait()``.
+            wait: Whether to wait for the replicas; ``None`` waits if transfers run in turn with the dispatch.
+                Without the wait, their weights are complete after :meth:`await_weights`.
 
         Returns:
             The hidden states, and the weights of the present experts, ascending by expert.
@@ -88,12 +99,17 @@ class Materialization:
         # The anchor gives the node an input that requires a gradient even if the hidden states do not, for
         # example above frozen layers or in a layer that is used alone.
         anchor = torch.empty(0, device=hidden.device, requires_grad=True)
-        hidden, *tensors = _Materialize.apply(self, wait, anchor, hidden)
+        hidden, *tensors = _Materialize.apply(self, self.in_turn if wait is None else wait, anchor, hidden)
         if self.alone:
             tensors = [parameter for expert in self.present for parameter in self.weights.parameters[expert]]
         count = len(self.weights.layout.shapes)
         experts = [ExpertWeights.from_tensors(tensors[i : i + count]) for i in range(0, len(tensors), count)]
         return hidden, experts
+
+    def await_weights(self) -> None:
+        """Wait for the replicas, immediately before the experts compute."""
+        if not self.alone:
+            self.weights.wait()
 
     def end_use(self, rows: torch.Tensor) -> torch.Tensor:
         """Thread the experts' results through the node whose backward pass waits for the weights.
@@ -140,6 +156,8 @@ class Materialization:
         before, self.before = self.before, None
         if before is not None:
             before.regather()
+        if self.after_backward is not None:
+            self.after_backward()
 
 
 def call_in_backward(call: Callable[[], None], hidden: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.collectives.rows.uneven_all_to_all import gather_counts, uneven_all_to_all
+from megatron_fssdp.collectives.rows.gathered_counts import gather_counts
+from megatron_fssdp.collectives.rows.uneven_all_to_all import uneven_all_to_all
 from megatron_fssdp.testing import run_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8]

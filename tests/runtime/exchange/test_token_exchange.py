@@ -10,18 +10,12 @@ from hypothesis import strategies as st
 
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy, plan_dispatch
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.runtime.exchange import token_exchange
+from megatron_fssdp.runtime.exchange.arrival_order import ArrivalOrder
 from megatron_fssdp.runtime.exchange.row_exchanges import MegatronExchange
-from megatron_fssdp.runtime.exchange.token_exchange import plan_exchange, true_positions
+from megatron_fssdp.runtime.exchange.selected_pairs import SelectedPairs
+from megatron_fssdp.runtime.exchange.token_exchange import plan_exchange
 from megatron_fssdp.testing.random_placement import random_placement
 from tests.drawn_examples import examples
-
-
-@given(st.lists(st.booleans(), max_size=30))
-@examples(60)
-def test_true_positions_are_the_indices_of_true_values(mask: list[bool]) -> None:
-    got = true_positions(torch.tensor(mask, dtype=torch.bool), sum(mask))
-    assert got.tolist() == [i for i, value in enumerate(mask) if value]
 
 
 @given(
@@ -40,7 +34,7 @@ def test_every_assignment_is_computed_once_on_a_device_with_its_expert(
     maps = [torch.from_numpy(rng.random((rng.integers(0, 9), num_experts)) < 0.4) for _ in range(num_devices)]
     counts_DE = np.stack([routing_map.sum(0).numpy() for routing_map in maps])
     dispatch = plan_dispatch(policy, counts_DE, placement, topology)
-    records = [plan_exchange(maps[d], [dispatch], placement, d) for d in range(num_devices)]
+    records = [plan_exchange(SelectedPairs.of(maps[d]), [dispatch], placement, d) for d in range(num_devices)]
     # The collectives are played below, so no process groups are needed.
     exchanges = [MegatronExchange(None) for _ in records]  # type: ignore[arg-type]
     for exchange, record in zip(exchanges, records, strict=True):
@@ -58,11 +52,12 @@ def test_every_assignment_is_computed_once_on_a_device_with_its_expert(
     for d, record in enumerate(records):
         assert [len(sent[source][d]) for source in range(num_devices)] == list(record.receive_D)
         received = torch.cat([sent[source][d] for source in range(num_devices)])
-        rows, experts = token_exchange.sort_by_expert(received[:, :2], received[:, 2], record)
+        arrivals = ArrivalOrder(record.received_SG, received.device)
+        rows, experts = arrivals.sort_by_expert(received[:, :2], received[:, 2])
         present = placement.experts_on(d)
         assert experts.tolist() == np.repeat(present, record.rows_per_expert).tolist()
         computed += [(*row, e) for row, e in zip(rows.tolist(), experts.tolist(), strict=True)]
-        back = token_exchange.sort_by_source(rows, record)
+        back = arrivals.sort_by_source(rows)
         assert torch.equal(back, received[:, :2])
         returned.append(torch.split(torch.cat([back, experts.new_ones(len(back), 1)], 1), record.receive_D))
     wanted = [(d, t, e) for d, routing_map in enumerate(maps) for t, e in routing_map.nonzero().tolist()]
@@ -84,8 +79,8 @@ def test_planning_an_exchange_never_makes_the_host_wait_for_the_device() -> None
     on_device = routing_map.cuda()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        record = plan_exchange(on_device, [dispatch], placement, 1)
+        record = plan_exchange(SelectedPairs.of(on_device), [dispatch], placement, 1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    reference = plan_exchange(routing_map, [dispatch], placement, 1)
+    reference = plan_exchange(SelectedPairs.of(routing_map), [dispatch], placement, 1)
     assert torch.equal(record.assignment_A.cpu(), reference.assignment_A)

@@ -20,6 +20,8 @@ from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.transfer.transfer_plan import plain_transfer
 from megatron_fssdp.runtime.exchange.token_exchange import DispatchRecord
+from megatron_fssdp.runtime.execution import known_exchange
+from megatron_fssdp.runtime.execution.kept_exchanges import RecomputedFunction
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
 from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.replicas.local_experts import LocalExperts
@@ -361,6 +363,33 @@ def test_a_pass_has_one_exchange_of_counts_and_three_of_rows_and_the_backward_pa
     for in_forward, in_backward in run_ranks(count_exchanges, 2):
         assert in_forward == 4
         assert in_backward == 2  # rows there and back; these probs need no gradient
+
+
+def recompute_with_another_routing(rank: int, world_size: int) -> float:
+    """Error of the gradients if the router flips in the recomputation; counts must not be exchanged."""
+    gradients = []
+    for flips in (False, True):
+        layer = Layer(replace(RANDOM, name="kept"))
+        layer.runtime.begin_iteration(1)
+        batch = layer.draw()
+        hidden = batch.of_rank(batch.hidden, rank).requires_grad_()
+        probs, routing_map = (batch.of_rank(x, rank) for x in (batch.probs, batch.routing_map))
+        maps = iter([routing_map, routing_map.roll(1, dims=1) if flips else routing_map])
+
+        def run(hidden: Tensor, layer: Layer = layer, probs: Tensor = probs, maps: Any = maps) -> Tensor:
+            return moe_forward(layer.executor, hidden, probs, next(maps), ACTIVATIONS["swiglu"])
+
+        output = checkpoint(RecomputedFunction(run), hidden, use_reentrant=True)
+        with mock.patch.object(known_exchange, "start_counts", side_effect=AssertionError("counts")):
+            output.sum().backward()
+        layer.runtime.finish_gradients()
+        assert hidden.grad is not None
+        gradients.append(torch.cat([hidden.grad.view(-1), *(x.view(-1) for x in layer.gradients().values())]))
+    return float((gradients[0] - gradients[1]).abs().max())
+
+
+def test_a_recomputed_pass_keeps_its_rows_if_the_router_flips_and_exchanges_no_counts() -> None:
+    assert run_ranks(recompute_with_another_routing, 2) == [0.0, 0.0]
 
 
 def begin_without_a_plan(rank: int, world_size: int) -> None:

@@ -46,6 +46,7 @@ CASES = (
             LayerCase(f"{mode}-owners", transfers=mode, placement="owners", schedule="FFBB"),
             LayerCase(f"{mode}-fssdp", transfers=mode, placement="fssdp", num_iterations=4, schedule="FFBB"),
             LayerCase(f"{mode}-reentrant", transfers=mode, recompute="reentrant", schedule="FFBB"),
+            LayerCase(f"{mode}-kept-exchange", transfers=mode, recompute="kept", schedule="FFBB"),
             LayerCase(f"{mode}-non-reentrant", transfers=mode, recompute="non_reentrant", schedule="FFBB"),
             LayerCase(f"{mode}-calibrated", transfers=mode, calibrated=True, schedule="FBFB", num_nodes=2),
             LayerCase(
@@ -74,11 +75,15 @@ CASES = (
             ("once", None),
             ("in_turn", None),
             ("once", "reentrant"),
+            ("once", "kept"),
             ("once", "non_reentrant"),
         )
     ]
     + [
         LayerCase("each-in-turn", transfers="each_in_turn", schedule="FBFB"),
+        LayerCase("calibrated-kept-exchange", transfers="once", calibrated=True, recompute="kept"),
+        LayerCase("undriven-kept-exchange", recompute="kept", schedule="FFBB", driven=False),
+        LayerCase("smart-kept-exchange", transfers="once", recompute="kept", schedule="FFBB", group_size=2),
         LayerCase("calibrated-in-turn", calibrated=True, schedule="FBFB"),
         LayerCase("calibrated-undriven", calibrated=True, driven=False),
     ]
