@@ -18,7 +18,15 @@ from megatron_fssdp.runtime.experts.expert_layout import ParametersByExpert
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 from megatron_fssdp.testing import run_ranks
 
-from ..rank_layer import ACTIVATIONS, DrawnPlacements, LayerCase, build_layer, draw_inputs, moe_forward
+from ..rank_layer import (
+    ACTIVATIONS,
+    DrawnPlacements,
+    LayerCase,
+    build_layer,
+    draw_inputs,
+    moe_forward,
+    placed,
+)
 from ..reference_layer import draw_weights
 
 WORLD, LAYERS = 4, 3
@@ -118,9 +126,9 @@ def run_stack(
         for step in case.schedule:
             if step == "F":
                 batch = draw_inputs(case, owner_E, world_size, rng)
-                leaf = batch.of_rank(batch.hidden, rank).clone().requires_grad_()
-                routing_map = batch.of_rank(batch.routing_map, rank)
-                probs = batch.of_rank(batch.probs, rank)
+                leaf = placed(batch.of_rank(batch.hidden, rank), case).requires_grad_()
+                routing_map = batch.of_rank(batch.routing_map, rank).to(case.device)
+                probs = batch.of_rank(batch.probs, rank).to(case.device)
                 hidden = leaf
                 for number, (executor, _) in enumerate(built):
 
@@ -138,11 +146,11 @@ def run_stack(
         runtime.finish_gradients()
         loads = runtime.end_iteration()
         outcome.bytes_moved += [(load.spag_bytes, load.sprs_bytes) for load in loads]
-        outcome.tensors += [leaf.grad for leaf in leaves if leaf.grad is not None]
+        outcome.tensors += [leaf.grad.cpu() for leaf in leaves if leaf.grad is not None]
         for _, parameters in built:
             for tensors in parameters.values():
                 for parameter in tensors:
-                    outcome.tensors.append(parameter.grad.clone())
+                    outcome.tensors.append(parameter.grad.clone().cpu())
                     parameter.grad = None
     return outcome
 
