@@ -199,7 +199,8 @@ class NcclGroups:
     def _communicator(self, group: ProcessGroup, pair: str = "") -> _Communicator:
         key = group.group_name + pair
         if key not in self._communicators:
-            name = f"NCCL stream of group {group.group_desc or group.group_name}{pair}"
+            described = group.group_desc not in ("", "undefined")
+            name = f"the NCCL stream of group {group.group_desc if described else group.group_name}{pair}"
             self._communicators[key] = _Communicator(self._books.add_stream(name))
         return self._communicators[key]
 

@@ -314,7 +314,7 @@ class VirtualDevice:
             if actor != block.stream and known.get(actor, 0) < access.number:
                 self._find(
                     FindingKind.FREED_IN_USE,
-                    f"memory of {self.name_of(block.stream)} given back (record_stream or a wait is missing)",
+                    f"end of memory of {self.name_of(block.stream)} (record_stream or a wait is missing)",
                     code_place(),
                     self._told(access),
                     access.place,
