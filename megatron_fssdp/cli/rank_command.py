@@ -32,8 +32,13 @@ class RankCommand:
         variables: dict[str, str] = {} if device == "auto" else {"MEGATRON_FSSDP_DEVICE": device}
         if self.on_cpu:
             variables["OMP_NUM_THREADS"] = "1"  # the ranks share the cores
-        elif self.config.parallelism.tensor > 1 or self.config.parallelism.context > 1:
-            variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron needs it to order its kernels
+        else:
+            if self.config.parallelism.tensor > 1 or self.config.parallelism.context > 1:
+                variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron needs it to order its kernels
+            if self.config.strategy.name != "none":
+                # Transfers and dispatch use two communicators at the same time. NCCL's documentation asks
+                # for this setting in such programs, from NCCL 2.26 on. Older versions ignore it.
+                variables["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
         return {
             name: value
             for name, value in variables.items()

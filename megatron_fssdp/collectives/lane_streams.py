@@ -10,9 +10,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-_streams: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, torch.device], torch.cuda.Stream]] = (
-    WeakKeyDictionary()
-)
+_Key = tuple[str, torch.device, type[torch.cuda.Stream]]
+_streams: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, torch.cuda.Stream]] = WeakKeyDictionary()
 
 
 def lane_stream(use: str, group: dist.ProcessGroup, device: torch.device) -> torch.cuda.Stream:
@@ -24,12 +23,8 @@ def lane_stream(use: str, group: dist.ProcessGroup, device: torch.device) -> tor
         device: CUDA device of the stream.
     """
     streams = _streams.setdefault(group, {})
-    key = (use, device)
+    # Tests replace the class by that of a virtual device, whose streams serve that device alone.
+    key = (use, device, torch.cuda.Stream)
     if key not in streams:
         streams[key] = torch.cuda.Stream(device)
     return streams[key]
-
-
-def forget_streams() -> None:
-    """Drop all streams, so that later calls create new ones; for tests that replace ``torch.cuda``."""
-    _streams.clear()

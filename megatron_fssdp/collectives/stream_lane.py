@@ -152,8 +152,13 @@ class StreamLane:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.device = device
-        self.stream = lane_stream("transfers", group, device)
+        self._group = group
         self._open: deque[StreamTransfer] = deque()
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """The stream of the transfers."""
+        return lane_stream("transfers", self._group, self.device)
 
     def submit(
         self, steps: Steps, num_batches: int, at_once: int | None, touched: Iterable[Tensor]
@@ -209,8 +214,3 @@ def advance_transfers(group: dist.ProcessGroup) -> None:
     """
     for lane in _lanes.get(group, {}).values():
         lane.advance()
-
-
-def forget_lanes() -> None:
-    """Drop all lanes, so that later transfers create new ones; for tests that replace ``torch.cuda``."""
-    _lanes.clear()

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fssdp.collectives.lane_streams import forget_streams
-from megatron_fssdp.collectives.stream_lane import forget_lanes
 from megatron_fssdp.megatron_adapter.cpu.cpu_device import FinishedStream, HostEvent
 
 
@@ -49,6 +47,4 @@ def finished_cuda(monkeypatch: pytest.MonkeyPatch) -> StreamLog:
     monkeypatch.setattr(torch.cuda, "Event", HostEvent)
     monkeypatch.setattr(torch.cuda, "stream", entered)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: log.current[-1])
-    forget_streams()
-    forget_lanes()
     return log

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_fssdp.collectives.connections import connect_pairs
 from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.collectives.messages import wait_for
-from megatron_fssdp.collectives.sparse.posting import Posting, poster_for
+from megatron_fssdp.collectives.sparse.posting import Poster, Posting, poster_for
 from megatron_fssdp.collectives.sparse.transfer_cargo import Cargo, GatherCargo, ReductionCargo, check_cargo
 from megatron_fssdp.collectives.sparse.wavefront import Wavefront
 from megatron_fssdp.collectives.stream_lane import Steps, stream_lane
@@ -77,6 +77,7 @@ class SparseTransfer:
             (``CUDA_DEVICE_MAX_CONNECTIONS=1``). A transfer then issues its batches at several points of the
             program (``stream_lane.py``), as many at each point as the plan has hops on its longest path.
             Equal on all ranks. Unused on CPU.
+        poster: How messages are posted; ``None`` posts them as the device's communication library needs it.
         journal: List to which every started transfer is appended.
         what: Name of the moved experts in error messages.
     """
@@ -91,6 +92,7 @@ class SparseTransfer:
         device: torch.device | str = "cpu",
         messages: MessageRule | None = None,
         one_queue: bool = False,
+        poster: Poster | None = None,
         journal: list[StartedTransfer] | None = None,
         what: str = "experts",
     ) -> None:
@@ -118,7 +120,7 @@ class SparseTransfer:
         self.shared_experts = tuple(sorted(forwarded - received))
         """Experts that this device sends without receiving them, ascending; usually owned experts."""
         self._forwarded = frozenset(forwarded)
-        self._poster = poster_for(self.device)
+        self._poster = poster or poster_for(self.device)
         self._one_queue = one_queue
         if self.device.type == "cuda":
             connect_pairs(group, self.device)

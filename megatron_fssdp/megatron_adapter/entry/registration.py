@@ -22,6 +22,7 @@ from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.megatron_adapter.entry.arguments import add_strategy_arguments, resolve_arguments
 from megatron_fssdp.megatron_adapter.entry.error_report import report_uncaught
 from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy, StrategySession
+from megatron_fssdp.megatron_adapter.layer.transfer_group import communicator_options
 from megatron_fssdp.megatron_adapter.support.capabilities import check_training
 from megatron_fssdp.megatron_adapter.support.node_detection import check_declared_nodes
 from megatron_fssdp.megatron_adapter.support.replaced_settings import (
@@ -136,7 +137,8 @@ def _resolve_request(args: Any) -> None:
     name, settings = resolve_arguments(args)
     session = None
     if isinstance(settings, PlacementSettings):
-        session = StrategySession(name, settings, timedelta(minutes=args.distributed_timeout_minutes))
+        timeout = timedelta(minutes=args.distributed_timeout_minutes)
+        session = StrategySession(name, settings, timeout, communicator_options(args))
         session.check_model(args)
         replace_settings(f"--moe-strategy {name}", DISPATCH_REPLACEMENTS, args)
         if session.strategy.moves_owners:

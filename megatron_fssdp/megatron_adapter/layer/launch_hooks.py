@@ -1,6 +1,7 @@
 """Starts a layer's SparseAllGather where its transformer layer begins, so that it overlaps attention."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ def install_launch_hooks(model: Iterable[torch.nn.Module]) -> None:
     """Add a forward pre-hook to every transformer layer that contains an MoE layer of a strategy.
 
     Forward pre-hooks also run when a layer is recomputed. A gather is therefore always started and used in
-    the same forward pass.
+    the same forward pass. If the device has one queue for the kernels of all streams, each part of attention
+    also gets a hook, at which transfers issue their next messages.
 
     Args:
         model: Model chunks of this rank. Each chunk is one forward pass.
@@ -35,3 +37,13 @@ def _hook(layer: TransformerLayer, moe: StrategyMoELayer, first: bool) -> None:
         return args, {**kwargs, "hidden_states": moe.launch(kwargs["hidden_states"], first=first)}
 
     layer.register_forward_pre_hook(launch, with_kwargs=True)
+    if moe.executor.groups.one_queue:
+        for part in layer.self_attention.children():
+            part.register_forward_hook(partial(_advance, moe))
+
+
+def _advance(moe: StrategyMoELayer, part: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Mark a point of the program after a part of attention, in the forward and in the backward pass."""
+    outputs = output if isinstance(output, tuple) else (output,)
+    tensors = [tensor for tensor in outputs if isinstance(tensor, torch.Tensor)]
+    moe.executor.advance_transfers(tensors[0] if tensors else None)

@@ -162,6 +162,7 @@ class StrategyMoELayer(MoELayer):
             # A CUDA graph of the router holds the gate alone. Megatron's method ends the capture after it.
             return super().route(hidden_states, padding_mask)
         self.executor.plan_iteration()
+        self.executor.advance_transfers(hidden_states)
         layer = self.executor.context.layer
         self.executor.load.strategy = self._session.strategy.selected(layer)
         owners_only = not self._session.strategy.may_replicate(layer)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megatron_fssdp.collectives.plan_agreement import check_agreement
 from megatron_fssdp.collectives.rows.gathered_counts import gather_counts
@@ -15,6 +14,13 @@ from megatron_fssdp.config.strategy_settings import PlacementSettings, StrategyS
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.experts.stage_owners import StageOwners
 from megatron_fssdp.megatron_adapter.layer.schedule_selector import ScheduleSelector
+from megatron_fssdp.megatron_adapter.layer.transfer_group import (
+    DEFAULT_OPTIONS,
+    CommunicatorOptions,
+    connect_groups,
+    create_transfer_group,
+    has_one_queue,
+)
 from megatron_fssdp.megatron_adapter.routing.topology_aware_router import check_gate
 from megatron_fssdp.megatron_adapter.support.node_detection import detect_topology
 from megatron_fssdp.megatron_adapter.support.supported_features import (
@@ -38,14 +44,20 @@ class StrategySession:
         strategy_name: Name of a placement strategy. The strategy ``none`` has no session.
         settings: Validated settings of the strategy.
         timeout: Time-out of the process groups that the session creates; torch's default if ``None``.
+        communicators: Megatron's NCCL options by the short names of groups (:mod:`.transfer_group`).
     """
 
     def __init__(
-        self, strategy_name: str, settings: PlacementSettings, timeout: timedelta | None = None
+        self,
+        strategy_name: str,
+        settings: PlacementSettings,
+        timeout: timedelta | None = None,
+        communicators: CommunicatorOptions | None = None,
     ) -> None:
         self.strategy_name = strategy_name
         self.settings = settings
         self.timeout = timeout
+        self.communicators = DEFAULT_OPTIONS if communicators is None else communicators
         self.strategy = build_strategy(strategy_name, settings)
         self.runtime = MoERuntime(
             self.strategy,
@@ -89,14 +101,8 @@ class StrategySession:
         if expert_parallel.group_name not in self._groups:
             transfers: Any = None
             if self.strategy.overlaps and expert_parallel.size() > 1:
-                # Transfers overlap the dispatch, so they need their own process group. Megatron's function
-                # creates it, because Megatron may change the time-outs of all groups that it has created.
-                transfers = parallel_state.create_group(
-                    dist.get_process_group_ranks(expert_parallel),
-                    timeout=self.timeout,
-                    use_local_synchronization=True,
-                    group_desc="FSSDP_TRANSFER_GROUP",
-                )
+                # Transfers overlap the dispatch, so they need their own process group.
+                transfers = create_transfer_group(expert_parallel, self.timeout, self.communicators)
             topology = detect_topology(expert_parallel, self.settings.nodes)
             peers = expert_tensor_parallel if expert_tensor_parallel.size() > 1 else None
             if peers is not None:
@@ -116,7 +122,9 @@ class StrategySession:
                 parts if peers is not None else None,
                 tensor_parallel,
                 tuple(devices),
+                one_queue=has_one_queue(expert_parallel),
             )
+            connect_groups(self._groups[expert_parallel.group_name])
         return self._groups[expert_parallel.group_name]
 
     def schedule_selector(

@@ -44,6 +44,9 @@ class ExpertGroups:
         tensor_parallel: Process group of the ranks that have the same tokens as this one; ``None`` if no
             other rank has them, for example under sequence parallelism.
         devices_of_peers: Device number of each rank of ``tensor_parallel``.
+        one_queue: Whether CUDA devices run the kernels of all streams in the order of their issue
+            (``CUDA_DEVICE_MAX_CONNECTIONS=1``). Transfers then issue their messages at several points of the
+            program. Equal on all ranks.
     """
 
     expert_parallel: dist.ProcessGroup
@@ -54,6 +57,7 @@ class ExpertGroups:
     parts: dist.ProcessGroup | None = None
     tensor_parallel: dist.ProcessGroup | None = None
     devices_of_peers: tuple[int, ...] = ()
+    one_queue: bool = False
 
     def __post_init__(self) -> None:
         if self.expert_parallel.size() != self.topology.num_devices:

@@ -13,6 +13,7 @@ import torch
 
 from megatron_fssdp.collectives.plan_agreement import check_agreement
 from megatron_fssdp.collectives.sparse.sparse_transfer import StartedTransfer
+from megatron_fssdp.collectives.stream_lane import advance_transfers
 from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
@@ -251,6 +252,22 @@ class LayerExecutor:
             if layer is not None and layer._iteration is not None:
                 layer._iteration.advance_gradients()
 
+    def advance_transfers(self, hidden: torch.Tensor | None = None) -> None:
+        """Mark a point of the program, at which transfers issue their next messages (``stream_lane.py``).
+
+        Only devices with one queue need such points. All ranks must have the same points in the same order.
+
+        Args:
+            hidden: Tensor whose gradient is complete at the corresponding point of the backward pass, any
+                shape; ``None`` if the backward pass has no such point.
+        """
+        group = self.groups.transfers
+        if group is None or not self.groups.one_queue:
+            return
+        advance_transfers(group)
+        if hidden is not None and torch.is_grad_enabled() and hidden.requires_grad:
+            hidden.register_hook(lambda gradient: advance_transfers(group))
+
     def recall(self) -> KnownExchange | None:
         """The exchange of the first forward pass, if this pass recomputes it under the same plan.
 
@@ -276,6 +293,7 @@ class LayerExecutor:
         """
         if self.stopwatch is not None:
             self.stopwatch.tokens_ready()
+        self.advance_transfers()
         exchange = exchange or MegatronExchange(self.groups)
         device = routing_map.device
         # On CUDA, the following layer is planned before the host waits for the counts. Later, the device
@@ -386,6 +404,7 @@ class LayerExecutor:
         Args:
             rows: Results of the present experts, ``[R, M]``.
         """
+        self.advance_transfers(rows)
         following = None if self._next is None else self._next._running
         if following is None or not following.splits:
             return rows

@@ -208,6 +208,7 @@ class LayerIteration:
             dtype=dtype or layout.dtype,
             device=device,
             messages=message_rule(on_cuda=device.type == "cuda"),
+            one_queue=self.groups.one_queue,
             journal=self.journal,
             what=self.experts.what,
         )

@@ -1,0 +1,114 @@
+"""The process group of SparseAllGather and SparseReduceScatter on GPUs: its NCCL options and connections."""
+
+import logging
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_fssdp.collectives.connections import connect_pairs
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.yaml_text import parse_yaml
+from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
+
+logger = logging.getLogger(__name__)
+
+SHORT_NAME = "fssdp"
+"""Name of the group in Megatron's ``--high-priority-stream-groups`` and its file of NCCL options."""
+
+SLOW_S = 5.0
+"""Seconds from which on the log mentions how long it took to connect a group's ranks."""
+
+CommunicatorOptions = Mapping[str, Mapping[str, Any]]
+"""NCCL options by the short name of a group, as in Megatron's file of NCCL options."""
+
+DEFAULT_OPTIONS: CommunicatorOptions = {SHORT_NAME: {"is_high_priority_stream": True}}
+"""Transfers run beside compute, and Megatron's documentation recommends streams of high priority for this.
+
+Their kernels are then scheduled before those of the compute, and less of the communication is exposed. All
+other options are NCCL's defaults.
+"""
+
+
+def communicator_options(args: Any) -> CommunicatorOptions:
+    """Return the NCCL options that Megatron's arguments request for the transfer group.
+
+    The file of ``--nccl-communicator-config-path`` and ``--high-priority-stream-groups`` name the group
+    ``fssdp``.
+
+    Args:
+        args: Megatron's arguments.
+
+    Raises:
+        ConfigurationError: The file of NCCL options cannot be read, or its entry for the group is no mapping.
+    """
+    options = dict(DEFAULT_OPTIONS[SHORT_NAME])
+    path = getattr(args, "nccl_communicator_config_path", None)
+    if path is not None:
+        what = f"--nccl-communicator-config-path {path}"
+        try:
+            data = parse_yaml(Path(path).read_text(encoding="utf-8"), what)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"{what}: cannot read it: {error}") from None
+        found = data.get(SHORT_NAME, {}) if isinstance(data, dict) else data
+        if not isinstance(found, dict):
+            raise ConfigurationError(
+                f"{what}: got {found!r} for the group {SHORT_NAME}, wanted a mapping from names of groups to "
+                "mappings of NCCL options, for example {fssdp: {max_ctas: 8}}"
+            )
+        options.update(found)
+    if SHORT_NAME in (getattr(args, "high_priority_stream_groups", None) or ()):
+        options["is_high_priority_stream"] = True
+    return {SHORT_NAME: options}
+
+
+def create_transfer_group(
+    expert_parallel: dist.ProcessGroup, timeout: timedelta | None, communicators: CommunicatorOptions
+) -> dist.ProcessGroup:
+    """Create a second process group of the expert-parallel ranks; collective over these ranks.
+
+    Megatron's function creates it, because Megatron may change the time-outs of all groups that it has
+    created.
+
+    Args:
+        expert_parallel: Expert-parallel group.
+        timeout: Time-out of the group; torch's default if ``None``.
+        communicators: NCCL options by the short names of groups.
+    """
+    on_nccl = dist.get_backend(expert_parallel) == "nccl"
+    group: dist.ProcessGroup = parallel_state.create_group(
+        dist.get_process_group_ranks(expert_parallel),
+        timeout=timeout,
+        pg_options=parallel_state.get_nccl_options(SHORT_NAME, communicators) if on_nccl else None,
+        use_local_synchronization=True,
+        group_desc="FSSDP_TRANSFER_GROUP",
+    )
+    return group
+
+
+def has_one_queue(group: dist.ProcessGroup) -> bool:
+    """Whether the ranks of a group are CUDA devices that run all kernels in the order of their issue."""
+    return dist.get_backend(group) == "nccl" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+
+
+def connect_groups(groups: ExpertGroups) -> None:
+    """Connect every two ranks that will exchange messages; collective over the ranks of the groups.
+
+    NCCL would otherwise open each connection when the first message needs it, in the middle of the training.
+
+    Args:
+        groups: Process groups of a layer.
+    """
+    wanted = [groups.transfers, groups.expert_parallel if groups.ring is not None else None]
+    for group in wanted:
+        if group is None or dist.get_backend(group) != "nccl":
+            continue
+        took_s = connect_pairs(group, torch.device("cuda", torch.cuda.current_device()))
+        if took_s > SLOW_S and group.rank() == 0:
+            name = group.group_desc or group.group_name
+            logger.warning(f"[fssdp] connected the {group.size()} ranks of {name} in {took_s:.0f} s")

@@ -1,0 +1,97 @@
+"""NCCL options of the transfer group, and points of the program on devices with one queue."""
+
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter.layer.launch_hooks import _hook
+from megatron_fssdp.megatron_adapter.layer.transfer_group import communicator_options, has_one_queue
+from megatron_fssdp.runtime.execution import layer_executor
+
+
+def options(**arguments: object) -> dict[str, object]:
+    return dict(communicator_options(SimpleNamespace(**arguments))["fssdp"])
+
+
+def test_transfers_have_high_priority_unless_a_file_says_otherwise(tmp_path: Path) -> None:
+    assert options() == {"is_high_priority_stream": True}
+    path = tmp_path / "nccl.yaml"
+    path.write_text("ep:\n  max_ctas: 32\nfssdp:\n  max_ctas: 8\n  is_high_priority_stream: false\n")
+    wanted: dict[str, object] = {"max_ctas": 8, "is_high_priority_stream": False}
+    assert options(nccl_communicator_config_path=str(path)) == wanted
+    wanted["is_high_priority_stream"] = True
+    groups = ["ep", "fssdp"]
+    assert options(nccl_communicator_config_path=str(path), high_priority_stream_groups=groups) == wanted
+    path.write_text("ep: {max_ctas: 32}\n")
+    assert options(nccl_communicator_config_path=str(path)) == {"is_high_priority_stream": True}
+
+
+@pytest.mark.parametrize("text", ["fssdp: 3\n", "[1, 2]\n", "fssdp: {a\n"])
+def test_a_file_with_other_contents_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "nccl.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match=r"--nccl-communicator-config-path .*nccl.yaml: ") as error:
+        options(nccl_communicator_config_path=str(path))
+    assert "\n" not in str(error.value)
+    with pytest.raises(ConfigurationError, match="cannot read it"):
+        options(nccl_communicator_config_path=str(tmp_path / "missing.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("backend", "connections", "wanted"),
+    [("nccl", "1", True), ("nccl", "8", False), ("nccl", None, False), ("gloo", "1", False)],
+)
+def test_one_connection_means_one_queue_on_gpus(
+    monkeypatch: pytest.MonkeyPatch, backend: str, connections: str | None, wanted: bool
+) -> None:
+    monkeypatch.setattr(dist, "get_backend", lambda group: backend)
+    if connections is None:
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    assert has_one_queue(cast(Any, None)) is wanted
+
+
+class FakeLayer(torch.nn.Module):
+    """A transformer layer whose attention has two parts; the second one returns its bias as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attention = torch.nn.Module()
+        self.self_attention.qkv = torch.nn.Linear(2, 2)
+        self.self_attention.proj = WithBias(2, 2)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output, _ = self.self_attention.proj(self.self_attention.qkv(hidden))
+        return cast(torch.Tensor, output)
+
+
+class WithBias(torch.nn.Linear):
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return super().forward(hidden), None
+
+
+@pytest.mark.parametrize("one_queue", [False, True])
+def test_each_part_of_attention_is_a_point_in_both_passes_if_there_is_one_queue(
+    monkeypatch: pytest.MonkeyPatch, one_queue: bool
+) -> None:
+    group, order = object(), []
+    monkeypatch.setattr(layer_executor, "advance_transfers", lambda of: order.append(("point", of is group)))
+    executor: Any = SimpleNamespace(groups=SimpleNamespace(transfers=group, one_queue=one_queue))
+    executor.advance_transfers = partial(layer_executor.LayerExecutor.advance_transfers, executor)
+    moe: Any = SimpleNamespace(executor=executor, launch=lambda hidden, first: hidden)
+    layer = FakeLayer()
+    _hook(cast(Any, layer), moe, True)
+    output = layer(torch.ones(1, 2, requires_grad=True))
+    assert order == [("point", True)] * (2 if one_queue else 0)
+    output.sum().backward()
+    assert order == [("point", True)] * (4 if one_queue else 0)
+    with torch.no_grad():
+        layer(torch.ones(1, 2))
+    assert len(order) == (6 if one_queue else 0)
