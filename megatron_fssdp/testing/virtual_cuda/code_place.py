@@ -13,6 +13,7 @@ _OWN = str(Path(__file__).resolve().parent) + "/"
 _TESTING = str(Path(__file__).resolve().parents[1]) + "/"
 _TORCH = str(Path(torch.__file__).resolve().parent) + "/"
 _STANDARD_LIBRARY = str(Path(sysconfig.get_paths()["stdlib"]).resolve()) + "/"
+_MEGATRON = "megatron/"  # of an installed Megatron, and of a checkout
 _MAX_CALLERS = 2
 
 
@@ -37,12 +38,14 @@ def _name_of_file(path: str) -> tuple[str, bool] | None:
 def code_place() -> str:
     """The place of the operation that runs now, as ``file:line``.
 
-    The place is the innermost line of the plugin, followed by up to two of its callers in the plugin. If no
-    code of the plugin is on the stack, it is the innermost line outside of torch and the standard library,
-    for example a line of the test or of Megatron. Operations of a backward pass are marked, because
-    autograd calls most of them without a line of Python.
+    The place is the innermost line of the plugin, followed by up to two of its callers in the plugin. If the
+    plugin called Megatron there, the innermost line of Megatron comes first. If no code of the plugin is on
+    the stack, the place is the innermost line outside of torch and the standard library, for example a line
+    of the test. Operations of a backward pass are marked, because autograd calls most of them without a line
+    of Python.
     """
     ours: list[str] = []
+    inside_megatron: list[str] = []
     other = ""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(ours) <= _MAX_CALLERS:
@@ -53,6 +56,8 @@ def code_place() -> str:
                 ours.append(f"{name}:{frame.f_lineno}")
             elif not other:
                 other = f"{name}:{frame.f_lineno}"
+                if not ours and name.startswith(_MEGATRON):
+                    inside_megatron = [other]
         frame = frame.f_back
-    place = " < ".join(ours) or other or "unknown place"
+    place = " < ".join(inside_megatron + ours) or other or "unknown place"
     return f"{place} (backward pass)" if torch._C._current_graph_task_id() != -1 else place

@@ -67,6 +67,15 @@ class DeviceMode(TorchFunctionMode):
         special = self._special.get(func)
         if special is not None:
             return special(*args, **kwargs)
+        if any(isinstance(argument, Tensor) for argument in args):
+            return self._call(func, args, kwargs)
+        before, self.books.host_factory = self.books.host_factory, True
+        try:
+            return self._call(func, args, kwargs)
+        finally:
+            self.books.host_factory = before
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("device") is None and not kwargs.get("pin_memory"):
             return func(*args, **kwargs)
         return self._factory(func, args, kwargs)

@@ -102,6 +102,7 @@ class MemoryBlocks:
 
     def __init__(self) -> None:
         self._blocks: dict[int, Block] = {}
+        self._undecided: dict[int, StorageWeakRef] = {}
         self.allocated_bytes = 0
         self.peak_bytes = 0
 
@@ -119,11 +120,23 @@ class MemoryBlocks:
     ) -> Block:
         """Make a storage one of the device (or page-locked); a storage that already is stays as it is."""
         key = int(storage._cdata)
+        self._undecided.pop(key, None)
         if key not in self._blocks:
             block = Block(StorageWeakRef(storage), stream, place, storage.nbytes(), is_pinned)
             self._blocks[key] = block
             self._count(block, 1)
         return self._blocks[key]
+
+    def leave_undecided(self, tensor: Tensor) -> None:
+        """Note that a new tensor may be on the device; the first operator that uses it decides."""
+        key = storage_key(tensor)
+        if key is not None and key not in self._blocks:
+            self._undecided[key] = StorageWeakRef(tensor.untyped_storage())
+
+    def is_undecided(self, tensor: Tensor) -> bool:
+        """Whether it is still open on which side a tensor is."""
+        reference = self._undecided.get(storage_key(tensor) or 0)
+        return reference is not None and not reference.expired()
 
     def replace(self, storage: torch.UntypedStorage, stream: int, place: str) -> None:
         """Give new memory to a storage whose memory was given back."""
@@ -144,6 +157,8 @@ class MemoryBlocks:
 
     def take_expired(self) -> list[Block]:
         """Remove and return the blocks whose storage no tensor uses any more."""
+        for key in [key for key, storage in self._undecided.items() if storage.expired()]:
+            del self._undecided[key]
         expired = [key for key, block in self._blocks.items() if block.storage.expired()]
         return [self._blocks.pop(key) for key in expired]
 

@@ -91,8 +91,15 @@ class OperatorMode(TorchDispatchMode):
     def _on_host(
         self, func: Any, named: list[tuple[str, bool, Tensor]], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """An operator on CPU tensors; page-locked ones may be in use by a stream."""
+        """An operator on CPU tensors; page-locked ones may be in use by a stream.
+
+        Where Python did not ask for a new tensor, torch's own code did, for example autograd's formulas,
+        which make zeros on the device of the gradients. The operator does not show that device.
+        """
         outputs = func(*args, **kwargs)
+        if not named and not self._books.host_factory:
+            for tensor in _tensors(outputs):
+                self._books.memory.leave_undecided(tensor)
         pinned = [(writes, tensor) for _, writes, tensor in named if self._books.holds_pinned(tensor)]
         if pinned and not _is_view(func):
             reads = [tensor for writes, tensor in pinned if not writes]
@@ -120,6 +127,9 @@ class OperatorMode(TorchDispatchMode):
         num_copied = 0
         for argument, _, tensor in named:
             if self._books.holds(tensor):
+                continue
+            if self._books.memory.is_undecided(tensor):
+                self._books.allocate(tensor)
                 continue
             if name in _INDEXES and argument == "indices" and self._books.holds(named[0][2]):
                 num_copied += 1

@@ -68,9 +68,13 @@ def _inside(mode: DeviceMode, engine: Callable[..., Any]) -> Callable[..., Any]:
     """The autograd engine, with the device mode active: torch removes the mode inside its own functions."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if mode in _get_current_function_mode_stack():
-            return engine(*args, **kwargs)
-        with mode:
-            return engine(*args, **kwargs)
+        before, mode.books.host_factory = mode.books.host_factory, False
+        try:
+            if mode in _get_current_function_mode_stack():
+                return engine(*args, **kwargs)
+            with mode:
+                return engine(*args, **kwargs)
+        finally:
+            mode.books.host_factory = before
 
     return run

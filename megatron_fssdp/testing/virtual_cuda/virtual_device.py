@@ -40,6 +40,7 @@ class VirtualDevice:
         order: Order between the work on streams and on the host.
         memory: Allocations of the device and page-locked allocations of the host.
         events: Log of everything that was issued, in order.
+        host_factory: Whether Python code calls a function now that makes a tensor on the host.
         ignores_record_stream: Set it to find out whether the code under test depends on ``record_stream``.
     """
 
@@ -51,6 +52,7 @@ class VirtualDevice:
         self.order = StreamOrder()
         self.memory = MemoryBlocks()
         self.events: list[DeviceEvent] = []
+        self.host_factory = False
         self.ignores_record_stream = False
         self._findings: dict[tuple[str, ...], Finding] = {}
         self._stream_names = {HOST: "the host", DEFAULT_STREAM: "the default stream"}

@@ -218,3 +218,13 @@ def test_everything_is_restored_at_the_end() -> None:
     assert before == (torch.cuda.Stream, torch.cuda.is_available(), torch.Tensor.device)
     assert not x.is_cuda
     assert not device.findings
+
+
+def test_tensors_that_torch_makes_for_itself_are_on_the_device_of_their_users(device: VirtualDevice) -> None:
+    x = torch.arange(6.0, device="cuda", requires_grad=True)
+    first, _, last = torch.split(x, [2, 0, 4])
+    (first.sum() + 2 * last.sum()).backward()  # the formula of split makes zeros for the part without use
+    assert torch.nn.functional.one_hot(x.detach().long(), 8).is_cuda
+    assert not device.findings
+    x + torch.zeros(6)
+    assert kinds(device) == [FindingKind.DEVICE_MIX]
