@@ -113,16 +113,10 @@ def train_on_all_ranks(
         timeout_s: Time limit.
         grace_s: Time for the other ranks to end by themselves when one has failed.
     """
-    argv = [
-        str(script or model.script),
-        *shlex.split(model.arguments),
-        *("--data-path", str(data), "--data-cache-path", str(data.parent / "cache")),
-        *("--tokenizer-model", str(data.parent)),
-        *shlex.split(arguments),
-    ]
+    argv = command_line(Model(script or model.script, model.arguments), arguments, data)
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "LOCAL_WORLD_SIZE": str(world_size), **(env or {})}
     return run_ranks(
-        _train_on_rank,
+        train_on_rank,
         world_size,
         argv,
         before,
@@ -148,9 +142,35 @@ def relative_difference(got: tuple[float, ...], wanted: tuple[float, ...]) -> fl
     return max(abs(a - b) / abs(b) for a, b in zip(got, wanted, strict=True))
 
 
-def _train_on_rank(
+def command_line(model: Model, arguments: str, data: Path) -> list[str]:
+    """Script and arguments of a training.
+
+    Args:
+        model: What is trained.
+        arguments: Added to the model's; later ones win.
+        data: Prefix of Megatron's indexed data.
+    """
+    return [
+        str(model.script),
+        *shlex.split(model.arguments),
+        *("--data-path", str(data), "--data-cache-path", str(data.parent / "cache")),
+        *("--tokenizer-model", str(data.parent)),
+        *shlex.split(arguments),
+    ]
+
+
+def train_on_rank(
     rank: int, world_size: int, argv: list[str], before: Callable[[], None] | None, launcher: bool
 ) -> TrainingRun:
+    """Run a training's script on this rank.
+
+    Args:
+        rank: Number of this rank.
+        world_size: Number of ranks.
+        argv: Script and arguments.
+        before: Function to call before the launch.
+        launcher: Through the plugin's launcher, or the bare script.
+    """
     import runpy
 
     import torch

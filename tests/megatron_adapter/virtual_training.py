@@ -1,0 +1,115 @@
+"""Trainings through Megatron's command line on virtual CUDA devices, and the same ones on CPU ranks."""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_fssdp.testing import run_ranks
+from megatron_fssdp.testing.parallel_state import MEGATRON_PRELOAD
+from tests.megatron_adapter.training_run import (
+    GPT,
+    Model,
+    TrainingRun,
+    command_line,
+    train_on_all_ranks,
+    train_on_rank,
+)
+
+# The server imports Megatron without the patches for CPU ranks.
+_PRELOAD = tuple(entry for entry in MEGATRON_PRELOAD if ":" not in entry)
+
+# Megatron's random numbers are drawn on the device, which is where its parameters are.
+VIRTUAL_GPT = Model(
+    GPT.script,
+    GPT.arguments.replace("--use-cpu-initialization", "").replace("--distributed-backend gloo", "")
+    + " --num-layers 3 --disable-bias-linear --train-iters 3",
+)
+
+
+@dataclass(frozen=True)
+class VirtualRun:
+    """What one rank saw of a training on a virtual device.
+
+    Attributes:
+        training: What a rank sees of every training.
+        findings: Findings of the device that are not known ones of Megatron's own code.
+        known: Number of known findings, by file of Megatron.
+        host_syncs: Number of host synchronizations, by name and place.
+        counts: Number of log entries, by kind.
+    """
+
+    training: TrainingRun
+    findings: tuple[str, ...]
+    known: dict[str, int]
+    host_syncs: dict[str, int]
+    counts: dict[str, int]
+
+
+def train_virtually(
+    world_size: int, arguments: str, data: Path, *, timeout_s: float = 300
+) -> list[VirtualRun]:
+    """Train a tiny GPT on virtual devices, with NCCL as Megatron's backend.
+
+    Args:
+        world_size: Number of ranks.
+        arguments: Added to the model's.
+        data: Prefix of Megatron's indexed data.
+        timeout_s: Time limit.
+    """
+    environment = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MEGATRON_FSSDP_DEVICE": "cuda",
+    }
+    argv = command_line(VIRTUAL_GPT, arguments, data)
+    return run_ranks(
+        _train_on_device, world_size, argv, timeout_s=timeout_s, env=environment, preload=_PRELOAD
+    )
+
+
+def train_on_cpu(world_size: int, arguments: str, data: Path) -> list[TrainingRun]:
+    """The same training on CPU ranks."""
+    return train_on_all_ranks(world_size, f"{arguments} --distributed-backend gloo", data, model=VIRTUAL_GPT)
+
+
+def assert_same_without_findings(world_size: int, arguments: str, data: Path) -> list[VirtualRun]:
+    """Train on virtual devices and on CPU ranks: no findings; equal losses and gradient norms.
+
+    Returns:
+        What the ranks with virtual devices saw.
+    """
+    runs = train_virtually(world_size, arguments, data)
+    assert_clean(runs)
+    wanted = train_on_cpu(world_size, arguments, data)
+    assert any(run.losses for run in wanted)
+    assert [(run.training.losses, run.training.grad_norms) for run in runs] == [
+        (run.losses, run.grad_norms) for run in wanted
+    ]
+    return runs
+
+
+def assert_clean(runs: list[VirtualRun]) -> None:
+    """All ranks have succeeded, on the CUDA branches, and no device has findings."""
+    for rank, run in enumerate(runs):
+        assert not run.training.exit_code, f"rank {rank}:\n{run.training.errors[-3000:]}"
+        assert run.counts["operator"] > 0
+        assert not run.findings, f"rank {rank}:\n" + "\n".join(run.findings)
+
+
+def _train_on_device(rank: int, world_size: int, argv: list[str]) -> VirtualRun:
+    from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
+    from megatron_fssdp.testing.virtual_cuda.known_findings import explained
+    from megatron_fssdp.testing.virtual_cuda.megatron_loop import megatron_on_virtual_cuda
+
+    with megatron_on_virtual_cuda() as device:
+        training = train_on_rank(rank, world_size, argv, None, True)
+        device.finish_all()
+    assert not cpu_runtime._installed
+    unknown, known = explained(device.findings)
+    return VirtualRun(
+        training,
+        tuple(map(str, unknown)),
+        dict(Counter(row.file for _, row in known)),
+        dict(Counter(f"{sync.what} at [{sync.place}]" for sync in device.host_syncs)),
+        dict(device.counts),
+    )

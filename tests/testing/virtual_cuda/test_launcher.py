@@ -1,0 +1,103 @@
+"""The launcher runs programs on virtual devices, prints findings, and ends with code 3 if there are any."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_fssdp.testing.virtual_cuda import FindingKind, virtual_cuda
+from megatron_fssdp.testing.virtual_cuda.findings import Finding
+from megatron_fssdp.testing.virtual_cuda.known_findings import KNOWN_IN_MEGATRON, KnownFinding, explained
+from megatron_fssdp.testing.virtual_cuda.launcher import EXIT_FINDINGS, Program, report
+from megatron_fssdp.testing.virtual_cuda.megatron_loop import described_replacements
+
+PAGE = Path(__file__).parents[3] / "docs" / "virtual-cuda.md"
+
+RACING = """
+import sys
+import torch
+assert sys.argv[1:] == ["1"], sys.argv
+assert torch.cuda.is_available()
+x = torch.zeros(4, device="cuda")
+with torch.cuda.stream(torch.cuda.Stream()):
+    x.add_(1)
+"""
+
+
+def test_report_has_findings_counts_and_the_exit_code(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "racing.py"
+    script.write_text(RACING)
+    path, arguments = list(sys.path), list(sys.argv)
+    with virtual_cuda() as device:
+        code = Program(str(script), False, ("1",)).run()
+    sys.path[:], sys.argv[:] = path, arguments
+    assert report(device, code, tmp_path / "reports") == EXIT_FINDINGS
+    facts = json.loads((tmp_path / "reports" / "rank0.json").read_text())
+    assert facts["exit_code"] == EXIT_FINDINGS
+    # If the script's variables go at its end, their memory is given back too early, too.
+    kinds = [finding["kind"] for finding in facts["findings"]]
+    assert kinds in ([FindingKind.RACE], [FindingKind.RACE, FindingKind.FREED_IN_USE])
+    assert f"rank 0: {len(kinds)} findings" in (printed := capfd.readouterr().err)
+    assert all(kind in printed for kind in kinds)
+    assert facts["counts"]["operator"] == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"), [("pass", 0), ("raise SystemExit(7)", 7), ("raise ValueError('no')", 1)]
+)
+def test_exit_code_is_the_programs(body: str, wanted: int, tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(body)
+    path, arguments = list(sys.path), list(sys.argv)
+    with virtual_cuda() as device:
+        code = Program(str(script), False, ()).run()
+    sys.path[:], sys.argv[:] = path, arguments
+    assert report(device, code, None) == wanted
+
+
+def test_known_findings_need_operator_and_file_of_megatron() -> None:
+    row = KnownFinding(FindingKind.RACE, "megatron/core/a.py", "copy_", "it is harmless")
+    same = Finding(FindingKind.RACE, "read by x (copy_)", "megatron/core/a.py:3 < ours.py:1")
+    other_file = Finding(FindingKind.RACE, "read by x (copy_)", "megatron/core/b.py:3")
+    ours = Finding(FindingKind.RACE, "read by x (copy_)", "ours.py:1 < megatron/core/a.py:3")
+    other_operator = Finding(FindingKind.RACE, "read by x (add)", "megatron/core/a.py:3")
+    unknown, known = explained([same, other_file, ours, other_operator], [row])
+    assert unknown == [other_file, ours, other_operator]
+    assert known == [(same, row)]
+
+
+def test_the_page_has_the_tables_of_replacements_and_known_findings() -> None:
+    """`python -m megatron_fssdp.testing.virtual_cuda --replacements` prints the page's table."""
+    page = PAGE.read_text()
+    assert described_replacements() in page
+    for known in KNOWN_IN_MEGATRON:
+        assert f"| `{known.file}` | {known.kind}, by `{known.operation}` | {known.reason} |" in page
+
+
+@pytest.mark.slow
+def test_all_ranks_of_torchrun_print_their_findings(tmp_path: Path) -> None:
+    script = tmp_path / "racing.py"
+    script.write_text(
+        RACING + 'import torch.distributed as dist\ndist.init_process_group("nccl")\n'
+        "dist.all_reduce(x)\nassert x.tolist() == [2.0] * 4, x\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "megatron_fssdp.testing.virtual_cuda", "--report", str(tmp_path / "reports")]
+    done = subprocess.run(
+        [*command, str(script), "1"],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    assert done.returncode
+    for rank in range(2):
+        assert f"rank {rank}: 1. {FindingKind.RACE}" in done.stderr, done.stderr
+        facts = json.loads((tmp_path / "reports" / f"rank{rank}.json").read_text())
+        assert facts["exit_code"] == EXIT_FINDINGS
+        assert facts["counts"]["collective"] == 1
