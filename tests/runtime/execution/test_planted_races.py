@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_fssdp.collectives.rows.gathered_counts import CountsOnTheWay
 from megatron_fssdp.collectives.stream_lane import StreamTransfer
-from megatron_fssdp.runtime.exchange import chunk_permutation, token_exchange
+from megatron_fssdp.runtime.exchange import arrival_order, chunk_permutation
 from megatron_fssdp.testing import run_ranks
 from megatron_fssdp.testing.virtual_cuda import DeviceEvent, Finding, FindingKind, VirtualDevice, virtual_cuda
 
@@ -86,7 +87,7 @@ def cpu_index(device: VirtualDevice) -> Iterator[None]:
     def on_cpu(sizes: np.ndarray, order: np.ndarray, device: torch.device) -> torch.Tensor | None:
         return make(sizes, order, torch.device("cpu"))
 
-    with mock.patch.object(token_exchange, "chunk_permutation", on_cpu):
+    with mock.patch.object(arrival_order, "chunk_permutation", on_cpu):
         yield
 
 
@@ -100,7 +101,14 @@ def extra_item(device: VirtualDevice) -> Iterator[None]:
             index.sum().item()
         return select(x, index)
 
-    with mock.patch.object(token_exchange, "select", reading):
+    with mock.patch.object(arrival_order, "select", reading):
+        yield
+
+
+@contextmanager
+def unawaited_counts(device: VirtualDevice) -> Iterator[None]:
+    """The host reads the counts before their copy is complete."""
+    with mock.patch.object(CountsOnTheWay, "wait", lambda counts: counts.copies):
         yield
 
 
@@ -111,6 +119,7 @@ PLANTED: dict[str, tuple[Callable[[VirtualDevice], AbstractContextManager[None]]
     "dropped event between lanes": (dropped_event_between_lanes, S2),
     "CPU index": (cpu_index, ONCE),
     "extra item": (extra_item, ONCE),
+    "unawaited counts": (unawaited_counts, ONCE),
 }
 
 
@@ -158,6 +167,12 @@ def planted() -> list[dict[str, Found]]:
             "collectives/rows/simultaneous_gather",
             "collectives/rows/simultaneous_gather",
         ),
+        (
+            "unawaited counts",
+            FindingKind.RACE,
+            "runtime/execution/known_exchange",
+            "collectives/rows/gathered_counts",
+        ),
         ("CPU index", FindingKind.DEVICE_MIX, "runtime/exchange/chunk_permutation", ""),
     ],
     ids=lambda value: value if value in PLANTED else "",
@@ -179,7 +194,7 @@ def test_an_extra_read_of_the_host_is_counted_at_its_place() -> None:
         found = of_rank["extra item"]
         assert not found.findings
         reads = [event for event in found.host_syncs if event.what == "_local_scalar_dense"]
-        extra = [event for event in reads if "runtime/exchange/token_exchange" in event.place]
+        extra = [event for event in reads if "runtime/exchange/arrival_order" in event.place]
         assert len(extra) >= 2 * ONCE.num_iterations, "one for each of two micro-batches"
 
 
