@@ -179,6 +179,7 @@ def layer_profile(job: MoeJob, cluster: ClusterDescription, life: ReplicaLife) -
             gradient_bytes_per_expert=job.expert_elements * FP32_BYTES,
             num_experts=job.num_experts,
             held=held,
+            buffered_bytes=job.messages.buffered_bytes if job.on_cuda else None,
         )
     return LayerProfile(
         non_moe_s=min(job.before_gate_flops_L) / cluster.non_expert_flops_per_s,

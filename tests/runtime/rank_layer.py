@@ -77,6 +77,7 @@ class LayerCase:
             (replicas have Parameters, gradients are summed among holders) or "resident_in_turn".
         calibrated: Whether the placement grows when the counts are known.
         group_size: Ranks of a group of the smart schedule; None exchanges with all at once.
+        one_queue: Whether CUDA devices run all kernels in the order of their issue.
         inputs: Which of "hidden" and "probs" require a gradient.
         device: Device of the layer and its inputs; "cuda" also on a virtual device.
         sizes: Model dim and ffn dim.
@@ -100,6 +101,7 @@ class LayerCase:
     transfers: str = "in_turn"
     calibrated: bool = False
     group_size: int | None = None
+    one_queue: bool = False
     inputs: tuple[str, ...] = ("hidden", "probs")
     driven: bool = True
     dtype: torch.dtype = torch.float64
@@ -341,6 +343,7 @@ def build_layer(
             topology,
             None if case.transfers.endswith("in_turn") else transfer_group(),
             ring=None if case.group_size is None else GroupRing(rank, world_size, case.group_size),
+            one_queue=case.one_queue,
         ),
         parameters,
         layout=ExpertLayout.of([tensor.to(case.dtype) for tensor in weights[0]]),

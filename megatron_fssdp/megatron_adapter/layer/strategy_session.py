@@ -124,7 +124,8 @@ class StrategySession:
                 tuple(devices),
                 one_queue=has_one_queue(expert_parallel),
             )
-            connect_groups(self._groups[expert_parallel.group_name])
+            schedule = self.strategy.collective_schedule.name
+            connect_groups(self._groups[expert_parallel.group_name], schedule)
         return self._groups[expert_parallel.group_name]
 
     def schedule_selector(

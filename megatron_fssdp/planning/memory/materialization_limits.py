@@ -4,13 +4,20 @@ The other limit is how many experts can be transferred while the device computes
 :func:`megatron_fssdp.planning.cost.cost_model.overlap_degree`.
 """
 
+from collections.abc import Callable
+
 from megatron_fssdp.planning.memory.held_replicas import HeldReplicas
-from megatron_fssdp.planning.memory.memory_accounting import replica_gradients_bytes, replica_parameters_bytes
+from megatron_fssdp.planning.memory.memory_accounting import (
+    MAX_CHILDREN,
+    replica_gradients_bytes,
+    replica_parameters_bytes,
+)
 
 DEFAULT_RESERVE_FRACTION = 0.2
 """Part of the free memory that replicas do not use.
 
-It is left for fragmentation, for transfers, and for iterations that need more memory than the profiled one.
+It is left for fragmentation, for what transfers need for owned experts, and for iterations that need more
+memory than the profiled one.
 The value is ours, because the paper gives none.
 """
 
@@ -22,6 +29,7 @@ def memory_capacity(
     gradient_bytes_per_expert: int,
     num_experts: int,
     held: HeldReplicas,
+    buffered_bytes: Callable[[int], int] | None = None,
     reserve_fraction: float = DEFAULT_RESERVE_FRACTION,
 ) -> int:
     """Number of replicas that a device can hold for one layer, m (Hecate, §4.2).
@@ -35,6 +43,9 @@ def memory_capacity(
         gradient_bytes_per_expert: Bytes of one expert's gradient sum over micro-batches, in fp32.
         num_experts: Number of experts of a layer, E.
         held: How long the device holds replicas, and of which layers.
+        buffered_bytes: From the bytes of a gradient as it is sent to the bytes that a device keeps for the
+            messages of one sender. Each replica of a layer can pass on the gradients of
+            :data:`MAX_CHILDREN` senders. None counts no buffers.
         reserve_fraction: Part of ``free_bytes`` that replicas must not use: at least 0 and less than 1.
 
     Returns:
@@ -60,5 +71,8 @@ def memory_capacity(
     slot_bytes = replica_parameters_bytes(1, expert_bytes, held) + replica_gradients_bytes(
         1, expert_bytes, accumulator_bytes=gradient_bytes_per_expert, held=held
     )
+    if buffered_bytes is not None:
+        sent_bytes = gradient_bytes_per_expert if held.sends_fp32 else expert_bytes
+        slot_bytes += MAX_CHILDREN * buffered_bytes(sent_bytes)
     usable_bytes = free_bytes - int(free_bytes * reserve_fraction)
     return min(num_experts, usable_bytes // slot_bytes)

@@ -68,6 +68,7 @@ def profile_layers(
     for group in groups:
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
     non_moe, flop_s, intra_alpha, intra_beta, inter_alpha, inter_beta, free = numbers.tolist()
+    messages = message_rule(on_cuda=device.type == "cuda")
     profile = LayerProfile(
         non_moe_s=-non_moe,
         cluster=ClusterCost(
@@ -84,11 +85,13 @@ def profile_layers(
             gradient_bytes_per_expert=layout.numel * FP32_BYTES,
             num_experts=first.context.num_experts,
             held=held,
+            # Between CPUs, messages are so small that the reserve covers them.
+            buffered_bytes=messages.buffered_bytes if device.type == "cuda" else None,
         ),
         gradient_bytes=layout.numel * FP32_BYTES if held.sends_fp32 else layout.num_bytes,
         num_micro_batches=num_micro_batches,
         owned_bytes=owned_bytes,
-        messages=message_rule(on_cuda=device.type == "cuda"),
+        messages=messages,
     )
     for layer in layers:
         layer.context = replace(layer.context, profile=profile)

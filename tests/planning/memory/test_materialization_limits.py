@@ -38,6 +38,15 @@ def test_slots_of_an_iteration_and_a_layer_pass_equal_those_worked_out_by_hand()
     assert capacity(0) == 0
 
 
+def test_each_replica_needs_buffers_for_the_messages_of_three_senders():
+    # 800 bytes as above. A single micro-batch sends gradients in the data type of the parameters, 200 bytes.
+    assert capacity(2 * (800 + 3 * 100), buffered_bytes=lambda sent: sent // 2) == 2
+    assert capacity(2 * (800 + 3 * 100) - 1, buffered_bytes=lambda sent: sent // 2) == 1
+    # Several micro-batches send fp32 sums, 400 bytes.
+    assert capacity(2000 + 3 * 400, num_micro_batches=2, buffered_bytes=lambda sent: sent) == 1
+    assert capacity(2000 + 3 * 400 - 1, num_micro_batches=2, buffered_bytes=lambda sent: sent) == 0
+
+
 def test_slots_of_a_micro_batch_equal_those_worked_out_by_hand():
     # There are no sums, as in an iteration of a single micro-batch.
     assert capacity(1600, ReplicaLife.MICRO_BATCH, 8) == 2

@@ -1,0 +1,25 @@
+"""All pairs of ranks of a group exchange one message, once."""
+
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.collectives.connections import connect_pairs
+from megatron_fssdp.testing import run_ranks
+from megatron_fssdp.testing.virtual_cuda import EventKind, virtual_cuda
+
+
+def connect(rank: int, world_size: int) -> tuple[list[int], list[str], bool]:
+    """Messages of the batches of two calls, findings, and whether the second call took no time."""
+    group = dist.new_group()
+    with virtual_cuda() as device:
+        first_s = connect_pairs(group, torch.device("cuda", 0))
+        second_s = connect_pairs(group, torch.device("cuda", 0))
+    batches = [event.num_messages for event in device.events_of(EventKind.P2P_BATCH)]
+    return batches, [str(finding) for finding in device.findings], first_s > 0 == second_s
+
+
+def test_every_rank_sends_to_and_receives_from_every_other_rank_once() -> None:
+    for batches, findings, only_once in run_ranks(connect, 3, timeout_s=60):
+        assert batches == [2 * 2]
+        assert findings == []
+        assert only_once
