@@ -4,10 +4,15 @@ On one device there are no replicas. The benchmark times the plugin's dispatch a
 strategy ``ep``. All forms have the same router, tokens and gradients, and take turns in random order. Ratios
 compare measurements of the same turn. On a CPU the layer has toy size, which only shows that the code runs.
 
-    python benchmarks/gpu_layer.py [--size NAME] [--repetitions N] [--out FILE.json]
+    python benchmarks/gpu_layer.py [--size NAME] [--repetitions N] [--out FILE.json] [--trace TRACE.json]
 
 Host overhead is the host's time for planning and for preparing the dispatch, while the device is idle. Host
-synchronizations are those that torch's sync debug mode warns about (CUDA only).
+synchronizations are those that torch's sync debug mode warns about (CUDA only). ``--trace`` writes a Chrome
+trace of both passes of the plugin's layer, with the host's calls and the device's kernels.
+
+``--virtual`` runs the CUDA code on a virtual device (``megatron_fssdp.testing.virtual_cuda``). Times then
+mean nothing and are left out. The device counts synchronizations, and races and other faults end the run with
+exit code 3.
 """
 
 import argparse
@@ -16,9 +21,11 @@ import os
 import platform
 import random
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -26,6 +33,7 @@ from typing import Any
 
 OURS, SEQUENTIAL, TE_GROUPED = "ours", "SequentialMLP", "TEGroupedMLP"
 _WARM_UP = 3
+EXIT_FINDINGS = 3
 
 
 @dataclass(frozen=True)
@@ -47,24 +55,46 @@ SIZES = {
 
 
 def main() -> None:
-    """Measure all sizes and print the results. With ``--out``, also write them as JSON."""
+    """Measure on the device that the options name."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", choices=SIZES, help="default: coarse and fine on CUDA, toy on the CPU")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--cpu", action="store_true", help="use the CPU although there is a CUDA device")
+    parser.add_argument("--virtual", action="store_true", help="use a virtual CUDA device")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--trace", type=Path, help="also write a Chrome trace of the plugin's layer")
     options = parser.parse_args()
     if options.repetitions < 2:
         parser.error(
             f"--repetitions {options.repetitions}: wanted 2 or more, because the result includes quartiles"
         )
+    if options.virtual:
+        from megatron_fssdp.testing.virtual_cuda import virtual_cuda
+    with virtual_cuda() if options.virtual else nullcontext() as virtual:
+        measure_all(options, virtual)
+    for finding in virtual.findings if virtual is not None else ():
+        print(finding, file=sys.stderr)
+    if virtual is not None and virtual.findings:
+        sys.exit(EXIT_FINDINGS)
+
+
+def measure_all(options: argparse.Namespace, virtual: Any) -> None:
+    """Measure all sizes and print the results. With ``--out``, also write them as JSON.
+
+    Args:
+        options: Options of the command line.
+        virtual: The virtual device, or None.
+    """
     on_gpu = start(options.cpu)
-    names = [options.size] if options.size else (["coarse", "fine"] if on_gpu else ["toy"])
-    records = [measure(SIZES[name], on_gpu, options.repetitions) for name in names]
+    default = ["coarse", "fine"] if on_gpu and virtual is None else ["toy"]
+    names = [options.size] if options.size else default
+    records = [measure(name, on_gpu, options.repetitions, virtual, options.trace) for name in names]
+    if virtual is not None:
+        records = [without_times(record) for record in records]
     for name, record in zip(names, records, strict=True):
-        print("\n".join(lines(name, record)))
+        print("\n".join(lines(name, record) if virtual is None else virtual_lines(name, record)))
     if options.out is not None:
         facts = {"date": str(date.today()), "device": device_name(on_gpu)}
         options.out.write_text(
@@ -103,8 +133,17 @@ def device_name(on_gpu: bool) -> str:
     return f"{name}, torch {torch.__version__}"
 
 
-def measure(size: LayerSize, on_gpu: bool, repetitions: int) -> dict[str, Any]:
+def measure(
+    name: str, on_gpu: bool, repetitions: int, virtual: Any = None, trace: Path | None = None
+) -> dict[str, Any]:
     """Measure one size and return all results as plain data.
+
+    Args:
+        name: Name of the size.
+        on_gpu: Whether the layer is on a CUDA device, which may be virtual.
+        repetitions: Number of measured rounds.
+        virtual: The virtual device, or None.
+        trace: File for a Chrome trace of the plugin's layer, or None. The size is added to its name.
 
     Raises:
         RuntimeError: The outputs of the forms differ.
@@ -113,10 +152,10 @@ def measure(size: LayerSize, on_gpu: bool, repetitions: int) -> dict[str, Any]:
 
     from megatron_fssdp.testing.parallel_state import megatron_parallel_state
 
-    device = torch.device("cuda" if on_gpu else "cpu")
+    size, device = SIZES[name], torch.device("cuda" if on_gpu else "cpu")
     dtype = torch.bfloat16 if on_gpu else torch.float32
     with megatron_parallel_state():
-        layers = build_layers(size, device, dtype)
+        layers = build_layers(size, device, dtype, is_virtual=virtual is not None)
         generator = torch.Generator().manual_seed(3)
         hidden, upstream = (
             torch.randn(size.num_tokens, 1, size.hidden_size, generator=generator).to(device, dtype)
@@ -128,6 +167,8 @@ def measure(size: LayerSize, on_gpu: bool, repetitions: int) -> dict[str, Any]:
             raise RuntimeError(f"outputs differ by {difference:.1e}, so the forms do not do the same work")
         calls = {name: (lambda x=layer: both_passes(x, hidden, upstream)) for name, layer in layers.items()}
         seconds = take_turns(calls, device, repetitions)
+        if trace is not None:
+            write_trace(trace.with_suffix(f".{name}{trace.suffix}"), calls[OURS])
         return {
             "size": asdict(size),
             "relative_difference": difference,
@@ -140,15 +181,17 @@ def measure(size: LayerSize, on_gpu: bool, repetitions: int) -> dict[str, Any]:
             "ffn": ffn_against_ceiling(size, device, dtype, repetitions),
             "host_overhead_s": host_overhead(layers[OURS], calls[OURS], device, repetitions),
             "host_synchronizations": {
-                name: count_synchronizations(call) if on_gpu else None for name, call in calls.items()
+                name: count_synchronizations(call, virtual) if on_gpu else None
+                for name, call in calls.items()
             },
         }
 
 
-def build_layers(size: LayerSize, device: Any, dtype: Any) -> dict[str, Any]:
+def build_layers(size: LayerSize, device: Any, dtype: Any, *, is_virtual: bool = False) -> dict[str, Any]:
     """Return the forms of the layer by name.
 
-    They have the same router and, if shapes agree, the same experts.
+    They have the same router and, if shapes agree, the same experts. A virtual device has no random generator
+    of its own, so weights are drawn on the CPU there.
     """
     import torch
     from megatron.core.extensions.transformer_engine import HAVE_TE
@@ -171,7 +214,7 @@ def build_layers(size: LayerSize, device: Any, dtype: Any) -> dict[str, Any]:
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
-        use_cpu_initialization=device.type == "cpu",
+        use_cpu_initialization=device.type == "cpu" or is_virtual,
         gradient_accumulation_fusion=False,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -286,10 +329,19 @@ def host_overhead(layer: Any, call: Callable[[], Any], device: Any, repetitions:
     return quartiles(totals)
 
 
-def count_synchronizations(call: Callable[[], Any]) -> int:
-    """Return how often the host waits for the device in both passes."""
+def count_synchronizations(call: Callable[[], Any], virtual: Any) -> int:
+    """Return how often the host waits for the device in both passes.
+
+    Args:
+        call: Function that runs both passes.
+        virtual: The virtual device, or None.
+    """
     import torch
 
+    if virtual is not None:
+        before = len(virtual.host_syncs)
+        call()
+        return len(virtual.host_syncs) - before
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
     try:
@@ -301,9 +353,39 @@ def count_synchronizations(call: Callable[[], Any]) -> int:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def write_trace(path: Path, call: Callable[[], Any]) -> None:
+    """Write a Chrome trace of one call."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU]
+    if ProfilerActivity.CUDA in torch.profiler.supported_activities():
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
+        call()
+    profiler.export_chrome_trace(str(path))
+    print(f"wrote {path}")
+
+
 def quartiles(values: list[float]) -> list[float]:
     """25th, 50th and 75th percentile."""
     return statistics.quantiles(values, n=4, method="inclusive")
+
+
+def without_times(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the results that do not depend on time, because times of a virtual device mean nothing."""
+    kept = ("size", "relative_difference", "host_synchronizations")
+    return {"virtual": "no times", **{key: record[key] for key in kept}}
+
+
+def virtual_lines(name: str, record: dict[str, Any]) -> list[str]:
+    """Return the lines to print for one size on a virtual device."""
+    syncs = ", ".join(f"{form} {count}" for form, count in record["host_synchronizations"].items())
+    return [
+        f"{name}: {record['size']}; virtual device: no times",
+        f"  largest relative difference of the outputs: {record['relative_difference']:.1e}",
+        f"  host synchronizations, both passes: {syncs}",
+    ]
 
 
 def lines(name: str, record: dict[str, Any]) -> list[str]:

@@ -1,6 +1,9 @@
-"""Measures how much of the replicas' transfers is hidden under compute, in real trainings on gloo ranks.
+"""Measures how much of the replicas' transfers is hidden under compute, in real trainings.
 
     python benchmarks/overlap.py [--size tiny] [--ranks 2] [--rounds 2] [--out o.json] [--trace t.json]
+    python benchmarks/overlap.py --device cuda --size gpu --ranks 8       # one rank for each GPU, in bf16
+
+Ranks run on CPUs over gloo by default.
 
 Every round trains Megatron's GPT through the launcher once in each setting. Settings are different numbers of
 micro-batches, with and without re-materialization. Within a training, iterations with and without overlapped
@@ -12,20 +15,24 @@ hidden transfer takes cores from the compute that hides it. Then the ratio of it
 the hidden share.
 
 ``--trace`` writes a Chrome trace of the last two iterations of one more training. The first of them is
-overlapped.
+overlapped. On GPUs, torch's profiler writes one such file for each rank (``t.rank0.json`` and so on), with
+the host's calls and the device's kernels.
+
+``--device virtual`` runs the CUDA code on virtual devices (``megatron_fssdp.testing.virtual_cuda``). Times
+then mean nothing and are not written. Races and other faults make the benchmark fail.
 """
 
 import argparse
-import atexit
-import contextlib
 import dataclasses
-import io
 import json
-import logging
 import os
 import platform
+import runpy
 import shlex
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from itertools import product
@@ -33,26 +40,61 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fssdp.reporting.chrome_trace import TraceSpan, write_chrome_trace
-from megatron_fssdp.testing import run_ranks
-from megatron_fssdp.testing.parallel_state import MEGATRON_PRELOAD
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "pretrain_gpt.py"
 SIZES = {
     "tiny": "--num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --seq-length 128 --micro-batch-size 4",
     "small": "--num-layers 4 --hidden-size 256 --ffn-hidden-size 512 --seq-length 256 --micro-batch-size 4",
+    "gpu": "--num-layers 8 --hidden-size 2048 --ffn-hidden-size 4096 --num-attention-heads 16 "
+    "--seq-length 2048 --max-position-embeddings 2048 --bf16 --micro-batch-size 2",
 }
 ARGUMENTS = """
     --num-attention-heads 4 --attention-dropout 0 --hidden-dropout 0 --max-position-embeddings 256
     --lr 1e-3 --lr-decay-style constant
-    --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type none --disable-bias-linear
+    --moe-router-topk 2 --moe-router-load-balancing-type none --disable-bias-linear
     --moe-token-dispatcher-type alltoall --mock-data --tokenizer-type NullTokenizer --vocab-size 1023
     --seed 1234 --num-workers 0 --split 100,0,0 --log-interval 100000 --eval-iters 0 --eval-interval 100000
-    --distributed-backend gloo --use-cpu-initialization --transformer-impl local
-    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm
-    --no-rope-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion
-    --disable-jit-fuser --moe-strategy fssdp --moe-strategy-set slots=2 --moe-strategy-set overlap_degree=8
+    --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+    --no-persist-layer-norm --no-rope-fusion
+    --moe-strategy fssdp --moe-strategy-set slots=2 --moe-strategy-set overlap_degree=8
     --moe-strategy-set reshard_interval=0
 """
+UNCOMPILED = """
+    --no-bias-gelu-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion --disable-jit-fuser
+"""
+
+
+@dataclass(frozen=True)
+class Devices:
+    """How the ranks of a training are started on one kind of device.
+
+    Attributes:
+        launcher: Words that run the training script on every rank.
+        arguments: Megatron's arguments for these devices.
+        environment: Environment variables of the ranks.
+    """
+
+    launcher: tuple[str, ...]
+    arguments: str
+    environment: dict[str, str]
+
+
+PLUGIN = ("-m", "megatron_fssdp")
+DEVICES = {
+    "cpu": Devices(
+        PLUGIN,
+        f"--distributed-backend gloo --use-cpu-initialization {UNCOMPILED}",
+        {"MEGATRON_FSSDP_DEVICE": "cpu", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"},
+    ),
+    "cuda": Devices(PLUGIN, "--distributed-backend nccl", {"MEGATRON_FSSDP_DEVICE": "cuda"}),
+    "virtual": Devices(
+        ("-m", "megatron_fssdp.testing.virtual_cuda", *PLUGIN),
+        f"--distributed-backend nccl {UNCOMPILED}",
+        {"MEGATRON_FSSDP_DEVICE": "cuda", "OMP_NUM_THREADS": "1"},
+    ),
+}
+ON_RANK = "--on-rank"
+TIMEOUT_S = 900
 WARM_UP_ITERATIONS = 4
 TURNS = (True, False, False, True)  # overlapped or not; in this order a drift affects both equally
 COMPUTE, TRANSFERS, WAITS = "compute", "transfers", "waits"
@@ -91,9 +133,13 @@ class Setting:
 
 def main() -> None:
     """Measure, print one block for each setting, and write all results to a JSON file."""
+    if sys.argv[1:2] == [ON_RANK]:  # this process is a rank of a training that train() started
+        train_on_rank(Path(sys.argv[2]), sys.argv[3], sys.argv[4:])
+        return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--device", choices=DEVICES, default="cpu")
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
@@ -103,9 +149,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("overlap.json"))
     parser.add_argument("--trace", type=Path, help="also write a Chrome trace to this file")
     options = parser.parse_args()
-    settings = [Setting(number, again) for number, again in product((1, 4), (False, True))]
+    numbers = (2,) if options.device == "virtual" else (1, 4)
+    settings = [Setting(number, again) for number, again in product(numbers, (False, True))]
     print(
-        f"{options.ranks} ranks on {os.cpu_count()} cores, {options.size} model. {competition(options.ranks)}"
+        f"{options.ranks} ranks ({options.device}) on {os.cpu_count()} cores, {options.size} model. "
+        f"{competition(options)}"
     )
     runs = []
     for number in range(options.rounds):
@@ -115,6 +163,9 @@ def main() -> None:
             runs.append((setting, load, [report.iterations for report in reports]))
             print(f"round {number + 1}: {setting}: load average before it {load:.1f}", flush=True)
     summaries = [summary(setting, [run for run in runs if run[0] == setting]) for setting in settings]
+    if options.device == "virtual":
+        summaries = [{"setting": one["setting"], "virtual": "no times"} for one in summaries]
+        runs = []
     for one in summaries:
         print_summary(one)
     options.out.write_text(
@@ -123,7 +174,7 @@ def main() -> None:
                 "machine": {
                     "cores": os.cpu_count(),
                     "processor": platform.processor() or platform.machine(),
-                    "note": competition(options.ranks),
+                    "note": competition(options),
                 },
                 "options": {key: str(value) for key, value in vars(options).items()},
                 "summaries": summaries,
@@ -142,14 +193,19 @@ def main() -> None:
     print(f"wrote {options.out}")
     if options.trace is not None:
         reports = train(options, Setting(2, False), traced=True)
-        write_chrome_trace(options.trace, [span for report in reports for span in report.spans])
-        print(f"wrote {options.trace}")
+        if options.device == "cpu":
+            write_chrome_trace(options.trace, [span for report in reports for span in report.spans])
+            print(f"wrote {options.trace}")
 
 
-def competition(num_ranks: int) -> str:
+def competition(options: argparse.Namespace) -> str:
     """Return a sentence on whether ranks compete for cores on this machine."""
+    if options.device == "cuda":
+        return "Every rank has a GPU."
+    if options.device == "virtual":
+        return "Virtual devices: no times."
     cores = os.cpu_count() or 1
-    if num_ranks * 2 <= cores:
+    if options.ranks * 2 <= cores:
         return "Every rank has one core for compute and one for transfers."
     return (
         "Ranks compute and transfer on the same cores. Hidden transfers slow down the compute that hides "
@@ -158,64 +214,97 @@ def competition(num_ranks: int) -> str:
 
 
 def train(options: argparse.Namespace, setting: Setting, *, traced: bool = False) -> list[RankReport]:
-    """Run one training and return the report of each rank."""
+    """Run one training under torchrun and return the report of each rank.
+
+    A training that fails ends this process: its last output is printed, and the exit code is torchrun's.
+    """
     measured = len(TURNS) * max(1, options.iterations // len(TURNS))
     micro_batch = int(SIZES[options.size].split()[-1])
-    argv = [
-        str(SCRIPT),
-        *shlex.split(ARGUMENTS),
-        *shlex.split(SIZES[options.size]),
-        *("--expert-model-parallel-size", str(options.ranks)),
-        *("--global-batch-size", str(micro_batch * options.ranks * setting.num_micro_batches)),
-        *("--train-iters", str(WARM_UP_ITERATIONS + (2 if traced else measured))),
-        *("--moe-strategy-set", f"rematerialize={str(setting.rematerialize).lower()}"),
-        *("--data-cache-path", "/tmp/overlap-benchmark-data"),
+    devices = DEVICES[options.device]
+    trace = "" if not traced else "host" if options.device == "cpu" else str(options.trace.with_suffix(""))
+    with tempfile.TemporaryDirectory(prefix="overlap-") as folder:
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *(f"--nproc-per-node={options.ranks}", *devices.launcher, __file__, ON_RANK, folder, trace),
+            *shlex.split(ARGUMENTS),
+            *shlex.split(devices.arguments),
+            *shlex.split(SIZES[options.size]),
+            *("--num-experts", str(max(8, options.ranks))),
+            *("--expert-model-parallel-size", str(options.ranks)),
+            *("--global-batch-size", str(micro_batch * options.ranks * setting.num_micro_batches)),
+            *("--train-iters", str(WARM_UP_ITERATIONS + (2 if traced else measured))),
+            *("--moe-strategy-set", f"rematerialize={str(setting.rematerialize).lower()}"),
+            *("--data-cache-path", f"{tempfile.gettempdir()}/overlap-benchmark-data"),
+        ]
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **devices.environment},
+            timeout=TIMEOUT_S,
+        )
+        if done.returncode:
+            print(done.stdout[-6000:], file=sys.stderr)
+            sys.exit(done.returncode)
+        texts = [(Path(folder) / f"rank{rank}.json").read_text() for rank in range(options.ranks)]
+    return [
+        RankReport(
+            [Iteration(**one) for one in report["iterations"]], [TraceSpan(**one) for one in report["spans"]]
+        )
+        for report in map(json.loads, texts)
     ]
-    results = run_ranks(
-        train_on_rank,
-        options.ranks,
-        argv,
-        traced,
-        timeout_s=600,
-        env={"CUDA_DEVICE_MAX_CONNECTIONS": "1", "LOCAL_WORLD_SIZE": str(options.ranks)},
-        preload=MEGATRON_PRELOAD,
-    )
-    return [RankReport([Iteration(**one) for one in iterations], spans) for iterations, spans in results]
 
 
-def train_on_rank(rank: int, world_size: int, argv: list[str], traced: bool) -> tuple[Any, list[TraceSpan]]:
-    """Launch the training script and record its iterations.
+def train_on_rank(folder: Path, trace: str, argv: list[str]) -> None:
+    """Run the training script and record its iterations. A launcher has registered the plugin before.
 
-    The report is plain data, because ranks cannot send back objects of a script's own classes.
+    Args:
+        folder: Folder to which this rank's report is written.
+        trace: ``host`` to record host times of layers and transfers, a path without suffix for torch's
+            profiler, or an empty text.
+        argv: Megatron's arguments.
     """
     from megatron.training import training
 
-    from megatron_fssdp.megatron_adapter.entry.launcher import launch
     from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
 
-    logging.disable(logging.WARNING)
+    rank = int(os.environ["RANK"])
     report = RankReport()
-    watch_iterations(MoERuntime, report, rank, traced)
-    if traced:
+    profiled = "" if trace in ("", "host") else f"{trace}.rank{rank}.json"
+    watch_iterations(MoERuntime, report, rank, trace == "host", profiled)
+    if trace == "host":
         hook_layers(training, report, rank)
-    output = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            launch(argv)
-    except SystemExit as request:
-        if request.code:
-            raise RuntimeError(output.getvalue()[-3000:]) from None
-    atexit._run_exitfuncs()
-    return [dataclasses.asdict(one) for one in report.iterations], report.spans
+    sys.argv = [str(SCRIPT), *argv]
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    (folder / f"rank{rank}.json").write_text(json.dumps(dataclasses.asdict(report)))
 
 
-def watch_iterations(runtime_class: type[Any], report: RankReport, rank: int, traced: bool) -> None:
-    """Switch the overlap on and off by turns, and record the time and the transfers of every iteration."""
+def watch_iterations(
+    runtime_class: type[Any], report: RankReport, rank: int, traced: bool, profiled: str
+) -> None:
+    """Switch the overlap on and off by turns, and record the time and the transfers of every iteration.
+
+    Args:
+        runtime_class: Class of the plugin's runtime.
+        report: Report of this rank, to fill.
+        rank: Number of this rank.
+        traced: Whether to record spans of the transfers on the host's clock.
+        profiled: File for a trace of torch's profiler over the last two iterations, or an empty text.
+    """
+    import torch
+    from torch.profiler import profile
+
+    profiler: Any = None
     begin_iteration, end_iteration = runtime_class.begin_iteration, runtime_class.end_iteration
     groups: list[Any] = []
     begins_s: list[float] = []
 
     def begin(runtime: Any, *args: Any) -> None:
+        nonlocal profiler
+        if profiled and len(begins_s) == WARM_UP_ITERATIONS:
+            profiler = profile()
+            profiler.start()
         if not groups:
             groups.extend(layer.groups for layer in runtime.layers)
         is_overlapped = TURNS[len(begins_s) % len(TURNS)]
@@ -230,8 +319,13 @@ def watch_iterations(runtime_class: type[Any], report: RankReport, rank: int, tr
     def end(runtime: Any) -> Any:
         transfers = [(layer.context.layer, started) for layer in runtime.layers for started in layer._journal]
         loads = end_iteration(runtime)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         end_s = time.perf_counter()
         number = len(begins_s)
+        if profiler is not None and number == WARM_UP_ITERATIONS + 2:
+            profiler.stop()
+            profiler.export_chrome_trace(profiled)
         is_overlapped = TURNS[(number - 1) % len(TURNS)]
         if number > WARM_UP_ITERATIONS:
             sums = {
@@ -349,6 +443,9 @@ def quartiles(values: list[Any]) -> list[float] | None:
 
 def print_summary(one: dict[str, Any]) -> None:
     """Print medians and quartiles of one setting."""
+    if "virtual" in one:
+        print(f"{one['setting']}: ran on virtual devices, no times")
+        return
 
     def shown(key: str, scale: float = 1.0, digits: int = 2) -> str:
         found = one[key]

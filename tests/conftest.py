@@ -1,6 +1,7 @@
 """Hypothesis profiles, the selection of slow and GPU tests, and the interrupt signal of the test process."""
 
 import signal
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,6 +20,26 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
     print_blob=True,
 )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that runs GPU tests without a GPU."""
+    parser.addoption(
+        "--virtual-gpu", action="store_true", help="run tests that need a GPU on a virtual CUDA device"
+    )
+
+
+@pytest.fixture(autouse=True)
+def _virtual_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With --virtual-gpu: run a GPU test on a virtual device, which must find no race and no other fault."""
+    if not request.config.option.virtual_gpu or "gpu" not in request.keywords:
+        yield
+        return
+    from megatron_fssdp.testing.virtual_cuda import virtual_cuda
+
+    with virtual_cuda() as device:
+        yield
+    device.assert_clean()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if _selects_slow_tests(config):
                 item.add_marker("slow")
     gpu_items = [item for item in items if "gpu" in item.keywords]
-    if not gpu_items:
+    if not gpu_items or config.option.virtual_gpu:
         return
     import torch
 

@@ -39,7 +39,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     ),
     "cli": (
         {"config", "planning", "strategies", "simulation", "reporting", "data", "megatron_adapter"},
-        {"megatron", "torch", "typer", "rich", "psutil", "yaml"},
+        {"megatron", "torch", "typer", "rich", "psutil", "yaml", "jinja2", "markupsafe"},
     ),
     # `import megatron_fssdp` and `python -m megatron_fssdp` lead to the adapter and the command line.
     "<top>": ({"config", "megatron_adapter", "cli"}, set()),
@@ -83,7 +83,7 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
     },
     "testing": {"": set(), "virtual_cuda": {""}},
     # The scripts that ranks run are started by their paths.
-    "cli": {"": set(), "pretraining": {""}},
+    "cli": {"": set(), "pretraining": {""}, "gpu_check": {""}},
 }
 
 FORBIDDEN = {

@@ -297,8 +297,9 @@ def _device_arguments(config: RunConfig, installation: Installation) -> list[str
         return list(_CPU_ARGUMENTS)
     arguments = ["--distributed-backend", "nccl", "--transformer-impl"]
     if not installation.has_transformer_engine:
+        # These kernels are in Apex or in Transformer Engine; Megatron does not ask whether they exist.
         unfused = ["--no-gradient-accumulation-fusion", "--no-persist-layer-norm", "--no-rope-fusion"]
-        return [*arguments, "local", *unfused]
+        return [*arguments, "local", *unfused, "--no-masked-softmax-fusion"]
     arguments += ["transformer_engine"]
     grouped = config.model.num_experts is not None and config.strategy.name == "none"
     if grouped:

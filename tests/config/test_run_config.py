@@ -167,7 +167,7 @@ def test_heads_norms_and_positions_become_megatron_arguments():
 
 def test_missing_or_refused_fusions_are_switched_off():
     plain = Installation(on_cpu=False, has_transformer_engine=False)
-    assert "--no-rope-fusion" in arguments(tiny(), plain)
+    assert {"--no-rope-fusion", "--no-masked-softmax-fusion"} < set(arguments(tiny(), plain))
     full = Installation(on_cpu=False, has_transformer_engine=True)
     assert "--no-rope-fusion" not in arguments(tiny(), full)
     grouped = arguments(tiny("strategy={name: none}", "model.linear_bias=true"), full)

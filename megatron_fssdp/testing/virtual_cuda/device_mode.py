@@ -115,6 +115,8 @@ class DeviceMode(TorchFunctionMode):
         non_blocking = bool(kwargs.pop("non_blocking", False))
         if len(rest) > 1 and isinstance(rest[0], torch.dtype):
             non_blocking = bool(rest[1])  # Tensor.to(dtype, non_blocking, copy)
+        elif len(rest) > 1 and rest[0] is None:
+            non_blocking, rest = bool(rest[1]), ()  # Tensor.to(device, None, non_blocking), as of Module.to
         elif rest and isinstance(rest[0], bool):
             non_blocking, rest = bool(rest[0]), (None, *rest[2:])  # after (device, dtype)
         other = kwargs.pop("other", None) if "other" in kwargs else None

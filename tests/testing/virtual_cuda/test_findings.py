@@ -228,3 +228,16 @@ def test_tensors_that_torch_makes_for_itself_are_on_the_device_of_their_users(de
     assert not device.findings
     x + torch.zeros(6)
     assert kinds(device) == [FindingKind.DEVICE_MIX]
+
+
+def test_a_module_moves_with_its_data_types() -> None:
+    module = torch.nn.Linear(2, 2)
+    module.register_buffer("numbers", torch.arange(3))
+    with virtual_cuda() as device:
+        module.to(torch.device("cuda"))
+        assert module.weight.is_cuda
+        assert module.weight.dtype is torch.float32
+        assert module.numbers.dtype is torch.int64
+        module.to("cuda", torch.bfloat16)
+        assert (module.weight.dtype, module.numbers.dtype) == (torch.bfloat16, torch.int64)
+    device.assert_clean()

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Checks this node with GPUs from start to end: doctor, GPU tests, losses of all strategies on all GPUs, benchmarks
+# with traces. Writes one page and one zip to attach to a bug report. Exit code 1 if a step failed.
+# usage: bash scripts/gpu_check.sh [--virtual] [--out DIR] [--python PYTHON]
+#   --virtual        uses CPU processes that pose as CUDA devices, instead of GPUs
+#   --out DIR        output folder (default: runs/gpu_check)
+#   --python PYTHON  uses an interpreter that has torch, Megatron, pytest and the other packages of pyproject.toml,
+#                    for example that of a container; without it, the script makes .venv and installs everything
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+python=""
+arguments=()
+while (($#)); do
+  case "$1" in
+    --python)
+      python="${2:?--python needs the path of an interpreter}"
+      shift 2
+      ;;
+    *)
+      arguments+=("$1")
+      shift
+      ;;
+  esac
+done
+
+if [[ -z "$python" ]]; then
+  prepare_environment
+  python="$VENV_PYTHON"
+fi
+export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+exec "$python" -m megatron_fssdp.cli.gpu_check --root "$ROOT" "${arguments[@]}"
