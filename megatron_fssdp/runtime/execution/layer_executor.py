@@ -303,7 +303,13 @@ class LayerExecutor:
         iteration = self._running
         if iteration.plan.each_micro_batch:
             iteration = self._of_micro_batch(counts_DE, iteration, known)
-        weights, self._ahead = self._ahead or iteration.start_weights(device), None
+        # Transfers can run beside the dispatch only in a separate process group.
+        has_own_group = self.groups.transfers is not None
+        beside_dispatch = iteration.plan.each_micro_batch and has_own_group
+        if beside_dispatch and self.groups.ring is None:
+            weights = iteration.weights_to_start()
+        else:
+            weights, self._ahead = self._ahead or iteration.start_weights(device), None
         is_launched, self._is_launched = self._is_launched, False
         if not iteration.is_final:
             iteration.is_final = True
@@ -320,8 +326,6 @@ class LayerExecutor:
             iteration.take_gradients(gradients, device)
             self._count(counts_DE, dispatch_of_peer)
 
-        # Transfers can run beside the dispatch only in a separate process group.
-        has_own_group = self.groups.transfers is not None
         materialization = Materialization(
             plan.placement,
             self.groups.device,
@@ -329,7 +333,7 @@ class LayerExecutor:
             iteration.whole_transfer(device),
             rematerialize=plan.rematerialize,
             in_turn=not has_own_group or not (plan.gather_ahead or plan.each_micro_batch),
-            beside_dispatch=plan.each_micro_batch and has_own_group,
+            beside_dispatch=beside_dispatch,
             on_backward=backward,
             after_backward=self.plan_ahead if device.type == "cuda" else None,
         )
@@ -341,9 +345,13 @@ class LayerExecutor:
     def while_rows_travel(self, micro_batch: MicroBatch) -> None:
         """Do what the host has to do before the experts compute, while the rows travel.
 
+        Replicas for this micro-batch alone are gathered now, so that the rows go first.
+
         Args:
             micro_batch: The micro-batch whose rows travel.
         """
+        if micro_batch.materialization.beside_dispatch:
+            micro_batch.materialization.regather()
         _ = micro_batch.arrivals.by_expert  # This makes the index.
         self.plan_following()
 

@@ -97,6 +97,14 @@ class LayerIteration:
             self.weights = weights
         return weights
 
+    def weights_to_start(self) -> ReplicaWeights:
+        """Weights of a plan for one micro-batch, whose gather the caller starts when the rows travel.
+
+        The Parameters on this rank have the values of the last optimizer step after this call.
+        """
+        self.experts.await_parameters()
+        return ReplicaWeights(self.experts.layout(), self.experts.parameters)
+
     def start_first_part(self, device: torch.device) -> None:
         """Start the part of SparseAllGather that runs beside the experts of the layer before."""
         if self.weights is None and self.splits and (part := self._part(self.plan.split.gather)):

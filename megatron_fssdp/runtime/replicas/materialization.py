@@ -132,7 +132,7 @@ class Materialization:
         return _Release.apply(self, output)
 
     def regather(self) -> None:
-        """Start to gather the replicas that the backward pass needs, unless their transfer has started."""
+        """Start to gather the replicas, unless their transfer has started."""
         if self.weights.state is WeightState.OWNED:
             self.weights.start(self.transfer)
 

@@ -141,15 +141,14 @@ def shadow_and_measure() -> None:
     from megatron_fssdp.strategies import fastermoe as dynamic_shadowing
 
     dynamic_shadowing.select_shadows = lambda *_, most, **__: tuple(range(most))
-    begin, end = LayerExecutor.begin_micro_batch, IterationDriver.end
+    start, end = LayerExecutor.while_rows_travel, IterationDriver.end
     allocated: list[int] = []
     gc.freeze()  # objects that exist already are not searched
 
-    def begin_and_measure(executor: Any, *counted: Any) -> Any:
-        micro_batch = begin(executor, *counted)
+    def start_and_measure(executor: Any, micro_batch: Any) -> None:
+        start(executor, micro_batch)  # The gather of this micro-batch's replicas has started now.
         here = [item for item in gc.get_objects() if isinstance(item, ReplicaWeights)]
         allocated.append(sum(weights.held_bytes for weights in here))
-        return micro_batch
 
     def end_and_write(driver: Any) -> Any:
         memory = account_memory(driver._session, driver._args, driver.held)
@@ -157,7 +156,7 @@ def shadow_and_measure() -> None:
         (Path(os.environ["MEASURED"]) / f"{dist.get_rank()}.json").write_text(json.dumps(found))
         return end(driver)
 
-    LayerExecutor.begin_micro_batch = begin_and_measure
+    LayerExecutor.while_rows_travel = start_and_measure
     IterationDriver.end = end_and_write
 
 
