@@ -53,9 +53,11 @@ class SplitPlacements(DrawnPlacements):
     def __init__(self, case: LayerCase, split: TransferSplit) -> None:
         super().__init__(case)
         self.split = split
+        self.seed = case.seed
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
-        """The strategy, with the same random placements for every split."""
+        """The same random placements for every split, in whatever order the layers are planned."""
+        self.rng = np.random.default_rng([self.seed, context.layer, history.num_seen])
         return replace(super().before_gate(context, history), split=self.split)
 
 
