@@ -16,12 +16,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_fssdp.testing.virtual_cuda.findings import EventKind, FindingKind
+from megatron_fssdp.testing.virtual_cuda.nccl_backends import Backends, CoalescingBackend
 from megatron_fssdp.testing.virtual_cuda.nccl_collectives import COLLECTIVES, Collective
 from megatron_fssdp.testing.virtual_cuda.nccl_work import (
     CoalescedWork,
@@ -52,11 +52,11 @@ class NcclGroups:
     def __init__(self, books: VirtualDevice) -> None:
         self._books = books
         self._communicators: dict[str, _Communicator] = {}
-        self._gloo_groups: set[str] = set()
+        self._backends = Backends()
         self._originals: dict[str, Callable[..., Any]] = {}
 
     def install(self, patches: Patches) -> None:
-        """Replace the methods of process groups, and functions that ask for their backend."""
+        """Replace the methods of process groups, and functions that make groups or ask for their backend."""
         methods: dict[str, Any] = {
             name: self._method(name, collective)
             for name, collective in COLLECTIVES.items()
@@ -73,48 +73,11 @@ class NcclGroups:
         self._originals = {name: getattr(ProcessGroup, name) for name in methods}
         # A function becomes a method; a bound method would not receive the group.
         patches.put(ProcessGroup, {name: _as_method(method) for name, method in methods.items()})
-        functions = {
-            "get_backend": self._backend_name,
-            "new_group": self._making(distributed_c10d.new_group),
-            "init_process_group": _without_nccl(distributed_c10d.init_process_group),
-            "is_nccl_available": lambda: True,
-        }
-        patches.put(dist, functions)
-        patches.put(distributed_c10d, functions)
-        device_of = distributed_c10d._get_object_coll_device
-        patches.put(
-            distributed_c10d,
-            {
-                "_get_object_coll_device": lambda group=None: (
-                    "cuda" if self._is_nccl(group) else device_of(group)
-                )
-            },
-        )
-
-    # ---------------------------------------------------------------- backends
-
-    def _is_nccl(self, group: ProcessGroup | None) -> bool:
-        group = group or dist.group.WORLD
-        return isinstance(group, ProcessGroup) and group.group_name not in self._gloo_groups
-
-    def _backend_name(self, group: ProcessGroup | None = None) -> str:
-        return "nccl" if self._is_nccl(group) else "gloo"
-
-    def _making(self, new_group: Callable[..., Any]) -> Callable[..., Any]:
-        def make(*args: Any, **kwargs: Any) -> Any:
-            named = dict(zip(("ranks", "timeout", "backend", "pg_options"), args, strict=False)) | kwargs
-            is_gloo = str(named.get("backend")).lower() == "gloo"
-            group = _without_nccl(new_group)(**named)
-            if is_gloo and isinstance(group, ProcessGroup):
-                self._gloo_groups.add(group.group_name)
-            return group
-
-        return make
+        self._backends.install(patches)
 
     def _get_backend(self, group: ProcessGroup, device: torch.device) -> Any:
-        return (
-            _CoalescingBackend() if self._is_nccl(group) else self._originals["_get_backend"](group, device)
-        )
+        is_nccl = self._backends.is_nccl(group)
+        return CoalescingBackend() if is_nccl else self._originals["_get_backend"](group, device)
 
     # ---------------------------------------------------------------- collectives
 
@@ -124,7 +87,7 @@ class NcclGroups:
         def call(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             original = self._originals[method]
             reads, writes = collective.touched(group, *args, **kwargs)
-            if not self._is_nccl(group):
+            if not self._backends.is_nccl(group):
                 return self._on_gloo(
                     collective.name, reads, writes, partial(original, group, *args, **kwargs)
                 )
@@ -190,7 +153,7 @@ class NcclGroups:
         run()
         if is_async:
             # Torch keeps the tensors alive until a stream waits, also without a handle.
-            books.finish_later(stream, [*reads, *writes].clear)
+            books.unfinished.finish_later(stream, [*reads, *writes].clear)
             return VirtualWork(books, books.order.snapshot(stream), stops_host=stops_host)
         if stops_host:
             books.host_sync(name)
@@ -206,14 +169,14 @@ class NcclGroups:
 
     def _check(self, name: str, tensors: Sequence[Tensor]) -> None:
         if any(not self._books.holds(tensor) for tensor in tensors):
-            self._books.find_in_nccl(FindingKind.NCCL_CPU, name)
+            self._books.found.in_nccl(FindingKind.NCCL_CPU, name)
         if any(not tensor.is_contiguous() for tensor in tensors):
-            self._books.find_in_nccl(FindingKind.NCCL_NOT_CONTIGUOUS, name)
+            self._books.found.in_nccl(FindingKind.NCCL_NOT_CONTIGUOUS, name)
 
     # ---------------------------------------------------------------- messages
 
     def _recv_anysource(self, group: ProcessGroup, tensors: Sequence[Tensor], tag: int = 0) -> Any:
-        if self._is_nccl(group):
+        if self._backends.is_nccl(group):
             raise RuntimeError("NCCL cannot receive from any rank; name the sender")
         return self._originals["recv_anysource"](group, tensors, tag)
 
@@ -221,7 +184,7 @@ class NcclGroups:
         self, direction: str, group: ProcessGroup, tensors: Sequence[Tensor], peer: int, tag: int = 0
     ) -> Any:
         reads, writes = (tensors, []) if direction == "send" else ([], tensors)
-        if not self._is_nccl(group):
+        if not self._backends.is_nccl(group):
             call = partial(self._originals[direction], group, tensors, peer, tag)
             return self._on_gloo(direction, reads, writes, call)
         self._check(direction, tensors)
@@ -258,17 +221,17 @@ class NcclGroups:
             kind=EventKind.P2P_BATCH,
             num_messages=1,
         )
-        self._books.finish_later(communicator.stream, finishes[0])
+        self._books.unfinished.finish_later(communicator.stream, finishes[0])
         return work
 
     def _start_coalescing(self, group: ProcessGroup, device: torch.device) -> None:
-        if self._is_nccl(group):
+        if self._backends.is_nccl(group):
             self._communicator(group).coalesced = CoalescedWork()
         else:
             self._originals["_start_coalescing"](group, device)
 
     def _end_coalescing(self, group: ProcessGroup, device: torch.device) -> Any:
-        if not self._is_nccl(group):
+        if not self._backends.is_nccl(group):
             return self._originals["_end_coalescing"](group, device)
         communicator = self._communicator(group)
         coalesced, communicator.coalesced = communicator.coalesced, None
@@ -286,13 +249,6 @@ class NcclGroups:
         )
 
 
-class _CoalescingBackend:
-    """What torch asks the backend of an NCCL group for."""
-
-    supports_coalescing = True
-    supports_time_estimate = False
-
-
 def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
     def method(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         return function(group, *args, **kwargs)
@@ -302,17 +258,3 @@ def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _without_repetition(tensors: Sequence[Tensor]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
-
-
-def _without_nccl(make: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that makes process groups, with gloo in place of NCCL and without NCCL's options."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        args = tuple("gloo" if one == "nccl" else one for one in args)
-        if "nccl" in str(kwargs.get("backend")):
-            kwargs["backend"] = "gloo"
-        for option in ("pg_options", "device_id"):
-            kwargs.pop(option, None)
-        return make(*args, **kwargs)
-
-    return call

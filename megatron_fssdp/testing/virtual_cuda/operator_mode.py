@@ -68,7 +68,10 @@ class OperatorMode(TorchDispatchMode):
         name = signature.name
         if name in _COPIES and _crosses(books, named):
             return self._copy(func, name, args, kwargs)
-        num_synced = self._check_devices(name, named, on_device)
+        if name not in _RESERVES and not _is_view(func):
+            for tensor in filter(books.is_freed, on_device):
+                books.refuse_freed(name, tensor)
+        num_synced = self._check_devices(name, named)
         outputs = func(*args, **kwargs)
         leaves = _tensors(outputs)
         made = [tensor for tensor in leaves if books.memory.of(tensor) is None]
@@ -120,9 +123,7 @@ class OperatorMode(TorchDispatchMode):
         copied_between(books, source, target, non_blocking=non_blocking)
         return outputs
 
-    def _check_devices(
-        self, name: str, named: list[tuple[str, bool, Tensor]], on_device: list[Tensor]
-    ) -> int:
+    def _check_devices(self, name: str, named: list[tuple[str, bool, Tensor]]) -> int:
         """Report CPU tensors; return how many CPU indices have to be copied while the host waits."""
         num_copied = 0
         for argument, _, tensor in named:
@@ -134,7 +135,7 @@ class OperatorMode(TorchDispatchMode):
             if name in _INDEXES and argument == "indices" and self._books.holds(named[0][2]):
                 num_copied += 1
             elif tensor.dim():
-                self._books.find_mix(name, argument)
+                self._books.found.device_mix(name, argument)
         return num_copied
 
 

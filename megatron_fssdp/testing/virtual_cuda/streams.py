@@ -102,7 +102,7 @@ class VirtualStream:
         return hash(self.cuda_stream)
 
     def __repr__(self) -> str:
-        return f"<VirtualStream {self._books.name_of(self.number)}>"
+        return f"<VirtualStream {self._books.names.of(self.number)}>"
 
 
 class VirtualEvent:
