@@ -12,8 +12,8 @@ Optimizer states follow, because Megatron finds them by the identity of the Para
 map, Megatron's own methods run.
 
 If all layers of a decoder are alike, the layer is an axis of the stored tensor. Otherwise the layer's number
-is a part of the key. ``TransformerBlock`` writes this number after the layer has returned its state, so the
-wrapper around ``TransformerBlock`` corrects it afterwards.
+is a part of the key. ``TransformerBlock`` and ``HybridStack`` write this number after the layer has returned
+its state, so the wrapper around them corrects it afterwards.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +24,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, sharded_state_dict_default
@@ -44,8 +45,8 @@ def follow_owners(experts: Any, layer: int, current: CurrentOwners) -> None:
     """Make an expert module's sharded state dict follow the owner map.
 
     Call this when the layer is built, because models are built in several ways and a checkpoint may be
-    loaded soon afterwards. The first call also wraps the method of ``TransformerBlock``, which changes
-    nothing for other layers.
+    loaded soon afterwards. The first call also wraps the method of ``TransformerBlock`` and ``HybridStack``,
+    which changes nothing for other layers.
 
     Args:
         experts: Expert module of the layer. Its method ``sharded_state_dict`` is replaced.
@@ -62,15 +63,18 @@ def _wrap_blocks() -> None:
     if _blocks_wrapped:
         return
     _blocks_wrapped = True
-    stock = TransformerBlock.sharded_state_dict
+    for block in (TransformerBlock, HybridStack):
+        block.sharded_state_dict = _with_correct_keys(block.sharded_state_dict)
 
+
+def _with_correct_keys(stock: Callable[..., ShardedStateDict]) -> Callable[..., ShardedStateDict]:
     @wraps(stock)
     def block_state(self: Any, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         state = stock(self, prefix, sharded_offsets, metadata)
         correct_layer_keys(state, f"{prefix}layers.")
         return state
 
-    TransformerBlock.sharded_state_dict = block_state
+    return block_state
 
 
 def _state_by_owner(layer: int, current: CurrentOwners) -> Callable[..., ShardedStateDict]:

@@ -155,9 +155,12 @@ def _build_our_layer(session: StrategySession) -> None:
     """Make Megatron's MoE specs build the strategy's layer. They look up the class at call time."""
     from megatron.core.models.gpt import moe_module_specs
 
+    from megatron_fssdp.megatron_adapter.layer import hybrid_layers
     from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 
-    moe_module_specs.MoELayer = partial(StrategyMoELayer, session=session)
+    layer = partial(StrategyMoELayer, session=session)
+    moe_module_specs.MoELayer = layer
+    hybrid_layers.install(layer)
 
 
 def _follow_in_checkpoints(session: StrategySession) -> None:

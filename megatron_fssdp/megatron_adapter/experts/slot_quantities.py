@@ -33,6 +33,7 @@ from megatron_fssdp.megatron_adapter.experts.slot_states import (
     ParameterState,
     Profile,
     parameter_states,
+    sharing_group,
 )
 from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
 
@@ -151,11 +152,16 @@ def slot_quantities(
     except ConfigurationError as error:
         own = _Report(str(error))
     copies = _gathered(own, expert_data_parallel)
-    in_parts, problem = _are_parts(copies)
+    sharing = sharing_group(slots, optimizer, expert_data_parallel)
+    members = set(dist.get_process_group_ranks(sharing))
+    everyone = dist.get_process_group_ranks(expert_data_parallel)
+    in_parts, problem = _are_parts(
+        [copy for rank, copy in zip(everyone, copies, strict=True) if rank in members]
+    )
     agreed = _merge(_gathered(_merge(copies, problem), expert_parallel))
     if agreed.problem is not None:
         raise ConfigurationError(agreed.problem)
-    return _quantities(states_WO, agreed, expert_data_parallel if in_parts else None)
+    return _quantities(states_WO, agreed, sharing if in_parts else None)
 
 
 def _describe(slots: Sequence[ExpertParameters], states_WO: Sequence[Sequence[ParameterState]]) -> _Report:
@@ -186,7 +192,7 @@ def _gathered(report: _Report, group: dist.ProcessGroup) -> list[_Report]:
 
 
 def _are_parts(copies: Sequence[_Report]) -> tuple[bool, str | None]:
-    """Find out how the ranks that hold the same experts share the optimizer states.
+    """Find out how the ranks of one optimizer share the states of the same experts.
 
     Returns:
         Whether each rank holds only a part of every state, and the problem if the parts do not form
@@ -203,8 +209,8 @@ def _are_parts(copies: Sequence[_Report]) -> tuple[bool, str | None]:
         if ends != starts:
             return True, (
                 f"re-sharding: got optimizer states for the element ranges {parts} of an expert's parameter "
-                f"of {size} elements, wanted every element on one rank of the expert-data-parallel group; "
-                "use one instance of the distributed optimizer: --num-distributed-optimizer-instances 1"
+                f"of {size} elements, wanted every element on one rank of the optimizer's data-parallel "
+                f"group; use Megatron's DDP and distributed optimizer, or {KEEP_OWNERS}"
             )
     return True, None
 

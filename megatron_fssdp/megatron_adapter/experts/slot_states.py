@@ -9,6 +9,9 @@ optimizer keeps for a Parameter. It knows three optimizers, alone or in a ``Chai
   Parameter that lies in this rank's part of DDP's buffer. In fp32 the master is a view of the Parameter
   and not a second copy.
 
+``LayerWiseDistributedOptimizer`` contains the first two. Each Parameter is whole in the optimizer of one rank
+of the data-parallel group, and in no optimizer of the others.
+
 States that are single numbers (Adam's ``step``) do not move. They must be equal for all experts.
 """
 
@@ -17,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from torch import Tensor
@@ -91,8 +95,11 @@ def parameter_states(slots: Sequence[ExpertParameters], optimizer: Any) -> list[
     Raises:
         ConfigurationError: This module cannot move the contents of an optimizer or of a state.
     """
-    optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
+    optimizers = list(_members(optimizer))
     entries = {parameter: entry for member in optimizers for parameter, entry in _entries(member)}
+    if _is_layer_wise(optimizer):
+        elsewhere = (parameter for slot in slots for parameter in slot if parameter not in entries)
+        entries.update(dict.fromkeys(elsewhere))
     return [
         [
             _state_of(parameter, entries, [type(member).__name__ for member in optimizers])
@@ -100,6 +107,43 @@ def parameter_states(slots: Sequence[ExpertParameters], optimizer: Any) -> list[
         ]
         for slot in slots
     ]
+
+
+def _members(optimizer: Any) -> Iterator[Any]:
+    """Yield the optimizers that are chained in an optimizer, at any depth; the optimizer if none are."""
+    if not hasattr(optimizer, "chained_optimizers"):
+        yield optimizer
+        return
+    for member in optimizer.chained_optimizers:
+        yield from _members(member)
+
+
+def _is_layer_wise(optimizer: Any) -> bool:
+    """Whether a layer-wise optimizer is part of an optimizer, so that other ranks have some Parameters."""
+    return type(optimizer).__name__ == "LayerWiseDistributedOptimizer" or any(
+        _is_layer_wise(member) for member in getattr(optimizer, "chained_optimizers", ())
+    )
+
+
+def sharing_group(
+    slots: Sequence[ExpertParameters], optimizer: Any, expert_data_parallel: dist.ProcessGroup
+) -> dist.ProcessGroup:
+    """Return the group whose ranks together hold the optimizer states of this rank's experts once.
+
+    With several instances of the distributed optimizer, each instance has all states, and its ranks are a
+    part of the expert-data-parallel group.
+
+    Args:
+        slots: Parameters of each slot of this rank.
+        optimizer: Megatron's optimizer.
+        expert_data_parallel: Group of all ranks that hold the same experts as this rank.
+    """
+    for member in _members(optimizer):
+        if type(member) is not DistributedOptimizer or getattr(member, "is_stub_optimizer", False):
+            continue
+        if slots and any(slots[0][0] in buffer.param_to_bucket for buffer in member.buffers):
+            return member.data_parallel_group
+    return expert_data_parallel
 
 
 def _entries(optimizer: Any) -> Iterator[tuple[Parameter, _Entry | None]]:

@@ -18,6 +18,7 @@ from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.megatron_adapter.checkpoints.expert_checkpoint import follow_owners
 from megatron_fssdp.megatron_adapter.experts import gradient_sync
 from megatron_fssdp.megatron_adapter.experts.expert_parameters import expert_activation, expert_parameters
+from megatron_fssdp.megatron_adapter.layer.hybrid_layers import numbers_before
 from megatron_fssdp.megatron_adapter.layer.placement_dispatcher import PlacementTokenDispatcher
 from megatron_fssdp.megatron_adapter.layer.recomputed_layers import keep_exchanges_of_checkpoints
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
@@ -74,6 +75,8 @@ class StrategyMoELayer(MoELayer):
         keep_exchanges_of_checkpoints()
         if pg_collection is None:
             pg_collection = get_default_pg_collection()
+        # Layers of multi-token prediction that come before this one; None for a layer of the decoder.
+        self._later_layers_before = numbers_before() if not is_mtp_layer else numbers_before() or 0
         super().__init__(config, submodules, layer_number, pg_collection, is_mtp_layer, name)
         local = expert_parameters(self.experts, self.num_local_experts)
         gradient_sync.take_over(chain.from_iterable(local), session.runtime.finish_gradients)
@@ -113,7 +116,7 @@ class StrategyMoELayer(MoELayer):
         self._session, self._slots = session, session.slots
         # Layers of multi-token prediction keep their owners, because their checkpoint keys have another form.
         self._index: int | None = None
-        if not is_mtp_layer:
+        if self._later_layers_before is None:
             self._index = session.slots.add_layer(self.executor, self.experts, local)
             follow_owners(self.experts, self._index, session.stage_owners)
         self.token_dispatcher = PlacementTokenDispatcher(self.executor, config, pg_collection)
@@ -125,7 +128,8 @@ class StrategyMoELayer(MoELayer):
 
     def _global_number(self) -> int:
         # Megatron numbers layers of multi-token prediction from 1 again. Here they come after the decoder's.
-        return (self.layer_number or 0) + (self.config.num_layers if self.is_mtp_layer else 0)
+        number, before = self.layer_number or 0, self._later_layers_before
+        return number if before is None else self.config.num_layers + before + number
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run Megatron's forward pass. An error gets a note with the number of the layer."""

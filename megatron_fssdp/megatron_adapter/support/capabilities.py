@@ -103,6 +103,12 @@ _SEAMS = (
         "names experts in checkpoints by layer and number, wherever their owners are",
         "checkpoints under re-sharding (fssdp, smartmoe)",
     ),
+    Seam(
+        "megatron.core.models.hybrid.hybrid_block",
+        "HybridStack.sharded_state_dict",
+        "names experts in checkpoints of hybrid models by layer and number",
+        "checkpoints under re-sharding (fssdp, smartmoe)",
+    ),
 )
 
 _TRAINING_SEAMS = (
@@ -120,6 +126,12 @@ _TRAINING_SEAMS = (
     ),
     Seam("megatron.training.arguments", "validate_args", "checks its arguments", _EVERY_RUN),
     Seam("megatron.training.training", "setup_model_and_optimizer", "checks the built model", _EVERY_RUN),
+    Seam(
+        "megatron.core.transformer.multi_token_prediction",
+        "MultiTokenPredictionLayer",
+        "numbers its layers of experts after the decoder's",
+        _PLACEMENT,
+    ),
     Seam("megatron.training.training", "train", "reports where a run stopped", _PLACEMENT),
     Seam("megatron.training.training", "train_step", "begins and ends iterations", _EVERY_RUN),
     Seam(

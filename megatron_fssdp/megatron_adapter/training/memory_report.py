@@ -114,4 +114,4 @@ def _num_state_tensors(args: Any) -> int:
     """Return the number of optimizer states with a parameter's size: a momentum, or Adam's two moments."""
     if args.optimizer == "sgd":
         return int(args.sgd_momentum != 0)
-    return {"lion": 1}.get(args.optimizer, 2)
+    return {"lion": 1, "muon": 1, "dist_muon": 1}.get(args.optimizer, 2)

@@ -1,0 +1,85 @@
+"""The strategy's layer in Megatron's hybrid models, in which Mamba, attention and experts alternate.
+
+Their spec holds Megatron's MoE layer from the moment at which its module is imported, so the layer is
+replaced in the spec itself. Multi-token prediction of these models repeats a pattern of layers whose numbers
+start at 1 again, and Megatron 0.19 does not tell an MoE layer that it belongs there. :func:`numbers_before`
+does.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial, wraps
+from typing import Any
+
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+_SPEC_MODULE = "megatron.core.models.hybrid.hybrid_layer_specs"
+
+# Number of layers of multi-token prediction before the pattern that is being built.
+_before: ContextVar[int | None] = ContextVar("layers of multi-token prediction before", default=None)
+_wrapped = False
+
+
+def numbers_before() -> int | None:
+    """Return how many layers of multi-token prediction come before the pattern that is being built.
+
+    Returns:
+        The number of layers; ``None`` unless a layer of multi-token prediction is being built.
+    """
+    return _before.get()
+
+
+def install(layer: Any) -> None:
+    """Build a layer class in hybrid models, and number its layers of multi-token prediction.
+
+    Args:
+        layer: Builder of the strategy's MoE layer, with the parameters of Megatron's ``MoELayer``.
+    """
+    # If the module is imported later, its spec looks up the strategy's layer itself.
+    if (module := sys.modules.get(_SPEC_MODULE)) is not None:
+        submodules = module.hybrid_stack_spec.submodules.moe_layer.submodules
+        submodules.mlp = _with_layer(submodules.mlp, layer)
+    _wrap_building()
+
+
+def _with_layer(mlp: Any, layer: Any) -> Any:
+    """Replace the layer in a builder of MoE layers, and return other builders unchanged."""
+    is_moe = isinstance(mlp, partial) and isinstance(mlp.func, type) and issubclass(mlp.func, MoELayer)
+    if not is_moe:
+        return mlp
+    return partial(
+        layer, *mlp.args, **{key: value for key, value in mlp.keywords.items() if key != "session"}
+    )
+
+
+def _wrap_building() -> None:
+    """Wrap the constructor of Megatron's layers of multi-token prediction, once."""
+    global _wrapped
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+
+    if _wrapped:
+        return
+    _wrapped = True
+    stock = MultiTokenPredictionLayer.__init__
+    signature = inspect.signature(stock)
+
+    @wraps(stock)
+    def build(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs).arguments
+        pattern = given.get("mtp_layer_pattern") or ""
+        with _building((given.get("layer_number", 1) - 1) * len(pattern)):
+            stock(self, *args, **kwargs)
+
+    MultiTokenPredictionLayer.__init__ = build
+
+
+@contextmanager
+def _building(before: int) -> Iterator[None]:
+    token = _before.set(before)
+    try:
+        yield
+    finally:
+        _before.reset(token)

@@ -1,0 +1,153 @@
+"""Hybrid models, in which layers of attention, Mamba and experts alternate, have the strategy's layer.
+
+Without Transformer Engine, Megatron can build only the layers of experts of its hybrid spec, after its norm
+is replaced. Layers of Mamba need a GPU.
+"""
+
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from megatron_fssdp.testing.parallel_state import run_megatron_ranks
+
+EXPERTS, HIDDEN, LAYERS = 4, 8, 3
+
+
+def test_a_stack_computes_what_stock_megatron_computes_and_saves_its_keys() -> None:
+    results = run_megatron_ranks(_compare, 2, ep=2)
+    for difference, numbers, _, _ in results:
+        assert difference <= 1e-6
+        assert numbers == [1, 2, 3]
+    stock = {key for _, _, keys, _ in results for key in keys}
+    ours = [entry for *_, entries in results for entry in entries]
+    assert {key for key, _ in ours} == stock
+    # Each entry has the values of the expert that its key names.
+    assert all(named == value for (_, named), value in ours)
+    assert len({key for key, _ in ours}) == len(ours)
+
+
+def test_layers_of_multi_token_prediction_get_numbers_after_the_decoder() -> None:
+    for numbers, indices in run_megatron_ranks(_numbers_of_later_layers, 2, ep=2):
+        assert numbers == [2, LAYERS + 2, LAYERS + 4]
+        assert indices == [0, None, None]
+
+
+def _config(world_size: int) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=1,
+        moe_ffn_hidden_size=16,
+        num_moe_experts=EXPERTS,
+        expert_model_parallel_size=world_size,
+        moe_token_dispatcher_type="alltoall",
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+    )
+
+
+def _session() -> Any:
+    import megatron_fssdp
+
+    return megatron_fssdp.start_session("fssdp", {"slots": 1, "overlap_degree": 2})
+
+
+def _compare(rank: int, world_size: int) -> tuple[Any, ...]:
+    import torch
+    from megatron.core.models.hybrid.hybrid_block import HybridStack
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    from megatron_fssdp.megatron_adapter.entry import registration
+    from megatron_fssdp.planning.placement.owner_map import OwnerMap
+
+    hybrid_stack_spec.submodules.moe_layer.submodules.pre_mlp_layernorm = WrappedTorchNorm
+    config, groups = _config(world_size), ProcessGroupCollection.use_mpu_process_groups()
+
+    def build() -> Any:
+        return HybridStack(
+            config,
+            hybrid_stack_spec.submodules,
+            layer_type_list=["E"] * LAYERS,
+            post_layer_norm=False,
+            pg_collection=groups,
+        )
+
+    stock = build()
+    session = _session()
+    registration._build_our_layer(session)  # the module of the spec is imported already
+    ours = build()
+    ours.load_state_dict(stock.state_dict())
+    hidden = torch.randn(16, 1, HIDDEN, generator=torch.Generator().manual_seed(rank))
+    wanted, got = (stack(hidden.clone(), None) for stack in (stock, ours))
+    difference = float((wanted - got).detach().abs().max())
+    metadata = {"dp_cp_group": groups.dp_cp, "singleton_local_shards": False}
+    keys = [_name(entry) for entry in _expert_entries(stock, metadata)]
+
+    # All experts move: each slot holds the values 100 * layer + expert.
+    places = np.random.default_rng(3).permutation(LAYERS * EXPERTS).reshape(LAYERS, EXPERTS)
+    slots = LAYERS * EXPERTS // world_size
+    owners = OwnerMap(places // slots, places % slots, world_size)
+    for slot, parameters in enumerate(session.slots.parameters):
+        layer, expert = owners.expert_in(rank, slot)
+        for parameter in parameters:
+            parameter.data.fill_(100 * (layer + 1) + expert)
+    session.slots.adopt(owners)
+    entries = [(_name(entry), float(entry.data.flatten()[0])) for entry in _expert_entries(ours, metadata)]
+    return difference, list(session.layer_numbers()), keys, entries
+
+
+def _expert_entries(stack: Any, metadata: dict[str, Any]) -> list[Any]:
+    state = stack.sharded_state_dict("decoder.", None, metadata)
+    return [entry for entry in state.values() if ".experts." in entry.key and entry.key.endswith("weight")]
+
+
+def _name(entry: Any) -> tuple[tuple[str, int], float]:
+    """Key and expert of an entry, and the value that belongs to them."""
+    layer = int(entry.key.removeprefix("decoder.layers.").partition(".")[0])
+    expert = entry.global_offset[0]
+    return (entry.key, expert), float(100 * (layer + 1) + expert)
+
+
+def _numbers_of_later_layers(rank: int, world_size: int) -> tuple[list[int], list[Any]]:
+    from megatron.core.models.gpt import moe_module_specs
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+
+    from megatron_fssdp.megatron_adapter.entry import registration
+
+    registration._build_our_layer(_session())
+    config = _config(world_size)
+    build = moe_module_specs.get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
+    layers: list[Any] = []
+
+    def make_layer() -> None:
+        layers.append(build(config=config, pg_collection=None))
+        layers[-1].set_layer_number(2)
+
+    class Later(MultiTokenPredictionLayer):
+        """A layer of multi-token prediction of which only the construction of its MoE layer is left."""
+
+    make_layer()
+    stock = MultiTokenPredictionLayer.__init__
+    for depth in (1, 2):
+        submodules = SimpleNamespace(mtp_model_layer=None, enorm=lambda **_: make_layer())
+        # The rest of the layer needs Transformer Engine.
+        with suppress(AttributeError):
+            Later(config, submodules, depth, mtp_layer_pattern="*E", pg_collection=_Groups())
+    assert stock is MultiTokenPredictionLayer.__init__
+    return [layer.executor.context.layer for layer in layers], [layer._index for layer in layers]
+
+
+class _Groups:
+    """Process groups that are never used."""
+
+    cp = tp = None

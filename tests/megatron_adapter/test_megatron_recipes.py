@@ -1,0 +1,106 @@
+"""Megatron-LM's own training recipes: the table of docs/compatibility.md is true.
+
+The tests need a Megatron-LM checkout (``MEGATRON_LM_PATH``), except for the first one. Training all small
+copies takes most of an hour on two cores.
+"""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from . import recipes
+from .training.test_strategy_parity import cheap_links
+from .training_run import TrainingRun, relative_difference, train_on_all_ranks
+
+CHECKOUT = recipes.checkout()
+FOUND = recipes.recipes(CHECKOUT) if CHECKOUT is not None else []
+needs_checkout = pytest.mark.skipif(
+    CHECKOUT is None, reason=f"needs a Megatron-LM checkout ({recipes.VARIABLE})"
+)
+
+STRATEGIES = {
+    "fssdp": "slots=2 overlap_degree=3 reshard_interval=2",
+    "auto": "choice_interval=1 profile_iterations=1",
+}
+TOLERANCE = {True: 2e-3, False: 3e-5}
+
+
+def test_the_numbers_of_the_page_are_those_of_its_table() -> None:
+    text = recipes.written_table(recipes.PAGE.read_text(encoding="utf-8"))
+    rows = re.findall(r"^\| `[\w./-]+` \| (.+) \|$", text, re.MULTILINE)
+    refused = [row for row in rows if row.startswith("refused")]
+    trained = [row for row in rows if row.startswith("trains with equal losses")]
+    numbers = re.search(r"accepts \*\*(\d+) of the (\d+)\*\*.*copies of (\d+) of them", text, re.DOTALL)
+    assert numbers is not None
+    assert list(map(int, numbers.groups())) == [len(rows) - len(refused), len(rows), len(trained)]
+
+
+@needs_checkout
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_table_is_that_of_the_code() -> None:
+    assert len(FOUND) == 68
+    assert recipes.written_table(recipes.PAGE.read_text(encoding="utf-8")) == recipes.table(
+        FOUND, recipes.verdicts(FOUND)
+    )
+
+
+@needs_checkout
+@pytest.mark.slow
+def test_every_flag_of_every_recipe_is_known() -> None:
+    unknown = {recipe.name: recipes.unknown_flags(recipe) for recipe in FOUND}
+    assert not {name: flags for name, flags in unknown.items() if flags}
+
+
+def _small_copies() -> dict[str, recipes.SmallCopy]:
+    """The different small copies, by the name of the first recipe with each of them."""
+    names: dict[recipes.SmallCopy, str] = {}
+    for recipe in FOUND:
+        if recipes.obstacle(recipe) is None:
+            names.setdefault(recipes.small_copy(recipe), recipe.name)
+    return {name: copy for copy, name in names.items()}
+
+
+@pytest.fixture(scope="module")
+def verdict_of() -> dict[str, recipes.Verdict]:
+    return dict(zip((recipe.name for recipe in FOUND), recipes.verdicts(FOUND), strict=True))
+
+
+@needs_checkout
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", _small_copies())
+def test_a_small_copy_trains_with_stock_losses(
+    name: str, verdict_of: dict[str, recipes.Verdict], text_data: Path
+) -> None:
+    if not verdict_of[name].trains:
+        pytest.skip(f"refused: {verdict_of[name].refusal}")
+    copy = _small_copies()[name]
+    for flag, package in (("muon", "emerging_optimizers"), ("instances 2", "einops")):
+        if flag in copy.arguments and find_spec(package) is None:
+            pytest.skip(f"Megatron needs {package} for this optimizer")
+    # Megatron's flex dispatcher needs packages and a GPU.
+    stock_dispatcher = copy.dispatcher if copy.dispatcher in ("alltoall", "allgather") else "alltoall"
+    stock = _train(copy, f"--moe-token-dispatcher-type {stock_dispatcher}", text_data)
+    is_half = "--bf16" in copy.arguments or "--fp16" in copy.arguments
+    for strategy, settings in STRATEGIES.items():
+        chosen = " ".join(f"--moe-strategy-set {key}" for key in settings.split())
+        ours = _train(
+            copy,
+            f"--moe-token-dispatcher-type {copy.dispatcher} --moe-strategy {strategy} {chosen}",
+            text_data,
+        )
+        difference = relative_difference(ours.losses, stock.losses)
+        print(f"{name}: {strategy}: {difference:.1e}")
+        assert difference <= TOLERANCE[is_half], strategy
+
+
+def _train(copy: recipes.SmallCopy, more: str, data: Path) -> TrainingRun:
+    runs = train_on_all_ranks(
+        copy.num_ranks, f"{copy.arguments} {more}", data, before=cheap_links, timeout_s=600
+    )
+    failed = next((run for run in runs if run.exit_code), None)
+    assert failed is None, failed.errors[-3000:]
+    return next(run for run in reversed(runs) if run.losses)
