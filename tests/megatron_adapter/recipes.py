@@ -294,8 +294,9 @@ def small_copy(recipe: Recipe) -> SmallCopy:
     tensor = min(recipe.size("--tensor-model-parallel-size"), 2)
     pipeline = min(recipe.size("--pipeline-model-parallel-size"), 2)
     parts = min(recipe.size("--expert-tensor-parallel-size", tensor), 2)
-    per_stage = 4
-    expert = min(recipe.size("--expert-model-parallel-size"), per_stage // parts)
+    # Each instance of the optimizer needs an expert-data-parallel rank of its own.
+    per_stage = 4 * min(recipe.size("--num-distributed-optimizer-instances"), 2)
+    expert = min(recipe.size("--expert-model-parallel-size"), 4 // parts)
     flags |= {
         "--tensor-model-parallel-size": tensor,
         "--pipeline-model-parallel-size": pipeline,
