@@ -14,8 +14,15 @@ from megatron_fssdp.cli.gpu_check.step import StepVerdict
 from megatron_fssdp.cli.gpu_check.step_runner import log_end
 from megatron_fssdp.config.written_files import written_whole
 
-_OUTPUTS = {HOST_WORK: "Work of the host", DOCTOR: "Doctor"}
-"""Steps whose output the page shows, and the titles of these sections."""
+_OUTPUTS = {
+    HOST_WORK: (
+        "Work of the host",
+        "Counts are from virtual devices and do not depend on the machine. Times are those of this machine's "
+        "CPU, under the load that it had.",
+    ),
+    DOCTOR: ("Doctor", "The report of megatron-fssdp doctor."),
+}
+"""Steps whose output the page shows, with title and lead of these sections."""
 
 PAGE, SUMMARY, ZIP = "gpu_check.html", "gpu_check.json", "gpu_check.zip"
 
@@ -36,7 +43,7 @@ def page_html(outcome: CheckOutcome) -> str:
         outcome=outcome,
         sections=check_sections(outcome),
         failed=[result for result in outcome.results if result.verdict is StepVerdict.FAILED],
-        outputs=[(name, title, _output(outcome, name)) for name, title in _OUTPUTS.items()],
+        outputs=[(name, *texts, _output(outcome, name)) for name, texts in _OUTPUTS.items()],
         zip_name=ZIP,
         style=Markup(files("megatron_fssdp.reporting.page").joinpath("page.css").read_text(encoding="utf-8")),
     )

@@ -65,7 +65,9 @@ CASES = (
     ParityCase("quota", "quota", {"slots": 2}),
     ParityCase("smartmoe", "smartmoe", {"profile_iterations": 2, "reshard_interval": 2}),
     ParityCase(
-        "flexmoe", "flexmoe", {"profile_iterations": 2, "placement_interval": 2, "window": 2, "threshold": 1.0}
+        "flexmoe",
+        "flexmoe",
+        {"profile_iterations": 2, "placement_interval": 2, "window": 2, "threshold": 1.0},
     ),
     ParityCase("parm", "parm"),
     ParityCase("auto", "auto", {"profile_iterations": 2, "choice_interval": 4, "compared_iterations": 2}),
