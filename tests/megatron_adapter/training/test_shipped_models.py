@@ -1,6 +1,7 @@
 """Megatron takes the arguments of every experiment and builds models with the parameters that are counted.
 
-Models are built on a meta device at full width; models of more than four layers are cut to two.
+Models are built on a meta device at full width. Models of more than four layers are cut to two layers and 16
+experts.
 """
 
 from dataclasses import dataclass
@@ -83,6 +84,8 @@ def shallow(path: Path) -> RunConfig:
         return load_run([path])
     frequency = [] if isinstance(model.moe_layer_freq, int) else ["model.moe_layer_freq=[0, 1]"]
     whole = ["parallelism.pipeline=1", "megatron_args=[]"]
+    if (model.num_experts or 0) > 16:
+        whole += ["model.num_experts=16", "parallelism.expert=8"]
     return load_run([path], ["model.num_layers=2", *frequency, *whole])
 
 

@@ -15,11 +15,11 @@ from ..training_run import SCRIPT, Model, TrainingRun, relative_difference, trai
 
 EXPERIMENT = Path(__file__).parents[3] / "configs" / "experiments" / "tiny-deepseek-v3.yaml"
 OVERRIDES = (
-    "model.seq_length=32",
+    "model.seq_length=16",
     "parallelism.nproc_per_node=2",
     "parallelism.declared_nodes=1",
     "parallelism.expert=2",
-    "training.iterations=4",
+    "training.iterations=3",
     "training.micro_batch_size=2",
     "training.global_batch_size=8",
     "training.warmup_iterations=1",
