@@ -3,8 +3,10 @@
 Megatron needs a package for each of these optimizers. A case is skipped where its package is not installed.
 """
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,8 +57,35 @@ def test_re_shards_keep_the_losses(name: str, text_data: Path, tmp_path: Path) -
     assert relative_difference(resumed.losses, stock.losses[4:]) <= 2e-3
 
 
-def _train(ranks: int, arguments: str, data: Path) -> list[TrainingRun]:
-    runs = train_on_all_ranks(ranks, arguments, data)
+@pytest.mark.slow
+def test_frozen_experts_move_too(text_data: Path) -> None:
+    (*_, stock), (first, *_, ours) = (
+        _train(2, f"--expert-model-parallel-size 2 --train-iters 5 {more}", text_data, freeze_experts)
+        for more in ("", FSSDP)
+    )
+    assert any("re-sharded" in message for message in first.messages)
+    assert relative_difference(ours.losses, stock.losses) <= 1e-6
+
+
+def freeze_experts() -> None:
+    """Have Megatron build models whose routed experts are not trained."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    build = GPTModel.__init__
+
+    def build_frozen(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        for name, parameter in self.named_parameters():
+            if ".experts." in name:
+                parameter.requires_grad_(False)
+
+    GPTModel.__init__ = build_frozen
+
+
+def _train(
+    ranks: int, arguments: str, data: Path, before: Callable[[], None] | None = None
+) -> list[TrainingRun]:
+    runs = train_on_all_ranks(ranks, arguments, data, before=before)
     failed = next((run for run in runs if run.exit_code), None)
     assert failed is None, failed.errors[-3000:]
     return runs
