@@ -7,6 +7,7 @@ devices run the backward pass: see ``test_virtual_devices.py``.
 """
 
 import contextlib
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -36,6 +37,7 @@ from megatron_fssdp.testing import run_ranks
 from ..rank_layer import ACTIVATIONS, DrawnPlacements, LayerCase
 
 DEVICES, RANK, EXPERTS, TOKENS, TOP_K = 8, 1, 16, 256, 2
+MODEL_DIM, FFN_DIM = 2048, 1408
 
 
 class Noted(TorchDispatchMode):
@@ -87,40 +89,50 @@ def fake_devices() -> Any:
 
 
 def run_fake(
-    rank: int, world_size: int, transfers: str, group_size: int | None, sizes: tuple[int, int], device: str
-) -> tuple[str, tuple[int, ...], list[tuple[str, list[tuple[int, ...]]]]]:
-    """Device type and shape of a layer's output, and the grouped products."""
-    model_dim, ffn_dim = sizes
-    with fake_devices(), Noted() as noted:
-        factory: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
-        owner_E, topology = even_owners(EXPERTS, DEVICES), Topology.uniform(DEVICES, 2)
-        parameters = {
-            int(e): [
-                torch.nn.Parameter(torch.empty(2 * ffn_dim, model_dim, **factory)),
-                torch.nn.Parameter(torch.empty(model_dim, ffn_dim, **factory)),
-            ]
-            for e in np.flatnonzero(owner_E == RANK)
-        }
-        ring = None if group_size is None else GroupRing(RANK, DEVICES, group_size)
-        groups = ExpertGroups(dist.group.WORLD, topology, dist.new_group(), ring=ring)
-        runtime = MoERuntime(DrawnPlacements(LayerCase("fake", transfers=transfers)))
-        executor = runtime.add_layer(LayerContext(1, owner_E, topology), groups, parameters)
-        runtime.begin_iteration(1)
-        hidden = torch.randn(TOKENS, model_dim, **factory)
-        probs = torch.rand(TOKENS, EXPERTS, device="cuda")
-        routing_map = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool, device=device)
-        compute = partial(grouped_ffn, activation=ACTIVATIONS["swiglu"])
-        output, _ = run_layer(executor, executor.launch(hidden, first=True), probs, routing_map, compute)
-        return output.device.type, tuple(output.shape), noted.products
+    rank: int, world_size: int, cases: Sequence[tuple[str, int | None]]
+) -> list[tuple[str, tuple[int, ...], list[tuple[str, list[tuple[int, ...]]]]]]:
+    """Device type and shape of a layer's output, and the grouped products, for each case."""
+    found = []
+    with fake_devices():
+        for transfers, group_size in cases:
+            with Noted() as noted:
+                output = forward(transfers, group_size)
+            found.append((output.device.type, tuple(output.shape), noted.products))
+    return found
 
 
-@pytest.mark.parametrize("group_size", [None, 2], ids=["plain", "smart-schedule"])
-@pytest.mark.parametrize("transfers", ["once", "rematerialized", "each"])
-def test_shapes_strides_and_devices_fit(transfers: str, group_size: int | None) -> None:
-    ((device, shape, products),) = run_ranks(run_fake, 1, transfers, group_size, (2048, 1408), "cuda")
-    assert (device, shape) == ("cuda", (TOKENS, 2048))
-    assert products
-    assert {product_device for product_device, _ in products} == {"cuda"}
+def forward(transfers: str, group_size: int | None) -> Tensor:
+    """The forward pass of a layer on fake tensors."""
+    factory: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+    owner_E, topology = even_owners(EXPERTS, DEVICES), Topology.uniform(DEVICES, 2)
+    parameters = {
+        int(e): [
+            torch.nn.Parameter(torch.empty(2 * FFN_DIM, MODEL_DIM, **factory)),
+            torch.nn.Parameter(torch.empty(MODEL_DIM, FFN_DIM, **factory)),
+        ]
+        for e in np.flatnonzero(owner_E == RANK)
+    }
+    ring = None if group_size is None else GroupRing(RANK, DEVICES, group_size)
+    groups = ExpertGroups(dist.group.WORLD, topology, dist.new_group(), ring=ring)
+    runtime = MoERuntime(DrawnPlacements(LayerCase("fake", transfers=transfers)))
+    executor = runtime.add_layer(LayerContext(1, owner_E, topology), groups, parameters)
+    runtime.begin_iteration(1)
+    hidden = executor.launch(torch.randn(TOKENS, MODEL_DIM, **factory), first=True)
+    probs = torch.rand(TOKENS, EXPERTS, device="cuda")
+    routing_map = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool, device="cuda")
+    compute = partial(grouped_ffn, activation=ACTIVATIONS["swiglu"])
+    output, _ = run_layer(executor, hidden, probs, routing_map, compute)
+    return output
+
+
+def test_shapes_strides_and_devices_fit() -> None:
+    cases = [(transfers, None) for transfers in ("once", "rematerialized", "each")] + [("once", 2)]
+    (found,) = run_ranks(run_fake, 1, cases)
+    assert len(found) == len(cases)
+    for device, shape, products in found:
+        assert (device, shape) == ("cuda", (TOKENS, MODEL_DIM))
+        assert products
+        assert {product_device for product_device, _ in products} == {"cuda"}
 
 
 def refuse(rank: int, world_size: int) -> None:
