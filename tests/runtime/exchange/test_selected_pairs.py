@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.runtime.exchange.selected_pairs import SelectedPairs, true_positions
+from megatron_fssdp.testing.virtual_cuda import virtual_cuda
 from tests.drawn_examples import examples
 
 
@@ -17,9 +18,11 @@ from tests.drawn_examples import examples
 @examples(60)
 def test_true_positions_are_the_indices_of_true_values(mask: list[bool], more: int) -> None:
     size = min(sum(mask) + more, len(mask))
-    got = true_positions(torch.tensor(mask, dtype=torch.bool), size)
     wanted = [i for i, value in enumerate(mask) if value]
-    assert got.tolist() == wanted + [0] * (size - len(wanted))
+    assert true_positions(torch.tensor(mask, dtype=torch.bool), size).tolist() == wanted
+    with virtual_cuda():
+        got = true_positions(torch.tensor(mask, dtype=torch.bool, device="cuda"), size)
+        assert got.tolist() == wanted + [0] * (size - len(wanted))
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 6), st.booleans())
@@ -44,6 +47,9 @@ def test_pairs_go_by_device_then_expert_then_token(
 
 
 def test_more_pairs_than_announced_are_an_error() -> None:
-    pairs = SelectedPairs.of(torch.ones(3, 2, dtype=torch.bool), most_pairs=3)
-    with pytest.raises(RuntimeError, match="got 6 pairs of tokens and experts, wanted at most 3"):
-        pairs.to_send(np.full((2, 1), 3))
+    routing_map = torch.ones(3, 2, dtype=torch.bool)
+    with virtual_cuda():
+        for of_device in (routing_map, routing_map.cuda()):
+            pairs = SelectedPairs.of(of_device, most_pairs=3)
+            with pytest.raises(RuntimeError, match="got 6 pairs of tokens and experts, wanted at most 3"):
+                pairs.to_send(np.full((2, 1), 3))
