@@ -83,7 +83,7 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
     },
     "testing": {"": set(), "virtual_cuda": {""}},
     # The scripts that ranks run are started by their paths.
-    "cli": {"": set(), "pretraining": {""}, "gpu_check": {""}},
+    "cli": {"": set(), "pretraining": {""}, "gpu_check": {"", "pretraining"}},
 }
 
 FORBIDDEN = {

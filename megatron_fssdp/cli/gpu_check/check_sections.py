@@ -52,8 +52,9 @@ def _losses(outcome: CheckOutcome) -> Section:
         f"A small GPT-MoE was trained on mock data over {outcome.plan.num_ranks} ranks, once with Megatron's "
         f"own dispatcher and experts ({BASELINE}) and once with each strategy. Seeds and data are the same. "
         f"No loss may differ from the one of {BASELINE} by more than {tolerances} (relative difference). "
-        "Strategies sum the same products in another order, so small differences are expected. A strategy "
-        "without replicas, bytes and moves did the same as ep in this training.",
+        "Strategies sum the same products in another order, so small differences are expected. Plans price "
+        "links as free, so that strategies act although the model is small. A strategy without replicas, "
+        "bytes and moves did the same as ep in this training.",
         table=Table(
             (
                 *("training", "precision", "verdict", "first loss", "last loss", "difference of the first"),

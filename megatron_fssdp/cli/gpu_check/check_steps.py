@@ -128,7 +128,7 @@ def _host_work(plan: CheckPlan) -> Step:
         HOST_WORK,
         "host synchronizations and operators of a layer, counted on virtual devices",
         (sys.executable, str(script)),
-        limit_s=600,
+        limit_s=1200,
         environment={"COLUMNS": "150"},
         skipped=_missing(script),
     )
