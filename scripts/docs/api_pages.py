@@ -9,7 +9,7 @@ ROOMS = {
     "planning": "placements, loads, costs and all algorithms, as pure functions",
     "simulation": "the seconds, bytes and memory that decisions cost",
     "config": "settings, YAML and JSON Schema",
-    "testing": "functions that run on forked ranks",
+    "testing": "functions that run on forked ranks, and virtual CUDA devices",
 }
 """Packages that have a page, because they can be used on their own, with a short description."""
 
