@@ -145,7 +145,7 @@ def _shared_experts(rank: int, world_size: int) -> ExpertGroups:
 
 
 def _count_case(case: Case, groups: ExpertGroups, device: VirtualDevice) -> CountedPasses:
-    """Run some iterations of a stack of layers, and count the passes of the last two."""
+    """Run some iterations of a stack of layers, and count all passes after the first iteration."""
     strategy = build_strategy(case.strategy, STRATEGIES[case.strategy].settings.model_validate(case.settings))
     if strategy.selects:
         strategy.resume(dict.fromkeys(range(1, NUM_LAYERS + 1), "fssdp"))
@@ -168,7 +168,8 @@ def _count_case(case: Case, groups: ExpertGroups, device: VirtualDevice) -> Coun
             for layer in runtime.layers:
                 _keep_replicas(layer, strategy)
         runtime.begin_iteration(NUM_MICRO_BATCHES)
-        counted = passes if iteration >= NUM_ITERATIONS - 2 else None
+        # In the first iteration, ranks connect to each other, for which the host waits once.
+        counted = passes if iteration else CountedPasses()
         run: Callable[..., Tensor] = partial(_run_stack, runtime, case.schedule, device, counted)
         if iteration == NUM_ITERATIONS - 1:
             run = _recomputed(run)
@@ -189,7 +190,7 @@ def _run_stack(
     runtime: MoERuntime,
     schedule: Schedule | None,
     device: VirtualDevice,
-    passes: CountedPasses | None,
+    passes: CountedPasses,
     hidden: Tensor,
     probs: Tensor,
     routing_map: Tensor,
@@ -206,8 +207,7 @@ def _run_stack(
             hidden = layer.launch(hidden, first=layer.is_first)
         exchange = None if schedule is None else exchange_of(schedule, layer.groups)
         hidden, _ = run_layer(layer, hidden, probs, routing_map, compute, exchange=exchange)
-        if passes is not None:
-            passes.count(device, begin)
+        passes.count(device, begin)
     return hidden
 
 

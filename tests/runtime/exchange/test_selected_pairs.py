@@ -20,9 +20,19 @@ def test_true_positions_are_the_indices_of_true_values(mask: list[bool], more: i
     size = min(sum(mask) + more, len(mask))
     wanted = [i for i, value in enumerate(mask) if value]
     assert true_positions(torch.tensor(mask, dtype=torch.bool), size).tolist() == wanted
-    with virtual_cuda():
-        got = true_positions(torch.tensor(mask, dtype=torch.bool, device="cuda"), size)
-        assert got.tolist() == wanted + [0] * (size - len(wanted))
+
+
+def test_true_positions_on_cuda_have_a_fixed_length() -> None:
+    rng = np.random.default_rng(0)
+    with virtual_cuda() as device:
+        for num_entries, share in ((0, 0.0), (1, 1.0), (30, 0.0), (30, 0.3), (30, 1.0)):
+            mask = rng.random(num_entries) < share
+            wanted = np.flatnonzero(mask).tolist()
+            on_device = torch.from_numpy(mask).cuda()
+            for size in (len(wanted), num_entries):
+                got = true_positions(on_device, size)
+                assert device.holds(got)
+                assert got.tolist() == wanted + [0] * (size - len(wanted))
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 6), st.booleans())
