@@ -177,10 +177,19 @@ def _random_members() -> dict[str, Any]:
 
 def tensor_members(books: VirtualDevice) -> dict[str, Any]:
     """Replacements of attributes of ``torch.Tensor``, by name."""
-    base = torch._C.TensorBase
+    device = torch._C.TensorBase.device.__get__
+    usual = getattr(Tensor.__torch_function__, "__func__", None)
 
     def device_of(tensor: Tensor) -> Any:
-        return books.device if books.holds(tensor) else base.device.__get__(tensor)
+        if books.holds(tensor):
+            return books.device
+        kind = type(tensor)
+        special = getattr(kind.__torch_function__, "__func__", None)
+        if special not in (None, usual):
+            # For example a sharded tensor of a checkpoint, whose class knows this function as Tensor.device.
+            return kind.__torch_function__(device, (kind,), (tensor,), {})
+        with torch._C.DisableTorchFunction():
+            return device(tensor)
 
     return {
         "device": property(device_of),
