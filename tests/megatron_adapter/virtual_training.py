@@ -1,6 +1,7 @@
 """Trainings through Megatron's command line on virtual CUDA devices, and the same ones on CPU ranks."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,9 +12,12 @@ from tests.megatron_adapter.training_run import (
     Model,
     TrainingRun,
     command_line,
+    relative_difference,
     train_on_all_ranks,
     train_on_rank,
 )
+
+_LIMIT_S = 400.0
 
 # The server imports Megatron without the patches for CPU ranks.
 _PRELOAD = tuple(entry for entry in MEGATRON_PRELOAD if ":" not in entry)
@@ -46,7 +50,7 @@ class VirtualRun:
 
 
 def train_virtually(
-    world_size: int, arguments: str, data: Path, *, timeout_s: float = 300
+    world_size: int, arguments: str, data: Path, *, before: Callable[[], None] | None = None
 ) -> list[VirtualRun]:
     """Train a tiny GPT on virtual devices, with NCCL as Megatron's backend.
 
@@ -54,7 +58,7 @@ def train_virtually(
         world_size: Number of ranks.
         arguments: Added to the model's.
         data: Prefix of Megatron's indexed data.
-        timeout_s: Time limit.
+        before: Module-level function to call on each rank before the launch.
     """
     environment = {
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -63,17 +67,32 @@ def train_virtually(
     }
     argv = command_line(VIRTUAL_GPT, arguments, data)
     return run_ranks(
-        _train_on_device, world_size, argv, timeout_s=timeout_s, env=environment, preload=_PRELOAD
+        _train_on_device,
+        world_size,
+        argv,
+        before,
+        timeout_s=_LIMIT_S,
+        env=environment,
+        preload=_PRELOAD,
     )
 
 
 def train_on_cpu(world_size: int, arguments: str, data: Path) -> list[TrainingRun]:
     """The same training on CPU ranks."""
-    return train_on_all_ranks(world_size, f"{arguments} --distributed-backend gloo", data, model=VIRTUAL_GPT)
+    arguments = f"{arguments} --distributed-backend gloo"
+    return train_on_all_ranks(world_size, arguments, data, model=VIRTUAL_GPT, timeout_s=_LIMIT_S)
 
 
-def assert_same_without_findings(world_size: int, arguments: str, data: Path) -> list[VirtualRun]:
+def assert_same_without_findings(
+    world_size: int, arguments: str, data: Path, *, tolerance: float | None = None
+) -> list[VirtualRun]:
     """Train on virtual devices and on CPU ranks: no findings; equal losses and gradient norms.
+
+    Args:
+        world_size: Number of ranks.
+        arguments: Added to the model's.
+        data: Prefix of Megatron's indexed data.
+        tolerance: Largest relative difference of losses. By default, losses and gradient norms must be equal.
 
     Returns:
         What the ranks with virtual devices saw.
@@ -81,10 +100,13 @@ def assert_same_without_findings(world_size: int, arguments: str, data: Path) ->
     runs = train_virtually(world_size, arguments, data)
     assert_clean(runs)
     wanted = train_on_cpu(world_size, arguments, data)
-    assert any(run.losses for run in wanted)
-    assert [(run.training.losses, run.training.grad_norms) for run in runs] == [
-        (run.losses, run.grad_norms) for run in wanted
-    ]
+    assert wanted[-1].losses
+    for run, other in zip(runs, wanted, strict=True):
+        got = run.training
+        if tolerance is None:
+            assert (got.losses, got.grad_norms) == (other.losses, other.grad_norms)
+        elif other.losses:
+            assert relative_difference(got.losses, other.losses) <= tolerance
     return runs
 
 
@@ -96,13 +118,15 @@ def assert_clean(runs: list[VirtualRun]) -> None:
         assert not run.findings, f"rank {rank}:\n" + "\n".join(run.findings)
 
 
-def _train_on_device(rank: int, world_size: int, argv: list[str]) -> VirtualRun:
+def _train_on_device(
+    rank: int, world_size: int, argv: list[str], before: Callable[[], None] | None
+) -> VirtualRun:
     from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
     from megatron_fssdp.testing.virtual_cuda.known_findings import explained
     from megatron_fssdp.testing.virtual_cuda.megatron_loop import megatron_on_virtual_cuda
 
     with megatron_on_virtual_cuda() as device:
-        training = train_on_rank(rank, world_size, argv, None, True)
+        training = train_on_rank(rank, world_size, argv, before, True)
         device.finish_all()
     assert not cpu_runtime._installed
     unknown, known = explained(device.findings)

@@ -1,5 +1,6 @@
 """Runs a script or a module on a virtual CUDA device, and reports its findings when it ends."""
 
+import atexit
 import contextlib
 import datetime
 import importlib.util
@@ -153,6 +154,7 @@ def _parsed(arguments: list[str]) -> tuple[Program, Path | None]:
 
 def _device() -> VirtualDevice:
     """A virtual device that stays until this process ends, since functions at exit may ask for CUDA too."""
+    atexit.register(_leave)  # Functions that are registered later run earlier.
     if importlib.util.find_spec("megatron.training") is not None:
         from megatron_fssdp.testing.virtual_cuda.megatron_loop import megatron_on_virtual_cuda
 
@@ -163,6 +165,11 @@ def _device() -> VirtualDevice:
 
 
 _entered = contextlib.ExitStack()
+
+
+def _leave() -> None:
+    with contextlib.suppress(Exception):  # Process groups are gone, also those with unfinished messages.
+        _entered.close()
 
 
 def _meet_other_ranks(*, waits: bool) -> None:
