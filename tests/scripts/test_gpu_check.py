@@ -16,7 +16,7 @@ import pytest
 
 from megatron_fssdp.cli.gpu_check import __main__ as gpu_check
 from megatron_fssdp.cli.gpu_check.check_outcome import CheckOutcome
-from megatron_fssdp.cli.gpu_check.check_page import page_html
+from megatron_fssdp.cli.gpu_check.check_page import page_html, write_files
 from megatron_fssdp.cli.gpu_check.check_plan import CheckPlan, Precision
 from megatron_fssdp.cli.gpu_check.check_steps import check_steps, parity_trainings
 from megatron_fssdp.cli.gpu_check.machine_facts import MachineFacts, shown_environment
@@ -184,6 +184,15 @@ def test_a_page_names_devices_and_failures_first(tmp_path: Path) -> None:
     assert "The step gpu-layer has no results" in html
     assert not re.search(r"(?:src|href)=\"(?:https?:)?//", html), "the page needs no network"
     assert json.loads(made.summary_json())["verdict"] == "failed"
+
+
+def test_a_damaged_result_costs_only_the_page(tmp_path: Path) -> None:
+    plan = plan_in(tmp_path)
+    (plan.results / "gpu_layer.json").write_text(json.dumps({"sizes": {"coarse": {"no": "numbers"}}}))
+    archive = write_files(outcome(plan, doctor=StepVerdict.PASSED))
+    assert "This page could not be made" in (tmp_path / "gpu_check.html").read_text()
+    with zipfile.ZipFile(archive) as found:
+        assert {"gpu_check.json", "results/gpu_layer.json"} <= set(found.namelist())
 
 
 def test_only_chosen_variables_are_collected() -> None:

@@ -1,11 +1,12 @@
 """Writes the page and the zip of a check."""
 
+import traceback
 import zipfile
 from importlib.resources import files
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from megatron_fssdp.cli.gpu_check.check_outcome import CheckOutcome
 from megatron_fssdp.cli.gpu_check.check_sections import check_sections
@@ -68,7 +69,13 @@ def write_files(outcome: CheckOutcome) -> Path:
     """
     out = outcome.plan.out
     with written_whole(out, "--out") as partial:
-        (partial / PAGE).write_text(page_html(outcome), encoding="utf-8")
+        try:
+            html = page_html(outcome)
+        except Exception:  # A damaged result must not cost the logs and the numbers of a long check.
+            error = escape(traceback.format_exc())
+            text = "This page could not be made; the zip is complete."
+            html = f"<h1>{outcome.verdict}</h1><p>{text}</p><pre>{error}</pre>"
+        (partial / PAGE).write_text(html, encoding="utf-8")
         (partial / SUMMARY).write_text(outcome.summary_json(), encoding="utf-8")
         with zipfile.ZipFile(partial / ZIP, "w", zipfile.ZIP_DEFLATED) as archive:
             for name in (PAGE, SUMMARY):
