@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_fssdp.testing.virtual_cuda.launcher import main
+from megatron_fssdp.testing.virtual_cuda.programs.launcher import main
 
 if __name__ == "__main__":
     main(sys.argv[1:])

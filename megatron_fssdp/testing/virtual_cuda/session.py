@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch.overrides import _get_current_function_mode_stack
 
-from megatron_fssdp.testing.virtual_cuda.cuda_functions import (
+from megatron_fssdp.testing.virtual_cuda.books.virtual_device import VirtualDevice
+from megatron_fssdp.testing.virtual_cuda.nccl.groups import NcclGroups
+from megatron_fssdp.testing.virtual_cuda.posing.cuda_functions import (
     storage_members,
     tensor_members,
     torch_accelerator_members,
     torch_cuda_members,
 )
-from megatron_fssdp.testing.virtual_cuda.device_mode import DeviceMode
-from megatron_fssdp.testing.virtual_cuda.nccl_groups import NcclGroups
-from megatron_fssdp.testing.virtual_cuda.operator_mode import OperatorMode
-from megatron_fssdp.testing.virtual_cuda.patches import Patches
-from megatron_fssdp.testing.virtual_cuda.virtual_device import VirtualDevice
+from megatron_fssdp.testing.virtual_cuda.posing.device_mode import DeviceMode
+from megatron_fssdp.testing.virtual_cuda.posing.operator_mode import OperatorMode
+from megatron_fssdp.testing.virtual_cuda.posing.patches import Patches
 
 _GIB = 1 << 30
 

@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 
 from megatron_fssdp.testing.virtual_cuda import FindingKind, virtual_cuda
-from megatron_fssdp.testing.virtual_cuda.findings import Finding
-from megatron_fssdp.testing.virtual_cuda.known_findings import KNOWN_IN_MEGATRON, KnownFinding, explained
-from megatron_fssdp.testing.virtual_cuda.launcher import EXIT_FINDINGS, Program, report
-from megatron_fssdp.testing.virtual_cuda.megatron_loop import described_replacements
+from megatron_fssdp.testing.virtual_cuda.books.findings import Finding
+from megatron_fssdp.testing.virtual_cuda.programs.known_findings import (
+    KNOWN_IN_MEGATRON,
+    KnownFinding,
+    explained,
+)
+from megatron_fssdp.testing.virtual_cuda.programs.launcher import EXIT_FINDINGS, Program, report
+from megatron_fssdp.testing.virtual_cuda.programs.megatron_loop import described_replacements
 
 PAGE = Path(__file__).parents[3] / "docs" / "virtual-cuda.md"
 

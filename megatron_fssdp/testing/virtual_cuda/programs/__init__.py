@@ -1,0 +1,1 @@
+"""Runs whole programs on virtual devices, among them Megatron's training loop."""
