@@ -288,10 +288,12 @@ class SmallCopy:
 def small_copy(recipe: Recipe) -> SmallCopy:
     """Return a recipe with small sizes on at most eight ranks.
 
-    Its features stay. Parallel sizes become at most 2, and 4 for expert parallelism.
+    Its features stay. Parallel sizes become at most 2 or 4.
     """
     flags = {flag: value for flag, value in recipe.flags.items() if flag in KEPT}
-    tensor = min(recipe.size("--tensor-model-parallel-size"), 2)
+    # With this order of ranks, experts and attention must have equal data-parallel sizes.
+    most = 4 if "--use-tp-pp-dp-mapping" in recipe.flags else 2
+    tensor = min(recipe.size("--tensor-model-parallel-size"), most)
     pipeline = min(recipe.size("--pipeline-model-parallel-size"), 2)
     parts = min(recipe.size("--expert-tensor-parallel-size", tensor), 2)
     # Each instance of the optimizer needs an expert-data-parallel rank of its own.
