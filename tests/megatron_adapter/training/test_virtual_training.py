@@ -86,7 +86,8 @@ CASES = {
         f"{EP2} --tensor-model-parallel-size 2 --moe-strategy fssdp {OVERLAP}"
     ),
     "topology-aware gate": (
-        f"{EP2} {OVERLAP} --moe-strategy fastermoe --moe-strategy-set router=topology_aware"
+        f"{EP2} {OVERLAP} --moe-strategy fastermoe --moe-strategy-set router=topology_aware "
+        "--moe-strategy-set leaving_share=0.3 --moe-strategy-set nodes=4"
     ),
     "a loader's own processes and thread": f"{EP2} --moe-strategy fssdp --num-workers 1",
 }
