@@ -71,7 +71,8 @@ def verdict_of() -> dict[str, recipes.Verdict]:
 @needs_checkout
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", _small_copies())
+# Without these identifiers, pytest numbers the longest names.
+@pytest.mark.parametrize("name", _small_copies(), ids=list(_small_copies()))
 def test_a_small_copy_trains_with_stock_losses(
     name: str, verdict_of: dict[str, recipes.Verdict], text_data: Path
 ) -> None:
