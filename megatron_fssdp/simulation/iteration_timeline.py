@@ -5,8 +5,8 @@
 * ``transfer``: spAG, spRS, re-gathering and re-sharding, one after the other.
 
 The forward pass of a layer consists of compute before the gate, counts, dispatch, experts and combine. spAG
-starts together with the compute before the gate, or after this compute if the plan says so. spAG must end
-before the dispatch, where the runtime waits for it.
+starts together with the compute before the gate, or after this compute if the plan says so. spAG ends
+before the dispatch. The runtime waits for it later, before the experts, but the rows use the same links.
 
 The backward pass is the reverse, with twice the compute. spRS starts after the backward of the dispatch and
 must end together with the same layer's compute before the gate. Re-materialized replicas are gathered again

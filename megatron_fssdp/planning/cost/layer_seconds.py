@@ -12,9 +12,10 @@ The price follows what the runtime does:
 * **Transfers** travel in messages, whose size follows one rule (``planning/transfer/message_size.py``). Each
   hop before the last one of a path adds the time of one message, with its start-up and its bytes. A transfer
   takes at least as long as the host needs to post its batches of messages.
-* **Gathers** hide under the compute before the layer and under the router counts, because the runtime waits
-  for replicas just before the dispatch. What calibration adds, and the replicas of a plan for a single
-  micro-batch, start when the counts are known, so that nothing hides them.
+* **Gathers** hide under the compute before the layer and under the router counts. The runtime waits for
+  replicas later, just before the experts. Time beside the dispatch is not counted, because the rows use the
+  same links. What calibration adds, and the replicas of a plan for a single micro-batch, start when the
+  counts are known, so that nothing hides them.
 * **Reductions** hide under the backward pass of the compute before the layer. Their bytes follow from the
   life of the replicas: sums of several micro-batches and gradients of resident replicas travel in fp32,
   all others in the data type of the parameters.
