@@ -152,7 +152,8 @@ def test_a_dry_run_prints_the_command_for_a_cluster(command, tmp_path):
     )
     assert code == 0
     assert out.startswith(
-        "MEGATRON_FSSDP_DEVICE=cuda torchrun --nnodes=4 --nproc-per-node=8 --rdzv-backend=c10d"
+        "MEGATRON_FSSDP_DEVICE=cuda NCCL_LAUNCH_ORDER_IMPLICIT=1 torchrun --nnodes=4 --nproc-per-node=8 "
+        "--rdzv-backend=c10d"
     )
     assert '--rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT"' in out
     words = words_of(out)

@@ -1,5 +1,6 @@
 """Properties of the simulation for any loads: directions of effects, lanes, sums, memory."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -150,7 +151,7 @@ def test_simulated_memory_equals_the_accounting_and_can_run_out() -> None:
 
 
 def test_the_profile_limits_replicas_by_memory_and_overlap() -> None:
-    job = job_of(devices=4, experts=8, before_gate_flops_L=(50.0,))
+    job = job_of(devices=4, experts=8, before_gate_flops_L=(50.0,), on_cuda=False)
     cluster = cluster_of(nodes=2)
     profile = layer_profile(job, cluster, ReplicaLife.ITERATION)
     assert profile.memory_capacity == 8
@@ -160,6 +161,11 @@ def test_the_profile_limits_replicas_by_memory_and_overlap() -> None:
     tight = cluster.model_copy(update={"memory_bytes": own + 500})
     # Four fifths of 500 bytes, for replicas of 100 bytes and their gradients.
     assert layer_profile(job, tight, ReplicaLife.ITERATION).memory_capacity == 2
+    # On GPUs, the buffers of reductions count as well: two senders of gradients for each replica.
+    on_cuda = replace(job, on_cuda=True)
+    assert layer_profile(on_cuda, tight, ReplicaLife.ITERATION).memory_capacity == 0
+    more = cluster.model_copy(update={"memory_bytes": own + 1500})
+    assert layer_profile(on_cuda, more, ReplicaLife.ITERATION).memory_capacity == 2
 
 
 @pytest.mark.parametrize("name", ["fastermoe", "quota"])
@@ -175,7 +181,7 @@ def test_replicas_of_one_micro_batch_need_no_gradient_sums(name: str) -> None:
         assert replicas
         assert experts.replica_parameters_bytes == 2 * replicas * 50 * 2
         assert experts.replica_gradients_bytes == replicas * 50 * 2
-    job = job_of(devices=4, experts=8, layers=2, num_micro_batches=4)
+    job = job_of(devices=4, experts=8, layers=2, num_micro_batches=4, on_cuda=False)
     tight = cluster.model_copy(update={"memory_bytes": 2 * 2 * 50 * (2 + 4 + 8) + 1500})
     # Four fifths of 1500 bytes: two layers' parameters, one layer's gradients; else two layers' sums as well.
     assert layer_profile(job, tight, ReplicaLife.MICRO_BATCH).memory_capacity == 4

@@ -141,23 +141,6 @@ def await_the_layers_own_slots() -> None:
 # ---------------------------------------------------------------- 4: optimizer state by bucket position
 
 
-@pytest.mark.parametrize("what", ["", "--moe-strategy-set reshard_interval=100"])
-def test_state_by_bucket_position_is_refused_where_owners_may_move(
-    what: str, text_data: Path, tmp_path: Path
-) -> None:
-    """Re-sharding is on by default. Unless both ranks refuse, one of them waits forever in a collective."""
-    (run,) = train_on_all_ranks(
-        1,
-        f"{LAYOUT} {DISTRIBUTED} --moe-strategy fssdp {what} --save {tmp_path}",
-        text_data,
-        env={"WORLD_SIZE": "2"},
-    )
-    assert run.exit_code == 2
-    (line,) = [line for line in run.errors.splitlines() if "[fssdp]" in line]
-    assert "add --dist-ckpt-optim-fully-reshardable" in line
-    assert "reshard_interval=0" in line
-
-
 def test_an_unsupported_checkpoint_format_is_refused_on_all_ranks(text_data: Path, tmp_path: Path) -> None:
     """test_checkpoint_arguments.py has more options that are refused."""
     runs = train_on_all_ranks(2, f"{LAYOUT} {FSSDP} --save {tmp_path} --ckpt-format torch", text_data)
@@ -173,29 +156,30 @@ def test_optimizer_state_by_bucket_position_would_reach_wrong_experts(
     arguments = f"{LAYOUT} {DISTRIBUTED} --ckpt-format torch_dist"
     stock = train(2, arguments, text_data)
     differences = {}
-    for name, before, option in (
-        ("refused", gather_layers_and_refuse_nothing, ""),
-        ("wanted", gather_layers_on_one_device, "--dist-ckpt-optim-fully-reshardable"),
+    for name, before in (
+        ("kept", gather_layers_and_replace_nothing),
+        ("replaced", gather_layers_on_one_device),
     ):
         folder = tmp_path / name
         train(
             2,
-            f"{arguments} {OWNERS_ONLY} {option} --save {folder} --save-interval 3 --exit-interval 3",
+            f"{arguments} {OWNERS_ONLY} --save {folder} --save-interval 3 --exit-interval 3",
             text_data,
             before=before,
         )
-        rest = train(2, f"{arguments} {option} --load {folder}", text_data)
+        # Stock Megatron reads the format from the checkpoint.
+        rest = train(2, f"{arguments} --load {folder}", text_data)
         differences[name] = relative_difference(rest.losses, stock.losses[3:])
-    assert differences["wanted"] <= SILENT
-    assert differences["refused"] > 10 * SILENT
+    assert differences["replaced"] <= SILENT
+    assert differences["kept"] > 10 * SILENT
 
 
-def gather_layers_and_refuse_nothing() -> None:
-    """Accept the default checkpoint format."""
+def gather_layers_and_replace_nothing() -> None:
+    """Keep the default checkpoint format."""
     from megatron_fssdp.megatron_adapter.entry import registration
 
     gather_layers_on_one_device()
-    registration.check_checkpoint_arguments = lambda args: None
+    registration.CHECKPOINT_REPLACEMENTS = ()
 
 
 # ---------------------------------------------------------------- 5: late gradients

@@ -106,12 +106,13 @@ def test_help_schema_and_doctor_know_it(installed: Path) -> None:
 def test_it_is_simulated_and_beats_plain_expert_parallelism_on_one_hot_expert(
     installed: Path, tmp_path: Path
 ) -> None:
-    words = ("--loads", "W3", "--cluster", "hpwnv", "--model", "gpt_moe_tiny", "--iterations", 12)
+    words = ("--loads", "W3", "--cluster", "hpwnv", "--cluster-set", "num_nodes=8")
+    job = ("--model", "experiments/hecate-gpt-moe-s", "--iterations", 12)
     keys = ("fssdp", "prophet", "fastermoe", "quota", "smartmoe")
     only = [word for key in keys for word in ("--moe-strategy-set", f"{key}=false")]
     out = tmp_path / "out"
     command(
-        installed, "simulate", *words, "--strategies", f"ep,{NAME},auto", *only, "--out", out,
+        installed, "simulate", *words, *job, "--strategies", f"ep,{NAME},auto", *only, "--out", out,
         "--no-break-even", "--no-plots",
     )  # fmt: skip
     trace = (out / f"trace_{NAME}.json").read_text(encoding="utf-8")

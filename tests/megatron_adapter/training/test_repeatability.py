@@ -42,9 +42,9 @@ def let_messages_be_late() -> None:
     import random
     import time
 
-    from megatron_fssdp.collectives.sparse import sparse_transfer
+    from megatron_fssdp.collectives.sparse.posting import GlooMessages
 
-    post = sparse_transfer._post
+    post = GlooMessages.post
     draw = random.Random(int(os.environ["RANK"]))
 
     def post_late(*arguments: Any) -> Any:
@@ -52,4 +52,4 @@ def let_messages_be_late() -> None:
             time.sleep(draw.random() * 0.01)
         return post(*arguments)
 
-    sparse_transfer._post = post_late
+    GlooMessages.post = post_late
