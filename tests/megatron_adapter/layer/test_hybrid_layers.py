@@ -12,6 +12,8 @@ import numpy as np
 
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
+from .small_config import moe_config
+
 EXPERTS, HIDDEN, LAYERS = 4, 8, 3
 
 
@@ -35,23 +37,7 @@ def test_layers_of_multi_token_prediction_get_numbers_after_the_decoder() -> Non
 
 
 def _config(world_size: int) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    return TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=1,
-        moe_ffn_hidden_size=16,
-        num_moe_experts=EXPERTS,
-        expert_model_parallel_size=world_size,
-        moe_token_dispatcher_type="alltoall",
-        moe_router_load_balancing_type="none",
-        moe_aux_loss_coeff=0.0,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-    )
+    return moe_config(world_size, HIDDEN, EXPERTS, num_layers=LAYERS, hidden_dropout=0.0)
 
 
 def _session() -> Any:

@@ -15,6 +15,8 @@ from megatron.core.activations import quick_gelu
 
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
+from .small_config import moe_config
+
 TOKENS, HIDDEN, FFN, EXPERTS = 24, 16, 32, 8
 
 # name: (TransformerConfig arguments, strategy, settings)
@@ -71,24 +73,16 @@ def _compare(
     rank: int, world_size: int, options: dict[str, Any], strategy: str, settings: dict[str, Any]
 ) -> tuple[float, int]:
     import torch.distributed as dist
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     import megatron_fssdp
 
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=HIDDEN,
-        num_attention_heads=1,
+    config = moe_config(
+        world_size,
+        HIDDEN,
+        EXPERTS,
         ffn_hidden_size=FFN,
         moe_ffn_hidden_size=FFN,
-        num_moe_experts=EXPERTS,
-        expert_model_parallel_size=world_size,
-        moe_token_dispatcher_type="alltoall",
-        moe_router_load_balancing_type="none",
-        moe_aux_loss_coeff=0.0,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        **{"moe_router_topk": 2, "add_bias_linear": False, **options},
+        **{"moe_router_topk": 2, **options},
     )
     spec = megatron_fssdp.get_moe_module_spec(
         use_te=False, num_experts=EXPERTS, strategy=strategy, settings=settings

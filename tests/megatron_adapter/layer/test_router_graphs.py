@@ -10,6 +10,8 @@ import torch
 
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
+from .small_config import moe_config
+
 EXPERTS, HIDDEN, TOKENS = 4, 8, 16
 
 
@@ -23,25 +25,10 @@ def test_capture_ends_after_the_router_and_a_replay_skips_it() -> None:
 def _capture_and_replay(rank: int, world_size: int) -> tuple[list[Any], float, tuple[int, int]]:
     from megatron.core.transformer import cuda_graphs
     from megatron.core.transformer.enums import CudaGraphModule
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     import megatron_fssdp
 
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=HIDDEN,
-        num_attention_heads=1,
-        ffn_hidden_size=16,
-        moe_ffn_hidden_size=16,
-        num_moe_experts=EXPERTS,
-        expert_model_parallel_size=world_size,
-        moe_token_dispatcher_type="alltoall",
-        moe_router_load_balancing_type="none",
-        moe_aux_loss_coeff=0.0,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        add_bias_linear=False,
-    )
+    config = moe_config(world_size, HIDDEN, EXPERTS)
     spec = megatron_fssdp.get_moe_module_spec(
         use_te=False, num_experts=EXPERTS, strategy="fssdp", settings={"slots": 1, "overlap_degree": 2}
     )
