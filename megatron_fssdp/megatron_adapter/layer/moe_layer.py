@@ -4,7 +4,6 @@ Router, shared experts, latent projections, recompute and checkpoint keys are in
 Only the parts that depend on the placement of experts are replaced.
 """
 
-from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,7 +16,8 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.megatron_adapter.checkpoints.expert_checkpoint import follow_owners
 from megatron_fssdp.megatron_adapter.experts import gradient_sync
-from megatron_fssdp.megatron_adapter.experts.expert_parameters import expert_activation, expert_parameters
+from megatron_fssdp.megatron_adapter.experts.bound_experts import BoundExperts
+from megatron_fssdp.megatron_adapter.experts.expert_parameters import expert_parameters
 from megatron_fssdp.megatron_adapter.layer.hybrid_layers import numbers_before
 from megatron_fssdp.megatron_adapter.layer.placement_dispatcher import PlacementTokenDispatcher
 from megatron_fssdp.megatron_adapter.layer.recomputed_layers import keep_exchanges_of_checkpoints
@@ -27,8 +27,6 @@ from megatron_fssdp.megatron_adapter.routing.topology_aware_router import instal
 from megatron_fssdp.megatron_adapter.support.replaced_settings import DISPATCH_REPLACEMENTS, replace_settings
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.runtime.exchange.row_exchanges import exchange_of
-from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights
-from megatron_fssdp.runtime.experts.grouped_ffn import grouped_ffn
 from megatron_fssdp.strategies.strategy import LayerContext
 
 
@@ -80,7 +78,7 @@ class StrategyMoELayer(MoELayer):
         super().__init__(config, submodules, layer_number, pg_collection, is_mtp_layer, name)
         local = expert_parameters(self.experts, self.num_local_experts)
         gradient_sync.take_over(chain.from_iterable(local), session.runtime.finish_gradients)
-        self._activation = expert_activation(self.experts)
+        self._compute = BoundExperts(self.experts).compute
         has_equal_tokens = pg_collection.tp.size() > 1 and not config.sequence_parallel
         groups = session.expert_groups(
             self.ep_group,
@@ -204,19 +202,3 @@ class StrategyMoELayer(MoELayer):
         with self.executor.computing(rows.shape[0], rows.device):
             output = self._compute(rows, row_probs, rows_per_expert.tolist(), dispatcher.take_experts())
         return dispatcher.combine_preprocess(self.executor.computed(output)), None
-
-    def _compute(
-        self,
-        rows: torch.Tensor,
-        probs: torch.Tensor,
-        rows_per_expert: Sequence[int],
-        experts: Sequence[ExpertWeights],
-    ) -> torch.Tensor:
-        return grouped_ffn(
-            rows,
-            probs,
-            rows_per_expert,
-            experts,
-            self._activation,
-            probs_on_input=self.config.moe_apply_probs_on_input,
-        )
