@@ -1,15 +1,71 @@
-"""A stand-in for Transformer Engine's grouped linear layer that supports checkpoints but no computation.
+"""A stand-in for Transformer Engine's grouped linear layer, with its interface and without its kernels.
 
 Its state dict has the names of ``TEGroupedLinear``: ``weight0``, ``weight1``, …, ``bias0``, …
 and ``_extra_state``, ``_extra_state1``, …; its sharded state dict follows
 ``TEGroupedLinear._sharded_state_dict_grouped`` of megatron-core 0.19.
+
+Its forward and backward passes keep the contract of Transformer Engine's ``GroupedLinear`` as published
+(2.20): the number of weights is ``num_gemms``; a missing bias is an empty tensor; with
+``fuse_wgrad_accumulation`` the weights' gradients are added to ``main_grad`` of the tensors that the module
+had in its forward pass, which must still be alive, or overwrite it in the first micro-batch; autograd then
+gets no gradient, or a tensor without meaning if the weight has ``grad_added_to_main_grad``.
 """
 
 import dataclasses
+import weakref
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        m_splits: Sequence[int],
+        fuses: bool,
+        is_first_microbatch: bool | None,
+        adds_bias: bool,
+        *weights_and_biases: torch.Tensor,
+    ) -> torch.Tensor:
+        weights = weights_and_biases[: len(m_splits)]
+        biases = weights_and_biases[len(m_splits) :]
+        assert len(weights) == len(biases) == len(m_splits) > 0
+        ctx.save_for_backward(x, *weights)
+        ctx.m_splits, ctx.fuses, ctx.adds_bias = list(m_splits), fuses, adds_bias
+        ctx.accumulates = not is_first_microbatch
+        ctx.weight_refs = [weakref.ref(weight) for weight in weights] if fuses else []
+        outputs = [part @ weight.t() for part, weight in zip(x.split(ctx.m_splits), weights, strict=True)]
+        if adds_bias:
+            outputs = [output + bias for output, bias in zip(outputs, biases, strict=True)]
+        return torch.cat(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        x, *weights = ctx.saved_tensors
+        of_weights: list[torch.Tensor | None] = []
+        of_x, of_biases = [], []
+        parts = zip(gradient.split(ctx.m_splits), x.split(ctx.m_splits), weights, strict=True)
+        for index, (part, rows, weight) in enumerate(parts):
+            of_x.append(part @ weight)
+            of_biases.append(part.sum(0) if ctx.adds_bias else None)
+            of_weight: torch.Tensor | None = part.t() @ rows
+            if ctx.fuses:
+                original = ctx.weight_refs[index]()
+                assert original is not None, "weight was removed while fuse_wgrad_accumulation=True"
+                if ctx.accumulates:
+                    original.main_grad.add_(of_weight)
+                else:
+                    original.main_grad.copy_(of_weight)
+                of_weight = None
+                if hasattr(original, "grad_added_to_main_grad"):
+                    original.grad_added_to_main_grad = True
+                    of_weight = torch.full_like(weight, torch.nan)
+            of_weights.append(of_weight)
+        return torch.cat(of_x), None, None, None, None, *of_weights, *of_biases
 
 
 class GroupedLinear(torch.nn.Module):
@@ -22,16 +78,41 @@ class GroupedLinear(torch.nn.Module):
         shard_axis: int,
         bias: bool,
         pg_collection: Any,
+        config: Any,
+        init_method: Any,
+        skip_bias_add: bool,
         **unused: Any,
     ) -> None:
         super().__init__()
         self.num_gemms, self.shard_axis, self.groups = num_gemms, shard_axis, pg_collection
+        self.use_bias, self.te_return_bias = bias, skip_bias_add and bias
+        self.is_first_microbatch = True
+        self.disable_parameter_transpose_cache = config.disable_parameter_transpose_cache
+        self.fuse_wgrad_accumulation = config.gradient_accumulation_fusion
         shape = [output_size, input_size]
         shape[shard_axis] //= pg_collection.expt_tp.size()
         for index in range(num_gemms):
-            self.register_parameter(f"weight{index}", torch.nn.Parameter(torch.empty(shape)))
+            weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+            init_method(weight)
+            self.register_parameter(f"weight{index}", weight)
             if bias:
-                self.register_parameter(f"bias{index}", torch.nn.Parameter(torch.empty(shape[0])))
+                zeros = torch.zeros(shape[0], dtype=config.params_dtype)
+                self.register_parameter(f"bias{index}", torch.nn.Parameter(zeros))
+            else:
+                setattr(self, f"bias{index}", torch.empty(0, dtype=config.params_dtype))
+        for parameter in self.parameters():
+            parameter.allreduce = pg_collection.ep.size() == 1
+
+    def forward(self, x: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        is_first = None if self.disable_parameter_transpose_cache else self.is_first_microbatch
+        weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
+        biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
+        adds_bias = self.use_bias and not self.te_return_bias
+        output = _GroupedMatmul.apply(
+            x, m_splits, self.fuse_wgrad_accumulation, is_first, adds_bias, *weights, *biases
+        )
+        self.is_first_microbatch = False
+        return output, biases if self.te_return_bias else None
 
     def sharded_state_dict(self, prefix: str, sharded_offsets: Any, metadata: dict[str, Any]) -> Any:
         from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding

@@ -94,13 +94,29 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda value: bool(
             value("delay_wgrad_compute") or value("overlap_dispatch_backward_with_experts_wgrad")
         ),
-        "the strategy computes and reduces the experts' gradients itself: remove --delay-wgrad-compute and "
-        "--overlap-dispatch-backward-with-experts-wgrad",
+        "replicas' gradients leave for their owners when the experts' backward pass ends: remove "
+        "--delay-wgrad-compute and --overlap-dispatch-backward-with-experts-wgrad",
     ),
     (
-        "fp8 or fp4 experts",
-        lambda value: bool(value("fp8") or value("fp4")),
-        "replicas are sent in bf16, fp16 or fp32: remove the fp8 and fp4 flags",
+        "parameters in fp8 or fp4",
+        lambda value: bool(
+            any(value(name) for name in ("fp8_param", "fp8_param_gather", "fp4_param", "fp4_param_gather"))
+        ),
+        "weights travel to replicas in bf16, fp16 or fp32, and Transformer Engine quantizes them there: "
+        "remove --fp8-param-gather and --fp4-param-gather",
+    ),
+    (
+        "delayed scaling in fp8",
+        # Its histories of maxima belong to the position of an expert in the module. Under a strategy, a
+        # position has other experts from iteration to iteration.
+        lambda value: bool(value("fp8")) and value("fp8_recipe") == "delayed",
+        "its scales come from earlier iterations, and a device computes other experts in each of them: use "
+        "--fp8-recipe tensorwise, blockwise or mxfp8",
+    ),
+    (
+        "fp8 or fp4 without grouped experts",
+        lambda value: bool(value("fp8") or value("fp4")) and not value("moe_grouped_gemm"),
+        "add --moe-grouped-gemm",
     ),
     (
         "CUDA graphs of a whole iteration (--cuda-graph-impl full_iteration)",
@@ -134,14 +150,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "moe_router",
     ),
     (
-        "Transformer Engine's activation functions",
-        lambda value: bool(value("use_te_activation_func")),
-        "remove --use-te-activation-func",
-    ),
-    (
         "Transformer Engine's fused grouped MLP",
         lambda value: bool(value("use_transformer_engine_op_fuser")),
-        "remove --use-transformer-engine-op-fuser",
+        "it is built for the Parameters of a fixed set of experts: remove --use-transformer-engine-op-fuser",
     ),
     (
         "one weight tensor for all experts",
@@ -157,21 +168,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "expert weight rematerialization over GTP",
         lambda value: _num_weight_shards(value) > 1,
         "remove --expert-tensor-parallel-num-weight-shards",
-    ),
-    (
-        "recompute of moe_act alone",
-        lambda value: (
-            value("recompute_granularity") == "selective" and "moe_act" in (value("recompute_modules") or ())
-        ),
-        "use --recompute-modules moe, or --recompute-granularity full",
-    ),
-    (
-        "fine-grained activation offloading of experts",
-        lambda value: (
-            bool(value("fine_grained_activation_offloading"))
-            and any("expert" in module or "moe" in module for module in (value("offload_modules") or ()))
-        ),
-        "remove the expert modules from --offload-modules",
     ),
     (
         "paged stashing",

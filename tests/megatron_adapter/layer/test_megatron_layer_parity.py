@@ -7,6 +7,9 @@ The reference computes the global batch on one rank: for every token the sum ove
 experts of probability times feed-forward network, with the weights of all experts.
 """
 
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from megatron.core.activations import quick_gelu
 
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
+from ..grouped_linear import fake_grouped_experts
 from .small_config import moe_config
 
 TOKENS, HIDDEN, FFN, EXPERTS = 24, 16, 32, 8
@@ -53,6 +57,30 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "fssdp",
         {"slots": 2},
     ),
+    "grouped, ep, gelu": ({"moe_grouped_gemm": True}, "ep", {}),
+    "grouped, fssdp, swiglu, biases, activations recomputed": (
+        {
+            "activation_func": torch.nn.functional.silu,
+            "gated_linear_unit": True,
+            "add_bias_linear": True,
+            "bias_dropout_fusion": False,
+            "moe_grouped_gemm": True,
+            "recompute_granularity": "selective",
+            "recompute_modules": ["moe_act"],
+        },
+        "fssdp",
+        {"slots": 3, "nodes": 2},
+    ),
+    "grouped, fssdp, probabilities on the input, re-materialized": (
+        {
+            "moe_router_topk": 1,
+            "moe_router_pre_softmax": True,
+            "moe_apply_probs_on_input": True,
+            "moe_grouped_gemm": True,
+        },
+        "fssdp",
+        {"slots": 4, "rematerialize": True},
+    ),
 }
 
 
@@ -73,9 +101,13 @@ def _compare(
     rank: int, world_size: int, options: dict[str, Any], strategy: str, settings: dict[str, Any]
 ) -> tuple[float, int]:
     import torch.distributed as dist
+    from megatron.core.tensor_parallel import random
 
     import megatron_fssdp
 
+    # Megatron's recomputation of activations asks Transformer Engine whether fp8 is on.
+    random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
+    random.activation_recompute_forward = random.fp8_autocast = lambda **unused: nullcontext()
     config = moe_config(
         world_size,
         HIDDEN,
@@ -87,6 +119,8 @@ def _compare(
     spec = megatron_fssdp.get_moe_module_spec(
         use_te=False, num_experts=EXPERTS, strategy=strategy, settings=settings
     )
+    if config.moe_grouped_gemm:
+        spec = partial(spec.func, **{**spec.keywords, "submodules": fake_grouped_experts(spec)})
     layer = spec(config=config, pg_collection=None)
     layer.set_layer_number(1)
     generator = torch.Generator().manual_seed(7)
