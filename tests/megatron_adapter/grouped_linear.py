@@ -81,6 +81,7 @@ class GroupedLinear(torch.nn.Module):
         config: Any,
         init_method: Any,
         skip_bias_add: bool,
+        fuses: bool = False,
         **unused: Any,
     ) -> None:
         super().__init__()
@@ -88,7 +89,8 @@ class GroupedLinear(torch.nn.Module):
         self.use_bias, self.te_return_bias = bias, skip_bias_add and bias
         self.is_first_microbatch = True
         self.disable_parameter_transpose_cache = config.disable_parameter_transpose_cache
-        self.fuse_wgrad_accumulation = config.gradient_accumulation_fusion
+        # Not config.gradient_accumulation_fusion: Megatron's dense layers refuse it on a CPU.
+        self.fuse_wgrad_accumulation = fuses
         shape = [output_size, input_size]
         shape[shard_axis] //= pg_collection.expt_tp.size()
         for index in range(num_gemms):
@@ -146,13 +148,23 @@ class GroupedLinear(torch.nn.Module):
         return state
 
 
-def fake_grouped_experts(mlp: Any) -> Any:
-    """Submodules of a layer: Megatron's grouped experts with stand-ins for the grouped linear layers."""
+def grouped_experts(*, fuses: bool = False) -> Any:
+    """Builder of Megatron's grouped experts with stand-ins for the grouped linear layers.
+
+    Args:
+        fuses: Whether the linear layers add their weights' gradients to ``main_grad``.
+    """
     from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 
     linears = GroupedMLPSubmodules(
-        linear_fc1=partial(GroupedLinear, shard_axis=0), linear_fc2=partial(GroupedLinear, shard_axis=1)
+        linear_fc1=partial(GroupedLinear, shard_axis=0, fuses=fuses),
+        linear_fc2=partial(GroupedLinear, shard_axis=1, fuses=fuses),
     )
+    return partial(TEGroupedMLP, submodules=linears)
+
+
+def fake_grouped_experts(mlp: Any, *, fuses: bool = False) -> Any:
+    """Submodules of a layer with :func:`grouped_experts`."""
     return dataclasses.replace(
-        mlp.keywords["submodules"], experts=partial(TEGroupedMLP, submodules=linears), shared_experts=None
+        mlp.keywords["submodules"], experts=grouped_experts(fuses=fuses), shared_experts=None
     )

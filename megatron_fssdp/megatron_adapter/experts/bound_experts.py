@@ -31,11 +31,22 @@ class BoundExperts:
     Args:
         experts: Megatron's expert module: ``SequentialMLP``, or ``TEGroupedMLP`` with one weight tensor for
             each expert.
+        may_fuse: Whether the runtime can provide ``main_grad`` of the weights in the backward pass.
+
+    Attributes:
+        fuses_gradients: Whether the backward pass adds the gradients of weights to their ``main_grad`` in the
+            matrix product itself, as Transformer Engine's layers can do. It saves the memory and the time of
+            a separate gradient, and adds without rounding to half precision.
     """
 
-    def __init__(self, experts: Any) -> None:
+    def __init__(self, experts: Any, *, may_fuse: bool = False) -> None:
         self._experts = experts
         self._bodies: dict[int, Any] = {}
+        mlps = getattr(experts, "local_experts", [experts])
+        # Megatron's own linear layers take main_grad in the forward pass, when it does not exist yet.
+        self.fuses_gradients = may_fuse and all(
+            getattr(linear, "fuse_wgrad_accumulation", False) for mlp in mlps for linear in _linears(mlp)
+        )
 
     def compute(
         self,
@@ -73,14 +84,14 @@ class BoundExperts:
     def _body(self, num_present: int) -> Any:
         """The body for a number of experts; it follows the module between training and evaluation."""
         if num_present not in self._bodies:
-            self._bodies[num_present] = _body_of(self._experts, num_present)
+            self._bodies[num_present] = _body_of(self._experts, num_present, fuses=self.fuses_gradients)
         body = self._bodies[num_present]
         if body.training != self._experts.training:
             body.train(self._experts.training)
         return body
 
 
-def _body_of(experts: Any, num_experts: int) -> Any:
+def _body_of(experts: Any, num_experts: int, *, fuses: bool) -> Any:
     body = _like(experts)
     body.num_local_experts = num_experts
     if "local_experts" in body._modules:
@@ -89,9 +100,9 @@ def _body_of(experts: Any, num_experts: int) -> Any:
         mlps._modules = {str(i): _like(experts.local_experts[0]) for i in range(num_experts)}
         body._modules["local_experts"] = mlps
         for mlp in mlps:
-            _replace_linears(mlp)
+            _replace_linears(mlp, fuses=fuses)
         return body
-    _replace_linears(body)
+    _replace_linears(body, fuses=fuses)
     for linear in _linears(body):
         linear.num_gemms = num_experts
         # Scales and caches of quantized weights belong to one number of experts. Megatron's module never
@@ -105,13 +116,12 @@ def _body_of(experts: Any, num_experts: int) -> Any:
     return body
 
 
-def _replace_linears(module: Any) -> None:
+def _replace_linears(module: Any, *, fuses: bool) -> None:
     """Give a copied module linear layers of its own that have no weights."""
     for name in _LINEARS:
         linear = _like(getattr(module, name))
         linear._parameters = {}
-        # The weights are not Parameters, so their gradients cannot be added to a Parameter's main_grad.
-        linear.gradient_accumulation_fusion = linear.fuse_wgrad_accumulation = False
+        linear.gradient_accumulation_fusion, linear.fuse_wgrad_accumulation = False, fuses
         # A body has other weights in the next call, so nothing may be kept for them.
         linear.disable_parameter_transpose_cache = True
         module._modules[name] = linear

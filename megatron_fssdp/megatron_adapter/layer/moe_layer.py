@@ -78,7 +78,6 @@ class StrategyMoELayer(MoELayer):
         super().__init__(config, submodules, layer_number, pg_collection, is_mtp_layer, name)
         local = expert_parameters(self.experts, self.num_local_experts)
         gradient_sync.take_over(chain.from_iterable(local), session.runtime.finish_gradients)
-        self._compute = BoundExperts(self.experts).compute
         has_equal_tokens = pg_collection.tp.size() > 1 and not config.sequence_parallel
         groups = session.expert_groups(
             self.ep_group,
@@ -87,6 +86,9 @@ class StrategyMoELayer(MoELayer):
             tensor_parallel=pg_collection.tp if has_equal_tokens else None,
         )
         owner_E = even_owners(config.num_moe_experts, groups.num_devices)
+        # The smart schedule computes with tensors of its own for every step.
+        bound = BoundExperts(self.experts, may_fuse=groups.ring is None)
+        self._compute = bound.compute
         self.executor = session.runtime.add_layer(
             LayerContext(self._global_number(), owner_E, groups.topology),
             groups,
@@ -94,6 +96,7 @@ class StrategyMoELayer(MoELayer):
             await_parameters=self._await_parameters,
             # Padding to the capacity adds tokens to experts that these tokens did not select.
             most_choices=None if config.moe_pad_expert_input_to_capacity else config.moe_router_topk,
+            fuses_gradients=bound.fuses_gradients,
         )
         if (leaving_share := session.settings.leaving_share) is not None:
             install_gate(

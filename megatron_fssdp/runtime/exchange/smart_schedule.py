@@ -166,25 +166,17 @@ class _SmartScheduledExperts(torch.autograd.Function):
         ctx.schedule = ctx.leaves = None
         needs_rows, needs_probs, *needs_weights = ctx.needs_input_grad[3:]
         record = schedule.record
-        wanted_leaves = [leaf for leaf, need in zip(leaves, needs_weights, strict=True) if need]
-        sums: list[Tensor | None] = [None] * len(wanted_leaves)
 
         def compute(step: int, received: Sequence[Tensor]) -> list[Tensor]:
             if not step:
                 schedule.await_weights()
             rows, probs, output = kept[step]
             kept[step] = None  # This frees the activations of the step after its backward pass.
-            inputs = [x for x, need in ((rows, needs_rows), (probs, needs_probs)) if need]
-            found: Sequence[Tensor | None] = [None] * (len(inputs) + len(wanted_leaves))
             if output.requires_grad:
-                found = torch.autograd.grad(output, inputs + wanted_leaves, received[0], allow_unused=True)
-            for i, grad in enumerate(found[len(inputs) :]):
-                total = sums[i]
-                if grad is not None:
-                    sums[i] = grad if total is None else total + grad
-            return [
-                torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found, strict=False)
-            ]
+                # Not torch.autograd.grad: recomputation inside the experts refuses to run under it. The
+                # leaves sum up the weights' gradients of all steps.
+                torch.autograd.backward(output, received[0])
+            return [_gradient(x) for x, need in ((rows, needs_rows), (probs, needs_probs)) if need]
 
         like_rows, like_probs = ctx.like
         num_rows = sum(record.send_D)
@@ -202,10 +194,8 @@ class _SmartScheduledExperts(torch.autograd.Function):
             schedule.ring,
             schedule.group,
         )
-        of_weights = iter(sums)
         weights = [
-            _or_zeros(next(of_weights), leaf) if need else None
-            for leaf, need in zip(leaves, needs_weights, strict=True)
+            _gradient(leaf) if need else None for leaf, need in zip(leaves, needs_weights, strict=True)
         ]
         gradients = iter(back)
         return (
@@ -218,5 +208,5 @@ class _SmartScheduledExperts(torch.autograd.Function):
         )
 
 
-def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if gradient is None else gradient
+def _gradient(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

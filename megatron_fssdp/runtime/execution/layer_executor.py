@@ -7,6 +7,7 @@ peers.
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -75,6 +76,8 @@ class LayerExecutor:
         is_first: Whether no MoE layer on this rank runs before this one.
         most_choices: Largest number of experts that a token selects; ``None`` if it is not known. It limits
             the memory of row indices.
+        fuses_gradients: Whether the experts' backward pass adds the gradients of weights to the attribute
+            ``main_grad`` of the weights' tensors, see :class:`Materialization`.
         history: Loads of the last iterations.
         load: Loads, bytes and times of the running iteration.
         stopwatch: Stopwatch of the layer; ``None`` while the layer is not measured.
@@ -90,6 +93,7 @@ class LayerExecutor:
     following: "LayerExecutor | None" = None
     is_first: bool = True
     most_choices: int | None = None
+    fuses_gradients: bool = False
     history: LoadHistory = field(init=False)
     load: LayerLoad = field(init=False)
     stopwatch: LayerStopwatch | None = field(init=False, default=None)
@@ -336,6 +340,7 @@ class LayerExecutor:
             beside_dispatch=beside_dispatch,
             on_backward=backward,
             after_backward=self.plan_ahead if device.type == "cuda" else None,
+            gradient_sums=partial(iteration.open_sums, device) if self.fuses_gradients else None,
         )
         if plan.rematerialize and is_launched and torch.is_grad_enabled() and not in_backward():
             materialization.before = self.clock.latest

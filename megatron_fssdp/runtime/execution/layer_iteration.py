@@ -1,5 +1,6 @@
 """The running iteration of one layer: its plan, and the weights and gradients of its replicas."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -131,6 +132,18 @@ class LayerIteration:
         weights.extend(self._bind(more, device))
         self.plan, self.transfer = plan, None
 
+    def open_sums(self, device: torch.device, experts: Sequence[int]) -> Mapping[int, torch.Tensor]:
+        """The sums of replicas' gradients, to which a backward pass adds in place.
+
+        Args:
+            device: Device of this rank's tensors.
+            experts: Replicas on this device.
+
+        Returns:
+            Flat sums ``[numel]`` by expert.
+        """
+        return self.gradients.open_sums(self.experts.layout(), experts, device)
+
     def take_gradients(self, gradients: GradientsOfExperts, device: torch.device) -> None:
         """Send the gradients of one backward pass to the owners, or add them to sums that are sent later.
 
@@ -157,18 +170,23 @@ class LayerIteration:
         if self.sums is not None:
             self.sums.finish()
         elif self.transfer is not None:
-            self.gradients.send_sums([self.transfer], self.experts.layout(), self.experts.parameters)
+            layout = self.experts.layout()
+            self.gradients.send_sums(
+                [self.transfer], layout, self.experts.parameters, accumulation_dtype(layout.dtype)
+            )
         self.gradients.send_rest()
         self.gradients.settle()
 
     def _send_home(self, gradients: GradientsOfExperts, device: torch.device) -> None:
         num_micro_batches, layout = self.num_micro_batches, self.experts.layout()
+        # One micro-batch's gradients travel in the data type of the weights, which is what a backward pass
+        # computes.
+        num_passes, dtype = 1, layout.dtype
         if num_micro_batches is not None and self.plan.life.sums_gradients(num_micro_batches):
-            self.gradients.accumulate(layout, gradients)
-            if self.gradients.num_unsent >= num_micro_batches:
-                self.gradients.send_sums(self._parts_home(device), layout, self.experts.parameters)
-        else:
-            self.gradients.send(self._parts_home(device), layout, self.experts.parameters, gradients)
+            num_passes, dtype = num_micro_batches, accumulation_dtype(layout.dtype)
+        self.gradients.accumulate(layout, gradients, dtype)
+        if self.gradients.num_unsent >= num_passes:
+            self.gradients.send_sums(self._parts_home(device), layout, self.experts.parameters, dtype)
         if num_micro_batches is None or self.groups.transfers is None:
             self.gradients.settle()
 

@@ -46,6 +46,7 @@ class MoERuntime:
         layout: ExpertLayout | None = None,
         await_parameters: Callable[[], None] | None = None,
         most_choices: int | None = None,
+        fuses_gradients: bool = False,
     ) -> LayerExecutor:
         """Register a layer; layers must be added in the same order on every rank.
 
@@ -57,6 +58,8 @@ class MoERuntime:
             await_parameters: Function that returns when the Parameters have the values of the last optimizer
                 step; ``None`` if they always have them, see :class:`LocalExperts`.
             most_choices: Largest number of experts that a token selects; ``None`` if it is not known.
+            fuses_gradients: Whether the experts' backward pass adds the gradients of weights to the attribute
+                ``main_grad`` of the weights' tensors.
         """
         experts = LocalExperts(f"layer {context.layer}", parameters, told_layout=layout)
         if await_parameters is not None:
@@ -71,6 +74,7 @@ class MoERuntime:
             measure=self.measure and groups.device == 0,
             check_plans=self.check_plans,
             most_choices=most_choices,
+            fuses_gradients=fuses_gradients,
         )
         if self.layers:
             self.layers[-1].following = executor

@@ -23,7 +23,7 @@ Parameters.
 Shape letters: R rows that a rank receives, M model dimension.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,10 +31,11 @@ import torch
 from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights
-from megatron_fssdp.runtime.replicas.replica_gradients import add_to_owner
+from megatron_fssdp.runtime.replicas.replica_gradients import add_to_owner, open_gradient
 from megatron_fssdp.runtime.replicas.replica_weights import ReplicaWeights, WeightState
 
-GradientsOfExperts = dict[int, Sequence[torch.Tensor]]
+GradientsOfExperts = dict[int, Sequence[torch.Tensor | None]]
+"""By expert, the gradients of its tensors; ``None`` for those that are in a sum already."""
 
 
 class Materialization:
@@ -55,6 +56,10 @@ class Materialization:
             happens once for each training micro-batch, and never in an evaluation or for a forward pass that
             is recomputed.
         after_backward: Function that is called after the last transfer of this backward pass has started.
+        gradient_sums: Function that returns fp32 or wider sums for the gradients of this device's replicas,
+            flat ``[numel]`` by expert. If it is given, the experts' backward pass adds the gradients of
+            weights to the attribute ``main_grad`` of the weights' tensors, and autograd gets none of them.
+            Transformer Engine's layers do this (``fuse_wgrad_accumulation``).
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class Materialization:
         beside_dispatch: bool = False,
         on_backward: Callable[[GradientsOfExperts], None],
         after_backward: Callable[[], object] | None = None,
+        gradient_sums: Callable[[Sequence[int]], Mapping[int, torch.Tensor]] | None = None,
     ) -> None:
         self.present = placement.experts_on(device)
         self.weights = weights
@@ -78,9 +84,11 @@ class Materialization:
         self.beside_dispatch = beside_dispatch
         self.on_backward = on_backward
         self.after_backward = after_backward
+        self.gradient_sums = gradient_sums
         self.alone = placement.num_devices == 1
         self.before: Materialization | None = None
         """The layer before this one in the same forward pass; the backward pass needs its replicas next."""
+        self._tensors: list[torch.Tensor] = []
 
     def apply(
         self, hidden: torch.Tensor, *, wait: bool | None = None
@@ -102,6 +110,8 @@ class Materialization:
         hidden, *tensors = _Materialize.apply(self, self.in_turn if wait is None else wait, anchor, hidden)
         if self.alone:
             tensors = [parameter for expert in self.present for parameter in self.weights.parameters[expert]]
+        elif self.gradient_sums is not None and tensors and tensors[0].requires_grad:
+            self._tensors = tensors
         count = len(self.weights.layout.shapes)
         experts = [ExpertWeights.from_tensors(tensors[i : i + count]) for i in range(0, len(tensors), count)]
         return hidden, experts
@@ -112,14 +122,33 @@ class Materialization:
             self.weights.wait()
 
     def end_use(self, rows: torch.Tensor) -> torch.Tensor:
-        """Thread the experts' results through the node whose backward pass waits for the weights.
+        """Thread the experts' results through the node at which their backward pass begins.
+
+        The backward pass of the node waits for the weights, and provides the memory for their gradients.
 
         Args:
             rows: Results of the present experts, ``[R, M]``.
         """
-        if not self.rematerialize or self.alone:
+        if self.alone or not (self.rematerialize or self._tensors):
             return rows
-        return call_in_backward(self.weights.wait, rows)
+        return call_in_backward(self._begin_backward, rows)
+
+    def _begin_backward(self) -> None:
+        if self.rematerialize:
+            self.weights.wait()
+        if self.gradient_sums is None or not self._tensors:
+            return
+        owned = self.weights.parameters
+        sums = self.gradient_sums([expert for expert in self.present if expert not in owned])
+        tensors = iter(self._tensors)
+        for expert in self.present:
+            targets = (
+                [open_gradient(parameter) for parameter in owned[expert]]
+                if expert in owned
+                else self.weights.layout.unpack(sums[expert])
+            )
+            for target in targets:
+                next(tensors).main_grad = target  # type: ignore[attr-defined]
 
     def release(self, output: torch.Tensor) -> torch.Tensor:
         """Thread the layer's output through the node that frees the replicas' memory.
@@ -136,12 +165,14 @@ class Materialization:
         if self.weights.state is WeightState.OWNED:
             self.weights.start(self.transfer)
 
-    def finish_backward(self, gradients: Sequence[torch.Tensor]) -> None:
+    def finish_backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Add owned experts' gradients to their Parameters, and pass the replicas' to ``on_backward``.
 
         Args:
-            gradients: Gradients of all tensors of the present experts, ascending by expert.
+            gradients: Gradients of all tensors of the present experts, ascending by expert; ``None`` for
+                those that are in ``main_grad`` already.
         """
+        self._tensors = []
         count = len(self.weights.layout.shapes)
         of_replicas: GradientsOfExperts = {}
         for i, expert in enumerate(() if self.alone else self.present):
@@ -184,6 +215,7 @@ class _Materialize(torch.autograd.Function):
         ctx: Any, materialization: Materialization, wait: bool, anchor: torch.Tensor, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.materialization = materialization
+        ctx.set_materialize_grads(materialization.gradient_sums is None)
         ctx.save_for_backward(anchor)
         tensors: list[torch.Tensor] = []
         if not materialization.alone:

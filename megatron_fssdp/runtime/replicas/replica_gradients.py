@@ -1,7 +1,7 @@
 """Gradients of one layer's replicas: summed here, sent to the owners, added to the owners' gradients."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -78,23 +78,56 @@ class ReplicaGradients:
         """Whether some gradients, or a part of them, are in transfer and not yet in the owners' gradients."""
         return bool(self._flights)
 
-    def accumulate(self, layout: ExpertLayout, gradients: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        """Add one micro-batch's gradients of this device's replicas to their sums, in fp32 or wider.
+    def open_sums(
+        self, layout: ExpertLayout, experts: Iterable[int], device: torch.device
+    ) -> Mapping[int, torch.Tensor]:
+        """The sums of replicas' gradients, in fp32 or wider, to which a backward pass adds in place.
 
         Args:
             layout: Shapes of one expert's tensors.
-            gradients: Gradients of each replica on this device, in the order of the layout.
+            experts: Replicas on this device.
+            device: Device of this rank's tensors.
+
+        Returns:
+            Flat sums ``[numel]`` by expert, zero for a replica without gradients.
+        """
+        for expert in experts:
+            if expert not in self._sums:
+                self._sums[expert] = torch.zeros(
+                    layout.numel, dtype=accumulation_dtype(layout.dtype), device=device
+                )
+        return self._sums
+
+    def accumulate(
+        self,
+        layout: ExpertLayout,
+        gradients: Mapping[int, Sequence[torch.Tensor | None]],
+        dtype: torch.dtype,
+    ) -> None:
+        """Add one micro-batch's gradients of this device's replicas to their sums.
+
+        Args:
+            layout: Shapes of one expert's tensors.
+            gradients: Gradients of each replica on this device, in the order of the layout; ``None`` for a
+                gradient that the backward pass has added to :meth:`open_sums`.
+            dtype: Data type of sums that begin with these gradients.
         """
         self.num_unsent += 1
         for expert, tensors in gradients.items():
-            if expert in self._sums:
-                for part, gradient in zip(layout.unpack(self._sums[expert]), tensors, strict=True):
+            given = [tensor for tensor in tensors if tensor is not None]
+            if expert not in self._sums:
+                self._sums[expert] = layout.pack(given).to(dtype)
+                continue
+            for part, gradient in zip(layout.unpack(self._sums[expert]), tensors, strict=True):
+                if gradient is not None:
                     part.add_(gradient)
-            else:
-                self._sums[expert] = layout.pack(tensors).to(accumulation_dtype(layout.dtype))
 
     def send_sums(
-        self, parts: Sequence[SparseTransfer], layout: ExpertLayout, parameters: ParametersByExpert
+        self,
+        parts: Sequence[SparseTransfer],
+        layout: ExpertLayout,
+        parameters: ParametersByExpert,
+        dtype: torch.dtype,
     ) -> None:
         """Start SparseReduceScatter of the present sums; does nothing if no pass has been accumulated.
 
@@ -103,30 +136,13 @@ class ReplicaGradients:
                 first one starts now, the others with :meth:`send_rest`.
             layout: Shapes of one expert's tensors.
             parameters: Parameters of the experts that this rank owns.
+            dtype: Data type in which the sums travel, equal on all ranks.
         """
         if not self.num_unsent:
             return
-        held = dict(self._sums)
+        held = {expert: total.to(dtype) for expert, total in self._sums.items()}
         self._sums, self.num_unsent = {}, 0
-        self._send(parts, layout, parameters, held, accumulation_dtype(layout.dtype))
-
-    def send(
-        self,
-        parts: Sequence[SparseTransfer],
-        layout: ExpertLayout,
-        parameters: ParametersByExpert,
-        gradients: Mapping[int, Sequence[torch.Tensor]],
-    ) -> None:
-        """Start SparseReduceScatter of one micro-batch's gradients.
-
-        Args:
-            parts: As for :meth:`send_sums`.
-            layout: Shapes of one expert's tensors.
-            parameters: Parameters of the experts that this rank owns.
-            gradients: Gradients of each replica on this device, in the order of the layout.
-        """
-        held = {expert: layout.pack(tensors) for expert, tensors in gradients.items()}
-        self._send(parts, layout, parameters, held, layout.dtype)
+        self._send(parts, layout, parameters, held, dtype)
 
     def send_rest(self) -> None:
         """Start the transfers of all parts that have not been started."""
@@ -167,15 +183,28 @@ def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     return parameter.grad if main_grad is None else main_grad
 
 
-def add_to_owner(parameters: ExpertParameters, gradients: Sequence[torch.Tensor]) -> None:
+def open_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The gradient of a Parameter, to which a backward pass adds in place; zero if there was none.
+
+    The gradient of a Parameter that is not trained is a new tensor that is dropped afterwards.
+    """
+    if not parameter.requires_grad:
+        return torch.zeros_like(parameter)
+    so_far = gradient_of(parameter)
+    if so_far is None:
+        so_far = parameter.grad = torch.zeros_like(parameter)
+    return so_far
+
+
+def add_to_owner(parameters: ExpertParameters, gradients: Sequence[torch.Tensor | None]) -> None:
     """Add raw gradients to ``main_grad``, or to ``grad`` without Megatron's DDP.
 
     Args:
         parameters: Parameters of one owned expert.
-        gradients: Their gradients, in the same order and shapes.
+        gradients: Their gradients, in the same order and shapes; ``None`` for those that were added already.
     """
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        if not parameter.requires_grad:
+        if gradient is None or not parameter.requires_grad:
             continue
         so_far = gradient_of(parameter)
         if so_far is not None:

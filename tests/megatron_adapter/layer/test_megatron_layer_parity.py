@@ -16,6 +16,7 @@ import pytest
 import torch
 from megatron.core.activations import quick_gelu
 
+from megatron_fssdp.runtime.replicas.replica_gradients import gradient_of
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
 from ..grouped_linear import fake_grouped_experts
@@ -71,6 +72,16 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "fssdp",
         {"slots": 3, "nodes": 2},
     ),
+    "grouped, fssdp, gradients added in the matrix product, biases": (
+        {"add_bias_linear": True, "bias_dropout_fusion": False, "moe_grouped_gemm": True, "fuses": True},
+        "fssdp",
+        {"slots": 3, "nodes": 2},
+    ),
+    "grouped, fssdp, re-materialized, gradients added in the matrix product": (
+        {"moe_grouped_gemm": True, "fuses": True},
+        "fssdp",
+        {"slots": 4, "rematerialize": True},
+    ),
     "grouped, fssdp, probabilities on the input, re-materialized": (
         {
             "moe_router_topk": 1,
@@ -105,6 +116,8 @@ def _compare(
 
     import megatron_fssdp
 
+    fuses = options.get("fuses", False)
+    options = {name: value for name, value in options.items() if name != "fuses"}
     # Megatron's recomputation of activations asks Transformer Engine whether fp8 is on.
     random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
     random.activation_recompute_forward = random.fp8_autocast = lambda **unused: nullcontext()
@@ -120,7 +133,7 @@ def _compare(
         use_te=False, num_experts=EXPERTS, strategy=strategy, settings=settings
     )
     if config.moe_grouped_gemm:
-        spec = partial(spec.func, **{**spec.keywords, "submodules": fake_grouped_experts(spec)})
+        spec = partial(spec.func, **{**spec.keywords, "submodules": fake_grouped_experts(spec, fuses=fuses)})
     layer = spec(config=config, pg_collection=None)
     layer.set_layer_number(1)
     generator = torch.Generator().manual_seed(7)
@@ -134,6 +147,9 @@ def _compare(
         upstream = torch.randn(world_size, TOKENS, 1, HIDDEN, generator=generator)
         mine = everyones[rank].clone().requires_grad_()
         layer.zero_grad()
+        experts = [p for ps in layer.executor.experts.parameters.values() for p in ps]
+        for parameter in experts if fuses else ():
+            parameter.main_grad = torch.zeros_like(parameter)
         output, _ = layer(mine)
         num_replicas = layer.executor.plan_iteration().placement.num_replicas
         output.backward(upstream[rank])
@@ -144,7 +160,7 @@ def _compare(
         dist.all_reduce(router_gradient)
         pairs = [(output, wanted[rank]), (mine.grad, inputs.grad[rank]), (router_gradient, router.grad)]
         for expert, parameters in layer.executor.experts.parameters.items():
-            pairs += [(p.grad, w.grad) for p, w in zip(parameters, weights[expert], strict=True)]
+            pairs += [(gradient_of(p), w.grad) for p, w in zip(parameters, weights[expert], strict=True)]
         worst = max(worst, *(_relative(got, want) for got, want in pairs))
     everyones_worst = torch.tensor(worst)
     dist.all_reduce(everyones_worst, op=dist.ReduceOp.MAX)
