@@ -114,17 +114,20 @@ class _Patch:
         names: Names of the replaced attributes, separated by spaces.
         replacement: Function from the original attribute to its replacement.
         reason: Why the CPU needs the replacement.
+        may_be_missing: Whether the attributes exist only where an optional package is installed.
     """
 
     target: str
     names: str
     replacement: Callable[[Any], Any]
     reason: str
+    may_be_missing: bool = False
 
     def apply(self) -> None:
         owner = _resolve(self.target)
         for name in self.names.split():
-            setattr(owner, name, self.replacement(getattr(owner, name)))
+            original = getattr(owner, name, None) if self.may_be_missing else getattr(owner, name)
+            setattr(owner, name, self.replacement(original))
 
 
 def _resolve(target: str) -> Any:
@@ -222,6 +225,21 @@ _MEGATRON_PATCHES = (
         "_get_cuda_rng_state",
         _always(lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()),
         "dropout under recompute saves the random state",
+    ),
+    # Megatron imports these names with Transformer Engine only. Its experts use them also without fp8.
+    _Patch(
+        "megatron.core.tensor_parallel.random",
+        "FP8GlobalStateManager",
+        _always(types.SimpleNamespace(is_fp8_enabled=lambda: False)),
+        "recomputed activations of experts ask whether fp8 is on",
+        may_be_missing=True,
+    ),
+    _Patch(
+        "megatron.core.tensor_parallel.random",
+        "activation_recompute_forward fp8_autocast",
+        _returning(contextlib.nullcontext()),
+        "recomputed activations of experts tell Transformer Engine about the recomputation",
+        may_be_missing=True,
     ),
     _Patch(
         "megatron.core.transformer.moe.token_dispatcher",

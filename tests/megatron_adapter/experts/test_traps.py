@@ -97,17 +97,17 @@ def test_the_comparison_detects_a_rank_that_drops_its_rows(text_data: Path) -> N
 
 def forget_rows_without_experts() -> None:
     """On a rank without experts, cut the received (empty) rows out of the graph."""
-    from megatron_fssdp.megatron_adapter.layer import moe_layer
+    from megatron_fssdp.megatron_adapter.experts.bound_experts import BoundExperts
 
     gather_layers_on_one_device()
-    compute = moe_layer.grouped_ffn
+    original = BoundExperts.compute
 
-    def grouped_ffn(x: Any, probs: Any, rows: Any, experts: Any, *rest: Any, **kwargs: Any) -> Any:
-        if not experts:
-            return x.new_zeros(x.shape)
-        return compute(x, probs, rows, experts, *rest, **kwargs)
+    def compute(self: BoundExperts, rows: Any, probs: Any, rows_per_expert: Any, present: Any) -> Any:
+        return (
+            original(self, rows, probs, rows_per_expert, present) if present else rows.new_zeros(rows.shape)
+        )
 
-    moe_layer.grouped_ffn = grouped_ffn
+    BoundExperts.compute = compute  # type: ignore[method-assign]
 
 
 # ---------------------------------------------------------------- 3: stale parameters

@@ -7,9 +7,7 @@ The reference computes the global batch on one rank: for every token the sum ove
 experts of probability times feed-forward network, with the weights of all experts.
 """
 
-from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,15 +110,11 @@ def _compare(
     rank: int, world_size: int, options: dict[str, Any], strategy: str, settings: dict[str, Any]
 ) -> tuple[float, int]:
     import torch.distributed as dist
-    from megatron.core.tensor_parallel import random
 
     import megatron_fssdp
 
     fuses = options.get("fuses", False)
     options = {name: value for name, value in options.items() if name != "fuses"}
-    # Megatron's recomputation of activations asks Transformer Engine whether fp8 is on.
-    random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
-    random.activation_recompute_forward = random.fp8_autocast = lambda **unused: nullcontext()
     config = moe_config(
         world_size,
         HIDDEN,
