@@ -1,8 +1,8 @@
 """Settings of Megatron whose place a placement strategy takes, so that a training need not be refused.
 
-They name parts of Megatron's own dispatcher, or forms of a checkpoint that cannot hold moved experts. The
-strategy sets them to values that mean the same training, and logs one line for each. The same table serves
-command-line arguments and a ``TransformerConfig``.
+They name parts of Megatron's own dispatcher, operators that are built for a fixed set of experts, or forms of
+a checkpoint that cannot hold moved experts. The strategy sets them to values that mean the same training, and
+logs one line for each. The same table serves command-line arguments and a ``TransformerConfig``.
 """
 
 import logging
@@ -71,8 +71,15 @@ DISPATCH_REPLACEMENTS: tuple[Replacement, ...] = (
         },
         "the strategy's dispatch, which changes between iterations, stays outside the graphs",
     ),
+    Replacement(
+        "--use-transformer-engine-op-fuser",
+        lambda value: bool(value("use_transformer_engine_op_fuser")),
+        # The fused operators keep the Parameters of a fixed set of experts.
+        lambda value: {"use_transformer_engine_op_fuser": False},
+        "layers compute with Transformer Engine's matrix products and activations one after the other",
+    ),
 )
-"""Settings of Megatron's dispatcher."""
+"""Settings of Megatron's dispatcher and of its experts."""
 
 
 def _saves(value: Value) -> bool:

@@ -150,11 +150,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "moe_router",
     ),
     (
-        "Transformer Engine's fused grouped MLP",
-        lambda value: bool(value("use_transformer_engine_op_fuser")),
-        "it is built for the Parameters of a fixed set of experts: remove --use-transformer-engine-op-fuser",
-    ),
-    (
         "one weight tensor for all experts",
         lambda value: bool(value("moe_single_grouped_weight") or value("moe_single_grouped_bias")),
         "each expert has its own owner: remove --moe-single-grouped-weight and --moe-single-grouped-bias",

@@ -78,7 +78,12 @@ def held_replicas(session: StrategySession, model: Sequence[Any], args: Any) -> 
         stage=parallel_state.get_pipeline_model_parallel_rank(),
         group_size=get_model_config(model[0]).microbatch_group_size_per_vp_stage,
     )
-    return HeldReplicas(session.strategy.replica_life, stage, _most_micro_batches(args))
+    return HeldReplicas(
+        session.strategy.replica_life,
+        stage,
+        _most_micro_batches(args),
+        fuses_gradients=any(layer.fuses_gradients for layer in session.runtime.layers),
+    )
 
 
 def _most_micro_batches(args: Any) -> int:

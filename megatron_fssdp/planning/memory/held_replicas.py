@@ -51,6 +51,9 @@ class HeldReplicas:
         stage: The rank's pipeline stage: its layers and the order of their passes.
         num_micro_batches: Number of micro-batches in an iteration. If the number changes during training, the
             largest number that is still to come.
+        fuses_gradients: Whether the matrix products of a backward pass add replicas' gradients to fp32 sums,
+            as Transformer Engine's ``fuse_wgrad_accumulation`` does. Otherwise autograd makes gradients in
+            the parameters' data type.
 
     Raises:
         ValueError: The number of micro-batches is less than 1.
@@ -59,6 +62,7 @@ class HeldReplicas:
     life: ReplicaLife
     stage: PipelineStage
     num_micro_batches: int = 1
+    fuses_gradients: bool = False
 
     def __post_init__(self) -> None:
         if self.num_micro_batches < 1:

@@ -238,9 +238,10 @@ def replica_gradients_bytes(
 ) -> int:
     """Bytes of replicas' gradients.
 
-    They are the gradients of one layer as autograd makes them, and the sums over micro-batches. The sums of
-    all layers are kept in fp32 until the last micro-batch. There are no sums if every micro-batch sends its
-    gradients to the owners.
+    They are the gradients of one layer as its backward pass makes them, and the sums over micro-batches. The
+    sums of all layers are kept in fp32 until the last micro-batch. There are no such sums if every
+    micro-batch sends its gradients to the owners. A backward pass that adds gradients in the matrix product
+    then still needs fp32 memory for one layer.
 
     Args:
         replicas_per_layer: Most replicas of one layer that a device holds, m.
@@ -248,7 +249,9 @@ def replica_gradients_bytes(
         accumulator_bytes: Bytes of one expert's gradient sum over micro-batches.
         held: How long the rank holds replicas, and of which layers.
     """
-    made_bytes = min(held.num_layers, 1) * replicas_per_layer * expert_bytes
+    adds_to_own_sums = held.fuses_gradients and not held.layers_with_sums
+    bytes_of_one = max(expert_bytes, accumulator_bytes) if adds_to_own_sums else expert_bytes
+    made_bytes = min(held.num_layers, 1) * replicas_per_layer * bytes_of_one
     return made_bytes + held.layers_with_sums * replicas_per_layer * accumulator_bytes
 
 

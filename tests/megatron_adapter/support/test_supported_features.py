@@ -108,6 +108,7 @@ def test_the_topology_aware_gate_refuses_graphs_of_the_router() -> None:
             {**TE_GRAPHS, "cuda_graph_modules": [Module.attn, Module.moe_router, Module.moe_preprocess]},
             {**TE_GRAPHS, "cuda_graph_modules": BOTH},
         ),
+        ({"use_transformer_engine_op_fuser": True}, {"use_transformer_engine_op_fuser": False}),
     ],
 )
 def test_settings_of_megatrons_dispatcher_are_replaced_with_one_log_line(

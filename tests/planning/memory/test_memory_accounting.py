@@ -1,6 +1,6 @@
 """Bytes of experts: numbers worked out by hand, and relations that hold for all arguments."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
@@ -111,6 +111,18 @@ def test_gradient_sums_over_micro_batches_are_kept_for_all_layers():
     assert memory.replica_gradients_bytes == 3 * 4 * 400 + 4 * 200
     assert memory.packed_experts_bytes == 2 * 200  # the sums are sent as they are
     assert memory.reduction_buffers_bytes == 3 * (2 + 4) * 400 + 2 * 400  # they travel in fp32
+
+
+def test_gradients_added_in_the_matrix_product_are_in_fp32():
+    fused = replace(held(), fuses_gradients=True)
+    memory = expert_memory(**{**HALF, "held": fused})
+    assert memory.replica_gradients_bytes == 4 * 400
+    assert replace(memory, replica_gradients_bytes=4 * 200) == expert_memory(**HALF)
+    # Several micro-batches have such sums in any case.
+    several = replace(fused, num_micro_batches=2)
+    assert expert_memory(**{**HALF, "held": several}) == expert_memory(
+        **{**HALF, "held": held(num_micro_batches=2)}
+    )
 
 
 def test_replicas_of_one_micro_batch_need_no_gradient_sums():
