@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_fssdp.collectives.messages import exchange, wait_for
+from megatron_fssdp.collectives.rows.two_node_exchange import Arrival
 
 _TO_TAG, _FROM_TAG = 4 << 16, 5 << 16  # They differ from the tags of other exchanges of the same ranks.
 
@@ -163,28 +164,49 @@ def send_to_parts(
     rows: Sequence[Tensor], route: ShardedRoute, meanwhile: Callable[[], object] | None = None
 ) -> tuple[Tensor, ...]:
     """Do the same as :func:`rows_to_parts`, without autograd."""
-    num_received = sum(route.receive_S)
-    received = tuple(x.new_empty(num_received, *x.shape[1:]) for x in rows)
-    works: list[dist.Work] = []
-    for number, (out, x) in enumerate(zip(received, rows, strict=True)):
-        works += _start(route.copies(x.contiguous()), route.by_source(out), route, _TO_TAG + number)
+    arrival = start_to_parts(rows, route)
     if meanwhile is not None:
         meanwhile()
-    wait_for(works)
-    return received
+    return arrival()
+
+
+def start_to_parts(rows: Sequence[Tensor], route: ShardedRoute) -> Arrival:
+    """Start what :func:`send_to_parts` does, and return the function that waits for its result."""
+    num_received = sum(route.receive_S)
+    sent = [x.contiguous() for x in rows]
+    received = tuple(x.new_empty(num_received, *x.shape[1:]) for x in rows)
+    works: list[dist.Work] = []
+    for number, (out, x) in enumerate(zip(received, sent, strict=True)):
+        works += _start(route.copies(x), route.by_source(out), route, _TO_TAG + number)
+
+    def arrive() -> tuple[Tensor, ...]:
+        wait_for(works)
+        sent.clear()  # Messages read this memory until here.
+        return received
+
+    return arrive
 
 
 def sum_from_parts(rows: Sequence[Tensor], route: ShardedRoute) -> tuple[Tensor, ...]:
     """Do the same as :func:`results_from_parts` for several tensors, without autograd."""
+    return start_from_parts(rows, route)()
+
+
+def start_from_parts(rows: Sequence[Tensor], route: ShardedRoute) -> Arrival:
+    """Start what :func:`sum_from_parts` does, and return the function that waits for its result."""
     num_sent = sum(route.send_D)
+    sent = [x.contiguous() for x in rows]
     partial = [x.new_empty(route.num_parts, num_sent, *x.shape[1:]) for x in rows]
     works: list[dist.Work] = []
-    for number, (out, x) in enumerate(zip(partial, rows, strict=True)):
-        works += _start(
-            route.by_source(x.contiguous()), route.partial_results(out), route, _FROM_TAG + number
-        )
-    wait_for(works)
-    return tuple(add_parts(memory) for memory in partial)
+    for number, (out, x) in enumerate(zip(partial, sent, strict=True)):
+        works += _start(route.by_source(x), route.partial_results(out), route, _FROM_TAG + number)
+
+    def arrive() -> tuple[Tensor, ...]:
+        wait_for(works)
+        sent.clear()  # Messages read this memory until here.
+        return tuple(add_parts(memory) for memory in partial)
+
+    return arrive
 
 
 def add_parts(memory: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_fssdp.collectives.messages import exchange, wait_for
+from megatron_fssdp.collectives.rows.two_node_exchange import Arrival
 
 
 class UnevenAllToAll(torch.autograd.Function):
@@ -99,19 +100,32 @@ def exchange_rows(
     meanwhile: Callable[[], object] | None = None,
 ) -> tuple[Tensor, ...]:
     """Do the same as :func:`uneven_all_to_all`, without autograd and checks, for two ranks or more."""
+    arrival = start_exchange(rows, output_splits, input_splits, group)
+    if meanwhile is not None:
+        meanwhile()
+    return arrival()
+
+
+def start_exchange(
+    rows: Sequence[Tensor], output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup
+) -> Arrival:
+    """Start what :func:`exchange_rows` does, and return the function that waits for its result."""
     sent = [x.contiguous() for x in rows]
     received = tuple(x.new_empty(sum(output_splits), *x.shape[1:]) for x in rows)
     # All exchanges run at the same time. One after the other, each small one would add its latency.
     works: list[dist.Work] = []
     for tag, (out, x) in enumerate(zip(received, sent, strict=True)):
-        works += _start_exchange(out, x, output_splits, input_splits, group, tag)
-    if meanwhile is not None:
-        meanwhile()
-    wait_for(works)
-    return received
+        works += _start_one(out, x, output_splits, input_splits, group, tag)
+
+    def arrive() -> tuple[Tensor, ...]:
+        wait_for(works)
+        sent.clear()  # Messages read this memory until here.
+        return received
+
+    return arrive
 
 
-def _start_exchange(
+def _start_one(
     out: Tensor,
     x: Tensor,
     output_splits: list[int],

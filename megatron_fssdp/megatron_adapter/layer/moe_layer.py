@@ -121,6 +121,8 @@ class StrategyMoELayer(MoELayer):
             self._index = session.slots.add_layer(self.executor, self.experts, local)
             follow_owners(self.experts, self._index, session.stage_owners)
         self.token_dispatcher = PlacementTokenDispatcher(self.executor, config, pg_collection)
+        if self.shared_expert_overlap:
+            self.token_dispatcher.set_shared_experts(self.shared_experts)
 
     def set_layer_number(self, layer_number: int) -> None:
         """Set the layer's number. Megatron calls this after it has built the layer."""
@@ -190,6 +192,7 @@ class StrategyMoELayer(MoELayer):
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Exchange counts, and permute the tokens for dispatch."""
+        self.token_dispatcher.share(hidden_states)
         if self._own_tokens is not None:
             hidden_states, self._own_tokens = self._own_tokens, None
         return super().preprocess(hidden_states, probs, routing_map)

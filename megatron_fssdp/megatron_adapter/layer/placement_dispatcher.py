@@ -12,6 +12,10 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from megatron_fssdp.collectives.rows.model_parallel import gather_tokens
+from megatron_fssdp.megatron_adapter.layer.overlapped_shared_experts import (
+    OverlappedSharedExperts,
+    tell_without_overlap,
+)
 from megatron_fssdp.runtime.exchange.row_exchanges import MegatronExchange
 from megatron_fssdp.runtime.exchange.smart_schedule import ExpertCompute
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor, MicroBatch
@@ -40,6 +44,16 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
         self._experts: list[ExpertWeights] = []
         self._hidden_shape = torch.Size()
         self._probs_dtype = torch.float32
+        self._shared: OverlappedSharedExperts | None = None
+
+    def set_shared_experts(self, shared_experts: Any) -> None:
+        """Compute shared experts while rows travel, and add their results in the last phase.
+
+        Args:
+            shared_experts: Megatron's ``SharedExpertMLP``.
+        """
+        super().set_shared_experts(shared_experts)
+        self._shared = OverlappedSharedExperts(shared_experts)
 
     @property
     def has_smart_schedule(self) -> bool:
@@ -65,6 +79,16 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
     def micro_batch(self) -> MicroBatch:
         """The micro-batch of the current forward pass."""
         return _of_pass(self._micro_batch)
+
+    def share(self, hidden_states: torch.Tensor) -> None:
+        """Give the next forward pass the input of its shared experts, if they compute while rows travel.
+
+        Args:
+            hidden_states: Input of the layer, ``[sequence, batch, M]``. Tensor-parallel ranks that divide
+                their common tokens give all of them.
+        """
+        if self._shared is not None:
+            self._shared.begin(hidden_states)
 
     def take_experts(self) -> list[ExpertWeights]:
         """Return the weights of this device's experts in this forward pass, by ascending expert number.
@@ -109,17 +133,34 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
     def token_dispatch(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Phase 2: send rows to the experts' devices.
+        """Phase 2: send rows to the experts' devices, beside the first half of overlapped shared experts.
 
         Under the smart schedule this does nothing, because :meth:`run_smart_schedule` does phases 2 to 5.
         """
+        shared = self._shared
         if self.has_smart_schedule:
+            if shared is not None:
+                self._compute_before_exchange(shared, "the smart schedule")
             return hidden_states, probs
         meanwhile = partial(self.executor.while_rows_travel, self.micro_batch)
-        rows, probs = self.exchange.dispatch(hidden_states, probs, meanwhile)
+        in_two = None if shared is None else self.exchange.dispatch_in_two()
+        if shared is None or in_two is None:
+            if shared is not None:
+                self._compute_before_exchange(shared, "schedule s2")
+            rows, probs = self.exchange.dispatch(hidden_states, probs, meanwhile)
+        else:
+            ticket = in_two.depart(hidden_states, probs)
+            meanwhile()
+            shared.first_half()
+            rows, probs = in_two.arrive(ticket)
         if self.micro_batch.materialization.beside_dispatch:
             rows, self._experts = self.micro_batch.materialization.apply(rows)
         return rows, probs
+
+    def _compute_before_exchange(self, shared: OverlappedSharedExperts, why: str) -> None:
+        tell_without_overlap(why)
+        shared.first_half()
+        shared.second_half()
 
     def run_smart_schedule(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, compute: ExpertCompute
@@ -161,17 +202,24 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
         return self.exchange.sum_peers(rows, self._probs_dtype)
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Phase 5: send the results back to the ranks of the tokens."""
+        """Phase 5: send results back to the tokens' ranks, beside overlapped shared experts' second half."""
         if self.has_smart_schedule:
             return hidden_states
-        return self.exchange.combine(hidden_states)
+        in_two = None if self._shared is None else self.exchange.combine_in_two()
+        if self._shared is None or in_two is None:
+            return self.exchange.combine(hidden_states)
+        ticket = in_two.depart(hidden_states)
+        self._shared.second_half()
+        return in_two.arrive(ticket)[0]
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Phase 6: sum the results of each token, and restore the shape of the input."""
+        """Phase 6: sum each token's results, restore the input's shape, add overlapped shared experts."""
         output = self.micro_batch.materialization.release(self.exchange.unpermute(hidden_states))
         self._exchange = self._micro_batch = None
         output = output.view(self._hidden_shape)
-        return output if self._divided_among is None else gather_tokens(output, self._divided_among)
+        if self._divided_among is not None:
+            output = gather_tokens(output, self._divided_among)
+        return output if self._shared is None else output + self._shared.output()
 
 
 def _of_pass[T](value: T | None) -> T:

@@ -80,11 +80,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "--moe-expert-rank-capacity-factor",
     ),
     (
-        "--moe-shared-expert-overlap",
-        lambda value: bool(value("moe_shared_expert_overlap")),
-        "the strategy's dispatcher does not overlap the shared expert with communication: remove the flag",
-    ),
-    (
         "--overlap-moe-expert-parallel-comm",
         lambda value: bool(value("overlap_moe_expert_parallel_comm")),
         "it replaces the layer's forward pass: remove the flag",

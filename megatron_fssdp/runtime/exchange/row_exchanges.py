@@ -39,10 +39,13 @@ from megatron_fssdp.collectives.rows.sharded_all_to_all import (
     results_from_parts,
     rows_to_parts,
     send_to_parts,
+    start_from_parts,
+    start_to_parts,
 )
 from megatron_fssdp.collectives.rows.simultaneous_gather import SharedRoute, results_for_all
+from megatron_fssdp.collectives.rows.two_node_exchange import Start, TwoNodeExchange
 from megatron_fssdp.collectives.rows.uneven_all_gather import uneven_all_gather, uneven_reduce_scatter
-from megatron_fssdp.collectives.rows.uneven_all_to_all import uneven_all_to_all
+from megatron_fssdp.collectives.rows.uneven_all_to_all import start_exchange, uneven_all_to_all
 from megatron_fssdp.planning.cost.tensor_schedules import Schedule
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
@@ -157,6 +160,30 @@ class MegatronExchange:
         record, group = self.record, self.groups.expert_parallel
         return uneven_all_to_all((rows,), record.send_D, record.receive_D, group)[0]
 
+    def dispatch_in_two(self) -> TwoNodeExchange | None:
+        """:meth:`dispatch` as two autograd nodes, between which other compute runs.
+
+        Returns:
+            An exchange of rows ``[A, M]`` and probabilities ``[A]``; ``None`` if the schedule has no such
+            form of :meth:`dispatch` and :meth:`combine`.
+        """
+        to_experts, to_tokens = self._directions()
+        return TwoNodeExchange(to_experts, to_tokens)
+
+    def combine_in_two(self) -> TwoNodeExchange | None:
+        """:meth:`combine` as two autograd nodes, an exchange of the results ``[R, M]``; or ``None``."""
+        to_experts, to_tokens = self._directions()
+        return TwoNodeExchange(to_tokens, to_experts)
+
+    def _directions(self) -> tuple[Start, Start]:
+        """Functions that start to send tensors to the experts, and back to the tokens' ranks."""
+        record, group = self.record, self.groups.expert_parallel
+        send_D, receive_D = list(record.send_D), list(record.receive_D)
+        return (
+            partial(start_exchange, output_splits=receive_D, input_splits=send_D, group=group),
+            partial(start_exchange, output_splits=send_D, input_splits=receive_D, group=group),
+        )
+
     def unpermute(self, rows: Tensor) -> Tensor:
         """Sums of each token's results, ``[T, M]`` in the data type of ``rows``."""
         output = rows.new_zeros((self.record.num_tokens, rows.shape[-1]))
@@ -196,6 +223,9 @@ class S1Exchange(MegatronExchange):
     def combine(self, rows: Tensor) -> Tensor:
         """Send the results back to the tokens' ranks, which add the results of all parts."""
         return results_from_parts(rows, self._route)
+
+    def _directions(self) -> tuple[Start, Start]:
+        return partial(start_to_parts, route=self._route), partial(start_from_parts, route=self._route)
 
 
 class S2Exchange(S1Exchange):
@@ -284,6 +314,12 @@ class S2Exchange(S1Exchange):
     def combine(self, rows: Tensor) -> Tensor:
         """Rows unchanged: :meth:`unpermute` sends the results back."""
         return rows
+
+    def dispatch_in_two(self) -> None:
+        """There is no such form: SAA passes results on slice by slice, which keeps the host of a CPU busy."""
+
+    def combine_in_two(self) -> None:
+        """There is no such form, see :meth:`dispatch_in_two`."""
 
     def unpermute(self, rows: Tensor) -> Tensor:
         """Run EP&ESP-AlltoAll and MP-AllGather, and sum the results of each token, ``[T, M]``."""

@@ -64,7 +64,7 @@ def forbid_the_plugins_layer() -> None:
             "--expert-tensor-parallel-size 1",
             "biases of experts under sequence parallelism",
         ),
-        ("--moe-strategy ep --moe-shared-expert-overlap", "--moe-shared-expert-overlap"),
+        ("--moe-strategy ep --moe-paged-stash", "--moe-paged-stash"),
         ("--context-parallel-size 2", "Transformer Engine"),
     ],
 )

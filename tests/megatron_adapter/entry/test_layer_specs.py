@@ -56,8 +56,8 @@ def _check_specs(rank: int, world_size: int) -> None:
         megatron_fssdp.get_moe_module_spec(
             use_te=False, num_experts=4, strategy="fssdp", settings={"slots": 5}
         )(config=config, pg_collection=None)
-    config.moe_shared_expert_overlap = True
-    with pytest.raises(ConfigurationError, match="--moe-shared-expert-overlap"):
+    config.moe_paged_stash = True
+    with pytest.raises(ConfigurationError, match="--moe-paged-stash"):
         spec(config=config, pg_collection=None)
 
 

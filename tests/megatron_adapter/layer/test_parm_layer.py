@@ -37,6 +37,7 @@ class Case:
         gated: Whether experts are SwiGLU.
         biases: Whether experts and router have biases; whole experts only.
         shared: Width of a shared expert.
+        overlaps: Whether the shared expert computes while rows travel.
         seq_length: S.
     """
 
@@ -50,6 +51,7 @@ class Case:
     gated: bool = False
     biases: bool = False
     shared: int | None = None
+    overlaps: bool = False
     seq_length: int = 12
 
 
@@ -71,6 +73,12 @@ def cases() -> list[Case]:
         Case((("schedule", "s1"),), shared=12),
         Case((("schedule", "s2"),), shared=12),
         Case((("schedule", "baseline"),), shared=12),
+        *(
+            Case((("schedule", schedule),), shared=12, overlaps=True, sequence_parallel=is_split)
+            for schedule, is_split in product(("baseline", "megatron", "s1", "s2"), (False, True))
+        ),
+        Case((("slots", 2),), strategy="fssdp", shared=12, overlaps=True, recompute=True),
+        Case((("smart_schedule", True), ("group_size", 1)), strategy="ep", shared=12, overlaps=True),
         Case((("schedule", "s1"),), strategy="ep"),
         Case((("schedule", "s1"), ("slots", 2)), strategy="fssdp"),
         Case((("slots", 2),), strategy="fssdp", recompute=True),
@@ -85,12 +93,12 @@ def cases() -> list[Case]:
 
 # One of each schedule.
 FIRST = [
-    Case((("schedule", "baseline"),)),
+    Case((("schedule", "baseline"),), shared=12, overlaps=True),
     Case((("schedule", "s1"),), capacity=1.0, gated=True),
     Case((("schedule", "s1"),), sequence_parallel=True, recompute=True),
     Case((("schedule", "s2"),), shared=12, recompute=True),
     Case((("schedule", "s2"), ("simultaneous", False)), capacity=0.6, top_k=1, pads=True),
-    Case((("schedule", "s1"), ("slots", 2)), strategy="fssdp"),
+    Case((("schedule", "s1"), ("slots", 2)), strategy="fssdp", shared=12, overlaps=True),
 ]
 
 # (tensor parallel, expert tensor parallel, expert parallel)
@@ -237,6 +245,7 @@ def build(case: Case) -> Any:
         moe_expert_capacity_factor=case.capacity,
         moe_pad_expert_input_to_capacity=case.pads,
         moe_shared_expert_intermediate_size=case.shared,
+        moe_shared_expert_overlap=case.overlaps,
         add_bias_linear=case.biases,
         use_cpu_initialization=True,
         params_dtype=torch.float64,

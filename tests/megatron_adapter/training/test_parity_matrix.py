@@ -30,6 +30,7 @@ AUX_LOSS = "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
 EXPERT_BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid"
 SHARED = "--moe-shared-expert-intermediate-size 32"
 NO_BIAS = "--disable-bias-linear"
+SHARED_OVERLAP = f"{SHARED} --moe-shared-expert-overlap {NO_BIAS}"
 DROPPING = "--moe-expert-capacity-factor 1.0"
 PADDED = f"{DROPPING} --moe-pad-expert-input-to-capacity"
 
@@ -220,6 +221,22 @@ MORE = {
         4,
         f"{RECOMPUTE} {AUX_LOSS} {SHARED} {NO_BIAS} --calculate-per-token-loss --global-batch-size 32",
         "slots=2 overlap_degree=3 rematerialize=true",
+    ),
+    "shared_expert_overlap_gate_copies_overlaps": Layout(
+        4,
+        2,
+        f"{OVERLAPS} {SHARED_OVERLAP} --moe-shared-expert-gate --swiglu --global-batch-size 32",
+        "slots=2 overlap_degree=2 calibrate=true profile_iterations=1",
+    ),
+    "shared_expert_overlap_tp2_pipeline_recomputed_moe": Layout(
+        8,
+        2,
+        f"{PP2} {TP2} {DISTRIBUTED} {SHARED_OVERLAP} --moe-shared-expert-gate {RECOMPUTE_MOE} "
+        "--global-batch-size 16",
+        "slots=2 overlap_degree=2 rematerialize=true",
+    ),
+    "shared_expert_overlap_recomputed": Layout(
+        4, 4, f"{RECOMPUTE} {SHARED_OVERLAP} --bf16", "slots=2 overlap_degree=3 schedule=s1"
     ),
     "dropping_recomputed_moe": Layout(
         4, 4, f"{DROPPING} {RECOMPUTE_MOE} {DISTRIBUTED}", "slots=2 overlap_degree=2 overlap=false nodes=2"

@@ -73,6 +73,28 @@ CASES = {
         )
         for schedule in ("baseline", "megatron", "s1", "s2", "auto")
     },
+    **{
+        f"shared experts beside {name}": (
+            f"{EP2} {OVERLAP} --moe-shared-expert-intermediate-size 32 --moe-shared-expert-overlap "
+            f"--moe-shared-expert-gate --disable-bias-linear {arguments}"
+        )
+        for name, arguments in {
+            "the exchange": "--moe-strategy fssdp",
+            "the exchange, sequence parallel": (
+                "--tensor-model-parallel-size 2 --sequence-parallel --moe-strategy fssdp"
+            ),
+            "parm's s1, recomputed": (
+                "--moe-strategy parm --moe-strategy-set schedule=s1 --expert-tensor-parallel-size 2 "
+                "--tensor-model-parallel-size 2 --sequence-parallel "
+                "--recompute-granularity selective --recompute-modules moe"
+            ),
+            "parm's s2": (
+                "--moe-strategy parm --moe-strategy-set schedule=s2 --expert-tensor-parallel-size 2 "
+                "--tensor-model-parallel-size 2"
+            ),
+            "the smart schedule": "--moe-strategy fastermoe --moe-strategy-set smart_schedule=true",
+        }.items()
+    },
     "re-shards": f"{EP2} {RESHARD}",
     "re-shards with overlap": f"{EP2} {OVERLAP} {RESHARD}",
     "re-shards in an interleaved pipeline": (
