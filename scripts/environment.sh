@@ -84,6 +84,8 @@ _install() {
   fi
   if [[ "$(cat "$INSTALL_STAMP" 2>/dev/null)" == "$(_environment_hash)" ]]; then
     echo "environment: .venv is up to date"
+    # Kernels that were changed since are compiled again. Without a compiler they run as plain Python.
+    "$VENV_PYTHON" "$ROOT/scripts/compile_kernels.py" --quiet || true
     return
   fi
   log="$VENV/install.log"

@@ -45,19 +45,24 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "<top>": ({"config", "megatron_adapter", "cli"}, set()),
 }
 
+# Kernels of planning and what runs them.
+KERNELS = {"native", "kernels"}
+
 # The sub-rooms of a room, and which of its other sub-rooms each may import. "" stands for the files that lie
 # directly in the room.
 SUB_ROOMS: dict[str, dict[str, set[str]]] = {
     "planning": {
         "": set(),
-        "placement": {""},
+        "native": {""},
+        "kernels": {"", "native"},
+        "placement": {"", *KERNELS},
         "memory": {""},
-        "loads": {"", "placement", "memory"},
-        "transfer": {"", "placement", "memory"},
-        "dispatch": {"", "placement", "memory"},
-        "cost": {"", "placement", "memory", "loads", "transfer", "dispatch"},
-        "papers": {"", "placement", "memory", "loads", "transfer", "dispatch", "cost"},
-        "balanced": {"", "placement", "memory", "loads", "transfer", "dispatch", "cost", "papers"},
+        "loads": {"", *KERNELS, "placement", "memory"},
+        "transfer": {"", *KERNELS, "placement", "memory"},
+        "dispatch": {"", *KERNELS, "placement", "memory"},
+        "cost": {"", *KERNELS, "placement", "memory", "loads", "transfer", "dispatch"},
+        "papers": {"", *KERNELS, "placement", "memory", "loads", "transfer", "dispatch", "cost"},
+        "balanced": {"", *KERNELS, "placement", "memory", "loads", "transfer", "dispatch", "cost", "papers"},
     },
     "strategies": {"": set(), "auto": {""}},
     "collectives": {"": set(), "sparse": {""}, "rows": {""}, "probes": {"", "rows"}},

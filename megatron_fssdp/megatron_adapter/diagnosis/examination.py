@@ -39,6 +39,7 @@ from megatron_fssdp.megatron_adapter.diagnosis.installed_packages import (
     look_for,
     look_for_apex,
 )
+from megatron_fssdp.megatron_adapter.diagnosis.kernel_check import check_kernels
 from megatron_fssdp.megatron_adapter.diagnosis.package_checks import (
     TRANSFORMER_ENGINE,
     check_apex,
@@ -53,6 +54,7 @@ from megatron_fssdp.megatron_adapter.diagnosis.strategy_checks import (
     check_strategies,
     look_for_strategies,
 )
+from megatron_fssdp.planning.native.kernel import KernelForm, kernel_form
 
 if TYPE_CHECKING:
     from megatron_fssdp.config.run_config import RunConfig
@@ -71,6 +73,7 @@ class Facts:
         apex: Package that is installed under the name ``apex``.
         seams: Seams found in Megatron; ``None`` if Megatron cannot be imported.
         strategies: Strategies of this package, and those that other installed packages bring.
+        kernels: Form in which planning kernels run.
         devices: Devices of the machine; ``None`` if torch cannot be imported.
         backends: Back ends of torch.distributed; ``None`` if torch cannot be imported.
         launch: Ranks that torchrun started.
@@ -85,6 +88,7 @@ class Facts:
     apex: ApexPackage = field(default_factory=ApexPackage)
     seams: Seams | None = None
     strategies: InstalledStrategies = field(default_factory=InstalledStrategies)
+    kernels: KernelForm = field(default_factory=lambda: KernelForm(is_compiled=True))
     devices: Devices | None = None
     backends: Backends | None = None
     launch: Launch = field(default_factory=Launch)
@@ -113,6 +117,7 @@ def gather_facts(folders: Sequence[tuple[str, Path]]) -> Facts:
             apex=look_for_apex(),
             seams=look_for_seams() if megatron.works else None,
             strategies=look_for_strategies(),
+            kernels=kernel_form(),
             devices=look_at_devices() if torch.works else None,
             backends=look_at_backends() if torch.works else None,
             launch=Launch(_whole_number("WORLD_SIZE"), _whole_number("LOCAL_WORLD_SIZE")),
@@ -139,6 +144,7 @@ def diagnose(facts: Facts, run: "RunConfig | None") -> tuple[Finding, ...]:
         check_transformer_engine(facts.engine, has_gpus),
         check_apex(facts.apex),
         *check_strategies(facts.strategies),
+        check_kernels(facts.kernels),
     ]
     if facts.devices is None or facts.backends is None:
         names = ("gloo", "NCCL", "GPUs", "topology", *(("ranks",) if run is not None else ()))

@@ -79,6 +79,8 @@ class StrategyMoELayer(MoELayer):
         local = expert_parameters(self.experts, self.num_local_experts)
         gradient_sync.take_over(chain.from_iterable(local), session.runtime.finish_gradients)
         has_equal_tokens = pg_collection.tp.size() > 1 and not config.sequence_parallel
+        dimensions = (self.ep_group, pg_collection.expt_tp, getattr(pg_collection, "expt_dp", None))
+        session.agree_on_kernels([group for group in dimensions if group is not None])
         groups = session.expert_groups(
             self.ep_group,
             pg_collection.expt_tp,

@@ -1,5 +1,6 @@
 """The requested strategy and the runtime that the layers of a model share."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.collectives.plan_agreement import check_agreement
+from megatron_fssdp.collectives.plan_agreement import all_ranks_can, check_agreement
 from megatron_fssdp.collectives.rows.gathered_counts import gather_counts
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy_settings import PlacementSettings, StrategySettings
@@ -28,6 +29,7 @@ from megatron_fssdp.megatron_adapter.support.supported_features import (
     check_supported,
     refuse,
 )
+from megatron_fssdp.planning.native.kernel import kernel_form, use_plain_kernels
 from megatron_fssdp.planning.placement.group_ring import GroupRing
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
@@ -65,6 +67,7 @@ class StrategySession:
             check_plans=settings.check_plans,
         )
         self.slots = ExpertSlots()
+        self._kernels_agree = False
         self._groups: dict[str, ExpertGroups] = {}
         self._selectors: dict[str, ScheduleSelector] = {}
 
@@ -79,6 +82,23 @@ class StrategySession:
     def stage_owners(self) -> StageOwners | None:
         """Return the owners of this pipeline stage's experts; ``None`` for a stage without MoE layers."""
         return StageOwners(self.slots.owners, self.slots.layer_numbers) if self.slots else None
+
+    def agree_on_kernels(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Run planning kernels in the same form on all ranks of the pipeline stage.
+
+        Every rank plans alone, so no rank should depend on a form that others do not have. The first call is
+        collective over these ranks; later calls do nothing.
+
+        Args:
+            groups: The rank's groups of expert parallelism, expert tensor parallelism and expert data
+                parallelism. Their product has all ranks of the stage.
+        """
+        if self._kernels_agree:
+            return
+        form = kernel_form()
+        if not all_ranks_can(form.is_compiled, groups) and form.is_compiled:
+            use_plain_kernels("another rank has no compiled kernels")
+        self._kernels_agree = True
 
     def expert_groups(
         self,

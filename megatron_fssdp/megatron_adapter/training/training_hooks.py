@@ -23,6 +23,7 @@ from megatron_fssdp.megatron_adapter.training.iteration_driver import IterationD
 from megatron_fssdp.megatron_adapter.training.run_recorder import RunRecorder, StepTimes
 from megatron_fssdp.megatron_adapter.training.stopped_training import reporting_stop
 from megatron_fssdp.megatron_adapter.training.training_boards import boards_are_asked_for
+from megatron_fssdp.planning.native.kernel import kernel_form
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +161,8 @@ def report_installation(model: list[torch.nn.Module], requested: RequestedStrate
         logger,
         logging.WARNING,  # This level is shown under every --logging-level.
         f"[fssdp] strategy {requested.name}: installed in {_describe(layers)}; "
-        f"settings {requested.settings.model_dump(exclude_none=True, mode='json')}",
+        f"settings {requested.settings.model_dump(exclude_none=True, mode='json')}; "
+        f"planning kernels: {kernel_form()}",
     )
 
 

@@ -65,6 +65,8 @@ class HolderGroups:
         first_E: Position of the first pair of each expert, ``[E]``.
         by_node_P: Positions of the pairs, sorted by expert, node, device; ``[P]``.
         node_first_EN: Where the pairs of an expert and a node begin in that sorted order, ``[E, N]``.
+        by_device_P: Positions of the pairs, sorted by device, expert; ``[P]``.
+        device_first_D: Where the pairs of each device begin in that sorted order, then P; ``[D + 1]``.
         rank_P: Position of each pair among the holders of its expert, ``[P]``.
         node_rank_P: Position of each pair among the holders of its expert in its node, ``[P]``.
 
@@ -80,7 +82,9 @@ class HolderGroups:
             )
         num_experts, num_nodes = placement.num_experts, topology.num_nodes
         self._placement, self._topology = placement, topology
-        self.expert_P, self.device_P = np.nonzero(placement.present_ED)
+        expert_P, device_P = np.nonzero(placement.present_ED)
+        # numpy's answer has strides, and kernels want arrays in C order.
+        self.expert_P, self.device_P = np.ascontiguousarray(expert_P), np.ascontiguousarray(device_P)
         node_P = topology.node_of_device_D[self.device_P]
         self.group_P = self.expert_P * num_nodes + node_P
         holders = np.bincount(self.group_P, minlength=num_experts * num_nodes)
@@ -94,6 +98,9 @@ class HolderGroups:
         self.rank_P = position_P - self.first_E[self.expert_P]
         self.node_rank_P = np.empty_like(position_P)
         self.node_rank_P[self.by_node_P] = position_P - node_first[self.group_P[self.by_node_P]]
+        self.by_device_P = np.argsort(self.device_P, kind="stable")
+        ends_D = np.cumsum(np.bincount(self.device_P, minlength=topology.num_devices))
+        self.device_first_D = np.concatenate([[0], ends_D])
         self._rows: dict[int, SourceRow] = {}
         self._columns: dict[int, DeviceColumn] = {}
 

@@ -39,6 +39,7 @@ from megatron_fssdp.megatron_adapter.diagnosis.installed_packages import (
     look_for,
     look_for_apex,
 )
+from megatron_fssdp.megatron_adapter.diagnosis.kernel_check import check_kernels
 from megatron_fssdp.megatron_adapter.diagnosis.package_checks import (
     check_apex,
     check_megatron,
@@ -55,6 +56,7 @@ from megatron_fssdp.megatron_adapter.diagnosis.seam_checks import (
 from megatron_fssdp.megatron_adapter.diagnosis.strategy_checks import InstalledStrategies, check_strategies
 from megatron_fssdp.megatron_adapter.support import capabilities
 from megatron_fssdp.megatron_adapter.support.tested_versions import TESTED_VERSIONS, is_tested
+from megatron_fssdp.planning.native.kernel import KernelForm
 
 OK, NOTE, PROBLEM = Verdict.OK, Verdict.NOTE, Verdict.PROBLEM
 HERE = Path("/site-packages/it")
@@ -93,6 +95,12 @@ def verdicts(findings: Any) -> dict[str, Verdict]:
 # The report as a whole.
 
 
+def test_plain_kernels_are_a_note_with_the_next_step() -> None:
+    plain = check_kernels(KernelForm(False, "not compiled"))
+    assert (plain.verdict, plain.found) == (NOTE, "plain Python (not compiled)")
+    assert "install a C compiler" in plain.advice
+
+
 def test_a_healthy_cpu_machine_has_no_problem() -> None:
     findings = diagnose(HEALTHY, None)
     assert verdicts(findings) == {
@@ -103,6 +111,7 @@ def test_a_healthy_cpu_machine_has_no_problem() -> None:
         "Transformer Engine": OK,
         "Apex": OK,
         "strategies": OK,
+        "planning kernels": OK,
         "gloo": OK,
         "NCCL": OK,
         "GPUs": NOTE,

@@ -7,15 +7,18 @@ from hypothesis import strategies as st
 
 from megatron_fssdp.planning.balanced.materialization_planner import plan_materialization
 from megatron_fssdp.planning.dispatch import balanced_dispatch
-from megatron_fssdp.planning.dispatch.balanced_dispatch import ENOUGH, level_out
+from megatron_fssdp.planning.dispatch.balanced_dispatch import ENOUGH
 from megatron_fssdp.planning.dispatch.even_dispatch import EvenDispatch
 from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
+from megatron_fssdp.planning.kernels import token_levelling
+from megatron_fssdp.planning.native.kernel import Kernel
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from tests.drawn_examples import examples
 
 from ..placement_cases import placements, random_counts_DE
 
+LEVEL_OUT = Kernel(token_levelling.level_out)
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -54,13 +57,12 @@ def test_the_highest_load_is_as_low_as_it_can_be(case, seed):
     topology = Topology.uniform(placement.num_devices, 1)
     counts_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts)
     with pytest.MonkeyPatch.context() as patch:
-        begin = balanced_dispatch._Deals.__init__
+        search = balanced_dispatch.level_tokens
 
-        def begin_without_limits(self, *args):
-            begin(self, *args)
-            self._most_near = self._most_far = self._most_of_node = 10**9
+        def search_without_limits(*arguments):
+            search(*arguments[:-1], 10**9)
 
-        patch.setattr(balanced_dispatch._Deals, "__init__", begin_without_limits)
+        patch.setattr(balanced_dispatch, "level_tokens", search_without_limits)
         patch.setattr(balanced_dispatch, "MOST_DEALS", 10**6)
         dispatch = balanced_dispatch.balanced_dispatch(counts_DE, placement, topology)
         highest = dispatch.device_tokens_D().max()
@@ -129,7 +131,9 @@ def test_level_out_assigns_all_tokens_and_minimizes_the_highest_load(data):
     loads = data.draw(st.lists(st.integers(0, 50), min_size=size, max_size=size))
     room = data.draw(st.lists(st.integers(0, 30), min_size=size, max_size=size))
     amount = data.draw(st.integers(0, sum(room)))
-    parts = level_out(amount, loads, room)
+    parts_H = np.zeros(size, np.int64)
+    LEVEL_OUT(amount, np.array(loads), np.array(room), parts_H)
+    parts = parts_H.tolist()
     assert sum(parts) == amount
     assert all(0 <= part <= most for part, most in zip(parts, room, strict=True))
     # No single token could move to a device whose load is lower by more than one token.

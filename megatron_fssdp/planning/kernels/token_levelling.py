@@ -1,0 +1,388 @@
+"""Kernel of balanced dispatch: redistributes tokens among holders until device loads are even.
+
+``planning/dispatch/balanced_dispatch.py`` says what is searched and why. Near tokens come from other devices
+of the holder's node, and the holders of an expert in one node share them. Far tokens come from other nodes,
+and all holders of an expert share them. A group is the pairs of expert and holder that share tokens.
+
+Shape letters: E experts, D devices, N nodes, P pairs of expert and device, H positions in a group.
+"""
+
+from megatron_fssdp.planning.native import compiler_marks as cython
+from megatron_fssdp.planning.native.kernel_types import Flag, Index, Int, Ints, ReadInts, ReadInts2, Real
+from megatron_fssdp.planning.native.work_arrays import zero_ints
+
+
+@cython.cclass
+class _WaterFilling:
+    """Divides an amount into whole parts so that the highest load is as low as possible.
+
+    Attributes:
+        rising_H: Receivers of the present division. The caller writes them, ascending; a division sorts them.
+        load_H: Load of each receiver before, 0 or more.
+        room_H: Most that each receiver may get, 0 or more.
+        part_H: Part of each receiver, the result.
+    """
+
+    rising_H: Ints
+    load_H: Ints
+    room_H: Ints
+    part_H: Ints
+
+    def __init__(self, size: Index) -> None:
+        self.rising_H = zero_ints(size)
+        self.load_H = zero_ints(size)
+        self.room_H = zero_ints(size)
+        self.part_H = zero_ints(size)
+
+    @cython.cfunc
+    @cython.nogil
+    @cython.exceptval(check=False)
+    def divide(self, amount: Int, num_receivers: Index) -> cython.void:
+        """Divide an amount, at most the sum of the room, among the first receivers of ``rising_H``."""
+        for i in range(num_receivers):
+            self.part_H[self.rising_H[i]] = 0
+        self.sort(num_receivers)
+        while amount > 0:
+            # Without limits, the receivers below a common level would all be filled up to it. Find these
+            # receivers.
+            total = amount
+            count: Index = 0
+            while count < num_receivers and self.load_H[self.rising_H[count]] * count < total:
+                total += self.load_H[self.rising_H[count]]
+                count += 1
+            level = total // count
+            ones = total - level * count
+            # Receivers whose limit is below the level get their limit first. Then the others share the rest.
+            num_open: Index = 0
+            for i in range(num_receivers):
+                receiver: Index = self.rising_H[i]
+                if i < count and self.room_H[receiver] <= level - self.load_H[receiver]:
+                    self.part_H[receiver] = self.room_H[receiver]
+                    amount -= self.room_H[receiver]
+                else:
+                    self.rising_H[num_open] = receiver
+                    num_open += 1
+            if num_open == num_receivers:
+                for i in range(count):
+                    receiver = self.rising_H[i]
+                    self.part_H[receiver] = level + (1 if i < ones else 0) - self.load_H[receiver]
+                return
+            num_receivers = num_open
+
+    @cython.cfunc
+    @cython.nogil
+    @cython.exceptval(check=False)
+    def sort(self, num_receivers: Index) -> cython.void:
+        """Sort the first receivers of ``rising_H`` by load, equal loads by number (heap sort)."""
+        start: Index = num_receivers // 2
+        end = num_receivers
+        while end > 1:
+            if start > 0:  # build the heap
+                start -= 1
+                moved: Index = self.rising_H[start]
+            else:  # take the highest load out
+                end -= 1
+                moved = self.rising_H[end]
+                self.rising_H[end] = self.rising_H[0]
+            parent = start
+            while 2 * parent + 1 < end:
+                child = 2 * parent + 1
+                if child + 1 < end and self.comes_before(self.rising_H[child], self.rising_H[child + 1]):
+                    child += 1
+                if not self.comes_before(moved, self.rising_H[child]):
+                    break
+                self.rising_H[parent] = self.rising_H[child]
+                parent = child
+            self.rising_H[parent] = moved
+
+    @cython.cfunc
+    @cython.nogil
+    @cython.exceptval(check=False)
+    def comes_before(self, first: Index, second: Index) -> Flag:
+        """Whether a receiver has a lower load than another one, or an equal load and a lower number."""
+        if self.load_H[first] == self.load_H[second]:
+            return first < second
+        return bool(self.load_H[first] < self.load_H[second])
+
+
+@cython.cclass
+class _Deals:
+    """Redistributes the tokens of one group at a time, and keeps the sums of tokens.
+
+    Attributes:
+        near_P: Near tokens of each pair.
+        far_P: Far tokens of each pair.
+        device_P: Holder of each pair.
+        node_D: Node of each device.
+        load_D: Tokens that each device computes.
+        near_D: Near tokens of each device.
+        far_D: Far tokens of each device.
+        far_N: Far tokens of each node.
+        most_near: Most near tokens of a device.
+        most_far: Most far tokens of a device.
+        most_of_node: Most far tokens of a node.
+        filling: Water filling over the positions in a group.
+        chosen_H: The pairs of the present group.
+        kept_H: Positions in the group whose node is not full yet.
+        room_N: Far tokens of the group that each node may get.
+        sum_N: Far tokens of the group that each node would get; -1 if the node is full.
+    """
+
+    near_P: Ints
+    far_P: Ints
+    device_P: ReadInts
+    node_D: ReadInts
+    load_D: Ints
+    near_D: Ints
+    far_D: Ints
+    far_N: Ints
+    most_near: Int
+    most_far: Int
+    most_of_node: Int
+    filling: _WaterFilling
+    chosen_H: Ints
+    kept_H: Ints
+    room_N: Ints
+    sum_N: Ints
+
+    def __init__(
+        self,
+        own_P: ReadInts,
+        near_P: Ints,
+        far_P: Ints,
+        device_P: ReadInts,
+        node_D: ReadInts,
+        num_nodes: Index,
+        above_even: Int,
+    ) -> None:
+        num_devices: Index = node_D.shape[0]
+        self.near_P, self.far_P, self.device_P, self.node_D = near_P, far_P, device_P, node_D
+        self.load_D, self.near_D, self.far_D = (zero_ints(num_devices) for _ in range(3))
+        self.far_N, self.room_N, self.sum_N = (zero_ints(num_nodes) for _ in range(3))
+        self.chosen_H, self.kept_H = zero_ints(num_devices), zero_ints(num_devices)
+        self.filling = _WaterFilling(num_devices)
+        for pair in range(device_P.shape[0]):
+            device: Index = device_P[pair]
+            self.load_D[device] += own_P[pair] + near_P[pair] + far_P[pair]
+            self.near_D[device] += near_P[pair]
+            self.far_D[device] += far_P[pair]
+            self.far_N[node_D[device]] += far_P[pair]
+        self.most_near = self.most_far = self.most_of_node = above_even
+        for device in range(num_devices):
+            self.most_near = max(self.most_near, self.near_D[device] + above_even)
+            self.most_far = max(self.most_far, self.far_D[device] + above_even)
+            self.most_of_node = max(self.most_of_node, self.far_N[node_D[device]] + above_even)
+
+    @cython.cfunc
+    @cython.nogil
+    @cython.exceptval(check=False)
+    def deal(self, is_far: Flag, size: Index, own_pair: Index) -> Flag:
+        """Redistribute the tokens of the group, if this lowers the load of one of its holders.
+
+        Args:
+            is_far: Whether the tokens come from other nodes.
+            size: Number of pairs in the group.
+            own_pair: The pair whose holder's load should become lower.
+
+        Returns:
+            Whether the tokens were redistributed.
+        """
+        tokens_P, received_D = self.near_P, self.near_D
+        limit = self.most_near
+        if is_far:
+            tokens_P, received_D = self.far_P, self.far_D
+            limit = self.most_far
+        total: Int = 0
+        for i in range(size):
+            now = tokens_P[self.chosen_H[i]]
+            device: Index = self.device_P[self.chosen_H[i]]
+            total += now
+            self.filling.load_H[i] = self.load_D[device] - now
+            self.filling.room_H[i] = limit - received_D[device] + now
+        if is_far:
+            self.divide_among_nodes(total, size)
+        else:
+            for i in range(size):
+                self.filling.rising_H[i] = i
+            self.filling.divide(total, size)
+        for i in range(size):
+            if self.chosen_H[i] == own_pair and self.filling.part_H[i] >= tokens_P[own_pair]:
+                return False
+        for i in range(size):
+            device = self.device_P[self.chosen_H[i]]
+            change = self.filling.part_H[i] - tokens_P[self.chosen_H[i]]
+            tokens_P[self.chosen_H[i]] += change
+            received_D[device] += change
+            self.load_D[device] += change
+            if is_far:
+                self.far_N[self.node_D[device]] += change
+        return True
+
+    @cython.cfunc
+    @cython.nogil
+    @cython.exceptval(check=False)
+    def divide_among_nodes(self, amount: Int, size: Index) -> cython.void:
+        """Divide far tokens among a group's holders, with a limit for each node.
+
+        Args:
+            amount: Far tokens of the group.
+            size: Number of pairs in the group.
+        """
+        num_kept = size
+        for i in range(size):
+            self.kept_H[i] = i
+            node: Index = self.node_of(i)
+            self.room_N[node] = self.most_of_node - self.far_N[node]
+        for i in range(size):
+            self.room_N[self.node_of(i)] += self.far_P[self.chosen_H[i]]
+        while True:
+            for i in range(num_kept):
+                self.filling.rising_H[i] = self.kept_H[i]
+                self.sum_N[self.node_of(self.kept_H[i])] = 0
+            self.filling.divide(amount, num_kept)
+            for i in range(num_kept):
+                self.sum_N[self.node_of(self.kept_H[i])] += self.filling.part_H[self.kept_H[i]]
+            # A node whose limit is exceeded gets exactly its limit. The other nodes share the rest.
+            any_full = False
+            for i in range(num_kept):
+                node = self.node_of(self.kept_H[i])
+                if self.sum_N[node] <= self.room_N[node]:
+                    continue
+                any_full = True
+                inside: Index = 0
+                for j in range(i, num_kept):
+                    if self.node_of(self.kept_H[j]) == node:
+                        self.filling.rising_H[inside] = self.kept_H[j]
+                        inside += 1
+                self.filling.divide(self.room_N[node], inside)
+                amount -= self.room_N[node]
+                self.sum_N[node] = -1
+            if not any_full:
+                return
+            inside = 0
+            for i in range(num_kept):
+                if self.sum_N[self.node_of(self.kept_H[i])] >= 0:
+                    self.kept_H[inside] = self.kept_H[i]
+                    inside += 1
+            num_kept = inside
+
+    @cython.cfunc
+    @cython.nogil
+    @cython.exceptval(check=False)
+    def node_of(self, position: Index) -> Index:
+        """Node of the holder at a position in the group."""
+        return self.node_D[self.device_P[self.chosen_H[position]]]
+
+
+def level_tokens(
+    own_P: ReadInts,
+    near_P: Ints,
+    far_P: Ints,
+    expert_P: ReadInts,
+    device_P: ReadInts,
+    by_node_P: ReadInts,
+    by_device_P: ReadInts,
+    first_D: ReadInts,
+    first_E: ReadInts,
+    size_E: ReadInts,
+    node_first_EN: ReadInts2,
+    node_size_EN: ReadInts2,
+    node_D: ReadInts,
+    enough: Real,
+    deals_left: Int,
+    above_even: Int,
+) -> None:
+    """Lower the highest device load until this is impossible or the load is close to the mean.
+
+    A device of the highest load gives up tokens of one of its groups if the other holders can take them. If
+    no group allows it, the devices that are as loaded and share tokens with the device give up theirs first.
+
+    Args:
+        own_P: Tokens of the holder itself for each pair, int64 ``[P]``.
+        near_P: Near tokens of each pair, int64 ``[P]``; changed in place.
+        far_P: Far tokens of each pair, int64 ``[P]``; changed in place.
+        expert_P: Expert of each pair, ascending, int64 ``[P]``.
+        device_P: Holder of each pair, ascending for each expert, int64 ``[P]``.
+        by_node_P: The pairs by expert, node and device, int64 ``[P]``.
+        by_device_P: The pairs by device and expert, int64 ``[P]``.
+        first_D: Where the pairs of each device begin in ``by_device_P``, then P; int64 ``[D + 1]``.
+        first_E: First pair of each expert, int64 ``[E]``.
+        size_E: Number of holders of each expert, int64 ``[E]``.
+        node_first_EN: Where the pairs of an expert and a node begin in ``by_node_P``, int64 ``[E, N]``.
+        node_size_EN: Number of holders of each expert in each node, int64 ``[E, N]``.
+        node_D: Node of each device, int64 ``[D]``.
+        enough: The search stops when the highest load divided by the mean load is at most this number.
+        deals_left: Most redistributions that are tried.
+        above_even: Tokens that devices and nodes may receive above the highest numbers of before.
+    """
+    deals = _Deals(own_P, near_P, far_P, device_P, node_D, node_size_EN.shape[1], above_even)
+    load_D: Ints = deals.load_D
+    total: Int = 0
+    for device in range(load_D.shape[0]):
+        total += load_D[device]
+    highest_wanted = enough * total / load_D.shape[0]
+    seen_D: Ints = zero_ints(node_D.shape[0])
+    waiting_D: Ints = zero_ints(node_D.shape[0])
+    turn: Int = 0
+    lowered = True
+    while lowered:
+        lowered = False
+        busiest: Index = 0
+        for device in range(load_D.shape[0]):
+            if load_D[device] > load_D[busiest]:
+                busiest = device
+        highest = load_D[busiest]
+        if highest <= highest_wanted:
+            return
+        turn += 1
+        seen_D[busiest] = turn
+        waiting_D[0] = busiest
+        num_waiting: Index = 1
+        at: Index = 0
+        while at < num_waiting and not lowered:
+            current: Index = waiting_D[at]
+            at += 1
+            num_pairs = first_D[current + 1] - first_D[current]
+            for index in range(2 * num_pairs):  # groups of near tokens, then groups of far tokens
+                is_far = index >= num_pairs
+                pair: Index = by_device_P[first_D[current] + index % num_pairs]
+                if (far_P[pair] if is_far else near_P[pair]) == 0:
+                    continue
+                expert: Index = expert_P[pair]
+                size = size_E[expert] if is_far else node_size_EN[expert, node_D[current]]
+                if size == 1:
+                    continue
+                if deals_left == 0:
+                    return
+                deals_left -= 1
+                first = first_E[expert] if is_far else node_first_EN[expert, node_D[current]]
+                for i in range(size):
+                    deals.chosen_H[i] = first + i if is_far else by_node_P[first + i]
+                lowered = deals.deal(is_far, size, pair)
+                if lowered:
+                    break
+                for i in range(size):
+                    holder: Index = device_P[deals.chosen_H[i]]
+                    if load_D[holder] >= highest - 1 and seen_D[holder] != turn:
+                        seen_D[holder] = turn
+                        waiting_D[num_waiting] = holder
+                        num_waiting += 1
+
+
+def level_out(amount: Int, load_H: ReadInts, room_H: ReadInts, part_H: Ints) -> None:
+    """Divide an amount into whole parts so that the highest load is as low as possible (water filling).
+
+    Args:
+        amount: The amount to divide, at most the sum of ``room_H``.
+        load_H: Load of each receiver before, 0 or more, int64 ``[H]``.
+        room_H: Most that each receiver may get, 0 or more, int64 ``[H]``.
+        part_H: Gets the part of each receiver, int64 ``[H]``.
+    """
+    filling = _WaterFilling(load_H.shape[0])
+    for i in range(load_H.shape[0]):
+        filling.rising_H[i] = i
+        filling.load_H[i] = load_H[i]
+        filling.room_H[i] = room_H[i]
+    filling.divide(amount, load_H.shape[0])
+    for i in range(load_H.shape[0]):
+        part_H[i] = filling.part_H[i]

@@ -1,0 +1,96 @@
+"""Which files the kernels consist of, and where the compiled form of each one lies.
+
+The name of a compiled file has a hash of everything that it was made from: the kernel's source and the way it
+is compiled. A compiled file of other sources therefore has another name and is never found. Names also have
+the tag of the Python version and machine.
+
+The module imports the standard library only, because builds load it by its path, where the package's
+dependencies are not installed.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+KERNELS = Path(__file__).parent.parent / "kernels"
+"""Folder of the kernels' sources."""
+
+COMPILED = KERNELS / "compiled"
+"""Folder of the compiled kernels."""
+
+REPLACED_IMPORTS = {
+    "from megatron_fssdp.planning.native import compiler_marks as cython\n": "import cython\n",
+    "from megatron_fssdp.planning.native.kernel_types import ": "from cython.cimports.kernel_types import ",
+}
+"""Lines in the source of a kernel that Cython reads in another form. Each kernel has both."""
+
+TYPES = Path(__file__).parent / "kernel_types.pxd"
+"""C types of the names that kernels import from ``kernel_types``."""
+
+DIRECTIVES = {
+    "boundscheck": False,  # the plain form checks indexes
+    "initializedcheck": False,
+    "wraparound": False,  # so kernels must not use negative indexes
+    "infer_types": True,  # a variable has the C type of what is assigned to it
+    "language_level": 3,
+}
+"""Cython's options. Divisions keep Python's rules for negative numbers."""
+
+COMPILE_ARGUMENTS = ("-O2", "-g0", "-ffp-contract=off")
+"""Arguments of the C compiler.
+
+A contracted ``a * b + c`` would round once where plain Python rounds twice, and ranks could plan differently.
+"""
+
+_DIGEST_BYTES = 8
+
+
+@dataclass(frozen=True)
+class KernelFile:
+    """One kernel's source and the place of its compiled form.
+
+    Attributes:
+        source: Path of the source.
+        module: Name of the compiled module, with the hash of the source.
+        compiled: Path of the compiled module, whether it exists or not.
+    """
+
+    source: Path
+    module: str
+    compiled: Path
+
+
+def kernel_files(sources: Path = KERNELS, compiled: Path = COMPILED) -> tuple[KernelFile, ...]:
+    """All kernels, by name.
+
+    Args:
+        sources: Folder of the sources.
+        compiled: Folder of the compiled modules.
+    """
+    recipe = repr((sorted(DIRECTIVES.items()), COMPILE_ARGUMENTS)).encode() + TYPES.read_bytes()
+    paths = sorted(path for path in sources.glob("*.py") if path.name != "__init__.py")
+    return tuple(_kernel_file(path, compiled, recipe) for path in paths)
+
+
+def _kernel_file(source: Path, compiled: Path, recipe: bytes) -> KernelFile:
+    digest = hashlib.blake2b(source.read_bytes() + recipe, digest_size=_DIGEST_BYTES).hexdigest()
+    module = f"{source.stem}_{digest}"
+    return KernelFile(source, module, compiled / f"{module}{EXTENSION_SUFFIXES[0]}")
+
+
+def source_for_cython(file: KernelFile) -> str:
+    """The source of a kernel as Cython reads it.
+
+    Args:
+        file: The kernel.
+
+    Raises:
+        ValueError: The kernel lacks one of the imports that are replaced.
+    """
+    text = file.source.read_text(encoding="utf-8")
+    for plain, compiled in REPLACED_IMPORTS.items():
+        if plain not in text:
+            raise ValueError(f"{file.source} has no line {plain.strip()!r}: wanted it, on one line")
+        text = text.replace(plain, compiled)
+    return text
