@@ -1,5 +1,6 @@
 """Which form of the kernels runs: the compiled one only if it was made from the present sources."""
 
+import os
 import shutil
 import subprocess
 import sys
