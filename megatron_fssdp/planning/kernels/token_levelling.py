@@ -4,7 +4,8 @@
 of the holder's node, and the holders of an expert in one node share them. Far tokens come from other nodes,
 and all holders of an expert share them. A group is the pairs of expert and holder that share tokens.
 
-Shape letters: E experts, D devices, N nodes, P pairs of expert and device, H positions in a group.
+Shape letters: E experts, D devices, N nodes, P pairs of expert and device, U positions
+among an expert's holders.
 """
 
 from megatron_fssdp.planning.native import compiler_marks as cython
@@ -17,55 +18,55 @@ class _WaterFilling:
     """Divides an amount into whole parts so that the highest load is as low as possible.
 
     Attributes:
-        rising_H: Receivers of the present division. The caller writes them, ascending; a division sorts them.
-        load_H: Load of each receiver before, 0 or more.
-        room_H: Most that each receiver may get, 0 or more.
-        part_H: Part of each receiver, the result.
+        rising_U: Receivers of the present division. The caller writes them, ascending; a division sorts them.
+        load_U: Load of each receiver before, 0 or more.
+        room_U: Most that each receiver may get, 0 or more.
+        part_U: Part of each receiver, the result.
     """
 
-    rising_H: Ints
-    load_H: Ints
-    room_H: Ints
-    part_H: Ints
+    rising_U: Ints
+    load_U: Ints
+    room_U: Ints
+    part_U: Ints
 
     def __init__(self, size: Index) -> None:
-        self.rising_H = zero_ints(size)
-        self.load_H = zero_ints(size)
-        self.room_H = zero_ints(size)
-        self.part_H = zero_ints(size)
+        self.rising_U = zero_ints(size)
+        self.load_U = zero_ints(size)
+        self.room_U = zero_ints(size)
+        self.part_U = zero_ints(size)
 
     @cython.cfunc
     @cython.nogil
     @cython.exceptval(check=False)
     def divide(self, amount: Int, num_receivers: Index) -> cython.void:
-        """Divide an amount, at most the sum of the room, among the first receivers of ``rising_H``."""
+        """Divide an amount, at most the sum of the room, among the first receivers of ``rising_U``."""
         for i in range(num_receivers):
-            self.part_H[self.rising_H[i]] = 0
+            self.part_U[self.rising_U[i]] = 0
         self.sort(num_receivers)
         while amount > 0:
             # Without limits, the receivers below a common level would all be filled up to it. Find these
             # receivers.
             total = amount
             count: Index = 0
-            while count < num_receivers and self.load_H[self.rising_H[count]] * count < total:
-                total += self.load_H[self.rising_H[count]]
+            while count < num_receivers and self.load_U[self.rising_U[count]] * count < total:
+                total += self.load_U[self.rising_U[count]]
                 count += 1
             level = total // count
             ones = total - level * count
             # Receivers whose limit is below the level get their limit first. Then the others share the rest.
             num_open: Index = 0
             for i in range(num_receivers):
-                receiver: Index = self.rising_H[i]
-                if i < count and self.room_H[receiver] <= level - self.load_H[receiver]:
-                    self.part_H[receiver] = self.room_H[receiver]
-                    amount -= self.room_H[receiver]
+                receiver: Index = self.rising_U[i]
+                if i < count and self.room_U[receiver] <= level - self.load_U[receiver]:
+                    self.part_U[receiver] = self.room_U[receiver]
+                    amount -= self.room_U[receiver]
                 else:
-                    self.rising_H[num_open] = receiver
+                    self.rising_U[num_open] = receiver
                     num_open += 1
             if num_open == num_receivers:
                 for i in range(count):
-                    receiver = self.rising_H[i]
-                    self.part_H[receiver] = level + (1 if i < ones else 0) - self.load_H[receiver]
+                    receiver = self.rising_U[i]
+                    self.part_U[receiver] = level + (1 if i < ones else 0) - self.load_U[receiver]
                 return
             num_receivers = num_open
 
@@ -73,36 +74,36 @@ class _WaterFilling:
     @cython.nogil
     @cython.exceptval(check=False)
     def sort(self, num_receivers: Index) -> cython.void:
-        """Sort the first receivers of ``rising_H`` by load, equal loads by number (heap sort)."""
+        """Sort the first receivers of ``rising_U`` by load, equal loads by number (heap sort)."""
         start: Index = num_receivers // 2
         end = num_receivers
         while end > 1:
             if start > 0:  # build the heap
                 start -= 1
-                moved: Index = self.rising_H[start]
+                moved: Index = self.rising_U[start]
             else:  # take the highest load out
                 end -= 1
-                moved = self.rising_H[end]
-                self.rising_H[end] = self.rising_H[0]
+                moved = self.rising_U[end]
+                self.rising_U[end] = self.rising_U[0]
             parent = start
             while 2 * parent + 1 < end:
                 child = 2 * parent + 1
-                if child + 1 < end and self.comes_before(self.rising_H[child], self.rising_H[child + 1]):
+                if child + 1 < end and self.comes_before(self.rising_U[child], self.rising_U[child + 1]):
                     child += 1
-                if not self.comes_before(moved, self.rising_H[child]):
+                if not self.comes_before(moved, self.rising_U[child]):
                     break
-                self.rising_H[parent] = self.rising_H[child]
+                self.rising_U[parent] = self.rising_U[child]
                 parent = child
-            self.rising_H[parent] = moved
+            self.rising_U[parent] = moved
 
     @cython.cfunc
     @cython.nogil
     @cython.exceptval(check=False)
     def comes_before(self, first: Index, second: Index) -> Flag:
         """Whether a receiver has a lower load than another one, or an equal load and a lower number."""
-        if self.load_H[first] == self.load_H[second]:
+        if self.load_U[first] == self.load_U[second]:
             return first < second
-        return bool(self.load_H[first] < self.load_H[second])
+        return bool(self.load_U[first] < self.load_U[second])
 
 
 @cython.cclass
@@ -122,8 +123,8 @@ class _Deals:
         most_far: Most far tokens of a device.
         most_of_node: Most far tokens of a node.
         filling: Water filling over the positions in a group.
-        chosen_H: The pairs of the present group.
-        kept_H: Positions in the group whose node is not full yet.
+        chosen_U: The pairs of the present group.
+        kept_U: Positions in the group whose node is not full yet.
         room_N: Far tokens of the group that each node may get.
         sum_N: Far tokens of the group that each node would get; -1 if the node is full.
     """
@@ -140,8 +141,8 @@ class _Deals:
     most_far: Int
     most_of_node: Int
     filling: _WaterFilling
-    chosen_H: Ints
-    kept_H: Ints
+    chosen_U: Ints
+    kept_U: Ints
     room_N: Ints
     sum_N: Ints
 
@@ -159,7 +160,7 @@ class _Deals:
         self.near_P, self.far_P, self.device_P, self.node_D = near_P, far_P, device_P, node_D
         self.load_D, self.near_D, self.far_D = (zero_ints(num_devices) for _ in range(3))
         self.far_N, self.room_N, self.sum_N = (zero_ints(num_nodes) for _ in range(3))
-        self.chosen_H, self.kept_H = zero_ints(num_devices), zero_ints(num_devices)
+        self.chosen_U, self.kept_U = zero_ints(num_devices), zero_ints(num_devices)
         self.filling = _WaterFilling(num_devices)
         for pair in range(device_P.shape[0]):
             device: Index = device_P[pair]
@@ -194,24 +195,24 @@ class _Deals:
             limit = self.most_far
         total: Int = 0
         for i in range(size):
-            now = tokens_P[self.chosen_H[i]]
-            device: Index = self.device_P[self.chosen_H[i]]
+            now = tokens_P[self.chosen_U[i]]
+            device: Index = self.device_P[self.chosen_U[i]]
             total += now
-            self.filling.load_H[i] = self.load_D[device] - now
-            self.filling.room_H[i] = limit - received_D[device] + now
+            self.filling.load_U[i] = self.load_D[device] - now
+            self.filling.room_U[i] = limit - received_D[device] + now
         if is_far:
             self.divide_among_nodes(total, size)
         else:
             for i in range(size):
-                self.filling.rising_H[i] = i
+                self.filling.rising_U[i] = i
             self.filling.divide(total, size)
         for i in range(size):
-            if self.chosen_H[i] == own_pair and self.filling.part_H[i] >= tokens_P[own_pair]:
+            if self.chosen_U[i] == own_pair and self.filling.part_U[i] >= tokens_P[own_pair]:
                 return False
         for i in range(size):
-            device = self.device_P[self.chosen_H[i]]
-            change = self.filling.part_H[i] - tokens_P[self.chosen_H[i]]
-            tokens_P[self.chosen_H[i]] += change
+            device = self.device_P[self.chosen_U[i]]
+            change = self.filling.part_U[i] - tokens_P[self.chosen_U[i]]
+            tokens_P[self.chosen_U[i]] += change
             received_D[device] += change
             self.load_D[device] += change
             if is_far:
@@ -230,29 +231,29 @@ class _Deals:
         """
         num_kept = size
         for i in range(size):
-            self.kept_H[i] = i
+            self.kept_U[i] = i
             node: Index = self.node_of(i)
             self.room_N[node] = self.most_of_node - self.far_N[node]
         for i in range(size):
-            self.room_N[self.node_of(i)] += self.far_P[self.chosen_H[i]]
+            self.room_N[self.node_of(i)] += self.far_P[self.chosen_U[i]]
         while True:
             for i in range(num_kept):
-                self.filling.rising_H[i] = self.kept_H[i]
-                self.sum_N[self.node_of(self.kept_H[i])] = 0
+                self.filling.rising_U[i] = self.kept_U[i]
+                self.sum_N[self.node_of(self.kept_U[i])] = 0
             self.filling.divide(amount, num_kept)
             for i in range(num_kept):
-                self.sum_N[self.node_of(self.kept_H[i])] += self.filling.part_H[self.kept_H[i]]
+                self.sum_N[self.node_of(self.kept_U[i])] += self.filling.part_U[self.kept_U[i]]
             # A node whose limit is exceeded gets exactly its limit. The other nodes share the rest.
             any_full = False
             for i in range(num_kept):
-                node = self.node_of(self.kept_H[i])
+                node = self.node_of(self.kept_U[i])
                 if self.sum_N[node] <= self.room_N[node]:
                     continue
                 any_full = True
                 inside: Index = 0
                 for j in range(i, num_kept):
-                    if self.node_of(self.kept_H[j]) == node:
-                        self.filling.rising_H[inside] = self.kept_H[j]
+                    if self.node_of(self.kept_U[j]) == node:
+                        self.filling.rising_U[inside] = self.kept_U[j]
                         inside += 1
                 self.filling.divide(self.room_N[node], inside)
                 amount -= self.room_N[node]
@@ -261,8 +262,8 @@ class _Deals:
                 return
             inside = 0
             for i in range(num_kept):
-                if self.sum_N[self.node_of(self.kept_H[i])] >= 0:
-                    self.kept_H[inside] = self.kept_H[i]
+                if self.sum_N[self.node_of(self.kept_U[i])] >= 0:
+                    self.kept_U[inside] = self.kept_U[i]
                     inside += 1
             num_kept = inside
 
@@ -271,7 +272,7 @@ class _Deals:
     @cython.exceptval(check=False)
     def node_of(self, position: Index) -> Index:
         """Node of the holder at a position in the group."""
-        return self.node_D[self.device_P[self.chosen_H[position]]]
+        return self.node_D[self.device_P[self.chosen_U[position]]]
 
 
 def level_tokens(
@@ -357,32 +358,32 @@ def level_tokens(
                 deals_left -= 1
                 first = first_E[expert] if is_far else node_first_EN[expert, node_D[current]]
                 for i in range(size):
-                    deals.chosen_H[i] = first + i if is_far else by_node_P[first + i]
+                    deals.chosen_U[i] = first + i if is_far else by_node_P[first + i]
                 lowered = deals.deal(is_far, size, pair)
                 if lowered:
                     break
                 for i in range(size):
-                    holder: Index = device_P[deals.chosen_H[i]]
+                    holder: Index = device_P[deals.chosen_U[i]]
                     if load_D[holder] >= highest - 1 and seen_D[holder] != turn:
                         seen_D[holder] = turn
                         waiting_D[num_waiting] = holder
                         num_waiting += 1
 
 
-def level_out(amount: Int, load_H: ReadInts, room_H: ReadInts, part_H: Ints) -> None:
+def level_out(amount: Int, load_U: ReadInts, room_U: ReadInts, part_U: Ints) -> None:
     """Divide an amount into whole parts so that the highest load is as low as possible (water filling).
 
     Args:
-        amount: The amount to divide, at most the sum of ``room_H``.
-        load_H: Load of each receiver before, 0 or more, int64 ``[H]``.
-        room_H: Most that each receiver may get, 0 or more, int64 ``[H]``.
-        part_H: Gets the part of each receiver, int64 ``[H]``.
+        amount: The amount to divide, at most the sum of ``room_U``.
+        load_U: Load of each receiver before, 0 or more, int64 ``[U]``.
+        room_U: Most that each receiver may get, 0 or more, int64 ``[U]``.
+        part_U: Gets the part of each receiver, int64 ``[U]``.
     """
-    filling = _WaterFilling(load_H.shape[0])
-    for i in range(load_H.shape[0]):
-        filling.rising_H[i] = i
-        filling.load_H[i] = load_H[i]
-        filling.room_H[i] = room_H[i]
-    filling.divide(amount, load_H.shape[0])
-    for i in range(load_H.shape[0]):
-        part_H[i] = filling.part_H[i]
+    filling = _WaterFilling(load_U.shape[0])
+    for i in range(load_U.shape[0]):
+        filling.rising_U[i] = i
+        filling.load_U[i] = load_U[i]
+        filling.room_U[i] = room_U[i]
+    filling.divide(amount, load_U.shape[0])
+    for i in range(load_U.shape[0]):
+        part_U[i] = filling.part_U[i]

@@ -131,9 +131,9 @@ def test_level_out_assigns_all_tokens_and_minimizes_the_highest_load(data):
     loads = data.draw(st.lists(st.integers(0, 50), min_size=size, max_size=size))
     room = data.draw(st.lists(st.integers(0, 30), min_size=size, max_size=size))
     amount = data.draw(st.integers(0, sum(room)))
-    parts_H = np.zeros(size, np.int64)
-    LEVEL_OUT(amount, np.array(loads), np.array(room), parts_H)
-    parts = parts_H.tolist()
+    parts_U = np.zeros(size, np.int64)
+    LEVEL_OUT(amount, np.array(loads), np.array(room), parts_U)
+    parts = parts_U.tolist()
     assert sum(parts) == amount
     assert all(0 <= part <= most for part, most in zip(parts, room, strict=True))
     # No single token could move to a device whose load is lower by more than one token.

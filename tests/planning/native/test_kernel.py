@@ -76,9 +76,9 @@ def test_a_compiled_file_that_cannot_be_loaded_leaves_plain_python(undecided, tm
 def test_all_kernels_turn_to_plain_python_together(undecided):
     level_out = Kernel(token_levelling.level_out)
     use_plain_kernels("another rank has no compiled kernels")
-    parts_H = np.zeros(2, np.int64)
-    level_out(4, np.array([2, 0]), np.array([9, 9]), parts_H)
-    assert parts_H.tolist() == [1, 3]
+    parts_U = np.zeros(2, np.int64)
+    level_out(4, np.array([2, 0]), np.array([9, 9]), parts_U)
+    assert parts_U.tolist() == [1, 3]
     assert level_out._run == level_out._run_plain
     assert str(kernel_form()) == "plain Python (another rank has no compiled kernels)"
 
