@@ -88,7 +88,7 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         settings, profile = self.settings, context.profile
         slots = self.slots(context)
         # Alg. 1 is the paper's algorithm, so it gets the paper's prediction: the plain mean of the window.
-        load_DE = history.settled_mean_DE() if settings.planner == "balanced" else history.mean_DE()
+        load_DE = history.forecast_DE() if settings.planner == "balanced" else history.mean_DE()
         if profile is not None and settings.overlap_degree is None and settings.planner == "balanced":
             placement = priced_materialization(
                 context.owner_E,

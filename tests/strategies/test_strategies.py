@@ -135,8 +135,7 @@ def test_fssdp_keeps_its_bounds_and_never_raises_the_modelled_load(
     assert replicated <= (context.num_experts if degree is None else degree)
     owners = ExpertPlacement.owners_only(context.owner_E, context.num_devices)
     before, after = (
-        expected_device_load_D(history.settled_mean_DE(), p, context.topology).max()
-        for p in (owners, placement)
+        expected_device_load_D(history.forecast_DE(), p, context.topology).max() for p in (owners, placement)
     )
     assert after <= before * (1 + 1e-9)
 

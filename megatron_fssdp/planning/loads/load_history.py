@@ -1,4 +1,4 @@
-"""The router's counts of one layer in the latest iterations, and their mean.
+"""The router's counts of one layer in the latest iterations, and what they predict.
 
 Shape letters: E experts, D devices.
 """
@@ -8,12 +8,13 @@ from copy import copy
 
 import numpy as np
 
+from megatron_fssdp.planning.loads.load_forecast import MEAN, forecast_DE, forecast_errors
 from megatron_fssdp.planning.loads.load_statistics import has_jumped
 from megatron_fssdp.planning.placement.array_freezing import frozen_array
 
 
 class LoadHistory:
-    """Counts of the latest iterations. Their mean predicts the next iteration's counts (Hecate, §4.2).
+    """Counts of the latest iterations, and forecasts of the next iteration's counts.
 
     Attributes:
         window: Most iterations whose counts are kept, w.
@@ -36,6 +37,7 @@ class LoadHistory:
         self._latest: deque[np.ndarray] = deque()
         self._load_E: deque[np.ndarray] = deque(maxlen=window)
         self._num_settled = 0
+        self._errors: deque[np.ndarray] = deque(maxlen=window)
         # A running sum of integers is exact, so the mean does not depend on which counts came before.
         self._sum_DE = np.zeros((num_devices, num_experts), dtype=np.int64)
 
@@ -64,9 +66,13 @@ class LoadHistory:
         kept = frozen_array(counts, np.int64)
         self.num_seen += 1
         load_E = kept.sum(axis=0)
-        settled = list(self._load_E)[len(self._load_E) - self._num_settled :]
-        if settled and has_jumped(load_E, np.sum(settled, axis=0)):
-            self._num_settled = 0
+        if self._num_settled:
+            settled_IE = np.stack(list(self._load_E)[-self._num_settled :])
+            if has_jumped(load_E, settled_IE.sum(axis=0)):
+                # No forecast expects a jump, so the jump tells nothing about them.
+                self._num_settled = 0
+            else:
+                self._errors.append(forecast_errors(settled_IE, load_E))
         self._num_settled = min(self._num_settled + 1, self.window)
         self._load_E.append(load_E)
         self._latest.append(kept)
@@ -86,6 +92,7 @@ class LoadHistory:
         following = copy(self)
         following._latest = self._latest.copy()
         following._load_E = self._load_E.copy()
+        following._errors = self._errors.copy()
         following._sum_DE = self._sum_DE.copy()
         following.append(counts_DE)
         return following
@@ -106,7 +113,8 @@ class LoadHistory:
             )
         shorter = LoadHistory(window, self.num_devices, self.num_experts)
         known = list(self._latest)[: len(self._latest) - without_latest]
-        # Iterations before the window only tell since which iteration the loads have not jumped.
+        # Iterations before the window only tell since when the loads have not jumped, and which forecast
+        # would have been best.
         known = known[-2 * window :]
         shorter.num_seen = self.num_seen - without_latest - len(known)
         for counts_DE in known:
@@ -122,18 +130,24 @@ class LoadHistory:
         return not self._latest
 
     def mean_DE(self) -> np.ndarray:
-        """Mean counts over the window, float64 ``[D, E]``. Zeros if no iteration was appended."""
+        """Mean counts over the window, float64 ``[D, E]``; Hecate's prediction (§4.2).
+
+        Zeros if no iteration was appended.
+        """
         return self._sum_DE / max(len(self._latest), 1)
 
-    def settled_mean_DE(self) -> np.ndarray:
-        """Mean counts since the loads last jumped, within the window; float64 ``[D, E]``.
+    def forecast_DE(self) -> np.ndarray:
+        """Counts that the next iteration will probably have, float64 ``[D, E]``.
 
-        Counts from before a jump say nothing about the next iteration. This rule is ours and goes beyond
-        Hecate §4.2. The result is zeros if no iteration was appended.
+        The forecast is the mean, the last counts or the trend: the one that would have been closest to the
+        loads of the last ``window`` iterations. Counts from before a jump say nothing about the next
+        iteration and are left out. Both rules are ours and go beyond Hecate §4.2. The result is zeros if no
+        iteration was appended.
         """
-        if self._num_settled == len(self._latest):
+        best = int(np.sum(self._errors, axis=0).argmin()) if self._errors else MEAN
+        if self.is_empty or (best == MEAN and self._num_settled == len(self._latest)):
             return self.mean_DE()
-        return np.mean([self._latest[-1 - age] for age in range(self._num_settled)], axis=0)
+        return forecast_DE(np.stack(list(self._latest)[-self._num_settled :]), best)
 
     def mean_E(self) -> np.ndarray:
         """Mean load of every expert over the window, float64 ``[E]``."""

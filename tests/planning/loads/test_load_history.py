@@ -44,13 +44,13 @@ def test_loads_before_a_jump_are_forgotten() -> None:
     """After two even iterations the load moves to expert 1, so only the last two iterations count."""
     history = LoadHistory(5, 2, 4)
     even, jumped = np.full((2, 4), 100), np.array([[0, 400, 0, 0], [10, 380, 10, 0]])
-    assert not history.settled_mean_DE().any()
+    assert not history.forecast_DE().any()
     for counts_DE in (even, even, jumped, jumped + 2):
         history.append(counts_DE)
-    np.testing.assert_array_equal(history.settled_mean_DE(), jumped + 1)
+    np.testing.assert_array_equal(history.forecast_DE(), jumped + 1)
     assert history.mean_DE()[0, 0] > 50
     history.append(jumped)
-    np.testing.assert_allclose(history.settled_mean_DE(), jumped + 2 / 3)
+    np.testing.assert_allclose(history.forecast_DE(), jumped + 2 / 3)
 
 
 def test_without_a_jump_the_whole_window_counts() -> None:
@@ -58,4 +58,40 @@ def test_without_a_jump_the_whole_window_counts() -> None:
     rng = np.random.default_rng(0)
     for _ in range(5):
         history.append(rng.multinomial(100, [0.4, 0.3, 0.2, 0.1], size=2))
-    np.testing.assert_allclose(history.settled_mean_DE(), history.mean_DE())
+    np.testing.assert_allclose(history.forecast_DE(), history.mean_DE())
+
+
+def test_the_forecast_that_fits_the_last_iterations_best_is_used() -> None:
+    """Loads drift by a constant step: the trend is exact, and the mean is two and a half steps late."""
+    start, step = np.array([[1000, 500, 500]]), np.array([[-20, 30, -10]])
+    drifting = LoadHistory(5, 1, 3)
+    for iteration in range(8):
+        drifting.append(start + iteration * step)
+    np.testing.assert_allclose(drifting.forecast_DE(), start + 8 * step)
+
+
+def test_a_load_that_wanders_is_predicted_by_its_last_value() -> None:
+    wandering = LoadHistory(5, 1, 2)
+    rng = np.random.default_rng(3)
+    position = 5000
+    for _ in range(40):
+        position += int(rng.integers(-400, 400))
+        wandering.append(np.array([[position, 10000 - position]]))
+    assert abs(wandering.forecast_DE()[0, 0] - position) < abs(wandering.mean_DE()[0, 0] - position)
+
+
+def test_a_forecast_is_never_negative() -> None:
+    history = LoadHistory(5, 1, 2)
+    for load in (200, 150, 100, 50, 0):
+        history.append(np.array([[load, 1000 - load]]))
+    np.testing.assert_allclose(history.forecast_DE(), [[0, 1050]])
+
+
+def test_the_history_after_one_more_iteration_has_the_same_forecast() -> None:
+    history = LoadHistory(5, 1, 3)
+    rng = np.random.default_rng(0)
+    for iteration in range(12):
+        counts_DE = rng.integers(100, 200, (1, 3)) + 30 * iteration
+        following = history.followed_by(counts_DE)
+        history.append(counts_DE)
+        np.testing.assert_array_equal(following.forecast_DE(), history.forecast_DE())
