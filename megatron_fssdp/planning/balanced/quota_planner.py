@@ -10,11 +10,16 @@ Shape letters: E experts, D devices, N nodes, X expert-tensor-parallel peers.
 import numpy as np
 
 from megatron_fssdp.planning.dispatch.quota_dispatch import QuotaDispatch
+from megatron_fssdp.planning.kernels import quota_tables
 from megatron_fssdp.planning.loads.checked_loads import checked_counts
+from megatron_fssdp.planning.native.kernel import Kernel
 from megatron_fssdp.planning.placement.topology import Topology
 
 CEILING_TOLERANCE = 0.005
 """The search for the lowest ceiling stops at this precision, a part of the mean device load."""
+
+
+fill_quotas = Kernel(quota_tables.fill_quotas)
 
 
 def quota_assignment(
@@ -170,14 +175,14 @@ def quota_dispatch(tokens_ED: np.ndarray, counts_DE: np.ndarray, topology: Topol
         counts_DE: (token, k) pairs by source device and expert, int64 ``[D, E]``.
         topology: Nodes of the devices.
     """
-    quota_DE = np.ascontiguousarray(tokens_ED.T)
-    own_DE = np.minimum(counts_DE, quota_DE)
-    open_DE = quota_DE - own_DE
-    in_node_NE = np.minimum(topology.sum_over_nodes(open_DE), topology.sum_over_nodes(counts_DE - own_DE))
-    # Inside a node, the devices fill their remaining quotas with the node's tokens in ascending order.
-    before_DE = np.zeros_like(open_DE)
-    for devices in topology.devices_by_node:
-        rows = list(devices)
-        before_DE[rows] = np.cumsum(open_DE[rows], axis=0) - open_DE[rows]
-    near_DE = np.clip(in_node_NE[topology.node_of_device_D] - before_DE, 0, open_DE)
-    return QuotaDispatch(counts_DE, own_DE, near_DE, open_DE - near_DE, topology)
+    own_DE, near_DE, far_DE = np.empty((3, *counts_DE.shape), np.int64)
+    fill_quotas(
+        np.ascontiguousarray(tokens_ED, np.int64),
+        np.ascontiguousarray(counts_DE, np.int64),
+        topology.node_of_device_D,
+        topology.num_nodes,
+        own_DE,
+        near_DE,
+        far_DE,
+    )
+    return QuotaDispatch(counts_DE, own_DE, near_DE, far_DE, topology)

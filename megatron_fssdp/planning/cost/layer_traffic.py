@@ -81,21 +81,17 @@ def dispatch_traffic(
         np.bincount(groups.device_P, weights=tokens_P, minlength=topology.num_devices)
         for tokens_P in (pairs.own_P, pairs.near_P, pairs.far_P)
     )
-    # If the source's node has a holder of the expert, all the source's tokens for it stay in the node.
-    near_DE = (groups.holders_EN > 0).T[topology.node_of_device_D]
-    far_out_D = np.where(near_DE, 0, counts_DE).sum(axis=1)
-    near_out_D = counts_DE.sum(axis=1) - far_out_D - own_D
-    return _summed(own_D, near_out_D, near_in_D, far_out_D, far_in_D, topology)
+    return _summed(own_D, pairs.near_out_D, near_in_D, pairs.far_out_D, far_in_D, topology)
 
 
 def quota_traffic(dispatch: QuotaDispatch) -> DispatchTraffic:
     """Traffic of a dispatch by quotas."""
-    own_D, near_in_D, far_in_D, near_out_D = (
+    own_D, near_in_D, far_in_D = (
         tokens_DE.sum(axis=1).astype(float)
-        for tokens_DE in (dispatch.own_DE, dispatch.near_DE, dispatch.far_DE, dispatch.sent_near_DE)
+        for tokens_DE in (dispatch.own_DE, dispatch.near_DE, dispatch.far_DE)
     )
-    far_out_D = dispatch.counts_DE.sum(axis=1) - own_D - near_out_D
-    return _summed(own_D, near_out_D, near_in_D, far_out_D, far_in_D, dispatch.topology)
+    far_out_D = dispatch.counts_DE.sum(axis=1) - own_D - dispatch.near_out_D
+    return _summed(own_D, dispatch.near_out_D, near_in_D, far_out_D, far_in_D, dispatch.topology)
 
 
 def _of_owners(counts_DE: np.ndarray, owner_E: np.ndarray, topology: Topology) -> DispatchTraffic:

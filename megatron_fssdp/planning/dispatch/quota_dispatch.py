@@ -4,19 +4,26 @@ Which sources these tokens come from follows from the quotas: tokens and quotas 
 in the same way on every rank. A rank derives only its own row (what it sends) and its own column (what it
 receives). The full table of shape ``[D, E, D]`` is never built.
 
-Shape letters: E experts, D devices, N nodes.
+Shape letters: E experts, D devices, N nodes, G experts present on a device.
 """
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_fssdp.planning.dispatch.dispatch_tables import DispatchTables
+from megatron_fssdp.planning.dispatch.sent_rows import SentRows
+from megatron_fssdp.planning.kernels import quota_tables
+from megatron_fssdp.planning.native.kernel import Kernel
 from megatron_fssdp.planning.placement.topology import Topology
+
+sum_quotas = Kernel(quota_tables.sum_quotas)
+quota_row = Kernel(quota_tables.quota_row)
+quota_column = Kernel(quota_tables.quota_column)
 
 
 @dataclass(frozen=True, eq=False)
-class QuotaDispatch:
+class QuotaDispatch(DispatchTables):
     """A dispatch that matches the tokens of sources with the quotas of holders.
 
     Example: one expert on the devices 2 and 3 of a node with four devices. The sources 0, 1 and 2 have 3, 5
@@ -42,6 +49,7 @@ class QuotaDispatch:
         near_DE: Quotas for tokens of other devices in the same node, int64 ``[D, E]``.
         far_DE: Quotas for tokens of other nodes, int64 ``[D, E]``.
         topology: Nodes of the devices.
+        near_out_D: Tokens that each device sends to other devices of its node, int64 ``[D]``.
 
     Raises:
         ValueError: A quota is negative, or quotas do not add up to the tokens that are there.
@@ -52,38 +60,59 @@ class QuotaDispatch:
     near_DE: np.ndarray
     far_DE: np.ndarray
     topology: Topology
+    near_out_D: np.ndarray = field(init=False)
+    _near_NE: np.ndarray = field(init=False, repr=False)  # near quotas of each node
 
     def __post_init__(self) -> None:
+        for name in ("counts_DE", "own_DE", "near_DE", "far_DE"):
+            object.__setattr__(self, name, np.ascontiguousarray(getattr(self, name), np.int64))
+        near_NE, left_NE, far_NE = np.zeros((3, self.topology.num_nodes, self.counts_DE.shape[1]), np.int64)
+        near_out_D = np.zeros(self.topology.num_devices, np.int64)
+        if not sum_quotas(*self._arrays, near_NE, left_NE, far_NE, near_out_D):
+            raise ValueError(self._fault())
+        object.__setattr__(self, "_near_NE", near_NE)
+        object.__setattr__(self, "near_out_D", near_out_D)
+
+    def _fault(self) -> str:
+        """What is wrong with the quotas."""
         leaving_DE = self.counts_DE - self.own_DE
         left_NE = self.topology.sum_over_nodes(leaving_DE) - self.topology.sum_over_nodes(self.near_DE)
         far_NE = self.topology.sum_over_nodes(self.far_DE)
-        if min(leaving_DE.min(), left_NE.min(), self.own_DE.min(), self.near_DE.min(), far_NE.min()) < 0:
-            raise ValueError(
+        lowest = min(part.min() for part in (leaving_DE, left_NE, self.own_DE, self.near_DE, self.far_DE))
+        if lowest < 0:
+            return (
                 "got quotas that are negative, or above the tokens that a device has or that the devices of "
                 "a node send away: wanted quotas of at least 0 and at most these numbers of tokens"
             )
         wrong_E = (left_NE.sum(axis=0) != far_NE.sum(axis=0)) | ((left_NE > 0) & (far_NE > 0)).any(axis=0)
-        if wrong_E.any():
-            expert = int(np.argmax(wrong_E))
-            raise ValueError(
-                f"nodes are left with {left_NE[:, expert].tolist()} tokens of expert {expert} and have "
-                f"quotas for {far_NE[:, expert].tolist()}: wanted equal sums, and no node with both"
-            )
+        expert = int(np.argmax(wrong_E))
+        return (
+            f"nodes are left with {left_NE[:, expert].tolist()} tokens of expert {expert} and have "
+            f"quotas for {far_NE[:, expert].tolist()}: wanted equal sums, and no node with both"
+        )
 
-    def from_source(self, source: int) -> np.ndarray:
-        """Tokens that one source sends, by expert and receiving device: int64 ``[E, D]``.
+    @property
+    def _arrays(self) -> tuple[np.ndarray, ...]:
+        """Tokens, quotas and nodes, as kernels take them."""
+        return self.counts_DE, self.own_DE, self.near_DE, self.far_DE, self.topology.node_of_device_D
 
-        Row ``e`` sums to ``counts_DE[source, e]``.
-        """
-        dispatch_DE = self._near.row(source) + self._far.row(source)
-        dispatch_DE[source] += self.own_DE[source]
-        return np.ascontiguousarray(dispatch_DE.T)
+    def rows_from(self, source: int) -> SentRows:
+        """Tokens that one source sends. They sum to ``counts_DE[source]`` for each expert."""
+        expert_P, device_P, tokens_P, order_P = np.empty((4, self.counts_DE.size), np.int64)
+        send_D = np.zeros(self.topology.num_devices, np.int64)
+        chunks = expert_P, device_P, tokens_P, order_P
+        num_chunks = quota_row(*self._arrays, self._near_NE, source, *chunks, send_D)
+        expert_P, device_P, tokens_P, order_P = (chunk[:num_chunks].copy() for chunk in chunks)
+        return SentRows(expert_P, device_P, tokens_P, order_P, send_D)
 
-    def to_device(self, device: int) -> np.ndarray:
-        """Tokens that one device receives, by source and expert: int64 ``[D, E]``."""
-        dispatch_DE = self._near.column(device) + self._far.column(device)
-        dispatch_DE[device] += self.own_DE[device]
-        return dispatch_DE
+    def received_by(self, device: int, expert_G: np.ndarray) -> np.ndarray:
+        """Tokens that one device receives, by source and expert present there: int64 ``[D, G]``."""
+        received_DG = np.empty((self.topology.num_devices, len(expert_G)), np.int64)
+        quota_column(*self._arrays, self._near_NE, device, expert_G, received_DG)
+        return received_DG
+
+    def _experts_on(self, device: int) -> np.ndarray:
+        return np.flatnonzero(self.own_DE[device] + self.near_DE[device] + self.far_DE[device])
 
     def device_tokens_D(self) -> np.ndarray:
         """(token, k) pairs that every device computes: int64 ``[D]``."""
@@ -92,76 +121,3 @@ class QuotaDispatch:
     def cross_node_tokens(self) -> int:
         """Number of (token, k) pairs that are sent to another node."""
         return int(self.far_DE.sum())
-
-    @cached_property
-    def _near(self) -> "_Matching":
-        """Tokens and near quotas along a line of all devices, node by node."""
-        # The line holds the devices node by node. Each node has equally many tokens and quotas, so they
-        # overlap.
-        by_node_D = np.argsort(self.topology.node_of_device_D, kind="stable")
-        return _Matching(self.sent_near_DE, self.near_DE, by_node_D)
-
-    @cached_property
-    def _far(self) -> "_Matching":
-        """Tokens that leave their node, and far quotas, along a line of all devices."""
-        sent_DE = self.counts_DE - self.own_DE - self.sent_near_DE
-        return _Matching(sent_DE, self.far_DE, np.arange(self.topology.num_devices))
-
-    @cached_property
-    def sent_near_DE(self) -> np.ndarray:
-        """Tokens that each device sends to other devices of its node, int64 ``[D, E]``.
-
-        Of the tokens that the devices of a node send away, the first ones stay in the node, up to the sum of
-        its near quotas. The others go to other nodes.
-        """
-        leaving_DE, node_D = self.counts_DE - self.own_DE, self.topology.node_of_device_D
-        near_NE = self.topology.sum_over_nodes(self.near_DE)
-        sums_NE = self.topology.sum_over_nodes(leaving_DE)
-        if (near_NE == sums_NE).all():
-            return leaving_DE
-        before_DE = _ends_along(leaving_DE, np.argsort(node_D, kind="stable")) - leaving_DE
-        before_DE -= (np.cumsum(sums_NE, axis=0) - sums_NE)[node_D]
-        return np.clip(near_NE[node_D] - before_DE, 0, leaving_DE)
-
-
-class _Matching:
-    """Tokens and quotas of each expert, laid out along one line.
-
-    A source sends to a holder as many tokens as the source's part of the line overlaps with the holder's
-    part.
-
-    Args:
-        sent_DE: Tokens that each source sends, int64 ``[D, E]``.
-        taken_DE: Quotas of each holder, int64 ``[D, E]``.
-        order_D: The devices in their order along the line, int64 ``[D]``.
-    """
-
-    def __init__(self, sent_DE: np.ndarray, taken_DE: np.ndarray, order_D: np.ndarray) -> None:
-        self._sent_end_DE = _ends_along(sent_DE, order_D)
-        self._taken_end_DE = _ends_along(taken_DE, order_D)
-        self._sent_start_DE = self._sent_end_DE - sent_DE
-        self._taken_start_DE = self._taken_end_DE - taken_DE
-
-    def row(self, source: int) -> np.ndarray:
-        """Tokens that one source sends, by receiving device and expert: int64 ``[D, E]``."""
-        return _overlap(
-            self._sent_start_DE[source], self._sent_end_DE[source], self._taken_start_DE, self._taken_end_DE
-        )
-
-    def column(self, device: int) -> np.ndarray:
-        """Tokens that one device receives, by source and expert: int64 ``[D, E]``."""
-        return _overlap(
-            self._taken_start_DE[device], self._taken_end_DE[device], self._sent_start_DE, self._sent_end_DE
-        )
-
-
-def _ends_along(values_DE: np.ndarray, order_D: np.ndarray) -> np.ndarray:
-    """Where each device's part of the line ends, int64 ``[D, E]``: running sums in the order of the line."""
-    ends_DE = np.empty_like(values_DE)
-    ends_DE[order_D] = np.cumsum(values_DE[order_D], axis=0)
-    return ends_DE
-
-
-def _overlap(start_E: np.ndarray, end_E: np.ndarray, start_DE: np.ndarray, end_DE: np.ndarray) -> np.ndarray:
-    """Length of the overlap of one device's interval with every device's interval, int64 ``[D, E]``."""
-    return np.maximum(np.minimum(end_E, end_DE) - np.maximum(start_E, start_DE), 0)

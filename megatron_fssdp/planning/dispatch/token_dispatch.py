@@ -1,6 +1,6 @@
 """Which device computes which tokens, for a given placement and given counts.
 
-Shape letters: E experts, D devices.
+Shape letters: E experts, D devices, G experts present on a device.
 """
 
 from typing import Literal, Protocol
@@ -10,6 +10,7 @@ import numpy as np
 from megatron_fssdp.planning.dispatch.balanced_dispatch import balanced_dispatch
 from megatron_fssdp.planning.dispatch.even_dispatch import EvenDispatch
 from megatron_fssdp.planning.dispatch.owner_dispatch import owner_dispatch
+from megatron_fssdp.planning.dispatch.sent_rows import SentRows
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 
@@ -28,6 +29,19 @@ class TokenDispatch(Protocol):
 
     def to_device(self, device: int) -> np.ndarray:
         """Tokens that one device receives, by source and expert: int64 ``[D, E]``."""
+        ...
+
+    def rows_from(self, source: int) -> SentRows:
+        """Tokens that one source sends."""
+        ...
+
+    def received_by(self, device: int, expert_G: np.ndarray) -> np.ndarray:
+        """Tokens that one device receives, by source and expert present there: int64 ``[D, G]``.
+
+        Args:
+            device: Number of the device.
+            expert_G: All experts that are present on the device, ascending, int64 ``[G]``.
+        """
         ...
 
     def device_tokens_D(self) -> np.ndarray:

@@ -115,10 +115,10 @@ def use_plain_kernels(reason: str) -> None:
     Args:
         reason: Why, for the log.
     """
-    _set_form(KernelForm(False, reason))
+    set_form(KernelForm(False, reason))
 
 
-def _set_form(form: KernelForm | None) -> None:
+def set_form(form: KernelForm | None) -> None:
     """Run all kernels in one form; ``None`` lets the next call decide."""
     global _form
     _form = form

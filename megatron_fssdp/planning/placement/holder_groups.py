@@ -22,13 +22,15 @@ class SourceRow:
         num_chosen_E: Number of holders over which the source's tokens of each expert are split, int64
             ``[E]``.
         expert_P: Expert of each entry, int64 ``[P]``.
-        flat_P: ``expert * D + holder`` of each entry, int64 ``[P]``.
+        device_P: Holder of each entry, ascending for each expert, int64 ``[P]``.
+        order_P: Positions of the entries, sorted by holder, then expert; int64 ``[P]``.
         turn_P: Turn of the holder, from 0, when the remainder of a division is dealt out; int64 ``[P]``.
     """
 
     num_chosen_E: np.ndarray
     expert_P: np.ndarray
-    flat_P: np.ndarray
+    device_P: np.ndarray
+    order_P: np.ndarray
     turn_P: np.ndarray
 
 
@@ -40,14 +42,14 @@ class DeviceColumn:
         source_P: Source device of each entry, int64 ``[P]``.
         expert_P: Expert of each entry, int64 ``[P]``.
         num_chosen_P: Number of holders over which the source's tokens of the expert are split, int64 ``[P]``.
-        flat_P: ``source * E + expert`` of each entry, int64 ``[P]``.
+        place_P: Position of the expert among those of the device, int64 ``[P]``.
         turn_P: Turn of the device, from 0, when the remainder of a division is dealt out; int64 ``[P]``.
     """
 
     source_P: np.ndarray
     expert_P: np.ndarray
     num_chosen_P: np.ndarray
-    flat_P: np.ndarray
+    place_P: np.ndarray
     turn_P: np.ndarray
 
 
@@ -131,8 +133,7 @@ class HolderGroups:
         rank_P = np.where(near_P, self.node_rank_P, self.rank_P)[chosen_P]
         expert_P, device_P = expert_P[chosen_P], device_P[chosen_P]
         turn_P = (rank_P - source - expert_P) % num_chosen_E[expert_P]
-        flat_P = expert_P * self._placement.num_devices + device_P
-        return SourceRow(num_chosen_E, expert_P, flat_P, turn_P)
+        return SourceRow(num_chosen_E, expert_P, device_P, np.argsort(device_P, kind="stable"), turn_P)
 
     def _build_column(self, device: int) -> DeviceColumn:
         """Compute the column of one device; :meth:`column` keeps it."""
@@ -154,8 +155,9 @@ class HolderGroups:
         num_chosen_P[source_P == device] = 1
         rank_P = np.where(near_P, self.node_rank_P[pair_G][column_P], self.rank_P[pair_G][column_P])
         turn_P = (rank_P - source_P - expert_P) % num_chosen_P
-        flat_P = source_P * self._placement.num_experts + expert_P
-        return DeviceColumn(source_P, expert_P, num_chosen_P, flat_P, turn_P)
+        # numpy's answers have strides, and kernels want arrays in C order.
+        source_P, column_P = np.ascontiguousarray(source_P), np.ascontiguousarray(column_P)
+        return DeviceColumn(source_P, expert_P, num_chosen_P, column_P, turn_P)
 
 
 def holder_groups(placement: ExpertPlacement, topology: Topology) -> HolderGroups:

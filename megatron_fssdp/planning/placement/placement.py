@@ -144,9 +144,13 @@ class ExpertPlacement:
         """The devices on which an expert is present (owner and replicas), ascending."""
         return tuple(np.flatnonzero(self.present_ED[expert]).tolist())
 
+    def experts_on_G(self, device: int) -> np.ndarray:
+        """The experts that are present on a device, ascending, int64 ``[G]``."""
+        return np.flatnonzero(self.present_ED[:, device])
+
     def experts_on(self, device: int) -> tuple[int, ...]:
         """The experts that are present on a device, owned ones and replicas, ascending."""
-        return tuple(np.flatnonzero(self.present_ED[:, device]).tolist())
+        return tuple(self.experts_on_G(device).tolist())
 
     def digest(self) -> bytes:
         """A 16-byte hash of owners and presence. Equal placements have equal hashes on all ranks."""

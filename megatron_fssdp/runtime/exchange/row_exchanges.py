@@ -277,12 +277,16 @@ class S2Exchange(S1Exchange):
             )
         (load_E,) = on_host
         size = self._peers.size()
-        experts = np.arange(len(load_E))
-        self._send_YED = np.zeros((size, len(load_E), self.groups.num_devices), np.int64)
-        for peer in range(size):
-            first_E = (peer - experts) % size  # Number of the expert's first token that this peer sends.
-            self._send_YED[peer, experts, placement.owner_E] = np.maximum(0, -((first_E - load_E) // size))
-        send_YD = self._send_YED.sum(axis=1).tolist()
+        # Number of the expert's first token that each peer sends.
+        first_YE = (np.arange(size)[:, None] - np.arange(len(load_E))) % size
+        self._send_YE = np.maximum(0, -((first_YE - load_E) // size))
+        self._by_owner_E = np.argsort(placement.owner_E, kind="stable")
+        send_YD = [
+            np.bincount(placement.owner_E, weights=send_E, minlength=self.groups.num_devices)
+            .astype(np.int64)
+            .tolist()
+            for send_E in self._send_YE
+        ]
         self._shared = SharedRoute(self._route, self._peers, send_YD, self.groups.devices_of_peers)
 
     @cached_property
@@ -293,8 +297,8 @@ class S2Exchange(S1Exchange):
         """
         own = self.record.token_A, self.record.assignment_A
         orders = [
-            own if pairs is None else pairs.to_send(send_ED)
-            for pairs, send_ED in zip(self._pairs_Y, self._send_YED, strict=True)
+            own if pairs is None else pairs.to_send(send_E, self._by_owner_E)
+            for pairs, send_E in zip(self._pairs_Y, self._send_YE, strict=True)
         ]
         self._pairs_Y = []  # They are not needed again and take memory.
         tokens, assignments = zip(*orders, strict=True)
@@ -360,7 +364,7 @@ class S2Exchange(S1Exchange):
         if rows is not None:
             tokens = rows.new_zeros(self.record.num_tokens, rows.shape[-1]).index_add_(0, token, next(found))
         if probs is not None:
-            size = self.record.num_tokens * self._send_YED.shape[1]
+            size = self.record.num_tokens * self._send_YE.shape[1]
             scores = probs.new_zeros(size).index_copy_(0, assignment, next(found))
         return tokens, scores
 

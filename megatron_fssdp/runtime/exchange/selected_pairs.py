@@ -8,7 +8,7 @@ host moves whole chunks of this order to their places (:mod:`chunk_permutation`)
     after                          device 0: (0: 1) (1: 0 1)    device 1: (0: 4 5) ...   by device, expert,
     token
 
-Shape letters: T tokens of this rank, E experts, D devices, A rows that a rank sends.
+Shape letters: T tokens of this rank, E experts, A rows that a rank sends, P pairs of expert and device.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_fssdp.runtime.exchange.chunk_permutation import chunk_permutation, transposed_order
+from megatron_fssdp.runtime.exchange.chunk_permutation import chunk_permutation
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,12 +53,14 @@ class SelectedPairs:
             torch.stack([token, expert.add(token, alpha=num_experts)]), torch.ones_like(token), num_tokens
         )
 
-    def to_send(self, send_ED: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    def to_send(self, sizes_P: np.ndarray, order_P: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """The pairs in the order of sending: by device, then expert, then token.
 
         Args:
-            send_ED: Number of each expert's pairs that go to each device, int64 ``[E, D]``. The first device
-                gets the first tokens of an expert, the next device the following ones, and so on.
+            sizes_P: Number of pairs of each chunk, int64 ``[P]``. A chunk is what one device gets of one
+                expert. Chunks are ordered by expert, then device: the first device gets the first tokens of
+                an expert, the next device the following ones, and so on.
+            order_P: Positions of the chunks, sorted by device, then expert; int64 ``[P]``.
 
         Returns:
             Token of each row, and its index in the flattened ``[T, E]`` routing map, int64 ``[A]`` each.
@@ -66,14 +68,13 @@ class SelectedPairs:
         Raises:
             RuntimeError: There are more pairs than ``most_pairs``.
         """
-        num_rows, room = int(send_ED.sum()), len(self.ones)
+        num_rows, room = int(sizes_P.sum()), len(self.ones)
         if num_rows > room:
             raise RuntimeError(
                 f"got {num_rows} pairs of tokens and experts, wanted at most {room}; tell the layer the "
                 "largest number of experts that a token can select, or None"
             )
-        sizes, order = send_ED.reshape(-1), transposed_order(*send_ED.shape)
-        index = chunk_permutation(sizes, order, self.ones.device, ones=self.ones)
+        index = chunk_permutation(sizes_P, order_P, self.ones.device, ones=self.ones)
         pairs = self.token_and_assignment
         pairs = pairs[:, :num_rows] if index is None else pairs.gather(1, index.expand(2, -1))
         return pairs[0], pairs[1]

@@ -64,16 +64,16 @@ def plan_exchange(
         device: Device number of this rank.
         peer: Number of this rank among its expert-tensor-parallel peers.
     """
-    send_ED = dispatch_of_peer[peer].from_source(device)
-    present = np.array(placement.experts_on(device), dtype=np.int64)
-    receive_XDG = np.stack([dispatch.to_device(device)[:, present] for dispatch in dispatch_of_peer])
+    rows = dispatch_of_peer[peer].rows_from(device)
+    expert_G = placement.experts_on_G(device)
+    receive_XDG = np.stack([dispatch.received_by(device, expert_G) for dispatch in dispatch_of_peer])
     receive_SG = np.concatenate(list(receive_XDG))  # The S sources are ordered by peer, then device.
-    token_A, assignment_A = selected.to_send(send_ED)
+    token_A, assignment_A = selected.to_send(rows.tokens_P, rows.order_P)
     return DispatchRecord(
         assignment_A=assignment_A,
         token_A=token_A,
         num_tokens=selected.num_tokens,
-        send_D=tuple(send_ED.sum(axis=0).tolist()),
+        send_D=tuple(rows.send_D.tolist()),
         receive_D=tuple(receive_XDG[peer].sum(axis=1).tolist()),
         rows_X=tuple(receive_XDG.sum(axis=(1, 2)).tolist()),
         rows_per_expert=tuple(receive_SG.sum(axis=0).tolist()),

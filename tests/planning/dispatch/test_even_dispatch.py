@@ -3,7 +3,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fssdp.planning.dispatch import even_dispatch
 from megatron_fssdp.planning.dispatch.even_dispatch import EvenDispatch, expected_device_load_D
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
@@ -80,17 +79,6 @@ def test_rows_columns_and_loads_are_those_of_the_full_tensor(case, seed):
         EvenDispatch(counts_DE, placement, topology).cross_node_tokens()
         == full.sum(axis=1)[crossing_DD].sum()
     )
-
-
-@examples(150)
-@given(placements(), SEEDS)
-def test_large_groups_dispatch_the_same_tokens_as_small_ones(case, seed):
-    topology, placement = case
-    counts_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(even_dispatch, "MOST_CELLS_AT_ONCE", 0)
-        large_D = EvenDispatch(counts_DE, placement, topology).device_tokens_D()
-    np.testing.assert_array_equal(large_D, EvenDispatch(counts_DE, placement, topology).device_tokens_D())
 
 
 @examples(100)

@@ -35,10 +35,10 @@ def total(values: ReadInts) -> Int:
 @pytest.fixture
 def undecided(monkeypatch):
     """Decides afresh in the test, and again after it."""
-    kernel_module._set_form(None)
+    kernel_module.set_form(None)
     yield monkeypatch
     monkeypatch.undo()
-    kernel_module._set_form(None)
+    kernel_module.set_form(None)
 
 
 def pretend_files(monkeypatch, tmp_path, compiled):

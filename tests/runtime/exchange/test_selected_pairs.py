@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_fssdp.runtime.exchange.chunk_permutation import transposed_order
 from megatron_fssdp.runtime.exchange.selected_pairs import SelectedPairs, true_positions
 from megatron_fssdp.testing.virtual_cuda import virtual_cuda
 from tests.drawn_examples import examples
@@ -46,7 +47,7 @@ def test_pairs_go_by_device_then_expert_then_token(
     send_ED = np.array([rng.multinomial(n, p) for n, p in zip(routing_TE.sum(axis=0), shares, strict=True)])
     most_pairs = int(routing_TE.sum()) + int(rng.integers(3)) if is_bounded else None
     pairs = SelectedPairs.of(torch.from_numpy(routing_TE), most_pairs)
-    tokens, assignments = pairs.to_send(send_ED)
+    tokens, assignments = pairs.to_send(send_ED.reshape(-1), transposed_order(num_experts, num_devices))
     wanted = []
     for device in range(num_devices):
         for expert in range(num_experts):
@@ -62,4 +63,4 @@ def test_more_pairs_than_announced_are_an_error() -> None:
         for of_device in (routing_map, routing_map.cuda()):
             pairs = SelectedPairs.of(of_device, most_pairs=3)
             with pytest.raises(RuntimeError, match="got 6 pairs of tokens and experts, wanted at most 3"):
-                pairs.to_send(np.full((2, 1), 3))
+                pairs.to_send(np.full(2, 3), np.arange(2))
