@@ -428,8 +428,9 @@ class FssdpSettings(MeasuringSettings):
         default=100,
         ge=0,
         description=(
-            "Number of iterations between re-shards of all layers (Hecate Alg. 2). 0 keeps Megatron's even "
-            "owners."
+            "Number of iterations between re-shards of all layers (Hecate Alg. 2). If overlap_degree is not "
+            "given, modelled seconds decide: owners move only where that pays, and are reconsidered at "
+            "intervals that adapt, up to this one. 0 keeps Megatron's even owners."
         ),
     )
 

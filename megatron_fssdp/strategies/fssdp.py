@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_fssdp.config.strategy_settings import FssdpSettings
 from megatron_fssdp.planning.balanced.materialization_planner import plan_materialization
-from megatron_fssdp.planning.balanced.priced_materialization import priced_materialization
+from megatron_fssdp.planning.balanced.priced_materialization import PlacementPricer, priced_materialization
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.calibration import (
@@ -19,6 +19,8 @@ from megatron_fssdp.planning.papers.heterogeneous_sharding import heterogeneous_
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
+from megatron_fssdp.strategies.owner_moves import exchange_s
+from megatron_fssdp.strategies.priced_reshard import ReshardClock, paying_owners
 from megatron_fssdp.strategies.replica_limits import described_slots, slots_of
 from megatron_fssdp.strategies.split_transfers import split_of
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
@@ -32,6 +34,7 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         self._planner: MaterializationPlanner = (
             sparse_materialization_by_source if settings.planner == "hecate" else plan_materialization
         )
+        self._clock = ReshardClock(settings.window, settings.reshard_interval)
 
     @property
     def window(self) -> int:
@@ -61,13 +64,28 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         """Whether experts may change their owners: False if ``reshard_interval`` is 0."""
         return self.settings.reshard_interval > 0
 
+    @property
+    def _goes_by_seconds(self) -> bool:
+        """Whether modelled seconds decide about replicas and owners once costs are measured."""
+        return self.settings.overlap_degree is None and self.settings.planner == "balanced"
+
     def reshards_at(self, iteration: int) -> bool:
-        """Whether ``iteration`` is a multiple of ``reshard_interval`` and not 0."""
+        """Whether owners are reconsidered now.
+
+        If modelled seconds decide, intervals adapt to the moves (:class:`ReshardClock`) and are at most
+        ``reshard_interval``. Otherwise this is every multiple of ``reshard_interval`` that is not 0.
+        """
         interval = self.settings.reshard_interval
-        return interval > 0 and iteration > 0 and iteration % interval == 0
+        if interval == 0:
+            return False
+        if self._goes_by_seconds:
+            return self._clock.is_due(iteration)
+        return iteration > 0 and iteration % interval == 0
 
     def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
         """New owners from the recent loads of all layers together (Hecate §4.3, Alg. 2).
+
+        If modelled seconds decide, owners move only as far as this saves more seconds than the move takes.
 
         Args:
             contexts: Data of the layers, in the order of the map.
@@ -77,7 +95,38 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         if not load_LE.any():
             return owners
         degree = min(self.overlap_degree(context) for context in contexts)
-        return heterogeneous_sharding(owners, load_LE, contexts[0].topology, overlap_degree=degree)
+        new = heterogeneous_sharding(owners, load_LE, contexts[0].topology, overlap_degree=degree)
+        profile, topology = contexts[0].profile, contexts[0].topology
+        if not self._goes_by_seconds:
+            return new
+        if profile is None:  # Costs will be measured soon.
+            return owners
+        paying = paying_owners(
+            owners,
+            new,
+            layer_s=lambda layer, owner_E: self._seconds(contexts[layer], owner_E, load_LE[layer]),
+            moving_s=lambda to: exchange_s(owners.device_LE, to.device_LE, profile, topology),
+            num_iterations=self._clock.lasting_iterations,
+        )
+        self._clock.reconsidered(moved=bool(owners.moves_to(paying)))
+        return paying
+
+    def _seconds(self, context: LayerContext, owner_E: np.ndarray, load_E: np.ndarray) -> float:
+        """Modelled seconds of a layer under other owners and the replicas that they would get.
+
+        Args:
+            context: Data of the layer; costs are measured.
+            owner_E: Owners to consider, integers ``[E]``.
+            load_E: Mean load of every expert in an iteration; every source sends an equal part of it.
+        """
+        assert context.profile is not None
+        load_DE = np.tile(load_E / context.num_devices, (context.num_devices, 1))
+        placement = self._placement(replace(context, owner_E=owner_E), load_DE)
+        settings = self.settings
+        pricer = PlacementPricer(
+            load_DE, context.topology, context.profile, settings.rematerialize, settings.overlap
+        )
+        return pricer.seconds(placement)
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """Select replicas for the predicted loads, by Hecate's Alg. 1 or by our search within its limits.
@@ -85,32 +134,34 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         If costs are measured and ``overlap_degree`` is not set, our search minimizes modelled seconds instead
         of the highest device load. If there is no load history, every expert stays only with its owner.
         """
-        settings, profile = self.settings, context.profile
-        slots = self.slots(context)
+        settings = self.settings
         # Alg. 1 is the paper's algorithm, so it gets the paper's prediction: the plain mean of the window.
         load_DE = history.forecast_DE() if settings.planner == "balanced" else history.mean_DE()
-        if profile is not None and settings.overlap_degree is None and settings.planner == "balanced":
-            placement = priced_materialization(
-                context.owner_E,
-                load_DE,
-                context.topology,
-                slots=slots,
-                profile=profile,
-                rematerialize=settings.rematerialize,
-                hides=settings.overlap,
-            )
-        else:
-            placement = self._planner(
-                context.owner_E,
-                load_DE,
-                context.topology,
-                overlap_degree=self.overlap_degree(context),
-                slots=slots,
-            )
+        placement = self._placement(context, load_DE)
         plan = self._plan_of(placement, context)
         if not (settings.split and settings.overlap and placement.num_replicas):
             return plan
         return replace(plan, split=split_of(plan.transfer, float(history.mean_E().sum()), context))
+
+    def _placement(self, context: LayerContext, load_DE: np.ndarray) -> ExpertPlacement:
+        """Replicas for predicted loads ``[D, E]``."""
+        if context.profile is not None and self._goes_by_seconds:
+            return priced_materialization(
+                context.owner_E,
+                load_DE,
+                context.topology,
+                slots=self.slots(context),
+                profile=context.profile,
+                rematerialize=self.settings.rematerialize,
+                hides=self.settings.overlap,
+            )
+        return self._planner(
+            context.owner_E,
+            load_DE,
+            context.topology,
+            overlap_degree=self.overlap_degree(context),
+            slots=self.slots(context),
+        )
 
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int

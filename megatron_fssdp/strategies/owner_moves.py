@@ -1,6 +1,6 @@
 """The cost of moving experts to other owners.
 
-Shape letters: D devices, E experts.
+Shape letters: L MoE layers, E experts.
 """
 
 import numpy as np
@@ -14,8 +14,8 @@ def exchange_s(old_E: np.ndarray, new_E: np.ndarray, profile: LayerProfile, topo
     """Seconds to move weights and optimizer states of the experts whose device changes.
 
     Args:
-        old_E: Owner of every expert before the move, integers ``[E]``.
-        new_E: Owner of every expert after the move, integers ``[E]``.
+        old_E: Owner of every expert before the move, integers ``[E]``, or of all layers ``[L, E]``.
+        new_E: Owner of every expert after the move, in the same shape.
         profile: Measured costs of the layer.
         topology: Nodes of the devices.
     """

@@ -252,7 +252,7 @@ def test_iterations_are_measured_only_for_limits_that_are_not_given(
 
 def test_reshards_happen_at_multiples_of_their_interval() -> None:
     def times(interval: int) -> list[int]:
-        strategy = build_strategy("fssdp", FssdpSettings(reshard_interval=interval))
+        strategy = build_strategy("fssdp", FssdpSettings(reshard_interval=interval, overlap_degree=1))
         return [iteration for iteration in range(10) if strategy.reshards_at(iteration)]
 
     assert times(3) == [3, 6, 9]
@@ -286,8 +286,11 @@ def test_reshards_follow_the_loads_of_experts_without_replicas() -> None:
     of_layers = [
         dataclasses.replace(CONTEXT, profile=measured(non_moe_s=seconds)) for seconds in (8e-4, 2e-4)
     ]
-    by_profile = build_strategy("fssdp", FssdpSettings())
+    by_profile = build_strategy("fssdp", FssdpSettings(planner="hecate"))
     assert by_profile.reshard(of_layers, load_LE, owners).digest() == wanted.digest()
+    # By seconds, owners also wait until costs are measured.
+    by_seconds = build_strategy("fssdp", FssdpSettings())
+    assert by_seconds.reshard(contexts, load_LE, owners) is owners
 
 
 @pytest.mark.parametrize("settings", [{"calibrate": False}, {"calibrate": True}])
