@@ -4,13 +4,13 @@ This planner is ours and follows the approach of ECHO and UltraEP. The counts ar
 lowest limit (ceiling) that the load of every device can have. Tokens above the ceiling spill to devices with
 room, and the dispatch follows this assignment.
 
-Shape letters: E experts, D devices, N nodes, X expert-tensor-parallel peers.
+Shape letters: E experts, D devices, X expert-tensor-parallel peers.
 """
 
 import numpy as np
 
 from megatron_fssdp.planning.dispatch.quota_dispatch import QuotaDispatch
-from megatron_fssdp.planning.kernels import quota_tables
+from megatron_fssdp.planning.kernels import quota_search, quota_tables
 from megatron_fssdp.planning.loads.checked_loads import checked_counts
 from megatron_fssdp.planning.native.kernel import Kernel
 from megatron_fssdp.planning.placement.topology import Topology
@@ -19,6 +19,7 @@ CEILING_TOLERANCE = 0.005
 """The search for the lowest ceiling stops at this precision, a part of the mean device load."""
 
 
+spill = Kernel(quota_search.spill)
 fill_quotas = Kernel(quota_tables.fill_quotas)
 
 
@@ -49,98 +50,25 @@ def quota_assignment(
     if slots < 0:
         raise ValueError(f"slots is {slots}: wanted 0 or more; 0 means that nothing spills")
     load_E = counts.sum(axis=0)
-    search = _Spilling(owner, load_E, topology.sum_over_nodes(counts), topology, slots)
-    load_D = search.loads
-    low, high = -(-int(load_E.sum()) // topology.num_devices), max(load_D)
-    found: list[tuple[int, int, int]] = []
-    ceiling = low
-    while low < high:
-        spilled = search.below(ceiling)
-        if spilled is None:
-            low = ceiling + 1
-        else:
-            found, high = spilled, ceiling
-        if high - low <= CEILING_TOLERANCE * load_E.sum() / topology.num_devices:
-            break
-        ceiling = (low + high) // 2
+    load_D = np.bincount(owner, weights=load_E, minlength=topology.num_devices).astype(np.int64)
+    owned_D = np.bincount(owner, minlength=topology.num_devices)
     tokens_ED = np.zeros((len(owner), topology.num_devices), np.int64)
     tokens_ED[np.arange(len(owner)), owner] = load_E
-    for expert, device, tokens in found:
-        tokens_ED[expert, device] += tokens
-        tokens_ED[expert, owner[expert]] -= tokens
+    spill(
+        owner,
+        load_E,
+        load_D,
+        topology.sum_over_nodes(counts),
+        np.lexsort((-load_E, owner)),
+        np.concatenate([[0], np.cumsum(owned_D)]),
+        np.argsort(-load_D, kind="stable"),
+        topology.node_of_device_D,
+        slots,
+        CEILING_TOLERANCE,
+        np.empty_like(tokens_ED),
+        tokens_ED,
+    )
     return tokens_ED
-
-
-class _Spilling:
-    """Finds which tokens spill to which devices under a ceiling.
-
-    The class uses plain lists, because each step touches few numbers.
-
-    Args:
-        owner_E: Owner of every expert, int64 ``[E]``.
-        load_E: Tokens of every expert, int64 ``[E]``.
-        load_NE: Tokens by source node and expert, int64 ``[N, E]``.
-        topology: Nodes of the devices.
-        slots: Most experts of other owners that a device may compute.
-
-    Attributes:
-        loads: Load of every device if nothing spills, ``[D]``.
-    """
-
-    def __init__(
-        self, owner_E: np.ndarray, load_E: np.ndarray, load_NE: np.ndarray, topology: Topology, slots: int
-    ) -> None:
-        self.loads: list[int] = (
-            np.bincount(owner_E, weights=load_E, minlength=topology.num_devices).astype(np.int64).tolist()
-        )
-        self._slots = slots
-        self._load_of: list[int] = load_E.tolist()
-        hottest = np.argsort(-load_E, kind="stable")
-        self._owned: list[list[int]] = [[] for _ in self.loads]
-        for expert, device in zip(hottest.tolist(), owner_E[hottest].tolist(), strict=True):
-            self._owned[device].append(expert)
-        self._busiest_first = sorted(range(len(self.loads)), key=lambda device: -self.loads[device])
-        self._load_NE, self._node_D = load_NE, topology.node_of_device_D
-        self._nearest: dict[int, list[int]] = {}
-
-    def below(self, ceiling: int) -> list[tuple[int, int, int]] | None:
-        """The tokens that spill under a ceiling, as (expert, device, tokens); None if they do not find room.
-
-        Args:
-            ceiling: Highest load that a device may have.
-        """
-        room = [ceiling - load for load in self.loads]
-        left = [self._slots] * len(room)
-        spilled = []
-        for busy in self._busiest_first:
-            over = -room[busy]
-            if over <= 0:
-                break
-            for expert in self._owned[busy]:
-                tokens = min(over, self._load_of[expert])
-                over -= tokens
-                for device in self._nearest_to(expert):
-                    if not tokens:
-                        break
-                    taken = min(tokens, room[device])
-                    if taken > 0 and left[device]:
-                        spilled.append((expert, device, taken))
-                        room[device] -= taken
-                        left[device] -= 1
-                        tokens -= taken
-                over += tokens
-                if not over:
-                    break
-            if over:
-                return None
-        return spilled
-
-    def _nearest_to(self, expert: int) -> list[int]:
-        """The devices in descending order of the expert's tokens in their node, then by number."""
-        if expert not in self._nearest:
-            order = np.argsort(-self._load_NE[self._node_D, expert], kind="stable")
-            self._nearest[expert] = order.tolist()
-        return self._nearest[expert]
 
 
 def split_among_peers(tokens_ED: np.ndarray, load_XE: np.ndarray) -> np.ndarray:

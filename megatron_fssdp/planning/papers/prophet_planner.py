@@ -8,8 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD, NUM_ALL_TO_ALLS, exposed_s
+from megatron_fssdp.planning.kernels import prophet_search
 from megatron_fssdp.planning.loads.checked_loads import checked_counts
+from megatron_fssdp.planning.native.kernel import Kernel
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
+
+greedy_steps = Kernel(prophet_search.greedy_steps)
 
 
 @dataclass(frozen=True)
@@ -58,25 +62,25 @@ class ProphetModel:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: wanted a positive throughput")
 
-    def all_to_all_s(self, received_D: np.ndarray) -> float:
+    def all_to_all_s(self, received_D: np.ndarray) -> np.ndarray:
         """Seconds of one all-to-all, ``T_A2A = max_i R_i · size(input) / B̄`` (Eq. 1).
 
         Args:
-            received_D: Inputs that each device receives from other devices, ``R``, ``[D]``.
+            received_D: Inputs that each device receives from other devices, ``R``, ``[..., D]``.
         """
-        return float(received_D.max()) * self.input_bytes / self.bytes_per_s
+        return received_D.max(axis=-1) * self.input_bytes / self.bytes_per_s
 
-    def expert_s(self, computed_D: np.ndarray) -> float:
+    def expert_s(self, computed_D: np.ndarray) -> np.ndarray:
         """Seconds of the experts' forward pass, ``T_FEC = max_i H_i / t`` (Eq. 2).
 
         The backward pass takes twice as long (Eq. 3).
 
         Args:
-            computed_D: Inputs that each device computes, ``H``, ``[D]``.
+            computed_D: Inputs that each device computes, ``H``, ``[..., D]``.
         """
-        return float(computed_D.max()) / self.inputs_per_s
+        return computed_D.max(axis=-1) / self.inputs_per_s
 
-    def transfer_s(self, num_selected: int, num_bytes: int) -> float:
+    def transfer_s(self, num_selected: int | np.ndarray, num_bytes: int) -> np.ndarray:
         """Seconds of the transfer of selected experts or of their gradients.
 
         With parameters it is ``T_Trans = s · (D − n) · size / (D · B̄)`` (Eq. 4), with gradients ``T_Agg``
@@ -88,15 +92,19 @@ class ProphetModel:
         """
         share = (self.num_devices - self.num_left_out) / self.num_devices
         bytes_per_s = self.transfer_bytes_per_s or self.bytes_per_s
-        return num_selected * (self.start_s + share * num_bytes / bytes_per_s)
+        return np.asarray(num_selected * (self.start_s + share * num_bytes / bytes_per_s))
 
-    def layer_s(self, received_D: np.ndarray, computed_D: np.ndarray, num_selected: int) -> float:
+    def layer_s(
+        self, received_D: np.ndarray, computed_D: np.ndarray, num_selected: int | np.ndarray
+    ) -> np.ndarray:
         """Modelled seconds of the layer: Eq. 6, or Eq. 8 if transfers overlap computation.
 
+        Several cases can be modelled at once; each then has an entry of the first axes.
+
         Args:
-            received_D: Inputs that each device receives from other devices, ``R``, ``[D]``.
-            computed_D: Inputs that each device computes, ``H``, ``[D]``.
-            num_selected: Number of selected experts, ``s``.
+            received_D: Inputs that each device receives from other devices, ``R``, ``[..., D]``.
+            computed_D: Inputs that each device computes, ``H``, ``[..., D]``.
+            num_selected: Number of selected experts, ``s``, ``[...]``.
         """
         forward_s = self.expert_s(computed_D)
         trans_s = self.transfer_s(num_selected, self.expert_bytes)
@@ -151,41 +159,45 @@ def plan_layer(
     Raises:
         ValueError: The counts do not match the owners and devices, or ``balance`` is negative.
     """
-    owner = np.asarray(owner_E)
+    owner = np.ascontiguousarray(owner_E, np.int64)
     counts = checked_counts(counts_DE, model.num_devices, len(owner))
     if balance < 0:
         raise ValueError(f"balance is {balance}: wanted 0 or more (Pro-Prophet, Eq. 7)")
     plain = ExpertPlacement.owners_only(owner, model.num_devices)
     load_E = counts.sum(axis=0)
     experts = np.arange(len(owner))
-    computed_D = np.bincount(owner, weights=load_E, minlength=model.num_devices)
-    own_D = np.bincount(owner, weights=counts[owner, experts], minlength=model.num_devices)
+    computed_D, own_D = (
+        np.bincount(owner, weights=tokens_E, minlength=model.num_devices).astype(np.int64)
+        for tokens_E in (load_E, counts[owner, experts])
+    )
     received_D = computed_D - own_D
-    least_s = model.layer_s(received_D, computed_D, 0)
-    tolerance = balance * counts.sum() / len(owner)
-    sent: list[tuple[int, int]] = []
-    num_best = num_sent = 0
-    used_E = np.zeros(len(owner), bool)
-    left_D = np.full(model.num_devices, len(owner) if slots is None else slots)
-    while computed_D.max() - computed_D.min() >= tolerance:
-        busiest = int(computed_D.argmax())
-        candidates = np.flatnonzero((owner == busiest) & ~used_E & (load_E > 0))
-        if not candidates.size:
-            break
-        expert = int(candidates[load_E[candidates].argmax()])
-        used_E[expert] = True
-        fewest = np.argsort(counts[:, expert], kind="stable")
-        fewest = fewest[fewest != busiest][: model.num_left_out]
-        holds_D = left_D > 0
-        holds_D[fewest] = holds_D[busiest] = False
-        gains_D = np.where(holds_D, counts[:, expert], 0)
-        computed_D += gains_D
-        computed_D[busiest] -= gains_D.sum()
-        received_D[busiest] -= gains_D.sum()
-        left_D -= holds_D
-        sent += [(expert, device) for device in np.flatnonzero(holds_D).tolist()]
-        num_sent += 1
-        seconds = model.layer_s(received_D, computed_D, num_sent)
-        if seconds < least_s:
-            least_s, num_best = seconds, len(sent)
-    return PlannedLayer(plain.with_replicas(sent[:num_best], slots=slots), least_s)
+    plain_s = float(model.layer_s(received_D, computed_D, 0))
+    left_D = np.full(model.num_devices, len(owner) if slots is None else slots, np.int64)
+    end_E, most_received_E, most_computed_E = np.empty((3, len(owner)), np.int64)
+    expert_P, device_P = np.empty((2, counts.size), np.int64)
+    num_steps = greedy_steps(
+        owner,
+        load_E,
+        counts,
+        model.num_left_out,
+        balance * counts.sum() / len(owner),
+        left_D,
+        computed_D,
+        received_D,
+        end_E,
+        most_received_E,
+        most_computed_E,
+        expert_P,
+        device_P,
+    )
+    if not num_steps:
+        return PlannedLayer(plain, plain_s)
+    step_s = model.layer_s(
+        most_received_E[:num_steps, None], most_computed_E[:num_steps, None], np.arange(1, num_steps + 1)
+    )
+    best = int(step_s.argmin())
+    if step_s[best] >= plain_s:
+        return PlannedLayer(plain, plain_s)
+    present_ED = plain.present_ED.copy()
+    present_ED[expert_P[: end_E[best]], device_P[: end_E[best]]] = True
+    return PlannedLayer(ExpertPlacement(owner, present_ED, slots=slots), float(step_s[best]))
