@@ -41,7 +41,7 @@ KEPT = _flags(
     --add-qkv-bias --apply-query-key-layer-scaling --attention-softmax-in-fp32 --attention-dropout --bf16
     --calculate-per-token-loss --clip-grad --ddp-average-in-collective --ddp-num-buckets
     --ddp-pad-buckets-for-high-nccl-busbw --disable-bias-linear --fp16 --grad-reduce-in-bf16
-    --group-query-attention --hidden-dropout --init-method-std --moe-aux-loss-coeff
+    --group-query-attention --hidden-dropout --init-method-std --moe-aux-loss-coeff --moe-grouped-gemm
     --moe-router-bias-update-rate --moe-router-dtype --moe-router-enable-expert-bias
     --moe-router-load-balancing-type --moe-router-pre-softmax --moe-router-score-function
     --moe-router-topk-scaling-factor --moe-shared-expert-gate --moe-shared-expert-overlap
@@ -99,7 +99,7 @@ IRRELEVANT = _flags(
     --logging-level --lr --lr-decay-iters --lr-decay-samples --lr-decay-style --lr-warmup-fraction
     --lr-warmup-init --lr-warmup-samples --lr-wsd-decay-samples --lr-wsd-decay-style
     --make-vocab-size-divisible-by --manual-gc --manual-gc-interval --merge-file --min-lr
-    --moe-grouped-gemm --moe-hybridep-num-sms --moe-permute-fusion --moe-router-fusion
+    --moe-hybridep-num-sms --moe-permute-fusion --moe-router-fusion
     --moe-router-padding-for-quantization --no-bias-gelu-fusion --no-ckpt-fully-parallel-save
     --no-create-attention-mask-in-dataloader --no-gradient-accumulation-fusion --no-mmap-bin-files
     --no-rope-fusion --num-layers-at-end-in-bf16 --num-layers-at-start-in-bf16 --num-workers
@@ -283,6 +283,11 @@ class SmallCopy:
     num_ranks: int
     arguments: str
     dispatcher: str
+
+    @property
+    def has_grouped_experts(self) -> bool:
+        """Whether the experts are Megatron's grouped ones, which Transformer Engine computes on a GPU."""
+        return "--moe-grouped-gemm" in self.arguments
 
 
 def small_copy(recipe: Recipe) -> SmallCopy:

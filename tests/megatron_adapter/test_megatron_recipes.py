@@ -1,16 +1,19 @@
 """Megatron-LM's own training recipes: the table of docs/compatibility.md is true.
 
 The tests need a Megatron-LM checkout (``MEGATRON_LM_PATH``), except for the first one. Training all small
-copies takes most of an hour on two cores.
+copies takes most of an hour on two cores. Grouped experts are Megatron's own; their linear layers are the
+stand-in for Transformer Engine's of ``grouped_linear.py``.
 """
 
 import re
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from . import recipes
+from .training.test_grouped_experts import build_grouped_experts
 from .training.test_strategy_parity import cheap_links
 from .training_run import TrainingRun, relative_difference, train_on_all_ranks
 
@@ -99,9 +102,14 @@ def test_a_small_copy_trains_with_stock_losses(
 
 
 def _train(copy: recipes.SmallCopy, more: str, data: Path) -> TrainingRun:
-    runs = train_on_all_ranks(
-        copy.num_ranks, f"{copy.arguments} {more}", data, before=cheap_links, timeout_s=600
-    )
+    before = partial(_prepare, grouped=copy.has_grouped_experts)
+    runs = train_on_all_ranks(copy.num_ranks, f"{copy.arguments} {more}", data, before=before, timeout_s=600)
     failed = next((run for run in runs if run.exit_code), None)
     assert failed is None, failed.errors[-3000:]
     return next(run for run in reversed(runs) if run.losses)
+
+
+def _prepare(*, grouped: bool) -> None:
+    cheap_links()
+    if grouped:
+        build_grouped_experts(fuses=False)

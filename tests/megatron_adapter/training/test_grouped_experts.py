@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from ..grouped_linear import grouped_experts
 from ..training_run import relative_difference, train
@@ -41,4 +42,6 @@ def test_losses_equal_stock(case: str, fuses: bool, text_data: Path) -> None:
 def build_grouped_experts(*, fuses: bool) -> None:
     from megatron.core.models.backends import LocalSpecProvider
 
+    # With --moe-grouped-gemm, Megatron asks whether the GPU can run Transformer Engine's kernels.
+    torch.cuda.get_device_capability = lambda device=None: (8, 0)
     LocalSpecProvider.grouped_mlp_modules = lambda self, moe_use_grouped_gemm: grouped_experts(fuses=fuses)
