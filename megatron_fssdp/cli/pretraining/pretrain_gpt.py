@@ -123,13 +123,26 @@ def masked_loss(
     return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.to(loss.dtype)])}
 
 
-def forward_step(data_iterator: Iterator[dict[str, Any]], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-    """Run the model on one micro-batch. Megatron's schedules call this function."""
+def forward_step(
+    data_iterator: Iterator[dict[str, Any]], model: torch.nn.Module, return_schedule_plan: bool = False
+) -> tuple[Any, Any]:
+    """Run the model on one micro-batch. Megatron's schedules call this function.
+
+    Args:
+        data_iterator: Iterator over samples.
+        model: Model chunk.
+        return_schedule_plan: Whether to return a plan of the forward pass instead of its output. Megatron
+            asks for plans under ``--overlap-moe-expert-parallel-comm``, and runs their parts itself.
+
+    Returns:
+        The model's output, or the plan; and the function that computes the loss from the output.
+    """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = load_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
-    output = model(
+    run: Any = model.build_schedule_plan if return_schedule_plan else model
+    output = run(
         batch["tokens"],
         batch["position_ids"],
         batch["attention_mask"],

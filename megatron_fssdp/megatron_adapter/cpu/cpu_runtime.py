@@ -167,6 +167,12 @@ _TORCH_PATCHES = (
         _returning(types.SimpleNamespace(major=0, minor=0, total_memory=0, name="cpu")),
         "the argument checks of tensor and context parallelism read it",
     ),
+    _Patch(
+        "torch:Tensor",
+        "record_stream",
+        _returning(None),
+        "the combined schedule of forward and backward passes names the streams that use a tensor",
+    ),
     # The CPU has one random generator. It replaces the CUDA generator in the next three patches.
     _Patch(
         "torch.cuda",

@@ -1,13 +1,17 @@
 """Starts a layer's SparseAllGather where its transformer layer begins, so that it overlaps attention."""
 
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
+from functools import partial, wraps
 from typing import Any
 
 import torch
+from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
+
+_Change = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+"""Function from a call's arguments, by position and by name, to those that replace them."""
 
 
 def install_launch_hooks(model: Iterable[torch.nn.Module]) -> None:
@@ -32,14 +36,32 @@ def _hook(layer: TransformerLayer, moe: StrategyMoELayer, first: bool) -> None:
     def launch(
         module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if is_graph_capturing():
+            return args, kwargs  # A CUDA graph of attention does not contain transfers.
         if args:
             return (moe.launch(args[0], first=first), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": moe.launch(kwargs["hidden_states"], first=first)}
 
-    layer.register_forward_pre_hook(launch, with_kwargs=True)
+    if layer.config.overlap_moe_expert_parallel_comm:
+        # The combined schedule calls the parts of the layer and not the layer, so that its hooks do not run.
+        # Attention is its first part, and the layer's forward pass begins with the same method.
+        layer._forward_attention = _after(partial(launch, layer), layer._forward_attention)
+    else:
+        layer.register_forward_pre_hook(launch, with_kwargs=True)
     if moe.executor.groups.one_queue:
         for part in layer.self_attention.children():
             part.register_forward_hook(partial(_advance, moe))
+
+
+def _after(change: _Change, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that changes its arguments and then calls another function."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = change(args, kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _advance(moe: StrategyMoELayer, part: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -21,6 +21,7 @@ from megatron_fssdp.megatron_adapter.experts.expert_parameters import expert_par
 from megatron_fssdp.megatron_adapter.layer.hybrid_layers import numbers_before
 from megatron_fssdp.megatron_adapter.layer.placement_dispatcher import PlacementTokenDispatcher
 from megatron_fssdp.megatron_adapter.layer.recomputed_layers import keep_exchanges_of_checkpoints
+from megatron_fssdp.megatron_adapter.layer.segmented_dispatcher import SegmentedTokenDispatcher
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.megatron_adapter.routing.divided_tokens import DividedTokens, OneRank
 from megatron_fssdp.megatron_adapter.routing.topology_aware_router import install_gate
@@ -122,7 +123,9 @@ class StrategyMoELayer(MoELayer):
         if self._later_layers_before is None:
             self._index = session.slots.add_layer(self.executor, self.experts, local)
             follow_owners(self.experts, self._index, session.stage_owners)
-        self.token_dispatcher = PlacementTokenDispatcher(self.executor, config, pg_collection)
+        in_segments = config.overlap_moe_expert_parallel_comm
+        dispatcher = SegmentedTokenDispatcher if in_segments else PlacementTokenDispatcher
+        self.token_dispatcher = dispatcher(self.executor, config, pg_collection)
         if self.shared_expert_overlap:
             self.token_dispatcher.set_shared_experts(self.shared_experts)
 

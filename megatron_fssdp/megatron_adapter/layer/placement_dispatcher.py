@@ -122,13 +122,23 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
         tokens, probs, routing_map = exchange.gather(
             hidden_states.reshape(-1, hidden_states.shape[-1]), probs, routing_map
         )
-        self._micro_batch = micro_batch = self.executor.begin_micro_batch(routing_map, exchange, known)
-        materialization = micro_batch.materialization
+        self._micro_batch = self.executor.begin_micro_batch(routing_map, exchange, known)
+        return exchange.permute(self._materialize_before(tokens), probs)
+
+    def _materialize_before(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Pass the node that materializes the experts, unless their gather starts with the dispatch."""
+        materialization = self.micro_batch.materialization
         if self.has_smart_schedule:
             tokens, self._experts = materialization.apply(tokens, wait=False)
         elif not materialization.beside_dispatch:
             tokens, self._experts = materialization.apply(tokens)
-        return exchange.permute(tokens, probs)
+        return tokens
+
+    def _materialize_after(self, rows: torch.Tensor) -> torch.Tensor:
+        """Pass the node that materializes the experts, if their gather has started with the dispatch."""
+        if self.micro_batch.materialization.beside_dispatch:
+            rows, self._experts = self.micro_batch.materialization.apply(rows)
+        return rows
 
     def token_dispatch(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
@@ -153,9 +163,7 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
             meanwhile()
             shared.first_half()
             rows, probs = in_two.arrive(ticket)
-        if self.micro_batch.materialization.beside_dispatch:
-            rows, self._experts = self.micro_batch.materialization.apply(rows)
-        return rows, probs
+        return self._materialize_after(rows), probs
 
     def _compute_before_exchange(self, shared: OverlappedSharedExperts, why: str) -> None:
         tell_without_overlap(why)
@@ -214,12 +222,16 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Phase 6: sum each token's results, restore the input's shape, add overlapped shared experts."""
-        output = self.micro_batch.materialization.release(self.exchange.unpermute(hidden_states))
+        output = self._release_after(self.exchange.unpermute(hidden_states))
         self._exchange = self._micro_batch = None
         output = output.view(self._hidden_shape)
         if self._divided_among is not None:
             output = gather_tokens(output, self._divided_among)
         return output if self._shared is None else output + self._shared.output()
+
+    def _release_after(self, output: torch.Tensor) -> torch.Tensor:
+        """Pass the node that releases the replicas' memory, under re-materialization."""
+        return self.micro_batch.materialization.release(output)
 
 
 def _of_pass[T](value: T | None) -> T:

@@ -147,6 +147,12 @@ _TRAINING_SEAMS = (
         _PLACEMENT,
     ),
     Seam(
+        "megatron.core.transformer.transformer_layer",
+        "TransformerLayer._forward_attention",
+        "starts to gather experts while attention computes in the combined schedule",
+        _PLACEMENT,
+    ),
+    Seam(
         "megatron.core.distributed.param_and_grad_buffer",
         "_ParamAndGradBucketGroup.finish_param_sync",
         "completes parameters before experts move",

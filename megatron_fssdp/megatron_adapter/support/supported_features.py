@@ -80,11 +80,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "--moe-expert-rank-capacity-factor",
     ),
     (
-        "--overlap-moe-expert-parallel-comm",
-        lambda value: bool(value("overlap_moe_expert_parallel_comm")),
-        "it replaces the layer's forward pass: remove the flag",
-    ),
-    (
         "delayed weight gradients of experts",
         lambda value: bool(
             value("delay_wgrad_compute") or value("overlap_dispatch_backward_with_experts_wgrad")

@@ -2,7 +2,8 @@
 
 The input and the output of each layer are summed, and 0 times the sum is added to a mark on the device. The
 mark stays 0 for finite numbers and becomes NaN otherwise. This costs four small kernels for each layer and no
-synchronization.
+synchronization. Megatron's combined schedule (``--overlap-moe-expert-parallel-comm``) does not call a layer's
+hooks, so that only gradients are looked at.
 """
 
 from collections.abc import Iterable
@@ -77,10 +78,11 @@ class FiniteWatch:
             for parameter in chain(layer.router.parameters(), experts):
                 gradient = getattr(parameter, "main_grad", parameter.grad)
                 if gradient is not None and not _is_finite(gradient):
+                    seen = "were finite" if self._marks_L2 is not None else "were not watched"
                     return (
-                        "the hidden states of all MoE layers were finite, but gradients are not: MoE layer "
-                        f"{_number(layer)} is the last layer with non-finite gradients; check this layer and "
-                        "the layers after it"
+                        f"the hidden states of all MoE layers {seen}, but gradients are not finite: MoE "
+                        f"layer {_number(layer)} is the last layer with non-finite gradients; check this "
+                        "layer and the layers after it"
                     )
         return None
 

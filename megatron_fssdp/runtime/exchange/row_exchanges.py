@@ -300,6 +300,9 @@ class S2Exchange(S1Exchange):
             own if pairs is None else pairs.to_send(send_E, self._by_owner_E)
             for pairs, send_E in zip(self._pairs_Y, self._send_YE, strict=True)
         ]
+        for pairs in self._pairs_Y:
+            if pairs is not None:
+                pairs.note_current_stream()  # The gate may have made them on another stream.
         self._pairs_Y = []  # They are not needed again and take memory.
         tokens, assignments = zip(*orders, strict=True)
         return torch.cat(tokens), torch.cat(assignments)

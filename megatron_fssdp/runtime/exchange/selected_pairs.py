@@ -79,6 +79,12 @@ class SelectedPairs:
         pairs = pairs[:, :num_rows] if index is None else pairs.gather(1, index.expand(2, -1))
         return pairs[0], pairs[1]
 
+    def note_current_stream(self) -> None:
+        """Let the current CUDA stream finish its use of the pairs before their memory is used again."""
+        for tensor in (self.token_and_assignment, self.ones):
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream())
+
 
 def true_positions(mask: torch.Tensor, size: int) -> torch.Tensor:
     """Positions at which a mask is true, ascending; the host does not wait for the device.

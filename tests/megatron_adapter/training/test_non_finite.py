@@ -127,7 +127,10 @@ def test_no_rank_hangs_when_megatron_raises(
     ("spoil", "finding"),
     [
         (spoil_embedding, "already non-finite at the input of MoE layer 1"),
-        (spoil_gradients, "all MoE layers were finite, but gradients are not: MoE layer 2 is the last"),
+        (
+            spoil_gradients,
+            "all MoE layers were finite, but gradients are not finite: MoE layer 2 is the last",
+        ),
     ],
 )
 def test_non_finite_values_of_other_layers_are_located(

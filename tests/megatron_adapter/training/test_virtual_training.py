@@ -95,6 +95,27 @@ CASES = {
             "the smart schedule": "--moe-strategy fastermoe --moe-strategy-set smart_schedule=true",
         }.items()
     },
+    **{
+        f"combined 1F1B schedule, {name}": (
+            f"{EP2} {OVERLAP} --bf16 --global-batch-size 16 --overlap-moe-expert-parallel-comm {arguments}"
+        )
+        for name, arguments in {
+            "re-shards": f"--global-batch-size 32 {RESHARD}",
+            "rematerialized": "--moe-strategy fssdp --moe-strategy-set rematerialize=true",
+            "transfers in turn": "--moe-strategy fssdp --moe-strategy-set overlap=false",
+            "split transfers": "--moe-strategy prophet",
+            "each micro-batch": "--moe-strategy quota",
+            "smart schedule": "--moe-strategy fastermoe --moe-strategy-set smart_schedule=true",
+            "parm's s1": (
+                "--moe-strategy parm --moe-strategy-set schedule=s1 --expert-tensor-parallel-size 2 "
+                "--tensor-model-parallel-size 2 --sequence-parallel"
+            ),
+            "parm's s2": (
+                "--moe-strategy parm --moe-strategy-set schedule=s2 --expert-tensor-parallel-size 2 "
+                "--tensor-model-parallel-size 2"
+            ),
+        }.items()
+    },
     "re-shards": f"{EP2} {RESHARD}",
     "re-shards with overlap": f"{EP2} {OVERLAP} {RESHARD}",
     "re-shards in an interleaved pipeline": (
@@ -142,6 +163,24 @@ def test_megatron_trains_on_virtual_devices_like_on_cpu_ranks(text_data: Path) -
 @pytest.mark.parametrize("case", CASES)
 def test_training_has_no_findings_and_the_numbers_of_cpu_ranks(case: str, text_data: Path) -> None:
     assert_same_without_findings(WORLD_SIZE, CASES[case], text_data)
+
+
+@pytest.mark.slow
+def test_combined_schedule_of_interleaved_stages_has_the_findings_of_stock_megatron(text_data: Path) -> None:
+    """Megatron's messages between stages use memory of other streams. The strategy must not add findings."""
+    arguments = (
+        f"{PP2} {OVERLAP} --bf16 --global-batch-size 16 --overlap-moe-expert-parallel-comm "
+        "--num-layers-per-virtual-pipeline-stage 1"
+    )
+    stock, ours = (
+        train_virtually(WORLD_SIZE, f"{arguments} --moe-strategy {strategy}", text_data)
+        for strategy in ("none", "fssdp")
+    )
+    for run, other in zip(ours, stock, strict=True):
+        assert not run.training.exit_code, run.training.errors[-3000:]
+        assert set(run.findings) <= set(other.findings)
+    on_cpu = train_on_cpu(WORLD_SIZE, f"{arguments} --moe-strategy fssdp", text_data)
+    assert ours[-1].training.losses == on_cpu[-1].losses
 
 
 @pytest.mark.slow
