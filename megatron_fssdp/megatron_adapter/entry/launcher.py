@@ -28,7 +28,7 @@ def launch(arguments: Sequence[str]) -> None:
         if not script.is_file():
             raise ConfigurationError(
                 f"script: got {script}, which is not a file, wanted a training script such as "
-                f"pretrain_gpt.py; {USAGE}"
+                f"pretrain_gpt.py; {USAGE}; for commands such as simulate: megatron-fssdp simulate --help"
             )
         # Python does the same for a script: imports search the script's folder first, and sys.argv begins
         # with the script.
