@@ -12,7 +12,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from megatron_fssdp.collectives.plan_agreement import check_agreement
 from megatron_fssdp.collectives.sparse.sparse_transfer import StartedTransfer
 from megatron_fssdp.collectives.stream_lane import advance_transfers
 from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch
@@ -24,11 +23,11 @@ from megatron_fssdp.runtime.exchange.row_exchanges import MegatronExchange
 from megatron_fssdp.runtime.exchange.smart_schedule import ExpertCompute, SmartSchedule
 from megatron_fssdp.runtime.exchange.token_exchange import DispatchRecord
 from megatron_fssdp.runtime.execution import kept_exchanges
-from megatron_fssdp.runtime.execution.early_plan import EarlyPlan
 from megatron_fssdp.runtime.execution.iteration_clock import IterationClock
 from megatron_fssdp.runtime.execution.known_exchange import ExchangedCounts, KnownExchange
 from megatron_fssdp.runtime.execution.layer_iteration import LayerIteration
 from megatron_fssdp.runtime.execution.layer_load import LayerLoad
+from megatron_fssdp.runtime.execution.layer_planner import LayerPlanner
 from megatron_fssdp.runtime.execution.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertWeights, ParametersByExpert
 from megatron_fssdp.runtime.replicas.local_experts import LocalExperts
@@ -61,7 +60,7 @@ class MicroBatch:
 
 @dataclass(eq=False)
 class LayerExecutor:
-    """One MoE layer on this rank: asks the strategy for plans, keeps the loads and starts micro-batches.
+    """One MoE layer on this rank: runs its iterations and micro-batches by the strategy's plans.
 
     Attributes:
         context: The data of the layer that the strategy may use.
@@ -78,7 +77,7 @@ class LayerExecutor:
             the memory of row indices.
         fuses_gradients: Whether the experts' backward pass adds the gradients of weights to the attribute
             ``main_grad`` of the weights' tensors, see :class:`Materialization`.
-        history: Loads of the last iterations.
+        planner: Makes the layer's plans, and keeps the loads of the last iterations.
         load: Loads, bytes and times of the running iteration.
         stopwatch: Stopwatch of the layer; ``None`` while the layer is not measured.
     """
@@ -94,20 +93,20 @@ class LayerExecutor:
     is_first: bool = True
     most_choices: int | None = None
     fuses_gradients: bool = False
-    history: LoadHistory = field(init=False)
+    planner: LayerPlanner = field(init=False)
     load: LayerLoad = field(init=False)
     stopwatch: LayerStopwatch | None = field(init=False, default=None)
     _iteration: LayerIteration | None = field(init=False, default=None)
     _ahead: ReplicaWeights | None = field(init=False, default=None)
     _is_launched: bool = field(init=False, default=False)
-    _early: EarlyPlan | None = field(init=False, default=None)
     _num_passes: int = field(init=False, default=0)
     _plain_owner_E: np.ndarray = field(init=False)
     _journal: list[StartedTransfer] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         shape = (self.context.num_devices, self.context.num_experts)
-        self.history = LoadHistory(self.strategy.window, *shape)
+        history = LoadHistory(self.strategy.window, *shape)
+        self.planner = LayerPlanner(self.strategy, self.groups, self.clock, history, self.check_plans)
         self.load = LayerLoad.empty(self.context.layer, *shape)
         self._plain_owner_E = self.context.owner_E
         self.strategy.check(self.context)
@@ -169,15 +168,9 @@ class LayerExecutor:
         micro-batch. Every micro-batch and a recomputed forward pass therefore use the same placement.
         """
         if self._iteration is None:
-            early, self._early = self._early, None
-            if early is not None and early.fits(self.strategy, self.context, self.history):
-                plan = early.plan
-            else:
-                plan = self.strategy.before_gate(self.context, self.history)
-            self._check(plan)
             num_micro_batches = self.clock.num_micro_batches
             self._iteration = LayerIteration(
-                plan,
+                self.planner.next_plan(self.context),
                 self.experts,
                 self.groups,
                 num_micro_batches,
@@ -201,8 +194,13 @@ class LayerExecutor:
     def plan_ahead(self) -> None:
         """Plan the next iteration of this layer if all backward passes of the running iteration are over."""
         is_over = self._num_passes == self.clock.num_micro_batches
-        if is_over and self.load.counts_DE.any() and not self.check_plans:
-            self._early = EarlyPlan.make(self.strategy, self.context, self.history, self.load.counts_DE)
+        if is_over and self.load.counts_DE.any():
+            self.planner.plan_ahead(self.context, self.load.counts_DE)
+
+    @property
+    def history(self) -> LoadHistory:
+        """Loads of the last iterations."""
+        return self.planner.history
 
     @property
     def _running(self) -> LayerIteration:
@@ -221,8 +219,7 @@ class LayerExecutor:
     @property
     def _next(self) -> "LayerExecutor | None":
         """The following layer, if this layer may plan it in advance."""
-        # The comparison of plans is a collective that can raise an error. It must not run while other
-        # collectives are running.
+        # See LayerPlanner.plan_ahead: plans that ranks compare cannot be made in advance.
         return None if self.following is None or self.following.check_plans else self.following
 
     def launch(self, hidden: torch.Tensor, *, first: bool = False) -> torch.Tensor:
@@ -437,11 +434,8 @@ class LayerExecutor:
         Raises:
             RuntimeError: Some gradients have not reached the owners, so the optimizer would miss them.
         """
-        load, early = self.drop_iteration(), self._early
-        if early is not None and np.array_equal(early.counts_DE, load.counts_DE):
-            self.history = early.history
-        elif load.counts_DE.any():
-            self.history.append(load.counts_DE)
+        load = self.drop_iteration()
+        self.planner.add_counts(load.counts_DE)
         return load
 
     def drop_iteration(self) -> LayerLoad:
@@ -485,31 +479,16 @@ class LayerExecutor:
         """Plan one micro-batch; a recomputed forward pass has the same counts and gets the same plan."""
         if known is not None:
             return iteration.of_micro_batch(known.plan)
-        plan = self.strategy.after_gate(self.context, counts_DE, iteration.plan, 1)
-        self._check(plan)
-        return iteration.of_micro_batch(plan)
+        return iteration.of_micro_batch(self.planner.after_gate(self.context, counts_DE, iteration.plan, 1))
 
     def _calibrate(
         self, iteration: LayerIteration, counts_DE: np.ndarray, weights: ReplicaWeights, device: torch.device
     ) -> None:
         """Let the strategy add replicas, now that the exact counts are known (Hecate §4.2)."""
         num_micro_batches = iteration.num_micro_batches or 1
-        plan = self.strategy.after_gate(self.context, counts_DE, iteration.plan, num_micro_batches)
+        plan = self.planner.after_gate(self.context, counts_DE, iteration.plan, num_micro_batches)
         if plan is not iteration.plan:
-            self._check(plan)
             iteration.extend(plan, weights, device)
-
-    def _check(self, plan: LayerPlan) -> None:
-        """Check that the strategy declares the plan's abilities and, if requested, that all ranks agree."""
-        self.strategy.check_plan(self.context, plan)
-        if not self.check_plans:
-            return
-        what = f"the placement of layer {self.context.layer}"
-        if self.clock.iteration is not None:
-            what += f" in iteration {self.clock.iteration}"
-        for group in (self.groups.expert_parallel, self.groups.expert_tensor_parallel):
-            if group is not None:
-                check_agreement(plan.placement.digest(), group, what)
 
     def _count(self, counts_DE: np.ndarray, dispatch_of_peer: Sequence[TokenDispatch]) -> None:
         self.load.counts_DE += counts_DE
