@@ -98,10 +98,12 @@ class QuotaDispatch(DispatchTables):
 
     def rows_from(self, source: int) -> SentRows:
         """Tokens that one source sends. They sum to ``counts_DE[source]`` for each expert."""
-        expert_P, device_P, tokens_P, order_P = np.empty((4, self.counts_DE.size), np.int64)
+        size = self.counts_DE.size
         send_D = np.zeros(self.topology.num_devices, np.int64)
-        chunks = expert_P, device_P, tokens_P, order_P
-        num_chunks = quota_row(*self._arrays, self._near_NE, source, *chunks, send_D)
+        chunks = tuple(np.empty((4, size), np.int64))
+        num_chunks = quota_row(
+            *self._arrays, self._near_NE, source, np.empty((size, 3), np.int64), *chunks, send_D
+        )
         expert_P, device_P, tokens_P, order_P = (chunk[:num_chunks].copy() for chunk in chunks)
         return SentRows(expert_P, device_P, tokens_P, order_P, send_D)
 

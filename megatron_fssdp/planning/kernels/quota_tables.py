@@ -85,6 +85,7 @@ def quota_row(
     node_D: ReadInts,
     near_NE: ReadInts2,
     source: Index,
+    found: Ints2,
     expert_P: Ints,
     device_P: Ints,
     tokens_P: Ints,
@@ -101,6 +102,7 @@ def quota_row(
         node_D: Nodes.
         near_NE: Near quotas of each node.
         source: Number of the source.
+        found: Work array, int64, three columns and ``D * E`` rows.
         expert_P: Gets the expert of each chunk, ascending, int64 ``[P]`` with room for ``D * E`` chunks.
         device_P: Gets the device of each chunk, ascending for each expert.
         tokens_P: Gets the tokens of each chunk, 1 or more.
@@ -110,63 +112,65 @@ def quota_row(
     Returns:
         Number of chunks.
     """
-    num_devices: Index = node_D.shape[0]
+    num_experts: Index = counts_DE.shape[1]
     own_node: Index = node_D[source]
-    num_chunks: Index = 0
-    first_D: Ints = zero_ints(num_devices + 1)
-    near_left_N: Ints = zero_ints(near_NE.shape[0])
-    for expert in range(counts_DE.shape[1]):
-        leaving = counts_DE[source, expert] - own_DE[source, expert]
-        near_left: Int = 0
-        far_left: Int = 0
-        near_at: Int = 0
-        far_at: Int = 0
-        if leaving > 0:
-            # Where this source's tokens begin on both lines.
-            for node in range(near_NE.shape[0]):
-                near_left_N[node] = near_NE[node, expert]
-            for device in range(source):
-                tokens = counts_DE[device, expert] - own_DE[device, expert]
-                near = min(tokens, near_left_N[node_D[device]])
-                near_left_N[node_D[device]] -= near
+    # Where this source's tokens begin on both lines, and how many there are.
+    near_at_E: Ints = zero_ints(num_experts)
+    far_at_E: Ints = zero_ints(num_experts)
+    near_left_E: Ints = zero_ints(num_experts)
+    far_left_E: Ints = zero_ints(num_experts)
+    near_left_NE: Ints = zero_ints(near_NE.shape[0] * num_experts)
+    for node in range(near_NE.shape[0]):
+        for expert in range(num_experts):
+            near_left_NE[node * num_experts + expert] = near_NE[node, expert]
+    for device in range(source + 1):
+        first = node_D[device] * num_experts
+        for expert in range(num_experts):
+            leaving = counts_DE[device, expert] - own_DE[device, expert]
+            near = min(leaving, near_left_NE[first + expert])
+            near_left_NE[first + expert] -= near
+            if device == source:
+                near_left_E[expert] = near
+                far_left_E[expert] = leaving - near
+            else:
+                far_at_E[expert] += leaving - near
                 if node_D[device] == own_node:
-                    near_at += near
-                far_at += tokens - near
-            near_left = min(leaving, near_left_N[own_node])
-            far_left = leaving - near_left
-        elif own_DE[source, expert] == 0:
-            continue
-        for device in range(num_devices):
+                    near_at_E[expert] += near
+    # Chunks are found by device, then expert: quotas before this source's tokens are passed, then the tokens
+    # are handed out.
+    num_chunks: Index = 0
+    next_E: Ints = zero_ints(num_experts + 1)
+    for device in range(node_D.shape[0]):
+        for expert in range(num_experts):
             tokens = own_DE[source, expert] if device == source else 0
-            if near_left > 0 and node_D[device] == own_node:
-                # The quotas before this source's tokens are passed, then the tokens are handed out.
-                near = near_DE[device, expert]
-                skipped = min(near, near_at)
-                near_at -= skipped
-                near = min(near - skipped, near_left)
-                near_left -= near
+            if near_left_E[expert] > 0 and near_DE[device, expert] > 0 and node_D[device] == own_node:
+                skipped = min(near_DE[device, expert], near_at_E[expert])
+                near_at_E[expert] -= skipped
+                near = min(near_DE[device, expert] - skipped, near_left_E[expert])
+                near_left_E[expert] -= near
                 tokens += near
-            if far_left > 0:
-                far = far_DE[device, expert]
-                skipped = min(far, far_at)
-                far_at -= skipped
-                far = min(far - skipped, far_left)
-                far_left -= far
+            if far_DE[device, expert] > 0 and far_left_E[expert] > 0:
+                skipped = min(far_DE[device, expert], far_at_E[expert])
+                far_at_E[expert] -= skipped
+                far = min(far_DE[device, expert] - skipped, far_left_E[expert])
+                far_left_E[expert] -= far
                 tokens += far
             if tokens > 0:
-                expert_P[num_chunks] = expert
-                device_P[num_chunks] = device
-                tokens_P[num_chunks] = tokens
+                found[num_chunks, 0] = expert
+                found[num_chunks, 1] = device
+                found[num_chunks, 2] = tokens
                 send_D[device] += tokens
-                first_D[device + 1] += 1
+                next_E[expert + 1] += 1
                 num_chunks += 1
-    for device in range(num_devices):
-        first_D[device + 1] += first_D[device]
+    for expert in range(num_experts):
+        next_E[expert + 1] += next_E[expert]
     for chunk in range(num_chunks):
-        device = device_P[chunk]
-        place: Index = first_D[device]
-        order_P[place] = chunk
-        first_D[device] += 1
+        place: Index = next_E[found[chunk, 0]]
+        next_E[found[chunk, 0]] += 1
+        expert_P[place] = found[chunk, 0]
+        device_P[place] = found[chunk, 1]
+        tokens_P[place] = found[chunk, 2]
+        order_P[chunk] = place
     return num_chunks
 
 
