@@ -13,10 +13,15 @@ import numpy as np
 from megatron_fssdp.planning.dispatch.even_dispatch import even_pair_tokens
 from megatron_fssdp.planning.dispatch.quota_dispatch import QuotaDispatch
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy, plan_dispatch
+from megatron_fssdp.planning.kernels import transfer_trees
+from megatron_fssdp.planning.native.kernel import Kernel
 from megatron_fssdp.planning.placement.holder_groups import holder_groups
+from megatron_fssdp.planning.placement.kept_results import kept_on
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
+
+sum_edges = Kernel(transfer_trees.sum_edges)
 
 
 @dataclass(frozen=True)
@@ -167,46 +172,27 @@ NO_TRANSFER = TransferTraffic()
 
 
 def transfer_traffic(plan: TransferPlan, topology: Topology) -> TransferTraffic:
-    """Traffic of a transfer plan.
+    """Traffic of a transfer plan. The plan keeps it for the next call.
 
     Args:
         plan: The transfers from device to device, parents before children.
         topology: Nodes of the devices.
     """
+    return kept_on(plan, topology, _transfer_traffic)
+
+
+def _transfer_traffic(plan: TransferPlan, topology: Topology) -> TransferTraffic:
+    """Compute :func:`transfer_traffic`."""
     if not plan.edges:
         return NO_TRANSFER
-    node_of, num_devices = topology.node_of_device, plan.num_devices
-    near_out, near_in, far_out, far_in = ([0] * num_devices for _ in range(4))
-    node_out, node_in = [0] * topology.num_nodes, [0] * topology.num_nodes
-    hops_to: dict[int, tuple[int, int]] = {}
-    # A hop between nodes takes longer than a hop inside a node, so paths are compared by (far hops, near
-    # hops).
-    deepest, num_between = (0, 0), 0
-    for edge in plan.edges:
-        source, to = edge.source, edge.destination
-        far, near = hops_to.get(edge.expert * num_devices + source, (0, 0))
-        deepest = max(deepest, (far, near))
-        if node_of[source] == node_of[to]:
-            near_out[source] += 1
-            near_in[to] += 1
-            near += 1
-        else:
-            num_between += 1
-            far_out[source] += 1
-            far_in[to] += 1
-            node_out[node_of[source]] += 1
-            node_in[node_of[to]] += 1
-            far += 1
-        hops_to[edge.expert * num_devices + to] = (far, near)
+    found = np.zeros(7, np.int64)
+    num_experts = int(plan.table[:, 0].max()) + 1
+    sum_edges(plan.table, num_experts, topology.node_of_device_D, topology.num_nodes, found)
+    near, far_of_device, far_of_node, num_between, far_hops, near_hops, depth = found.tolist()
     busiest = BusiestLinks(
-        float(max(max(near_out), max(near_in))),
-        float(max(max(far_out), max(far_in))),
-        float(max(max(node_out), max(node_in))),
-        num_between / topology.num_nodes,
+        float(near), float(far_of_device), float(far_of_node), num_between / topology.num_nodes
     )
-    return TransferTraffic(
-        busiest, (deepest[1], deepest[0]), plan.max_depth + 1, len(plan.edges), num_between
-    )
+    return TransferTraffic(busiest, (near_hops, far_hops), depth + 1, len(plan.edges), num_between)
 
 
 def pairs_traffic(traffic_DD: np.ndarray, topology: Topology) -> BusiestLinks:

@@ -88,10 +88,10 @@ def _view(array: np.ndarray) -> memoryview:
     Raises:
         ValueError: A compiled kernel would refuse the array.
     """
-    if array.dtype not in (np.int64, np.float64) or not array.flags.c_contiguous:
+    if array.dtype not in (np.int64, np.float64, np.uint8) or not array.flags.c_contiguous:
         raise ValueError(
-            f"got an array of {array.dtype} with strides {array.strides} for a kernel: wanted int64 or "
-            "float64 in C order"
+            f"got an array of {array.dtype} with strides {array.strides} for a kernel: wanted int64, "
+            "float64 or uint8 in C order"
         )
     return memoryview(array)
 

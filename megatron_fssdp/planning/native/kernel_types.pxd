@@ -8,6 +8,7 @@ ctypedef long long[::1] Ints
 ctypedef long long[:, ::1] Ints2
 ctypedef const long long[::1] ReadInts
 ctypedef const long long[:, ::1] ReadInts2
+ctypedef const unsigned char[:, ::1] ReadBytes2
 ctypedef double[::1] Reals
 ctypedef double[:, ::1] Reals2
 ctypedef const double[::1] ReadReals

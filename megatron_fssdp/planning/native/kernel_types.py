@@ -31,6 +31,9 @@ type ReadInts = Any
 type ReadInts2 = Any
 """An int64 array with two dimensions that is only read."""
 
+type ReadBytes2 = Any
+"""A uint8 array with two dimensions that is only read, such as a view of flags."""
+
 type Reals = Any
 """A float64 array with one dimension."""
 

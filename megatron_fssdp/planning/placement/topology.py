@@ -99,6 +99,16 @@ class Topology:
         return frozen_array(self.node_of_device, np.int64)
 
     @cached_property
+    def by_node_D(self) -> np.ndarray:
+        """The devices by node, then number, int64 ``[D]``, read-only."""
+        return frozen_array(np.argsort(self.node_of_device_D, kind="stable"), np.int64)
+
+    @cached_property
+    def first_N(self) -> np.ndarray:
+        """Where the devices of each node begin in ``by_node_D``, then D; int64 ``[N + 1]``, read-only."""
+        return frozen_array([0, *np.cumsum(np.bincount(self.node_of_device_D))], np.int64)
+
+    @cached_property
     def _devices_per_node_if_even(self) -> int:
         """Number of devices of a node if nodes are equal and contiguous in rank order, otherwise 0."""
         size = self.num_devices // self.num_nodes

@@ -3,33 +3,24 @@
 Shape letters: E experts, D devices, P pairs of expert and device.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
+from megatron_fssdp.planning.kernels import transfer_trees
+from megatron_fssdp.planning.native.kernel import Kernel
 from megatron_fssdp.planning.placement.kept_results import kept_on
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.edge_table import EdgeTable, TransferEdge
 from megatron_fssdp.planning.transfer.transfer_growth import TransferGrowth
 
+__all__ = ["TransferEdge", "TransferPlan", "additional_transfer", "plain_transfer", "two_level_transfer"]
 
-class TransferEdge(NamedTuple):
-    """The transfer of one expert's parameters from one device to another.
-
-    Attributes:
-        expert: Number of the expert.
-        source: Device that sends. It has the expert before.
-        destination: Device that receives.
-        depth: Number of transfers that must come before this one, counted from the device that had the expert
-            at the start (the owner, in most plans).
-    """
-
-    expert: int
-    source: int
-    destination: int
-    depth: int
+first_wrong_edge = Kernel(transfer_trees.first_wrong_edge)
+two_level_edges = Kernel(transfer_trees.two_level_edges)
 
 
 @dataclass(frozen=True)
@@ -53,45 +44,54 @@ class TransferPlan:
     """
 
     num_devices: int
-    edges: tuple[TransferEdge, ...]
+    edges: Sequence[TransferEdge]
     present_before: frozenset[tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
-        num_devices, is_rooted = self.num_devices, self.present_before is None
-        depth_of: dict[int, int] = {}  # expert * D + device -> depth; -1 at the root
-        rooted: dict[int, int] = {}  # expert -> root of its tree
-        for expert, device in self.present_before or ():
-            depth_of[expert * num_devices + device] = -1
-        for edge in self.edges:
-            expert, source, destination, depth = edge
-            if not (0 <= source < num_devices and 0 <= destination < num_devices and expert >= 0):
-                raise ValueError(
-                    f"{edge} leaves the plan: wanted devices from 0 to {num_devices - 1} and an expert of 0 "
-                    "or more"
-                )
-            key = expert * num_devices + source
-            if key not in depth_of:
-                if not is_rooted:
-                    raise ValueError(
-                        f"{edge} sends an expert its source does not have yet: wanted a source that is in "
-                        "present_before or the destination of an earlier edge"
-                    )
-                if expert in rooted:
-                    raise ValueError(
-                        f"{edge} sends an expert its source does not have yet: wanted a source that is the "
-                        f"owner ({rooted[expert]}) or the destination of an earlier edge"
-                    )
-                rooted[expert] = source
-                depth_of[key] = -1
-            target = expert * num_devices + destination
-            if target in depth_of:
-                raise ValueError(
-                    f"{edge} sends expert {expert} to device {destination}, which already has it: wanted "
-                    "transfers in which every holder receives an expert once and the owner never does"
-                )
-            if depth != depth_of[key] + 1:
-                raise ValueError(f"{edge} has depth {depth}: wanted {depth_of[key] + 1}")
-            depth_of[target] = depth
+        if not isinstance(self.edges, EdgeTable):
+            object.__setattr__(self, "edges", EdgeTable(self.edges))
+        table, num_devices = self.table, self.num_devices
+        present = self.present_before or ()
+        wrong = (table < 0).any(axis=1) | (table[:, 1:3] >= num_devices).any(axis=1)
+        if wrong.any():
+            raise ValueError(
+                f"{self.edges[int(wrong.argmax())]} leaves the plan: wanted devices from 0 to "
+                f"{num_devices - 1}, and an expert and a depth of 0 or more"
+            )
+        num_experts = 1 + max([int(table[:, 0].max(initial=0)), *(expert for expert, _ in present)])
+        depth = np.zeros(num_experts * num_devices, np.int64)
+        depth[[expert * num_devices + device for expert, device in present]] = 1
+        first = first_wrong_edge(table, num_devices, num_experts, self.present_before is None, depth)
+        if first >= 0:
+            raise ValueError(self._fault(self.edges[first], depth))
+
+    def _fault(self, edge: TransferEdge, depth: np.ndarray) -> str:
+        """What is wrong with an edge.
+
+        Args:
+            edge: The first wrong edge.
+            depth: What the kernel knows before this edge, for each expert and device: 0 if the device does
+                not have the expert, otherwise 2 more than the depth of the edge that brings it.
+        """
+        at_source = int(depth[edge.expert * self.num_devices + edge.source])
+        if not at_source:
+            before = "present_before" if self.present_before is not None else "the owner's tree"
+            return (
+                f"{edge} sends an expert its source does not have yet: wanted a source that is in {before} "
+                "or the destination of an earlier edge"
+            )
+        if depth[edge.expert * self.num_devices + edge.destination]:
+            return (
+                f"{edge} sends expert {edge.expert} to device {edge.destination}, which already has it: "
+                "wanted transfers in which every holder receives an expert once and the owner never does"
+            )
+        return f"{edge} has depth {edge.depth}: wanted {at_source - 1}"
+
+    @property
+    def table(self) -> np.ndarray:
+        """Expert, source, destination and depth of each edge, int64 with four columns, read-only."""
+        assert isinstance(self.edges, EdgeTable)
+        return self.edges.table
 
     def check_serves(self, placement: ExpertPlacement) -> None:
         """Check that the edges bring every expert from its owner to all its holders, and to no other device.
@@ -102,16 +102,17 @@ class TransferPlan:
         Raises:
             ValueError: An edge starts on a wrong device, or an expert reaches a wrong set of devices.
         """
-        owners = placement.owner_E.tolist()
+        expert_P, source_P, destination_P, depth_P = self.table.T
         got_ED = np.zeros_like(placement.present_ED)
-        got_ED[np.arange(placement.num_experts), owners] = True
-        for edge in self.edges:
-            if edge.depth == 0 and edge.source != owners[edge.expert]:
-                raise ValueError(
-                    f"{edge} starts on device {edge.source}: wanted the owner of expert {edge.expert}, "
-                    f"device {owners[edge.expert]}"
-                )
-            got_ED[edge.expert, edge.destination] = True
+        got_ED[np.arange(placement.num_experts), placement.owner_E] = True
+        wrong_P = (depth_P == 0) & (source_P != placement.owner_E[expert_P])
+        if wrong_P.any():
+            edge = self.edges[int(wrong_P.argmax())]
+            raise ValueError(
+                f"{edge} starts on device {edge.source}: wanted the owner of expert {edge.expert}, "
+                f"device {int(placement.owner_E[edge.expert])}"
+            )
+        got_ED[expert_P, destination_P] = True
         if not np.array_equal(got_ED, placement.present_ED):
             expert, device = (int(i) for i in np.argwhere(got_ED != placement.present_ED)[0])
             raise ValueError(
@@ -128,7 +129,7 @@ class TransferPlan:
     @cached_property
     def max_depth(self) -> int:
         """Depth of the deepest edge; -1 if the plan has no edges."""
-        return max((edge.depth for edge in self.edges), default=-1)
+        return int(self.table[:, 3].max(initial=-1))
 
     @cached_property
     def _edges_by_device(self) -> dict[int, tuple[list[TransferEdge], list[TransferEdge]]]:
@@ -180,8 +181,8 @@ class TransferPlan:
             expert_bytes: Bytes of the parameters of one expert.
             topology: Nodes of the devices.
         """
-        node_of = topology.node_of_device
-        return expert_bytes * sum(node_of[edge.source] != node_of[edge.destination] for edge in self.edges)
+        node_D = topology.node_of_device_D
+        return expert_bytes * int((node_D[self.table[:, 1]] != node_D[self.table[:, 2]]).sum())
 
 
 def plain_transfer(placement: ExpertPlacement) -> TransferPlan:
@@ -241,45 +242,30 @@ def two_level_transfer(placement: ExpertPlacement, topology: Topology) -> Transf
 
 def _two_level_transfer(placement: ExpertPlacement, topology: Topology) -> TransferPlan:
     """Compute :func:`two_level_transfer`, which keeps the result on the placement."""
-    num_devices, node_of = placement.num_devices, topology.node_of_device
+    num_experts, num_devices = placement.present_ED.shape
     if num_devices != topology.num_devices:
         raise ValueError(
             f"the placement has {num_devices} devices and the topology {topology.num_devices}: wanted the "
             "same devices in both"
         )
-    replicated_E = np.flatnonzero(np.count_nonzero(placement.present_ED, axis=1) > 1)
-    owners = placement.owner_E[replicated_E].tolist()
-    row_P, device_P = np.nonzero(placement.present_ED[replicated_E])
-    members_of: list[dict[int, list[int]]] = [{} for _ in owners]  # holders by node
-    for row, device in zip(row_P.tolist(), device_P.tolist(), strict=True):
-        members, node = members_of[row], node_of[device]
-        if node in members:
-            members[node].append(device)
-        else:
-            members[node] = [device]
-    duties = [0] * num_devices  # Number of experts of which each device is the owner or a leader.
-    for owner in owners:
-        duties[owner] += 1
-    found: list[tuple[int, bool, int, int, int]] = []  # depth, inside a node, expert, source, destination
-    for expert, owner, members in zip(replicated_E.tolist(), owners, members_of, strict=True):
-        nodes = sorted(members)
-        at = nodes.index(node_of[owner])
-        leader, hops = owner, 0
-        for node in nodes[at:] + nodes[:at]:
-            inside = members[node]
-            if node != nodes[at]:
-                previous = leader
-                leader = min(inside, key=duties.__getitem__) if len(inside) > 1 else inside[0]
-                duties[leader] += 1
-                found.append((hops, False, expert, previous, leader))
-                hops += 1
-            if len(inside) > 1:
-                first = inside.index(leader)
-                inside = inside[first:] + inside[:first]
-                for i in range(1, len(inside)):
-                    depth = hops + (i + 1).bit_length() - 2
-                    found.append((depth, True, expert, inside[(i - 1) // 2], inside[i]))
-    return _plan_of(num_devices, found)
+    key_P = np.empty(placement.num_replicas, np.int64)
+    num_edges = two_level_edges(
+        placement.present_ED.view(np.uint8),
+        placement.owner_E,
+        topology.node_of_device_D,
+        topology.by_node_D,
+        topology.first_N,
+        key_P,
+    )
+    assert num_edges == len(key_P)
+    key_P.sort()
+    table = np.empty((num_edges, 4), np.int64)
+    rest_P, table[:, 2] = np.divmod(key_P, num_devices)
+    rest_P, table[:, 1] = np.divmod(rest_P, num_devices)
+    rest_P, table[:, 0] = np.divmod(rest_P, num_experts)
+    table[:, 3] = rest_P // 2
+    table.setflags(write=False)
+    return TransferPlan(num_devices, EdgeTable(table))
 
 
 def _plan_of(

@@ -88,7 +88,7 @@ def test_plain_kernels_refuse_what_compiled_ones_refuse():
     level_out.select_form(is_compiled=False)
     wanted, strided, small = np.zeros(2, np.int64), np.zeros(4, np.int64)[::2], np.zeros(2, np.int32)
     for wrong in (strided, small):
-        with pytest.raises(ValueError, match="int64 or float64 in C order"):
+        with pytest.raises(ValueError, match="int64, float64 or uint8 in C order"):
             level_out(4, wanted, wrong, wanted)
 
 

@@ -1,0 +1,55 @@
+"""Kernels of planners and transfers give equal answers in both forms."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fssdp.planning.balanced import quota_planner
+from megatron_fssdp.planning.cost import layer_traffic
+from megatron_fssdp.planning.papers import prophet_planner
+from megatron_fssdp.planning.papers.prophet_planner import ProphetModel
+from megatron_fssdp.planning.transfer import transfer_plan
+from tests.drawn_examples import examples
+
+from ..kernel_forms import needs_compiled
+from ..placement_cases import placements, random_counts_DE
+
+KERNELS = [
+    (quota_planner, "spill"),
+    (prophet_planner, "greedy_steps"),
+    (transfer_plan, "two_level_edges"),
+    (transfer_plan, "first_wrong_edge"),
+    (layer_traffic, "sum_edges"),
+]
+
+
+def plans(is_compiled, placement, topology, counts_DE, seed):
+    """What all these kernels are for, in one of their forms."""
+    num_devices = topology.num_devices
+    left_out, overlaps = seed % num_devices, seed % 2 == 0
+    model = ProphetModel(num_devices, left_out, 4096.0, 1 << 16, 1 << 16, 1e8, 1e6, overlaps=overlaps)
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in KERNELS:
+            kernel = type(getattr(module, name))(getattr(module, name).plain)
+            kernel.select_form(is_compiled)
+            patch.setattr(module, name, kernel)
+        planned = prophet_planner.plan_layer(placement.owner_E, counts_DE, model, balance=0.1, slots=seed % 3)
+        transfer = transfer_plan._two_level_transfer(placement, topology)
+        return (
+            quota_planner.quota_assignment(placement.owner_E, counts_DE, topology, slots=seed % 4).tolist(),
+            planned.seconds,
+            planned.placement,
+            transfer.edges,
+            layer_traffic._transfer_traffic(transfer, topology),
+        )
+
+
+@needs_compiled
+@examples(100)
+@given(placements(), st.integers(0, 2**32 - 1))
+def test_both_forms_make_equal_plans(case, seed):
+    topology, placement = case
+    counts_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts).astype(np.int64)
+    arguments = placement, topology, counts_DE, seed
+    assert plans(False, *arguments) == plans(True, *arguments)
