@@ -38,21 +38,21 @@ def _flags(text: str) -> frozenset[str]:
 # Flags that a small copy keeps unchanged.
 KEPT = _flags(
     """
-    --add-qkv-bias --apply-query-key-layer-scaling --attention-softmax-in-fp32 --attention-dropout --bf16
+    --add-qkv-bias --apply-query-key-layer-scaling --attention-dropout --attention-softmax-in-fp32 --bf16
     --calculate-per-token-loss --clip-grad --ddp-average-in-collective --ddp-num-buckets
     --ddp-pad-buckets-for-high-nccl-busbw --disable-bias-linear --fp16 --grad-reduce-in-bf16
-    --group-query-attention --hidden-dropout --init-method-std --moe-aux-loss-coeff --moe-grouped-gemm
-    --moe-router-bias-update-rate --moe-router-dtype --moe-router-enable-expert-bias
-    --moe-router-load-balancing-type --moe-router-pre-softmax --moe-router-score-function
-    --moe-router-topk-scaling-factor --moe-shared-expert-gate --moe-shared-expert-overlap
-    --moe-token-dispatcher-type --moe-flex-dispatcher-backend --mscale --mscale-all-dim
-    --mtp-loss-scaling-factor --muon-extra-scale-factor --muon-momentum --muon-scale-mode
-    --multi-latent-attention --no-check-for-nan-in-loss-and-grad --no-use-layer-wise-param-layout
-    --norm-epsilon --normalization --num-distributed-optimizer-instances --optimizer --overlap-grad-reduce
-    --overlap-param-gather --position-embedding-type --qk-layernorm --recompute-granularity
-    --recompute-modules --rotary-base --rotary-percent --rotary-scaling-factor --sequence-parallel
-    --squared-relu --swiglu --untie-embeddings-and-output-weights --use-distributed-optimizer
-    --use-tp-pp-dp-mapping --weight-decay
+    --group-query-attention --hidden-dropout --init-method-std --moe-aux-loss-coeff
+    --moe-flex-dispatcher-backend --moe-grouped-gemm --moe-router-bias-update-rate --moe-router-dtype
+    --moe-router-enable-expert-bias --moe-router-load-balancing-type --moe-router-pre-softmax
+    --moe-router-score-function --moe-router-topk-scaling-factor --moe-shared-expert-gate
+    --moe-shared-expert-overlap --moe-token-dispatcher-type --mscale --mscale-all-dim
+    --mtp-loss-scaling-factor --multi-latent-attention --muon-extra-scale-factor --muon-momentum
+    --muon-scale-mode --no-check-for-nan-in-loss-and-grad --no-use-layer-wise-param-layout --norm-epsilon
+    --normalization --num-distributed-optimizer-instances --optimizer --overlap-grad-reduce
+    --overlap-moe-expert-parallel-comm --overlap-param-gather --position-embedding-type --qk-layernorm
+    --recompute-granularity --recompute-modules --rotary-base --rotary-percent --rotary-scaling-factor
+    --sequence-parallel --squared-relu --swiglu --untie-embeddings-and-output-weights
+    --use-distributed-optimizer --use-tp-pp-dp-mapping --weight-decay
     """
 )
 
@@ -76,7 +76,6 @@ LEFT_OUT = {
     "--delay-wgrad-compute": "delayed weight gradients",
     "--fine-grained-activation-offloading": "activation offloading",
     "--fp8-format": "fp8",
-    "--overlap-moe-expert-parallel-comm": "the combined 1F1B schedule",
     "--use-transformer-engine-op-fuser": "the fused grouped MLP",
 }
 
