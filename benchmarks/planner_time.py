@@ -13,9 +13,8 @@ from typing import get_args
 
 import numpy as np
 
-from megatron_fssdp.planning.balanced.materialization_planner import plan_materialization
-from megatron_fssdp.planning.balanced.priced_materialization import priced_materialization
 from megatron_fssdp.planning.balanced.quota_planner import quota_assignment
+from megatron_fssdp.planning.balanced.replica_planner import plan_materialization, plan_replicas
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.dispatch.even_dispatch import EvenDispatch, expected_device_load_D
@@ -192,8 +191,8 @@ def measure(num_experts: int, num_devices: int, slots: int, num_cases: int, min_
     row("select_shadows", lambda i: select_shadows(owner_E, counts[i], shadowing))
     row("Pro-Prophet's plan_layer", lambda i: plan_layer(owner_E, counts[i], prophet, slots=slots))
     row(
-        "priced_materialization",
-        lambda i: priced_materialization(owner_E, loads[i], topology, slots=slots, profile=PROFILE),
+        "plan_replicas",
+        lambda i: plan_replicas(owner_E, loads[i], topology, slots=slots, profile=PROFILE),
     )
 
 

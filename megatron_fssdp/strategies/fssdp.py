@@ -6,8 +6,11 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_fssdp.config.strategy_settings import FssdpSettings
-from megatron_fssdp.planning.balanced.materialization_planner import plan_materialization
-from megatron_fssdp.planning.balanced.priced_materialization import PlacementPricer, priced_materialization
+from megatron_fssdp.planning.balanced.replica_planner import (
+    modelled_seconds,
+    plan_materialization,
+    plan_replicas,
+)
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.calibration import (
@@ -122,11 +125,14 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         assert context.profile is not None
         load_DE = np.tile(load_E / context.num_devices, (context.num_devices, 1))
         placement = self._placement(replace(context, owner_E=owner_E), load_DE)
-        settings = self.settings
-        pricer = PlacementPricer(
-            load_DE, context.topology, context.profile, settings.rematerialize, settings.overlap
+        return modelled_seconds(
+            placement,
+            load_DE,
+            context.topology,
+            context.profile,
+            rematerialize=self.settings.rematerialize,
+            hides=self.settings.overlap,
         )
-        return pricer.seconds(placement)
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """Select replicas for the predicted loads, by Hecate's Alg. 1 or by our search within its limits.
@@ -146,7 +152,7 @@ class FssdpStrategy(Strategy[FssdpSettings]):
     def _placement(self, context: LayerContext, load_DE: np.ndarray) -> ExpertPlacement:
         """Replicas for predicted loads ``[D, E]``."""
         if context.profile is not None and self._goes_by_seconds:
-            return priced_materialization(
+            return plan_replicas(
                 context.owner_E,
                 load_DE,
                 context.topology,

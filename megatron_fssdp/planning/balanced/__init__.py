@@ -1,1 +1,1 @@
-"""Our own planners: a search for placements, placements by modelled seconds, and exact quotas."""
+"""Our own planners: the replica search with its costs, and exact quotas."""

@@ -1,1 +1,1 @@
-"""How many tokens each expert gets: history of counts, statistics, and device loads under even dispatch."""
+"""How many tokens each expert gets: history of counts, statistics and forecasts."""

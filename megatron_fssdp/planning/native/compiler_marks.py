@@ -23,6 +23,11 @@ def cfunc[F: Callable[..., Any]](function: F) -> F:
     return function
 
 
+def inner[F: Callable[..., Any]](function: F) -> F:
+    """Stand for ``cfunc``, ``nogil`` and ``exceptval(check=False)`` together."""
+    return function
+
+
 def exceptval[F: Callable[..., Any]](*, check: bool) -> Callable[[F], F]:
     """Declare whether callers of a C function have to look for an exception.
 

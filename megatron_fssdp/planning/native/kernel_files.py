@@ -1,14 +1,15 @@
 """Which files the kernels consist of, and where the compiled form of each one lies.
 
-The name of a compiled file has a hash of everything that it was made from: the kernel's source and the way it
-is compiled. A compiled file of other sources therefore has another name and is never found. Names also have
-the tag of the Python version and machine.
+The name of a compiled file has a hash of everything that it was made from: the kernel's source with its
+parts, and the way it is compiled. A compiled file of other sources therefore has another name and is never
+found. Names also have the tag of the Python version and machine.
 
 The module imports the standard library only, because builds load it by its path, where the package's
 dependencies are not installed.
 """
 
 import hashlib
+import re
 from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -43,6 +44,16 @@ COMPILE_ARGUMENTS = ("-O2", "-g0", "-ffp-contract=off")
 A contracted ``a * b + c`` would round once where plain Python rounds twice, and ranks could plan differently.
 """
 
+PARTS = "parts"
+"""Folder beside the kernels' sources: classes of kernels that are too long for one file.
+
+A kernel imports a part in one line, and Cython reads the part's text in place of that line.
+"""
+
+_PART = re.compile(r"^from megatron_fssdp\.planning\.kernels\.parts\.(\w+) import .*\n", re.MULTILINE)
+_CONSTANT = re.compile(r"^(_[A-Z][A-Z_]*) = (-?[0-9][0-9.e-]*)(?: *#.*)?$", re.MULTILINE)
+_INNER = re.compile(r"^( *)@cython\.inner$", re.MULTILINE)
+_INNER_MARKS = r"\1@cython.cfunc\n\1@cython.nogil\n\1@cython.exceptval(check=False)"
 _DIGEST_BYTES = 8
 
 
@@ -74,7 +85,8 @@ def kernel_files(sources: Path = KERNELS, compiled: Path = COMPILED) -> tuple[Ke
 
 
 def _kernel_file(source: Path, compiled: Path, recipe: bytes) -> KernelFile:
-    digest = hashlib.blake2b(source.read_bytes() + recipe, digest_size=_DIGEST_BYTES).hexdigest()
+    text = _with_parts(source, source.parent / PARTS)
+    digest = hashlib.blake2b(text.encode() + recipe, digest_size=_DIGEST_BYTES).hexdigest()
     module = f"{source.stem}_{digest}"
     return KernelFile(source, module, compiled / f"{module}{EXTENSION_SUFFIXES[0]}")
 
@@ -88,9 +100,32 @@ def source_for_cython(file: KernelFile) -> str:
     Raises:
         ValueError: The kernel imports no types.
     """
-    text = file.source.read_text(encoding="utf-8")
+    text = _with_parts(file.source, file.source.parent / PARTS)
+    # Without the interpreter's lock, C functions cannot read a module's constants: write their values.
+    for name, value in _CONSTANT.findall(text):
+        text = re.sub(rf"\b{name}\b(?! = )", value, text)
+    text = _INNER.sub(_INNER_MARKS, text)
     for plain, compiled in REPLACED_IMPORTS.items():
         text = text.replace(plain, compiled)
     if "from cython.cimports.kernel_types import " not in text:
         raise ValueError(f"{file.source} imports no C types: wanted some from planning.native.kernel_types")
     return text
+
+
+def _with_parts(source: Path, parts: Path, seen: set[str] | None = None) -> str:
+    """The text of a source with its parts in place of their first imports.
+
+    Args:
+        source: Path of the source.
+        parts: Folder of the parts.
+        seen: Names of the parts that are in the text already.
+    """
+    names = set() if seen is None else seen
+
+    def text_of(found: re.Match[str]) -> str:
+        if found[1] in names:
+            return ""
+        names.add(found[1])
+        return _with_parts(parts / f"{found[1]}.py", parts, names)
+
+    return _PART.sub(text_of, source.read_text(encoding="utf-8"))

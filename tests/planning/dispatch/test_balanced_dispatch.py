@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fssdp.planning.balanced.materialization_planner import plan_materialization
+from megatron_fssdp.planning.balanced.replica_planner import plan_materialization
 from megatron_fssdp.planning.dispatch import balanced_dispatch
 from megatron_fssdp.planning.dispatch.balanced_dispatch import ENOUGH
 from megatron_fssdp.planning.dispatch.even_dispatch import EvenDispatch

@@ -142,3 +142,25 @@ def test_editing_and_compiling(tmp_path):
     printed, code, _ = run("scripts/compile_kernels.py")
     assert code == 1
     assert "run as plain Python" in printed
+
+
+def test_parts_and_constants_are_written_into_the_source(tmp_path):
+    """Each part comes once, in place of its first import, and an edited part changes the compiled name."""
+    (tmp_path / "parts").mkdir()
+    header = SOURCE.split("\n\n")[0]
+    part = tmp_path / "parts" / "base.py"
+    part.write_text(
+        f"{header}\n\n_STEP = 3  # steps\n\n@cython.inner\ndef f(x: Int) -> Int:\n    return x + _STEP\n"
+    )
+    kernel = tmp_path / "whole.py"
+    lines = "from megatron_fssdp.planning.kernels.parts.base import _STEP, f\n" * 2
+    kernel.write_text(f"{lines}{header}\n")
+    (before,) = kernel_files(tmp_path, tmp_path)
+    text = source_for_cython(before)
+    assert text.count("def f") == 1
+    assert "return x + 3" in text
+    assert "@cython.cfunc\n@cython.nogil\n@cython.exceptval(check=False)\ndef f" in text
+    assert "megatron_fssdp.planning.kernels" not in text
+    part.write_text(part.read_text().replace("3", "4"))
+    (after,) = kernel_files(tmp_path, tmp_path)
+    assert after.module != before.module

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fssdp.planning.balanced.materialization_planner import plan_materialization
+from megatron_fssdp.planning.balanced.replica_planner import plan_materialization
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import PROB_BYTES, placement_seconds, transfer_seconds

@@ -1,0 +1,235 @@
+"""Plans one layer's replicas by one search for the fewest modelled seconds.
+
+This planner is ours and goes beyond the papers. Hecate (§4.2) replicates as many experts as can be
+transferred during the compute before the layer, and Alg. 1 sets numbers of replicas by load. But one more
+expert may save more seconds than its transfer exposes, and where a replica goes decides which links carry
+tokens.
+
+The search (``planning/kernels/replica_search.py``) compares all placements by one price, the seconds of
+``layer_seconds``. For a move it computes what changes, not the whole layer. It has these steps:
+
+1. **Seeds.** Owners only; the hottest 1, 2, … experts on all devices (FasterMoE's choice) or in every node;
+   and placements in which owners give load away until they keep a part of the mean load, for several parts.
+2. **Descent** from the best seed: moves of experts on the busiest device and the busiest link, then of all
+   replicated experts, until none gains. A move adds a replica, removes one, moves one to another device, or
+   puts one in place of another one.
+3. **Descent by levels** from the owners: transfers of 1, 2, … experts on each link count as paid, so that
+   replicas which pay off only together are found one by one. Each level first lowers root mean squares in
+   place of maxima.
+4. **Kicks**: all replicas of one expert change at once, and a descent follows.
+5. Replicas without which the best placement costs no more are dropped.
+
+Without measured costs, the price is the highest device load. The search is deterministic: it stops after a
+number of prices, not seconds, so all ranks find the same placement.
+
+Shape letters: D devices, E experts, N nodes.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron_fssdp.planning.balanced.search_costs import SearchCosts
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.kernels import replica_search
+from megatron_fssdp.planning.loads.checked_loads import checked_load
+from megatron_fssdp.planning.native.kernel import Kernel
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.topology import Topology
+
+LEAST_SAVING = 0.01
+"""Smallest saving of all replicas together, as a part of the seconds without replicas.
+
+Smaller savings are within the error of the model.
+"""
+
+PRICES_PER_SIZE = 16
+"""Prices of each descent, divided by the number of experts and devices together.
+
+Twice as many lower the seconds by about 0.5 % and take nearly twice as long
+(``benchmarks/planner_quality.py``).
+"""
+
+search_replicas = Kernel(replica_search.search_replicas)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSearch:
+    """One layer as the search gets it.
+
+    Attributes:
+        owner_E: Owner of every expert, int64 ``[E]``.
+        load_DE: (token, k) pairs by source device and expert, float64 ``[D, E]``.
+        topology: Nodes of the devices.
+        costs: Costs of the layer.
+    """
+
+    owner_E: np.ndarray
+    load_DE: np.ndarray
+    topology: Topology
+    costs: SearchCosts
+
+    def seconds(self, placement: ExpertPlacement) -> float:
+        """Seconds of the layer under a placement, as the search counts them.
+
+        Args:
+            placement: Owners and replicas.
+        """
+        present_ED = placement.present_ED.astype(np.int64)
+        return self._run(0, 0, -1, present_ED.reshape(-1)) + self.costs.counts_s
+
+    def best_placement(self, *, slots: int, most_replicated: int) -> tuple[ExpertPlacement, float]:
+        """The placement that the search finds, and its seconds.
+
+        Args:
+            slots: Most replicas that a device may hold, m.
+            most_replicated: Most experts that may have replicas, t.
+        """
+        shape = self.load_DE.shape[::-1]
+        present = np.zeros(self.load_DE.size, np.int64)
+        seconds = self._run(slots, most_replicated, PRICES_PER_SIZE * sum(shape), present)
+        placement = ExpertPlacement(self.owner_E, present.reshape(shape).astype(np.bool_), slots=slots)
+        return placement, seconds + self.costs.counts_s
+
+    def _run(self, slots: int, most_replicated: int, num_prices: int, present: np.ndarray) -> float:
+        return search_replicas(
+            *self._arrays, self.costs.layer, self.costs.hops, slots, most_replicated, num_prices, present
+        )
+
+    @cached_property
+    def _arrays(self) -> tuple[np.ndarray, ...]:
+        """The first arguments of the kernel."""
+        topology = self.topology
+        members = topology.devices_by_node
+        return (
+            np.ascontiguousarray(self.load_DE.T).reshape(-1),
+            np.ascontiguousarray(topology.sum_over_nodes(self.load_DE).T).reshape(-1),
+            self.owner_E,
+            topology.node_of_device_D,
+            np.cumsum([0, *map(len, members)]),
+            np.concatenate([np.array(devices, np.int64) for devices in members]),
+        )
+
+
+def plan_replicas(
+    owner_E: np.ndarray,
+    load_DE: np.ndarray,
+    topology: Topology,
+    *,
+    slots: int,
+    profile: LayerProfile,
+    overlap_degree: int | None = None,
+    rematerialize: bool = False,
+    hides: bool = True,
+) -> ExpertPlacement:
+    """Plan the placement with the fewest modelled seconds that the search finds.
+
+    Args:
+        owner_E: Owner of every expert, integers ``[E]``.
+        load_DE: Expected (token, k) pairs of an iteration by source device and expert, ``[D, E]``.
+        topology: Nodes of the devices.
+        slots: Most replicas that a device may hold, m.
+        profile: Measured costs of the layer and the links, the same numbers on all ranks.
+        overlap_degree: Most experts that may be replicated, t. None means no limit.
+        rematerialize: Whether replicas are gathered and reduced with every micro-batch.
+        hides: Whether transfers run beside compute.
+
+    Returns:
+        A placement whose modelled seconds are at most those without replicas. It has no replicas if they
+        would save less than :data:`LEAST_SAVING`.
+
+    Raises:
+        ValueError: The loads do not match the owners and devices, or a limit is negative.
+    """
+    plain, load = _checked(owner_E, load_DE, topology, slots, overlap_degree)
+    if not slots or overlap_degree == 0 or not load.any():
+        return plain
+    costs = SearchCosts.of_profile(
+        profile, topology, plain.num_experts, rematerialize=rematerialize, hides=hides
+    )
+    degree = plain.num_experts if overlap_degree is None else overlap_degree
+    return _replicated(LayerSearch(plain.owner_E, load, topology, costs), plain, slots, degree)
+
+
+def plan_materialization(
+    owner_E: np.ndarray, load_DE: np.ndarray, topology: Topology, *, overlap_degree: int, slots: int
+) -> ExpertPlacement:
+    """Plan the placement with the lowest highest device load that the search finds.
+
+    It is the same search as that of :func:`plan_replicas`. It serves where no costs are measured: transfers
+    of ``overlap_degree`` experts count as hidden, so they cost nothing.
+
+    Args:
+        owner_E: Owner of every expert, integers ``[E]``.
+        load_DE: Expected load by source device and expert, ``[D, E]``, in any non-negative unit.
+        topology: Nodes of the devices.
+        overlap_degree: Most experts that may be replicated, t.
+        slots: Most replicas that a device may hold, m.
+
+    Returns:
+        A placement whose highest device load is at most the one without replicas. It has no replicas if they
+        would lower it by less than :data:`LEAST_SAVING`.
+
+    Raises:
+        ValueError: The loads do not match the owners and devices, or a limit is negative.
+    """
+    plain, load = _checked(owner_E, load_DE, topology, slots, overlap_degree)
+    if not slots or not overlap_degree or not load.any():
+        return plain
+    costs = SearchCosts.of_loads(topology, float(load.sum()) / topology.num_devices)
+    return _replicated(LayerSearch(plain.owner_E, load, topology, costs), plain, slots, overlap_degree)
+
+
+def modelled_seconds(
+    placement: ExpertPlacement,
+    load_DE: np.ndarray,
+    topology: Topology,
+    profile: LayerProfile,
+    *,
+    rematerialize: bool = False,
+    hides: bool = True,
+) -> float:
+    """Modelled seconds of a layer in an iteration, as the search counts them.
+
+    Tokens are split evenly among holders, without rounding to whole tokens. Balanced dispatch does not cost
+    more.
+
+    Args:
+        placement: Owners and replicas.
+        load_DE: (token, k) pairs of an iteration by source device and expert, ``[D, E]``.
+        topology: Nodes of the devices.
+        profile: Measured costs of the layer and the links.
+        rematerialize: Whether replicas are gathered and reduced with every micro-batch.
+        hides: Whether transfers run beside compute.
+    """
+    load = np.asarray(load_DE, np.float64)
+    costs = SearchCosts.of_profile(
+        profile, topology, placement.num_experts, rematerialize=rematerialize, hides=hides
+    )
+    return LayerSearch(placement.owner_E, load, topology, costs).seconds(placement)
+
+
+def _replicated(layer: LayerSearch, plain: ExpertPlacement, slots: int, degree: int) -> ExpertPlacement:
+    """The placement that the search finds, or the one without replicas if it saves too little."""
+    found, seconds = layer.best_placement(slots=slots, most_replicated=degree)
+    return found if seconds < (1 - LEAST_SAVING) * layer.seconds(plain) else plain
+
+
+def _checked(
+    owner_E: np.ndarray, load_DE: np.ndarray, topology: Topology, slots: int, overlap_degree: int | None
+) -> tuple[ExpertPlacement, np.ndarray]:
+    """The placement without replicas, and the loads as float64, after checks of the arguments."""
+    plain = ExpertPlacement.owners_only(owner_E, topology.num_devices)
+    load = checked_load(
+        load_DE,
+        "load_DE",
+        (plain.num_devices, plain.num_experts),
+        "by source device of the topology and expert of owner_E",
+    )
+    if (overlap_degree is not None and overlap_degree < 0) or slots < 0:
+        raise ValueError(
+            f"overlap_degree is {overlap_degree} and slots is {slots}: wanted 0 or more of each; "
+            "0 of either means no replicas"
+        )
+    return plain, load

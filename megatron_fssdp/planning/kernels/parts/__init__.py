@@ -1,0 +1,1 @@
+"""Parts of kernels: classes that a kernel's source takes in as text when it is compiled."""

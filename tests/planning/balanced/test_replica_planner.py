@@ -1,0 +1,278 @@
+"""The replica search: its price, its limits, and that it is never worse than simpler choices."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fssdp.planning.balanced.replica_planner import (
+    LEAST_SAVING,
+    LayerSearch,
+    modelled_seconds,
+    plan_materialization,
+    plan_replicas,
+    search_replicas,
+)
+from megatron_fssdp.planning.balanced.search_costs import SearchCosts
+from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.cost.layer_seconds import placement_seconds
+from megatron_fssdp.planning.dispatch.even_dispatch import expected_device_load_D
+from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.planning.papers.calibration import doubling
+from megatron_fssdp.planning.papers.prophet_planner import ProphetModel, plan_layer
+from megatron_fssdp.planning.papers.shadow_selection import ShadowingCosts, select_shadows
+from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGES, FixedMessages
+from tests.drawn_examples import examples
+
+from ..kernel_forms import answers_of_both_forms, needs_compiled
+from ..placement_cases import owned_layers, random_counts_DE
+
+SEEDS = st.integers(0, 2**32 - 1)
+# Two nodes of two devices, two experts each; every device sends 8 pairs, half of them to expert 0.
+TOPOLOGY, OWNERS = Topology.uniform(4, 2), even_owners(8, 4)
+HOT = np.tile([4, 1, 1, 1, 1, 0, 0, 0], (4, 1))
+MEGA = 10**6
+# A pair takes a second between nodes and inside them, or on an expert; an expert takes 2. Probabilities and
+# router counts, some bytes at a microsecond each, take next to nothing.
+PROFILE = LayerProfile(
+    non_moe_s=0.0,
+    cluster=ClusterCost(LinkCost(0.0, 1e-6), LinkCost(0.0, 1e-6), expert_flops_per_s=1.0),
+    expert_bytes=2 * MEGA,
+    token_bytes=MEGA,
+    flops_per_token=1.0,
+    memory_capacity=8,
+)
+NEARLY = 1e-3
+"""Seconds that probabilities and router counts take at most in the layers below."""
+PLAIN = ExpertPlacement.owners_only(OWNERS, 4)
+SHARED = PLAIN.with_replicas([(0, 2)])
+
+
+def seconds(placement: ExpertPlacement, profile: LayerProfile = PROFILE, **settings: bool) -> float:
+    return modelled_seconds(placement, HOT, TOPOLOGY, profile, **settings)
+
+
+def replicated(**changes: object) -> list[int]:
+    profile = dataclasses.replace(PROFILE, **changes)  # type: ignore[arg-type]
+    found = plan_replicas(OWNERS, HOT, TOPOLOGY, slots=2, profile=profile)
+    return np.flatnonzero(found.present_ED.sum(axis=1) > 1).tolist()
+
+
+def max_load(load_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> float:
+    return float(expected_device_load_D(load_DE, placement, topology).max())
+
+
+def test_prices_equal_those_worked_out_by_hand() -> None:
+    """Under plain expert parallelism device 0 has 20 pairs, and node 0 gets 7 from each device of node 1."""
+    assert seconds(PLAIN) == pytest.approx(4 * 14 + 3 * 20, abs=NEARLY)
+    # Expert 0 on device 2 as well: node 0 gets 3 from each device of the other node. Devices 0 and 2 have
+    # 12 pairs each: 8 of expert 0 and 4 of another one.
+    assert seconds(SHARED) == pytest.approx(4 * 6 + 3 * 12 + 2 + 2, abs=NEARLY)
+
+
+def test_compute_before_the_layer_hides_transfers() -> None:
+    halfway = dataclasses.replace(PROFILE, non_moe_s=0.5)
+    assert seconds(SHARED, halfway) == pytest.approx(4 * 6 + 3 * 12 + 1.5 + 1.0, abs=NEARLY)
+    assert seconds(SHARED, halfway, hides=False) == pytest.approx(4 * 6 + 3 * 12 + 2 + 2, abs=NEARLY)
+    wider = dataclasses.replace(halfway, gradient_bytes=4 * MEGA)
+    assert seconds(SHARED, wider) == pytest.approx(4 * 6 + 3 * 12 + 1.5 + 3.0, abs=NEARLY)
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> LayerProfile:
+    """Profiles in which compute, links and transfers take similar times, so that each of them can decide."""
+    near_s, far_s = draw(st.sampled_from([(1e-6, 1e-6), (1e-7, 1e-6), (1e-6, 3e-6)]))
+    alpha_s = draw(st.sampled_from([0.0, 3.0]))
+    return dataclasses.replace(
+        PROFILE,
+        non_moe_s=draw(st.sampled_from([0.0, 3.0, 100.0])),
+        cluster=ClusterCost(LinkCost(alpha_s, near_s), LinkCost(2 * alpha_s, far_s), 1.0),
+        expert_bytes=MEGA * draw(st.sampled_from([1, 5, 50])),
+        gradient_bytes=MEGA * draw(st.sampled_from([2, 10])),
+        num_micro_batches=draw(st.integers(1, 3)),
+        messages=draw(st.sampled_from([FixedMessages(MEGA), CUDA_MESSAGES])),
+    )
+
+
+@examples(100)
+@given(seed=SEEDS, profile=profiles(), num_nodes=st.sampled_from([1, 2, 4]), rematerialize=st.booleans())
+def test_the_price_equals_that_of_exact_dispatch_and_transfer(
+    seed: int, profile: LayerProfile, num_nodes: int, rematerialize: bool
+) -> None:
+    """Counts are split without remainder. A node has one or two devices, so the leaders are the same."""
+    rng = np.random.default_rng(seed)
+    counts_DE = rng.poisson(rng.gamma(0.5, 200, 8), (4, 8)) * 12
+    topology = Topology.uniform(4, num_nodes)
+    placement = PLAIN.with_replicas(
+        [(e, d) for e in range(8) for d in range(4) if OWNERS[e] != d and rng.random() < 0.3]
+    )
+    if num_nodes == 2:  # with two holders in a node, the leader would depend on the other experts
+        placement = PLAIN.with_replicas(
+            [(e, d) for e in range(8) for d in (0, 2) if OWNERS[e] != d and e % 3]
+        )
+    life = ReplicaLife.LAYER_PASS if rematerialize else ReplicaLife.ITERATION
+    exact_s = float(placement_seconds(counts_DE, placement, topology, profile, life).moe_s)
+    price_s = modelled_seconds(placement, counts_DE, topology, profile, rematerialize=rematerialize)
+    assert price_s == pytest.approx(exact_s, rel=1e-9)
+
+
+def test_only_experts_that_pay_are_replicated() -> None:
+    assert replicated(expert_bytes=8 * MEGA)[0] == 0
+    assert replicated(expert_bytes=100 * MEGA) == []
+    assert 0 in replicated(expert_bytes=100 * MEGA, non_moe_s=1e6)
+
+
+def test_balanced_loads_change_nothing() -> None:
+    profile = dataclasses.replace(PROFILE, expert_bytes=100 * MEGA)
+    for load_DE in (np.ones((4, 8)), np.zeros((4, 8))):
+        assert plan_replicas(OWNERS, load_DE, TOPOLOGY, slots=2, profile=profile) == PLAIN
+
+
+def shadowed(
+    counts_DE: np.ndarray, owner_E: np.ndarray, profile: LayerProfile, slots: int
+) -> ExpertPlacement:
+    """FasterMoE's choice, at most ``slots`` experts."""
+    costs = ShadowingCosts(
+        profile.token_bytes,
+        profile.expert_bytes,
+        profile.expert_bytes,
+        profile.flops_per_token,
+        profile.cluster.expert_flops_per_s,
+        1 / profile.cluster.inter.beta_s_per_byte,
+    )
+    plain = ExpertPlacement.owners_only(owner_E, len(counts_DE))
+    experts = select_shadows(owner_E, counts_DE, costs, most=slots)
+    return plain.with_replicas([(e, d) for e in experts for d in range(len(counts_DE))])
+
+
+def prophets(
+    counts_DE: np.ndarray, owner_E: np.ndarray, profile: LayerProfile, slots: int
+) -> list[ExpertPlacement]:
+    """Pro-Prophet's choices for every number of devices that are left out."""
+    most = len(counts_DE) - 1
+    return [
+        plan_layer(
+            owner_E,
+            counts_DE,
+            ProphetModel(
+                num_devices=most + 1,
+                num_left_out=number,
+                input_bytes=profile.token_bytes,
+                expert_bytes=profile.expert_bytes,
+                gradient_bytes=profile.reduced_bytes,
+                bytes_per_s=1 / profile.cluster.inter.beta_s_per_byte,
+                inputs_per_s=profile.cluster.expert_flops_per_s / profile.flops_per_token,
+                non_expert_s=profile.non_moe_s,
+                overlaps=True,
+            ),
+            slots=slots,
+        ).placement
+        for number in [0, *doubling(most)]
+    ]
+
+
+@examples(150)
+@given(owned_layers(), SEEDS, profiles(), st.integers(0, 3), st.booleans())
+def test_a_plan_keeps_its_limits_and_is_not_worse_than_simpler_choices(
+    case: tuple[Topology, np.ndarray], seed: int, profile: LayerProfile, slots: int, rematerialize: bool
+) -> None:
+    """Owners only, FasterMoE's and Pro-Prophet's placements. Savings below LEAST_SAVING count as none."""
+    topology, owner_E = case
+    counts_DE = random_counts_DE(seed, topology.num_devices, owner_E.size)
+    found = plan_replicas(
+        owner_E, counts_DE, topology, slots=slots, profile=profile, rematerialize=rematerialize
+    )
+    assert found.replicas_per_device_D.max() <= slots
+    plain = ExpertPlacement.owners_only(owner_E, topology.num_devices)
+
+    def seconds_of(placement: ExpertPlacement) -> float:
+        return modelled_seconds(placement, counts_DE, topology, profile, rematerialize=rematerialize)
+
+    found_s = seconds_of(found)
+    if found.num_replicas:
+        assert found_s <= (1 - LEAST_SAVING) * seconds_of(plain)
+    others = [shadowed(counts_DE, owner_E, profile, slots), *prophets(counts_DE, owner_E, profile, slots)]
+    assert (1 - LEAST_SAVING) * found_s <= min(map(seconds_of, others)) * (1 + 1e-9)
+
+
+@examples(100)
+@given(owned_layers(), SEEDS, st.integers(0, 11), st.integers(0, 4))
+def test_without_costs_the_highest_load_falls(
+    case: tuple[Topology, np.ndarray], seed: int, overlap_degree: int, slots: int
+) -> None:
+    topology, owner_E = case
+    counts_DE = random_counts_DE(seed, topology.num_devices, owner_E.size)
+    limits = {"overlap_degree": overlap_degree, "slots": slots}
+    plan = plan_materialization(owner_E, counts_DE, topology, **limits)
+    np.testing.assert_array_equal(plan.owner_E, owner_E)
+    assert plan.replicas_per_device_D.max() <= slots
+    assert (np.count_nonzero(plan.present_ED, axis=1) > 1).sum() <= overlap_degree
+    plain = ExpertPlacement.owners_only(owner_E, topology.num_devices)
+    highest = max_load(counts_DE, plain, topology)
+    assert max_load(counts_DE, plan, topology) <= highest * (1 + 1e-9)
+    for same_counts in (np.asfortranarray(counts_DE), counts_DE.astype(np.float64)):
+        assert plan_materialization(owner_E, same_counts, topology, **limits) == plan
+
+
+@pytest.mark.parametrize("num_tokens", [256, 10_000])
+def test_one_hot_expert_is_balanced(num_tokens: int) -> None:
+    """40 % of the load is on one expert, the rest is uniform, with sampling noise in every cell."""
+    owner_E, topology = even_owners(8, 4), Topology.uniform(4, 1)
+    for seed in range(20):
+        popularity_E = np.full(8, 0.6 / 7)
+        popularity_E[seed % 8] = 0.4
+        cells = np.random.default_rng(seed).multinomial(num_tokens, np.tile(popularity_E, 4) / 4)
+        counts_DE = cells.reshape(4, 8)
+        plan = plan_materialization(owner_E, counts_DE, topology, overlap_degree=8, slots=2)
+        assert max_load(counts_DE, plan, topology) <= 1.10 * num_tokens / 4, seed
+
+
+@pytest.mark.parametrize(("num_experts", "num_devices", "most"), [(16, 8, 1.12), (64, 32, 1.12)])
+def test_skewed_loads_end_near_balance(num_experts: int, num_devices: int, most: float) -> None:
+    topology, owner_E = Topology.uniform(num_devices, num_devices // 8), even_owners(num_experts, num_devices)
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        popularity_E = rng.lognormal(sigma=1.0, size=num_experts)
+        counts_DE = rng.multinomial(8192, popularity_E / popularity_E.sum(), size=num_devices)
+        plan = plan_materialization(owner_E, counts_DE, topology, overlap_degree=num_experts, slots=2)
+        assert max_load(counts_DE, plan, topology) <= most * counts_DE.sum() / num_devices, seed
+
+
+@needs_compiled
+@examples(8)
+@given(owned_layers(), SEEDS, profiles(), st.integers(1, 3))
+def test_both_forms_of_the_kernel_find_the_same_placement(
+    case: tuple[Topology, np.ndarray], seed: int, profile: LayerProfile, slots: int
+) -> None:
+    topology, owner_E = case
+    load_DE = random_counts_DE(seed, topology.num_devices, owner_E.size).astype(np.float64)
+    costs = SearchCosts.of_profile(profile, topology, owner_E.size, rematerialize=False, hides=True)
+    layer = LayerSearch(owner_E, load_DE, topology, costs)
+    arguments = (
+        *layer._arrays,
+        costs.layer,
+        costs.hops,
+        slots,
+        owner_E.size,
+        40,
+        np.zeros(load_DE.size, int),
+    )
+    plain, compiled = answers_of_both_forms(search_replicas, arguments)
+    assert plain == compiled
+
+
+def test_bad_arguments_say_what_was_wanted() -> None:
+    topology = Topology.uniform(2, 1)
+    with pytest.raises(ValueError, match=r"shape \(2, 3\): wanted \(2, 2\)"):
+        plan_materialization(np.array([0, 0]), np.ones((2, 3)), topology, overlap_degree=1, slots=1)
+    with pytest.raises(ValueError, match=r"load_DE\[0, 1\] is -1.0"):
+        plan_materialization(
+            np.array([0, 0]), np.array([[1, -1], [1, 1]]), topology, overlap_degree=1, slots=1
+        )
+    with pytest.raises(ValueError, match="slots is -1: wanted 0 or more"):
+        plan_replicas(np.array([0]), np.ones((2, 1)), topology, slots=-1, profile=PROFILE)
