@@ -16,7 +16,7 @@ from megatron_fssdp.planning.transfer.message_size import gather_stages, num_bat
 
 NUM_COSTS, NUM_HOP_COSTS = 19, 6
 
-TRANSFER_OVER_LOAD = 2e-3
+TRANSFER_OVER_LOAD = 5e-4
 """Cost of one more expert on a link where no costs are measured, as a part of the mean device load.
 
 The search then lowers the highest device load. This small cost leaves out replicas that hardly lower it.
