@@ -20,6 +20,7 @@ from megatron_fssdp.cli.simulate_command import described_cluster
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.composition import load_run
 from megatron_fssdp.config.strategy_registry import BASELINE, SHIPPED, STRATEGIES
+from megatron_fssdp.config.strategy_settings import StrategySettings
 from megatron_fssdp.planning.cost.link_seconds import topology_of
 from megatron_fssdp.simulation.iteration_timeline import ALL_TO_ALL, COMPUTE, TRANSFER
 from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run
@@ -38,6 +39,8 @@ JOB = (
 )
 CLUSTER = ("hecate-a", ("num_nodes=2", "devices_per_node=4"))
 WORKLOAD, ITERATIONS, LAYER = "lognormal-medium", 30, 0  # SmartMoE and FlexMoE have acted after the 25th
+SLOTS = 2
+"""Most replicas of a layer on a device. Without a limit all of these small experts would be everywhere."""
 
 OWNED, REPLICA, MOVED = "#b9cfe6", "#f2b872", "#cdb7e2"
 COLOURS = {
@@ -90,6 +93,24 @@ def job_and_cluster() -> tuple[MoeJob, ClusterDescription]:
     return job_of_run(load_run(PARTS, JOB)), described_cluster(*CLUSTER)
 
 
+def settings_of(name: str) -> StrategySettings:
+    """Return settings with at most :data:`SLOTS` replicas on a device, so that strategies have equal memory.
+
+    Args:
+        name: Name of the strategy. The limit holds for each candidate of ``auto``.
+    """
+    kind = STRATEGIES[name].settings
+    limited = {
+        key: {"slots": SLOTS} for key in kind.model_fields.keys() & STRATEGIES.keys() if has_slots(key)
+    }
+    return kind.model_validate({"slots": SLOTS} if has_slots(name) else limited)
+
+
+def has_slots(name: str) -> bool:
+    """Whether a strategy has a limit of replicas on a device."""
+    return "slots" in STRATEGIES[name].settings.model_fields
+
+
 def case(name: str) -> Case:
     """Simulate one strategy and keep its last decisions."""
     job, cluster = job_and_cluster()
@@ -101,7 +122,7 @@ def case(name: str) -> Case:
     plans: dict[tuple[int, int], LayerPlan] = {}
     outcome = simulate(
         name,
-        STRATEGIES[name].settings(),
+        settings_of(name),
         counts_ILDE,
         cluster,
         job,
@@ -207,7 +228,7 @@ def draw(cases: list[Case]) -> Figure:
     if any(drawn.outcome.ledger.replicas_IL.any() for drawn in cases):
         kinds += [("experts' weights", COLOURS["weights"]), ("experts' gradients", COLOURS["gradients"])]
     handles = [Patch(facecolor=colour, label=label) for label, colour in kinds]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(kinds), fontsize=8, frameon=False)
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     return figure
 
 

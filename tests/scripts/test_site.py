@@ -74,7 +74,8 @@ def test_generated_pages_have_their_content(site: Path) -> None:
     assert "class SecondHome(Strategy" in contributing
     assert "def test_it_trains_with_overlap" in contributing
     compatibility = (site / "compatibility.html").read_text(encoding="utf-8")
-    assert "--moe-shared-expert-overlap" in compatibility
+    assert "--moe-expert-rank-capacity-factor" in compatibility
+    assert "--use-transformer-engine-op-fuser" in compatibility
     assert "<!-- table" not in compatibility
 
 
