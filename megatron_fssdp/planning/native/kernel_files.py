@@ -38,7 +38,7 @@ DIRECTIVES = {
 }
 """Cython's options. Divisions keep Python's rules for negative numbers."""
 
-COMPILE_ARGUMENTS = ("-O2", "-g0", "-ffp-contract=off")
+COMPILE_ARGUMENTS = ("-O3", "-g0", "-ffp-contract=off")
 """Arguments of the C compiler.
 
 A contracted ``a * b + c`` would round once where plain Python rounds twice, and ranks could plan differently.

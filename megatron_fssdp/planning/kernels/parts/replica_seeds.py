@@ -19,6 +19,8 @@ class SeededLayer(PricedLayer):
         listed_E: 1 for the experts that are listed.
         planned_D: Load of each device after owners have given away what they plan to.
         wanted_E: Number of holders that each expert is to have.
+        relief_E: Load that its next larger number of holders takes from each expert's owner, see
+            :meth:`relief`.
         kept_ED: The best placement so far, like ``present_ED``.
         kept_price: Price of that placement.
     """
@@ -26,13 +28,14 @@ class SeededLayer(PricedLayer):
     listed_E: Ints
     planned_D: Reals
     wanted_E: Ints
+    relief_E: Reals
     kept_ED: Ints
     kept_price: Real
 
     def __init__(self, num_experts: Index, num_devices: Index, num_nodes: Index) -> None:
         PricedLayer.__init__(self, num_experts, num_devices, num_nodes)
         self.listed_E, self.wanted_E = zero_ints(num_experts), zero_ints(num_experts)
-        self.planned_D = zero_reals(num_devices)
+        self.planned_D, self.relief_E = zero_reals(num_devices), zero_reals(num_experts)
         self.kept_ED = zero_ints(num_experts * num_devices)
         self.kept_price = 0.0
 
@@ -174,6 +177,7 @@ class SeededLayer(PricedLayer):
             self.planned_D[device] = 0.0
         for expert in range(self.num_experts):
             self.wanted_E[expert] = 1
+            self.relief_E[expert] = self.relief(expert, in_all_nodes)
             self.planned_D[self.owner_E[expert]] += self.total_E[expert]
         free = self.num_devices * self.slots
         num_wanted: Int = 0
@@ -181,14 +185,10 @@ class SeededLayer(PricedLayer):
             best: Real = 0.0
             chosen: Int = -1
             for expert in range(self.num_experts):
-                count = self.wanted_E[expert]
-                if self.planned_D[self.owner_E[expert]] <= limit or count >= self.num_devices:
+                if self.relief_E[expert] <= best or self.planned_D[self.owner_E[expert]] <= limit:
                     continue
-                if count == 1 and num_wanted >= self.max_replicated:
-                    continue
-                relief = self.relief(expert, in_all_nodes)
-                if relief > best:
-                    chosen, best = expert, relief
+                if self.wanted_E[expert] > 1 or num_wanted < self.max_replicated:
+                    chosen, best = expert, self.relief_E[expert]
             if chosen < 0:
                 return
             count = self.wanted_E[chosen]
@@ -198,6 +198,7 @@ class SeededLayer(PricedLayer):
             free -= more - count
             self.planned_D[self.owner_E[chosen]] -= self.total_E[chosen] / count - self.total_E[chosen] / more
             self.wanted_E[chosen] = more
+            self.relief_E[chosen] = self.relief(chosen, in_all_nodes)
 
     @cython.inner
     def more_holders(self, count: Int, in_all_nodes: Index) -> Int:
@@ -209,9 +210,15 @@ class SeededLayer(PricedLayer):
 
     @cython.inner
     def relief(self, expert: Index, in_all_nodes: Index) -> Real:
-        """Load that the next larger number of holders takes from the owner, for each new replica."""
+        """Load that the next larger number of holders takes from the owner, for each new replica.
+
+        Returns:
+            0 if all devices are to have the expert.
+        """
         count = self.wanted_E[expert]
         more = self.more_holders(count, in_all_nodes)
+        if more > self.num_devices or more <= count:
+            return 0.0
         return (self.total_E[expert] / count - self.total_E[expert] / more) / (more - count)
 
     @cython.inner
