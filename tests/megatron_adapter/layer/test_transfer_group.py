@@ -63,6 +63,7 @@ class FakeLayer(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.config = SimpleNamespace(overlap_moe_expert_parallel_comm=False)
         self.self_attention = torch.nn.Module()
         self.self_attention.qkv = torch.nn.Linear(2, 2)
         self.self_attention.proj = WithBias(2, 2)
