@@ -128,9 +128,7 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
     def _materialize_before(self, tokens: torch.Tensor) -> torch.Tensor:
         """Pass the node that materializes the experts, unless their gather starts with the dispatch."""
         materialization = self.micro_batch.materialization
-        if self.has_smart_schedule:
-            tokens, self._experts = materialization.apply(tokens, wait=False)
-        elif not materialization.beside_dispatch:
+        if self.has_smart_schedule or not materialization.beside_dispatch:
             tokens, self._experts = materialization.apply(tokens)
         return tokens
 

@@ -88,7 +88,7 @@ class SegmentedTokenDispatcher(PlacementTokenDispatcher):
         Returns:
             Results of these rows, ``[A, M]``.
         """
-        rows, self._experts = self.micro_batch.materialization.apply(hidden_states, wait=False)
+        rows, self._experts = self.micro_batch.materialization.apply(hidden_states)
         # The experts keep rows of this device for their backward pass, and these are views of the input.
         rows = super().run_smart_schedule(self._kept(rows, hidden_states), probs, compute)
         return self.micro_batch.materialization.release(rows)

@@ -57,7 +57,7 @@ def run_layer(
     record, materialization = micro_batch.exchange, micro_batch.materialization
     smart_schedule = executor.smart_schedule(micro_batch, compute)
     if smart_schedule is not None:
-        hidden, experts = materialization.apply(hidden, wait=False)
+        hidden, experts = materialization.apply(hidden)
         with span("dispatch, experts and combine"):
             rows = smart_schedule.run(*exchange.permute(hidden, probs), experts)
         return materialization.release(exchange.unpermute(rows)), micro_batch

@@ -8,11 +8,11 @@ parentheses take place only under re-materialization (Hecate §4.2)::
     backward  spRS ends                  spRS starts                      (spAG ends)            (spAG starts)
 
 Transfers without a process group of their own run in turn with the dispatch, so spAG then ends at
-``materialize``. Each node passes the hidden states through. Every rank therefore runs the backward pass of
-every node, in one fixed order relative to the dispatch all-to-all. This includes a rank that owns no expert
-of the layer but has a replica. ``launch`` (``LayerExecutor.launch``) is for models that can tell where the
-compute before the layer begins. Without it, SparseAllGather and SparseReduceScatter start and end at
-``materialize``.
+``materialize`` and, in the backward pass, at ``release``. Each node passes the hidden states through. Every
+rank therefore runs the backward pass of every node, in one fixed order relative to the dispatch all-to-all.
+This includes a rank that owns no expert of the layer but has a replica. ``launch`` (``LayerExecutor.launch``)
+is for models that can tell where the compute before the layer begins. Without it, SparseAllGather and
+SparseReduceScatter start and end at ``materialize``.
 
 Parameters take no part in autograd. Owners receive the raw sums of their own and of their replicas' gradients
 in ``main_grad`` (or ``grad`` without Megatron's DDP). Scaling and the data-parallel reduction follow later,
@@ -243,6 +243,9 @@ class _Release(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         ctx.materialization.regather()
+        if ctx.materialization.in_turn:
+            # The backward pass of combine follows. Its messages must not mix with those of the transfer.
+            ctx.materialization.await_weights()
         return None, gradients[0]
 
 

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ from torch import Tensor
 from megatron_fssdp.planning.memory.held_replicas import HeldReplicas, ReplicaLife
 from megatron_fssdp.planning.memory.memory_accounting import ExpertMemory, ExpertOptimizer, expert_memory
 from megatron_fssdp.planning.memory.pipeline_stage import PipelineStage
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.message_size import HOST_MESSAGES
 from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
-from megatron_fssdp.runtime.replicas.replica_weights import ReplicaWeights
+from megatron_fssdp.runtime.replicas.materialization import Materialization
+from megatron_fssdp.runtime.replicas.replica_weights import ReplicaWeights, WeightState
 from megatron_fssdp.testing import run_ranks
 
 from ..rank_layer import (
@@ -231,3 +234,22 @@ def forget_to_finish(rank: int, world_size: int) -> str:
 
 def test_gradients_that_would_be_lost_raise_an_error() -> None:
     assert all("finish_gradients" in message for message in run_ranks(forget_to_finish, 2, timeout_s=60))
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_a_second_gather_ends_before_the_next_exchange_if_both_share_a_process_group(in_turn: bool) -> None:
+    """Otherwise messages of the transfer and of combine's backward pass mix, and ranks get wrong sizes."""
+    weights, transfer = mock.Mock(state=WeightState.OWNED), mock.Mock()
+    owner_E = np.array([0, 1])
+    materialization = Materialization(
+        ExpertPlacement(owner_E, np.ones((2, 2), dtype=bool)),
+        0,
+        weights,
+        transfer,
+        rematerialize=True,
+        in_turn=in_turn,
+        on_backward=lambda gradients: None,
+    )
+    materialization.release(torch.ones(3, requires_grad=True)).sum().backward()
+    awaited = [mock.call.wait()] if in_turn else []
+    assert weights.mock_calls == [mock.call.release(), mock.call.start(transfer), *awaited]
