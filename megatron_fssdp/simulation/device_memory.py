@@ -60,16 +60,16 @@ def device_memory(
         ledger: Decisions of the strategy, or None for balanced loads without replicas.
         life: Lifetime of a replica. Memory for resident replicas is reserved from the start.
     """
-    per_layer = job.num_experts // job.num_devices
-    pairs, owned, replicas = job.pairs_per_device * job.num_layers, per_layer, 0
+    owned = job.owned_per_layer
+    pairs, replicas = job.pairs_per_device * job.num_layers, 0
     if ledger is not None:
         pairs = float(ledger.tokens_ILD.sum(axis=1, dtype=np.int64).max())
         owned = int(ledger.most_owned_IL.max())
         used = slots if life is ReplicaLife.RESIDENT else int(ledger.most_replicas_IL.max())
-        replicas = min(slots, job.num_experts - per_layer, used)
+        replicas = min(slots, job.num_experts - job.num_experts // job.num_devices, used)
     experts = expert_memory(
         held=job.held_replicas(life),
-        slots_per_device=job.num_layers * per_layer,
+        slots_per_device=job.owned_slots,
         replicas_per_layer=replicas,
         owned_per_layer=owned,
         expert_elements=job.expert_elements,

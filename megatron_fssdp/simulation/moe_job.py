@@ -33,7 +33,8 @@ class MoeJob:
 
     Attributes:
         num_devices: Number of devices of an expert-parallel group, D.
-        num_experts: Number of routed experts of a layer, E.
+        num_experts: Number of routed experts of a layer, E: a multiple of D, or less than D. With fewer
+            experts than devices, a device owns experts of some layers only. Megatron does not support that.
         top_k: Number of experts of each token.
         tokens_per_micro_batch: Tokens of a device in a micro-batch.
         num_micro_batches: Number of micro-batches of an iteration.
@@ -85,9 +86,10 @@ class MoeJob:
                 f"got FLOPs before {len(self.before_layer_flops_L)} layers and before "
                 f"{len(self.before_gate_flops_L)} gates, wanted one of each for every MoE layer"
             )
-        if self.num_experts % self.num_devices:
+        if self.num_experts > self.num_devices and self.num_experts % self.num_devices:
             raise ValueError(
-                f"num_experts is {self.num_experts}: wanted a multiple of the {self.num_devices} devices"
+                f"num_experts is {self.num_experts}: wanted a multiple of the {self.num_devices} devices, or "
+                "fewer experts than devices"
             )
         if self.num_micro_batches < 1 or self.tokens_per_micro_batch <= 0 or not self.before_gate_flops_L:
             raise ValueError(
@@ -99,6 +101,16 @@ class MoeJob:
     def num_layers(self) -> int:
         """Number of MoE layers, L."""
         return len(self.before_gate_flops_L)
+
+    @property
+    def owned_per_layer(self) -> int:
+        """Most experts of a layer that a device owns at the start."""
+        return max(self.num_experts // self.num_devices, 1)
+
+    @property
+    def owned_slots(self) -> int:
+        """Number of experts of all layers together for which a device has room as their owner."""
+        return -(-self.num_layers * self.num_experts // self.num_devices)
 
     @property
     def expert_bytes(self) -> int:

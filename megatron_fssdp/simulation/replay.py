@@ -12,7 +12,7 @@ from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_traffic import (
     NO_TRANSFER,
     DispatchTraffic,
-    pairs_traffic,
+    moves_traffic,
     transfer_traffic,
 )
 from megatron_fssdp.planning.loads.load_history import LoadHistory
@@ -183,8 +183,5 @@ def _move(ledger: LayerLedger, iteration: int, source_P: np.ndarray, device_P: n
     """Record moves of parameters, master weights and optimizer states before an iteration."""
     if not len(source_P):
         return
-    num_devices = ledger.topology.num_devices
-    experts_DD = np.zeros((num_devices, num_devices), np.int64)
-    np.add.at(experts_DD, (source_P, device_P), 1)
-    ledger.reshard.put(iteration, 0, pairs_traffic(experts_DD, ledger.topology))
+    ledger.reshard.put(iteration, 0, moves_traffic(source_P, device_P, ledger.topology))
     ledger.reshard_experts_I[iteration] = len(source_P)

@@ -22,6 +22,7 @@ from megatron_fssdp.planning.cost.link_seconds import ClusterLinks, LinkTimes, c
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.memory.materialization_limits import memory_capacity
 from megatron_fssdp.planning.memory.memory_accounting import FP32_BYTES
+from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.simulation.device_memory import DeviceMemory, device_memory
 from megatron_fssdp.simulation.iteration_timeline import PARTS, IterationTimeline, LayerSeconds, OnSpan
 from megatron_fssdp.simulation.layer_ledger import LayerLedger, TransferColumns
@@ -120,7 +121,7 @@ def simulate(
     ring = strategy.ring(0, topology)
     num_steps = 1 if ring is None else ring.num_steps
     layers = LayerTimes(ledger, cluster, links, job, num_steps)
-    context = LayerContext(1, np.arange(job.num_experts) // (job.num_experts // job.num_devices), topology)
+    context = LayerContext(1, even_owners(job.num_experts, job.num_devices), topology)
     memory = device_memory(
         job,
         cluster,

@@ -2,7 +2,8 @@
 
 The testbed forces this routing on real ranks, and the simulator uses it as its input. Therefore measured and
 simulated figures have the same loads. Experts are placed as by Megatron: device ``d`` owns the ``E/D``
-experts from ``d·E/D`` on.
+experts from ``d·E/D`` on. With fewer experts than devices, E devices own one expert each, and where a
+workload names a device, it means one of these.
 
 Shape letters: I iterations, D devices, E experts.
 """
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megatron_fssdp.planning.placement.placement import even_owners
 
 Counts = NDArray[np.int64]
 
@@ -33,7 +36,7 @@ class WorkloadShape:
 
     Attributes:
         num_devices: Number of devices, D.
-        num_experts: Number of experts, E. A multiple of D.
+        num_experts: Number of experts, E. A multiple of D, or less than D.
         tokens_per_device: Tokens of each source device, or their mean if the devices have different numbers.
         top_k: Number of different experts of each token.
         num_iterations: Number of iterations, I.
@@ -48,9 +51,12 @@ class WorkloadShape:
     def __post_init__(self) -> None:
         if min(self.num_devices, self.tokens_per_device, self.top_k, self.num_iterations) < 1:
             raise ValueError(f"got {self}; wanted every size at least 1")
-        if self.num_experts < self.num_devices or self.num_experts % self.num_devices:
+        if self.num_experts < 1 or (
+            self.num_experts > self.num_devices and self.num_experts % self.num_devices
+        ):
             raise ValueError(
-                f"got {self.num_experts} experts on {self.num_devices} devices; wanted a multiple of these"
+                f"got {self.num_experts} experts on {self.num_devices} devices; wanted a multiple of these, "
+                "or fewer experts than devices"
             )
         if self.num_experts < self.top_k:
             raise ValueError(
@@ -59,8 +65,13 @@ class WorkloadShape:
 
     @property
     def experts_per_device(self) -> int:
-        """Number of experts that each device owns, E/D."""
-        return self.num_experts // self.num_devices
+        """Number of experts of each device that owns any: E/D, or 1 with fewer experts than devices."""
+        return max(self.num_experts // self.num_devices, 1)
+
+    @property
+    def num_owners(self) -> int:
+        """Number of devices that own experts."""
+        return min(self.num_devices, self.num_experts)
 
 
 @dataclass(frozen=True)
@@ -175,7 +186,9 @@ def device_max_over_mean(counts_DE: Counts) -> float:
         counts_DE: int64 ``[D, E]``. Assignments of every source device to every expert.
     """
     num_devices, num_experts = counts_DE.shape
-    return _max_over_mean(counts_DE.sum(axis=0).reshape(num_devices, num_experts // num_devices).sum(axis=1))
+    load_D = np.zeros(num_devices, np.int64)
+    np.add.at(load_D, even_owners(num_experts, num_devices), counts_DE.sum(axis=0))
+    return _max_over_mean(load_D)
 
 
 def _max_over_mean(load: Counts) -> float:
@@ -236,8 +249,9 @@ def _always(popularity_E: NDArray[np.float64], shape: WorkloadShape) -> NDArray[
     return np.tile(popularity_E, (shape.num_iterations, 1))
 
 
-def _experts_of(shape: WorkloadShape, device: int) -> list[int]:
-    return list(range(device * shape.experts_per_device, (device + 1) * shape.experts_per_device))
+def _experts_of(shape: WorkloadShape, owner: int) -> list[int]:
+    """Return the experts of one of the devices that own any."""
+    return list(range(owner * shape.experts_per_device, (owner + 1) * shape.experts_per_device))
 
 
 def _balanced(shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
@@ -249,10 +263,10 @@ def _hot_device(shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
 
 
 def _hot_spread(shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
-    stride = max(1, shape.num_devices // shape.experts_per_device)
+    stride = max(1, shape.num_owners // shape.experts_per_device)
     # One expert on each of E/D devices, with the largest possible distance between the devices.
     hot = [
-        (i * stride % shape.num_devices) * shape.experts_per_device + i * stride // shape.num_devices
+        (i * stride % shape.num_owners) * shape.experts_per_device + i * stride // shape.num_owners
         for i in range(shape.experts_per_device)
     ]
     return _always(_hot(shape, hot, HOT_SET_SHARE), shape)
@@ -264,7 +278,7 @@ def _hot_expert(shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
 
 def _idle(shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
     popularity_E = np.ones(shape.num_experts)
-    popularity_E[_experts_of(shape, shape.num_devices - 1)] = 0
+    popularity_E[_experts_of(shape, shape.num_owners - 1)] = 0
     # The first expert of every second remaining device, if the device then still has another expert.
     if shape.experts_per_device > 1:
         popularity_E[0 : shape.num_experts - shape.experts_per_device : 2 * shape.experts_per_device] = 0
@@ -274,7 +288,7 @@ def _idle(shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
 def _rotating(shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
     return np.stack(
         [
-            _hot(shape, _experts_of(shape, i // ROTATION_ITERATIONS % shape.num_devices), HOT_SET_SHARE)
+            _hot(shape, _experts_of(shape, i // ROTATION_ITERATIONS % shape.num_owners), HOT_SET_SHARE)
             for i in range(shape.num_iterations)
         ]
     )

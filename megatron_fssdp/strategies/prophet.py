@@ -6,10 +6,12 @@ import numpy as np
 
 from megatron_fssdp.config.strategy_settings import ProphetSettings
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.cost.layer_traffic import DispatchTraffic
+from megatron_fssdp.planning.cost.owner_traffic import OwnerTraffic
 from megatron_fssdp.planning.cost.transfer_split import WHOLE
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.papers.calibration import doubling
-from megatron_fssdp.planning.papers.prophet_planner import ProphetModel, plan_layer
+from megatron_fssdp.planning.papers.prophet_planner import ProphetLayer, ProphetModel
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
@@ -64,27 +66,55 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
 
     def _planned(self, context: LayerContext, profile: LayerProfile, counts_DE: np.ndarray) -> LayerPlan:
         most, left_out = context.num_devices - 1, self.settings.left_out
+        layer = ProphetLayer(context.owner_E, counts_DE, context.num_devices)
         found = [
-            plan_layer(
-                context.owner_E,
-                counts_DE,
+            layer.plan(
                 _model(profile, context.topology, min(number, most), overlaps=self.settings.overlap),
                 balance=self.settings.balance,
                 slots=self.slots(context),
             ).placement
             for number in ([0, *doubling(most)] if left_out is None else [left_out])
         ]
-        plans = [self._plan_of(placement, counts_DE, context) for placement in found]
         if left_out is not None:
-            return plans[0]
-        # By Eq. 4, an expert with fewer replicas costs less, but a link between nodes carries it only once.
-        # The price with the measured links therefore selects among the searches and a plan without replicas.
-        return min(
-            [LayerPlan.owners_only(context), *plans],
-            key=lambda plan: plan_seconds(
-                plan, counts_DE, context, num_micro_batches=profile.num_micro_batches
-            ),
-        )
+            return self._plan_of(found[0], counts_DE, context)
+        return self._cheapest(found, counts_DE, context, profile)
+
+    def _cheapest(
+        self,
+        placements: list[ExpertPlacement],
+        counts_DE: np.ndarray,
+        context: LayerContext,
+        profile: LayerProfile,
+    ) -> LayerPlan:
+        """The plan with the fewest modelled seconds, or the one without replicas if no plan has fewer.
+
+        By Eq. 4, an expert with fewer replicas costs less, but a link between nodes carries it only once. The
+        price with the measured links therefore selects.
+
+        Args:
+            placements: What the searches found.
+            counts_DE: (token, k) pairs by source and expert, int64 ``[D, E]``.
+            context: Data of the layer.
+            profile: Measured costs.
+        """
+        traffic = OwnerTraffic(counts_DE, context.owner_E, context.topology)
+        times = profile.num_micro_batches
+
+        def seconds(plan: LayerPlan, dispatch: DispatchTraffic) -> float:
+            return plan_seconds(plan, counts_DE, context, num_micro_batches=times, traffic=dispatch)
+
+        plain = best = LayerPlan.owners_only(context)
+        best_s = seconds(plain, traffic.without_replicas())
+        for placement in placements:
+            dispatch = traffic.of(placement)
+            # With the same dispatch and no transfers, a plan takes at most as long as with its transfers.
+            if not placement.num_replicas or seconds(plain, dispatch) >= best_s:
+                continue
+            plan = self._plan_of(placement, counts_DE, context)
+            plan_s = seconds(plan, dispatch)
+            if plan_s < best_s:
+                best, best_s = plan, plan_s
+        return best
 
     def _plan_of(self, placement: ExpertPlacement, counts_DE: np.ndarray, context: LayerContext) -> LayerPlan:
         transfer = two_level_transfer(placement, context.topology)

@@ -67,7 +67,8 @@ class SmartmoeStrategy(Strategy[SmartmoeSettings]):
             Device of each expert, integers ``[E]``.
         """
         old_E, profile, topology = context.owner_E, context.profile, context.topology
-        if profile is None or not load_E.any():
+        if profile is None or not load_E.any() or context.num_experts < context.num_devices:
+            # With at most one expert on a device, an exchange would only change which device has it.
             return old_E
         new_E = permuted_owners(old_E, load_E, context.num_devices)
         saved_s = self.settings.reshard_interval * (

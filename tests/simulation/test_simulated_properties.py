@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
-from megatron_fssdp.planning.cost.layer_traffic import dispatch_traffic, pairs_traffic, transfer_traffic
+from megatron_fssdp.planning.cost.layer_traffic import dispatch_traffic, moves_traffic, transfer_traffic
 from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
@@ -18,6 +18,7 @@ from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.simulation.iteration_timeline import ALL_TO_ALL, COMPUTE, TRANSFER
 from megatron_fssdp.simulation.simulator import StrategyOutcome, layer_profile, simulate
 from tests.drawn_examples import examples
+from tests.planning.cost.dense_traffic import pairs_traffic
 from tests.simulation.small_jobs import cluster_of, job_of, loads, settings_of
 
 SLOW = examples(25)
@@ -102,7 +103,9 @@ def test_each_lane_runs_one_span_at_a_time_and_parts_add_up(
 
 
 @examples(60)
-@given(SEEDS, st.sampled_from([(4, 1), (4, 2), (6, 3), (8, 4)]), st.sampled_from(["even", "balanced"]))
+@given(
+    SEEDS, st.sampled_from([(4, 1), (4, 2), (6, 3), (8, 4)]), st.sampled_from(["even", "balanced", "owner"])
+)
 def test_simulated_traffic_equals_the_dispatch(seed: int, shape: tuple[int, int], policy: str) -> None:
     """Compare with the whole [D, E, D] tensor, which the simulator never builds."""
     devices, nodes = shape
@@ -125,6 +128,7 @@ def test_simulated_traffic_equals_the_dispatch(seed: int, shape: tuple[int, int]
         experts_DD[edge.source, edge.destination] += 1
     moved = transfer_traffic(plan, topology)
     assert moved.busiest == pairs_traffic(experts_DD, topology)
+    assert moved.busiest == moves_traffic(plan.table[:, 1], plan.table[:, 2], topology)
     assert moved.num_experts == plan.num_transfers
     assert moved.num_between_nodes == plan.inter_node_bytes(1, topology)
     assert sum(moved.fill_hops) <= max(plan.max_depth, 0)

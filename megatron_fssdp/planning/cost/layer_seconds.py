@@ -37,7 +37,7 @@ from megatron_fssdp.planning.cost.layer_traffic import (
     DispatchTraffic,
     TransferTraffic,
     dispatch_traffic,
-    pairs_traffic,
+    moves_traffic,
     transfer_traffic,
 )
 from megatron_fssdp.planning.cost.link_seconds import ClusterLinks, LinkSet, LinkTimes, plain_links
@@ -154,10 +154,9 @@ def moving_seconds(
         topology: Nodes of the devices.
         profile: Measured costs.
     """
-    experts_DD = np.zeros((topology.num_devices, topology.num_devices), np.int64)
-    np.add.at(experts_DD, (sources_P, devices_P), 1)
     links = plain_links(profile.cluster).transfer
-    return float(links.times(pairs_traffic(experts_DD, topology), profile.moved_bytes).seconds)
+    traffic = moves_traffic(sources_P, devices_P, topology)
+    return float(links.times(traffic, profile.moved_bytes).seconds)
 
 
 @dataclass(frozen=True, eq=False)

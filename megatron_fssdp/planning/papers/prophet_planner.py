@@ -129,6 +129,92 @@ class PlannedLayer:
     seconds: float
 
 
+class ProphetLayer:
+    """One layer for which the greedy search runs, once or with several models (Pro-Prophet, Alg. 1).
+
+    Args:
+        owner_E: Owner of every expert, integers ``[E]``.
+        counts_DE: (token, k) pairs of an iteration by source device and expert, integers ``[D, E]``.
+        num_devices: Number of devices, D.
+
+    Raises:
+        ValueError: The counts do not match the owners and devices.
+    """
+
+    def __init__(self, owner_E: np.ndarray, counts_DE: np.ndarray, num_devices: int) -> None:
+        self._owner_E = owner = np.ascontiguousarray(owner_E, np.int64)
+        self._counts_DE = counts = checked_counts(counts_DE, num_devices, len(owner))
+        self._plain = ExpertPlacement.owners_only(owner, num_devices)
+        self._load_E = counts.sum(axis=0)
+        self._total = int(self._load_E.sum())
+        self._computed_D, own_D = (
+            np.bincount(owner, weights=tokens_E, minlength=num_devices).astype(np.int64)
+            for tokens_E in (self._load_E, counts[owner, np.arange(len(owner))])
+        )
+        self._received_D = self._computed_D - own_D
+
+    def plan(self, model: ProphetModel, *, balance: float = 0.5, slots: int | None = None) -> PlannedLayer:
+        """Plan the layer by the greedy search.
+
+        Each step takes the most loaded device, and of its experts the most loaded one that has not been
+        selected yet. The expert is sent to all devices except the ``n`` devices that have the fewest inputs
+        for it. Inputs on devices that have the expert then stay there. All other inputs go to its owner, as
+        before. The steps end when the load is balanced. The result is the sequence of first steps with the
+        fewest modelled seconds, or no step if none lowers them.
+
+        Args:
+            model: The performance model of the layer.
+            balance: ``α`` of Eq. 7. The load is balanced if ``max(H) − min(H) < α · I / E``, with ``I``
+                inputs in all.
+            slots: Most replicas that a device may hold. None means no limit, as in the paper.
+
+        Returns:
+            A placement whose modelled seconds are at most those without replicas.
+
+        Raises:
+            ValueError: The model has another number of devices, or ``balance`` is negative.
+        """
+        owner, counts, plain = self._owner_E, self._counts_DE, self._plain
+        if model.num_devices != plain.num_devices:
+            raise ValueError(
+                f"the model has {model.num_devices} devices: wanted the {plain.num_devices} devices of the "
+                "layer"
+            )
+        if balance < 0:
+            raise ValueError(f"balance is {balance}: wanted 0 or more (Pro-Prophet, Eq. 7)")
+        computed_D, received_D = self._computed_D.copy(), self._received_D.copy()
+        plain_s = float(model.layer_s(received_D, computed_D, 0))
+        left_D = np.full(model.num_devices, len(owner) if slots is None else slots, np.int64)
+        end_E, most_received_E, most_computed_E = np.empty((3, len(owner)), np.int64)
+        expert_P, device_P = np.empty((2, counts.size), np.int64)
+        num_steps = greedy_steps(
+            owner,
+            self._load_E,
+            counts,
+            model.num_left_out,
+            balance * self._total / len(owner),
+            left_D,
+            computed_D,
+            received_D,
+            end_E,
+            most_received_E,
+            most_computed_E,
+            expert_P,
+            device_P,
+        )
+        if not num_steps:
+            return PlannedLayer(plain, plain_s)
+        step_s = model.layer_s(
+            most_received_E[:num_steps, None], most_computed_E[:num_steps, None], np.arange(1, num_steps + 1)
+        )
+        best = int(step_s.argmin())
+        if step_s[best] >= plain_s:
+            return PlannedLayer(plain, plain_s)
+        present_ED = plain.present_ED.copy()
+        present_ED[expert_P[: end_E[best]], device_P[: end_E[best]]] = True
+        return PlannedLayer(ExpertPlacement(owner, present_ED, slots=slots), float(step_s[best]))
+
+
 def plan_layer(
     owner_E: np.ndarray,
     counts_DE: np.ndarray,
@@ -137,67 +223,16 @@ def plan_layer(
     balance: float = 0.5,
     slots: int | None = None,
 ) -> PlannedLayer:
-    """Plan one layer by a greedy search (Pro-Prophet, Alg. 1).
-
-    Each step takes the most loaded device, and of its experts the most loaded one that has not been selected
-    yet. The expert is sent to all devices except the ``n`` devices that have the fewest inputs for it. Inputs
-    on devices that have the expert then stay there. All other inputs go to its owner, as before. The steps
-    end when the load is balanced. The result is the sequence of first steps with the fewest modelled seconds,
-    or no step if none lowers them.
+    """Plan one layer by a greedy search with one model (:meth:`ProphetLayer.plan`).
 
     Args:
         owner_E: Owner of every expert, integers ``[E]``.
         counts_DE: (token, k) pairs of an iteration by source device and expert, integers ``[D, E]``.
         model: The performance model of the layer.
-        balance: ``α`` of Eq. 7. The load is balanced if ``max(H) − min(H) < α · I / E``, with ``I`` inputs in
-            all.
+        balance: ``α`` of Eq. 7.
         slots: Most replicas that a device may hold. None means no limit, as in the paper.
-
-    Returns:
-        A placement whose modelled seconds are at most those without replicas.
 
     Raises:
         ValueError: The counts do not match the owners and devices, or ``balance`` is negative.
     """
-    owner = np.ascontiguousarray(owner_E, np.int64)
-    counts = checked_counts(counts_DE, model.num_devices, len(owner))
-    if balance < 0:
-        raise ValueError(f"balance is {balance}: wanted 0 or more (Pro-Prophet, Eq. 7)")
-    plain = ExpertPlacement.owners_only(owner, model.num_devices)
-    load_E = counts.sum(axis=0)
-    experts = np.arange(len(owner))
-    computed_D, own_D = (
-        np.bincount(owner, weights=tokens_E, minlength=model.num_devices).astype(np.int64)
-        for tokens_E in (load_E, counts[owner, experts])
-    )
-    received_D = computed_D - own_D
-    plain_s = float(model.layer_s(received_D, computed_D, 0))
-    left_D = np.full(model.num_devices, len(owner) if slots is None else slots, np.int64)
-    end_E, most_received_E, most_computed_E = np.empty((3, len(owner)), np.int64)
-    expert_P, device_P = np.empty((2, counts.size), np.int64)
-    num_steps = greedy_steps(
-        owner,
-        load_E,
-        counts,
-        model.num_left_out,
-        balance * counts.sum() / len(owner),
-        left_D,
-        computed_D,
-        received_D,
-        end_E,
-        most_received_E,
-        most_computed_E,
-        expert_P,
-        device_P,
-    )
-    if not num_steps:
-        return PlannedLayer(plain, plain_s)
-    step_s = model.layer_s(
-        most_received_E[:num_steps, None], most_computed_E[:num_steps, None], np.arange(1, num_steps + 1)
-    )
-    best = int(step_s.argmin())
-    if step_s[best] >= plain_s:
-        return PlannedLayer(plain, plain_s)
-    present_ED = plain.present_ED.copy()
-    present_ED[expert_P[: end_E[best]], device_P[: end_E[best]]] = True
-    return PlannedLayer(ExpertPlacement(owner, present_ED, slots=slots), float(step_s[best]))
+    return ProphetLayer(owner_E, counts_DE, model.num_devices).plan(model, balance=balance, slots=slots)

@@ -171,7 +171,11 @@ class ExpertPlacement:
 
 
 def even_owners(num_experts: int, num_devices: int) -> np.ndarray:
-    """The owners with which Megatron starts: ``owner_E[e] = e // (E / D)``.
+    """The owners with which a training starts.
+
+    If every device owns equally many experts, these are Megatron's owners, ``owner_E[e] = e // (E / D)``. If
+    there are fewer experts than devices, which Megatron does not support, every expert is on a device of its
+    own, and the owners are spread evenly over the devices: ``owner_E[e] = floor(e D / E)``.
 
     Args:
         num_experts: Number of experts, E.
@@ -181,11 +185,13 @@ def even_owners(num_experts: int, num_devices: int) -> np.ndarray:
         Owner of every expert, int64 ``[E]``.
 
     Raises:
-        ValueError: The number of experts is not a positive multiple of the number of devices.
+        ValueError: A number is not positive, or there are more experts than devices but not a multiple of
+            them.
     """
-    if num_devices < 1 or num_experts < 1 or num_experts % num_devices:
+    if num_devices < 1 or num_experts < 1 or (num_experts > num_devices and num_experts % num_devices):
         raise ValueError(
             f"{num_experts} experts cannot be shared evenly by {num_devices} devices: wanted a number of "
-            "experts that is a positive multiple of the number of devices; give owner_E explicitly instead"
+            "experts that is a positive multiple of the number of devices, or fewer experts than devices; "
+            "give owner_E explicitly instead"
         )
-    return np.arange(num_experts, dtype=np.int64) // (num_experts // num_devices)
+    return np.arange(num_experts, dtype=np.int64) * num_devices // num_experts

@@ -18,13 +18,14 @@ from megatron_fssdp.planning.cost.layer_seconds import (
     moving_seconds,
     transfer_seconds,
 )
-from megatron_fssdp.planning.cost.layer_traffic import BusiestLinks, TransferTraffic, pairs_traffic
+from megatron_fssdp.planning.cost.layer_traffic import BusiestLinks, TransferTraffic
 from megatron_fssdp.planning.cost.link_seconds import plain_links
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.message_size import FixedMessages
 from megatron_fssdp.planning.transfer.transfer_plan import plain_transfer, two_level_transfer
+from tests.planning.cost.dense_traffic import pairs_traffic
 
 FAST = ClusterCost(LinkCost(0.0, 1.0), LinkCost(0.0, 10.0), expert_flops_per_s=100.0)
 PROFILE = LayerProfile(0.0, FAST, expert_bytes=3, token_bytes=1, flops_per_token=1.0, memory_capacity=1)

@@ -11,7 +11,6 @@ from megatron_fssdp.planning.balanced.replica_planner import plan_materializatio
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import PROB_BYTES, placement_seconds, transfer_seconds
-from megatron_fssdp.planning.cost.layer_traffic import pairs_traffic
 from megatron_fssdp.planning.cost.link_seconds import plain_links
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.calibration import (
@@ -23,6 +22,7 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.message_size import FixedMessages
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer, two_level_transfer
 from tests.drawn_examples import examples
+from tests.planning.cost.dense_traffic import pairs_traffic
 
 from ..placement_cases import brute_force_dispatch_DED, owned_layers, random_counts_DE
 

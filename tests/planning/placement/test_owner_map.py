@@ -71,9 +71,28 @@ def test_maps_without_some_expert_are_refused() -> None:
         OwnerMap(even.device_LE, [[0, 0, 0, 1]], 2)
     with pytest.raises(ValueError, match="used twice"):
         OwnerMap([[0, 0, 0, 1]], [[0, 1, 2, 0]], 2)
-    with pytest.raises(ValueError, match="wanted equal numbers"):
+    with pytest.raises(ValueError, match="slots for them"):
         even.with_owners(np.array([[0, 0, 0, 1]]))
     with pytest.raises(ValueError, match="multiple"):
         OwnerMap.even(1, 5, 2)
     with pytest.raises(ValueError, match="shape"):
         even.with_owners(np.zeros((2, 4)))
+
+
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 6))
+def test_fewer_experts_than_devices_are_spread_over_all_devices(more: int, experts: int, layers: int) -> None:
+    devices = experts + more
+    even = OwnerMap.even(layers, experts, devices)
+    for device_E in even.device_LE:
+        assert len(set(device_E.tolist())) == experts
+    owned_D = np.bincount(even.device_LE.reshape(-1), minlength=devices)
+    assert set(owned_D.tolist()) <= {layers * experts // devices, even.slots_per_device}
+    assert even.is_even
+    # An expert may go to any device with a free slot.
+    free = np.flatnonzero(owned_D < even.slots_per_device)
+    if len(free):
+        device_LE = even.device_LE.copy()
+        device_LE[0, 0] = free[0]
+        moved = even.with_owners(device_LE)
+        assert moved.device_LE.tolist() == device_LE.tolist()
+        assert (moved.slot_LE.reshape(-1)[1:] == even.slot_LE.reshape(-1)[1:]).all()

@@ -1,0 +1,42 @@
+"""More devices than experts: every strategy plans, and no token is lost."""
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.planning.papers.heterogeneous_sharding import heterogeneous_sharding
+from megatron_fssdp.planning.placement.owner_map import OwnerMap
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.simulation.job_loads import generated_loads
+from megatron_fssdp.simulation.simulator import simulate
+from megatron_fssdp.simulation.workloads import WORKLOADS
+from tests.simulation.small_jobs import cluster_of, job_of, settings_of
+
+PLACING = [name for name, entry in STRATEGIES.items() if entry.strategy is not None]
+
+
+@pytest.mark.parametrize("name", PLACING)
+def test_every_strategy_takes_more_devices_than_experts(name: str) -> None:
+    job = job_of(devices=16, experts=6, layers=3, tokens_per_micro_batch=12)
+    counts_ILDE = generated_loads("W6", job, 8)
+    outcome = simulate(name, settings_of(name), counts_ILDE, cluster_of(nodes=4, per_node=4), job)
+    assert (outcome.ledger.tokens_ILD.sum(axis=2) == counts_ILDE.sum(axis=(2, 3))).all()
+    assert (outcome.iteration_s > 0).all()
+    # 18 experts on 16 devices: a device owns at most 2.
+    assert outcome.memory.experts.slot_parameters_bytes == 2 * job.expert_bytes
+
+
+@pytest.mark.parametrize("name", list(WORKLOADS))
+def test_workloads_have_more_devices_than_experts(name: str) -> None:
+    job = job_of(devices=16, experts=6, tokens_per_micro_batch=12)
+    counts_ILDE = generated_loads(name, job, 8)
+    assert (counts_ILDE.sum(axis=(2, 3)) == 16 * 12).all()
+
+
+def test_heterogeneous_sharding_spreads_fewer_experts_than_devices() -> None:
+    owners = OwnerMap.even(4, 6, 16)
+    load_LE = np.random.default_rng(0).random((4, 6))
+    new = heterogeneous_sharding(owners, load_LE, Topology.uniform(16, 4), overlap_degree=2)
+    assert np.bincount(new.device_LE.reshape(-1), minlength=16).max() <= owners.slots_per_device == 2
+    for device_E in new.device_LE:  # no device computes two experts of a layer if another one has room
+        assert len(set(device_E.tolist())) == 6
