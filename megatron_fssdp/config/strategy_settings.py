@@ -132,15 +132,20 @@ class PlacementSettings(StrategySettings):
         return self
 
 
+SmartScheduleUse = bool | Literal["by_price"]
+
+
 class SteppedSettings(PlacementSettings):
     """Keys of strategies that can use FasterMoE's smart schedule."""
 
-    smart_schedule: bool = Field(
+    smart_schedule: SmartScheduleUse = Field(
         default=False,
         description=(
             "Whether to use FasterMoE's smart schedule (§4.2), for any placement. Ranks exchange tokens with "
             "one group of ranks after another. Experts compute one group's tokens while the next tokens are "
-            "sent."
+            "sent. 'by_price': each layer uses it in the iterations in which modelled seconds say that it "
+            "saves time. The default is false, because weight gradients cannot be fused under the other two "
+            "values and no GPU has run the smart schedule yet."
         ),
     )
     group_size: int | None = Field(
@@ -171,10 +176,6 @@ class ScheduleSettings(SteppedSettings):
         return CollectiveSchedule(self.schedule)
 
 
-class EpSettings(ScheduleSettings):
-    """``ep``: plain expert parallelism on this plugin's runtime. Every expert stays with its owner."""
-
-
 class MeasuringSettings(ScheduleSettings):
     """Keys of strategies that decide by measured costs."""
 
@@ -187,6 +188,10 @@ class MeasuringSettings(ScheduleSettings):
             "them."
         ),
     )
+
+
+class EpSettings(MeasuringSettings):
+    """``ep``: plain expert parallelism on this plugin's runtime. Every expert stays with its owner."""
 
 
 class FastermoeSettings(MeasuringSettings):

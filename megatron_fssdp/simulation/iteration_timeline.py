@@ -28,6 +28,7 @@ import numpy as np
 
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.planning.cost.link_seconds import LinkTimes
+from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
 
 COMPUTE, ALL_TO_ALL, TRANSFER = "compute", "all-to-all", "transfer"
 
@@ -65,8 +66,8 @@ class LayerSeconds:
         is_each_pass: Whether replicas are planned, gathered and reduced separately for every micro-batch.
         gather_early: Share of spAG that runs at the same time as the experts of the layer before.
         reduce_late: Share of spRS that runs at the same time as their backward pass.
-        num_steps: Number of steps of the smart schedule. 1 without it, when dispatch, experts and combine run
-            one after the other.
+        steps: Steps of the smart schedule. None if no iteration uses it.
+        in_steps: Whether dispatch, experts and combine run in these steps, and not one after the other.
     """
 
     before_layer_s: np.ndarray
@@ -84,54 +85,23 @@ class LayerSeconds:
     is_each_pass: np.ndarray
     gather_early: np.ndarray | float = 0.0
     reduce_late: np.ndarray | float = 0.0
-    num_steps: int = 1
+    steps: SteppedExchange | None = None
+    in_steps: np.ndarray | bool = False
 
     def exchange_and_experts_s(
         self, first: LinkTimes, second: LinkTimes, experts_s: np.ndarray
     ) -> np.ndarray:
         """Return the seconds from the first sent row to the last result, ``[I]``.
 
-        The layer uses the smart schedule if it has several steps.
-
         Args:
             first: Seconds of the exchange before the experts.
             second: Seconds of the exchange after the experts.
             experts_s: Seconds of the experts on the slowest device, ``[I]``.
         """
-        if self.num_steps > 1:
-            return self.smart_schedule_s(first, second, experts_s)
-        return first.seconds + experts_s + second.seconds
-
-    def smart_schedule_s(self, first: LinkTimes, second: LinkTimes, experts_s: np.ndarray) -> np.ndarray:
-        """Return the seconds from the first sent row to the last result in the smart schedule: ``[I]``.
-
-        This is FasterMoE's pipelined exchange (§4.2, Fig. 8). Messages run in the order
-        ``S_0 … S_{n−1}, R_0 … R_{n−1}``, and compute in the order ``C_0 … C_{n−1}``. Step 0 uses the links
-        inside a group. The other steps share the links between groups. Compute is divided evenly.
-
-        Args:
-            first: Seconds of the exchange before the experts.
-            second: Seconds of the exchange after the experts.
-            experts_s: Seconds of the experts on the slowest device, ``[I]``.
-        """
-        num_steps = self.num_steps
-        sent_s = computed_s = np.zeros_like(experts_s)
-        ends = []
-        for step in range(num_steps):
-            sent_s = sent_s + _step_s(first, step, num_steps)
-            computed_s = np.maximum(computed_s, sent_s) + experts_s / num_steps
-            ends.append(computed_s)
-        returned_s = sent_s
-        for step, computed_s in enumerate(ends):
-            returned_s = np.maximum(returned_s, computed_s) + _step_s(second, step, num_steps)
-        return returned_s
-
-
-def _step_s(exchange: LinkTimes, step: int, num_steps: int) -> np.ndarray:
-    between_s = exchange.far_s if exchange.far_s.any() else exchange.near_s
-    if step:
-        return between_s / (num_steps - 1)
-    return exchange.near_s if exchange.far_s.any() else np.zeros_like(between_s)
+        at_once_s = first.seconds + experts_s + second.seconds
+        if self.steps is None:
+            return at_once_s
+        return np.where(self.in_steps, self.steps.seconds(first, second, experts_s), at_once_s)
 
 
 @dataclass(eq=False)
@@ -183,16 +153,18 @@ class IterationTimeline:
         late_s = np.where(layer.is_ahead, 0.0, gather_s)
         late_s = late_s + (is_first | layer.is_each_pass) * layer.addition_s
         arrival_s = np.maximum(arrival_s, self._transfer(f"spAG {name}", self.now_s, late_s))
-        if layer.num_steps > 1:
-            self._run_in_steps(name, layer, layer.dispatch, layer.combine, layer.experts_s, arrival_s)
-            return
-        self._wait("waiting for spAG", arrival_s)
-        self._run("all-to-all", f"dispatch {name}", layer.dispatch.seconds, ALL_TO_ALL)
+        if layer.steps is not None:
+            self._run_in_steps(
+                name, layer.steps, layer, layer.dispatch, layer.combine, layer.experts_s, arrival_s
+            )
+        at_once = np.logical_not(layer.in_steps)
+        self._wait("waiting for spAG", np.where(at_once, arrival_s, 0.0))
+        self._run("all-to-all", f"dispatch {name}", at_once * layer.dispatch.seconds, ALL_TO_ALL)
         if above is not None and is_first:
             early_s = above.gather_early * above.gather.seconds
             self._early_s = self._transfer(f"spAG, first part, behind {name}", self.now_s, early_s)
-        self._run("experts", f"experts {name}", layer.experts_s)
-        self._run("all-to-all", f"combine {name}", layer.combine.seconds, ALL_TO_ALL)
+        self._run("experts", f"experts {name}", at_once * layer.experts_s)
+        self._run("all-to-all", f"combine {name}", at_once * layer.combine.seconds, ALL_TO_ALL)
 
     def backward(
         self,
@@ -218,17 +190,18 @@ class IterationTimeline:
         needed_s = np.where(layer.is_rematerialized, self.lane_s, 0.0)
         experts_s = BACKWARD_PER_FORWARD * layer.experts_s
         rest_s = np.zeros(self.num_iterations)
-        if layer.num_steps > 1:
-            self._run_in_steps(f"{name}, backward", layer, layer.combine, layer.dispatch, experts_s, needed_s)
-        else:
-            self._contended_all_to_all(f"combine' {name}", layer)
-            self._wait("waiting for spAG", np.where(layer.is_rematerialized, self.lane_s, 0.0))
-            if above is not None and is_last:
-                rest_s = self._transfer(
-                    f"spRS, last part, behind {name}", self.now_s, above.reduce_late * above.reduce_s
-                )
-            self._run("experts", f"experts' {name}", experts_s)
-            self._run("all-to-all", f"dispatch' {name}", layer.dispatch.seconds, ALL_TO_ALL)
+        if layer.steps is not None:
+            back = (layer.combine, layer.dispatch, experts_s, needed_s)
+            self._run_in_steps(f"{name}, backward", layer.steps, layer, *back)
+        at_once = np.logical_not(layer.in_steps)
+        self._contended_all_to_all(f"combine' {name}", layer, at_once)
+        self._wait("waiting for spAG", np.where(at_once & layer.is_rematerialized, self.lane_s, 0.0))
+        if above is not None and is_last:
+            rest_s = self._transfer(
+                f"spRS, last part, behind {name}", self.now_s, above.reduce_late * above.reduce_s
+            )
+        self._run("experts", f"experts' {name}", at_once * experts_s)
+        self._run("all-to-all", f"dispatch' {name}", at_once * layer.dispatch.seconds, ALL_TO_ALL)
         sends_home = layer.is_rematerialized | layer.is_each_pass | is_last
         reduce_s = np.where(sends_home, (1 - layer.reduce_late) * layer.reduce_s, 0.0)
         home_s = np.maximum(rest_s, self._transfer(f"spRS {name}", self.now_s, reduce_s))
@@ -281,20 +254,22 @@ class IterationTimeline:
     def _run_in_steps(
         self,
         name: str,
+        steps: SteppedExchange,
         layer: LayerSeconds,
         first: LinkTimes,
         second: LinkTimes,
         experts_s: np.ndarray,
         needed_s: np.ndarray,
     ) -> None:
-        """Add both exchanges and the experts.
+        """Add both exchanges and the experts, in the iterations in which the layer runs in steps.
 
         The first step of the experts waits for replicas until ``needed_s``.
         """
-        first_rows_s = self.now_s + _step_s(first, 0, layer.num_steps)
-        late_s = np.maximum(needed_s - first_rows_s, 0.0)
+        first_rows_s = self.now_s + layer.in_steps * steps.step_s(first, 0)
+        late_s = layer.in_steps * np.maximum(needed_s - first_rows_s, 0.0)
         self._wait("waiting for spAG", self.now_s + late_s)
-        begin_s, together_s = self.now_s, layer.smart_schedule_s(first, second, experts_s)
+        begin_s, together_s = self.now_s, layer.in_steps * steps.seconds(first, second, experts_s)
+        experts_s = layer.in_steps * experts_s
         self.now_s = begin_s + together_s
         self.parts_s["experts"] = self.parts_s["experts"] + experts_s
         self.parts_s["all-to-all"] = self.parts_s["all-to-all"] + together_s - experts_s
@@ -310,9 +285,12 @@ class IterationTimeline:
         self._tell(TRANSFER, name, np.where(runs, begin_s, ready_s), np.where(runs, end_s, ready_s))
         return np.where(runs, end_s, 0.0)
 
-    def _contended_all_to_all(self, name: str, layer: LayerSeconds) -> None:
-        """Add the backward of combine, which can share a link with a re-gathering that still runs."""
-        seconds = layer.combine.seconds
+    def _contended_all_to_all(self, name: str, layer: LayerSeconds, at_once: np.ndarray) -> None:
+        """Add the backward of combine, which can share a link with a re-gathering that still runs.
+
+        Iterations in which the layer runs in steps (not ``at_once``) get nothing.
+        """
+        seconds = at_once * layer.combine.seconds
         left_s = np.maximum(self.lane_s - self.now_s, 0.0)
         contends = (left_s > 0) & layer.is_rematerialized & (self._regather_is_far == layer.combine.is_far)
         shorter_s = np.where(contends, np.minimum(seconds, left_s), 0.0)

@@ -20,6 +20,7 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer
 from megatron_fssdp.simulation.layer_ledger import LayerLedger
+from megatron_fssdp.strategies.stepped_plans import plan_after_gate, plan_before_gate
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 
 OnPlan = Callable[[int, int, LayerPlan], None]
@@ -87,9 +88,9 @@ def replay_strategy(
             contexts = _replicate(strategy, contexts, histories, ledger, iteration)
         for layer, context in enumerate(contexts):
             counts_DE = counts_ILDE[iteration, layer].astype(np.int64)
-            planned = strategy.check_plan(context, strategy.before_gate(context, histories[layer]))
+            planned = strategy.check_plan(context, plan_before_gate(strategy, context, histories[layer]))
             first_DE = counts_DE if num_micro_batches == 1 else counts_DE // num_micro_batches
-            plan = strategy.after_gate(context, first_DE, planned, num_micro_batches)
+            plan = plan_after_gate(strategy, context, first_DE, planned, num_micro_batches)
             strategy.check_plan(context, plan)
             traffic = plan.traffic(counts_DE, topology, num_micro_batches)
             record_layer(ledger, iteration, layer, planned, plan, counts_DE, traffic)

@@ -19,6 +19,7 @@ from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import exchange_times, expert_seconds, transfer_times
 from megatron_fssdp.planning.cost.link_seconds import ClusterLinks, LinkTimes, cluster_links, topology_of
+from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.memory.materialization_limits import memory_capacity
 from megatron_fssdp.planning.memory.memory_accounting import FP32_BYTES
@@ -119,8 +120,8 @@ def simulate(
     )
     links = cluster_links(cluster, is_megatrons=name == "none", on_cuda=job.on_cuda)
     ring = strategy.ring(0, topology)
-    num_steps = 1 if ring is None else ring.num_steps
-    layers = LayerTimes(ledger, cluster, links, job, num_steps)
+    steps = None if ring is None else SteppedExchange.of(ring, topology, job.messages.step_host_s)
+    layers = LayerTimes(ledger, cluster, links, job, steps)
     context = LayerContext(1, even_owners(job.num_experts, job.num_devices), topology)
     memory = device_memory(
         job,
@@ -204,7 +205,7 @@ class LayerTimes:
         cluster: Link and compute costs of the cluster.
         links: Links of the cluster, as each kind of transfer uses them.
         job: Sizes and parallelism of the training job.
-        num_steps: Number of steps of the smart schedule. 1 if it is not used.
+        steps: Steps of the layers that run under the smart schedule. None if no layer does.
     """
 
     def __init__(
@@ -213,7 +214,7 @@ class LayerTimes:
         cluster: ClusterDescription,
         links: ClusterLinks,
         job: MoeJob,
-        num_steps: int = 1,
+        steps: SteppedExchange | None = None,
     ) -> None:
         self._ledger, self._cluster, self._job = ledger, cluster, job
         self._counts_s = links.gather_counts_s(ledger.topology, job.num_experts)
@@ -251,7 +252,7 @@ class LayerTimes:
         slowest_IL = np.maximum(ledger.most_routed_IL / job.pairs_per_device, 1.0)
         s_per_flop_IL = slowest_IL / cluster.non_expert_flops_per_s
         # Split transfers cannot be combined with the smart schedule.
-        splits = num_steps == 1
+        splits = steps is None
         self._layers = [
             LayerSeconds(
                 before_layer_s=job.before_layer_flops_L[layer] * s_per_flop_IL[:, layer],
@@ -269,7 +270,8 @@ class LayerTimes:
                 is_each_pass=ledger.each_pass_IL[:, layer],
                 gather_early=ledger.gather_early_IL[:, layer] * splits,
                 reduce_late=ledger.reduce_late_IL[:, layer] * splits,
-                num_steps=num_steps,
+                steps=steps,
+                in_steps=ledger.in_steps_IL[:, layer],
             )
             for layer in range(job.num_layers)
         ]
@@ -377,7 +379,7 @@ class LayerTimes:
 
 
 def _of_layer(times: LinkTimes, layer: int) -> LinkTimes:
-    return LinkTimes(times.near_s[:, layer], times.far_s[:, layer])
+    return replace(times, near_s=times.near_s[:, layer], far_s=times.far_s[:, layer])
 
 
 def _strategy(name: str, settings: StrategySettings) -> Strategy:

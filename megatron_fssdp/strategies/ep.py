@@ -1,6 +1,6 @@
 """Plain expert parallelism: every expert stays with its owner."""
 
-from megatron_fssdp.config.strategy_settings import PlacementSettings
+from megatron_fssdp.config.strategy_settings import MeasuringSettings, PlacementSettings
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 
@@ -9,6 +9,14 @@ class EpStrategy(Strategy[PlacementSettings]):
     """``ep``: the baseline to which every other strategy is compared."""
 
     overlaps = False  # The strategy has no transfers.
+
+    @property
+    def profile_iterations(self) -> int:
+        """Iterations to measure; 0 unless prices decide about the smart schedule."""
+        settings = self.settings
+        if isinstance(settings, MeasuringSettings) and settings.smart_schedule == "by_price":
+            return settings.profile_iterations
+        return 0
 
     def may_replicate(self, layer: int) -> bool:
         """False: no layer has replicas."""

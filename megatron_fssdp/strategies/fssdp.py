@@ -46,10 +46,11 @@ class FssdpStrategy(Strategy[FssdpSettings]):
 
     @property
     def profile_iterations(self) -> int:
-        """Iterations to measure; 0 if t and m are given, and neither calibration nor splits need costs."""
+        """Iterations to measure; 0 if t and m are given, and nothing else needs costs."""
         settings = self.settings
         is_limited = settings.slots is not None and settings.overlap_degree is not None
-        needs_profile = not is_limited or settings.calibrate or settings.split
+        by_price = settings.smart_schedule == "by_price"
+        needs_profile = not is_limited or settings.calibrate or settings.split or by_price
         return settings.profile_iterations if needs_profile else 0
 
     @property

@@ -9,7 +9,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_fssdp.config.strategy_settings import CollectiveSchedule, PlacementSettings, SteppedSettings
+from megatron_fssdp.config.strategy_settings import (
+    CollectiveSchedule,
+    PlacementSettings,
+    SmartScheduleUse,
+    SteppedSettings,
+)
 from megatron_fssdp.planning.balanced.quota_planner import quota_dispatch, split_among_peers
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_traffic import DispatchTraffic, dispatch_traffic, quota_traffic
@@ -86,6 +91,8 @@ class LayerPlan:
             ``[E, D]``. It replaces the dispatch policy. ``None`` uses the policy.
         resident: Whether the replicas are resident. They have Parameters of their own, so no weights travel.
             An iteration's gradients are summed at the owners and given back to the replicas.
+        in_steps: Whether dispatch, experts and combine run in the steps of the smart schedule. Strategies do
+            not set it; ``strategies/stepped_plans.py`` does.
     """
 
     placement: ExpertPlacement
@@ -97,6 +104,7 @@ class LayerPlan:
     split: TransferSplit = WHOLE
     tokens_ED: np.ndarray | None = None
     resident: bool = False
+    in_steps: bool = False
 
     def __post_init__(self) -> None:
         self.transfer.check_serves(self.placement)
@@ -244,6 +252,11 @@ class Strategy[Settings: PlacementSettings](ABC):
         """Order of collectives if ranks share experts or tokens, from the settings."""
         return self.settings.collective_schedule
 
+    @property
+    def smart_schedule(self) -> SmartScheduleUse:
+        """Whether layers run in the steps of FasterMoE's smart schedule, from the settings."""
+        return self.settings.smart_schedule if isinstance(self.settings, SteppedSettings) else False
+
     def ring(self, device: int, topology: Topology) -> GroupRing | None:
         """Groups of ranks with which a device exchanges tokens step by step (smart schedule).
 
@@ -252,7 +265,7 @@ class Strategy[Settings: PlacementSettings](ABC):
             topology: Nodes of the devices.
 
         Returns:
-            The ring of groups; ``None`` if the device exchanges with all ranks at once.
+            The ring of groups; ``None`` if the device always exchanges with all ranks at once.
 
         Raises:
             ValueError: The settings' group size does not divide the devices.

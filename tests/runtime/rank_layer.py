@@ -77,6 +77,7 @@ class LayerCase:
             (replicas have Parameters, gradients are summed among holders) or "resident_in_turn".
         calibrated: Whether the placement grows when the counts are known.
         group_size: Ranks of a group of the smart schedule; None exchanges with all at once.
+        changes: Whether random placements run only every second iteration in steps, from the second one on.
         one_queue: Whether CUDA devices run all kernels in the order of their issue.
         inputs: Which of "hidden" and "probs" require a gradient.
         device: Device of the layer and its inputs; "cuda" also on a virtual device.
@@ -101,6 +102,7 @@ class LayerCase:
     transfers: str = "in_turn"
     calibrated: bool = False
     group_size: int | None = None
+    changes: bool = False
     one_queue: bool = False
     inputs: tuple[str, ...] = ("hidden", "probs")
     driven: bool = True
@@ -175,9 +177,17 @@ class DrawnPlacements(Strategy):
             self.replica_life = ReplicaLife.MICRO_BATCH
         self.each_micro_batch = case.transfers.startswith("each")
         self.calibrated = case.calibrated
+        self.has_steps, self.changes = case.group_size is not None, case.changes
+        self.num_planned = 0
+
+    @property
+    def smart_schedule(self) -> bool:
+        """Whether all ranks exchange in steps in the iteration that was planned last."""
+        return self.has_steps and not (self.changes and self.num_planned % 2)
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """Draw the next placement; all ranks draw the same ones."""
+        self.num_planned += 1
         if context.resident is not None:
             transfer = two_level_transfer(context.resident, context.topology)
             return LayerPlan(context.resident, transfer, gather_ahead=False, resident=True)
@@ -240,9 +250,9 @@ class DrawnPlacements(Strategy):
 def strategy_of(case: LayerCase) -> Strategy:
     """A real strategy where the case names one, otherwise random placements."""
     if case.placement in STRATEGIES:
-        return build_strategy(
-            case.placement, STRATEGIES[case.placement].settings.model_validate(dict(case.settings))
-        )
+        in_steps = {} if case.group_size is None else {"smart_schedule": True}
+        model = STRATEGIES[case.placement].settings
+        return build_strategy(case.placement, model.model_validate({**dict(case.settings), **in_steps}))
     return DrawnPlacements(case)
 
 

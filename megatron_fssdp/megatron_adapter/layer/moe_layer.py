@@ -89,7 +89,7 @@ class StrategyMoELayer(MoELayer):
             tensor_parallel=pg_collection.tp if has_equal_tokens else None,
         )
         owner_E = even_owners(config.num_moe_experts, groups.num_devices)
-        # The smart schedule computes with tensors of its own for every step.
+        # The smart schedule, which a later iteration may use, computes with separate tensors in every step.
         bound = BoundExperts(self.experts, may_fuse=groups.ring is None)
         self._compute = bound.compute
         self.executor = session.runtime.add_layer(

@@ -57,8 +57,11 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
 
     @property
     def has_smart_schedule(self) -> bool:
-        """Whether dispatch, experts and combine run in steps (FasterMoE's smart schedule)."""
-        return self.executor.groups.ring is not None
+        """Whether the current forward pass runs in steps (FasterMoE's smart schedule).
+
+        Layers may differ, and a layer may change between two iterations.
+        """
+        return self.micro_batch.plan.in_steps
 
     def use(self, exchange: MegatronExchange, divided_among: dist.ProcessGroup | None = None) -> None:
         """Set how the next forward pass exchanges its rows.

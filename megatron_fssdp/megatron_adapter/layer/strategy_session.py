@@ -184,8 +184,9 @@ class StrategySession:
             raise ConfigurationError(str(error)) from None
         if ring is not None and peers is not None:
             raise ConfigurationError(
-                f"smart_schedule: got true with expert tensor parallelism over {peers.size()} ranks, wanted "
-                "whole experts; use smart_schedule=false or --expert-tensor-parallel-size 1"
+                f"smart_schedule: got {str(self.strategy.smart_schedule).lower()} with expert tensor "
+                f"parallelism over {peers.size()} ranks, wanted whole experts; use smart_schedule=false or "
+                "--expert-tensor-parallel-size 1"
             )
         return ring
 

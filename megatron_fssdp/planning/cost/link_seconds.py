@@ -28,10 +28,14 @@ class LinkTimes:
     Attributes:
         near_s: Seconds on the link of the busiest device inside its node, ``[I, L]`` or ``[I]``.
         far_s: Seconds on the NICs of the busiest node, with the same shape.
+        near_start_s: Start-up seconds that ``near_s`` contains where the links are used.
+        far_start_s: Start-up seconds that ``far_s`` contains where the NICs are used.
     """
 
     near_s: np.ndarray
     far_s: np.ndarray
+    near_start_s: float = 0.0
+    far_start_s: float = 0.0
 
     @cached_property
     def seconds(self) -> np.ndarray:
@@ -101,6 +105,8 @@ class LinkSet:
         return LinkTimes(
             (near > 0) * (near_start_s + near * self.near.beta_s_per_byte),
             (of_node > 0) * (far_start_s + far_s),
+            starts * self.near.alpha_s,
+            starts * self.far_of_node.alpha_s,
         )
 
 

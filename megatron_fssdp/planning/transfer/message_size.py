@@ -31,6 +31,7 @@ class FixedMessages:
         num_open: Most messages of one sender that a receiving device keeps at the same time. Messages are
             received early.
         batch_host_s: Seconds of the host for each batch of messages, which delay the transfer.
+        step_host_s: Seconds of the host for each step of the smart schedule, which delay the step's results.
 
     Raises:
         ValueError: ``num_bytes`` is less than 1.
@@ -39,6 +40,7 @@ class FixedMessages:
     num_bytes: int
     num_open: int = 1
     batch_host_s: float = 0.0
+    step_host_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_bytes < 1:
@@ -73,6 +75,7 @@ class PipelinedMessages:
         most: Most messages of an expert.
         num_open: Most messages of one sender that a receiving device keeps at the same time.
         batch_host_s: Seconds of the host for each batch of messages, which delay the transfer.
+        step_host_s: Seconds of the host for each step of the smart schedule, which delay the step's results.
     """
 
     least_bytes: int
@@ -80,6 +83,7 @@ class PipelinedMessages:
     most: int
     num_open: int = 2
     batch_host_s: float = 0.0
+    step_host_s: float = 0.0
 
     def message_bytes(self, expert_bytes: Any, num_stages: Any) -> Any:
         """Bytes of a message.

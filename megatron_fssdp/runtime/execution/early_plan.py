@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.strategies.stepped_plans import plan_before_gate
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 
 
@@ -46,7 +47,7 @@ class EarlyPlan:
         """
         counts_DE = counts_DE.copy()
         history = history.followed_by(counts_DE)
-        plan = strategy.before_gate(context, history)
+        plan = plan_before_gate(strategy, context, history)
         return cls(plan, context, strategy.selected(context.layer), history, counts_DE)
 
     def fits(self, strategy: Strategy, context: LayerContext, history: LoadHistory) -> bool:

@@ -49,7 +49,7 @@ class MicroBatch:
         exchange: Where the rows go and come from.
         arrivals: Orders of the rows that this rank receives.
         materialization: Weights of the present experts, and the autograd nodes around the layer.
-        plan: Plan that this pass follows.
+        plan: Plan that this pass follows. It also says whether the pass runs in steps.
     """
 
     exchange: DispatchRecord
@@ -174,8 +174,8 @@ class LayerExecutor:
                 self.experts,
                 self.groups,
                 num_micro_batches,
-                # A split transfer needs a layer before this one, a separate process group, and a loop that
-                # calls finish_gradients. These conditions are equal on all ranks.
+                # A split transfer needs a layer before this one that never runs in steps, a separate process
+                # group, and a loop that calls finish_gradients. These conditions are equal on all ranks.
                 may_split=not self.is_first
                 and self.groups.transfers is not None
                 and self.groups.ring is None
@@ -307,7 +307,7 @@ class LayerExecutor:
         # Transfers can run beside the dispatch only in a separate process group.
         has_own_group = self.groups.transfers is not None
         beside_dispatch = iteration.plan.each_micro_batch and has_own_group
-        if beside_dispatch and self.groups.ring is None:
+        if beside_dispatch and not iteration.plan.in_steps:
             weights = iteration.weights_to_start()
         else:
             weights, self._ahead = self._ahead or iteration.start_weights(device), None
@@ -358,15 +358,15 @@ class LayerExecutor:
         self.plan_following()
 
     def smart_schedule(self, micro_batch: MicroBatch, compute: ExpertCompute) -> SmartSchedule | None:
-        """Dispatch, experts and combine of a micro-batch under the smart schedule; ``None`` without it.
+        """Dispatch, experts and combine of a micro-batch in steps; ``None`` if its plan has no steps.
 
         Args:
             micro_batch: The result of :meth:`begin_micro_batch`; its replicas may still be in transfer.
             compute: Function that computes the experts on rows sorted by expert.
         """
-        if self.groups.ring is None:
-            return None
         materialization, ring = micro_batch.materialization, self.groups.ring
+        if not micro_batch.plan.in_steps or ring is None:
+            return None
         travels_G = [expert not in materialization.weights.parameters for expert in materialization.present]
         # Most rows for replicas come from the device itself. While replicas are in transfer, the device
         # therefore computes the rows from other groups first.

@@ -12,6 +12,7 @@ from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.execution.early_plan import EarlyPlan
 from megatron_fssdp.runtime.execution.iteration_clock import IterationClock
+from megatron_fssdp.strategies.stepped_plans import plan_after_gate, plan_before_gate
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 
 
@@ -44,7 +45,7 @@ class LayerPlanner:
         if early is not None and early.fits(self.strategy, context, self.history):
             plan = early.plan
         else:
-            plan = self.strategy.before_gate(context, self.history)
+            plan = plan_before_gate(self.strategy, context, self.history)
         self._check(context, plan)
         return plan
 
@@ -74,7 +75,7 @@ class LayerPlanner:
         Returns:
             The new plan, or ``plan`` itself.
         """
-        new = self.strategy.after_gate(context, counts_DE, plan, num_micro_batches)
+        new = plan_after_gate(self.strategy, context, counts_DE, plan, num_micro_batches)
         if new is not plan:
             self._check(context, new)
         return new
@@ -100,4 +101,4 @@ class LayerPlanner:
             what += f" in iteration {self.clock.iteration}"
         for group in (self.groups.expert_parallel, self.groups.expert_tensor_parallel):
             if group is not None:
-                check_agreement(plan.placement.digest(), group, what)
+                check_agreement(plan.placement.digest() + bytes([plan.in_steps]), group, what)

@@ -1,7 +1,8 @@
 """Complete trainings under every other strategy and the smart schedule have the losses of plain EP.
 
 These strategies decide by measured costs, so links are planted to cost almost nothing: then all of them
-move experts. Transfers are split nevertheless. Layouts are those of the parity matrix.
+move experts. Transfers are split nevertheless. Where prices decide about the smart schedule, one half of the
+layers uses it in one iteration, and the other half in the next one. Layouts are those of the parity matrix.
 """
 
 from dataclasses import replace
@@ -15,7 +16,7 @@ from megatron_fssdp.planning.cost.transfer_split import TransferSplit
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.reporting.run_records import read_metrics
 from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
-from megatron_fssdp.strategies.strategy import LayerContext
+from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 
 from ..training_run import GPT, Model, TrainingRun, relative_difference, train_on_all_ranks
 from .test_parity_matrix import DEFAULT, MORE, Layout
@@ -26,7 +27,7 @@ STRATEGIES = {
     "quota": "slots=2",
     "smartmoe": "reshard_interval=2 window=2",
     "flexmoe": "slots=2 placement_interval=2 window=2 threshold=1.01",
-    "fssdp": "slots=2 overlap_degree=3 reshard_interval=2 smart_schedule=true",
+    "fssdp": "slots=2 overlap_degree=3 reshard_interval=2 smart_schedule=by_price",
     "ep": "smart_schedule=true group_size=1",
     "auto": "choice_interval=1",
 }
@@ -44,14 +45,22 @@ SLOW = {
 def cheap_links() -> None:
     """Run on every rank before the launch."""
     from megatron_fssdp.runtime.execution import layer_profiling
-    from megatron_fssdp.strategies import split_transfers
+    from megatron_fssdp.strategies import split_transfers, stepped_plans
     from megatron_fssdp.strategies.auto import auto_strategy as automatic_choice
 
     cost = LinkCost(0.0, 1e-13)
     layer_profiling.measure_links = lambda *_: (cost, cost)
     split_transfers.split_transfers = lambda *_, **__: TransferSplit(0.4, 0.6)
+    stepped_plans.in_steps = in_turns
     automatic_choice.LEAST_SEEN = 0
     automatic_choice.AutoStrategy.price = next_in_turn
+
+
+def in_turns(strategy: Strategy, context: LayerContext, history: LoadHistory, plan: LayerPlan) -> bool:
+    """Have neighbouring layers differ, and each layer change after every iteration."""
+    if strategy.smart_schedule == "by_price":
+        return (context.layer + history.num_seen) % 2 == 0
+    return bool(strategy.smart_schedule)
 
 
 def next_in_turn(

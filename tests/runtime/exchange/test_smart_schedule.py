@@ -2,19 +2,22 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron_fssdp.config.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.placement.group_ring import GroupRing
+from megatron_fssdp.runtime.exchange import smart_schedule
 from megatron_fssdp.runtime.exchange.smart_schedule import SmartSchedule
 from megatron_fssdp.testing import run_ranks
 
-from ..rank_layer import LayerCase, compare_with_reference
+from ..rank_layer import CaseResult, LayerCase, compare_with_reference
 from ..replicas.test_materialization import CASES, TOLERANCE
 
 SMART = [
-    replace(case, name=f"{case.name}-by-{group_size}", group_size=group_size)
+    replace(case, name=f"{case.name}-by-{group_size}", group_size=group_size, changes=group_size == 2)
     for case, group_size in zip(CASES, [1, 2, 4] * len(CASES), strict=False)
 ]
 
@@ -27,11 +30,33 @@ SMART = [
     ],
 )
 def test_equals_the_reference(cases: list[LayerCase]) -> None:
-    results = run_ranks(compare_with_reference, 4, cases, timeout_s=180)
+    results = run_ranks(count_exchanges, 4, cases, timeout_s=180)
     for case in cases:
-        for result in (of_rank[case.name] for of_rank in results):
+        for result, num_exchanges in (of_rank[case.name] for of_rank in results):
             worst = max(result.errors.values())
             assert worst <= TOLERANCE[case.dtype], (case.name, result.errors)
+            passes = case.schedule + "F" * (case.recompute is not None) * case.schedule.count("F")
+            changes = case.changes and case.placement not in STRATEGIES
+            num_stepped = case.num_iterations // 2 if changes else case.num_iterations
+            assert num_exchanges == num_stepped * len(passes), case.name
+
+
+def count_exchanges(rank: int, world_size: int, cases: list[LayerCase]) -> dict[str, tuple[CaseResult, int]]:
+    """For each case, what one rank finds, and the number of its exchanges in steps."""
+    calls: list[object] = []
+    exchange = smart_schedule.exchange_in_steps
+
+    def counted(*arguments: Any) -> None:
+        calls.append(None)
+        exchange(*arguments)
+
+    smart_schedule.exchange_in_steps = counted
+    found = {}
+    for case in cases:
+        calls.clear()
+        result = compare_with_reference(rank, world_size, [case])[case.name]
+        found[case.name] = result, len(calls)
+    return found
 
 
 def test_weights_are_awaited_where_rows_need_them() -> None:

@@ -268,6 +268,8 @@ def test_without_a_training_loop_each_backward_pass_ends_an_iteration() -> None:
 class RankDependent(Strategy):
     """A broken strategy, whose plan depends on the rank."""
 
+    smart_schedule = False
+
     def __init__(self) -> None:
         pass
 

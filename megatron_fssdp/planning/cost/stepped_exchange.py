@@ -1,0 +1,99 @@
+"""Seconds of a layer's exchanges and experts in the steps of FasterMoE's smart schedule (§4.2, Fig. 8).
+
+The runtime's exchange is ``collectives/rows/grouped_exchange.py``. Here, messages run in the order
+``S_0 … S_{n−1}, R_0 … R_{n−1}``, and compute in the order ``C_0 … C_{n−1}``. Step 0 uses the links inside a
+group. The other steps share the links between groups in equal parts. Compute is divided evenly.
+
+* **Start-ups.** Each step starts its own messages, so it pays the start-up seconds of the whole exchange.
+* **Host.** Each step costs the host some seconds in which its rows are not computed: it hands arrived rows to
+  the thread that computes, brings them into order by expert, and brings the results back.
+
+The price does not know that ranks drift apart, so that two nodes can send to one node at the same time. It
+does not know either that smaller GEMMs are slower, and that weight gradients are written in every step.
+
+All seconds are numbers or float64 arrays with one entry for each case.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
+from megatron_fssdp.planning.cost.link_seconds import LinkTimes
+from megatron_fssdp.planning.placement.group_ring import GroupRing
+from megatron_fssdp.planning.placement.topology import Topology
+
+
+@dataclass(frozen=True)
+class SteppedExchange:
+    """How a layer exchanges rows in steps, and what a step costs in addition to its bytes.
+
+    Attributes:
+        num_steps: Number of groups of devices, and so of steps; the paper's n. At least 2.
+        between_nodes: Whether the steps after step 0 use links between nodes. Otherwise there is one node.
+        host_s: Seconds of the host for each step.
+    """
+
+    num_steps: int
+    between_nodes: bool
+    host_s: float = 0.0
+
+    @classmethod
+    def of(cls, ring: GroupRing, topology: Topology, host_s: float = 0.0) -> "SteppedExchange | None":
+        """The steps of a ring of groups; ``None`` if all devices form one group.
+
+        Args:
+            ring: Groups of devices that exchange rows.
+            topology: Nodes of the devices.
+            host_s: Seconds of the host for each step.
+        """
+        return cls(ring.num_steps, topology.num_nodes > 1, host_s) if ring.num_steps > 1 else None
+
+    def seconds(self, first: LinkTimes, second: LinkTimes, experts_s: Any) -> Any:
+        """Seconds from the first sent row to the last result.
+
+        Args:
+            first: Seconds of the exchange before the experts, all groups at once.
+            second: Seconds of the exchange after the experts, all groups at once.
+            experts_s: Seconds of the experts on the slowest device.
+        """
+        sent_s: Any = 0.0
+        computed_s: Any = 0.0
+        compute_s = experts_s / self.num_steps + self.host_s
+        ends = []
+        for step in range(self.num_steps):
+            sent_s = sent_s + self.step_s(first, step)
+            computed_s = np.maximum(computed_s, sent_s) + compute_s
+            ends.append(computed_s)
+        returned_s = sent_s
+        for step, computed_s in enumerate(ends):
+            returned_s = np.maximum(returned_s, computed_s) + self.step_s(second, step)
+        return returned_s
+
+    def saves(self, dispatch: LinkTimes, combine: LinkTimes, experts_s: float) -> bool:
+        """Whether the forward and the backward pass together take fewer seconds in steps than at once.
+
+        Args:
+            dispatch: Seconds of the dispatch, all groups at once.
+            combine: Seconds of the combine, all groups at once.
+            experts_s: Seconds of the experts' forward pass on the slowest device.
+        """
+        backward_s = BACKWARD_PER_FORWARD * experts_s
+        at_once_s = 2 * (dispatch.seconds + combine.seconds) + experts_s + backward_s
+        forward_s = self.seconds(dispatch, combine, experts_s)
+        return bool(forward_s + self.seconds(combine, dispatch, backward_s) < at_once_s)
+
+    def step_s(self, exchange: LinkTimes, step: int) -> Any:
+        """Seconds of one step's messages in one direction.
+
+        Args:
+            exchange: Seconds of the exchange, all groups at once.
+            step: Number of the step; 0 is the exchange within the own group.
+        """
+        if not step:
+            return exchange.near_s if self.between_nodes else np.zeros_like(exchange.near_s)
+        whole_s = exchange.far_s if self.between_nodes else exchange.near_s
+        start_s = exchange.far_start_s if self.between_nodes else exchange.near_start_s
+        # Links without bytes have no start-up either.
+        return (whole_s > 0) * start_s + np.maximum(whole_s - start_s, 0.0) / (self.num_steps - 1)

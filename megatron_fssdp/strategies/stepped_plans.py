@@ -1,0 +1,76 @@
+"""Decides with each plan whether the layer runs in the steps of FasterMoE's smart schedule (§4.2).
+
+The runtime and the simulator get all plans from here, so that the decision is the same under every strategy.
+It is made before the gate, from the loads of earlier iterations. All micro-batches, backward passes and
+recomputed forward passes of the iteration follow it.
+
+Shape letters: D devices, E experts.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_fssdp.planning.cost.layer_seconds import exchange_times, expert_seconds
+from megatron_fssdp.planning.cost.link_seconds import plain_links
+from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
+from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
+
+
+def plan_before_gate(strategy: Strategy, context: LayerContext, history: LoadHistory) -> LayerPlan:
+    """The strategy's plan for a layer's iteration, which also says whether the layer runs in steps.
+
+    Args:
+        strategy: Strategy that plans the layer.
+        context: Data of the layer.
+        history: Loads of the last iterations.
+    """
+    plan = strategy.before_gate(context, history)
+    return replace(plan, in_steps=True) if in_steps(strategy, context, history, plan) else plan
+
+
+def plan_after_gate(
+    strategy: Strategy, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
+) -> LayerPlan:
+    """The strategy's plan for exact counts. Whether the layer runs in steps does not change.
+
+    Args:
+        strategy: Strategy that plans the layer.
+        context: Data of the layer.
+        counts_DE: (token, k) pairs of the micro-batch by source device and expert, int64 ``[D, E]``.
+        plan: Result of :func:`plan_before_gate`.
+        num_micro_batches: Number of micro-batches for which the new plan is used.
+
+    Returns:
+        The new plan, or ``plan`` itself.
+    """
+    new = strategy.after_gate(context, counts_DE, plan, num_micro_batches)
+    return new if new.in_steps == plan.in_steps else replace(new, in_steps=plan.in_steps)
+
+
+def in_steps(strategy: Strategy, context: LayerContext, history: LoadHistory, plan: LayerPlan) -> bool:
+    """Whether the layer runs in steps: always, never, or if the price of a micro-batch is lower in steps.
+
+    Without measured costs or without a forecast, nothing is known about the price, and the layer exchanges
+    with all devices at once.
+    """
+    if not strategy.smart_schedule or context.num_devices == 1:
+        return False
+    if strategy.smart_schedule != "by_price":
+        return True
+    profile, topology = context.profile, context.topology
+    ring = strategy.ring(0, topology)
+    if profile is None or ring is None or not len(history):
+        return False
+    steps = SteppedExchange.of(ring, topology, profile.messages.step_host_s)
+    if steps is None:
+        return False
+    times = profile.num_micro_batches
+    counts_DE = np.rint(history.forecast_DE()).astype(np.int64)
+    traffic = plan.traffic(counts_DE, topology, times)
+    links = plain_links(profile.cluster).all_to_all
+    experts_s = expert_seconds(
+        float(traffic.tokens_D.max()), profile.flops_per_token, profile.cluster.expert_flops_per_s, times
+    )
+    return steps.saves(*exchange_times(links, traffic.busiest, profile.token_bytes, times), experts_s)
