@@ -61,7 +61,8 @@ class Case:
         schedule: Order of collectives with two ranks that share each expert and have the same tokens;
             ``None`` for whole experts and different tokens on all ranks.
         plans_after_gate: Whether the strategy plans with the counts of the micro-batch.
-        transfers_first: Whether transfers share the dispatch's process group and come before it.
+        transfers_first: Whether weights may be packed and sent before the rows: transfers share the
+            dispatch's process group, or a correction gathers replicas.
     """
 
     name: str
@@ -74,10 +75,22 @@ class Case:
 
 CASES = (
     Case("ep", "ep"),
-    Case("fssdp", "fssdp", {"slots": 2}),
-    Case("fssdp, rematerialize", "fssdp", {"slots": 2, "rematerialize": True}),
-    Case("fssdp, calibrate", "fssdp", {"slots": 2, "calibrate": True}, plans_after_gate=True),
-    Case("fssdp, no overlap", "fssdp", {"slots": 2, "overlap": False}, transfers_first=True),
+    Case("fssdp", "fssdp", {"slots": 2}, plans_after_gate=True, transfers_first=True),
+    Case("fssdp, no correction", "fssdp", {"slots": 2, "calibrate": False}),
+    Case(
+        "fssdp, rematerialize",
+        "fssdp",
+        {"slots": 2, "rematerialize": True},
+        plans_after_gate=True,
+        transfers_first=True,
+    ),
+    Case(
+        "fssdp, no overlap",
+        "fssdp",
+        {"slots": 2, "overlap": False},
+        plans_after_gate=True,
+        transfers_first=True,
+    ),
     Case("prophet", "prophet", {"slots": 2}),
     Case("fastermoe", "fastermoe", {"slots": 2}, plans_after_gate=True),
     Case(
@@ -86,7 +99,7 @@ CASES = (
     Case("quota", "quota", {"slots": 2}, plans_after_gate=True),
     Case("smartmoe", "smartmoe"),
     Case("flexmoe", "flexmoe", {"slots": 2}),
-    Case("auto (fssdp)", "auto"),
+    Case("auto (fssdp)", "auto", plans_after_gate=True, transfers_first=True),
     Case("parm, s1", "parm", schedule="s1"),
     Case("parm, s2", "parm", schedule="s2"),
     Case("parm, megatron", "parm", schedule="megatron"),

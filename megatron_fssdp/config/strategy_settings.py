@@ -369,8 +369,8 @@ class FssdpSettings(MeasuringSettings):
         ge=0,
         description=(
             "Maximum number of replicas of a layer on a device (Hecate Alg. 1, m). Default: as many as fit "
-            "into the free memory after the first profile_iterations. Until then: the number of the layer's "
-            "experts that the device owns."
+            "into the free memory after the first profile_iterations. Until then: no replicas, so that they "
+            "do not take a part of the memory that is measured."
         ),
     )
     overlap_degree: int | None = Field(
@@ -422,11 +422,13 @@ class FssdpSettings(MeasuringSettings):
             "for one more gather per micro-batch."
         ),
     )
-    calibrate: bool = Field(
-        default=False,
+    calibrate: bool | None = Field(
+        default=None,
         description=(
-            "Whether replicas are added after the gate, if the exact counts of an iteration's first "
-            "micro-batch and the measured costs show that this saves time (Hecate §4.2)."
+            "Whether replicas are corrected after the gate by the exact counts of an iteration's first "
+            "micro-batch, where the measured costs show that this saves time. Default: replicas are added "
+            "and dropped if modelled seconds decide (planner 'balanced' without overlap_degree), otherwise "
+            "nothing. true: otherwise, replicas are added to free slots (Hecate §4.2). false: nothing."
         ),
     )
     reshard_interval: int = Field(

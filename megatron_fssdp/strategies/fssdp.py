@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -22,7 +23,9 @@ from megatron_fssdp.planning.papers.heterogeneous_sharding import heterogeneous_
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
+from megatron_fssdp.strategies.corrected_plan import ExactCounts, ExpectedSeconds, unplanned
 from megatron_fssdp.strategies.owner_moves import exchange_s
+from megatron_fssdp.strategies.planning_moment import ForecastPlan, PlanningMoment
 from megatron_fssdp.strategies.priced_reshard import ReshardClock, paying_owners
 from megatron_fssdp.strategies.replica_limits import described_slots, slots_of
 from megatron_fssdp.strategies.split_transfers import split_of
@@ -37,6 +40,7 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         self._planner: MaterializationPlanner = (
             sparse_materialization_by_source if settings.planner == "hecate" else plan_materialization
         )
+        self._moment = PlanningMoment(settings.window)
         self._clock = ReshardClock(settings.window, settings.reshard_interval)
 
     @property
@@ -50,7 +54,7 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         settings = self.settings
         is_limited = settings.slots is not None and settings.overlap_degree is not None
         by_price = settings.smart_schedule == "by_price"
-        needs_profile = not is_limited or settings.calibrate or settings.split or by_price
+        needs_profile = not is_limited or bool(settings.calibrate) or settings.split or by_price
         return settings.profile_iterations if needs_profile else 0
 
     @property
@@ -72,6 +76,10 @@ class FssdpStrategy(Strategy[FssdpSettings]):
     def _goes_by_seconds(self) -> bool:
         """Whether modelled seconds decide about replicas and owners once costs are measured."""
         return self.settings.overlap_degree is None and self.settings.planner == "balanced"
+
+    def _corrects(self, context: LayerContext) -> bool:
+        """Whether plans may be corrected after the gate by modelled seconds."""
+        return self._goes_by_seconds and context.profile is not None and self.settings.calibrate is not False
 
     def reshards_at(self, iteration: int) -> bool:
         """Whether owners are reconsidered now.
@@ -146,9 +154,20 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         load_DE = history.forecast_DE() if settings.planner == "balanced" else history.mean_DE()
         placement = self._placement(context, load_DE)
         plan = self._plan_of(placement, context)
-        if not (settings.split and settings.overlap and placement.num_replicas):
+        if settings.split and settings.overlap and placement.num_replicas:
+            plan = replace(plan, split=split_of(plan.transfer, float(history.mean_E().sum()), context))
+        if not self._corrects(context) or history.is_empty:
             return plan
-        return replace(plan, split=split_of(plan.transfer, float(history.mean_E().sum()), context))
+        forecast = self._exact_counts(context, load_DE)
+        made = ForecastPlan(context, plan, ExpectedSeconds(forecast.seconds(plan), forecast.plain_s))
+        if self._moment.is_after_gate(made, history, partial(self._exact_counts, context)):
+            return unplanned(plan, context)
+        return plan
+
+    def _exact_counts(self, context: LayerContext, counts_DE: np.ndarray) -> ExactCounts:
+        """Counts of an iteration ``[D, E]`` for which plans are priced and corrected."""
+        assert context.profile is not None
+        return ExactCounts(context, counts_DE, context.profile.num_micro_batches, self.slots(context))
 
     def _placement(self, context: LayerContext, load_DE: np.ndarray) -> ExpertPlacement:
         """Replicas for predicted loads ``[D, E]``."""
@@ -173,9 +192,20 @@ class FssdpStrategy(Strategy[FssdpSettings]):
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
     ) -> LayerPlan:
-        """Add replicas for the exact counts if that saves modelled seconds (Hecate §4.2, calibration)."""
+        """Other replicas for the exact counts, if they save modelled seconds.
+
+        With the planner ``hecate`` or a given ``overlap_degree``, replicas are only added to free slots, and
+        only if ``calibrate`` is on (Hecate §4.2, calibration).
+        """
         profile = context.profile
-        if not self.settings.calibrate or profile is None:
+        if profile is None:
+            return plan
+        if self._corrects(context):
+            exact = ExactCounts(
+                context, num_micro_batches * counts_DE, num_micro_batches, self.slots(context)
+            )
+            return exact.corrected(plan, self._moment.expected(context, plan)).plan
+        if not self.settings.calibrate:
             return plan
         placement = calibrated_placement(
             plan.placement,

@@ -317,7 +317,8 @@ class Strategy[Settings: PlacementSettings](ABC):
             num_micro_batches: Number of micro-batches for which the answer is used.
 
         Returns:
-            ``plan`` itself, or a plan whose placement has more replicas.
+            ``plan`` itself, or a plan with other replicas and the same life. Replicas that it lacks are freed
+            once they have arrived; those that it adds are gathered while the layer waits.
         """
         return plan
 

@@ -11,7 +11,7 @@ from megatron_fssdp.testing import run_ranks
 MOST_OPERATORS = 6
 """Operators from the synchronization to the first rows on the wire."""
 
-QUICK = [case for case in CASES if case.name in ("fssdp", "quota")]
+QUICK = [case for case in CASES if case.name in ("fssdp", "fssdp, no correction", "quota")]
 
 
 @cache

@@ -75,7 +75,7 @@ class LayerCase:
             iteration, in the background), "rematerialized" (each pass, in the background) or "each" (each
             pass by a plan of its own, with quotas, beside the dispatch) or "each_in_turn"; or "resident"
             (replicas have Parameters, gradients are summed among holders) or "resident_in_turn".
-        calibrated: Whether the placement grows when the counts are known.
+        calibrated: Whether the placement changes when the counts are known.
         group_size: Ranks of a group of the smart schedule; None exchanges with all at once.
         changes: Whether random placements run only every second iteration in steps, from the second one on.
         one_queue: Whether CUDA devices run all kernels in the order of their issue.
@@ -236,13 +236,16 @@ class DrawnPlacements(Strategy):
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
     ) -> LayerPlan:
-        """The same plan, the plan with more replicas, or a new plan; all ranks draw the same."""
+        """The same plan, the plan with other replicas, or a new plan; all ranks draw the same."""
         if self.each_micro_batch:
             return self._drawn_by(context, counts_DE)
         if not self.calibrated:
             return plan
-        more_ED = self.rng.random(plan.placement.present_ED.shape) < 0.3
-        placement = ExpertPlacement(context.owner_E, plan.placement.present_ED | more_ED)
+        drawn_ED = self.rng.random(plan.placement.present_ED.shape)
+        # Some replicas are dropped, some stay, and others are added.
+        present_ED = np.where(plan.placement.present_ED, drawn_ED < 0.6, drawn_ED < 0.3)
+        present_ED[np.arange(context.num_experts), context.owner_E] = True
+        placement = ExpertPlacement(context.owner_E, present_ED)
         transfer = two_level_transfer(placement, context.topology)
         return replace(plan, placement=placement, transfer=transfer)
 

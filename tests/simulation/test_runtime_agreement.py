@@ -24,13 +24,14 @@ from tests.runtime.rank_layer import ACTIVATIONS, moe_forward
 NUM_EXPERTS, NUM_TOKENS, NUM_ITERATIONS, WORLD = 8, 64, 6, 4
 LINK = LinkCost(0.0, 1e-9)
 PROFILE = LayerProfile(1e-6, ClusterCost(LINK, LINK, 1e6), 300, 100, 50.0, 3)
+BY_PRICE = {"slots": 2, "profile_iterations": 2, "reshard_interval": 0}
 CASES = [
     ("ep", {}),
     ("fssdp", {"slots": 2, "overlap_degree": 4}),
     ("fssdp", {"planner": "hecate", "window": 2}),
     ("fssdp", {"slots": 2, "overlap_degree": 3, "calibrate": True, "profile_iterations": 2}),
     ("fssdp", {"slots": 2, "overlap_degree": 4, "dispatch_policy": "balanced"}),
-    ("fssdp", {"slots": 2, "profile_iterations": 2, "reshard_interval": 0}),  # by price
+    ("fssdp", BY_PRICE),
     ("fastermoe", {"profile_iterations": 2}),
     ("prophet", {"profile_iterations": 2, "plan_interval": 2, "left_out": 1}),
     ("quota", {"profile_iterations": 2, "slots": 2}),
@@ -104,6 +105,9 @@ def test_simulated_plans_and_loads_equal_those_of_the_runtime() -> None:
             replicated.add(name)
             lives = {plan.life for plan in plans if plan.placement.num_replicas}
             assert lives == {strategy.replica_life}, keys
-        if keys.get("calibrate"):
+        if keys.get("calibrate") or keys == BY_PRICE:
             assert ledger.addition.num_experts_IL.any()
+        if keys == BY_PRICE:
+            brought_IL = ledger.gather.num_experts_IL + ledger.addition.num_experts_IL
+            assert (brought_IL > ledger.replicas_IL).any(), "replicas are dropped after the gate"
     assert replicated == {"fssdp", "fastermoe", "prophet", "quota", "flexmoe"}

@@ -26,7 +26,7 @@ Shape letters: D devices, E experts, N nodes.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -122,6 +122,7 @@ def plan_replicas(
     overlap_degree: int | None = None,
     rematerialize: bool = False,
     hides: bool = True,
+    after_gate: bool = False,
 ) -> ExpertPlacement:
     """Plan the placement with the fewest modelled seconds that the search finds.
 
@@ -134,6 +135,7 @@ def plan_replicas(
         overlap_degree: Most experts that may be replicated, t. None means no limit.
         rematerialize: Whether replicas are gathered and reduced with every micro-batch.
         hides: Whether transfers run beside compute.
+        after_gate: Whether gathers start after the gate. Nothing hides them then.
 
     Returns:
         A placement whose modelled seconds are at most those without replicas. It has no replicas if they
@@ -145,11 +147,17 @@ def plan_replicas(
     plain, load = _checked(owner_E, load_DE, topology, slots, overlap_degree)
     if not slots or overlap_degree == 0 or not load.any():
         return plain
-    costs = SearchCosts.of_profile(
-        profile, topology, plain.num_experts, rematerialize=rematerialize, hides=hides
+    layer = layer_search(
+        plain.owner_E,
+        load,
+        topology,
+        profile,
+        rematerialize=rematerialize,
+        hides=hides,
+        after_gate=after_gate,
     )
     degree = plain.num_experts if overlap_degree is None else overlap_degree
-    return _replicated(LayerSearch(plain.owner_E, load, topology, costs), plain, slots, degree)
+    return _replicated(layer, plain, slots, degree)
 
 
 def plan_materialization(
@@ -189,6 +197,7 @@ def modelled_seconds(
     *,
     rematerialize: bool = False,
     hides: bool = True,
+    after_gate: bool = False,
 ) -> float:
     """Modelled seconds of a layer in an iteration, as the search counts them.
 
@@ -202,12 +211,53 @@ def modelled_seconds(
         profile: Measured costs of the layer and the links.
         rematerialize: Whether replicas are gathered and reduced with every micro-batch.
         hides: Whether transfers run beside compute.
+        after_gate: Whether gathers start after the gate. Nothing hides them then.
     """
-    load = np.asarray(load_DE, np.float64)
-    costs = SearchCosts.of_profile(
-        profile, topology, placement.num_experts, rematerialize=rematerialize, hides=hides
+    layer = layer_search(
+        placement.owner_E,
+        load_DE,
+        topology,
+        profile,
+        rematerialize=rematerialize,
+        hides=hides,
+        after_gate=after_gate,
     )
-    return LayerSearch(placement.owner_E, load, topology, costs).seconds(placement)
+    return layer.seconds(placement)
+
+
+def layer_search(
+    owner_E: np.ndarray,
+    load_DE: np.ndarray,
+    topology: Topology,
+    profile: LayerProfile,
+    *,
+    rematerialize: bool,
+    hides: bool,
+    after_gate: bool = False,
+) -> LayerSearch:
+    """One layer with measured costs, to price several placements.
+
+    Args:
+        owner_E: Owner of every expert, int64 ``[E]``.
+        load_DE: (token, k) pairs of an iteration by source device and expert, ``[D, E]``.
+        topology: Nodes of the devices.
+        profile: Measured costs of the layer and the links.
+        rematerialize: Whether replicas are gathered and reduced with every micro-batch.
+        hides: Whether transfers run beside compute.
+        after_gate: Whether gathers start after the gate. Nothing hides them then.
+    """
+    costs = _measured_costs(profile, topology, len(owner_E), rematerialize, hides, after_gate)
+    return LayerSearch(owner_E, np.asarray(load_DE, np.float64), topology, costs)
+
+
+@lru_cache(maxsize=16)
+def _measured_costs(
+    profile: LayerProfile, topology: Topology, num_experts: int, rematerialize: bool, hides: bool, late: bool
+) -> SearchCosts:
+    """The costs of a search. All layers of a model have equal ones, and they take longer than a price."""
+    return SearchCosts.of_profile(
+        profile, topology, num_experts, rematerialize=rematerialize, hides=hides, after_gate=late
+    )
 
 
 def _replicated(layer: LayerSearch, plain: ExpertPlacement, slots: int, degree: int) -> ExpertPlacement:

@@ -52,7 +52,14 @@ class SearchCosts:
 
     @classmethod
     def of_profile(
-        cls, profile: LayerProfile, topology: Topology, num_experts: int, *, rematerialize: bool, hides: bool
+        cls,
+        profile: LayerProfile,
+        topology: Topology,
+        num_experts: int,
+        *,
+        rematerialize: bool,
+        hides: bool,
+        after_gate: bool = False,
     ) -> "SearchCosts":
         """Measured costs, with which a layer takes the seconds of :func:`layer_seconds`.
 
@@ -62,6 +69,7 @@ class SearchCosts:
             num_experts: Number of experts, E.
             rematerialize: Whether every micro-batch gathers replicas twice and reduces their gradients once.
             hides: Whether transfers run beside compute.
+            after_gate: Whether gathers start after the gate. Nothing hides them then.
         """
         cluster, times = profile.cluster, profile.num_micro_batches
         links = plain_links(cluster)
@@ -83,7 +91,7 @@ class SearchCosts:
             profile.expert_bytes * far.beta_s_per_byte,
             reduced_bytes * near.beta_s_per_byte,
             reduced_bytes * far.beta_s_per_byte,
-            profile.non_moe_s + counts_s if hides else 0.0,
+            profile.non_moe_s + counts_s if hides and not after_gate else 0.0,
             BACKWARD_PER_FORWARD * profile.non_moe_s if hides else 0.0,
             float(rematerialize),
         ]

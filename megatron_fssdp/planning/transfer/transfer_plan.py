@@ -285,56 +285,51 @@ def _plan_of(
 
 
 def additional_transfer(
-    planned: ExpertPlacement, calibrated: ExpertPlacement, topology: Topology
+    planned: ExpertPlacement, corrected: ExpertPlacement, topology: Topology
 ) -> TransferPlan:
-    """The transfers that bring the replicas which ``calibrated`` adds to ``planned``.
+    """The transfers that bring the replicas which ``corrected`` has and ``planned`` lacks.
 
     These transfers only gather parameters. Gradients go to the owners along :func:`two_level_transfer` of
-    ``calibrated``.
+    ``corrected``.
 
-    Every device that has an expert may send it, not only the owner. An expert crosses the slow links once for
-    each node without it, along chains that start in the nodes that have it. The nodes that have sent the
-    fewest messages to other nodes so far come first (ties: cyclic order after the owner's node). Inside a
+    Every device that has an expert in both placements may send it, not only the owner. Replicas that
+    ``corrected`` drops send nothing, because new replicas use their memory. An expert crosses the slow links
+    once for each node without it, along chains that start in the nodes that have it. The nodes that have sent
+    the fewest messages to other nodes so far come first (ties: cyclic order after the owner's node). Inside a
     node, every device that has the expert sends it to at most two others, which send it on in the same way.
     If several devices can send an expert, or can receive it for their node, those with the fewest messages so
     far come first (ties: the lowest number).
 
     Args:
         planned: The placement whose replicas are there before.
-        calibrated: A placement with the same owners and all replicas of ``planned``, and more.
+        corrected: A placement with the same owners.
         topology: Nodes of the devices.
 
     Raises:
-        ValueError: The placements have different owners, ``calibrated`` lacks a replica of ``planned``, or
-            the topology has a different number of devices.
+        ValueError: The placements have different owners, or the topology has a different number of devices.
     """
     added_of: dict[int, list[int]] = {}
-    for expert, device in _added_pairs(planned, calibrated):
+    for expert, device in _added_pairs(planned, corrected):
         added_of.setdefault(expert, []).append(device)
     if planned.num_devices != topology.num_devices:
         raise ValueError(
             f"the placements have {planned.num_devices} devices and the topology {topology.num_devices}: "
             "wanted the same devices in both"
         )
+    kept_ED = planned.present_ED & corrected.present_ED
+    holders = {expert: tuple(np.flatnonzero(kept_ED[expert]).tolist()) for expert in added_of}
     growth = TransferGrowth(topology)
     for expert, added in added_of.items():
-        growth.add(expert, int(planned.owner_E[expert]), planned.holders(expert), added)
-    present_before = frozenset((expert, device) for expert in added_of for device in planned.holders(expert))
+        growth.add(expert, int(planned.owner_E[expert]), holders[expert], added)
+    present_before = frozenset((expert, device) for expert in added_of for device in holders[expert])
     return _plan_of(topology.num_devices, growth.found, present_before)
 
 
-def _added_pairs(planned: ExpertPlacement, calibrated: ExpertPlacement) -> list[tuple[int, int]]:
-    """The (expert, device) pairs that are present in ``calibrated`` and not in ``planned``, ascending."""
-    if not np.array_equal(planned.owner_E, calibrated.owner_E) or (
-        planned.present_ED.shape != calibrated.present_ED.shape
+def _added_pairs(planned: ExpertPlacement, corrected: ExpertPlacement) -> list[tuple[int, int]]:
+    """The (expert, device) pairs that are present in ``corrected`` and not in ``planned``, ascending."""
+    if not np.array_equal(planned.owner_E, corrected.owner_E) or (
+        planned.present_ED.shape != corrected.present_ED.shape
     ):
-        raise ValueError("the calibrated placement has other owners than the planned one: wanted the same")
-    lost_ED = planned.present_ED & ~calibrated.present_ED
-    if lost_ED.any():
-        expert, device = (int(i) for i in np.argwhere(lost_ED)[0])
-        raise ValueError(
-            f"the calibrated placement has expert {expert} no longer on device {device}: wanted all replicas "
-            "of the planned one, and more"
-        )
-    expert_P, device_P = np.nonzero(calibrated.present_ED & ~planned.present_ED)
+        raise ValueError("the corrected placement has other owners than the planned one: wanted the same")
+    expert_P, device_P = np.nonzero(corrected.present_ED & ~planned.present_ED)
     return list(zip(expert_P.tolist(), device_P.tolist(), strict=True))

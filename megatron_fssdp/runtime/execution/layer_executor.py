@@ -164,7 +164,7 @@ class LayerExecutor:
         other methods need the plan and raise an error without it. On CUDA, :meth:`plan_ahead` has usually
         made the plan already, in the backward pass of the iteration before.
 
-        The plan does not change until the iteration ends, except for one calibration with the first
+        The plan does not change until the iteration ends, except for one correction with the first
         micro-batch. Every micro-batch and a recomputed forward pass therefore use the same placement.
         """
         if self._iteration is None:
@@ -314,7 +314,7 @@ class LayerExecutor:
         is_launched, self._is_launched = self._is_launched, False
         if not iteration.is_final:
             iteration.is_final = True
-            self._calibrate(iteration, counts_DE, weights, device)
+            self._correct(iteration, counts_DE, weights, device)
         plan = iteration.plan
         if isinstance(counts, ExchangedCounts):
             counts = counts.start(exchange, plan, self.groups.topology)
@@ -481,14 +481,14 @@ class LayerExecutor:
             return iteration.of_micro_batch(known.plan)
         return iteration.of_micro_batch(self.planner.after_gate(self.context, counts_DE, iteration.plan, 1))
 
-    def _calibrate(
+    def _correct(
         self, iteration: LayerIteration, counts_DE: np.ndarray, weights: ReplicaWeights, device: torch.device
     ) -> None:
-        """Let the strategy add replicas, now that the exact counts are known (Hecate §4.2)."""
+        """Let the strategy change the replicas, now that the exact counts are known (Hecate §4.2)."""
         num_micro_batches = iteration.num_micro_batches or 1
         plan = self.planner.after_gate(self.context, counts_DE, iteration.plan, num_micro_batches)
         if plan is not iteration.plan:
-            iteration.extend(plan, weights, device)
+            iteration.correct(plan, weights, device)
 
     def _count(self, counts_DE: np.ndarray, dispatch_of_peer: Sequence[TokenDispatch]) -> None:
         self.load.counts_DE += counts_DE

@@ -120,16 +120,16 @@ class LayerIteration:
             self.weights.settle()
             self.weights = None
 
-    def extend(self, plan: LayerPlan, weights: ReplicaWeights, device: torch.device) -> None:
-        """Continue with a plan that has more replicas, and gather these.
+    def correct(self, plan: LayerPlan, weights: ReplicaWeights, device: torch.device) -> None:
+        """Continue with a plan that has other replicas: free those that it lacks, gather those that it adds.
 
         Args:
-            plan: Plan with all replicas of the present one and further ones.
+            plan: Plan with the same owners.
             weights: Weights of the present plan's replicas, gathered or in transfer.
             device: Device of this rank's tensors.
         """
         more = additional_transfer(self.plan.placement, plan.placement, self.groups.topology)
-        weights.extend(self._bind(more, device))
+        weights.correct(self._bind(more, device), plan.placement.experts_on(self.groups.device))
         self.plan, self.transfer = plan, None
 
     def open_sums(self, device: torch.device, experts: Sequence[int]) -> Mapping[int, torch.Tensor]:

@@ -1,6 +1,6 @@
 """Weights of one layer's replicas on this device, which are gathered, used, released and gathered again."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from enum import Enum, auto
 
 import torch
@@ -87,13 +87,18 @@ class ReplicaWeights:
         self._pending.append(self._start(transfer, slice(begin, self._num_started)))
         self.state = WeightState.GATHERING
 
-    def extend(self, transfer: SparseTransfer) -> None:
-        """Gather further replicas in addition to the present ones, and wait for them.
+    def correct(self, transfer: SparseTransfer, kept: Container[int]) -> None:
+        """Free replicas that are not needed, then gather further ones and wait for them.
+
+        The memory of freed replicas is there for the further ones, because no transfer uses it any more.
 
         Args:
-            transfer: Transfer of the further replicas; replicas on this device can be a source of it.
+            transfer: Transfer of the further replicas; kept replicas on this device can be a source of it.
+            kept: Experts whose replicas on this device stay; others are freed.
         """
         self.wait()
+        for expert in [expert for expert in self._flat if expert not in kept]:
+            del self._flat[expert]
         self._make_room(transfer)
         self._start(transfer, slice(None)).wait()
         self._sent.clear()

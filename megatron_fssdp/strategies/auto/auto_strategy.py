@@ -233,7 +233,8 @@ class AutoStrategy(Strategy[AutoSettings]):
             moving_s = exchange_s(old_E, context.owner_E, profile, context.topology)
         times = profile.num_micro_batches
         seconds = []
-        for age in range(min(self.settings.compared_iterations, len(history) - 1)):
+        # The oldest first: some candidates compare their plans of one iteration with the next one's counts.
+        for age in reversed(range(min(self.settings.compared_iterations, len(history) - 1))):
             counts_DE = history.counts_DE(age)
             planned = candidate.before_gate(
                 context, history.excerpt(candidate.window, without_latest=age + 1)
