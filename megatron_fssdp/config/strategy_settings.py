@@ -369,8 +369,8 @@ class FssdpSettings(MeasuringSettings):
         ge=0,
         description=(
             "Maximum number of replicas of a layer on a device (Hecate Alg. 1, m). Default: as many as fit "
-            "into the free memory after the first profile_iterations. Until then: no replicas, so that they "
-            "do not take a part of the memory that is measured."
+            "into the free memory after the first profile_iterations. Until then: the number of the layer's "
+            "experts that the device owns."
         ),
     )
     overlap_degree: int | None = Field(

@@ -7,7 +7,7 @@ def slots_of(given: int | None, context: LayerContext) -> int:
     """Largest number of replicas of a layer on a device.
 
     It is the number in the settings if given. Otherwise it is the number that fits into the measured free
-    memory. Before the measurement it is 0, because replicas would take a part of the memory that is measured.
+    memory or, before the measurement, the number of experts that a device owns.
 
     Args:
         given: Number in the settings; ``None`` if not set.
@@ -17,7 +17,7 @@ def slots_of(given: int | None, context: LayerContext) -> int:
         return given
     if context.profile is not None:
         return context.profile.memory_capacity
-    return 0
+    return -(-context.num_experts // context.num_devices)
 
 
 def described_slots(given: int | None, context: LayerContext) -> str:

@@ -55,8 +55,11 @@ def iterations(strategy: FssdpStrategy, *counts: np.ndarray) -> list[tuple[Layer
 def test_full_slots_are_used_again_when_another_expert_becomes_hot() -> None:
     old, new = hot_counts_DE(3), hot_counts_DE(12)
     *_, (same, kept), (planned, corrected) = iterations(strategy(), old, old, old, new)
-    assert kept is same and len(kept.placement.holders(3)) > 4, "the forecast holds, so nothing changes"
-    assert planned.placement.replicas_per_device_D.max() == 1 == corrected.placement.replicas_per_device_D.max()
+    assert kept is same, "the forecast holds, so nothing changes"
+    assert len(kept.placement.holders(3)) > 4
+    assert (
+        planned.placement.replicas_per_device_D.max() == 1 == corrected.placement.replicas_per_device_D.max()
+    )
     assert len(corrected.placement.holders(12)) > 4 > len(corrected.placement.holders(3))
     corrected_s = plan_seconds(corrected, new, CONTEXT, planned=planned)
     assert corrected_s < 0.8 * plan_seconds(planned, new, CONTEXT)

@@ -156,8 +156,7 @@ def test_fssdp_replicates_the_hot_expert_where_there_is_room() -> None:
         assert len(placement.holders(5)) > 1
     for nothing in (FssdpSettings(slots=0), FssdpSettings(overlap_degree=0)):
         assert build_strategy("fssdp", nothing).before_gate(context, history).placement.num_replicas == 0
-    settings = FssdpSettings(slots=2, overlap_degree=1)
-    one = build_strategy("fssdp", settings).before_gate(context, history).placement
+    one = build_strategy("fssdp", FssdpSettings(overlap_degree=1)).before_gate(context, history).placement
     assert [e for e in range(8) if len(one.holders(e)) > 1] == [5]
 
 
@@ -173,7 +172,7 @@ def test_the_hecate_planner_follows_algorithm_1(
         history.mean_E(),
         context.topology,
         overlap_degree=context.num_experts if degree is None else degree,
-        slots=slots or 0,
+        slots=-(-context.num_experts // context.num_devices) if slots is None else slots,
     )
     assert placement == wanted
 
@@ -199,7 +198,7 @@ CONTEXT = LayerContext(1, even_owners(8, 4), Topology.uniform(4, 1))
 @pytest.mark.parametrize(
     ("given", "profile", "degree", "slots"),
     [
-        ({}, None, 8, 0),  # before the profile: no replicas in the memory that is measured
+        ({}, None, 8, 2),  # before the profile: all experts, and as many slots as a device owns experts
         ({}, measured(non_moe_s=5e-4), 5, 3),
         ({}, measured(non_moe_s=1.0, memory_capacity=0), 8, 0),
         ({"slots": 1}, measured(non_moe_s=5e-4), 5, 1),
@@ -332,7 +331,7 @@ def test_calibrated_plans_keep_their_limits(context: LayerContext, slow: bool, s
 def test_fssdp_forgets_loads_before_its_window() -> None:
     context = LayerContext(1, even_owners(8, 4), Topology.uniform(4, 1))
     for window in (1, 3):
-        strategy = build_strategy("fssdp", FssdpSettings(window=window, slots=2, overlap_degree=1))
+        strategy = build_strategy("fssdp", FssdpSettings(window=window, overlap_degree=1))
         assert strategy.window == window
         long, short = LoadHistory(strategy.window, 4, 8), LoadHistory(strategy.window, 4, 8)
         for hot in [2] * 10 + [6] * window:

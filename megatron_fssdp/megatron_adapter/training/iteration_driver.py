@@ -29,6 +29,8 @@ from megatron_fssdp.megatron_adapter.training.memory_report import (
     report_memory,
 )
 from megatron_fssdp.megatron_adapter.training.stopped_training import report_non_finite
+from megatron_fssdp.planning.memory.materialization_limits import held_replicas_bytes
+from megatron_fssdp.planning.memory.memory_accounting import FP32_BYTES
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.execution.layer_load import LayerLoad
 from megatron_fssdp.runtime.execution.layer_profiling import profile_layers
@@ -71,6 +73,7 @@ class IterationDriver:
         self.held = held_replicas(session, model, args)
         self.reshard: ReshardReport | None = None
         self._iterations_to_measure = 0
+        self._measured_replicas_bytes = 0
         self._passes_begun = 0
         self._began_s = 0.0
         self._selector: StrategySelector | None = None
@@ -158,7 +161,26 @@ class IterationDriver:
         """End an iteration after the optimizer step, and return what each layer did."""
         if self._selector is not None:
             self._selector.note(time.perf_counter() - self._began_s)
-        return self._session.runtime.end_iteration()
+        loads = self._session.runtime.end_iteration()
+        if any(layer.stopwatch is not None for layer in self._session.runtime.layers):
+            self._measured_replicas_bytes = max(self._measured_replicas_bytes, self._replicas_bytes(loads))
+        return loads
+
+    def _replicas_bytes(self, loads: Sequence[LayerLoad]) -> int:
+        """Bytes that an iteration's replicas took on this rank."""
+        first = self._session.runtime.layers[0]
+        layout = first.experts.layout()
+        replicas_L = [
+            int(placement.replicas_per_device_D[first.groups.device])
+            for load in loads
+            for placement in load.placements
+        ]
+        return held_replicas_bytes(
+            replicas_L,
+            expert_bytes=layout.num_bytes,
+            gradient_bytes_per_expert=layout.numel * FP32_BYTES,
+            held=self.held,
+        )
 
     def report_non_finite(self) -> None:
         """Log where NaN or infinity appeared first, if Megatron ends the run because of them."""
@@ -180,7 +202,7 @@ class IterationDriver:
         profile_layers(
             layers,
             self._groups_of_owners,
-            free_bytes=_free_bytes(),
+            free_bytes=_free_bytes(self._measured_replicas_bytes),
             token_bytes=self._args.hidden_size * layout.dtype.itemsize,
             owned_bytes=expert_optimizer(self._args).owned_bytes(
                 layout.numel, layout.dtype.itemsize, copies.size()
@@ -293,11 +315,16 @@ def _described(link: Any) -> str:
     return f"{link.alpha_s * 1e6:.0f} us + {1e-9 / link.beta_s_per_byte:.2f} GB/s"
 
 
-def _free_bytes() -> int:
-    """Return the bytes of memory that are free at the peak of an iteration."""
+def _free_bytes(replicas_bytes: int) -> int:
+    """Return the bytes of memory that are free at the peak of an iteration without replicas.
+
+    Args:
+        replicas_bytes: Most bytes that replicas took in a measured iteration. They are a part of the peak.
+    """
     if torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
-        return max(0, free + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated())
+        peak = torch.cuda.max_memory_allocated() - replicas_bytes
+        return max(0, free + torch.cuda.memory_reserved() - peak)
     return int(psutil.virtual_memory().available) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 

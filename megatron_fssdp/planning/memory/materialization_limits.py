@@ -4,7 +4,7 @@ The other limit is how many experts can be transferred while the device computes
 :func:`megatron_fssdp.planning.cost.cost_model.overlap_degree`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megatron_fssdp.planning.memory.held_replicas import HeldReplicas
 from megatron_fssdp.planning.memory.memory_accounting import (
@@ -20,6 +20,22 @@ It is left for fragmentation, for what transfers need for owned experts, and for
 memory than the profiled one.
 The value is ours, because the paper gives none.
 """
+
+
+def held_replicas_bytes(
+    replicas_L: Sequence[int], *, expert_bytes: int, gradient_bytes_per_expert: int, held: HeldReplicas
+) -> int:
+    """Bytes that given replicas take on a device at the peak of an iteration, without transfers' buffers.
+
+    Args:
+        replicas_L: Number of replicas of each layer on the device.
+        expert_bytes: Bytes of the parameters of one expert.
+        gradient_bytes_per_expert: Bytes of one expert's gradient sum over micro-batches, in fp32.
+        held: How long the device holds replicas, and of which layers.
+    """
+    most_first = sorted(replicas_L, reverse=True)
+    num_bytes = sum(most_first[: held.layers_with_weights]) * expert_bytes
+    return num_bytes + sum(most_first[: held.layers_with_sums]) * gradient_bytes_per_expert
 
 
 def memory_capacity(

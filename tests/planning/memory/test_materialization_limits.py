@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning.memory.held_replicas import HeldReplicas, ReplicaLife
-from megatron_fssdp.planning.memory.materialization_limits import memory_capacity
+from megatron_fssdp.planning.memory.materialization_limits import held_replicas_bytes, memory_capacity
 from megatron_fssdp.planning.memory.memory_accounting import ExpertOptimizer, expert_memory
 from megatron_fssdp.planning.memory.pipeline_stage import PipelineStage
 
@@ -103,6 +103,18 @@ def test_the_memory_capacity_fits_and_one_more_slot_would_not(
     usable_bytes = free_bytes * (1 - reserve_fraction)
     assert replica_bytes(slots) <= usable_bytes + 1
     assert slots == num_experts or replica_bytes(slots + 1) > usable_bytes - 1
+
+
+def test_replicas_of_measured_iterations_take_what_they_were_given_room_for():
+    """Layers with 1, 3 and 2 replicas of 10 bytes, whose sums over micro-batches have 40."""
+    for life, num_micro_batches, wanted in (
+        (ReplicaLife.ITERATION, 1, 6 * 10),
+        (ReplicaLife.ITERATION, 2, 6 * (10 + 40)),
+        (ReplicaLife.LAYER_PASS, 2, 3 * 10),
+    ):
+        held = HeldReplicas(life, PipelineStage((3,), 1), num_micro_batches)
+        found = held_replicas_bytes((1, 3, 2), expert_bytes=10, gradient_bytes_per_expert=40, held=held)
+        assert found == wanted
 
 
 def test_bad_arguments_say_what_was_wanted():
