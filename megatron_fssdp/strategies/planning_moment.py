@@ -79,7 +79,9 @@ class PlanningMoment:
             plan: Plan before the gate.
         """
         record = self._records.get(context.layer, _LayerRecord())
-        return next((made.expected for made in record.plans.values() if made.plan is plan), None)
+        return next(
+            (made.expected for made in record.plans.values() if made.plan.placement is plan.placement), None
+        )
 
     def is_after_gate(
         self,
