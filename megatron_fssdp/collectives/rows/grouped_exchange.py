@@ -127,10 +127,18 @@ def _by_peer(peers: range, tensors_D: Sequence[Sequence[Tensor]]) -> list[tuple[
     return [(peer, number, parts[peer]) for number, parts in enumerate(tensors_D) for peer in peers]
 
 
+Arrival = tuple[list[Tensor], list[dist.Work]]
+"""The memory of a step's rows, and the messages for which the thread that computes must still wait."""
+
+
 def _run_on_lane(steps: _Steps, compute: Compute) -> None:
-    """Run all steps on CPU tensors: another thread drives the messages while this thread computes."""
-    num_steps = steps.ring.num_steps
-    arrived: list[Future[list[Tensor]]] = [Future() for _ in range(num_steps)]
+    """Run all steps on CPU tensors: another thread drives the messages while this thread computes.
+
+    This thread waits for the messages of the last step and copies the rank's own rows. The other thread can
+    therefore return results as soon as all of this rank's rows have left.
+    """
+    rank, num_steps, own_step = steps.ring.rank, steps.ring.num_steps, steps.ring.own_step
+    arrived: list[Future[Arrival]] = [Future() for _ in range(num_steps)]
     computed: list[Future[Sequence[Tensor]]] = [Future() for _ in range(num_steps)]
 
     def drive() -> dict[int, Tensor]:
@@ -147,7 +155,12 @@ def _run_on_lane(steps: _Steps, compute: Compute) -> None:
     pending = thread_lane(steps.group).submit(drive)
     try:
         for step in range(num_steps):
-            computed[step].set_result(compute(step, arrived[step].result()))
+            buffers, messages = arrived[step].result()
+            with naming_failures("a grouped exchange"):
+                wait_for(messages)
+            if step == own_step:
+                _copy_own(rank, steps.sent(step), steps.parts(step, buffers))
+            computed[step].set_result(compute(step, buffers))
     except BaseException as error:
         for waiting in computed:
             if not waiting.done():
@@ -157,10 +170,10 @@ def _run_on_lane(steps: _Steps, compute: Compute) -> None:
 
 
 def _drive(
-    steps: _Steps, arrived: list["Future[list[Tensor]]"], computed: list["Future[Sequence[Tensor]]"]
+    steps: _Steps, arrived: list["Future[Arrival]"], computed: list["Future[Sequence[Tensor]]"]
 ) -> None:
     group, rank, num_steps = steps.group, steps.ring.rank, steps.ring.num_steps
-    own_step = steps.ring.own_step
+    own_step, last = steps.ring.own_step, num_steps - 1
     width = len(steps.outgoing_D)
     buffers = [steps.buffers(step) for step in range(num_steps)]
     incoming = [
@@ -178,22 +191,22 @@ def _drive(
         if peer != rank and part.numel()
     ]
     sends: list[list[dist.Work]] = []
-    for step in range(num_steps + 1):
-        if step < num_steps:
-            # Post one step ahead, so that the link is not idle until this rank notices the end of a step.
-            sends.append(
-                [
-                    send(part, peer, group, _TAG + number)
-                    for peer, number, part in steps.sent(step)
-                    if peer != rank and part.numel()
-                ]
-            )
+    for step in range(num_steps):
+        # Post one step ahead, so that the link is not idle until this rank notices the end of a step.
+        sends.append(
+            [
+                send(part, peer, group, _TAG + number)
+                for peer, number, part in steps.sent(step)
+                if peer != rank and part.numel()
+            ]
+        )
         if step:
+            # Waiting for the rows of a step before more are posted keeps the ranks in step.
             wait_for(incoming[step - 1])
-            if step - 1 == own_step:
-                _copy_own(rank, steps.sent(own_step), steps.parts(own_step, buffers[own_step]))
-            arrived[step - 1].set_result(buffers[step - 1])
+            arrived[step - 1].set_result((buffers[step - 1], []))
             wait_for(sends[step - 1])
+    arrived[last].set_result((buffers[last], incoming[last]))
+    wait_for(sends[last])
     back: list[dist.Work] = []
     for step in range(num_steps):
         parts = steps.parts(step, computed[step].result())
@@ -202,8 +215,7 @@ def _drive(
             for peer, number, part in parts
             if peer != rank and part.numel()
         ]
-        if step == own_step:
-            _copy_own(rank, parts, steps.returned(step))
+    _copy_own(rank, steps.parts(own_step, computed[own_step].result()), steps.returned(own_step))
     wait_for(returns)
     wait_for(back)
 

@@ -5,11 +5,11 @@ The runtime's exchange is ``collectives/rows/grouped_exchange.py``. Here, messag
 group. The other steps share the links between groups in equal parts. Compute is divided evenly.
 
 * **Start-ups.** Each step starts its own messages, so it pays the start-up seconds of the whole exchange.
-* **Host.** Each step costs the host some seconds in which its rows are not computed: it hands arrived rows to
-  the thread that computes, brings them into order by expert, and brings the results back.
+* **Host.** Each step costs the host some seconds on each lane. Before it posts the next messages, it notices
+  that the messages of a step have arrived, and ranks that do so at different times leave links idle. Before
+  and after a step's compute, it brings rows into order by expert and back.
 
-The price does not know that ranks drift apart, so that two nodes can send to one node at the same time. It
-does not know either that smaller GEMMs are slower, and that weight gradients are written in every step.
+The price does not know that smaller GEMMs are slower, and that weight gradients are written in every step.
 
 All seconds are numbers or float64 arrays with one entry for each case.
 """
@@ -32,7 +32,7 @@ class SteppedExchange:
     Attributes:
         num_steps: Number of groups of devices, and so of steps; the paper's n. At least 2.
         between_nodes: Whether the steps after step 0 use links between nodes. Otherwise there is one node.
-        host_s: Seconds of the host for each step.
+        host_s: Seconds of the host for each step, on the lane of messages and on that of compute.
     """
 
     num_steps: int
@@ -63,12 +63,12 @@ class SteppedExchange:
         compute_s = experts_s / self.num_steps + self.host_s
         ends = []
         for step in range(self.num_steps):
-            sent_s = sent_s + self.step_s(first, step)
+            sent_s = sent_s + self.step_s(first, step) + self.host_s
             computed_s = np.maximum(computed_s, sent_s) + compute_s
             ends.append(computed_s)
         returned_s = sent_s
         for step, computed_s in enumerate(ends):
-            returned_s = np.maximum(returned_s, computed_s) + self.step_s(second, step)
+            returned_s = np.maximum(returned_s, computed_s) + self.step_s(second, step) + self.host_s
         return returned_s
 
     def saves(self, dispatch: LinkTimes, combine: LinkTimes, experts_s: float) -> bool:

@@ -31,7 +31,8 @@ class FixedMessages:
         num_open: Most messages of one sender that a receiving device keeps at the same time. Messages are
             received early.
         batch_host_s: Seconds of the host for each batch of messages, which delay the transfer.
-        step_host_s: Seconds of the host for each step of the smart schedule, which delay the step's results.
+        step_host_s: Seconds of the host for each step of the smart schedule, which delay the next messages
+            and the step's results.
 
     Raises:
         ValueError: ``num_bytes`` is less than 1.
@@ -75,7 +76,8 @@ class PipelinedMessages:
         most: Most messages of an expert.
         num_open: Most messages of one sender that a receiving device keeps at the same time.
         batch_host_s: Seconds of the host for each batch of messages, which delay the transfer.
-        step_host_s: Seconds of the host for each step of the smart schedule, which delay the step's results.
+        step_host_s: Seconds of the host for each step of the smart schedule, which delay the next messages
+            and the step's results.
     """
 
     least_bytes: int
@@ -117,13 +119,17 @@ class PipelinedMessages:
 
 MessageRule = FixedMessages | PipelinedMessages
 
-HOST_MESSAGES = FixedMessages(1 << 17, num_open=6)
+HOST_MESSAGES = FixedMessages(1 << 17, num_open=6, step_host_s=1.7e-3)
 """Between CPUs: 128 KiB, small enough that node leaders forward the first message early.
 
 It is also large enough that the host's work for each message does not take most of the time. Of 32, 64, 128
 and 256 KiB this was the best size for experts of 2 to 16 MiB on links of 400 Mbit/s (docs/log.md). Receives
-are posted four steps early, and the messages of one more step are added meanwhile. The host's time is not
-priced here: a thread posts the messages, and the measured bandwidth of a link contains its time.
+are posted four steps early, and the messages of one more step are added meanwhile. The host's time for these
+messages is not priced here: a thread posts them, and the measured bandwidth of a link contains its time.
+
+Steps of the smart schedule wait for each other, and this wait is priced: on the testbed (8 ranks on 2 cores),
+4 steps took 5.8 ms (rows) and 7.7 ms (results) longer than their bytes and start-ups. Ranks with a core each
+need less.
 """
 
 CUDA_MESSAGES = PipelinedMessages(1 << 20, fewest=8, most=16, batch_host_s=30e-6)
@@ -133,6 +139,9 @@ The host's time for one batch of NCCL messages in torch is taken as 30 µs, in w
 1 MiB. Both numbers are assumptions until a GPU has measured them; ``benchmarks/transfer_host_cost.py``
 measures the part of the host's time that Python takes. With messages of 1 MiB, an expert of Mixtral 8x7B
 (336 MiB) would take 336 batches that depend on each other.
+
+The host's time for a step of the smart schedule is taken as 0, because a stream orders the steps and the host
+runs ahead of it. No GPU has measured it.
 """
 
 

@@ -95,6 +95,9 @@ class SmartSchedule:
     def of_step(self, step: int, rows: Tensor, probs: Tensor, experts: Sequence[ExpertWeights]) -> Tensor:
         """The experts' results for the rows of one step, in the order in which the rows arrived.
 
+        Experts without rows in the step take no part. Otherwise the backward pass of every step would write
+        gradients of zeros for them; most rows for a replica come from its own device, in one step.
+
         Args:
             step: Number of the step.
             rows: Rows of the step by source, then expert, ``[R, M]``.
@@ -102,8 +105,11 @@ class SmartSchedule:
             experts: Weights of the present experts, ascending by expert.
         """
         received_SG = self.record.received_SG[list(self.ring.senders(step))]
+        used_G = np.flatnonzero(received_SG.any(axis=0))
+        received_SG = received_SG[:, used_G]
+        used = [experts[g] for g in used_G.tolist()]
         order = ArrivalOrder(received_SG, rows.device)
-        results = self.compute(*order.sort_by_expert(rows, probs), received_SG.sum(axis=0).tolist(), experts)
+        results = self.compute(*order.sort_by_expert(rows, probs), received_SG.sum(axis=0).tolist(), used)
         return order.sort_by_source(results)
 
 

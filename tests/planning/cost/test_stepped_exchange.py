@@ -35,11 +35,11 @@ def test_one_node_has_only_links_inside() -> None:
 def test_every_step_pays_start_up_and_host() -> None:
     """Three groups; a start-up of 1 s is part of both exchanges, and the host needs 0.5 s for each step.
 
-    S ends at 2 (inside), 2 + 1 + 4 = 7 and 12; C takes 2 + 0.5 and ends at 4.5, 9.5, 14.5; R ends at 14
-    (behind all S), 19 and 24.
+    S ends at 2.5 (inside), 2.5 + 1 + 4 + 0.5 = 8 and 13.5; C takes 2 + 0.5 and ends at 5, 10.5 and 16; R ends
+    at 16 (behind all S), 21.5 and 27.
     """
     exchange = times(2.0, 9.0, start_s=1.0)
-    assert SteppedExchange(3, between_nodes=True, host_s=0.5).seconds(exchange, exchange, 6.0) == 24.0
+    assert SteppedExchange(3, between_nodes=True, host_s=0.5).seconds(exchange, exchange, 6.0) == 27.0
     # Links without rows have no start-up.
     assert SteppedExchange(3, between_nodes=True).seconds(times(0, 0, 1.0), times(0, 0, 1.0), 6.0) == 6.0
 

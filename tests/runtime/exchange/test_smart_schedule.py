@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_fssdp.config.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.placement.group_ring import GroupRing
@@ -73,3 +74,23 @@ def test_weights_are_awaited_where_rows_need_them() -> None:
     # A rank's own rows come last, so rank 1's rows are computed before any wait.
     assert steps_that_wait((False, True), own_last=True) == [1, 3]
     assert steps_that_wait((False, False), own_last=True) == [3]
+
+
+def test_experts_without_rows_take_no_part_in_a_step() -> None:
+    received_SG = np.array([[2, 0, 1], [0, 0, 0], [0, 3, 0], [0, 0, 0]])  # from ranks 0 to 3
+    calls: list[tuple[list[int], list[str]]] = []
+
+    def compute(rows: Any, probs: Any, rows_per_expert: list[int], experts: list[str]) -> Any:
+        calls.append((rows_per_expert, experts))
+        return rows
+
+    schedule = SmartSchedule(
+        SimpleNamespace(received_SG=received_SG),  # type: ignore[arg-type]
+        GroupRing(0, 4, 1),
+        None,  # type: ignore[arg-type]
+        compute,
+    )
+    for step, num_rows in enumerate([3, 0, 3, 0]):
+        rows = torch.arange(num_rows)
+        assert torch.equal(schedule.of_step(step, rows, rows, ["a", "b", "c"]), rows)  # type: ignore[list-item]
+    assert calls == [([2, 1], ["a", "c"]), ([], []), ([3], ["b"]), ([], [])]
