@@ -25,6 +25,7 @@ from megatron_fssdp.planning.placement.group_ring import GroupRing
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import plain_transfer, two_level_transfer
+from megatron_fssdp.runtime.exchange.deduplicated_exchange import DeduplicatedExchange
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.exchange.row_exchanges import MegatronExchange
 from megatron_fssdp.runtime.exchange.token_exchange import DispatchRecord
@@ -78,6 +79,8 @@ class LayerCase:
         calibrated: Whether the placement changes when the counts are known.
         group_size: Ranks of a group of the smart schedule; None exchanges with all at once.
         changes: Whether random placements run only every second iteration in steps, from the second one on.
+        deduplicated: How tokens travel: "" (one row for each pair), "known" or "unknown" (deduplicated; the
+            largest number of experts of a token is known or not).
         one_queue: Whether CUDA devices run all kernels in the order of their issue.
         inputs: Which of "hidden" and "probs" require a gradient.
         device: Device of the layer and its inputs; "cuda" also on a virtual device.
@@ -103,6 +106,7 @@ class LayerCase:
     calibrated: bool = False
     group_size: int | None = None
     changes: bool = False
+    deduplicated: str = ""
     one_queue: bool = False
     inputs: tuple[str, ...] = ("hidden", "probs")
     driven: bool = True
@@ -259,18 +263,18 @@ def strategy_of(case: LayerCase) -> Strategy:
     return DrawnPlacements(case)
 
 
-class NotedExchange(MegatronExchange):
+def noting(exchange: MegatronExchange, records: list[DispatchRecord]) -> MegatronExchange:
     """Keep the record when it is complete, because a recomputed forward pass does not reach its end."""
+    start = exchange.start
 
-    def __init__(self, groups: ExpertGroups, records: list[DispatchRecord]) -> None:
-        super().__init__(groups)
-        self._records = records
-
-    def start(
-        self, record: DispatchRecord, placement: ExpertPlacement, on_host: Sequence[np.ndarray] = ()
+    def start_and_note(
+        record: DispatchRecord, placement: ExpertPlacement, on_host: Sequence[np.ndarray] = ()
     ) -> None:
-        super().start(record, placement, on_host)
-        self._records.append(record)
+        start(record, placement, on_host)
+        records.append(record)
+
+    exchange.start = start_and_note  # type: ignore[method-assign]
+    return exchange
 
 
 def moe_forward(
@@ -283,12 +287,15 @@ def moe_forward(
     probs_on_input: bool = False,
     exchanges: list[DispatchRecord] | None = None,
     first: bool = True,
+    exchange: MegatronExchange | None = None,
 ) -> Tensor:
     """The layer's forward pass, with what comes before the layer."""
     if executor.groups.transfers is not None:
         hidden = executor.launch(hidden, first=first)
     compute = partial(grouped_ffn, activation=activation, probs_on_input=probs_on_input)
-    exchange = NotedExchange(executor.groups, [] if exchanges is None else exchanges)
+    exchange = noting(
+        exchange or MegatronExchange(executor.groups), [] if exchanges is None else exchanges
+    )
     output, _ = run_layer(executor, hidden, probs, routing_map, compute, exchange=exchange)
     return output
 
@@ -463,8 +470,18 @@ def _run_iteration(
             routing_map = batch.of_rank(batch.routing_map, rank).to(case.device)
 
             def forward(h: Tensor, p: Tensor, routing_map: Tensor = routing_map) -> Tensor:
+                exchange = None
+                if case.deduplicated:
+                    most_choices = case.top_k if case.deduplicated == "known" else None
+                    exchange = DeduplicatedExchange(executor.groups, most_choices)
                 return moe_forward(
-                    executor, h, p, routing_map, activation, probs_on_input=case.probs_on_input
+                    executor,
+                    h,
+                    p,
+                    routing_map,
+                    activation,
+                    probs_on_input=case.probs_on_input,
+                    exchange=exchange,
                 )
 
             if case.recompute is None:
