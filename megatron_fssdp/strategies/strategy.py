@@ -135,6 +135,12 @@ class LayerPlan:
         transfer = TransferPlan(context.num_devices, ())
         return cls(placement, transfer, each_micro_batch=each_micro_batch)
 
+    @property
+    def evenly_split(self) -> ExpertPlacement | None:
+        """The placement if a source's split of its tokens follows from its own counts; otherwise ``None``."""
+        is_even = self.dispatch_policy == "even" or not self.placement.num_replicas
+        return self.placement if is_even and self.tokens_ED is None and not self.each_micro_batch else None
+
     def dispatch(
         self, counts_XDE: Sequence[np.ndarray] | np.ndarray, topology: Topology
     ) -> list[TokenDispatch]:

@@ -293,9 +293,7 @@ def moe_forward(
     if executor.groups.transfers is not None:
         hidden = executor.launch(hidden, first=first)
     compute = partial(grouped_ffn, activation=activation, probs_on_input=probs_on_input)
-    exchange = noting(
-        exchange or MegatronExchange(executor.groups), [] if exchanges is None else exchanges
-    )
+    exchange = noting(exchange or MegatronExchange(executor.groups), [] if exchanges is None else exchanges)
     output, _ = run_layer(executor, hidden, probs, routing_map, compute, exchange=exchange)
     return output
 

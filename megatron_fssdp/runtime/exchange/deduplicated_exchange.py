@@ -24,13 +24,13 @@ from megatron_fssdp.collectives.rows.gathered_counts import gather_counts
 from megatron_fssdp.collectives.rows.spread_rows import spread_rows, sum_places
 from megatron_fssdp.collectives.rows.uneven_all_to_all import uneven_all_to_all
 from megatron_fssdp.planning.dispatch.two_hops import TwoHops
+from megatron_fssdp.planning.placement.holder_groups import holder_groups
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.exchange.row_exchanges import MegatronExchange
-from megatron_fssdp.runtime.exchange.selected_pairs import true_positions
+from megatron_fssdp.runtime.exchange.selected_pairs import SelectedPairs, true_positions
+from megatron_fssdp.runtime.exchange.token_choices import Choices
 from megatron_fssdp.runtime.exchange.token_exchange import DispatchRecord
-
-NO_CHOICE = -1
 
 
 class DeduplicatedExchange(MegatronExchange):
@@ -42,26 +42,61 @@ class DeduplicatedExchange(MegatronExchange):
             row then carries one choice for each expert of the layer.
     """
 
+    announces = True
+
     def __init__(self, groups: ExpertGroups, most_choices: int | None = None) -> None:
         super().__init__(groups)
         self._most_choices = most_choices
+        self._announced: ExpertPlacement | None = None
+
+    def numbers_for_all(
+        self, selected: SelectedPairs, load_E: Tensor, placement: ExpertPlacement | None
+    ) -> Tensor | None:
+        """The numbers of different tokens that this rank will send to each node and device, ``[N + D]``.
+
+        Under even dispatch a source's split follows from its own counts, so the device can compute these
+        numbers before the counts of all ranks are known. They then travel together with the counts.
+
+        Args:
+            selected: Pairs of token and selected expert of this rank.
+            load_E: Counts of this rank, ``[E]``.
+            placement: Placement of the pass; ``None`` if the dispatch is not even, or if the placement depends
+                on the counts of all ranks.
+        """
+        self._announced = placement
+        if placement is None:
+            return None
+        row = holder_groups(placement, self.groups.topology).row(self.groups.device)
+        self._choices = Choices.before_counts(selected, load_E, row, self._most_choices)
+        return self._distinct_tokens()
 
     def start(
         self, record: DispatchRecord, placement: ExpertPlacement, on_host: Sequence[np.ndarray] = ()
     ) -> None:
-        """Set the dispatch record, and exchange how many tokens go to each node and device.
+        """Set the dispatch record, and learn how many tokens every rank sends to each node and device.
 
-        Only the source knows how many *different* tokens it sends to a device, so these numbers are gathered
-        in a second, small collective.
+        Where :meth:`numbers_for_all` could not say it, a second, small collective gathers these numbers.
+
+        Args:
+            record: Ranks to which this rank's rows go and ranks from which it receives rows.
+            placement: Owners and replicas of the experts.
+            on_host: What all ranks returned from :meth:`numbers_for_all`, ``[D, N + D]``; nothing if it was
+                ``None``.
         """
-        super().start(record, placement, on_host)
-        topology, group = self.groups.topology, self.groups.expert_parallel
-        self._choices = Choices.of(record, placement, self._most_choices)
-        hits = [self._choices.hits(range_of) for range_of in (topology.node_of_device, range(group.size()))]
-        counts = torch.cat([hit.sum(dim=0) for hit in hits])
-        gathered = gather_counts(counts, group).cpu().numpy()
-        self._hops = TwoHops(topology, gathered[:, : topology.num_nodes], gathered[:, topology.num_nodes :])
+        super().start(record, placement)
+        topology = self.groups.topology
+        if on_host and placement is self._announced:
+            (numbers,) = on_host
+        else:
+            self._choices = Choices.of(record, placement.num_experts, self._most_choices)
+            numbers = gather_counts(self._distinct_tokens(), self.groups.expert_parallel).cpu().numpy()
+        self._announced = None
+        self._hops = TwoHops(topology, numbers[:, : topology.num_nodes], numbers[:, topology.num_nodes :])
         self._experts_here = placement.experts_on_G(self.groups.device)
+
+    def _distinct_tokens(self) -> Tensor:
+        numbers_of = self.groups.topology.node_of_device, range(self.groups.num_devices)
+        return torch.cat([self._choices.hits(numbers).sum(dim=0) for numbers in numbers_of])
 
     def permute(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states ``[T, M]``, and the probabilities of each token's choices, ``[T, K]``."""
@@ -157,98 +192,6 @@ class DeduplicatedExchange(MegatronExchange):
     def unpermute(self, rows: Tensor) -> Tensor:
         """Sums of each token's results, ``[T, M]`` in the data type of ``rows``."""
         return sum_places(rows, self._back, self.record.num_tokens)
-
-
-@dataclass(frozen=True, eq=False)
-class Choices:
-    """The experts that tokens selected, and the devices that compute them.
-
-    Attributes:
-        codes: For each choice of each row ``device * E + expert``, or ``NO_CHOICE``; int32 ``[U, K]``.
-        num_experts: Number of experts of the layer, E.
-    """
-
-    codes: Tensor
-    num_experts: int
-
-    @classmethod
-    def of(cls, record: DispatchRecord, placement: ExpertPlacement, most_choices: int | None) -> "Choices":
-        """The choices of this rank's tokens.
-
-        Args:
-            record: Ranks to which the rows of this rank go.
-            placement: Owners and replicas of the experts.
-            most_choices: Largest number of experts that a token selects; ``None`` if it is not known.
-        """
-        num_experts, assignment = placement.num_experts, record.assignment_A
-        sends_D = torch.tensor(record.send_D, device=assignment.device)
-        device_A = torch.repeat_interleave(sends_D, output_size=len(assignment))
-        table = assignment.new_full((record.num_tokens * num_experts,), NO_CHOICE, dtype=torch.int32)
-        codes = (device_A * num_experts + assignment % num_experts).int()
-        table = table.index_copy_(0, assignment, codes).view(record.num_tokens, num_experts)
-        if most_choices is None or most_choices >= num_experts:
-            return cls(table, num_experts)
-        is_chosen = table != NO_CHOICE
-        # Entries that are not chosen write to one extra column, which is then cut off.
-        slot = torch.where(is_chosen, is_chosen.cumsum(dim=1) - 1, most_choices)
-        narrow = table.new_full((len(table), most_choices + 1), NO_CHOICE)
-        return cls(narrow.scatter_(1, slot, table)[:, :most_choices].contiguous(), num_experts)
-
-    @property
-    def device(self) -> Tensor:
-        """Device that computes each choice, int64 ``[U, K]``; negative where there is no choice."""
-        return torch.div(self.codes, self.num_experts, rounding_mode="floor").long()
-
-    def hits(self, number_of_device: Sequence[int]) -> Tensor:
-        """Whether a row has a choice on each node or device, bool ``[U, numbers]``.
-
-        Args:
-            number_of_device: Number of the node or of the device for each device, ``[D]``.
-        """
-        codes, numbers = self.codes, max(number_of_device) + 1
-        # The last entry of the table stands for "no choice", whose device is -1.
-        table = torch.tensor([*number_of_device, numbers], device=codes.device)
-        hit = torch.zeros(len(codes), numbers + 1, dtype=torch.bool, device=codes.device)
-        return hit.scatter_(1, table[self.device], True)[:, :numbers]
-
-    def probabilities(self, probs: Tensor) -> Tensor:
-        """Probability of each choice, ``[U, K]``; 0 where there is no choice.
-
-        Args:
-            probs: Routing probabilities, ``[U, E]``.
-        """
-        is_chosen = self.codes != NO_CHOICE
-        expert = torch.where(is_chosen, self.codes % self.num_experts, 0).long()
-        return torch.where(is_chosen, probs.gather(1, expert), 0)
-
-    def pairs_here(
-        self, device: int, expert_G: np.ndarray, source_S: np.ndarray, rows_S: np.ndarray, num_pairs: int
-    ) -> Tensor:
-        """Choices that a device computes, by source, expert and token, as positions in ``[U * K]``.
-
-        Args:
-            device: The device.
-            expert_G: Experts on the device, ascending, integers ``[G]``.
-            source_S: Sources of the rows in the order of arrival, integers ``[S]``.
-            rows_S: Number of rows of each of these sources, ``[S]``.
-            num_pairs: Number of choices that the device computes, R.
-
-        Returns:
-            Positions, int64 ``[R]``.
-        """
-        codes, num_present = self.codes, len(expert_G)
-        place_E = np.zeros(self.num_experts, np.int64)
-        place_E[expert_G] = np.arange(num_present)
-        place = torch.from_numpy(place_E).to(codes.device)[(codes % self.num_experts).long()]
-        sizes = torch.from_numpy(rows_S).to(codes.device)
-        sources = torch.from_numpy(source_S).to(codes.device)
-        source = sources.repeat_interleave(sizes, output_size=len(codes))
-        key = torch.where(
-            self.device == device,
-            source.unsqueeze(1) * num_present + place,
-            len(source_S) * (num_present + 1),
-        )
-        return torch.sort(key.reshape(-1), stable=True).indices[:num_pairs]
 
 
 @dataclass(frozen=True, eq=False)

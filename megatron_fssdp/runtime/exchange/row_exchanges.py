@@ -63,6 +63,9 @@ class MegatronExchange:
         groups: Process groups of the layer's expert, expert-tensor and tensor parallelism.
     """
 
+    announces = False
+    """Whether ranks tell each other more than their counts (:meth:`numbers_for_all`)."""
+
     def __init__(self, groups: ExpertGroups) -> None:
         self.groups = groups
         self._record: DispatchRecord | None = None
@@ -71,6 +74,19 @@ class MegatronExchange:
     def needed_on_host(self) -> Sequence[Tensor]:
         """Tensors that :meth:`start` needs on the host. They travel together with the counts."""
         return ()
+
+    def numbers_for_all(
+        self, selected: SelectedPairs, load_E: Tensor, placement: ExpertPlacement | None
+    ) -> Tensor | None:
+        """Numbers of this rank that all ranks need, and which travel together with the counts.
+
+        Args:
+            selected: Pairs of token and selected expert of this rank.
+            load_E: Counts of this rank, ``[E]``.
+            placement: Placement of the pass; ``None`` if the dispatch is not even, or if the placement depends
+                on the counts of all ranks.
+        """
+        return None
 
     @property
     def record(self) -> DispatchRecord:
@@ -104,7 +120,8 @@ class MegatronExchange:
         Args:
             record: Ranks to which this rank's rows go and ranks from which it receives rows.
             placement: Owners and replicas of the experts.
-            on_host: The tensors of :attr:`needed_on_host`, on the host.
+            on_host: The tensors of :attr:`needed_on_host`, on the host, and then what the devices returned
+                from :meth:`numbers_for_all`, if they did.
         """
         self._record = record
 

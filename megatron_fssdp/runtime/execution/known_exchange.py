@@ -58,6 +58,7 @@ class ExchangedCounts:
         cls,
         routing_map: torch.Tensor,
         exchange: MegatronExchange,
+        plan: LayerPlan,
         most_choices: int | None,
         meanwhile: Callable[[], object],
     ) -> "ExchangedCounts":
@@ -66,22 +67,30 @@ class ExchangedCounts:
         Args:
             routing_map: Experts that each token of this rank selected, bool ``[T, E]``.
             exchange: Exchange of this forward pass.
+            plan: Plan of the pass, as far as it is known before the counts.
             most_choices: Largest number of experts that a token selects; ``None`` if it is not known.
             meanwhile: Work of the host while a CUDA device finishes what was queued before. A CPU has
                 finished it already, so the function is not called there.
         """
-        groups = exchange.groups
-        counts = start_counts(
-            routing_map.sum(dim=0),
-            groups.expert_parallel,
-            groups.expert_tensor_parallel,
-            exchange.needed_on_host,
-        )
+        groups, num_experts = exchange.groups, routing_map.shape[1]
         most_pairs = None if most_choices is None else most_choices * len(routing_map)
-        selected = SelectedPairs.of(routing_map, most_pairs)
+        numbers = routing_map.sum(dim=0)
+        selected = further = None
+        if exchange.announces:
+            selected = SelectedPairs.of(routing_map, most_pairs)
+            further = exchange.numbers_for_all(selected, numbers, plan.evenly_split)
+        if further is not None:
+            numbers = torch.cat([numbers, further])
+        counts = start_counts(
+            numbers, groups.expert_parallel, groups.expert_tensor_parallel, exchange.needed_on_host
+        )
+        selected = selected or SelectedPairs.of(routing_map, most_pairs)
         if routing_map.device.type == "cuda":
             meanwhile()
-        counts_XDE, *on_host = (copy.numpy() for copy in counts.wait())
+        numbers_XD, *on_host = (copy.numpy() for copy in counts.wait())
+        if further is not None:
+            on_host.append(numbers_XD[groups.peer, :, num_experts:])
+        counts_XDE = np.ascontiguousarray(numbers_XD[:, :, :num_experts])
         return cls(counts_XDE, counts_XDE.sum(axis=0), on_host, selected)
 
     def start(self, exchange: MegatronExchange, plan: LayerPlan, topology: Topology) -> KnownExchange:

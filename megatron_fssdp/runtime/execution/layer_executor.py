@@ -299,9 +299,11 @@ class LayerExecutor:
         device = routing_map.device
         # On CUDA, the following layer is planned before the host waits for the counts. Later, the device
         # would wait for the host.
-        counts = known or ExchangedCounts.of(routing_map, exchange, self.most_choices, self.plan_following)
-        counts_DE = counts.counts_DE
         iteration = self._running
+        counts = known or ExchangedCounts.of(
+            routing_map, exchange, iteration.plan, self.most_choices, self.plan_following
+        )
+        counts_DE = counts.counts_DE
         if iteration.plan.each_micro_batch:
             iteration = self._of_micro_batch(counts_DE, iteration, known)
         # Transfers can run beside the dispatch only in a separate process group.

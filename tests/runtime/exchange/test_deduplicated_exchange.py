@@ -40,9 +40,7 @@ CASES = [
         "deduplicated-each", transfers="each", schedule="FFBB", num_nodes=2, top_k=4, deduplicated="known"
     ),
     LayerCase("deduplicated-once", transfers="once", schedule="FFBB", num_nodes=2, deduplicated="known"),
-    LayerCase(
-        "deduplicated-rematerialized", transfers="rematerialized", num_nodes=2, deduplicated="known"
-    ),
+    LayerCase("deduplicated-rematerialized", transfers="rematerialized", num_nodes=2, deduplicated="known"),
     LayerCase("deduplicated-fp32", dtype=torch.float32, top_k=4, num_nodes=2, deduplicated="known"),
     LayerCase("deduplicated-bf16", dtype=torch.bfloat16, top_k=4, num_nodes=2, deduplicated="known"),
 ]
