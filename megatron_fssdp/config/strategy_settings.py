@@ -40,11 +40,13 @@ class CollectiveSchedule:
         simultaneous: Whether schedule s2 passes results on slice by slice (SAA, Parm §III-D).
         cluster: Cluster description from which ``auto`` takes the costs of collectives. None: they are
             measured.
+        deduplicated: Whether a token travels once to each node and device, not once for each of its experts.
     """
 
     name: CollectiveOrder = "megatron"
     simultaneous: bool = True
     cluster: Path | None = None
+    deduplicated: bool = False
 
 
 class NoneSettings(StrategySettings):
@@ -169,11 +171,29 @@ class ScheduleSettings(SteppedSettings):
             "tokens to all parts at once, with fewer steps and more bytes between nodes."
         ),
     )
+    exchange: Literal["pairs", "deduplicated"] = Field(
+        default="pairs",
+        description=(
+            "What travels to the experts. 'pairs' sends a token once for each of its experts, as "
+            "Megatron does. 'deduplicated' sends it once to each node that computes one of its experts, and "
+            "there once to each such device. This saves bytes if tokens select several experts."
+        ),
+    )
 
     @property
     def collective_schedule(self) -> CollectiveSchedule:
         """As set."""
-        return CollectiveSchedule(self.schedule)
+        return CollectiveSchedule(self.schedule, deduplicated=self.exchange == "deduplicated")
+
+    @model_validator(mode="after")
+    def _check_exchange(self) -> Self:
+        if self.exchange == "deduplicated" and (self.schedule != "megatron" or self.smart_schedule):
+            other = "smart_schedule=true" if self.smart_schedule else f"schedule={self.schedule}"
+            raise ValueError(
+                f"exchange=deduplicated and {other} exclude each other: each has steps of its own to "
+                f"send tokens; remove one of them"
+            )
+        return self
 
 
 class MeasuringSettings(ScheduleSettings):

@@ -27,7 +27,7 @@ from megatron_fssdp.megatron_adapter.routing.divided_tokens import DividedTokens
 from megatron_fssdp.megatron_adapter.routing.topology_aware_router import install_gate
 from megatron_fssdp.megatron_adapter.support.replaced_settings import DISPATCH_REPLACEMENTS, replace_settings
 from megatron_fssdp.planning.placement.placement import even_owners
-from megatron_fssdp.runtime.exchange.row_exchanges import exchange_of
+from megatron_fssdp.runtime.exchange.exchange_selection import exchange_of
 from megatron_fssdp.strategies.strategy import LayerContext
 
 
@@ -183,7 +183,13 @@ class StrategyMoELayer(MoELayer):
             load = self.executor.load
             load.schedule = decision.schedule
             load.schedule_predicted_s = {str(name): s for name, s in decision.predicted_s.items()}
-        exchange = exchange_of(decision.schedule, self.executor.groups, simultaneous=decision.simultaneous)
+        exchange = exchange_of(
+            decision.schedule,
+            self.executor.groups,
+            simultaneous=decision.simultaneous,
+            deduplicated=self._session.strategy.collective_schedule.deduplicated,
+            most_choices=self.executor.most_choices,
+        )
         if divided is None:
             self.token_dispatcher.use(exchange)
             return super().route(hidden_states, padding_mask)

@@ -60,7 +60,7 @@ class DeduplicatedExchange(MegatronExchange):
         Args:
             selected: Pairs of token and selected expert of this rank.
             load_E: Counts of this rank, ``[E]``.
-            placement: Placement of the pass; ``None`` if the dispatch is not even, or if the placement depends
+            placement: Placement of the pass; ``None`` if the dispatch is not even, or if it depends
                 on the counts of all ranks.
         """
         self._announced = placement

@@ -46,7 +46,6 @@ from megatron_fssdp.collectives.rows.simultaneous_gather import SharedRoute, res
 from megatron_fssdp.collectives.rows.two_node_exchange import Start, TwoNodeExchange
 from megatron_fssdp.collectives.rows.uneven_all_gather import uneven_all_gather, uneven_reduce_scatter
 from megatron_fssdp.collectives.rows.uneven_all_to_all import start_exchange, uneven_all_to_all
-from megatron_fssdp.planning.cost.tensor_schedules import Schedule
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.exchange.selected_pairs import SelectedPairs
@@ -83,7 +82,7 @@ class MegatronExchange:
         Args:
             selected: Pairs of token and selected expert of this rank.
             load_E: Counts of this rank, ``[E]``.
-            placement: Placement of the pass; ``None`` if the dispatch is not even, or if the placement depends
+            placement: Placement of the pass; ``None`` if the dispatch is not even, or if it depends
                 on the counts of all ranks.
         """
         return None
@@ -467,20 +466,3 @@ class BaselineExchange(MegatronExchange):
         if self._parts is not None:
             output = split_rows(output, self._tokens_X, self._parts)
         return scale_gradient(output, 1 / self._repeats)
-
-
-def exchange_of(schedule: Schedule, groups: ExpertGroups, *, simultaneous: bool = True) -> MegatronExchange:
-    """The exchange of one forward pass under a schedule.
-
-    Args:
-        schedule: Name of the schedule. ``s2`` equals ``s1`` if tensor-parallel ranks have different tokens.
-        groups: Process groups of the layer's expert, expert-tensor and tensor parallelism.
-        simultaneous: Whether ``s2`` uses SAA or runs one collective after the other.
-    """
-    if schedule == "baseline":
-        return BaselineExchange(groups)
-    if schedule == "megatron":
-        return MegatronExchange(groups)
-    if schedule == "s2" and groups.tensor_parallel is not None:
-        return S2Exchange(groups, simultaneous=simultaneous)
-    return S1Exchange(groups)

@@ -1,0 +1,157 @@
+"""The choices that travel with a token: the experts that it selected, and the devices that compute them.
+
+Shape letters: U rows, K choices of a row, T tokens of this rank, A pairs of a token and an expert that it
+selected, P pairs of an expert and a device that gets some of its tokens, R rows that the experts of a device
+compute, S sources of rows, G experts present on a device, E experts, D devices.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_fssdp.planning.placement.holder_groups import SourceRow
+from megatron_fssdp.runtime.exchange.selected_pairs import SelectedPairs
+from megatron_fssdp.runtime.exchange.token_exchange import DispatchRecord
+
+NO_CHOICE = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """The experts that tokens selected, and the devices that compute them.
+
+    Attributes:
+        codes: For each choice of each row ``device * E + expert``, or ``NO_CHOICE``; int32 ``[U, K]``.
+        num_experts: Number of experts of the layer, E.
+    """
+
+    codes: Tensor
+    num_experts: int
+
+    @classmethod
+    def of(cls, record: DispatchRecord, num_experts: int, most_choices: int | None) -> "Choices":
+        """The choices of this rank's tokens, when it is known where its rows go.
+
+        Args:
+            record: Ranks to which the rows of this rank go.
+            num_experts: Number of experts of the layer, E.
+            most_choices: Largest number of experts that a token selects; ``None`` if it is not known.
+        """
+        assignment = record.assignment_A
+        sends_D = torch.tensor(record.send_D, device=assignment.device)
+        device_A = torch.repeat_interleave(sends_D, output_size=len(assignment))
+        return cls._of_pairs(assignment, device_A, record.num_tokens, num_experts, most_choices)
+
+    @classmethod
+    def before_counts(
+        cls, selected: SelectedPairs, load_E: Tensor, row: SourceRow, most_choices: int | None
+    ) -> "Choices":
+        """The choices of this rank's tokens under even dispatch, from the counts of this rank alone.
+
+        The host does not wait for the device. The split is that of ``even_row`` (``kernels/even_split.py``).
+
+        Args:
+            selected: Pairs of token and selected expert of this rank.
+            load_E: Counts of this rank, int64 ``[E]``.
+            row: Holders that receive this rank's tokens.
+            most_choices: Largest number of experts that a token selects; ``None`` if it is not known.
+        """
+        device = load_E.device
+        num_chosen_E, expert_P, device_P, turn_P = (
+            torch.from_numpy(array).to(device, non_blocking=True)
+            for array in (row.num_chosen_E, row.expert_P, row.device_P, row.turn_P)
+        )
+        share_E = torch.div(load_E, num_chosen_E, rounding_mode="floor")
+        rest_E = load_E - share_E * num_chosen_E
+        tokens_P = share_E[expert_P] + (turn_P < rest_E[expert_P])
+        position = torch.arange(len(selected.ones), device=device)
+        chunk = torch.searchsorted(tokens_P.cumsum(0), position, right=True)
+        # Positions after the last pair have no device.
+        device_A = torch.cat([device_P, device_P.new_tensor([NO_CHOICE])])[chunk]
+        assignment = selected.token_and_assignment[1]
+        return cls._of_pairs(assignment, device_A, selected.num_tokens, len(load_E), most_choices)
+
+    @classmethod
+    def _of_pairs(
+        cls,
+        assignment_A: Tensor,
+        device_A: Tensor,
+        num_tokens: int,
+        num_experts: int,
+        most_choices: int | None,
+    ) -> "Choices":
+        """Choices from the index of each pair in the flattened ``[T, E]`` routing map and from its device.
+
+        Pairs whose device is ``NO_CHOICE`` are left out.
+        """
+        size = num_tokens * num_experts
+        # Pairs that are left out write to one extra place at the end.
+        place = torch.where(device_A == NO_CHOICE, size, assignment_A)
+        codes = (device_A * num_experts + assignment_A % num_experts).int()
+        table = codes.new_full((size + 1,), NO_CHOICE).scatter_(0, place, codes)
+        table = table[:size].view(num_tokens, num_experts)
+        if most_choices is None or most_choices >= num_experts:
+            return cls(table, num_experts)
+        is_chosen = table != NO_CHOICE
+        slot = torch.where(is_chosen, is_chosen.cumsum(dim=1) - 1, most_choices)
+        narrow = table.new_full((num_tokens, most_choices + 1), NO_CHOICE)
+        return cls(narrow.scatter_(1, slot, table)[:, :most_choices].contiguous(), num_experts)
+
+    @property
+    def device(self) -> Tensor:
+        """Device that computes each choice, int64 ``[U, K]``; negative where there is no choice."""
+        return torch.div(self.codes, self.num_experts, rounding_mode="floor").long()
+
+    def hits(self, number_of_device: Sequence[int]) -> Tensor:
+        """Whether a row has a choice on each node or device, bool ``[U, numbers]``.
+
+        Args:
+            number_of_device: Number of the node or of the device for each device, ``[D]``.
+        """
+        codes, numbers = self.codes, max(number_of_device) + 1
+        # The last entry of the table stands for "no choice", whose device is -1.
+        table = torch.tensor([*number_of_device, numbers], device=codes.device)
+        hit = torch.zeros(len(codes), numbers + 1, dtype=torch.bool, device=codes.device)
+        return hit.scatter_(1, table[self.device], True)[:, :numbers]
+
+    def probabilities(self, probs: Tensor) -> Tensor:
+        """Probability of each choice, ``[U, K]``; 0 where there is no choice.
+
+        Args:
+            probs: Routing probabilities, ``[U, E]``.
+        """
+        is_chosen = self.codes != NO_CHOICE
+        expert = torch.where(is_chosen, self.codes % self.num_experts, 0).long()
+        return torch.where(is_chosen, probs.gather(1, expert), 0)
+
+    def pairs_here(
+        self, device: int, expert_G: np.ndarray, source_S: np.ndarray, rows_S: np.ndarray, num_pairs: int
+    ) -> Tensor:
+        """Choices that a device computes, by source, expert and token, as positions in ``[U * K]``.
+
+        Args:
+            device: The device.
+            expert_G: Experts on the device, ascending, integers ``[G]``.
+            source_S: Sources of the rows in the order of arrival, integers ``[S]``.
+            rows_S: Number of rows of each of these sources, ``[S]``.
+            num_pairs: Number of choices that the device computes, R.
+
+        Returns:
+            Positions, int64 ``[R]``.
+        """
+        codes, num_present = self.codes, len(expert_G)
+        place_E = np.zeros(self.num_experts, np.int64)
+        place_E[expert_G] = np.arange(num_present)
+        place = torch.from_numpy(place_E).to(codes.device)[(codes % self.num_experts).long()]
+        sizes = torch.from_numpy(rows_S).to(codes.device)
+        sources = torch.from_numpy(source_S).to(codes.device)
+        source = sources.repeat_interleave(sizes, output_size=len(codes))
+        key = torch.where(
+            self.device == device,
+            source.unsqueeze(1) * num_present + place,
+            len(source_S) * (num_present + 1),
+        )
+        return torch.sort(key.reshape(-1), stable=True).indices[:num_pairs]
