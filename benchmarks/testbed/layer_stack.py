@@ -23,6 +23,7 @@ from megatron_fssdp.planning.cost.link_seconds import plain_links
 from megatron_fssdp.planning.dispatch.even_dispatch import EvenDispatch
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.runtime.exchange.exchange_selection import exchange_of
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.execution.layer_executor import MicroBatch
 from megatron_fssdp.runtime.execution.layer_load import LayerLoad
@@ -434,12 +435,19 @@ class RuntimeStack(LayerStack):
     def _moe(
         self, number: int, hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> torch.Tensor:
+        collectives = self.runtime.strategy.collective_schedule
         output, self._running[number] = run_layer(
             self.runtime.layers[number],
             hidden,
             probs,
             routing_map,
             partial(self._experts, number),
+            exchange=exchange_of(
+                "megatron",
+                self.groups,
+                deduplicated=collectives.deduplicated,
+                most_choices=self.size.top_k,
+            ),
             span=lambda step: self.timeline.span(f"{step} {number + 1}"),
         )
         return output
