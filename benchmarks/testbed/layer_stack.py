@@ -133,9 +133,37 @@ class LayerInput:
         token_A = rng.permutation(num_tokens)[np.arange(len(expert_A)) % num_tokens]
         routing_TE = np.zeros((num_tokens, len(counts_E)), dtype=bool)
         routing_TE[token_A, expert_A] = True
+        _exchange_choices(routing_TE, rng)
         weight_TE = routing_TE * rng.uniform(0.5, 1.5, routing_TE.shape)
         probs_TE = weight_TE / weight_TE.sum(axis=1, keepdims=True)
         return cls(torch.from_numpy(routing_TE), torch.from_numpy(probs_TE.astype(np.float32)))
+
+
+def _exchange_choices(routing_TE: np.ndarray, rng: np.random.Generator) -> None:
+    """Let random pairs of tokens exchange one expert each, so that all routings become about equally likely.
+
+    Dealing in turn gives a token experts at a fixed distance, and therefore always in the same nodes. An
+    exchange keeps the experts' counts and the tokens' numbers of experts.
+
+    Args:
+        routing_TE: Experts of each token, bool ``[T, E]``, with equally many for every token; changed in
+            place.
+        rng: Source of random numbers.
+    """
+    num_tokens, num_experts = routing_TE.shape
+    expert_TK = np.nonzero(routing_TE)[1].reshape(num_tokens, -1)
+    top_k, half = expert_TK.shape[1], num_tokens // 2
+    if top_k == num_experts:
+        return
+    for _ in range(16 * top_k):  # Each choice gets about 16 chances to be exchanged.
+        first, second = rng.permutation(num_tokens)[: 2 * half].reshape(2, half)
+        of_first, of_second = rng.integers(top_k, size=(2, half))
+        gives, takes = expert_TK[first, of_first], expert_TK[second, of_second]
+        is_new = ~routing_TE[first, takes] & ~routing_TE[second, gives]
+        first, second, gives, takes = first[is_new], second[is_new], gives[is_new], takes[is_new]
+        routing_TE[first, gives] = routing_TE[second, takes] = False
+        routing_TE[first, takes] = routing_TE[second, gives] = True
+        expert_TK[first, of_first[is_new]], expert_TK[second, of_second[is_new]] = takes, gives
 
 
 @dataclass(frozen=True)
