@@ -66,8 +66,9 @@ class DeduplicatedExchange(MegatronExchange):
         self._announced = placement
         if placement is None:
             return None
-        row = holder_groups(placement, self.groups.topology).row(self.groups.device)
-        self._choices = Choices.before_counts(selected, load_E, row, self._most_choices)
+        topology = self.groups.topology
+        row = holder_groups(placement, topology).row(self.groups.device)
+        self._choices = Choices.before_counts(selected, load_E, row, topology, self._most_choices)
         return self._distinct_tokens()
 
     def start(
@@ -88,7 +89,7 @@ class DeduplicatedExchange(MegatronExchange):
         if on_host and placement is self._announced:
             (numbers,) = on_host
         else:
-            self._choices = Choices.of(record, placement.num_experts, self._most_choices)
+            self._choices = Choices.of(record, placement, topology, self._most_choices)
             numbers = gather_counts(self._distinct_tokens(), self.groups.expert_parallel).cpu().numpy()
         self._announced = None
         self._hops = TwoHops(topology, numbers[:, : topology.num_nodes], numbers[:, topology.num_nodes :])

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_fssdp.planning.placement.holder_groups import SourceRow
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.runtime.exchange.gathered_choices import gathered_devices
 from megatron_fssdp.runtime.exchange.selected_pairs import SelectedPairs
 from megatron_fssdp.runtime.exchange.token_exchange import DispatchRecord
 
@@ -32,22 +35,36 @@ class Choices:
     num_experts: int
 
     @classmethod
-    def of(cls, record: DispatchRecord, num_experts: int, most_choices: int | None) -> "Choices":
+    def of(
+        cls,
+        record: DispatchRecord,
+        placement: ExpertPlacement,
+        topology: Topology,
+        most_choices: int | None,
+    ) -> "Choices":
         """The choices of this rank's tokens, when it is known where its rows go.
 
         Args:
             record: Ranks to which the rows of this rank go.
-            num_experts: Number of experts of the layer, E.
+            placement: Owners and replicas of the experts.
+            topology: Nodes of the devices.
             most_choices: Largest number of experts that a token selects; ``None`` if it is not known.
         """
-        assignment = record.assignment_A
+        assignment, num_experts = record.assignment_A, placement.num_experts
         sends_D = torch.tensor(record.send_D, device=assignment.device)
         device_A = torch.repeat_interleave(sends_D, output_size=len(assignment))
+        if placement.num_replicas:
+            device_A = _gathered(record.token_A, assignment, device_A, topology, record.num_tokens, num_experts)
         return cls._of_pairs(assignment, device_A, record.num_tokens, num_experts, most_choices)
 
     @classmethod
     def before_counts(
-        cls, selected: SelectedPairs, load_E: Tensor, row: SourceRow, most_choices: int | None
+        cls,
+        selected: SelectedPairs,
+        load_E: Tensor,
+        row: SourceRow,
+        topology: Topology,
+        most_choices: int | None,
     ) -> "Choices":
         """The choices of this rank's tokens under even dispatch, from the counts of this rank alone.
 
@@ -57,6 +74,7 @@ class Choices:
             selected: Pairs of token and selected expert of this rank.
             load_E: Counts of this rank, int64 ``[E]``.
             row: Holders that receive this rank's tokens.
+            topology: Nodes of the devices.
             most_choices: Largest number of experts that a token selects; ``None`` if it is not known.
         """
         device = load_E.device
@@ -71,8 +89,10 @@ class Choices:
         chunk = torch.searchsorted(tokens_P.cumsum(0), position, right=True)
         # Positions after the last pair have no device.
         device_A = torch.cat([device_P, device_P.new_tensor([NO_CHOICE])])[chunk]
-        assignment = selected.token_and_assignment[1]
-        return cls._of_pairs(assignment, device_A, selected.num_tokens, len(load_E), most_choices)
+        (token, assignment), num_experts = selected.token_and_assignment, len(load_E)
+        if row.num_chosen_E.max() > 1:
+            device_A = _gathered(token, assignment, device_A, topology, selected.num_tokens, num_experts)
+        return cls._of_pairs(assignment, device_A, selected.num_tokens, num_experts, most_choices)
 
     @classmethod
     def _of_pairs(
@@ -155,3 +175,16 @@ class Choices:
             len(source_S) * (num_present + 1),
         )
         return torch.sort(key.reshape(-1), stable=True).indices[:num_pairs]
+
+
+def _gathered(
+    token_A: Tensor,
+    assignment_A: Tensor,
+    device_A: Tensor,
+    topology: Topology,
+    num_tokens: int,
+    num_experts: int,
+) -> Tensor:
+    """:func:`gathered_devices` of pairs that are given by their index in the ``[T, E]`` routing map."""
+    node_D = torch.from_numpy(topology.node_of_device_D.copy()).to(device_A.device, non_blocking=True)
+    return gathered_devices(token_A, assignment_A % num_experts, device_A, node_D, num_tokens, num_experts)
