@@ -54,7 +54,9 @@ class Choices:
         sends_D = torch.tensor(record.send_D, device=assignment.device)
         device_A = torch.repeat_interleave(sends_D, output_size=len(assignment))
         if placement.num_replicas:
-            device_A = _gathered(record.token_A, assignment, device_A, topology, record.num_tokens, num_experts)
+            device_A = _gathered(
+                record.token_A, assignment, device_A, topology, record.num_tokens, num_experts
+            )
         return cls._of_pairs(assignment, device_A, record.num_tokens, num_experts, most_choices)
 
     @classmethod
