@@ -29,7 +29,7 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.exchange.row_exchanges import MegatronExchange
 from megatron_fssdp.runtime.exchange.selected_pairs import SelectedPairs, true_positions
-from megatron_fssdp.runtime.exchange.token_choices import Choices
+from megatron_fssdp.runtime.exchange.token_choices import Choices, on_device
 from megatron_fssdp.runtime.exchange.token_exchange import DispatchRecord
 
 
@@ -118,10 +118,10 @@ class DeduplicatedExchange(MegatronExchange):
         self._route: list[_Hop] = []
         if topology.num_nodes > 1:
             order_N = self._hops.nodes_to_send(device)
-            hit = tokens.choices.hits(topology.node_of_device)[:, torch.from_numpy(order_N).to(rows.device)]
+            hit = tokens.choices.hits(topology.node_of_device)[:, on_device(order_N, rows.device)]
             tokens, meanwhile = self._hop(tokens, hit, self._hops.first_hop(device), group, meanwhile), None
         if topology.num_devices > topology.num_nodes:
-            members = torch.tensor(self._hops.members(device), device=rows.device)
+            members = on_device(self._hops.members(device), rows.device)
             hit = tokens.choices.hits(range(group.size()))[:, members]
             tokens, meanwhile = self._hop(tokens, hit, self._hops.second_hop(device), group, meanwhile), None
         if meanwhile is not None:

@@ -77,7 +77,9 @@ def _preferred(
     """
     num_devices = len(node_D)
     goes = torch.zeros(num_tokens, num_devices + 1, dtype=torch.bool, device=token_A.device)
-    goes.index_put_((token_A, torch.where(is_fixed, device_A, num_devices)), goes.new_tensor(True))
+    # Pairs that are not fixed write to the last column, which is then cut off.
+    column_A = torch.where(is_fixed, device_A, num_devices)
+    goes.view(-1).scatter_(0, token_A * (num_devices + 1) + column_A, True)
     goes_TD = goes[:, :num_devices]
     same_DD = node_D.unsqueeze(0) == node_D.unsqueeze(1)
     near_TD = (goes_TD.float() @ same_DD.float()) > 0

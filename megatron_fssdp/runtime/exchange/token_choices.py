@@ -22,6 +22,11 @@ from megatron_fssdp.runtime.exchange.token_exchange import DispatchRecord
 NO_CHOICE = -1
 
 
+def on_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
+    """Copy numbers to a device as int64; the host does not wait for the device."""
+    return torch.from_numpy(np.array(numbers, np.int64)).to(device, non_blocking=True)
+
+
 @dataclass(frozen=True, eq=False)
 class Choices:
     """The experts that tokens selected, and the devices that compute them.
@@ -51,7 +56,7 @@ class Choices:
             most_choices: Largest number of experts that a token selects; ``None`` if it is not known.
         """
         assignment, num_experts = record.assignment_A, placement.num_experts
-        sends_D = torch.tensor(record.send_D, device=assignment.device)
+        sends_D = on_device(record.send_D, assignment.device)
         device_A = torch.repeat_interleave(sends_D, output_size=len(assignment))
         if placement.num_replicas:
             device_A = _gathered(
@@ -81,8 +86,7 @@ class Choices:
         """
         device = load_E.device
         num_chosen_E, expert_P, device_P, turn_P = (
-            torch.from_numpy(array).to(device, non_blocking=True)
-            for array in (row.num_chosen_E, row.expert_P, row.device_P, row.turn_P)
+            on_device(array, device) for array in (row.num_chosen_E, row.expert_P, row.device_P, row.turn_P)
         )
         share_E = torch.div(load_E, num_chosen_E, rounding_mode="floor")
         rest_E = load_E - share_E * num_chosen_E
@@ -90,7 +94,7 @@ class Choices:
         position = torch.arange(len(selected.ones), device=device)
         chunk = torch.searchsorted(tokens_P.cumsum(0), position, right=True)
         # Positions after the last pair have no device.
-        device_A = torch.cat([device_P, device_P.new_tensor([NO_CHOICE])])[chunk]
+        device_A = torch.cat([device_P, device_P.new_full((1,), NO_CHOICE)])[chunk]
         (token, assignment), num_experts = selected.token_and_assignment, len(load_E)
         if row.num_chosen_E.max() > 1:
             device_A = _gathered(token, assignment, device_A, topology, selected.num_tokens, num_experts)
@@ -135,7 +139,7 @@ class Choices:
         """
         codes, numbers = self.codes, max(number_of_device) + 1
         # The last entry of the table stands for "no choice", whose device is -1.
-        table = torch.tensor([*number_of_device, numbers], device=codes.device)
+        table = on_device([*number_of_device, numbers], codes.device)
         hit = torch.zeros(len(codes), numbers + 1, dtype=torch.bool, device=codes.device)
         return hit.scatter_(1, table[self.device], True)[:, :numbers]
 
@@ -167,9 +171,9 @@ class Choices:
         codes, num_present = self.codes, len(expert_G)
         place_E = np.zeros(self.num_experts, np.int64)
         place_E[expert_G] = np.arange(num_present)
-        place = torch.from_numpy(place_E).to(codes.device)[(codes % self.num_experts).long()]
-        sizes = torch.from_numpy(rows_S).to(codes.device)
-        sources = torch.from_numpy(source_S).to(codes.device)
+        place = on_device(place_E, codes.device)[(codes % self.num_experts).long()]
+        sizes = on_device(rows_S, codes.device)
+        sources = on_device(source_S, codes.device)
         source = sources.repeat_interleave(sizes, output_size=len(codes))
         key = torch.where(
             self.device == device,
@@ -188,5 +192,5 @@ def _gathered(
     num_experts: int,
 ) -> Tensor:
     """:func:`gathered_devices` of pairs that are given by their index in the ``[T, E]`` routing map."""
-    node_D = torch.from_numpy(topology.node_of_device_D.copy()).to(device_A.device, non_blocking=True)
+    node_D = on_device(topology.node_of_device, device_A.device)
     return gathered_devices(token_A, assignment_A % num_experts, device_A, node_D, num_tokens, num_experts)

@@ -32,10 +32,11 @@ SOME_LAYERS = (
     LayerCase("each-micro-batch", transfers="each", schedule="FFBB", num_iterations=1),
     LayerCase("smart-schedule-calibrated", transfers="once", group_size=1, calibrated=True, num_iterations=1),
     LayerCase("resident", transfers="resident", num_iterations=1),
+    LayerCase("deduplicated", transfers="once", schedule="FFBB", num_nodes=2, top_k=4, deduplicated="known"),
     replace(BF16, name="bf16-non-reentrant", biases=True, recompute="non_reentrant", num_iterations=1),
     LayerCase("fssdp", placement="fssdp", settings=(("slots", 4), ("overlap_degree", 4)), transfers="once"),
 )
-ALL_LAYERS = tuple(
+ALL_LAYERS: tuple[LayerCase, ...] = tuple(
     LayerCase(
         f"{name}-{transfers}-groups-of-{group_size}-{str(dtype).removeprefix('torch.')}-{recompute}"
         + ("-calibrated" if calibrated else ""),
@@ -62,6 +63,23 @@ ALL_LAYERS = tuple(
         ("random", "once", None, True),
         ("random", "once", 2, True),
     )
+)
+
+DEDUPLICATED_LAYERS = tuple(
+    LayerCase(
+        f"deduplicated-{transfers}-{num_nodes}-nodes-{recompute}-{str(dtype).removeprefix('torch.')}",
+        transfers=transfers,
+        recompute=recompute,
+        dtype=dtype,
+        sizes=SIZES,
+        schedule="FFBB",
+        num_nodes=num_nodes,
+        top_k=4,
+        deduplicated="known",
+    )
+    for dtype in (torch.float32, torch.bfloat16)
+    for transfers, recompute in (("once", None), ("rematerialized", "kept"), ("each", "reentrant"))
+    for num_nodes in (1, 2, 4)
 )
 
 SPLIT = TransferSplit(0.4, 0.7)
@@ -134,7 +152,11 @@ def test_a_layer_computes_the_same_without_a_finding(case: LayerCase) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("case", "chunk"), in_chunks(ALL_LAYERS), ids=[case.name for case in ALL_LAYERS])
+@pytest.mark.parametrize(
+    ("case", "chunk"),
+    in_chunks(ALL_LAYERS + DEDUPLICATED_LAYERS),
+    ids=[case.name for case in ALL_LAYERS + DEDUPLICATED_LAYERS],
+)
 def test_every_layer_computes_the_same_without_a_finding(
     case: LayerCase, chunk: tuple[LayerCase, ...]
 ) -> None:
