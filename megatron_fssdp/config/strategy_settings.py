@@ -188,10 +188,14 @@ class ScheduleSettings(SteppedSettings):
     @model_validator(mode="after")
     def _check_exchange(self) -> Self:
         if self.exchange == "deduplicated" and (self.schedule != "megatron" or self.smart_schedule):
-            other = "smart_schedule=true" if self.smart_schedule else f"schedule={self.schedule}"
+            other = (
+                f"smart_schedule={str(self.smart_schedule).lower()}"
+                if self.smart_schedule
+                else f"schedule={self.schedule}"
+            )
             raise ValueError(
                 f"exchange=deduplicated and {other} exclude each other: each has steps of its own to "
-                f"send tokens; remove one of them"
+                "send tokens; remove one of them"
             )
         return self
 

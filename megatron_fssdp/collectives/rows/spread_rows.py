@@ -1,8 +1,8 @@
-"""Copies rows to several places, and sums the rows that belong together: each is the other's backward pass.
+"""Copies tokens to several rows, and sums the rows of a token: each is the other's backward pass.
 
 Sums are formed in fp32 or better. torch's ``index_select`` and ``index_add`` would sum rows of bf16 in bf16.
 
-Shape letters: U rows, P places (a row has none, one or several), M model dimension.
+Shape letters: T tokens, A rows that a rank sends (a token has none, one or several), M model dimension.
 """
 
 from typing import Any
@@ -12,54 +12,54 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def spread_rows(rows: Tensor, row_P: Tensor) -> Tensor:
-    """The row of each place, ``[P, M]``. The backward pass sums the gradients of a row's places.
+def spread_rows(tokens: Tensor, token_A: Tensor) -> Tensor:
+    """Copies of tokens, one for each row: ``[A, M]``. The backward pass sums the gradients of a token's rows.
 
     Args:
-        rows: Rows, ``[U, M]``.
-        row_P: Row of each place, int64 ``[P]``.
+        tokens: Hidden states, ``[T, M]``.
+        token_A: Token of each row, int64 ``[A]``.
     """
-    spread: Tensor = _Spread.apply(rows, row_P)
-    return spread
+    rows: Tensor = _Spread.apply(tokens, token_A)
+    return rows
 
 
-def sum_places(places: Tensor, row_P: Tensor, num_rows: int) -> Tensor:
-    """Sums of the places of each row, ``[U, M]`` in the data type of ``places``; zeros for rows without any.
+def sum_rows(rows: Tensor, token_A: Tensor, num_tokens: int) -> Tensor:
+    """Sums of the rows of each token, ``[T, M]`` in the data type of ``rows``; zeros if a token has no row.
 
     Args:
-        places: Values of the places, ``[P, M]``.
-        row_P: Row to which each place belongs, int64 ``[P]``.
-        num_rows: Number of rows, U.
+        rows: Rows to sum, ``[A, M]``.
+        token_A: Token to which each row belongs, int64 ``[A]``.
+        num_tokens: Number of tokens, T.
     """
-    sums: Tensor = _Sum.apply(places, row_P, num_rows)
+    sums: Tensor = _Sum.apply(rows, token_A, num_tokens)
     return sums
 
 
-def _summed(places: Tensor, row_P: Tensor, num_rows: int) -> Tensor:
-    wide = torch.promote_types(places.dtype, torch.float32)
-    sums = places.new_zeros((num_rows, *places.shape[1:]), dtype=wide)
-    return sums.index_add_(0, row_P, places.to(wide)).to(places.dtype)
+def _summed(rows: Tensor, token_A: Tensor, num_tokens: int) -> Tensor:
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    sums = rows.new_zeros((num_tokens, *rows.shape[1:]), dtype=wide)
+    return sums.index_add_(0, token_A, rows.to(wide)).to(rows.dtype)
 
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, row_P: Tensor) -> Tensor:
-        ctx.row_P, ctx.num_rows = row_P, len(rows)
-        return rows.index_select(0, row_P)
+    def forward(ctx: Any, tokens: Tensor, token_A: Tensor) -> Tensor:
+        ctx.token_A, ctx.num_tokens = token_A, len(tokens)
+        return tokens.index_select(0, token_A)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _summed(gradient, ctx.row_P, ctx.num_rows), None
+        return _summed(gradient, ctx.token_A, ctx.num_tokens), None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, places: Tensor, row_P: Tensor, num_rows: int) -> Tensor:
-        ctx.row_P = row_P
-        return _summed(places, row_P, num_rows)
+    def forward(ctx: Any, rows: Tensor, token_A: Tensor, num_tokens: int) -> Tensor:
+        ctx.token_A = token_A
+        return _summed(rows, token_A, num_tokens)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient.index_select(0, ctx.row_P), None, None
+        return gradient.index_select(0, ctx.token_A), None, None

@@ -8,8 +8,8 @@ experts. Results are summed in fp32 on the device, then on the relay, then at th
 
 With one node the first hop is left out, and with one device in each node the second.
 
-Shape letters: T tokens of this rank, K choices of a token, U rows of a hop, R rows that the experts of this
-device compute, M model dimension, E experts, D devices, N nodes.
+Shape letters: T tokens that a rank has before a hop, K choices per token, A rows that a rank sends in a hop,
+R rows that a rank receives (for its experts), M model dimension, E experts, D devices, N nodes.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fssdp.collectives.rows.gathered_counts import gather_counts
-from megatron_fssdp.collectives.rows.spread_rows import spread_rows, sum_places
+from megatron_fssdp.collectives.rows.spread_rows import spread_rows, sum_rows
 from megatron_fssdp.collectives.rows.uneven_all_to_all import uneven_all_to_all
 from megatron_fssdp.planning.dispatch.two_hops import TwoHops
 from megatron_fssdp.planning.placement.holder_groups import holder_groups
@@ -143,8 +143,8 @@ class DeduplicatedExchange(MegatronExchange):
         """Send every token to all destinations that it hits.
 
         Args:
-            tokens: Tokens on this rank, ``[U, ...]``.
-            hit: Whether a token goes to a destination, bool ``[U, destinations]``. Destinations are in the
+            tokens: Tokens on this rank, ``[T, ...]``.
+            hit: Whether a token goes to a destination, bool ``[T, destinations]``. Destinations are in the
                 order of their ranks.
             splits: Number of rows to send to and to receive from every rank.
             group: Process group of the ranks.
@@ -156,9 +156,9 @@ class DeduplicatedExchange(MegatronExchange):
         self._route.append(hop)
         rows, probs, codes = uneven_all_to_all(
             (
-                spread_rows(tokens.rows, hop.row_A),
-                tokens.probs.index_select(0, hop.row_A),
-                tokens.choices.codes.index_select(0, hop.row_A),
+                spread_rows(tokens.rows, hop.token_A),
+                tokens.probs.index_select(0, hop.token_A),
+                tokens.choices.codes.index_select(0, hop.token_A),
             ),
             receives_D,
             sends_D,
@@ -178,9 +178,9 @@ class DeduplicatedExchange(MegatronExchange):
         """
         index, num_rows = self._pairs
         for hop in reversed(self._route):
-            rows = sum_places(rows, index, num_rows)
+            rows = sum_rows(rows, index, num_rows)
             rows = uneven_all_to_all((rows,), hop.sends_D, hop.receives_D, self.groups.expert_parallel)[0]
-            index, num_rows = hop.row_A, hop.num_rows
+            index, num_rows = hop.token_A, hop.num_rows
         self._back = index
         return rows
 
@@ -192,12 +192,12 @@ class DeduplicatedExchange(MegatronExchange):
 
     def unpermute(self, rows: Tensor) -> Tensor:
         """Sums of each token's results, ``[T, M]`` in the data type of ``rows``."""
-        return sum_places(rows, self._back, self.record.num_tokens)
+        return sum_rows(rows, self._back, self.record.num_tokens)
 
 
 @dataclass(frozen=True, eq=False)
 class _Tokens:
-    """Tokens on a rank between the hops: hidden states ``[U, M]``, probabilities ``[U, K]`` and choices."""
+    """Tokens on a rank between the hops: hidden states ``[T, M]``, probabilities ``[T, K]`` and choices."""
 
     rows: Tensor
     probs: Tensor
@@ -209,13 +209,13 @@ class _Hop:
     """Where the rows of one hop come from, and how many travel between the ranks.
 
     Attributes:
-        row_A: Row of the tokens before the hop, for each row that is sent; int64 ``[A]``.
+        token_A: Token of each row that is sent, int64 ``[A]``.
         num_rows: Number of tokens before the hop.
         sends_D: Number of rows to send to each rank.
         receives_D: Number of rows to receive from each rank.
     """
 
-    row_A: Tensor
+    token_A: Tensor
     num_rows: int
     sends_D: list[int]
     receives_D: list[int]

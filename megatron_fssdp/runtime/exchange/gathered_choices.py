@@ -4,7 +4,8 @@ A dispatch says how many of a source's tokens each holder of an expert gets, but
 replicated expert therefore goes, where possible, to a device to which another of its experts sends it anyway,
 or at least to such a node. Each holder still gets as many tokens as the dispatch says.
 
-Shape letters: A pairs of token and selected expert, T tokens, E experts, D devices.
+Shape letters: A rows that a rank sends before they are deduplicated (pairs of token and selected expert), T
+tokens, E experts, D devices.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """The choices that travel with a token: the experts that it selected, and the devices that compute them.
 
-Shape letters: U rows, K choices of a row, T tokens of this rank, A pairs of a token and an expert that it
-selected, P pairs of an expert and a device that gets some of its tokens, R rows that the experts of a device
-compute, S sources of rows, G experts present on a device, E experts, D devices.
+Shape letters: T tokens, K choices per token, A rows that a rank sends before they are deduplicated (pairs of
+token and selected expert), P pairs of expert and device, R rows that a rank receives (for its experts),
+S ranks that send rows, G experts present on a device, E experts, D devices.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Choices:
     """The experts that tokens selected, and the devices that compute them.
 
     Attributes:
-        codes: For each choice of each row ``device * E + expert``, or ``NO_CHOICE``; int32 ``[U, K]``.
+        codes: For each choice of each token ``device * E + expert``, or ``NO_CHOICE``; int32 ``[T, K]``.
         num_experts: Number of experts of the layer, E.
     """
 
@@ -128,11 +128,11 @@ class Choices:
 
     @property
     def device(self) -> Tensor:
-        """Device that computes each choice, int64 ``[U, K]``; negative where there is no choice."""
+        """Device that computes each choice, int64 ``[T, K]``; negative where there is no choice."""
         return torch.div(self.codes, self.num_experts, rounding_mode="floor").long()
 
     def hits(self, number_of_device: Sequence[int]) -> Tensor:
-        """Whether a row has a choice on each node or device, bool ``[U, numbers]``.
+        """Whether a token has a choice on each node or device, bool ``[T, numbers]``.
 
         Args:
             number_of_device: Number of the node or of the device for each device, ``[D]``.
@@ -144,10 +144,10 @@ class Choices:
         return hit.scatter_(1, table[self.device], True)[:, :numbers]
 
     def probabilities(self, probs: Tensor) -> Tensor:
-        """Probability of each choice, ``[U, K]``; 0 where there is no choice.
+        """Probability of each choice, ``[T, K]``; 0 where there is no choice.
 
         Args:
-            probs: Routing probabilities, ``[U, E]``.
+            probs: Routing probabilities, ``[T, E]``.
         """
         is_chosen = self.codes != NO_CHOICE
         expert = torch.where(is_chosen, self.codes % self.num_experts, 0).long()
@@ -156,7 +156,7 @@ class Choices:
     def pairs_here(
         self, device: int, expert_G: np.ndarray, source_S: np.ndarray, rows_S: np.ndarray, num_pairs: int
     ) -> Tensor:
-        """Choices that a device computes, by source, expert and token, as positions in ``[U * K]``.
+        """Choices that a device computes, by source, expert and token, as positions in ``[T * K]``.
 
         Args:
             device: The device.

@@ -1,4 +1,4 @@
-"""The deduplicated exchange: results and gradients of a reference layer, and no token twice on a link."""
+"""A layer with the deduplicated exchange has the results and gradients of the reference layer."""
 
 import functools
 
@@ -11,7 +11,7 @@ from ..rank_layer import CaseResult, LayerCase, compare_with_reference
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
-CASES = [
+MANY = [
     LayerCase(
         f"deduplicated-top{top_k}-{num_nodes}-nodes-{placement}",
         top_k=top_k,
@@ -23,37 +23,53 @@ CASES = [
     for top_k, placement in ((1, "random"), (2, "owners"), (4, "everywhere"), (8, "random"))
     for num_nodes in (1, 2, 4)
 ] + [
+    LayerCase("deduplicated-parameters", inputs=(), num_nodes=2, deduplicated="known"),
+    LayerCase("deduplicated-non-reentrant", recompute="non_reentrant", num_nodes=2, deduplicated="known"),
+    LayerCase("deduplicated-fp32", dtype=torch.float32, top_k=4, num_nodes=2, deduplicated="known"),
+    LayerCase("deduplicated-rematerialized", transfers="rematerialized", num_nodes=2, deduplicated="known"),
+    LayerCase("deduplicated-once", transfers="once", schedule="FFBB", num_nodes=2, deduplicated="known"),
+    LayerCase("deduplicated-hidden", inputs=("hidden",), num_nodes=2, deduplicated="known"),
+    LayerCase("deduplicated-probs", inputs=("probs",), num_nodes=2, deduplicated="known"),
+]
+SOME = [
+    LayerCase("deduplicated", top_k=4, num_experts=16, num_nodes=2, deduplicated="known"),
+    LayerCase("deduplicated-one-node", top_k=4, num_experts=16, deduplicated="known"),
+    LayerCase("deduplicated-four-nodes", top_k=4, num_experts=16, num_nodes=4, deduplicated="known"),
     LayerCase("deduplicated-unknown", top_k=4, num_nodes=2, deduplicated="unknown"),
     LayerCase("deduplicated-dropped", top_k=4, routing="dropped", num_nodes=2, deduplicated="known"),
     LayerCase("deduplicated-one-device", routing="one_device", num_nodes=2, deduplicated="known"),
     LayerCase("deduplicated-no-tokens", tokens=(5, 0, 3, 0), num_nodes=2, deduplicated="known"),
-    LayerCase("deduplicated-hidden", inputs=("hidden",), num_nodes=2, deduplicated="known"),
-    LayerCase("deduplicated-probs", inputs=("probs",), num_nodes=2, deduplicated="known"),
-    LayerCase("deduplicated-parameters", inputs=(), num_nodes=2, deduplicated="known"),
     LayerCase("deduplicated-pipeline", schedule="FFBFBB", num_nodes=2, deduplicated="known"),
     LayerCase(
         "deduplicated-recomputed", recompute="reentrant", schedule="FFBB", num_nodes=2, deduplicated="known"
     ),
     LayerCase("deduplicated-kept", recompute="kept", schedule="FFBB", num_nodes=2, deduplicated="known"),
-    LayerCase("deduplicated-non-reentrant", recompute="non_reentrant", num_nodes=2, deduplicated="known"),
     LayerCase(
         "deduplicated-each", transfers="each", schedule="FFBB", num_nodes=2, top_k=4, deduplicated="known"
     ),
-    LayerCase("deduplicated-once", transfers="once", schedule="FFBB", num_nodes=2, deduplicated="known"),
     LayerCase("deduplicated-rematerialized", transfers="rematerialized", num_nodes=2, deduplicated="known"),
-    LayerCase("deduplicated-fp32", dtype=torch.float32, top_k=4, num_nodes=2, deduplicated="known"),
     LayerCase("deduplicated-bf16", dtype=torch.bfloat16, top_k=4, num_nodes=2, deduplicated="known"),
 ]
 
 
 @functools.cache
-def results() -> list[dict[str, CaseResult]]:
-    return run_ranks(compare_with_reference, 4, CASES)
+def results(are_many: bool) -> list[dict[str, CaseResult]]:
+    return run_ranks(compare_with_reference, 4, MANY if are_many else SOME)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_layer_equals_the_reference(case: LayerCase) -> None:
-    for of_rank in results():
+def check(case: LayerCase, of_ranks: list[dict[str, CaseResult]]) -> None:
+    for of_rank in of_ranks:
         errors = of_rank[case.name].errors
         assert errors
         assert max(errors.values()) < TOLERANCE[case.dtype], errors
+
+
+@pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
+def test_a_layer_equals_the_reference(case: LayerCase) -> None:
+    check(case, results(False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MANY, ids=lambda case: case.name)
+def test_more_layers_equal_the_reference(case: LayerCase) -> None:
+    check(case, results(True))
