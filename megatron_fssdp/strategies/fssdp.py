@@ -41,6 +41,7 @@ class FssdpStrategy(Strategy[FssdpSettings]):
             sparse_materialization_by_source if settings.planner == "hecate" else plan_materialization
         )
         self._moment = PlanningMoment(settings.window)
+        self._num_since_jump: dict[int, int | None] = {}
         self._clock = ReshardClock(settings.window, settings.reshard_interval)
 
     @property
@@ -98,6 +99,8 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         """New owners from the recent loads of all layers together (Hecate §4.3, Alg. 2).
 
         If modelled seconds decide, owners move only as far as this saves more seconds than the move takes.
+        Where loads have just jumped, they will jump again: the savings of such a layer last only as long as
+        its loads have lasted.
 
         Args:
             contexts: Data of the layers, in the order of the map.
@@ -113,12 +116,19 @@ class FssdpStrategy(Strategy[FssdpSettings]):
             return new
         if profile is None:  # Costs will be measured soon.
             return owners
+        lasting = self._clock.lasting_iterations
+
+        def layer_s(layer: int, owner_E: np.ndarray) -> float:
+            since_jump = self._num_since_jump.get(contexts[layer].layer)
+            share = 1.0 if since_jump is None else min(1.0, since_jump / lasting)
+            return share * self._seconds(contexts[layer], owner_E, load_LE[layer])
+
         paying = paying_owners(
             owners,
             new,
-            layer_s=lambda layer, owner_E: self._seconds(contexts[layer], owner_E, load_LE[layer]),
+            layer_s=layer_s,
             moving_s=lambda to: exchange_s(owners.device_LE, to.device_LE, profile, topology),
-            num_iterations=self._clock.lasting_iterations,
+            num_iterations=lasting,
         )
         self._clock.reconsidered(moved=bool(owners.moves_to(paying)))
         return paying
@@ -150,6 +160,7 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         of the highest device load. If there is no load history, every expert stays only with its owner.
         """
         settings = self.settings
+        self._num_since_jump[context.layer] = history.num_since_jump
         # Alg. 1 is the paper's algorithm, so it gets the paper's prediction: the plain mean of the window.
         load_DE = history.forecast_DE() if settings.planner == "balanced" else history.mean_DE()
         placement = self._placement(context, load_DE)

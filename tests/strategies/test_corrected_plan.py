@@ -12,6 +12,7 @@ from megatron_fssdp.planning.cost.cluster_cost import ClusterCost
 from megatron_fssdp.planning.cost.cost_model import LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies.fssdp import FssdpStrategy
@@ -124,3 +125,20 @@ def test_all_ranks_correct_alike() -> None:
     counts = [hot_counts_DE(hot) for hot in (3, 3, 12, 12, 5, 5, 5)]
     for one, other in zip(iterations(strategy(), *counts), iterations(strategy(), *counts), strict=True):
         assert [plan.placement for plan in one] == [plan.placement for plan in other]
+
+
+def test_owners_stay_where_hot_experts_keep_moving() -> None:
+    """A move that pays while one device is hot does not last until the next device is."""
+    slow = dataclasses.replace(PROFILE, non_moe_s=2e-3, owned_bytes=120_000_000)
+    context = dataclasses.replace(CONTEXT, profile=slow)
+    owners = OwnerMap.even(1, EXPERTS, DEVICES)
+    for period, moves in ((1_000, True), (3, False)):
+        fssdp, history = FssdpStrategy(FssdpSettings(slots=0)), LoadHistory(5, DEVICES, EXPERTS)
+        new = owners
+        for iteration in range(20):
+            if fssdp.reshards_at(iteration):
+                new = fssdp.reshard([context], history.mean_E()[None], new)
+            device = iteration // period % DEVICES
+            fssdp.before_gate(dataclasses.replace(context, owner_E=new.device_LE[0]), history)
+            history.append(hot_counts_DE(2 * device, 2 * device + 1, pairs=1_000))
+        assert bool(owners.moves_to(new)) == moves

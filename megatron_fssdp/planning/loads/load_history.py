@@ -129,6 +129,11 @@ class LoadHistory:
         """Whether no iteration has been appended yet."""
         return not self._latest
 
+    @property
+    def num_since_jump(self) -> int | None:
+        """Number of iterations since the loads jumped; ``None`` if all kept iterations are since then."""
+        return self._num_settled if self._num_settled < len(self._latest) else None
+
     def mean_DE(self) -> np.ndarray:
         """Mean counts over the window, float64 ``[D, E]``; Hecate's prediction (§4.2).
 
