@@ -431,11 +431,12 @@ class FssdpSettings(MeasuringSettings):
             "gradients are reduced during its backward pass. Off: the layer waits for both (for comparisons)."
         ),
     )
-    split: bool = Field(
-        default=False,
+    split: bool | None = Field(
+        default=None,
         description=(
             "Whether transfers that take longer than this compute are split, as in Pro-Prophet (§V-B): one "
-            "part is sent during the experts of the layer before. Needs overlap, and excludes rematerialize."
+            "part is sent during the experts of the layer before. Needs overlap, and excludes rematerialize. "
+            "Default: true if modelled seconds decide (planner 'balanced' without overlap_degree)."
         ),
     )
     rematerialize: bool = Field(

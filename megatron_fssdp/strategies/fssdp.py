@@ -55,7 +55,7 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         settings = self.settings
         is_limited = settings.slots is not None and settings.overlap_degree is not None
         by_price = settings.smart_schedule == "by_price"
-        needs_profile = not is_limited or bool(settings.calibrate) or settings.split or by_price
+        needs_profile = not is_limited or bool(settings.calibrate) or bool(settings.split) or by_price
         return settings.profile_iterations if needs_profile else 0
 
     @property
@@ -77,6 +77,14 @@ class FssdpStrategy(Strategy[FssdpSettings]):
     def _goes_by_seconds(self) -> bool:
         """Whether modelled seconds decide about replicas and owners once costs are measured."""
         return self.settings.overlap_degree is None and self.settings.planner == "balanced"
+
+    @property
+    def _splits(self) -> bool:
+        """Whether transfers travel in two parts where the compute before the layer does not hide them."""
+        settings = self.settings
+        split = self._goes_by_seconds if settings.split is None else settings.split
+        # The runtime splits nothing under the smart schedule, so the price must not either.
+        return split and settings.overlap and not settings.smart_schedule
 
     def _corrects(self, context: LayerContext) -> bool:
         """Whether plans may be corrected after the gate by modelled seconds."""
@@ -165,7 +173,7 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         load_DE = history.forecast_DE() if settings.planner == "balanced" else history.mean_DE()
         placement = self._placement(context, load_DE)
         plan = self._plan_of(placement, context)
-        if settings.split and settings.overlap and placement.num_replicas:
+        if self._splits and placement.num_replicas:
             plan = replace(plan, split=split_of(plan.transfer, float(history.mean_E().sum()), context))
         if not self._corrects(context) or history.is_empty:
             return plan
