@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron_fssdp.cli.simulation_progress import SimulationProgress
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.cluster_files import cluster_yaml, load_cluster
 from megatron_fssdp.config.composition import load_run
@@ -93,9 +94,17 @@ def run_simulation(request: SimulateRequest, console: Console) -> SimulationRepo
     models = " + ".join(path.name for path in request.models)
     title = f"{request.loads} on {cluster.name}: {len(record.iterations)} iterations, {models}"
     with written_whole(request.out, "--out") as partial:  # checked first, because the search takes minutes
-        report = ranked_strategies(
-            title, record, cluster, job, settings, note=note, with_break_even=request.with_break_even
-        )
+        with SimulationProgress(console, len(record.iterations), len(settings)) as progress:
+            report = ranked_strategies(
+                title,
+                record,
+                cluster,
+                job,
+                settings,
+                note=note,
+                with_break_even=request.with_break_even,
+                progress=progress,
+            )
         _show_and_write(report, request, record, cluster, partial, console)
     console.print(
         f"wrote tables, plots, and traces (for https://ui.perfetto.dev) to {request.out}", highlight=False
@@ -134,6 +143,7 @@ def ranked_strategies(
     *,
     note: str = "",
     with_break_even: bool = False,
+    progress: SimulationProgress | None = None,
 ) -> SimulationReport:
     """Simulate strategies on the same loads.
 
@@ -145,6 +155,7 @@ def ranked_strategies(
         settings: Settings of each strategy to simulate, by name.
         note: Sentence about how the loads were adapted to the job, or an empty string.
         with_break_even: Whether to search the batch size and bandwidth at which strategies start to pay.
+        progress: Display of the progress, or None.
 
     Returns:
         The simulated outcomes of all strategies.
@@ -152,23 +163,31 @@ def ranked_strategies(
     Raises:
         ConfigurationError: The job does not fit the cluster.
     """
+    outcomes: dict[str, StrategyOutcome] = {}
+    rows: list[RankedStrategy] = []
     try:
-        outcomes = {
-            name: simulate(
-                name, given, record.counts_ILDE, cluster, job, layer_numbers=record.layers.tolist()
+        for name, given in settings.items():
+            if progress is not None:
+                progress.begin(name)
+            outcomes[name] = simulate(
+                name,
+                given,
+                record.counts_ILDE,
+                cluster,
+                job,
+                layer_numbers=record.layers.tolist(),
+                on_plan=None if progress is None else progress.planned,
             )
-            for name, given in settings.items()
-        }
         plain = outcomes.get("ep") or simulate("ep", EpSettings(), record.counts_ILDE, cluster, job)
-        rows = tuple(
-            _row(name, outcome, settings[name], record, cluster, job, with_break_even)
-            for name, outcome in outcomes.items()
-        )
+        for name, outcome in outcomes.items():
+            if progress is not None and with_break_even:
+                progress.search(name)
+            rows.append(_row(name, outcome, settings[name], record, cluster, job, with_break_even))
         balanced_s = ceiling_s(record.counts_ILDE, cluster, job)
     except ValueError as error:
         raise ConfigurationError(f"simulate: {error}") from None
     return SimulationReport(
-        title, rows, plain.mean_s, balanced_s, record.iterations, _notes(note, rows, with_break_even)
+        title, tuple(rows), plain.mean_s, balanced_s, record.iterations, _notes(note, rows, with_break_even)
     )
 
 
@@ -182,7 +201,11 @@ def _notes(note: str, rows: Sequence[RankedStrategy], with_break_even: bool) -> 
     notes.append(
         "ceiling: the same job under ep with balanced routing. A strategy whose replicas save traffic can "
         "exceed it. " + (pays if with_break_even else "") + "Not simulated: optimizer step, data loading, "
-        "host time."
+        "launches of kernels."
+    )
+    notes.append(
+        "host ms: milliseconds in which a rank's host plans and posts messages of transfers in an iteration, "
+        "as measured on one core (docs/simulator.md). The device waits for a part of them."
     )
     notes += [
         f"{row.label}: runs out of memory. It needs {row.outcome.memory.total_bytes / 2**30:.1f} GiB, and a "

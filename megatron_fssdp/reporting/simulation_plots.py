@@ -10,6 +10,8 @@ from megatron_fssdp.reporting.simulation_report import RankedStrategy, Simulatio
 from megatron_fssdp.reporting.strategy_colours import distinct_colours
 from megatron_fssdp.simulation.iteration_timeline import PARTS
 
+HOST_COLOUR = "#999999"
+
 
 def draw_simulation(report: SimulationReport, folder: Path) -> list[Path]:
     """Draw all plots of a simulation, each as PNG and SVG.
@@ -64,7 +66,7 @@ def _iterations(axes: Any, report: SimulationReport) -> None:
 def _breakdown(axes: Any, report: SimulationReport) -> None:
     labels = [row.label for row in report.rows]
     left = np.zeros(len(labels))
-    for part, colour in zip(PARTS, COLOURS, strict=True):
+    for part, colour in zip(PARTS, (*COLOURS, HOST_COLOUR), strict=True):
         widths = np.array([float(row.outcome.parts_s[part].mean()) for row in report.rows])
         if widths.any():
             axes.barh(labels, widths, left=left, color=colour, label=part)

@@ -71,7 +71,15 @@ def ranking_table(report: SimulationReport) -> Table:
     table = Table(title=report.title, title_justify="left", title_style="bold")
     table.add_column("strategy", no_wrap=True)
     table.add_column("seconds", justify="right", no_wrap=True)
-    for header in ("× ep", "% of ceiling", "load max/mean", "peak memory", "pays from", "pays up to"):
+    for header in (
+        "× ep",
+        "% of ceiling",
+        "host ms",
+        "load max/mean",
+        "peak memory",
+        "pays from",
+        "pays up to",
+    ):
         table.add_column(header, justify="right")
     for row in report.ranked:
         outcome = row.outcome
@@ -81,6 +89,7 @@ def ranking_table(report: SimulationReport) -> Table:
             f"{outcome.mean_s:.4g}",
             f"{report.plain_s / outcome.mean_s:.2f}",
             f"{100 * report.ceiling_s / outcome.mean_s:.0f}",
+            f"{1e3 * outcome.host_s:.3g}",
             f"{outcome.load_max_over_mean_IL.mean():.2f}",
             f"{memory}, too much" if outcome.memory.runs_out else memory,
             _in_words(row.tokens, "{:,.0f} tokens"),
@@ -110,6 +119,7 @@ def ranking_data(report: SimulationReport) -> dict[str, Any]:
                 "iteration_s": row.outcome.mean_s,
                 "speedup_over_ep": report.plain_s / row.outcome.mean_s,
                 "percent_of_ceiling": 100 * report.ceiling_s / row.outcome.mean_s,
+                "host_s": row.outcome.host_s,
                 "load_max_over_mean": float(row.outcome.load_max_over_mean_IL.mean()),
                 "parts_s": {part: float(seconds.mean()) for part, seconds in row.outcome.parts_s.items()},
                 "memory": _memory_data(row.outcome),

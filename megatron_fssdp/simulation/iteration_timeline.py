@@ -1,8 +1,9 @@
-"""Timeline of one iteration: three lanes, and which work waits for which.
+"""Timeline of one iteration: its lanes, and which work waits for which.
 
 * ``compute``: the kernels of a device. For experts, these are the kernels of the slowest device.
 * ``all-to-all``: router counts, dispatch and combine. The model computes nothing at the same time.
 * ``transfer``: spAG, spRS, re-gathering and re-sharding, one after the other.
+* ``host``: what the host does between the counts and the dispatch, while the device waits.
 
 The forward pass of a layer consists of compute before the gate, counts, dispatch, experts and combine. spAG
 starts together with the compute before the gate, or after this compute if the plan says so. spAG ends
@@ -29,8 +30,9 @@ import numpy as np
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.planning.cost.link_seconds import LinkTimes
 from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
+from megatron_fssdp.simulation.layer_parts import LayerSeconds
 
-COMPUTE, ALL_TO_ALL, TRANSFER = "compute", "all-to-all", "transfer"
+COMPUTE, ALL_TO_ALL, TRANSFER, HOST = "compute", "all-to-all", "transfer", "host"
 
 PARTS = (
     "other compute",
@@ -40,68 +42,11 @@ PARTS = (
     "waiting for spRS",
     "re-sharding",
     "gradient sync",
+    "host",
 )
 """Parts of an iteration's time. Their seconds add up to the whole iteration."""
 
 OnSpan = Callable[[str, str, np.ndarray, np.ndarray], None]
-
-
-@dataclass(frozen=True, eq=False)
-class LayerSeconds:
-    """Seconds of the parts of one layer's forward pass in a micro-batch. Arrays are ``[I]``.
-
-    Attributes:
-        before_layer_s: Seconds of compute between the previous MoE layer and this transformer layer.
-        before_gate_s: Seconds of compute before the gate, under which spAG can be hidden.
-        counts_s: Seconds of gathering the router counts.
-        dispatch: Seconds of the all-to-alls of rows and probabilities.
-        combine: Seconds of the all-to-all of results.
-        experts_s: Seconds of the experts on the slowest device.
-        gather: Seconds of spAG.
-        addition_s: Seconds of the transfer that calibration adds after the gate.
-        reduce_s: Seconds of spRS.
-        regather: Seconds of the spAG of all replicas before the backward pass.
-        is_ahead: Whether transfers run at the same time as compute.
-        is_rematerialized: Whether replicas are released after each pass and gathered again.
-        is_each_pass: Whether replicas are planned, gathered and reduced separately for every micro-batch.
-        gather_early: Share of spAG that runs at the same time as the experts of the layer before.
-        reduce_late: Share of spRS that runs at the same time as their backward pass.
-        steps: Steps of the smart schedule. None if no iteration uses it.
-        in_steps: Whether dispatch, experts and combine run in these steps, and not one after the other.
-    """
-
-    before_layer_s: np.ndarray
-    before_gate_s: np.ndarray
-    counts_s: float
-    dispatch: LinkTimes
-    combine: LinkTimes
-    experts_s: np.ndarray
-    gather: LinkTimes
-    addition_s: np.ndarray
-    reduce_s: np.ndarray
-    regather: LinkTimes
-    is_ahead: np.ndarray
-    is_rematerialized: np.ndarray
-    is_each_pass: np.ndarray
-    gather_early: np.ndarray | float = 0.0
-    reduce_late: np.ndarray | float = 0.0
-    steps: SteppedExchange | None = None
-    in_steps: np.ndarray | bool = False
-
-    def exchange_and_experts_s(
-        self, first: LinkTimes, second: LinkTimes, experts_s: np.ndarray
-    ) -> np.ndarray:
-        """Return the seconds from the first sent row to the last result, ``[I]``.
-
-        Args:
-            first: Seconds of the exchange before the experts.
-            second: Seconds of the exchange after the experts.
-            experts_s: Seconds of the experts on the slowest device, ``[I]``.
-        """
-        at_once_s = first.seconds + experts_s + second.seconds
-        if self.steps is None:
-            return at_once_s
-        return np.where(self.in_steps, self.steps.seconds(first, second, experts_s), at_once_s)
 
 
 @dataclass(eq=False)
@@ -150,6 +95,7 @@ class IterationTimeline:
         arrival_s = np.maximum(arrival_s, early_s)
         self._run("other compute", f"attention, gate {name}", layer.before_gate_s)
         self._run("all-to-all", f"counts {name}", layer.counts_s, ALL_TO_ALL)
+        self._run("host", f"plan {name}", layer.host_s + is_first * layer.host_first_s, HOST)
         late_s = np.where(layer.is_ahead, 0.0, gather_s)
         late_s = late_s + (is_first | layer.is_each_pass) * layer.addition_s
         arrival_s = np.maximum(arrival_s, self._transfer(f"spAG {name}", self.now_s, late_s))
@@ -228,6 +174,10 @@ class IterationTimeline:
     def sync_gradients(self, seconds: float) -> None:
         """Add the reduction of the dense gradients after the last backward pass."""
         self._run("gradient sync", "gradient sync", seconds, ALL_TO_ALL)
+
+    def wait_for_host(self, seconds: np.ndarray) -> None:
+        """End the iteration no earlier than the host, which works for ``seconds`` in it, ``[I]``."""
+        self._wait("host", seconds)
 
     def skip(self, parts_s: dict[str, np.ndarray], times: int) -> None:
         """Add ``times`` more passes that take as long as a pass that was already added.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.model_settings import ModelSettings
 from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.planning.cost.host_seconds import MEASURED, HostCosts
 from megatron_fssdp.planning.memory.held_replicas import HeldReplicas, ReplicaLife
 from megatron_fssdp.planning.memory.memory_accounting import FP32_BYTES, ExpertOptimizer
 from megatron_fssdp.planning.memory.pipeline_stage import PipelineStage
@@ -56,6 +57,7 @@ class MoeJob:
         activation_bytes: Estimated bytes that a micro-batch keeps for its backward pass, without experts.
         activation_bytes_per_pair: Estimated bytes that experts keep for each (token, k) pair.
         on_cuda: Whether devices are GPUs. Transfers between GPUs use larger messages.
+        host: Costs of planning on the host, or None to leave them out.
     """
 
     num_devices: int
@@ -79,6 +81,7 @@ class MoeJob:
     activation_bytes: float = 0.0
     activation_bytes_per_pair: float = 0.0
     on_cuda: bool = True
+    host: HostCosts | None = None
 
     def __post_init__(self) -> None:
         if len(self.before_layer_flops_L) != len(self.before_gate_flops_L):
@@ -216,6 +219,7 @@ def job_of_run(run: RunConfig) -> MoeJob:
         activation_bytes=model.num_layers * ACTIVATIONS_PER_HIDDEN * hidden_bytes,
         activation_bytes_per_pair=dtype_bytes * (2 * model.hidden_size + inner_of_pair),
         on_cuda=training.device != "cpu",
+        host=MEASURED,
     )
 
 

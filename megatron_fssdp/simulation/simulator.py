@@ -15,18 +15,17 @@ from megatron_fssdp.config.strategy_settings import (
     StrategySettings,
 )
 from megatron_fssdp.planning.cost.cluster_cost import cluster_cost
-from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
+from megatron_fssdp.planning.cost.host_seconds import HostWork
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.layer_seconds import exchange_times, expert_seconds, transfer_times
-from megatron_fssdp.planning.cost.link_seconds import ClusterLinks, LinkTimes, cluster_links, topology_of
+from megatron_fssdp.planning.cost.link_seconds import cluster_links, topology_of
 from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.memory.materialization_limits import memory_capacity
 from megatron_fssdp.planning.memory.memory_accounting import FP32_BYTES
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.simulation.device_memory import DeviceMemory, device_memory
-from megatron_fssdp.simulation.iteration_timeline import PARTS, IterationTimeline, LayerSeconds, OnSpan
-from megatron_fssdp.simulation.layer_ledger import LayerLedger, TransferColumns
+from megatron_fssdp.simulation.layer_ledger import LayerLedger
+from megatron_fssdp.simulation.layer_times import LayerTimes
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.replay import OnPlan, replay_strategy
 from megatron_fssdp.strategies.registry import build_strategy
@@ -49,12 +48,20 @@ class StrategyOutcome:
     parts_s: dict[str, np.ndarray]
     ledger: LayerLedger
     memory: DeviceMemory
-    layers: "LayerTimes"
+    layers: LayerTimes
 
     @property
     def iteration_s(self) -> np.ndarray:
         """Seconds of each iteration, float64 ``[I]``."""
         return np.asarray(sum(self.parts_s.values()))
+
+    @property
+    def host_s(self) -> float:
+        """Mean seconds in which a rank's host plans and posts messages in an iteration.
+
+        Most of them pass while the device computes. The others are the part ``host`` of ``parts_s``.
+        """
+        return float(self.layers.host_s.mean())
 
     @property
     def mean_s(self) -> float:
@@ -121,7 +128,7 @@ def simulate(
     links = cluster_links(cluster, is_megatrons=name == "none", on_cuda=job.on_cuda)
     ring = strategy.ring(0, topology)
     steps = None if ring is None else SteppedExchange.of(ring, topology, job.messages.step_host_s)
-    layers = LayerTimes(ledger, cluster, links, job, steps)
+    layers = LayerTimes(ledger, cluster, links, job, steps, _host_work(name, job))
     context = LayerContext(1, even_owners(job.num_experts, job.num_devices), topology)
     memory = device_memory(
         job,
@@ -197,189 +204,8 @@ def layer_profile(job: MoeJob, cluster: ClusterDescription, life: ReplicaLife) -
     )
 
 
-class LayerTimes:
-    """Seconds of the parts of every layer, and of the iterations that consist of them.
-
-    Args:
-        ledger: Decisions and traffic of every layer.
-        cluster: Link and compute costs of the cluster.
-        links: Links of the cluster, as each kind of transfer uses them.
-        job: Sizes and parallelism of the training job.
-        steps: Steps of the layers that run under the smart schedule. None if no layer does.
-    """
-
-    def __init__(
-        self,
-        ledger: LayerLedger,
-        cluster: ClusterDescription,
-        links: ClusterLinks,
-        job: MoeJob,
-        steps: SteppedExchange | None = None,
-    ) -> None:
-        self._ledger, self._cluster, self._job = ledger, cluster, job
-        self._counts_s = links.gather_counts_s(ledger.topology, job.num_experts)
-        dispatch, combine = exchange_times(
-            links.all_to_all, ledger.dispatch.busiest(), job.token_bytes, job.num_micro_batches
-        )
-        experts_s = expert_seconds(
-            ledger.tokens_ILD.max(axis=2),
-            job.expert_flops_per_token,
-            cluster.expert_flops_per_s,
-            job.num_micro_batches,
-        )
-        sums_IL = np.where(
-            ledger.rematerialize_IL | ledger.each_pass_IL,
-            False,
-            ReplicaLife.ITERATION.sums_gradients(job.num_micro_batches),
-        )
-        reduced_bytes = np.where(
-            sums_IL | ledger.resident_IL, job.expert_elements * FP32_BYTES, job.expert_bytes
-        )
-
-        def transfer(
-            columns: TransferColumns, expert_bytes: int | np.ndarray, *, adds: bool = False
-        ) -> LinkTimes:
-            return transfer_times(links.transfer, columns.traffic(), expert_bytes, job.messages, adds=adds)
-
-        gather = transfer(ledger.gather, job.expert_bytes)
-        regather = transfer(ledger.reduce, job.expert_bytes)
-        addition_s = transfer(ledger.addition, job.expert_bytes).seconds
-        # Gradients of resident replicas are summed at the owners, and the sums travel back.
-        reduce_s = (
-            np.where(ledger.resident_IL, 2, 1) * transfer(ledger.reduce, reduced_bytes, adds=True).seconds
-        )
-        # The source with the most tokens sets the time. It also computes tokens that are dropped later.
-        slowest_IL = np.maximum(ledger.most_routed_IL / job.pairs_per_device, 1.0)
-        s_per_flop_IL = slowest_IL / cluster.non_expert_flops_per_s
-        # Split transfers cannot be combined with the smart schedule.
-        splits = steps is None
-        self._layers = [
-            LayerSeconds(
-                before_layer_s=job.before_layer_flops_L[layer] * s_per_flop_IL[:, layer],
-                before_gate_s=job.before_gate_flops_L[layer] * s_per_flop_IL[:, layer],
-                counts_s=self._counts_s,
-                dispatch=_of_layer(dispatch, layer),
-                combine=_of_layer(combine, layer),
-                experts_s=experts_s[:, layer],
-                gather=_of_layer(gather, layer),
-                addition_s=addition_s[:, layer],
-                reduce_s=reduce_s[:, layer],
-                regather=_of_layer(regather, layer),
-                is_ahead=ledger.ahead_IL[:, layer],
-                is_rematerialized=ledger.rematerialize_IL[:, layer],
-                is_each_pass=ledger.each_pass_IL[:, layer],
-                gather_early=ledger.gather_early_IL[:, layer] * splits,
-                reduce_late=ledger.reduce_late_IL[:, layer] * splits,
-                steps=steps,
-                in_steps=ledger.in_steps_IL[:, layer],
-            )
-            for layer in range(job.num_layers)
-        ]
-        self._reshard_s = self._reshard_seconds(links)
-        self._links = links
-
-    def parts_s(self) -> dict[str, np.ndarray]:
-        """Return the seconds of each iteration's parts, float64 ``[I]``, by the names in ``PARTS``."""
-        return self._lay_out(None).parts_s
-
-    def spans(self, iteration: int) -> list[tuple[str, str, float, float]]:
-        """Return the spans of one iteration as (lane, name, begin, end), with times in seconds."""
-        found: list[tuple[str, str, float, float]] = []
-
-        def keep(lane: str, name: str, begin_s: np.ndarray, end_s: np.ndarray) -> None:
-            begin, end = (float(np.broadcast_to(times, self._shape)[iteration]) for times in (begin_s, end_s))
-            if end > begin:
-                found.append((lane, name, begin, end))
-
-        self._lay_out(keep)
-        return found
-
-    def moe_s(self) -> np.ndarray:
-        """Return the seconds of each MoE layer's all-to-alls and experts, float64 ``[I, L]``.
-
-        They are the seconds of one micro-batch, both passes included.
-        """
-        columns = [
-            layer.counts_s
-            + layer.exchange_and_experts_s(layer.dispatch, layer.combine, layer.experts_s)
-            + layer.exchange_and_experts_s(
-                layer.combine, layer.dispatch, BACKWARD_PER_FORWARD * layer.experts_s
-            )
-            for layer in self._layers
-        ]
-        return np.stack(columns, axis=1)
-
-    def exchange_s(self) -> np.ndarray:
-        """Return the seconds of each layer's counts and all-to-alls in a micro-batch: float64 ``[I, L]``.
-
-        Both passes are included. The collectives run one after the other.
-        """
-        columns = [
-            2 * (layer.dispatch.seconds + layer.combine.seconds) + layer.counts_s for layer in self._layers
-        ]
-        return np.stack(columns, axis=1)
-
-    def expert_shares_D(self, iteration: int, layer: int) -> np.ndarray:
-        """Return each device's expert compute divided by that of the slowest device: float64 ``[D]``."""
-        tokens_D = self._ledger.tokens_ILD[iteration, layer]
-        return np.asarray(tokens_D / max(int(tokens_D.max()), 1))
-
-    @property
-    def _shape(self) -> tuple[int]:
-        return (self._ledger.num_iterations,)
-
-    def _lay_out(self, on_span: OnSpan | None) -> IterationTimeline:
-        timeline = IterationTimeline(self._ledger.num_iterations, on_span)
-        timeline.reshard(self._reshard_s)
-        num, done = self._job.num_micro_batches, 0
-        while done < num:
-            before = dict(timeline.parts_s)
-            self._pass(timeline, is_first=done == 0, is_last=done == num - 1)
-            done += 1
-            if on_span is None and done == 2 and num > 3:
-                # All micro-batches between the first and the last take the same time.
-                timeline.skip({part: timeline.parts_s[part] - before[part] for part in PARTS}, num - 3)
-                done = num - 1
-        timeline.sync_gradients(self._gradient_sync_s())
-        return timeline
-
-    def _pass(self, timeline: IterationTimeline, *, is_first: bool, is_last: bool) -> None:
-        layers = self._layers
-        behind_s = self._job.after_layers_flops / self._cluster.non_expert_flops_per_s
-        for layer, seconds in enumerate(layers):
-            above = layers[layer + 1] if layer + 1 < len(layers) else None
-            timeline.forward(f"layer {layer + 1}", seconds, is_first, above)
-        timeline.compute("behind the layers", behind_s)
-        timeline.compute("behind the layers'", 2 * behind_s)
-        for layer in range(len(layers) - 1, -1, -1):
-            below = layers[layer - 1] if layer else None
-            above = layers[layer + 1] if layer + 1 < len(layers) else None
-            timeline.backward(f"layer {layer + 1}", layers[layer], below, is_last, above)
-
-    def _reshard_seconds(self, links: ClusterLinks) -> np.ndarray:
-        """Return the seconds of moving experts before an iteration, while everything else waits: ``[I]``."""
-        job = self._job
-        return links.transfer.times(self._ledger.reshard.busiest(), job.owned_bytes).seconds[:, 0]
-
-    def _gradient_sync_s(self) -> float:
-        """Return the seconds of the ring all-reduce of dense gradients over data-parallel ranks.
-
-        0 if the reduction is hidden under the backward pass.
-        """
-        job, cluster = self._job, self._cluster
-        if not job.reduces_dense_at_end:
-            return 0.0
-        ranks = job.data_parallel_size
-        # A ring crosses each node's NICs once, for any number of devices in the node.
-        link = cluster.intra_node if ranks <= cluster.devices_per_node else cluster.inter_node
-        num_bytes = 2 * (ranks - 1) / ranks * job.dense_elements * job.gradient_bytes
-        return link.alpha_s + num_bytes / min(
-            link.bandwidth_bytes_per_s, cluster.intra_node.bandwidth_bytes_per_s
-        )
-
-
-def _of_layer(times: LinkTimes, layer: int) -> LinkTimes:
-    return replace(times, near_s=times.near_s[:, layer], far_s=times.far_s[:, layer])
+def _host_work(name: str, job: MoeJob) -> HostWork:
+    return HostWork() if job.host is None else job.host.of_layer(name, job.num_experts, job.num_devices)
 
 
 def _strategy(name: str, settings: StrategySettings) -> Strategy:

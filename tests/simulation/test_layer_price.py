@@ -24,9 +24,10 @@ from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.simulation.layer_ledger import LayerLedger
+from megatron_fssdp.simulation.layer_times import LayerTimes
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.replay import record_layer
-from megatron_fssdp.simulation.simulator import LayerTimes, layer_profile
+from megatron_fssdp.simulation.simulator import layer_profile
 from megatron_fssdp.strategies.plan_seconds import plan_price
 from megatron_fssdp.strategies.split_transfers import split_of
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan

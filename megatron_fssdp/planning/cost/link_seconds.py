@@ -128,10 +128,22 @@ class ClusterLinks:
         """Return the seconds in which every device gets the router counts of all other devices."""
         if topology.num_devices == 1:
             return 0.0
-        largest = max(len(devices) for devices in topology.devices_by_node)
-        others = topology.num_devices - min(len(devices) for devices in topology.devices_by_node)
-        busiest = BusiestLinks(float(largest - 1), float(others), float(others), float(others))
-        return float(self.counts.times(busiest, COUNT_BYTES * num_experts).seconds)
+        smallest, largest = topology.smallest_and_largest_node
+        return _gather_counts_s(self.counts, largest - 1, topology.num_devices - smallest, num_experts)
+
+
+@lru_cache
+def _gather_counts_s(links: LinkSet, near: int, others: int, num_experts: int) -> float:
+    """Return the seconds of :meth:`ClusterLinks.gather_counts_s`. Every price of a layer asks for them.
+
+    Args:
+        links: Links for router counts.
+        near: Number of other devices in the largest node.
+        others: Number of devices outside the smallest node.
+        num_experts: Number of experts, E.
+    """
+    busiest = BusiestLinks(float(near), float(others), float(others), float(others))
+    return float(links.times(busiest, COUNT_BYTES * num_experts).seconds)
 
 
 @lru_cache

@@ -133,7 +133,8 @@ class ExpertPlacement:
     @cached_property
     def replicas_per_device_D(self) -> np.ndarray:
         """Number of replicas that each device holds, int64 ``[D]``."""
-        return frozen_array(np.count_nonzero(self.present_ED, axis=0) - self.owned_per_device_D, np.int64)
+        present_D = self.present_ED.view(np.uint8).sum(axis=0, dtype=np.int64)
+        return frozen_array(present_D - self.owned_per_device_D, np.int64)
 
     @cached_property
     def num_replicas(self) -> int:

@@ -109,6 +109,12 @@ class Topology:
         return frozen_array([0, *np.cumsum(np.bincount(self.node_of_device_D))], np.int64)
 
     @cached_property
+    def smallest_and_largest_node(self) -> tuple[int, int]:
+        """Number of devices of the smallest and of the largest node."""
+        sizes = np.bincount(self.node_of_device_D)
+        return int(sizes.min()), int(sizes.max())
+
+    @cached_property
     def _devices_per_node_if_even(self) -> int:
         """Number of devices of a node if nodes are equal and contiguous in rank order, otherwise 0."""
         size = self.num_devices // self.num_nodes

@@ -8,7 +8,11 @@ from megatron_fssdp.reporting.simulation_report import SimulationReport
 from megatron_fssdp.simulation.iteration_timeline import PARTS
 
 PART_COLOURS = dict(
-    zip(PARTS, ("#A9B4C2", "#4E79A7", "#76B7B2", "#D55E00", "#E69F00", "#CC79A7", "#999933"), strict=True)
+    zip(
+        PARTS,
+        ("#A9B4C2", "#4E79A7", "#76B7B2", "#D55E00", "#E69F00", "#CC79A7", "#999933", "#882255"),
+        strict=True,
+    )
 )
 _TITLE = "What if: strategies ranked on a cluster"
 _NOT_ASKED = (

@@ -1,0 +1,110 @@
+"""Measures what the host of a rank plans for a layer under every strategy.
+
+Run: ``python -m benchmarks.host_table``. It prints ``MEASURED`` of ``planning/cost/host_seconds.py``, with
+which the simulator counts host time; ``--write`` puts it there. Every strategy has its default settings and
+plans one iteration after another, for the loads and costs of ``simulator_time.py``. Times are medians of CPU
+milliseconds of one process.
+
+Shape letters: E experts, D devices.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.simulator_time import HISTORY_ITERATIONS, drifting_loads, job_of, names
+from megatron_fssdp.config.cluster_files import load_cluster
+from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.planning.cost import host_seconds
+from megatron_fssdp.planning.cost.host_seconds import SIZES
+from megatron_fssdp.planning.cost.link_seconds import topology_of
+from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.planning.native.kernel import kernel_form
+from megatron_fssdp.planning.placement.placement import even_owners
+from megatron_fssdp.simulation.simulator import layer_profile
+from megatron_fssdp.strategies.registry import build_strategy
+from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
+
+PARTS = ("before_gate_ms", "after_gate_ms", "dispatch_ms")
+NOTHING_MS = 0.02
+"""Shorter times are those of calls that plan nothing."""
+
+
+def median_ms(name: str, num_experts: int, num_devices: int, iterations: int) -> list[float]:
+    """CPU milliseconds of a plan before the gate, a plan after it, and a rank's part of the dispatch.
+
+    Args:
+        name: Name of the strategy.
+        num_experts: Number of experts, E.
+        num_devices: Number of devices, D.
+        iterations: Number of iterations.
+    """
+    job = job_of(num_experts, num_devices, 1)
+    cluster = load_cluster("h200").model_copy(update={"num_nodes": max(1, num_devices // 8)})
+    strategy = build_strategy(name, STRATEGIES[name].settings.model_validate({}))
+    profile = layer_profile(job, cluster, strategy.replica_life)
+    topology = topology_of(cluster, num_devices)
+    context = LayerContext(1, even_owners(num_experts, num_devices), topology, profile)
+    history = LoadHistory(strategy.window, num_devices, num_experts)
+    counts_IDE = drifting_loads(job, HISTORY_ITERATIONS + iterations)[:, 0].astype(np.int64)
+    for counts_DE in counts_IDE[:HISTORY_ITERATIONS]:
+        history.append(counts_DE)
+    found = []
+    for counts_DE in counts_IDE[HISTORY_ITERATIONS:]:
+        if strategy.selects:
+            strategy.select([1], strategy.price([context], [history]), None)
+        times = [time.process_time()]
+        plan = strategy.before_gate(context, history)
+        times.append(time.process_time())
+        plan = strategy.after_gate(context, counts_DE, plan, 1)
+        times.append(time.process_time())
+        rank_rows(plan, counts_DE, context)
+        times.append(time.process_time())
+        found.append(np.diff(times))
+        history.append(counts_DE)
+    return (1e3 * np.median(found, axis=0)).tolist()
+
+
+def rank_rows(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext, rank: int = 1) -> None:
+    """Make what one rank sends and receives in a micro-batch."""
+    (dispatch,) = plan.dispatch(counts_DE[None], context.topology)
+    dispatch.rows_from(rank)
+    dispatch.received_by(rank, plan.placement.experts_on_G(rank))
+
+
+def source(iterations: int) -> str:
+    """Measure everything, and return it as Python source.
+
+    Args:
+        iterations: Number of iterations at each size.
+    """
+    times = {name: np.array([median_ms(name, *size, iterations) for size in SIZES]).T for name in names()}
+    lines = ["MEASURED = HostCosts("]
+    for part, key in enumerate(PARTS):
+        lines.append(f"    {key}={{")
+        for name, own in times.items():
+            if np.median(own[part]) >= NOTHING_MS:
+                lines.append(f'        "{name}": ({", ".join(f"{value:.2g}" for value in own[part])}),')
+        lines.append("    },")
+    return "\n".join([*lines, ")"]) + "\n"
+
+
+def main() -> None:
+    """Print the table, or write it into the package."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--iterations", type=int, default=15, help="iterations at each size")
+    parser.add_argument("--write", action="store_true", help="put the table where the simulator reads it")
+    given = parser.parse_args()
+    print(f"planning kernels: {kernel_form()}; (experts, devices): {SIZES}")
+    table = source(given.iterations)
+    print(table)
+    if given.write:
+        path = Path(host_seconds.__file__)
+        text = path.read_text(encoding="utf-8")
+        path.write_text(text[: text.index("MEASURED = ")] + table, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Host time: what the device waits for, what is hidden, and when the host is the bottleneck."""
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.planning.cost.host_seconds import MEASURED, SIZES, HostCosts
+from megatron_fssdp.simulation.simulator import StrategyOutcome, simulate
+from tests.simulation.small_jobs import cluster_of, job_of, loads, settings_of
+
+COUNTS_ILDE = loads([[8, 0], [8, 0]], [[8, 0], [8, 0]], layers=2)
+
+
+def ms(seconds: float) -> tuple[float, ...]:
+    return (1e3 * seconds,) * len(SIZES)
+
+
+def outcome_of(name: str, host: HostCosts | None, **job: object) -> StrategyOutcome:
+    return simulate(name, settings_of(name), COUNTS_ILDE, cluster_of(), job_of(layers=2, host=host, **job))
+
+
+def test_the_device_waits_for_the_dispatch_and_for_plans_with_exact_counts() -> None:
+    host = HostCosts({"quota": ms(0.01)}, {"quota": ms(0.2)}, {"quota": ms(0.03)})
+    without = outcome_of("quota", None)
+    found = outcome_of("quota", host)
+    # Two layers, one micro-batch.
+    assert found.parts_s["host"] == pytest.approx([2 * 0.23] * 2)
+    assert found.iteration_s == pytest.approx(without.iteration_s + 2 * 0.23)
+    assert found.host_s == pytest.approx(2 * 0.24)
+    assert ("host", "plan layer 1") in {span[:2] for span in found.layers.spans(0)}
+    twice = outcome_of("quota", host, num_micro_batches=2)
+    assert twice.parts_s["host"] == pytest.approx([4 * 0.23] * 2)
+
+
+def test_an_iterations_plan_is_hidden_until_the_host_is_the_bottleneck() -> None:
+    without = outcome_of("ep", None).iteration_s
+    assert outcome_of("ep", HostCosts({"ep": ms(0.01)})).iteration_s == pytest.approx(without)
+    slow = outcome_of("ep", HostCosts({"ep": ms(100.0)}))
+    assert slow.iteration_s == pytest.approx([200.0] * 2)
+    assert slow.parts_s["host"] == pytest.approx(200.0 - without)
+
+
+def test_messages_of_transfers_are_posted_by_the_host() -> None:
+    keys = {"slots": 1, "overlap_degree": 1, "overlap": False, "reshard_interval": 0}
+    found = simulate("fssdp", settings_of("fssdp", **keys), COUNTS_ILDE, cluster_of(), job_of(layers=2))
+    # One message each for spAG and spRS of one expert, in the second iteration, in both layers.
+    assert found.ledger.replicas_IL.tolist() == [[0, 0], [1, 1]]
+    assert found.layers.host_s == pytest.approx([0.0, 4 * job_of().messages.batch_host_s])
+
+
+def test_measured_times_are_interpolated() -> None:
+    costs = HostCosts({"ep": (1.0, 2.0, 2.0, 2.0, 4.0)})
+    (few, many), (first, last) = SIZES[-2:], (SIZES[0], SIZES[-1])
+    assert costs.of_layer("ep", *first).before_gate_s == pytest.approx(1e-3)
+    assert costs.of_layer("ep", 2, 2).before_gate_s == pytest.approx(1e-3)
+    assert costs.of_layer("ep", *last).before_gate_s == pytest.approx(4e-3)
+    slope = np.log(2) / np.log(many[0] * many[1] / (few[0] * few[1]))
+    assert costs.of_layer("ep", last[0], 2 * last[1]).before_gate_s == pytest.approx(4e-3 * 2**slope)
+    assert costs.of_layer("other", *first).before_gate_s == 0.0
+    for table in (MEASURED.before_gate_ms, MEASURED.after_gate_ms, MEASURED.dispatch_ms):
+        assert all(len(measured) == len(SIZES) for measured in table.values())
