@@ -234,6 +234,7 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
     from megatron_fssdp.planning.cost.cluster_cost import cluster_cost
     from megatron_fssdp.planning.cost.layer_profile import LayerProfile
     from megatron_fssdp.planning.placement.topology import Topology
+    from megatron_fssdp.planning.transfer.message_size import message_rule
     from megatron_fssdp.reporting.chrome_trace import write_chrome_trace
 
     facts = report.host_facts()
@@ -259,6 +260,7 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
         size.flops_per_token,
         memory_capacity=2,
         owned_bytes=(1 + MOMENTS) * size.expert_bytes,
+        messages=message_rule(on_cuda=False),
     )
     variants = [_variant(text) for text in options.strategies.split(",")]
     if not options.no_control and any(variant.name == "none" for variant in variants):
