@@ -175,6 +175,8 @@ def draw_timeline(axes: Axes, cases: list[Case]) -> None:
         for i, lane in enumerate(lanes):
             ticks[base - i] = f"{drawn.name}: {lane}s" if lane != COMPUTE else f"{drawn.name}: {lane}"
         for lane, name, begin_s, end_s in drawn.outcome.layers.spans(ITERATIONS - 1):
+            if lane not in lanes:
+                continue  # The host's fractions of a millisecond would only be hairlines.
             y, width = base - lanes.index(lane), 1e3 * (end_s - begin_s)
             axes.barh(
                 y, width, 0.8, 1e3 * begin_s, color=_colour(lane, name), edgecolor="white", linewidth=0.5
