@@ -8,14 +8,14 @@ tokens.
 The search (``planning/kernels/replica_search.py``) compares all placements by one price, the seconds of
 ``layer_seconds``. For a move it computes what changes, not the whole layer. It has these steps:
 
-1. **Seeds.** Owners only; the hottest 1, 2, … experts on all devices (FasterMoE's choice) or in every node;
-   and placements in which owners give load away until they keep a part of the mean load, for several parts.
-2. **Descent** from the best seed: moves of experts on the busiest device and the busiest link, then of all
-   replicated experts, until none gains. A move adds a replica, removes one, moves one to another device, or
-   puts one in place of another one.
-3. **Descent by levels** from the owners: transfers of 1, 2, … experts on each link count as paid, so that
-   replicas which pay off only together are found one by one. Each level first lowers root mean squares in
-   place of maxima.
+1. **Seeds.** Owners only, and the hottest 1, 2, … experts on all devices (FasterMoE's choice).
+2. **Levels**, where there are several nodes: descents from the owners with at most 1, 2, … experts over each
+   NIC. Each descent first lowers a smooth price, with sums of fourth powers in place of highest values, and
+   then the price. Where links inside one node carry everything, seeds take their place, in which owners give
+   load away until they keep a part of the mean load.
+3. **Descent** from the best placement. It moves experts of the busiest device and the busiest link only,
+   because the price is made of highest values. A move adds a replica, removes one, moves one to another
+   device, or puts one in place of another one.
 4. **Kicks**: all replicas of one expert change at once, and a descent follows.
 5. Replicas without which the best placement costs no more are dropped.
 
@@ -27,6 +27,7 @@ Shape letters: D devices, E experts, N nodes.
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -44,11 +45,11 @@ LEAST_SAVING = 0.01
 Smaller savings are within the error of the model.
 """
 
-PRICES_PER_SIZE = 16
-"""Prices of each descent, divided by the number of experts and devices together.
+PRICES_PER_SIZE = 64
+"""Prices of the descents before the kicks, divided by the number of experts and devices together.
 
-Twice as many change the median seconds of random layers by less than 0.1 %, lower those of the worst layers
-by up to 2.5 %, and take up to a third longer (``benchmarks/planner_quality.py``).
+Random layers of 64 experts on 32 devices end them after half as many. The limit bounds the time of unusual
+layers.
 """
 
 search_replicas = Kernel(replica_search.search_replicas)
@@ -77,25 +78,31 @@ class LayerSearch:
             placement: Owners and replicas.
         """
         present_ED = placement.present_ED.astype(np.int64)
-        return self._run(0, 0, -1, present_ED.reshape(-1)) + self.costs.counts_s
+        return self._run(0, 0, -1, 0.0, self.costs.counts_s, present_ED.reshape(-1))
 
-    def best_placement(self, *, slots: int, most_replicated: int) -> tuple[ExpertPlacement, float]:
+    def best_placement(
+        self, *, slots: int, most_replicated: int, least_saving: float = LEAST_SAVING
+    ) -> tuple[ExpertPlacement, float]:
         """The placement that the search finds, and its seconds.
 
         Args:
             slots: Most replicas that a device may hold, m.
             most_replicated: Most experts that may have replicas, t.
+            least_saving: Smallest saving of all replicas, as a part of the seconds without replicas.
         """
         shape = self.load_DE.shape[::-1]
         present = np.zeros(self.load_DE.size, np.int64)
-        seconds = self._run(slots, most_replicated, PRICES_PER_SIZE * sum(shape), present)
+        num_prices = PRICES_PER_SIZE * sum(shape)
+        seconds = self._run(slots, most_replicated, num_prices, least_saving, self.costs.counts_s, present)
         placement = ExpertPlacement(self.owner_E, present.reshape(shape).astype(np.bool_), slots=slots)
-        return placement, seconds + self.costs.counts_s
+        return placement, seconds
 
-    def _run(self, slots: int, most_replicated: int, num_prices: int, present: np.ndarray) -> float:
-        return search_replicas(
-            *self._arrays, self.costs.layer, self.costs.hops, slots, most_replicated, num_prices, present
+    def _run(self, *limits_and_placement: Any) -> float:
+        """Run the kernel with its last arguments, from ``slots`` on."""
+        seconds: float = search_replicas(
+            *self._arrays, self.costs.layer, self.costs.hops, *limits_and_placement
         )
+        return seconds
 
     @cached_property
     def _arrays(self) -> tuple[np.ndarray, ...]:
@@ -157,7 +164,7 @@ def plan_replicas(
         after_gate=after_gate,
     )
     degree = plain.num_experts if overlap_degree is None else overlap_degree
-    return _replicated(layer, plain, slots, degree)
+    return layer.best_placement(slots=slots, most_replicated=degree)[0]
 
 
 def plan_materialization(
@@ -186,7 +193,8 @@ def plan_materialization(
     if not slots or not overlap_degree or not load.any():
         return plain
     costs = SearchCosts.of_loads(topology, float(load.sum()) / topology.num_devices)
-    return _replicated(LayerSearch(plain.owner_E, load, topology, costs), plain, slots, overlap_degree)
+    layer = LayerSearch(plain.owner_E, load, topology, costs)
+    return layer.best_placement(slots=slots, most_replicated=overlap_degree)[0]
 
 
 def modelled_seconds(
@@ -258,12 +266,6 @@ def _measured_costs(
     return SearchCosts.of_profile(
         profile, topology, num_experts, rematerialize=rematerialize, hides=hides, after_gate=late
     )
-
-
-def _replicated(layer: LayerSearch, plain: ExpertPlacement, slots: int, degree: int) -> ExpertPlacement:
-    """The placement that the search finds, or the one without replicas if it saves too little."""
-    found, seconds = layer.best_placement(slots=slots, most_replicated=degree)
-    return found if seconds < (1 - LEAST_SAVING) * layer.seconds(plain) else plain
 
 
 def _checked(

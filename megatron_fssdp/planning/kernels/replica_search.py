@@ -1,130 +1,145 @@
 """Kernel of the replica search: finds the placement of one layer with the fewest modelled seconds.
 
-``planning/balanced/replica_planner.py`` says what is searched and why. The parts are: traffic, price, seeds
-and moves of a layer.
+``planning/balanced/replica_planner.py`` says what is searched and why. The parts are: traffic, price,
+smooth price, moves and seeds of a layer.
 
 Shape letters: D devices, E experts, N nodes.
 """
 
-from megatron_fssdp.planning.kernels.parts.replica_moves import MovingLayer
+from megatron_fssdp.planning.kernels.parts.replica_moves import _GAIN
+from megatron_fssdp.planning.kernels.parts.replica_seeds import SeededLayer
 from megatron_fssdp.planning.native import compiler_marks as cython
 from megatron_fssdp.planning.native.kernel_types import Index, Int, Ints, ReadInts, ReadReals, Real
 
-_PATIENCE = 2  # levels of transfers without a gain after which no higher level is tried
-# Parts of the mean load that owners keep in seeds: from a little more than all, to so little that most pairs
-# stay on their devices.
-_NUM_RATIOS = 8
-_HIGHEST_RATIO = 1.1
+# How wide a step looks: experts of the busiest device, and of the busiest link, that it tries. More experts
+# take longer and find little more (benchmarks/planner_quality.py).
+_NUM_SMOOTH = 4
+_NUM_EXACT = 2
+_NUM_LAST = 4  # where nothing but the price is left to lower
+_LEAST_GAIN = 2e-4  # smallest gain of a move under the smooth price, which is an estimate
+# Parts of the mean load that owners keep in seeds. Of the parts between 0.1 and 1.1, one of these three gave
+# the best placement of nine in ten random layers in one node.
+_NUM_RATIOS = 3
+_HIGHEST_RATIO = 0.68
 _RATIO_STEP = 0.14
+# Devices that Pro-Prophet's seeds leave out; with more of them, its replicas are nearly single.
+_MOST_LEFT_OUT = 16
+_KICK_PRICES = 400  # prices of all kicks: about a third of those before them, for 64 experts on 32 devices
 
 
 @cython.cclass
-class _Search(MovingLayer):
+class _Search(SeededLayer):
     """The order in which seeds and moves are tried."""
 
     @cython.inner
-    def descend_by_levels(self) -> cython.void:
-        """Start with the owners; descend with one prepaid expert on each link, then two, and so on.
+    def descend_twice(self) -> Index:
+        """Lower the smooth price and then the price; 1 if that gives the best placement so far."""
+        self.descend(1, _NUM_SMOOTH, _LEAST_GAIN)
+        gained = self.keep_if_better()
+        self.descend(0, _NUM_EXACT, _GAIN)
+        return 1 if self.keep_if_better() else gained
 
-        One replica that crosses a NIC makes the whole transfer longer, and the next ones on other NICs are
-        free. So a single move rarely pays, although several together do. With a prepaid level they pay one by
-        one.
+    @cython.inner
+    def least_at(self, level: Int) -> Real:
+        """Fewest seconds of a layer whose transfers bring ``level`` experts over the busiest NIC."""
+        return self.seconds(self.all_pairs / self.num_devices, 0.0, 0.0, 0, level, 1, 0)
+
+    @cython.inner
+    def climb_levels(self) -> cython.void:
+        """Descend with at most one expert over each NIC, then two, and so on; keep the best placement.
+
+        One replica that crosses a NIC makes the whole transfer longer, and the next ones over other NICs are
+        free. So a single move rarely pays, although several together do.
         """
         self.clear_all()
-        level: Int = 0
-        num_missed: Int = 0
-        while num_missed < _PATIENCE and level < self.num_experts and self.num_prices < self.most_prices:
-            level += 1
-            self.prepaid_near = level
-            if self.num_nodes > 1:
-                self.prepaid_far = level
-                self.prepaid_near = 0
-            self.is_smooth = 1
-            while self.num_prices < self.most_prices and self.step(0):
-                pass
-            self.is_smooth = 0
-            self.descend()
-            self.prepaid_near = self.prepaid_far = 0
-            num_missed = 0 if self.keep_if_better() else num_missed + 1
-        self.go_back()
-        self.descend()
-        self.keep_if_better()
+        self.level = 1
+        kept_level: Int = 1
+        gained: Index = 1
+        while gained and self.level <= self.slots * self.num_devices:
+            if self.least_at(self.level) >= self.kept_price:
+                break
+            # All levels that hide completely cost the same, so only the highest one is tried.
+            if self.least_at(self.level + 1) > self.least_at(1):
+                gained = self.descend_twice()
+                if gained:
+                    kept_level = self.level
+            self.level += 1
+        # The placements above begin with what lower levels needed. Begin anew at the best levels.
+        for change in range(-1, 2):
+            self.level = kept_level + change
+            if self.level > 0:
+                self.clear_all()
+                self.descend_twice()
 
     @cython.inner
-    def descend_from_kicks(self) -> cython.void:
+    def kick(self) -> cython.void:
         """Change all replicas of one expert at once and descend; keep what gains, otherwise go back."""
-        self.go_back()
+        self.most_prices = self.num_prices + _KICK_PRICES
+        self.rank(0)
         turn: Index = 0
-        num_missed: Index = 0
-        while num_missed < 3 * self.num_experts and self.num_prices < self.most_prices:
-            kind = turn // self.num_experts % 3
-            if turn % self.num_experts == 0:
-                self.rank_experts()
-            expert: Index = self.wanted_E[turn % self.num_experts]
+        missed: Index = 0
+        while missed < 3 * self.num_experts and self.num_prices < self.most_prices:
+            expert: Index = self.ranked_E[turn // 3 % self.num_experts]
+            kind = turn % 3
             turn += 1
-            num_missed += 1
-            self.take_out(expert)
-            changed = self.clear(expert) if kind == 0 else self.widen(expert, kind == 2)
-            self.bring_in(expert)
+            missed += 1
+            self.count(expert, -1)
+            changed = self.clear(expert) if kind == 0 else self.widen(expert, kind == 2, 1)
+            self.count(expert, 1)
             if changed:
-                self.descend()
+                self.descend(0, _NUM_LAST, _GAIN)
                 if self.keep_if_better():
-                    num_missed = 0
+                    missed = 0
                 else:
                     self.go_back()
-
-    @cython.inner
-    def rank_experts(self) -> cython.void:
-        """Write the experts in descending load to ``wanted_E`` (insertion sort)."""
-        for expert in range(self.num_experts):
-            at: Index = expert
-            while at > 0 and self.total_E[self.wanted_E[at - 1]] < self.total_E[expert]:
-                self.wanted_E[at] = self.wanted_E[at - 1]
-                at -= 1
-            self.wanted_E[at] = expert
 
     @cython.inner
     def prune(self) -> cython.void:
         """Drop the replicas without which the kept placement costs no more."""
         self.go_back()
         for expert in range(self.num_experts):
-            for device in range(self.num_devices):
-                if self.present_ED[expert * self.num_devices + device] and self.owner_E[expert] != device:
-                    at = expert * self.num_nodes + self.node_D[device]
-                    leader = self.leader_EN[at]
-                    self.take_out(expert)
-                    self.drop(expert, device)
-                    price = self.price_of(expert)
-                    if price <= self.kept_price:
-                        self.kept_price = price
-                    else:
-                        self.put(expert, device)
-                        self.leader_EN[at] = leader
-                    self.bring_in(expert)
+            for _ in range(self.holders_E[expert] - 1):
+                device: Index = self.holder_ED[expert * self.num_devices + 1]
+                self.count(expert, -1)
+                self.drop(expert, device)
+                price = self.price_of(expert)
+                if price <= self.kept_price:
+                    self.kept_price = price
+                else:
+                    self.put(expert, device)
+                self.count(expert, 1)
 
     @cython.inner
-    def run(self, num_prices: Int) -> cython.void:
-        """Find a placement. Each of the three descents ends after about ``num_prices`` prices."""
+    def run(self, num_prices: Int, least_saving: Real, fixed_s: Real) -> cython.void:
+        """Find a placement; see :func:`search_replicas`."""
         self.fill()
-        self.kept_price = 2.0 * self.price_now() + 1.0  # so that the owners are kept first
+        plain = self.price()
+        self.kept_price = 2.0 * plain + 1.0  # so that the owners are kept first
         self.keep_if_better()
-        self.seed_widely(1)
-        for turn in range(_NUM_RATIOS):
-            ratio = _HIGHEST_RATIO - turn * _RATIO_STEP
-            self.seed_evenly(ratio, 0)
-            if self.num_nodes > 1:
-                self.seed_evenly(ratio, 1)
+        self.most_prices = num_prices
+        self.seed_widely()
+        num_left_out: Int = 1
+        self.seed_as_prophet(0)
+        while num_left_out < self.num_devices - 1 and num_left_out <= _MOST_LEFT_OUT:
+            self.seed_as_prophet(num_left_out)
+            num_left_out *= 2
+        self.weigh()
         if self.num_nodes > 1:
-            self.seed_widely(0)
+            self.climb_levels()
+        else:
+            self.descend_twice()
+        if self.num_nodes == 1 or self.link_weight == 0.0:
+            for turn in range(_NUM_RATIOS):
+                self.seed_evenly(_HIGHEST_RATIO - turn * _RATIO_STEP)
         self.go_back()
         self.most_prices = self.num_prices + num_prices
-        self.descend()
+        self.descend(0, _NUM_LAST, _GAIN)
         self.keep_if_better()
-        self.most_prices = self.num_prices + num_prices
-        self.descend_by_levels()
-        self.most_prices = self.num_prices + num_prices
-        self.descend_from_kicks()
+        self.kick()
         self.prune()
+        if self.kept_price + fixed_s > (1.0 - least_saving) * (plain + fixed_s):
+            self.clear_all()
+            self.kept_price = plain
 
 
 def search_replicas(
@@ -139,6 +154,8 @@ def search_replicas(
     slots: Int,
     max_replicated: Int,
     num_prices: Int,
+    least_saving: Real,
+    fixed_s: Real,
     present_ED: Ints,
 ) -> Real:
     """Find a placement with few modelled seconds.
@@ -151,16 +168,20 @@ def search_replicas(
         first_N: Position of each node's first device in ``member_D``, and the number of devices; int64
             ``[N+1]``.
         member_D: Devices by node, then number; int64 ``[D]``.
-        costs: Costs of the layer, see the top of this file.
+        costs: Costs of the layer, see ``parts/layer_price.py``.
         hop_costs: Costs for each number of hops, ``_NUM_HOP_COSTS`` each.
         slots: Most replicas that a device may hold.
         max_replicated: Most experts that may have replicas.
-        num_prices: Number of prices after which each of the three descents ends.
+        num_prices: Number of prices after which the descents before the kicks end, and again that of the last
+            one.
+        least_saving: Smallest saving of all replicas, as a part of the seconds without them. If they save
+            less, there are none.
+        fixed_s: Seconds that every placement takes beside those of ``costs``.
         present_ED: Gets 1 where a device has an expert, int64 ``[E, D]`` as one row. If ``num_prices`` is
             negative, it is the placement to price, and nothing is searched.
 
     Returns:
-        Seconds of the layer under the placement, without router counts.
+        Seconds of the layer under the placement.
     """
     num_experts: Index = owner_E.shape[0]
     num_devices: Index = node_D.shape[0]
@@ -171,12 +192,15 @@ def search_replicas(
     search.slots, search.max_replicated = slots, max_replicated
     if num_prices < 0:
         search.fill()
-        for i in range(num_experts * num_devices):
-            search.kept_ED[i] = present_ED[i]
-        search.go_back()
-        return search.price_now()
+        for expert in range(num_experts):
+            search.count(expert, -1)
+            for device in range(num_devices):
+                if present_ED[expert * num_devices + device] and owner_E[expert] != device:
+                    search.put(expert, device)
+            search.count(expert, 1)
+        return search.price() + fixed_s
     with cython.nogil:
-        search.run(num_prices)
+        search.run(num_prices, least_saving, fixed_s)
     for i in range(num_experts * num_devices):
         present_ED[i] = search.present_ED[i]
-    return search.kept_price
+    return search.kept_price + fixed_s

@@ -45,24 +45,23 @@ def two_level_edges(
     num_devices: Index = node_D.shape[0]
     num_nodes: Index = first_N.shape[0] - 1
     num_edges: Index = 0
-    duties_D: Ints = zero_ints(num_devices)  # experts of which each device is the owner or a leader
-    holders_E: Ints = zero_ints(num_experts)
+    owned_D: Ints = zero_ints(num_devices)  # experts of each owner so far
+    place_D: Ints = zero_ints(num_devices)  # place of each device in its node
     inside: Ints = zero_ints(num_devices)
+    for i in range(num_devices):
+        place_D[by_node_D[i]] = i - first_N[node_D[by_node_D[i]]]
     for expert in range(num_experts):
-        for device in range(num_devices):
-            holders_E[expert] += present_ED[expert, device]
-        if holders_E[expert] > 1:
-            duties_D[owner_E[expert]] += 1
-    for expert in range(num_experts):
-        if holders_E[expert] < 2:
-            continue
         leader: Index = owner_E[expert]
+        place = place_D[leader] + owned_D[leader]
+        owned_D[leader] += 1
         hops: Int = 0
         for turn in range(num_nodes):
             node: Index = (node_D[owner_E[expert]] + turn) % num_nodes
+            begin: Index = place_D[leader] if turn == 0 else place
+            size: Index = first_N[node + 1] - first_N[node]
             num_inside: Index = 0
-            for i in range(first_N[node], first_N[node + 1]):
-                device = by_node_D[i]
+            for i in range(size):
+                device = by_node_D[first_N[node] + (begin + i) % size]
                 if present_ED[expert, device] != 0:
                     inside[num_inside] = device
                     num_inside += 1
@@ -71,26 +70,19 @@ def two_level_edges(
             if turn > 0:
                 previous = leader
                 leader = inside[0]
-                for i in range(1, num_inside):
-                    if duties_D[inside[i]] < duties_D[leader]:
-                        leader = inside[i]
-                duties_D[leader] += 1
                 key_P[num_edges] = (2 * hops * num_experts + expert) * num_devices + previous
                 key_P[num_edges] = key_P[num_edges] * num_devices + leader
                 num_edges += 1
                 hops += 1
-            first: Index = 0  # where the leader is
-            while inside[first] != leader:
-                first += 1
             depth = hops - 1
             level_end: Index = 1  # the first position whose depth is higher
             for i in range(1, num_inside):
                 if i == level_end:
                     depth += 1
                     level_end = 2 * level_end + 1
-                source: Index = inside[(first + (i - 1) // 2) % num_inside]
+                source: Index = inside[(i - 1) // 2]
                 key_P[num_edges] = ((2 * depth + 1) * num_experts + expert) * num_devices + source
-                key_P[num_edges] = key_P[num_edges] * num_devices + inside[(first + i) % num_inside]
+                key_P[num_edges] = key_P[num_edges] * num_devices + inside[i]
                 num_edges += 1
     return num_edges
 

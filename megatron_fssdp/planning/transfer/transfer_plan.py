@@ -220,9 +220,10 @@ def two_level_transfer(placement: ExpertPlacement, topology: Topology) -> Transf
 
     Between nodes, the edges form a chain over one leader for each node. The chain starts at the owner and
     visits the other nodes in cyclic order of their numbers. In a chain, the NIC of a node carries each expert
-    at most once in and once out. The leader of a node is the holder that is the owner or a leader of the
-    fewest experts so far. Ties go to the lowest device. This rule spreads the traffic over the devices of a
-    node. Experts take their turn in ascending order, and all owners are counted before the first one.
+    at most once in and once out. The leader of a node is its first holder from a certain place in the node
+    on, in cyclic order. That place is the owner's place in its own node for the first expert of an owner, the
+    next place for the second one, and so on. This rule spreads the traffic over the devices of a node. The
+    leaders of an expert do not depend on other replicas, so the replica search can price each expert alone.
 
     Inside a node, the edges form a binary tree over the holders in cyclic order of their numbers, from the
     leader on. Every holder sends the expert to at most two others. In a star, the leader's link would carry

@@ -104,17 +104,13 @@ def profiles(draw: st.DrawFn) -> LayerProfile:
 def test_the_price_equals_that_of_exact_dispatch_and_transfer(
     seed: int, profile: LayerProfile, num_nodes: int, rematerialize: bool
 ) -> None:
-    """Counts are split without remainder. A node has one or two devices, so the leaders are the same."""
+    """Counts are split without remainder."""
     rng = np.random.default_rng(seed)
     counts_DE = rng.poisson(rng.gamma(0.5, 200, 8), (4, 8)) * 12
     topology = Topology.uniform(4, num_nodes)
     placement = PLAIN.with_replicas(
         [(e, d) for e in range(8) for d in range(4) if OWNERS[e] != d and rng.random() < 0.3]
     )
-    if num_nodes == 2:  # with two holders in a node, the leader would depend on the other experts
-        placement = PLAIN.with_replicas(
-            [(e, d) for e in range(8) for d in (0, 2) if OWNERS[e] != d and e % 3]
-        )
     life = ReplicaLife.LAYER_PASS if rematerialize else ReplicaLife.ITERATION
     exact_s = float(placement_seconds(counts_DE, placement, topology, profile, life).moe_s)
     price_s = modelled_seconds(placement, counts_DE, topology, profile, rematerialize=rematerialize)
@@ -181,7 +177,7 @@ def prophets(
 def test_a_plan_keeps_its_limits_and_is_not_worse_than_simpler_choices(
     case: tuple[Topology, np.ndarray], seed: int, profile: LayerProfile, slots: int, rematerialize: bool
 ) -> None:
-    """Owners only, FasterMoE's and Pro-Prophet's placements. Savings below LEAST_SAVING count as none."""
+    """Owners only, FasterMoE's and Pro-Prophet's placements. Less than LEAST_SAVING counts as no saving."""
     topology, owner_E = case
     counts_DE = random_counts_DE(seed, topology.num_devices, owner_E.size)
     found = plan_replicas(
@@ -197,7 +193,8 @@ def test_a_plan_keeps_its_limits_and_is_not_worse_than_simpler_choices(
     if found.num_replicas:
         assert found_s <= (1 - LEAST_SAVING) * seconds_of(plain)
     others = [shadowed(counts_DE, owner_E, profile, slots), *prophets(counts_DE, owner_E, profile, slots)]
-    assert (1 - LEAST_SAVING) * found_s <= min(map(seconds_of, others)) * (1 + 1e-9)
+    least = 0.0 if found.num_replicas else LEAST_SAVING
+    assert (1 - least) * found_s <= min(map(seconds_of, others)) * (1 + 1e-9)
 
 
 @examples(100)
@@ -260,6 +257,8 @@ def test_both_forms_of_the_kernel_find_the_same_placement(
         slots,
         owner_E.size,
         40,
+        LEAST_SAVING,
+        0.0,
         np.zeros(load_DE.size, int),
     )
     plain, compiled = answers_of_both_forms(search_replicas, arguments)

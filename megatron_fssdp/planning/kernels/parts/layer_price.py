@@ -23,85 +23,58 @@ _EACH_PASS = 18  # 1 if every micro-batch gathers twice, otherwise 0
 _NUM_HOP_COSTS = 6
 
 _ROUNDING = 1e-12  # part of all pairs below which traffic is the rounding error of a difference
-_ROOT_STEPS = 8  # Newton steps of a square root, from a start that is at most sqrt(D) times too large
 
 
 @cython.cclass
 class PricedLayer(Layer):
-    """A layer with its modelled seconds."""
+    """A layer with its modelled seconds.
 
-    @cython.inner
-    def price_now(self) -> Real:
-        """Seconds of the layer when no expert is out."""
-        for node in range(self.num_nodes):
-            self.is_held_N[node] = 0
-            self.own_far_in_N[node] = self.own_far_out_N[node] = 0.0
-            self.own_gets_N[node] = self.own_sends_N[node] = 0
-        self.own_hops = self.own_fill = 0
-        self.note_others()
-        return self.price()
+    Attributes:
+        num_prices: Number of prices computed so far.
+    """
+
+    num_prices: Int
+
+    def __init__(self, num_experts: Index, num_devices: Index, num_nodes: Index) -> None:
+        Layer.__init__(self, num_experts, num_devices, num_nodes)
+        self.num_prices = 0
 
     @cython.inner
     def price_of(self, expert: Index) -> Real:
         """Seconds of the layer if the expert that is out keeps its present holders."""
-        self.spread(expert)
-        return self.price()
+        self.count(expert, 1)
+        price = self.price()
+        self.count(expert, -1)
+        return price
 
     @cython.inner
     def price(self) -> Real:
-        """Seconds of the layer: the sums, and beside them the expert that :meth:`spread` computed."""
+        """Seconds of the layer."""
         self.num_prices += 1
         tokens: Real = 0.0
         near: Real = 0.0
         far: Real = 0.0
-        square_load: Real = 0.0
-        square_near: Real = 0.0
-        square_far: Real = 0.0
-        moved_near, moved_far = self.prepaid_near, self.prepaid_far
+        moved_near: Int = 0
+        moved_far: Int = 0
+        hops: Int = 0
+        fill: Int = 0
+        for device in range(self.num_devices):
+            tokens = max(tokens, self.load_D[device])
+            near = max(near, self.in_D[device], self.out_D[device])
+            moved_near = max(moved_near, self.gets_D[device], self.sends_D[device])
         for node in range(self.num_nodes):
-            far_in = self.far_in_N[node] + self.own_far_in_N[node]
-            far_out = self.far_out_N[node] + self.own_far_out_N[node]
-            square_far += far_in * far_in + far_out * far_out
-            far = max(far, far_in, far_out)
-            gets = self.gets_N[node] + self.own_gets_N[node]
-            sends = self.sends_N[node] + self.own_sends_N[node]
-            moved_far = max(moved_far, gets, sends)
-            if self.is_held_N[node] == 0:
-                tokens = max(tokens, self.most_load_N[node])
-                near = max(near, self.most_near_N[node])
-                moved_near = max(moved_near, self.most_moved_N[node])
-                square_load += self.square_load_N[node]
-                square_near += self.square_near_N[node]
-                continue
-            for i in range(self.first_N[node], self.first_N[node + 1]):
-                device: Index = self.member_D[i]
-                load = self.load_D[device] + self.own_load_D[device]
-                near_in = self.in_D[device] + self.own_in_D[device]
-                near_out = self.out_D[device] + self.own_out_D[device]
-                gets = self.gets_D[device] + self.own_gets_D[device]
-                sends = self.sends_D[device] + self.own_sends_D[device]
-                square_load += load * load
-                square_near += near_in * near_in + near_out * near_out
-                tokens = max(tokens, load)
-                near = max(near, near_in, near_out)
-                moved_near = max(moved_near, gets, sends)
-        if self.is_smooth:
-            tokens = self.root(square_load / self.num_devices, tokens)
-            near = self.root(square_near / (2 * self.num_devices), near)
-            far = self.root(square_far / (2 * self.num_nodes), far)
-        hops, fill = max(self.others_hops, self.own_hops), max(self.others_fill, self.own_fill)
-        if hops == 0 and moved_near + moved_far > 0:
-            hops = 1
+            far = max(far, self.far_in_N[node], self.far_out_N[node])
+            moved_far = max(moved_far, self.gets_N[node], self.sends_N[node])
+        for expert in range(self.num_experts):
+            hops = max(hops, self.hops_E[expert])
+            fill = max(fill, self.fill_E[expert])
         return self.seconds(tokens, near, far, moved_near, moved_far, hops, fill)
 
     @cython.inner
-    def root(self, square: Real, above: Real) -> Real:
-        """Square root by Newton's method, from a number that is at least the root."""
-        if square <= 0.0 or above <= 0.0:
-            return 0.0
-        for _ in range(_ROOT_STEPS):
-            above = 0.5 * (above + square / above)
-        return above
+    def pair_seconds(self, is_far: Index) -> Real:
+        """Seconds of one pair on the busiest link of a kind in all all-to-alls, without start-ups."""
+        at: Index = 2 * is_far + 1
+        return 2.0 * self.costs[_TIMES] * (self.costs[_DISPATCH + at] + self.costs[_COMBINE + at])
 
     @cython.inner
     def link_seconds(self, at: Index, pairs: Real) -> Real:
