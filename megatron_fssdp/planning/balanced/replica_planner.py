@@ -8,11 +8,12 @@ tokens.
 The search (``planning/kernels/replica_search.py``) compares all placements by one price, the seconds of
 ``layer_seconds``. For a move it computes what changes, not the whole layer. It has these steps:
 
-1. **Seeds.** Owners only, and the hottest 1, 2, … experts on all devices (FasterMoE's choice).
+1. **Seeds.** Owners only; the hottest 1, 2, … experts on all devices (FasterMoE's choice); and the steps of
+   Pro-Prophet's search, with 0, 1, 2, 4, … devices left out. So the result costs at most what they cost.
 2. **Levels**, where there are several nodes: descents from the owners with at most 1, 2, … experts over each
    NIC. Each descent first lowers a smooth price, with sums of fourth powers in place of highest values, and
-   then the price. Where links inside one node carry everything, seeds take their place, in which owners give
-   load away until they keep a part of the mean load.
+   then the price. In one node there is one such descent, and more seeds: owners give load away until they
+   keep a part of the mean load.
 3. **Descent** from the best placement. It moves experts of the busiest device and the busiest link only,
    because the price is made of highest values. A move adds a replica, removes one, moves one to another
    device, or puts one in place of another one.
