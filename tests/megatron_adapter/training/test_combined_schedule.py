@@ -75,6 +75,16 @@ CASES: dict[str, tuple[int, str, str]] = {
     "prophet, split transfers": (2, f"{FOUR_MICRO_BATCHES} --num-layers 3", "prophet"),
     "fastermoe": (2, FOUR_MICRO_BATCHES, "fastermoe"),
     "fastermoe, smart schedule": (2, FOUR_MICRO_BATCHES, "fastermoe smart_schedule=true"),
+    "deduplicated exchange": (
+        4,
+        f"{OVERLAPS} --bf16 --global-batch-size 32",
+        f"{FSSDP} exchange=deduplicated",
+    ),
+    "deduplicated exchange, re-materialized": (
+        4,
+        "--expert-model-parallel-size 4 --global-batch-size 32 --moe-router-topk 4",
+        f"{FSSDP} rematerialize=true nodes=2 exchange=deduplicated",
+    ),
     "quota": (2, FOUR_MICRO_BATCHES, "quota"),
     "smartmoe": (2, FOUR_MICRO_BATCHES, "smartmoe"),
     "flexmoe": (2, FOUR_MICRO_BATCHES, "flexmoe"),

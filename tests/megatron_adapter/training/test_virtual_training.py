@@ -83,6 +83,9 @@ CASES = {
             "the exchange, sequence parallel": (
                 "--tensor-model-parallel-size 2 --sequence-parallel --moe-strategy fssdp"
             ),
+            "the deduplicated exchange": (
+                "--moe-strategy fssdp --moe-strategy-set exchange=deduplicated --moe-strategy-set nodes=2"
+            ),
             "parm's s1, recomputed": (
                 "--moe-strategy parm --moe-strategy-set schedule=s1 --expert-tensor-parallel-size 2 "
                 "--tensor-model-parallel-size 2 --sequence-parallel "
@@ -105,6 +108,9 @@ CASES = {
             "transfers in turn": "--moe-strategy fssdp --moe-strategy-set overlap=false",
             "split transfers": "--moe-strategy prophet",
             "each micro-batch": "--moe-strategy quota",
+            "deduplicated exchange": (
+                "--moe-strategy fssdp --moe-strategy-set exchange=deduplicated --moe-strategy-set nodes=2"
+            ),
             "smart schedule": "--moe-strategy fastermoe --moe-strategy-set smart_schedule=true",
             "parm's s1": (
                 "--moe-strategy parm --moe-strategy-set schedule=s1 --expert-tensor-parallel-size 2 "
@@ -116,6 +122,13 @@ CASES = {
             ),
         }.items()
     },
+    "deduplicated exchange, MoE layers recomputed": (
+        f"{EP2} {OVERLAP} --moe-strategy fssdp --moe-strategy-set exchange=deduplicated "
+        "--recompute-granularity selective --recompute-modules moe"
+    ),
+    "deduplicated exchange, each micro-batch, pipeline": (
+        f"{PP2} --moe-strategy quota --moe-strategy-set exchange=deduplicated"
+    ),
     "re-shards": f"{EP2} {RESHARD}",
     "re-shards with overlap": f"{EP2} {OVERLAP} {RESHARD}",
     "re-shards in an interleaved pipeline": (

@@ -1,0 +1,37 @@
+"""Complete trainings with the deduplicated exchange: losses equal stock Megatron's."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from .test_parity_matrix import DEFAULT, MORE, compare
+
+# Layouts of the matrix whose features meet the exchange of rows.
+LAYOUTS = (
+    "copies_overlaps_bf16",
+    "experts_in_tensor_parallel_parts",
+    "interleaved_pipeline_overlaps",
+    "recomputed_moe_expert_bias_calibrated",
+    "biases_on_declared_nodes",
+    "copies_top4_hecate",
+    "ep8_bf16_distributed",
+    "ep8_top1_dropping_hecate",
+    "ep4_of_8_overlaps_recomputed",
+    "tp2_expert_tp1_distributed_expert_bias",
+    "tp2_expert_tp2_copies_distributed",
+    "pipeline_recomputed_rematerialized",
+    "recomputed_aux_loss_shared_expert",
+    "padded_to_capacity",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_losses_equal_stock_megatron(
+    name: str, text_data: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    layout = (DEFAULT | MORE)[name]
+    settings = f"{layout.settings} exchange=deduplicated"
+    compare(replace(layout, settings=settings, num_iterations=20), text_data, tmp_path, record_property)
