@@ -1,0 +1,86 @@
+"""Traffic of the deduplicated exchange, estimated from loads.
+
+Loads say how many pairs of token and expert go to a place, but not how many *different* tokens. The estimate
+assumes that tokens select K different experts and nothing else in common: expert e is selected by a share
+s_e of the source's tokens. Let a place have the experts 1, 2, … A token that has missed the first j − 1 of
+them has its K choices among the others, so it selects expert j more often, with the probability
+``s_j K / (K − s_1 − … − s_(j−1))``. The product of the opposite probabilities is the share of tokens that
+miss the place. With equal shares this is the exact hypergeometric number. For tokens that draw experts one
+after another by log-normal popularity (sigma up to 1.5, top-2 to top-8), the estimate differs by less than
+1 % on average and 6 % at worst.
+
+Replicas send parts of an expert's tokens to several places; the parts count as experts.
+
+The gathering of choices (``runtime/exchange/gathered_choices.py``) sends fewer copies. It is not counted.
+
+Shape letters: E experts, D devices, N nodes.
+"""
+
+import numpy as np
+
+from megatron_fssdp.planning.cost.dispatch_sums import BusiestLinks
+from megatron_fssdp.planning.dispatch.two_hops import TwoHops
+from megatron_fssdp.planning.kernels import distinct_tokens
+from megatron_fssdp.planning.native.kernel import Kernel
+from megatron_fssdp.planning.placement.holder_groups import holder_groups
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.topology import Topology
+
+count_distinct = Kernel(distinct_tokens.distinct_tokens)
+
+
+def expected_hops(load_DE: np.ndarray, placement: ExpertPlacement, topology: Topology, top_k: int) -> TwoHops:
+    """Expected numbers of different tokens in both hops under even dispatch.
+
+    Args:
+        load_DE: (token, k) pairs by source device and expert, ``[D, E]``. The numbers may be fractions.
+        placement: Owners and replicas of the experts.
+        topology: Nodes of the devices.
+        top_k: Number of experts that a token selects, K.
+    """
+    groups = holder_groups(placement, topology)
+    tokens_DN = np.zeros((topology.num_devices, topology.num_nodes))
+    tokens_DD = np.zeros((topology.num_devices, topology.num_devices))
+    count_distinct(
+        np.ascontiguousarray(load_DE, np.float64),
+        float(top_k),
+        placement.present_ED.view(np.uint8),
+        groups.device_P,
+        groups.by_node_P,
+        groups.first_E,
+        groups.num_holders_E,
+        groups.node_first_EN,
+        groups.holders_EN,
+        topology.node_of_device_D,
+        tokens_DN,
+        tokens_DD,
+    )
+    return TwoHops(topology, tokens_DN, tokens_DD)
+
+
+def hops_traffic(hops: TwoHops) -> BusiestLinks:
+    """Tokens on the busiest links: between nodes in the first hop, inside nodes in the second one.
+
+    Args:
+        hops: Numbers of tokens in both hops.
+    """
+    topology = hops.topology
+    node_D, num_nodes = topology.node_of_device_D, topology.num_nodes
+    far_DN = np.where(node_D[:, None] == np.arange(num_nodes), 0, hops.tokens_DN)
+    sent_D = far_DN.sum(axis=1)
+    received_D = np.zeros(topology.num_devices)
+    np.add.at(received_D, hops.relay_DN, far_DN)
+    near = 0.0
+    for node, members in enumerate(topology.devices_by_node):
+        place = np.searchsorted(members, hops.relay_DN[:, node])
+        passed = np.zeros((len(members), len(members)))
+        np.add.at(passed, place, hops.tokens_DD[:, list(members)])
+        np.fill_diagonal(passed, 0)
+        near = max(near, passed.sum(axis=0).max(), passed.sum(axis=1).max())
+    of_node = max(np.bincount(node_D, weights=sent_D).max(), far_DN.sum(axis=0).max())
+    return BusiestLinks(
+        near=float(near),
+        far_of_device=float(max(sent_D.max(), received_D.max())),
+        far_of_node=float(of_node),
+        far_of_mean_node=float(sent_D.sum()) / num_nodes,
+    )

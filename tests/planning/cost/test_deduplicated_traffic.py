@@ -1,0 +1,94 @@
+"""The estimate of different tokens: exact where it can be, near drawn tokens elsewhere."""
+
+from math import comb
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.planning.cost.deduplicated_traffic import expected_hops, hops_traffic
+from megatron_fssdp.planning.dispatch.even_dispatch import EvenDispatch
+from megatron_fssdp.planning.dispatch.two_hops import TwoHops
+from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
+from megatron_fssdp.planning.placement.topology import Topology
+
+EXPERTS, DEVICES, NODES = 16, 8, 4
+TOPOLOGY = Topology.uniform(DEVICES, NODES)
+OWNERS = ExpertPlacement.owners_only(even_owners(EXPERTS, DEVICES), DEVICES)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4, 8, 16])
+def test_equal_loads_give_the_hypergeometric_number(top_k: int) -> None:
+    hops = expected_hops(np.full((DEVICES, EXPERTS), 10.0), OWNERS, TOPOLOGY, top_k)
+    tokens = 10.0 * EXPERTS / top_k
+    for numbers, num_places in ((hops.tokens_DN, NODES), (hops.tokens_DD, DEVICES)):
+        missed = comb(EXPERTS - EXPERTS // num_places, top_k) / comb(EXPERTS, top_k)
+        np.testing.assert_allclose(numbers, tokens * (1 - missed))
+
+
+def test_an_expert_of_all_tokens_brings_all_tokens_to_its_node() -> None:
+    load = np.full((DEVICES, EXPERTS), 100 / 15)
+    load[:, 3] = 100.0  # every one of 100 tokens
+    hops = expected_hops(load, OWNERS, TOPOLOGY, 2)
+    np.testing.assert_allclose(hops.tokens_DN[:, 0], 100.0)
+    np.testing.assert_allclose(hops.tokens_DD[:, 1], 100.0)
+
+
+@pytest.mark.parametrize("replicates", [False, True])
+@pytest.mark.parametrize("top_k", [2, 4, 8])
+def test_the_estimate_is_near_drawn_tokens(top_k: int, replicates: bool) -> None:
+    """Tokens draw their experts one after another, with log-normal popularity."""
+    rng = np.random.default_rng(top_k)
+    placement = OWNERS
+    if replicates:
+        pairs = [(e, int(d)) for e in (0, 5, 9) for d in rng.choice(DEVICES, 3, replace=False)]
+        placement = OWNERS.with_replicas([(e, d) for e, d in pairs if d != OWNERS.owner_E[e]])
+    num_tokens = 2000
+    score = rng.lognormal(0, 1, EXPERTS)
+    chosen = np.argsort(
+        np.log(score) + rng.gumbel(size=(DEVICES, num_tokens, EXPERTS)), axis=2, kind="stable"
+    )[:, :, -top_k:]
+    routed = np.zeros((DEVICES, num_tokens, EXPERTS), bool)
+    np.put_along_axis(routed, chosen, True, axis=2)
+    counts = routed.sum(axis=1)
+    dispatch = EvenDispatch(counts, placement, TOPOLOGY)
+    tokens_DD = np.zeros((DEVICES, DEVICES))
+    tokens_DN = np.zeros((DEVICES, NODES))
+    for source in range(DEVICES):
+        goes = np.zeros((num_tokens, DEVICES), bool)
+        for expert, tokens_D in enumerate(dispatch.from_source(source)):
+            device = np.repeat(np.arange(DEVICES), tokens_D)
+            tokens = rng.permutation(np.flatnonzero(routed[source, :, expert]))
+            goes[tokens, device] = True
+        tokens_DD[source] = goes.sum(axis=0)
+        tokens_DN[source] = goes.reshape(num_tokens, NODES, -1).any(axis=2).sum(axis=0)
+    expected = expected_hops(counts, placement, TOPOLOGY, top_k)
+    np.testing.assert_allclose(expected.tokens_DN, tokens_DN, rtol=0.06, atol=0.02 * num_tokens)
+    np.testing.assert_allclose(expected.tokens_DD, tokens_DD, rtol=0.06, atol=0.02 * num_tokens)
+    drawn = hops_traffic(TwoHops(TOPOLOGY, tokens_DN, tokens_DD))
+    estimated = hops_traffic(expected)
+    assert estimated.far_of_node == pytest.approx(drawn.far_of_node, rel=0.06)
+    assert estimated.near == pytest.approx(drawn.near, rel=0.06)
+
+
+def test_busiest_links_are_those_of_single_hops() -> None:
+    rng = np.random.default_rng(0)
+    topology = Topology.from_labels([0, 1, 0, 1, 1, 2])
+    size = topology.num_devices
+    hops = TwoHops(topology, rng.random((size, 3)), rng.random((size, size)))
+    node = np.array(topology.node_of_device)
+    is_near = node[:, None] == node
+    sends = np.zeros((size, size))
+    for source in range(size):
+        sends[source, hops.relay_DN[source]] = hops.tokens_DN[source]
+    far = np.where(is_near, 0, sends)
+    second = np.zeros((size, size))
+    for relay in range(size):
+        for device in hops.members(relay):
+            second[relay, device] = hops.tokens_DD[hops.sources(relay), device].sum()
+    np.fill_diagonal(second, 0)
+    found = hops_traffic(hops)
+    assert found.near == pytest.approx(max(second.sum(axis=0).max(), second.sum(axis=1).max()))
+    assert found.far_of_device == pytest.approx(max(far.sum(axis=0).max(), far.sum(axis=1).max()))
+    of_node = [max(far[node == n].sum(), far[:, node == n].sum()) for n in range(3)]
+    assert found.far_of_node == pytest.approx(max(of_node))
+    assert found.far_of_mean_node == pytest.approx(far.sum() / 3)
