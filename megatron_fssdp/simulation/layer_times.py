@@ -34,6 +34,7 @@ class LayerTimes:
         job: Sizes and parallelism of the training job.
         steps: Steps of the layers that run under the smart schedule. None if no layer does.
         host: What the host of a rank does for each layer.
+        num_choices: Number of experts of each token under the deduplicated exchange; 0 for the usual one.
 
     Attributes:
         host_s: Seconds in which a rank's host plans and posts messages in an iteration, float64 ``[I]``.
@@ -47,11 +48,16 @@ class LayerTimes:
         job: MoeJob,
         steps: SteppedExchange | None = None,
         host: HostWork = NO_HOST_WORK,
+        num_choices: int = 0,
     ) -> None:
         self._ledger, self._cluster, self._job = ledger, cluster, job
         self._counts_s = links.gather_counts_s(ledger.topology, job.num_experts)
         dispatch, combine = exchange_times(
-            links.all_to_all, ledger.dispatch.busiest(), job.token_bytes, job.num_micro_batches
+            links.all_to_all,
+            ledger.dispatch.busiest(),
+            job.token_bytes,
+            job.num_micro_batches,
+            num_choices,
         )
         experts_s = expert_seconds(
             ledger.tokens_ILD.max(axis=2),

@@ -114,7 +114,8 @@ def simulate(
         )
     topology = topology_of(cluster, job.num_devices)
     strategy = _strategy(name, settings)
-    profile = layer_profile(job, cluster, strategy.replica_life)
+    num_choices = job.top_k if strategy.collective_schedule.deduplicated else 0
+    profile = replace(layer_profile(job, cluster, strategy.replica_life), num_choices=num_choices)
     ledger = replay_strategy(
         strategy,
         counts_ILDE,
@@ -128,7 +129,7 @@ def simulate(
     links = cluster_links(cluster, is_megatrons=name == "none", on_cuda=job.on_cuda)
     ring = strategy.ring(0, topology)
     steps = None if ring is None else SteppedExchange.of(ring, topology, job.messages.step_host_s)
-    layers = LayerTimes(ledger, cluster, links, job, steps, _host_work(name, job))
+    layers = LayerTimes(ledger, cluster, links, job, steps, _host_work(name, job), num_choices)
     context = LayerContext(1, even_owners(job.num_experts, job.num_devices), topology)
     memory = device_memory(
         job,

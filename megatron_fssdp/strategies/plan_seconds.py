@@ -3,6 +3,8 @@
 Shape letters: D devices, E experts.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from megatron_fssdp.planning.cost.layer_seconds import LayerPrice, LayerWork, counts_seconds, layer_seconds
@@ -45,14 +47,15 @@ def plan_price(
     if planned is not plan and not plan.each_micro_batch:
         addition = additional_transfer(planned.placement, plan.placement, topology)
     work = LayerWork.of(
-        traffic or plan.traffic(counts_DE, topology, num_micro_batches),
+        traffic or plan.traffic(counts_DE, topology, num_micro_batches, profile.num_choices),
         plan.transfer,
         topology,
         planned=planned.transfer,
         addition=addition,
     )
     return layer_seconds(
-        work,
+        # The caller's traffic counts pairs.
+        replace(work, num_choices=profile.num_choices if traffic is None else 0),
         profile,
         plan.life,
         counts_s=counts_seconds(profile, topology, context.num_experts),

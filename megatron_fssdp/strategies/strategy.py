@@ -16,6 +16,7 @@ from megatron_fssdp.config.strategy_settings import (
     SteppedSettings,
 )
 from megatron_fssdp.planning.balanced.quota_planner import quota_dispatch, split_among_peers
+from megatron_fssdp.planning.cost.deduplicated_traffic import expected_hops, hops_traffic
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_traffic import DispatchTraffic, dispatch_traffic, quota_traffic
 from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
@@ -167,7 +168,11 @@ class LayerPlan:
         ]
 
     def traffic(
-        self, counts_DE: np.ndarray, topology: Topology, num_micro_batches: int = 1
+        self,
+        counts_DE: np.ndarray,
+        topology: Topology,
+        num_micro_batches: int = 1,
+        num_choices: int = 0,
     ) -> DispatchTraffic:
         """Load of an iteration's dispatches on devices and links.
 
@@ -176,12 +181,20 @@ class LayerPlan:
                 micro-batch is assumed to have an equal part of them.
             topology: Nodes of the devices.
             num_micro_batches: Number of micro-batches in the iteration.
+            num_choices: Number of experts of each token, if tokens travel by the deduplicated exchange: links
+                then carry estimated numbers of different tokens. 0 for the usual exchange.
         """
         if self.tokens_ED is None:
-            return dispatch_traffic(self.dispatch_policy, counts_DE, self.placement, topology)
-        # The quotas belong to one micro-batch, and all micro-batches are assumed to be equal.
-        one = quota_dispatch(self.tokens_ED, counts_DE // num_micro_batches, topology)
-        return quota_traffic(one).times(num_micro_batches)
+            traffic = dispatch_traffic(self.dispatch_policy, counts_DE, self.placement, topology)
+        else:
+            # The quotas belong to one micro-batch, and all micro-batches are assumed to be equal.
+            one = quota_dispatch(self.tokens_ED, counts_DE // num_micro_batches, topology)
+            traffic = quota_traffic(one).times(num_micro_batches)
+        if not num_choices:
+            return traffic
+        # Other dispatches than the even one are estimated like it: they differ in few of the tokens.
+        hops = expected_hops(counts_DE, self.placement, topology, num_choices)
+        return replace(traffic, busiest=hops_traffic(hops), cross_node=round(hops.tokens_between_nodes))
 
 
 class Strategy[Settings: PlacementSettings](ABC):

@@ -31,6 +31,8 @@ class LayerProfile:
         owned_bytes: Bytes of parameters, master weights and optimizer states of one expert on the device that
             owns it; ``None`` if they are not known.
         messages: How a transfer divides an expert into messages.
+        num_choices: Number of experts of each token, if tokens travel by the deduplicated exchange; 0 for the
+            usual exchange.
     """
 
     non_moe_s: float
@@ -43,6 +45,7 @@ class LayerProfile:
     num_micro_batches: int = 1
     owned_bytes: int | None = None
     messages: MessageRule = CUDA_MESSAGES
+    num_choices: int = 0
 
     @property
     def reduced_bytes(self) -> int:

@@ -24,7 +24,7 @@ The price follows what the runtime does:
 The papers' own formulas (FasterMoE Eq. 8, Pro-Prophet Eq. 1 to 8) are elsewhere, as published.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -64,19 +64,34 @@ DISPATCH_STARTS = 2
 The backward pass has the same number for the gradients of both.
 """
 
+CHOICE_BYTES = 8
+"""Bytes of one choice that travels with a token of the deduplicated exchange: expert and probability."""
+
+HOP_STARTS = 3
+"""Number of all-to-alls of each hop of the deduplicated exchange's dispatch: tokens, devices and experts,
+probabilities."""
+
 
 def exchange_times(
-    links: LinkSet, pairs: BusiestLinks, token_bytes: float, num_micro_batches: int
+    links: LinkSet, pairs: BusiestLinks, token_bytes: float, num_micro_batches: int, num_choices: int = 0
 ) -> tuple[LinkTimes, LinkTimes]:
     """Seconds of dispatch and of combine of one micro-batch. The backward pass takes the same seconds again.
 
     Args:
         links: Costs of all-to-alls.
-        pairs: (token, k) pairs of an iteration on the busiest links; its fields may be arrays.
+        pairs: (token, k) pairs of an iteration on the busiest links; its fields may be arrays. For the
+            deduplicated exchange, tokens in both hops.
         token_bytes: Bytes of one token's hidden state.
         num_micro_batches: Number of micro-batches in the iteration. Each has an equal part of the pairs.
+        num_choices: Number of choices that travel with a token of the deduplicated exchange; 0 for the usual
+            exchange.
     """
     parts = 1 / num_micro_batches
+    if num_choices:
+        row_bytes = (token_bytes + num_choices * CHOICE_BYTES) * parts
+        hops = links.times(pairs, row_bytes, starts=HOP_STARTS), links.times(pairs, token_bytes * parts)
+        dispatch, combine = (replace(times, in_turn=True) for times in hops)
+        return dispatch, combine
     dispatch = links.times(pairs, (token_bytes + PROB_BYTES) * parts, starts=DISPATCH_STARTS)
     return dispatch, links.times(pairs, token_bytes * parts)
 
@@ -169,6 +184,8 @@ class LayerWork:
         gather: Traffic of the SparseAllGather that was planned before the gate.
         replicas: Traffic of a SparseAllGather of all final replicas. SparseReduceScatter is its transpose.
         addition: Traffic of the replicas that calibration gathers after the gate.
+        num_choices: Number of experts of each token, if ``pairs`` are tokens of the deduplicated exchange;
+            otherwise 0.
     """
 
     most_tokens: Any
@@ -176,6 +193,7 @@ class LayerWork:
     gather: TransferTraffic = NO_TRANSFER
     replicas: TransferTraffic = NO_TRANSFER
     addition: TransferTraffic = NO_TRANSFER
+    num_choices: int = 0
 
     @classmethod
     def of(
@@ -263,7 +281,9 @@ def layer_seconds(
     times = profile.num_micro_batches if num_micro_batches is None else num_micro_batches
     cluster = profile.cluster
     links = plain_links(cluster)
-    dispatch, combine = exchange_times(links.all_to_all, work.pairs, profile.token_bytes, times)
+    dispatch, combine = exchange_times(
+        links.all_to_all, work.pairs, profile.token_bytes, times, work.num_choices
+    )
     experts_s = expert_seconds(work.most_tokens, profile.flops_per_token, cluster.expert_flops_per_s, times)
     both = 1 + BACKWARD_PER_FORWARD
     gather_s, reduce_s = _exposed_seconds(

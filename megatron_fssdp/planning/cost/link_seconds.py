@@ -30,17 +30,19 @@ class LinkTimes:
         far_s: Seconds on the NICs of the busiest node, with the same shape.
         near_start_s: Start-up seconds that ``near_s`` contains where the links are used.
         far_start_s: Start-up seconds that ``far_s`` contains where the NICs are used.
+        in_turn: Whether the links inside nodes work after those between nodes, and not at the same time.
     """
 
     near_s: np.ndarray
     far_s: np.ndarray
     near_start_s: float = 0.0
     far_start_s: float = 0.0
+    in_turn: bool = False
 
     @cached_property
     def seconds(self) -> np.ndarray:
         """Seconds until the transfers on both kinds of links have ended."""
-        return np.maximum(self.near_s, self.far_s)
+        return self.near_s + self.far_s if self.in_turn else np.maximum(self.near_s, self.far_s)
 
     def at_least(self, least_s: float | np.ndarray) -> "LinkTimes":
         """The same times, but no link that is used at all takes less than ``least_s``."""

@@ -48,6 +48,12 @@ class TwoHops:
                 relay_DN[source] = [own[number % len(own)] for own in self.topology.devices_by_node]
         return relay_DN
 
+    @property
+    def tokens_between_nodes(self) -> float:
+        """Tokens that are sent to another node."""
+        nodes = np.arange(self.topology.num_nodes)
+        return float(self.tokens_DN[self.topology.node_of_device_D[:, None] != nodes].sum())
+
     def nodes_to_send(self, source: int) -> np.ndarray:
         """Nodes in the order in which a source sends to them: by the number of the relay, int64 ``[N]``."""
         return np.argsort(self.relay_DN[source], kind="stable")
