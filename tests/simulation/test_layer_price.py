@@ -69,10 +69,14 @@ class Case:
             before_gate_flops_L=self.job.before_gate_flops_L * num_layers,
         )
         ledger = LayerLedger(1, num_layers, self.context.topology)
-        traffic = self.plan.traffic(self.counts_DE, self.context.topology, job.num_micro_batches)
+        profile, topology = self.context.profile, self.context.topology
+        assert profile is not None
+        choices = profile.num_choices
+        traffic = self.plan.traffic(self.counts_DE, topology, job.num_micro_batches, choices)
         for layer in range(num_layers):
             record_layer(ledger, 0, layer, self.planned, self.plan, self.counts_DE, traffic)
-        times = LayerTimes(ledger, self.cluster, cluster_links(self.cluster), job)
+        links = cluster_links(self.cluster)
+        times = LayerTimes(ledger, self.cluster, links, job, num_choices=choices)
         return {part: float(seconds[0]) for part, seconds in times.parts_s().items()}
 
 
@@ -103,7 +107,8 @@ def cases(draw: st.DrawFn, splits: bool = False) -> Case:
     counts_DE = one_DE * num_micro_batches
     topology, owner_E = topology_of(cluster, devices), even_owners(num_experts, devices)
     life = ReplicaLife.ITERATION if splits else draw(st.sampled_from(LIVES))
-    profile = layer_profile(job, cluster, life)
+    num_choices = draw(st.sampled_from([0, 0, 1, 2, 4]))  # more than 0: the deduplicated exchange
+    profile = replace(layer_profile(job, cluster, life), num_choices=num_choices)
     context = LayerContext(1, owner_E, topology, profile)
     present_ED = rng.random((num_experts, devices)) < draw(st.sampled_from([0.0, 0.1, 0.5]))
     present_ED[np.arange(num_experts), owner_E] = True
