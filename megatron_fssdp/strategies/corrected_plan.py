@@ -28,12 +28,13 @@ from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.plan_seconds import plan_seconds
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
-COMPILED_SEARCH_S, PLAIN_SEARCH_S = 20e-6, 1e-3
-"""Seconds of a replica search for each expert and each device, with compiled and with plain kernels.
+COMPILED_SEARCH_S, PLAIN_SEARCH_S = 45e-6, 1e-3
+"""Seconds of a correction for each expert and each device, with compiled and with plain kernels.
 
-Measured at (16, 8), (64, 32) and (256, 64) experts and devices: 0.31, 1.8 and 7.0 ms compiled; plain kernels
-take 10 to 150 times as long (``benchmarks/planner_host_cost.py``). The device waits for a search after the
-gate. All ranks use this number in place of a measured one, because they must make equal plans.
+Measured at (16, 8), (64, 32) and (256, 64) experts and devices: 1.7, 4.1 and 11.5 ms compiled, of which the
+search takes 0.31, 1.8 and 7.0 ms, and the prices of its candidates the rest. Plain kernels search 10 to 150
+times as long (``benchmarks/planner_host_cost.py``). The device waits for a correction. All ranks use this
+number in place of a measured one, because they must make equal plans.
 """
 
 
@@ -160,7 +161,7 @@ class ExactCounts:
 
     @property
     def search_s(self) -> float:
-        """Modelled host seconds of a search."""
+        """Modelled host seconds of a correction: the search and the prices of its candidates."""
         per_size_s = COMPILED_SEARCH_S if kernel_form().is_compiled else PLAIN_SEARCH_S
         return per_size_s * (self.context.num_experts + self.context.num_devices)
 
