@@ -210,6 +210,9 @@ class IterationDriver:
             num_micro_batches=num_micro_batches,
             held=self.held,
             device=self._device,
+            num_choices=self._args.moe_router_topk
+            if self._session.strategy.collective_schedule.deduplicated
+            else 0,
         )
         if _reports_for_stage():
             logger.warning(_described_profile(layers[0].context, self._session.strategy))

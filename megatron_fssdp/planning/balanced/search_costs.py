@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD, LinkCost
+from megatron_fssdp.planning.cost.deduplicated_traffic import tokens_per_pair
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import DISPATCH_STARTS, PROB_BYTES, counts_seconds
 from megatron_fssdp.planning.cost.link_seconds import plain_links
@@ -76,13 +77,17 @@ class SearchCosts:
         rows, moves = links.all_to_all, links.transfer
         near, far = moves.near, moves.far_of_node
         counts_s = counts_seconds(profile, topology, num_experts)
-        dispatch_bytes = (profile.token_bytes + PROB_BYTES) / times
+        row_bytes = profile.token_bytes / times
+        sent_bytes = (profile.token_bytes + PROB_BYTES) / times
+        of_near, of_far = 1.0, 1.0
+        if profile.num_choices:
+            of_near, of_far = tokens_per_pair(topology, num_experts, profile.num_choices)
         reduced_bytes = profile.expert_bytes if rematerialize else profile.reduced_bytes
         layer = [
-            *_line(rows.near, DISPATCH_STARTS, dispatch_bytes),
-            *_line(rows.far_of_node, DISPATCH_STARTS, dispatch_bytes),
-            *_line(rows.near, 1, profile.token_bytes / times),
-            *_line(rows.far_of_node, 1, profile.token_bytes / times),
+            *_line(rows.near, DISPATCH_STARTS, of_near * sent_bytes),
+            *_line(rows.far_of_node, DISPATCH_STARTS, of_far * sent_bytes),
+            *_line(rows.near, 1, of_near * row_bytes),
+            *_line(rows.far_of_node, 1, of_far * row_bytes),
             (1 + BACKWARD_PER_FORWARD) * profile.flops_per_token / cluster.expert_flops_per_s,
             times,
             near.alpha_s,

@@ -16,9 +16,12 @@ The gathering of choices (``runtime/exchange/gathered_choices.py``) sends fewer 
 Shape letters: E experts, D devices, N nodes.
 """
 
+from functools import lru_cache
+
 import numpy as np
 
 from megatron_fssdp.planning.cost.dispatch_sums import BusiestLinks
+from megatron_fssdp.planning.cost.owner_traffic import OwnerTraffic
 from megatron_fssdp.planning.dispatch.two_hops import TwoHops
 from megatron_fssdp.planning.kernels import distinct_tokens
 from megatron_fssdp.planning.native.kernel import Kernel
@@ -83,4 +86,29 @@ def hops_traffic(hops: TwoHops) -> BusiestLinks:
         far_of_device=float(max(sent_D.max(), received_D.max())),
         far_of_node=float(of_node),
         far_of_mean_node=float(sent_D.sum()) / num_nodes,
+    )
+
+
+@lru_cache
+def tokens_per_pair(topology: Topology, num_experts: int, top_k: int) -> tuple[float, float]:
+    """Tokens that the deduplicated exchange sends for one pair of the usual one, inside and between nodes.
+
+    The numbers are those of the busiest links under equal loads and even owners. The search for replicas
+    prices pairs, and multiplies their bytes by these numbers. A search that knew which copies a replica saves
+    would have to recompute the tokens of whole nodes for each of its moves.
+
+    Args:
+        topology: Nodes of the devices.
+        num_experts: Number of experts, E.
+        top_k: Number of experts that a token selects, K.
+    """
+    devices = topology.num_devices
+    placement = ExpertPlacement.owners_only(np.arange(num_experts) * devices // num_experts, devices)
+    load_DE = np.ones((devices, num_experts))
+    tokens = hops_traffic(expected_hops(load_DE, placement, topology, top_k))
+    pairs = OwnerTraffic(np.ones((devices, num_experts), np.int64), placement.owner_E, topology)
+    busiest = pairs.without_replicas().busiest
+    return (
+        tokens.near / busiest.near if busiest.near else 1.0,
+        tokens.far_of_node / busiest.far_of_node if busiest.far_of_node else 1.0,
     )

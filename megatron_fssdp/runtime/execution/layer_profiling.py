@@ -26,6 +26,7 @@ def profile_layers(
     num_micro_batches: int,
     held: HeldReplicas,
     device: torch.device,
+    num_choices: int = 0,
 ) -> None:
     """Set the profile in the layers' contexts from their stopwatches and from a measurement of links.
 
@@ -42,6 +43,7 @@ def profile_layers(
         num_micro_batches: Number of micro-batches in an iteration.
         held: For how many layers, and how long, replicas exist at the same time.
         device: Device of the tensors for collectives.
+        num_choices: Number of experts of each token under the deduplicated exchange; 0 for the usual one.
     """
     first = layers[0]
     layout = first.experts.layout()
@@ -92,6 +94,7 @@ def profile_layers(
         num_micro_batches=num_micro_batches,
         owned_bytes=owned_bytes,
         messages=messages,
+        num_choices=num_choices,
     )
     for layer in layers:
         layer.context = replace(layer.context, profile=profile)

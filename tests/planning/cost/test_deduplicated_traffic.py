@@ -5,7 +5,7 @@ from math import comb
 import numpy as np
 import pytest
 
-from megatron_fssdp.planning.cost.deduplicated_traffic import expected_hops, hops_traffic
+from megatron_fssdp.planning.cost.deduplicated_traffic import expected_hops, hops_traffic, tokens_per_pair
 from megatron_fssdp.planning.dispatch.even_dispatch import EvenDispatch
 from megatron_fssdp.planning.dispatch.two_hops import TwoHops
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
@@ -92,3 +92,12 @@ def test_busiest_links_are_those_of_single_hops() -> None:
     of_node = [max(far[node == n].sum(), far[:, node == n].sum()) for n in range(3)]
     assert found.far_of_node == pytest.approx(max(of_node))
     assert found.far_of_mean_node == pytest.approx(far.sum() / 3)
+
+
+@pytest.mark.parametrize(("top_k", "far"), [(1, 1.0), (2, 0.9), (8, 0.48)])
+def test_tokens_per_pair_of_equal_loads(top_k: int, far: float) -> None:
+    near, between = tokens_per_pair(TOPOLOGY, EXPERTS, top_k)
+    assert between == pytest.approx(far, abs=0.005)
+    # Relays pass on the tokens of the other nodes, too.
+    missed = comb(EXPERTS - EXPERTS // DEVICES, top_k) / comb(EXPERTS, top_k)
+    assert near == pytest.approx(NODES * (1 - missed) / (top_k / DEVICES))
