@@ -99,8 +99,8 @@ class Layer:
         self.num_experts, self.num_devices, self.num_nodes = num_experts, num_devices, num_nodes
         num_pairs, in_nodes = num_experts * num_devices, num_experts * num_nodes
         # One allocation of each type: many small ones would take longer than a search of a small layer.
-        self.ints = zero_ints(4 * num_pairs + in_nodes + 12 * num_experts + 5 * num_devices + 2 * num_nodes)
-        self.reals = zero_reals(in_nodes + 8 * num_experts + 6 * num_devices + 5 * num_nodes)
+        self.ints = zero_ints(3 * num_pairs + in_nodes + 9 * num_experts + 5 * num_devices + 2 * num_nodes)
+        self.reals = zero_reals(in_nodes + 4 * num_experts + 4 * num_devices + 3 * num_nodes)
         self.num_ints = self.num_reals = 0
         self.place_D, self.place_E = self.new_ints(num_devices), self.new_ints(num_experts)
         self.total_E = self.new_reals(num_experts)
@@ -258,7 +258,9 @@ class Layer:
         begin = self.place_E[expert]
         if self.node_D[self.owner_E[expert]] == node:
             begin = self.place_D[self.owner_E[expert]]
-        at: Index = first + begin % (end - first)
+        at: Index = first + begin
+        while at >= end:
+            at -= end - first
         for _ in range(end - first):
             device: Index = self.member_D[at]
             if self.present_ED[row + device]:

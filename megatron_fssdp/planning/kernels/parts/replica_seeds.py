@@ -16,16 +16,19 @@ class SeededLayer(MovingLayer):
         ranked_E: The experts in descending load.
         wanted_E: Number of holders that each expert is to have.
         planned_D: Load of each device after owners have given away what they plan to.
+        left_out_D: 1 for the devices that a seed leaves out.
     """
 
     ranked_E: Ints
     wanted_E: Ints
     planned_D: Reals
+    left_out_D: Ints
 
     def __init__(self, num_experts: Index, num_devices: Index, num_nodes: Index) -> None:
         MovingLayer.__init__(self, num_experts, num_devices, num_nodes)
         self.ranked_E, self.wanted_E = self.new_ints(num_experts), self.new_ints(num_experts)
         self.planned_D = self.new_reals(num_devices)
+        self.left_out_D = self.new_ints(num_devices)
 
     @cython.inner
     def rank(self, by_share: Index) -> cython.void:
@@ -138,11 +141,10 @@ class SeededLayer(MovingLayer):
                 self.listed_E[expert] = 1
                 self.count(expert, -1)
                 if self.may_replicate(expert):
+                    self.leave_out(expert, num_left_out)
                     for device in range(self.num_devices):
-                        own = self.load_ED[expert * self.num_devices + device]
-                        if device == busiest or self.used_D[device] >= self.slots:
-                            continue
-                        if num_left_out == 0 or self.num_below(expert, device) >= num_left_out:
+                        if self.left_out_D[device] == 0 and self.used_D[device] < self.slots:
+                            own = self.load_ED[expert * self.num_devices + device]
                             self.put(expert, device)
                             self.planned_D[device] += own
                             self.planned_D[busiest] -= own
@@ -162,16 +164,19 @@ class SeededLayer(MovingLayer):
         return found
 
     @cython.inner
-    def num_below(self, expert: Index, device: Index) -> Int:
-        """Number of devices, without the owner, that come before one in ascending pairs for an expert."""
-        number: Int = 0
+    def leave_out(self, expert: Index, number: Int) -> cython.void:
+        """Write 1 to ``left_out_D`` for an owner and for the devices with the fewest pairs for its expert."""
+        for device in range(self.num_devices):
+            self.left_out_D[device] = 1 if self.owner_E[expert] == device else 0
         row = expert * self.num_devices
-        own = self.load_ED[row + device]
-        for other in range(self.num_devices):
-            pairs = self.load_ED[row + other]
-            if other != self.owner_E[expert] and (pairs < own or (pairs == own and other < device)):
-                number += 1
-        return number
+        for _ in range(number):
+            found: Int = -1
+            for device in range(self.num_devices):
+                if self.left_out_D[device]:
+                    continue
+                if found < 0 or self.load_ED[row + device] < self.load_ED[row + found]:
+                    found = device
+            self.left_out_D[found] = 1
 
     @cython.inner
     def seed_evenly(self, ratio: Real) -> cython.void:
