@@ -275,3 +275,28 @@ def test_bad_arguments_say_what_was_wanted() -> None:
         )
     with pytest.raises(ValueError, match="slots is -1: wanted 0 or more"):
         plan_replicas(np.array([0]), np.ones((2, 1)), topology, slots=-1, profile=PROFILE)
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 1.5])
+def test_hot_experts_come_to_every_node_if_links_between_nodes_decide(sigma: float) -> None:
+    """Transfers hide completely, so the plan costs at most as much as the hottest experts in every node."""
+    topology, owner_E = Topology.uniform(32, 4), even_owners(64, 32)
+    profile = dataclasses.replace(
+        PROFILE,
+        non_moe_s=1e9,
+        cluster=ClusterCost(LinkCost(0.0, 1e-8), LinkCost(0.0, 1e-6), expert_flops_per_s=10.0),
+    )
+    rng = np.random.default_rng(int(10 * sigma))
+    popularity_E = rng.lognormal(0, sigma, 64)
+    load_DE = rng.multinomial(2000, popularity_E / popularity_E.sum(), size=32)
+    in_every_node = ExpertPlacement.owners_only(owner_E, 32)
+    for expert in np.argsort(-popularity_E)[:16].tolist():
+        for devices in topology.devices_by_node:
+            if not in_every_node.present_ED[expert, list(devices)].any():
+                free = [d for d in devices if in_every_node.replicas_per_device_D[d] < 2]
+                load_D = expected_device_load_D(load_DE, in_every_node, topology)
+                device = min(free, key=lambda d: load_D[d])
+                in_every_node = in_every_node.with_replicas([(expert, device)], slots=2)
+    found = plan_replicas(owner_E, load_DE, topology, slots=2, profile=profile)
+    price, wanted = (modelled_seconds(one, load_DE, topology, profile) for one in (found, in_every_node))
+    assert price <= wanted

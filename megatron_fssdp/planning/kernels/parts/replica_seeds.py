@@ -179,7 +179,7 @@ class SeededLayer(MovingLayer):
             self.left_out_D[found] = 1
 
     @cython.inner
-    def seed_evenly(self, ratio: Real) -> cython.void:
+    def seed_evenly(self, ratio: Real, in_all_nodes: Index) -> cython.void:
         """Seed: owners give load away until they keep ``ratio`` times the mean. Keep it if it is the best.
 
         An owner counts on what it will give away, so its room serves other owners' experts. That exchanges
@@ -187,19 +187,22 @@ class SeededLayer(MovingLayer):
 
         Args:
             ratio: Part of the mean load that an owner keeps.
+            in_all_nodes: Whether the holders of an expert are a multiple of the number of nodes. No pair for
+                such an expert leaves its node.
         """
         self.clear_all()
-        self.plan_holders(ratio * self.all_pairs / self.num_devices)
+        self.plan_holders(ratio * self.all_pairs / self.num_devices, in_all_nodes)
         self.rank(1)
         for i in range(self.num_experts):
             expert: Index = self.ranked_E[i]
             count = self.wanted_E[expert]
             if count == 1:
                 continue
+            in_node = (count + self.num_nodes - 1) // self.num_nodes
             self.count(expert, -1)
             device: Int = 0
             while self.holders_E[expert] < count and device >= 0:
-                device = self.least_planned(expert)
+                device = self.least_planned(expert, in_node)
                 if device >= 0:
                     self.put(expert, device)
                     self.planned_D[device] += self.total_E[expert] / count
@@ -207,16 +210,16 @@ class SeededLayer(MovingLayer):
         self.keep_if_better()
 
     @cython.inner
-    def plan_holders(self, limit: Real) -> cython.void:
+    def plan_holders(self, limit: Real, in_all_nodes: Index) -> cython.void:
         """Write the number of holders of each expert to ``wanted_E``.
 
-        One by one, the expert gets one more whose next holder takes most load from an owner above ``limit``.
+        One by one, the expert gets more whose next holders take most load from an owner above ``limit``.
         """
         for device in range(self.num_devices):
             self.planned_D[device] = 0.0
         for expert in range(self.num_experts):
             self.wanted_E[expert] = 1
-            self.part_E[expert] = 0.5 * self.total_E[expert]  # load that the next holder takes from the owner
+            self.part_E[expert] = self.relief(expert, in_all_nodes)
             self.planned_D[self.owner_E[expert]] += self.total_E[expert]
         free = self.num_devices * self.slots
         num_wanted: Int = 0
@@ -230,22 +233,49 @@ class SeededLayer(MovingLayer):
                     found, best = expert, self.part_E[expert]
             if found < 0:
                 return
-            if self.wanted_E[found] == 1:
-                num_wanted += 1
-            free -= 1
-            self.planned_D[self.owner_E[found]] -= best
-            self.wanted_E[found] += 1
             count = self.wanted_E[found]
-            self.part_E[found] = self.total_E[found] / (count * (count + 1))
-            if count == self.num_devices:
-                self.part_E[found] = 0.0
+            if count == 1:
+                num_wanted += 1
+            more = self.more_holders(count, in_all_nodes)
+            free -= more - count
+            self.planned_D[self.owner_E[found]] -= self.total_E[found] / count - self.total_E[found] / more
+            self.wanted_E[found] = more
+            self.part_E[found] = self.relief(found, in_all_nodes)
 
     @cython.inner
-    def least_planned(self, expert: Index) -> Int:
-        """The device with the lowest planned load that may get an expert; -1 if there is none."""
+    def more_holders(self, count: Int, in_all_nodes: Index) -> Int:
+        """The next larger number of holders."""
+        if not in_all_nodes:
+            return count + 1
+        more = self.num_nodes if count == 1 and self.num_nodes > 1 else count + self.num_nodes
+        return min(more, self.num_devices)
+
+    @cython.inner
+    def relief(self, expert: Index, in_all_nodes: Index) -> Real:
+        """Load that the next larger number of holders takes from the owner, for each new replica.
+
+        Returns:
+            0 if all devices are to have the expert.
+        """
+        count = self.wanted_E[expert]
+        more = self.more_holders(count, in_all_nodes)
+        if more > self.num_devices or more <= count:
+            return 0.0
+        return (self.total_E[expert] / count - self.total_E[expert] / more) / (more - count)
+
+    @cython.inner
+    def least_planned(self, expert: Index, in_node: Int) -> Int:
+        """The device with the lowest planned load that may get an expert; -1 if there is none.
+
+        Args:
+            expert: The expert.
+            in_node: Most holders of the expert in one node.
+        """
         found: Int = -1
         for device in range(self.num_devices):
             if self.present_ED[expert * self.num_devices + device] or self.used_D[device] >= self.slots:
+                continue
+            if self.holders_EN[expert * self.num_nodes + self.node_D[device]] >= in_node:
                 continue
             if found < 0 or self.planned_D[device] < self.planned_D[found]:
                 found = device
