@@ -86,7 +86,9 @@ def source(iterations: int) -> str:
         lines.append(f"    {key}={{")
         for name, own in times.items():
             if np.median(own[part]) >= NOTHING_MS:
-                lines.append(f'        "{name}": ({", ".join(f"{value:.2g}" for value in own[part])}),')
+                lines.append(
+                    f'        "{name}": ({", ".join(f"{float(f'{value:.2g}'):g}" for value in own[part])}),'
+                )
         lines.append("    },")
     return "\n".join([*lines, ")"]) + "\n"
 
