@@ -25,6 +25,9 @@ WORKLOADS = {
     "W5": "idle experts and an idle device",
     "W6": "busy device changes every 3 iterations",
     "W7": "bursts on random experts",
+    "lognormal-weak": "log-normal, sigma 0.5",
+    "lognormal-medium": "log-normal, sigma 1",
+    "lognormal-strong": "log-normal, sigma 1.5",
     "replay": "loads recorded in a training",
 }
 
@@ -91,15 +94,21 @@ def draw(summaries: Sequence[Mapping[str, Any]], path: Path) -> None:
             elinewidth=1,
             label=strategy,
         )
-    axes.set_yticks(range(len(workloads)), [f"{WORKLOADS[name]}  {name}" for name in workloads])
+    axes.set_yticks(range(len(workloads)), [_label(name) for name in workloads])
     axes.set_ylim(len(workloads) - 0.5, -0.5)
     for row in range(1, len(workloads)):
         axes.axhline(row - 0.5, color="#dddddd", linewidth=0.6, zorder=0)
-    axes.set_xlabel("speed-up over Megatron's own dispatcher (median and quartiles of paired iterations)")
+    axes.set_xlabel("speed-up over Megatron's own dispatcher (median, quartiles)")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.legend(loc="upper center", bbox_to_anchor=(0.4, 1.12), ncols=len(strategies), frameon=False)
     figure.savefig(path, dpi=DPI)
+
+
+def _label(workload: str) -> str:
+    """A workload's description, and its name if the description does not contain it."""
+    meaning = WORKLOADS[workload]
+    return meaning if workload.startswith("lognormal") else f"{meaning}  {workload}"
 
 
 if __name__ == "__main__":
