@@ -49,8 +49,7 @@ Smaller savings are within the error of the model.
 PRICES_PER_SIZE = 64
 """Prices of the descents before the kicks, divided by the number of experts and devices together.
 
-Random layers of 64 experts on 32 devices end them after half as many. The limit bounds the time of unusual
-layers.
+It bounds the time of unusual layers.
 """
 
 search_replicas = Kernel(replica_search.search_replicas)
