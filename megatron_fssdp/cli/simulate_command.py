@@ -31,8 +31,10 @@ from megatron_fssdp.reporting.simulation_report import (
     write_report,
 )
 from megatron_fssdp.reporting.simulation_trace import write_simulation_trace
+from megatron_fssdp.reporting.units import format_memory
 from megatron_fssdp.simulation.break_even import break_even_bandwidth, break_even_tokens
 from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run
+from megatron_fssdp.simulation.replay import OnPlan
 from megatron_fssdp.simulation.simulator import StrategyOutcome, ceiling_s, simulate
 
 TRACE_FILE = "trace_{}.json"
@@ -94,7 +96,9 @@ def run_simulation(request: SimulateRequest, console: Console) -> SimulationRepo
     models = " + ".join(path.name for path in request.models)
     title = f"{request.loads} on {cluster.name}: {len(record.iterations)} iterations, {models}"
     with written_whole(request.out, "--out") as partial:  # checked first, because the search takes minutes
-        with SimulationProgress(console, len(record.iterations), len(settings)) as progress:
+        with SimulationProgress(
+            console, len(record.iterations), len(settings), searches=request.with_break_even
+        ) as progress:
             report = ranked_strategies(
                 title,
                 record,
@@ -107,7 +111,10 @@ def run_simulation(request: SimulateRequest, console: Console) -> SimulationRepo
             )
         _show_and_write(report, request, record, cluster, partial, console)
     console.print(
-        f"wrote tables, plots, and traces (for https://ui.perfetto.dev) to {request.out}", highlight=False
+        f"wrote tables{', plots' if request.with_plots else ''} and traces (for https://ui.perfetto.dev) to "
+        f"{request.out}",
+        highlight=False,
+        soft_wrap=True,
     )
     return report
 
@@ -163,6 +170,7 @@ def ranked_strategies(
     Raises:
         ConfigurationError: The job does not fit the cluster.
     """
+    on_plan = None if progress is None else progress.planned
     outcomes: dict[str, StrategyOutcome] = {}
     rows: list[RankedStrategy] = []
     try:
@@ -176,18 +184,18 @@ def ranked_strategies(
                 cluster,
                 job,
                 layer_numbers=record.layers.tolist(),
-                on_plan=None if progress is None else progress.planned,
+                on_plan=on_plan,
             )
         plain = outcomes.get("ep") or simulate("ep", EpSettings(), record.counts_ILDE, cluster, job)
         for name, outcome in outcomes.items():
             if progress is not None and with_break_even:
                 progress.search(name)
-            rows.append(_row(name, outcome, settings[name], record, cluster, job, with_break_even))
+            rows.append(_row(name, outcome, settings[name], record, cluster, job, with_break_even, on_plan))
         balanced_s = ceiling_s(record.counts_ILDE, cluster, job)
     except ValueError as error:
         raise ConfigurationError(f"simulate: {error}") from None
     return SimulationReport(
-        title, tuple(rows), plain.mean_s, balanced_s, record.iterations, _notes(note, rows, with_break_even)
+        title, tuple(rows), plain, balanced_s, record.iterations, _notes(note, rows, with_break_even)
     )
 
 
@@ -207,9 +215,14 @@ def _notes(note: str, rows: Sequence[RankedStrategy], with_break_even: bool) -> 
         "host ms: milliseconds in which a rank's host plans and posts messages of transfers in an iteration, "
         "as measured on one core (docs/simulator.md). The device waits for a part of them."
     )
+    notes.append(
+        "seconds: mean of the iterations after the longest warm-up, the same ones for all strategies. "
+        "warm-up: first iterations in which a strategy measures, has no past loads, or waits for its first "
+        "turn, with their mean seconds (all: it never gets further, and is ranked after those that do)."
+    )
     notes += [
-        f"{row.label}: runs out of memory. It needs {row.outcome.memory.total_bytes / 2**30:.1f} GiB, and a "
-        f"device has {row.outcome.memory.capacity_bytes / 2**30:.1f} GiB"
+        f"{row.label}: runs out of memory. It needs {format_memory(row.outcome.memory.total_bytes)}, and a "
+        f"device has {format_memory(row.outcome.memory.capacity_bytes)}"
         for row in rows
         if row.outcome.memory.runs_out and row.outcome.memory.capacity_bytes is not None
     ]
@@ -224,13 +237,14 @@ def _row(
     cluster: ClusterDescription,
     job: MoeJob,
     with_break_even: bool,
+    on_plan: OnPlan | None,
 ) -> RankedStrategy:
     if not with_break_even or name == BASELINE or STRATEGIES[name].strategy is None:
         return RankedStrategy(name, outcome)
     counts_ILDE = record.counts_ILDE
     first = max(0, len(counts_ILDE) - SAMPLE_ITERATIONS)
     sample, past = counts_ILDE[first:], counts_ILDE[max(0, first - HISTORY_ITERATIONS) : first]
-    arguments = (name, settings, sample, cluster, job, past if len(past) else None)
+    arguments = (name, settings, sample, cluster, job, past if len(past) else None, on_plan)
     spans_nodes = outcome.ledger.topology.num_nodes > 1
     bandwidth = break_even_bandwidth(*arguments) if spans_nodes else None
     return RankedStrategy(name, outcome, break_even_tokens(*arguments), bandwidth)

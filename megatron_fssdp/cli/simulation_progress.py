@@ -4,7 +4,7 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.status import Status
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron_fssdp.strategies.strategy import LayerPlan
 
@@ -13,24 +13,34 @@ _PLAIN_INTERVAL_S = 10.0
 
 
 class SimulationProgress:
-    """One live line on a terminal, or a line every 10 seconds elsewhere, and none if a simulation is short.
+    """A live bar on a terminal, or a line every 10 seconds elsewhere, and none if a simulation is short.
+
+    The bar counts strategies: the simulated iterations of a strategy are one step, and the search for the
+    values at which it pays is another one.
 
     Args:
         console: Console that shows the progress.
         num_iterations: Number of iterations of the simulation.
         num_strategies: Number of strategies that are simulated.
+        searches: Whether the values are searched at which the strategies pay.
     """
 
-    def __init__(self, console: Console, num_iterations: int, num_strategies: int) -> None:
+    def __init__(
+        self, console: Console, num_iterations: int, num_strategies: int, *, searches: bool = False
+    ) -> None:
         self._console, self._num_iterations, self._num_strategies = console, num_iterations, num_strategies
         self._strategy, self._num_begun = "", 0
+        self._num_searched: int | None = None
         self._shown_s = time.monotonic()
-        self._status: Status | None = None
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            columns = (BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}"))
+            self._bar = Progress(*columns, console=console, transient=True)
+            self._task = self._bar.add_task("simulating", total=num_strategies * (2 if searches else 1))
 
     def __enter__(self) -> "SimulationProgress":
-        if self._console.is_terminal:
-            self._status = self._console.status("simulating")
-            self._status.start()
+        if self._bar is not None:
+            self._bar.start()
         return self
 
     def __exit__(
@@ -39,8 +49,8 @@ class SimulationProgress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._status is not None:
-            self._status.stop()
+        if self._bar is not None:
+            self._bar.stop()
 
     def begin(self, strategy: str) -> None:
         """Begin to simulate the next strategy."""
@@ -55,21 +65,25 @@ class SimulationProgress:
             layer: Index of the layer.
             plan: The final plan.
         """
-        self._show(f"iteration {iteration + 1}/{self._num_iterations}")
+        if self._num_searched is not None:
+            self._show(self._num_begun + self._num_searched - 1, "searching where it pays")
+            return
+        share = iteration / self._num_iterations
+        self._show(self._num_begun - 1 + share, f"iteration {iteration + 1}/{self._num_iterations}")
 
     def search(self, strategy: str) -> None:
-        """Say that the values are searched at which a strategy starts to pay."""
+        """Begin to search the values at which a strategy starts to pay. All strategies are simulated."""
         self._strategy = strategy
-        self._show("searching where it pays", is_new=True)
+        self._num_searched = (self._num_searched or 0) + 1
 
-    def _show(self, what: str, *, is_new: bool = False) -> None:
+    def _show(self, num_done: float, what: str) -> None:
         now_s = time.monotonic()
-        interval_s = _PLAIN_INTERVAL_S if self._status is None else 0.0 if is_new else _LIVE_INTERVAL_S
-        if now_s - self._shown_s < interval_s:
+        if now_s - self._shown_s < (_PLAIN_INTERVAL_S if self._bar is None else _LIVE_INTERVAL_S):
             return
         self._shown_s = now_s
-        text = f"{self._strategy} ({self._num_begun} of {self._num_strategies} strategies): {what}"
-        if self._status is not None:
-            self._status.update(text)
+        number = self._num_searched or self._num_begun
+        text = f"{self._strategy} ({number} of {self._num_strategies} strategies): {what}"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=num_done, description=text)
         else:
             self._console.print(text, highlight=False)

@@ -6,6 +6,7 @@ import numpy as np
 from rich.table import Table
 
 from megatron_fssdp.reporting.recorded_run import RecordedRun, distinct_names, loss_differences
+from megatron_fssdp.reporting.units import format_bytes
 
 
 def comparison_table(*runs: RecordedRun) -> Table:
@@ -98,15 +99,6 @@ def _load_figures(run: RecordedRun) -> dict[str, str]:
         if (median := run.median(field)) is not None:
             figures[label] = f"{median:.2f}"
     return figures
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Return a number of bytes as text, in the largest decimal unit that gives a number of at least 1."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(num_bytes) < 1000:
-            return f"{num_bytes:,.0f} {unit}" if unit == "B" else f"{num_bytes:,.1f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:,.1f} TB"
 
 
 def _loss_difference(first: RecordedRun, second: RecordedRun) -> str:

@@ -51,7 +51,7 @@ def _iterations(axes: Any, report: SimulationReport) -> None:
             row.outcome.iteration_s,
             color=colour,
             linewidth=1.2,
-            label=f"{row.label} (mean {row.outcome.mean_s:.4g} s)",
+            label=f"{row.label} ({report.steady_s(row.outcome):.4g} s)",
             marker="o" if len(report.iterations) == 1 else None,
         )
     axes.axhline(report.ceiling_s, color="0.35", linewidth=0.9, linestyle="--", label="balanced routing")
@@ -66,8 +66,9 @@ def _iterations(axes: Any, report: SimulationReport) -> None:
 def _breakdown(axes: Any, report: SimulationReport) -> None:
     labels = [row.label for row in report.rows]
     left = np.zeros(len(labels))
+    parts_s = [report.steady_parts_s(row.outcome) for row in report.rows]
     for part, colour in zip(PARTS, (*COLOURS, HOST_COLOUR), strict=True):
-        widths = np.array([float(row.outcome.parts_s[part].mean()) for row in report.rows])
+        widths = np.array([found[part] for found in parts_s])
         if widths.any():
             axes.barh(labels, widths, left=left, color=colour, label=part)
         left += widths

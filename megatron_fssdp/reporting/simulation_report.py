@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from megatron_fssdp.reporting.comparison_table import format_bytes
+from megatron_fssdp.reporting.units import format_memory
 from megatron_fssdp.simulation.break_even import BreakEven
 from megatron_fssdp.simulation.iteration_timeline import PARTS
 from megatron_fssdp.simulation.simulator import StrategyOutcome
@@ -47,7 +47,7 @@ class SimulationReport:
     Attributes:
         title: One line that names loads, cluster and model.
         rows: Simulated strategies, in any order.
-        plain_s: Seconds of an iteration under plain expert parallelism.
+        plain: Result of simulating plain expert parallelism on the same loads.
         ceiling_s: Seconds of an iteration under plain expert parallelism with balanced routing.
         iterations: Numbers of the iterations, int64 ``[I]``.
         notes: Sentences on how the loads were scaled and what the simulation leaves out.
@@ -55,15 +55,56 @@ class SimulationReport:
 
     title: str
     rows: tuple[RankedStrategy, ...]
-    plain_s: float
+    plain: StrategyOutcome
     ceiling_s: float
     iterations: np.ndarray
     notes: tuple[str, ...] = ()
 
     @property
+    def warm_up(self) -> int:
+        """Number of first iterations that no mean of the ranking contains.
+
+        This is the longest warm-up of the strategies, so that all of them are compared on the same loads.
+        Strategies that do not get beyond their warm-up do not count.
+        """
+        return max((row.outcome.warm_up for row in self.rows if self.is_settled(row)), default=0)
+
+    def is_settled(self, row: RankedStrategy) -> bool:
+        """Whether a strategy gets beyond its warm-up in the simulated iterations."""
+        return row.outcome.warm_up < len(self.iterations)
+
+    def steady_s(self, outcome: StrategyOutcome) -> float:
+        """Return the mean seconds of an iteration after the warm-up."""
+        return float(outcome.iteration_s[self.warm_up :].mean())
+
+    def steady_parts_s(self, outcome: StrategyOutcome) -> dict[str, float]:
+        """Return the mean seconds of an iteration's parts after the warm-up, by the names in ``PARTS``."""
+        return {part: float(seconds[self.warm_up :].mean()) for part, seconds in outcome.parts_s.items()}
+
+    def steady_load(self, outcome: StrategyOutcome) -> float:
+        """Return the max/mean device load after the warm-up, averaged over iterations and layers."""
+        return float(outcome.load_max_over_mean_IL[self.warm_up :].mean())
+
+    @property
+    def plain_s(self) -> float:
+        """Seconds of an iteration under plain expert parallelism, in the iterations that are ranked."""
+        return self.steady_s(self.plain)
+
+    @property
     def ranked(self) -> list[RankedStrategy]:
-        """Strategies from best to worst: first those that fit into memory, then the others, by seconds."""
-        return sorted(self.rows, key=lambda row: (row.outcome.memory.runs_out, row.outcome.mean_s))
+        """Strategies from best to worst by the seconds of their steady state.
+
+        Strategies that do not fit into memory come after the others, and before them those that are still
+        warming up in the last iteration.
+        """
+        return sorted(
+            self.rows,
+            key=lambda row: (
+                row.outcome.memory.runs_out,
+                not self.is_settled(row),
+                self.steady_s(row.outcome),
+            ),
+        )
 
 
 def ranking_table(report: SimulationReport) -> Table:
@@ -71,6 +112,7 @@ def ranking_table(report: SimulationReport) -> Table:
     table = Table(title=report.title, title_justify="left", title_style="bold")
     table.add_column("strategy", no_wrap=True)
     table.add_column("seconds", justify="right", no_wrap=True)
+    table.add_column("warm-up", justify="right")
     for header in (
         "× ep",
         "% of ceiling",
@@ -83,19 +125,30 @@ def ranking_table(report: SimulationReport) -> Table:
         table.add_column(header, justify="right")
     for row in report.ranked:
         outcome = row.outcome
-        memory = format_bytes(outcome.memory.total_bytes)
+        seconds, memory = report.steady_s(outcome), format_memory(outcome.memory.total_bytes)
         table.add_row(
             row.label,
-            f"{outcome.mean_s:.4g}",
-            f"{report.plain_s / outcome.mean_s:.2f}",
-            f"{100 * report.ceiling_s / outcome.mean_s:.0f}",
+            f"{seconds:.4g}",
+            warm_up_text(report, row),
+            f"{report.plain_s / seconds:.2f}",
+            f"{100 * report.ceiling_s / seconds:.0f}",
             f"{1e3 * outcome.host_s:.3g}",
-            f"{outcome.load_max_over_mean_IL.mean():.2f}",
+            f"{report.steady_load(outcome):.2f}",
             f"{memory}, too much" if outcome.memory.runs_out else memory,
             _in_words(row.tokens, "{:,.0f} tokens"),
             _in_words(row.bandwidth, "{:.3g} Gb/s", 8e-9),
         )
     return table
+
+
+def warm_up_text(report: SimulationReport, row: RankedStrategy) -> str:
+    """Return the number of a strategy's warm-up iterations and their mean seconds as text."""
+    count = row.outcome.warm_up
+    if not count:
+        return "–"
+    if not report.is_settled(row):
+        return f"all {count}"
+    return f"{count} × {row.outcome.iteration_s[:count].mean():.3g} s"
 
 
 def _in_words(found: BreakEven | None, form: str, unit: float = 1.0) -> str:
@@ -111,17 +164,20 @@ def ranking_data(report: SimulationReport) -> dict[str, Any]:
     return {
         "title": report.title,
         "notes": list(report.notes),
+        "warm_up_iterations": report.warm_up,
         "ep_s": report.plain_s,
         "force_balanced_ceiling_s": report.ceiling_s,
         "strategies": [
             {
                 "strategy": row.label,
-                "iteration_s": row.outcome.mean_s,
-                "speedup_over_ep": report.plain_s / row.outcome.mean_s,
-                "percent_of_ceiling": 100 * report.ceiling_s / row.outcome.mean_s,
+                "iteration_s": report.steady_s(row.outcome),
+                "speedup_over_ep": report.plain_s / report.steady_s(row.outcome),
+                "percent_of_ceiling": 100 * report.ceiling_s / report.steady_s(row.outcome),
+                "warm_up_iterations": row.outcome.warm_up,
+                "mean_s_with_warm_up": row.outcome.mean_s,
                 "host_s": row.outcome.host_s,
-                "load_max_over_mean": float(row.outcome.load_max_over_mean_IL.mean()),
-                "parts_s": {part: float(seconds.mean()) for part, seconds in row.outcome.parts_s.items()},
+                "load_max_over_mean": report.steady_load(row.outcome),
+                "parts_s": report.steady_parts_s(row.outcome),
                 "memory": _memory_data(row.outcome),
                 "break_even_tokens_per_rank": _break_even_data(row.tokens),
                 "break_even_bandwidth_bytes_per_s": _break_even_data(row.bandwidth),

@@ -12,6 +12,7 @@ from megatron_fssdp.config.cluster_description import ClusterDescription, Fitted
 from megatron_fssdp.config.strategy_settings import EpSettings, StrategySettings
 from megatron_fssdp.simulation.job_loads import scaled_loads
 from megatron_fssdp.simulation.moe_job import MoeJob
+from megatron_fssdp.simulation.replay import OnPlan
 from megatron_fssdp.simulation.simulator import simulate
 
 LEAST_GAIN = 0.01
@@ -47,6 +48,7 @@ def break_even_tokens(
     cluster: ClusterDescription,
     job: MoeJob,
     past_ILDE: np.ndarray | None,
+    on_plan: OnPlan | None = None,
 ) -> BreakEven:
     """Find the tokens per rank and iteration below which a strategy does not pay.
 
@@ -57,12 +59,13 @@ def break_even_tokens(
         cluster: Link and compute costs of the cluster.
         job: Sizes and parallelism of the training job.
         past_ILDE: Pairs of the iterations before them, for the load history, or None.
+        on_plan: Function that is called after every plan, as :func:`simulate` calls it.
     """
 
     def pays(factor: float) -> bool:
         past = None if past_ILDE is None else scaled_loads(past_ILDE, factor)
         return _pays(
-            name, settings, scaled_loads(counts_ILDE, factor), cluster, job.with_tokens(factor), past
+            name, settings, scaled_loads(counts_ILDE, factor), cluster, job.with_tokens(factor), past, on_plan
         )
 
     return _search(pays, job.tokens_per_micro_batch * job.num_micro_batches, pays_above=True)
@@ -75,6 +78,7 @@ def break_even_bandwidth(
     cluster: ClusterDescription,
     job: MoeJob,
     past_ILDE: np.ndarray | None,
+    on_plan: OnPlan | None = None,
 ) -> BreakEven:
     """Find the bandwidth of a node's network, in bytes per second, above which a strategy does not pay.
 
@@ -85,10 +89,11 @@ def break_even_bandwidth(
         cluster: Link and compute costs of the cluster.
         job: Sizes and parallelism of the training job.
         past_ILDE: Pairs of the iterations before them, for the load history, or None.
+        on_plan: Function that is called after every plan, as :func:`simulate` calls it.
     """
 
     def pays(factor: float) -> bool:
-        return _pays(name, settings, counts_ILDE, faster_network(cluster, factor), job, past_ILDE)
+        return _pays(name, settings, counts_ILDE, faster_network(cluster, factor), job, past_ILDE, on_plan)
 
     return _search(pays, cluster.inter_node.bandwidth_bytes_per_s, pays_above=False)
 
@@ -113,10 +118,11 @@ def _pays(
     cluster: ClusterDescription,
     job: MoeJob,
     past_ILDE: np.ndarray | None,
+    on_plan: OnPlan | None,
 ) -> bool:
     plain_s = simulate("ep", EpSettings(), counts_ILDE, cluster, job).mean_s
-    seconds = simulate(name, settings, counts_ILDE, cluster, job, past_ILDE=past_ILDE).mean_s
-    return seconds * (1 + LEAST_GAIN) < plain_s
+    outcome = simulate(name, settings, counts_ILDE, cluster, job, past_ILDE=past_ILDE, on_plan=on_plan)
+    return outcome.mean_s * (1 + LEAST_GAIN) < plain_s
 
 
 def _search(pays: Callable[[float], bool], value: float, *, pays_above: bool) -> BreakEven:

@@ -28,6 +28,7 @@ from megatron_fssdp.simulation.layer_ledger import LayerLedger
 from megatron_fssdp.simulation.layer_times import LayerTimes
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.replay import OnPlan, replay_strategy
+from megatron_fssdp.simulation.warm_up import warm_up_iterations
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import LayerContext, Strategy
 
@@ -42,6 +43,7 @@ class StrategyOutcome:
         ledger: Decisions of the strategy and the traffic that they cause.
         memory: Peak memory of the device that needs the most.
         layers: Times of all layers, from which the spans of an iteration are computed.
+        warm_up: Number of first iterations in which the strategy measures or has no history.
     """
 
     name: str
@@ -49,6 +51,7 @@ class StrategyOutcome:
     ledger: LayerLedger
     memory: DeviceMemory
     layers: LayerTimes
+    warm_up: int = 0
 
     @property
     def iteration_s(self) -> np.ndarray:
@@ -65,7 +68,7 @@ class StrategyOutcome:
 
     @property
     def mean_s(self) -> float:
-        """Mean seconds of an iteration."""
+        """Mean seconds of an iteration, warm-up included."""
         return float(self.iteration_s.mean())
 
     @property
@@ -114,6 +117,8 @@ def simulate(
         )
     topology = topology_of(cluster, job.num_devices)
     strategy = _strategy(name, settings)
+    # Earlier iterations fill the history and have been measured.
+    warm_up = 0 if past_ILDE is not None else warm_up_iterations(strategy, len(counts_ILDE))
     num_choices = job.top_k if strategy.collective_schedule.deduplicated else 0
     profile = replace(layer_profile(job, cluster, strategy.replica_life), num_choices=num_choices)
     ledger = replay_strategy(
@@ -138,7 +143,7 @@ def simulate(
         ledger=ledger,
         life=strategy.replica_life,
     )
-    return StrategyOutcome(name, layers.parts_s(), ledger, memory, layers)
+    return StrategyOutcome(name, layers.parts_s(), ledger, memory, layers, warm_up)
 
 
 def balanced_counts(counts_ILDE: np.ndarray) -> np.ndarray:

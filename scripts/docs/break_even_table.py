@@ -129,7 +129,7 @@ def table(name: str, iterations: int = ITERATIONS) -> str:
         cells = [f"`{strategy}`"]
         for report in reports.values():
             row = _of(report, strategy)
-            speed_up = report.plain_s / row.outcome.mean_s
+            speed_up = report.plain_s / report.steady_s(row.outcome)
             cells.append(f"{speed_up:.2f}" + (" (out of memory)" if row.outcome.memory.runs_out else ""))
         row, is_searched = _of(searched, strategy), strategy not in RARE
         cells.append(_limit(row.tokens if is_searched else None, 1.0))

@@ -46,7 +46,9 @@ def test_a_workload_is_simulated_end_to_end(tmp_path: Path) -> None:
     assert len(lines) == 16
     assert {line["replicas"] for line in lines if line["strategy"] == "ep"} == {"0"}
     seconds = [float(line["iteration_s"]) for line in lines if line["strategy"] == "fssdp"]
-    assert np.mean(seconds) == pytest.approx(rows["fssdp"]["iteration_s"])
+    assert ranking["warm_up_iterations"] == rows["fssdp"]["warm_up_iterations"] == 1
+    assert np.mean(seconds[1:]) == pytest.approx(rows["fssdp"]["iteration_s"])
+    assert "wrote tables, plots and traces" in output
     for picture in ("iterations", "breakdown", "device_load"):
         assert (tmp_path / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
         assert "<svg" in (tmp_path / f"{picture}.svg").read_text()
@@ -71,6 +73,7 @@ def test_a_recorded_run_is_simulated(tmp_path: Path) -> None:
     arguments = ("--iterations", "4", "--no-plots", "--no-break-even", "--moe-strategy-set", "slots=3")
     output = simulate(tmp_path / "out", str(tmp_path / "run"), *arguments)
     assert "tokens scaled by 10.24" in output
+    assert "wrote tables and traces" in output
     with (tmp_path / "out" / "iterations.csv").open(newline="") as file:
         assert [line["iteration"] for line in csv.DictReader(file)] == ["1", "2", "3", "4"] * 2
     assert not list((tmp_path / "out").glob("*.png"))

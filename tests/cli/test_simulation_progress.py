@@ -43,5 +43,18 @@ def test_a_terminal_shows_one_live_line() -> None:
     console = Console(file=text, force_terminal=True)
     with SimulationProgress(console, num_iterations=50, num_strategies=1) as progress:
         progress.begin("fssdp")
+        progress.planned(0, 0, PLAN)
         progress.search("fssdp")
         progress.planned(0, 0, PLAN)
+
+
+def test_a_long_search_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 11.0, 12.0, 30.0])
+    monkeypatch.setattr(simulation_progress.time, "monotonic", lambda: next(times))
+    text = io.StringIO()
+    with SimulationProgress(Console(file=text), num_iterations=50, num_strategies=1) as progress:
+        progress.begin("fssdp")
+        progress.search("fssdp")
+        for _ in range(3):
+            progress.planned(0, 0, PLAN)
+    assert text.getvalue().splitlines() == ["fssdp (1 of 1 strategies): searching where it pays"] * 2

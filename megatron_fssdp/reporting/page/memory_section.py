@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from megatron_fssdp.reporting.page.reported_run import ReportedRun
 from megatron_fssdp.reporting.page.section import Figure, Section, every_tick, titled
 from megatron_fssdp.reporting.recorded_run import RecordedRun
+from megatron_fssdp.reporting.units import memory_unit
 
 _WORDS = {
     "allocated": "the maximum memory that torch allocated on the GPU",
@@ -35,7 +36,7 @@ def memory_section(runs: Sequence[ReportedRun]) -> Section:
     if not any(found for found, _ in peaks.values()):
         missing = "This run did not record memory. Runs of the current version record it."
         return Section("memory", title, "", notes=notes, missing=missing)
-    unit, word = _unit(max(max(found) for found, _ in peaks.values() if found))
+    unit, word = memory_unit(max(max(found) for found, _ in peaks.values() if found))
     traces = [
         {
             "type": "bar",
@@ -58,13 +59,3 @@ def memory_section(runs: Sequence[ReportedRun]) -> Section:
     kinds = {_WORDS.get(kind, kind) for found, kind in peaks.values() if found}
     lead = f"Peak up to the last recorded iteration: {'; '.join(sorted(kinds))}."
     return Section("memory", title, lead, (Figure("memory", traces, layout, 300),), notes=notes)
-
-
-def in_binary_unit(num_bytes: int) -> str:
-    """Return a number of bytes as text, in MiB or GiB."""
-    unit, word = _unit(num_bytes)
-    return f"{num_bytes / unit:,.3g} {word}" if unit == 2.0**30 else f"{num_bytes / unit:,.0f} {word}"
-
-
-def _unit(num_bytes: int) -> tuple[float, str]:
-    return (2.0**30, "GiB") if num_bytes >= 2**30 else (2.0**20, "MiB")

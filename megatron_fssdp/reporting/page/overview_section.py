@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_fssdp.reporting.comparison_table import compared_figures, format_bytes
+from megatron_fssdp.reporting.comparison_table import compared_figures
 from megatron_fssdp.reporting.page.device_load_section import load_before_IL
-from megatron_fssdp.reporting.page.memory_section import in_binary_unit, peak_memory
+from megatron_fssdp.reporting.page.memory_section import peak_memory
 from megatron_fssdp.reporting.page.reported_run import ReportedRun
 from megatron_fssdp.reporting.page.section import Section, Table
 from megatron_fssdp.reporting.recorded_run import loss_differences
+from megatron_fssdp.reporting.units import format_bytes, format_memory
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def _tiles_of_one(run: ReportedRun) -> tuple[Tile, ...]:
     peaks, _ = peak_memory(records)
     if peaks:
         tiles.append(
-            Tile("peak memory of a rank", in_binary_unit(max(peaks)), "the rank with the highest peak")
+            Tile("peak memory of a rank", format_memory(max(peaks)), "the rank with the highest peak")
         )
     return tuple(tiles)
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from megatron_fssdp.reporting.comparison_table import format_bytes
 from megatron_fssdp.reporting.page.section import GREY, Figure, Section, Table, titled
-from megatron_fssdp.reporting.simulation_report import SimulationReport
+from megatron_fssdp.reporting.simulation_report import SimulationReport, warm_up_text
+from megatron_fssdp.reporting.units import format_memory
 from megatron_fssdp.simulation.iteration_timeline import PARTS
 
 PART_COLOURS = dict(
@@ -31,18 +31,19 @@ def what_if_section(report: SimulationReport | None) -> Section:
     if report is None:
         return Section("what-if", _TITLE, "", missing=_NOT_ASKED)
     ranked = report.ranked
+    parts_s = [report.steady_parts_s(row.outcome) for row in ranked]
     traces: list[dict[str, Any]] = [
         {
             "type": "bar",
             "orientation": "h",
             "name": part,
             "y": [row.label for row in ranked],
-            "x": [float(row.outcome.parts_s[part].mean()) for row in ranked],
+            "x": [found[part] for found in parts_s],
             "marker": {"color": colour},
             "hovertemplate": "%{y}: %{x:.4g} s<extra>" + part + "</extra>",
         }
         for part, colour in PART_COLOURS.items()
-        if any(row.outcome.parts_s[part].any() for row in ranked)
+        if any(found[part] for found in parts_s)
     ]
     ceiling = {"xref": "x", "x0": report.ceiling_s, "x1": report.ceiling_s, "yref": "paper", "y0": 0, "y1": 1}
     layout = {
@@ -68,15 +69,16 @@ def what_if_section(report: SimulationReport | None) -> Section:
         ],
     }
     table = Table(
-        ("strategy", "seconds", "× ep", "% of ceiling", "load max/mean", "peak memory"),
+        ("strategy", "seconds", "warm-up", "× ep", "% of ceiling", "load max/mean", "peak memory"),
         tuple(
             (
                 row.label,
-                f"{row.outcome.mean_s:.4g}",
-                f"{report.plain_s / row.outcome.mean_s:.2f}",
-                f"{100 * report.ceiling_s / row.outcome.mean_s:.0f}",
-                f"{row.outcome.load_max_over_mean_IL.mean():.2f}",
-                format_bytes(row.outcome.memory.total_bytes)
+                f"{report.steady_s(row.outcome):.4g}",
+                warm_up_text(report, row),
+                f"{report.plain_s / report.steady_s(row.outcome):.2f}",
+                f"{100 * report.ceiling_s / report.steady_s(row.outcome):.0f}",
+                f"{report.steady_load(row.outcome):.2f}",
+                format_memory(row.outcome.memory.total_bytes)
                 + (", too much" if row.outcome.memory.runs_out else ""),
             )
             for row in ranked

@@ -1,0 +1,57 @@
+"""A ranking is that of the steady state, so it does not depend on how many iterations are simulated."""
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.cli.simulate_command import ranked_strategies
+from megatron_fssdp.reporting.run_records import RecordedLoads
+from megatron_fssdp.reporting.simulation_report import SimulationReport, ranking_data, warm_up_text
+from megatron_fssdp.simulation.warm_up import warm_up_iterations
+from megatron_fssdp.strategies.registry import build_strategy
+
+from .small_jobs import cluster_of, job_of, settings_of
+
+
+def ranking(num_iterations: int, *names: str) -> SimulationReport:
+    """Simulate strategies on loads that are the same in every iteration."""
+    counts_DE = np.full((4, 8), 4, np.int32)
+    counts_DE[:, 0] = 100
+    counts_ILDE = np.broadcast_to(counts_DE, (num_iterations, 1, 4, 8)).copy()
+    record = RecordedLoads(counts_ILDE, np.arange(1, num_iterations + 1), np.array([1]))
+    job = job_of(devices=4, experts=8, tokens_per_micro_batch=128)
+    settings = {name: settings_of(name) for name in names}
+    return ranked_strategies("", record, cluster_of(nodes=2), job, settings)
+
+
+def test_measuring_iterations_do_not_count_in_the_ranking() -> None:
+    few, many = ranking(5, "ep", "prophet"), ranking(30, "ep", "prophet")
+    seconds = [[row["iteration_s"] for row in ranking_data(found)["strategies"]] for found in (few, many)]
+    assert seconds[0] == pytest.approx(seconds[1])
+    prophet, plain = few.ranked
+    assert (prophet.label, plain.label) == ("prophet", "ep")
+    assert prophet.outcome.warm_up == few.warm_up == 3
+    assert few.steady_s(prophet.outcome) < prophet.outcome.mean_s
+    assert warm_up_text(few, prophet).startswith("3 × ")
+    assert warm_up_text(few, plain) == "–"
+
+
+def test_a_strategy_that_never_gets_its_turn_is_last_and_says_so() -> None:
+    found = ranking(5, "flexmoe", "ep")
+    assert [row.label for row in found.ranked] == ["ep", "flexmoe"]
+    assert warm_up_text(found, found.ranked[-1]) == "all 5"
+    assert found.warm_up == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "wanted"),
+    [
+        ("ep", {}, 0),
+        ("fssdp", {}, 3),
+        ("fssdp", {"slots": 2, "overlap_degree": 2}, 1),
+        ("flexmoe", {"placement_interval": 10}, 10),
+        ("smartmoe", {"reshard_interval": 7}, 7),
+        ("smartmoe", {"reshard_interval": 50}, 40),
+    ],
+)
+def test_the_warm_up_of_strategies(name: str, settings: dict[str, int], wanted: int) -> None:
+    assert warm_up_iterations(build_strategy(name, settings_of(name, **settings)), 40) == wanted
