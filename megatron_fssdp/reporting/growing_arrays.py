@@ -5,7 +5,7 @@ replaces the entries from this iteration on.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,7 +76,8 @@ class GrowingArrays:
 
         Args:
             iteration: Number of the iteration.
-            entry: Arrays of the iteration, by name. Names and shapes must be the same in every iteration.
+            entry: Arrays of the iteration, by name. Shapes must be the same in every iteration. An array that
+                the existing file lacks has zeros in its iterations.
 
         Raises:
             ConfigurationError: The shapes differ from those of earlier iterations.
@@ -85,6 +86,9 @@ class GrowingArrays:
             self._iterations.pop()
             self._entries.pop()
         for name, array in entry.items():
+            if self._entries and name not in self._entries[-1]:
+                for earlier in self._entries:
+                    earlier[name] = np.zeros_like(array)
             if self._entries and array.shape != self._entries[-1][name].shape:
                 raise ConfigurationError(
                     f"{self._path}: holds {name} of shape {self._entries[-1][name].shape}, but this run "
@@ -121,12 +125,16 @@ class GrowingArrays:
         self.write()
 
 
-def read_arrays(path: Path, formats: Mapping[str, ArrayFormat]) -> dict[str, NDArray[Any]]:
+def read_arrays(
+    path: Path, formats: Mapping[str, ArrayFormat], optional: Collection[str] = ()
+) -> dict[str, NDArray[Any]]:
     """Read arrays, iteration numbers and layer numbers from a file, without pickle.
 
     Args:
         path: Path of the ``.npz`` file.
         formats: Wanted format of each array, by name.
+        optional: Names of arrays that earlier versions did not write. The result lacks those that the file
+            lacks.
 
     Returns:
         The arrays by name, with ``iterations`` int64 ``[I]`` and ``layers`` int64 ``[L]``. The numbers in
@@ -143,6 +151,7 @@ def read_arrays(path: Path, formats: Mapping[str, ArrayFormat]) -> dict[str, NDA
             found = {
                 name: _array(content, name, wanted)
                 for name, wanted in {**formats, ITERATIONS: _INDEX, LAYERS: _INDEX}.items()
+                if name in content or name not in optional
             }
         for name in (ITERATIONS, LAYERS):
             if found[name][0] < 0 or np.any(found[name][1:] <= found[name][:-1]):

@@ -1,6 +1,6 @@
 """Reads and writes two record files of a run: ``metrics.jsonl`` and ``loads.npz``.
 
-Shape letters: I iterations, L MoE layers, D devices, E experts.
+Shape letters: I iterations, L MoE layers, D devices, E experts, N nodes.
 
 A resumed run continues the same files. If it starts at an iteration that the files already hold, it replaces
 the records from this iteration on.
@@ -26,7 +26,7 @@ from megatron_fssdp.reporting.growing_arrays import ArrayFormat, GrowingArrays, 
 METRICS_FILE = "metrics.jsonl"
 LOADS_FILE = "loads.npz"
 
-_COUNTS = "counts_ILDE"
+_COUNTS, _BY_NODES, _BY_DEVICES = "counts_ILDE", "by_nodes_ILN", "by_devices_ILD"
 
 # Limit of numbers in a record, which detects damaged records.
 _Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -125,11 +125,18 @@ class RecordedLoads:
         counts_ILDE: int32 ``[I, L, D, E]``. Tokens that each source device sent to each expert.
         iterations: int64 ``[I]``. Number of each iteration, ascending.
         layers: int64 ``[L]``. Megatron's number of each recorded layer.
+        by_nodes_ILN: int64 ``[I, L, N]``. Tokens whose experts are on 1, 2, … N nodes, by the experts'
+            owners under plain expert parallelism; N counts the nodes of one expert-parallel group. Zeros
+            where it was not recorded. None in files of earlier versions.
+        by_devices_ILD: int64 ``[I, L, D]``. The same for devices; here, D counts the devices of one
+            expert-parallel group.
     """
 
     counts_ILDE: NDArray[np.int32]
     iterations: NDArray[np.int64]
     layers: NDArray[np.int64]
+    by_nodes_ILN: NDArray[np.int64] | None = None
+    by_devices_ILD: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
         if self.iterations.ndim != 1 or self.layers.ndim != 1:
@@ -154,6 +161,13 @@ class RecordedLoads:
             raise ValueError("layers are negative or not ascending")
         if np.any(self.counts_ILDE < 0):
             raise ValueError("counts_ILDE has negative numbers of tokens")
+        for name in (_BY_NODES, _BY_DEVICES):
+            found = getattr(self, name)
+            if found is not None and (found.shape[:-1] != wanted or np.any(found < 0)):
+                raise ValueError(
+                    f"{name} has shape {found.shape}, wanted {wanted} and one more dimension, without "
+                    "negative numbers"
+                )
 
 
 class MetricsWriter:
@@ -209,21 +223,35 @@ class LoadsWriter:
             layers: Megatron's number of each recorded layer, in order.
         """
         path = Path(record_dir) / LOADS_FILE
-        found = vars(read_loads(record_dir)) if path.exists() else None
+        found = None
+        if path.exists():
+            read = vars(read_loads(record_dir))
+            found = {name: array for name, array in read.items() if array is not None}
         self._num_layers = len(layers)
         self._arrays = GrowingArrays(path, np.asarray(layers, dtype=np.int64), found)
 
-    def append(self, iteration: int, counts_LDE: NDArray[Any]) -> None:
+    def append(
+        self,
+        iteration: int,
+        counts_LDE: NDArray[Any],
+        by_nodes_LN: NDArray[np.int64] | None = None,
+        by_devices_LD: NDArray[np.int64] | None = None,
+    ) -> None:
         """Add one iteration. Existing entries from this iteration on are dropped first.
 
         Args:
             iteration: Number of the iteration.
             counts_LDE: Integers ``[L, D, E]``. Tokens that each source device sent to each expert.
+            by_nodes_LN: Tokens whose experts are on 1, 2, … N nodes, int64 ``[L, N]``; None if not known.
+            by_devices_LD: Tokens whose experts are on 1, 2, … D devices, int64 ``[L, D]``; None if not known.
         """
         counts = np.array(counts_LDE, dtype=np.int32)
         if counts.ndim != 3 or counts.shape[0] != self._num_layers:
             raise ValueError(f"counts_LDE has shape {counts.shape}, wanted ({self._num_layers}, D, E)")
-        self._arrays.append(iteration, {_COUNTS: counts})
+        entry: dict[str, NDArray[Any]] = {_COUNTS: counts}
+        if by_nodes_LN is not None and by_devices_LD is not None:
+            entry |= {_BY_NODES: by_nodes_LN, _BY_DEVICES: by_devices_LD}
+        self._arrays.append(iteration, entry)
 
     def write(self) -> None:
         """Write the file now.
@@ -296,7 +324,12 @@ def read_loads(record_dir: Path | str) -> RecordedLoads:
         ConfigurationError: The file is missing or damaged, or does not hold loads.
     """
     path = Path(record_dir) / LOADS_FILE
-    arrays = read_arrays(path, {_COUNTS: ArrayFormat(np.int32, 4)})
+    formats = {
+        _COUNTS: ArrayFormat(np.int32, 4),
+        _BY_NODES: ArrayFormat(np.int64, 3),
+        _BY_DEVICES: ArrayFormat(np.int64, 3),
+    }
+    arrays = read_arrays(path, formats, optional=(_BY_NODES, _BY_DEVICES))
     try:
         return RecordedLoads(**arrays)
     except ValueError as error:

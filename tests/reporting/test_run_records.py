@@ -150,6 +150,20 @@ def test_loads_are_written_periodically_and_survive_a_resume(tmp_path, monkeypat
     np.testing.assert_array_equal(loads.counts_ILDE[2], counts(33))
 
 
+def test_histograms_round_trip_and_continue_a_file_without_them(tmp_path):
+    with closing(LoadsWriter(tmp_path, layers=[1, 2])) as older:
+        older.append(1, counts(1))
+    assert read_loads(tmp_path).by_nodes_ILN is None
+    by_nodes, by_devices = np.arange(4).reshape(2, 2), np.arange(8).reshape(2, 4)
+    with closing(LoadsWriter(tmp_path, layers=[1, 2])) as resumed:
+        resumed.append(2, counts(2), by_nodes, by_devices)
+    loads = read_loads(tmp_path)
+    np.testing.assert_array_equal(loads.by_nodes_ILN, [0 * by_nodes, by_nodes])
+    np.testing.assert_array_equal(loads.by_devices_ILD, [0 * by_devices, by_devices])
+    with pytest.raises(ValueError, match="by_nodes_ILN has shape"):
+        dataclasses.replace(loads, by_nodes_ILN=loads.by_nodes_ILN[:1])
+
+
 def test_appended_counts_are_copied(tmp_path):
     array = counts(1).astype(np.int32)
     with closing(LoadsWriter(tmp_path, layers=[1, 2])) as writer:

@@ -31,6 +31,7 @@ from megatron_fssdp.runtime.exchange.row_exchanges import MegatronExchange
 from megatron_fssdp.runtime.exchange.token_exchange import DispatchRecord
 from megatron_fssdp.runtime.execution.kept_exchanges import RecomputedFunction
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
+from megatron_fssdp.runtime.execution.layer_load import LayerLoad
 from megatron_fssdp.runtime.execution.layer_pass import run_layer
 from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.experts.expert_activation import ExpertActivation
@@ -417,7 +418,10 @@ def run_case(rank: int, world_size: int, case: LayerCase) -> CaseResult:
                     for d in range(world_size)
                 ]
             )
-            assert np.array_equal(runtime.end_iteration()[0].counts_DE, counts_DE)
+            load = runtime.end_iteration()[0]
+            assert np.array_equal(load.counts_DE, counts_DE)
+            if rank == 0:
+                _check_spread(load, batches, owner_E, case.num_nodes)
         with torch.no_grad():
             for expert, tensors in enumerate(weights):
                 for i, tensor in enumerate(tensors):
@@ -429,6 +433,16 @@ def run_case(rank: int, world_size: int, case: LayerCase) -> CaseResult:
                         parameters[expert][i].grad = None
                         parameters[expert][i].copy_(tensor)
     return result
+
+
+def _check_spread(load: LayerLoad, batches: Sequence[Inputs], owner_E: np.ndarray, num_nodes: int) -> None:
+    """Compare the histograms of nodes and devices with those of sets of places, token by token."""
+    node_of_device = Topology.uniform(len(load.by_devices_D), num_nodes).node_of_device_D
+    for histogram, place_E in ((load.by_nodes_N, node_of_device[owner_E]), (load.by_devices_D, owner_E)):
+        places = [
+            len({place_E[e] for e in np.flatnonzero(row)}) for b in batches for row in b.routing_map.numpy()
+        ]
+        assert histogram.tolist() == np.bincount(places, minlength=len(histogram) + 1)[1:].tolist()
 
 
 def _keep_some(

@@ -74,7 +74,12 @@ class _Files:
             return
         numbers = [load.layer for load in loads]
         self.loads = self.loads or LoadsWriter(self.record_dir, numbers)
-        self.loads.append(metrics.iteration, np.stack([load.counts_DE for load in loads]))
+        self.loads.append(
+            metrics.iteration,
+            np.stack([load.counts_DE for load in loads]),
+            np.stack([load.by_nodes_N for load in loads]),
+            np.stack([load.by_devices_D for load in loads]),
+        )
         self.placements = self.placements or PlacementsWriter(self.record_dir, numbers)
         self.placements.append(
             metrics.iteration,
@@ -233,6 +238,8 @@ def _side_by_side(loads: tuple[LayerLoad, ...]) -> LayerLoad:
         counts_DE=np.concatenate([load.counts_DE for load in loads]),
         owner_D=np.concatenate([load.owner_D for load in loads]),
         device_D=np.concatenate([load.device_D for load in loads]),
+        by_nodes_N=_summed([load.by_nodes_N for load in loads]),
+        by_devices_D=_summed([load.by_devices_D for load in loads]),
         num_replicas=sum(load.num_replicas for load in loads),
         spag_bytes=num_peers * sum(load.spag_bytes for load in loads),
         sprs_bytes=num_peers * sum(load.sprs_bytes for load in loads),
@@ -246,6 +253,12 @@ def _side_by_side(loads: tuple[LayerLoad, ...]) -> LayerLoad:
         schedule_predicted_s=loads[0].schedule_predicted_s,
         strategy=loads[0].strategy,
     )
+
+
+def _summed(histograms: list[np.ndarray]) -> np.ndarray:
+    """Sum histograms; the expert-parallel groups of a stage may be on different numbers of nodes."""
+    length = max(map(len, histograms))
+    return np.sum([np.pad(one, (0, length - len(one))) for one in histograms], axis=0)
 
 
 def _mean(values: list[float]) -> float:

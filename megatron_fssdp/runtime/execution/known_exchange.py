@@ -1,6 +1,6 @@
 """From a routing map to the exchange of its rows: the counts travel, the host waits once, the rows can go.
 
-Shape letters: T tokens of this rank, E experts, D devices, X expert-tensor-parallel peers.
+Shape letters: T tokens of this rank, E experts, D devices, N nodes, X expert-tensor-parallel peers.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.exchange.row_exchanges import MegatronExchange
 from megatron_fssdp.runtime.exchange.selected_pairs import SelectedPairs
 from megatron_fssdp.runtime.exchange.token_exchange import plan_exchange
+from megatron_fssdp.runtime.exchange.token_spread import token_spread
 from megatron_fssdp.strategies.strategy import LayerPlan
 
 
@@ -27,12 +28,15 @@ class KnownExchange:
         plan: Plan of the pass.
         counts_DE: (token, k) pairs by source device and expert, int64 ``[D, E]``.
         dispatch_of_peer: For every expert-tensor-parallel peer, the dispatch of its tokens to devices.
+        spread: Result of :func:`token_spread`, summed over all ranks, int64 ``[N + D]``; ``None`` without
+            measurement.
     """
 
     exchange: MegatronExchange
     plan: LayerPlan
     counts_DE: np.ndarray
     dispatch_of_peer: Sequence[TokenDispatch]
+    spread: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,12 +50,15 @@ class ExchangedCounts:
             sums.
         on_host: Tensors that the exchange of rows needs on the host.
         selected: Pairs of token and selected expert of this rank.
+        spread: Result of :func:`token_spread`, summed over all ranks, int64 ``[N + D]``; ``None`` without
+            measurement.
     """
 
     counts_XDE: np.ndarray
     counts_DE: np.ndarray
     on_host: Sequence[np.ndarray]
     selected: SelectedPairs
+    spread: np.ndarray | None = None
 
     @classmethod
     def of(
@@ -61,6 +68,7 @@ class ExchangedCounts:
         plan: LayerPlan,
         most_choices: int | None,
         meanwhile: Callable[[], object],
+        measured_E: np.ndarray | None = None,
     ) -> "ExchangedCounts":
         """Exchange the counts. This is the layer's only host synchronization.
 
@@ -71,27 +79,37 @@ class ExchangedCounts:
             most_choices: Largest number of experts that a token selects; ``None`` if it is not known.
             meanwhile: Work of the host while a CUDA device finishes what was queued before. A CPU has
                 finished it already, so the function is not called there.
+            measured_E: Owners by which :func:`token_spread` is computed, int64 ``[E]``. Its numbers travel
+                with the counts. ``None`` leaves them out.
         """
         groups, num_experts = exchange.groups, routing_map.shape[1]
         most_pairs = None if most_choices is None else most_choices * len(routing_map)
-        numbers = routing_map.sum(dim=0)
+        load_E = routing_map.sum(dim=0)
         selected = further = None
         if exchange.announces:
             selected = SelectedPairs.of(routing_map, most_pairs)
-            further = exchange.numbers_for_all(selected, numbers, plan.evenly_split)
+            further = exchange.numbers_for_all(selected, load_E, plan.evenly_split)
+        numbers = [load_E]
+        if measured_E is not None:
+            numbers.append(token_spread(routing_map, measured_E, groups.topology))
+        first = sum(map(len, numbers))
         if further is not None:
-            numbers = torch.cat([numbers, further])
+            numbers.append(further)
         counts = start_counts(
-            numbers, groups.expert_parallel, groups.expert_tensor_parallel, exchange.needed_on_host
+            torch.cat(numbers) if len(numbers) > 1 else load_E,
+            groups.expert_parallel,
+            groups.expert_tensor_parallel,
+            exchange.needed_on_host,
         )
         selected = selected or SelectedPairs.of(routing_map, most_pairs)
         if routing_map.device.type == "cuda":
             meanwhile()
         numbers_XD, *on_host = (copy.numpy() for copy in counts.wait())
         if further is not None:
-            on_host.append(numbers_XD[groups.peer, :, num_experts:])
+            on_host.append(numbers_XD[groups.peer, :, first:])
         counts_XDE = np.ascontiguousarray(numbers_XD[:, :, :num_experts])
-        return cls(counts_XDE, counts_XDE.sum(axis=0), on_host, selected)
+        spread = None if measured_E is None else numbers_XD[:, :, num_experts:first].sum(axis=(0, 1))
+        return cls(counts_XDE, counts_XDE.sum(axis=0), on_host, selected, spread)
 
     def start(self, exchange: MegatronExchange, plan: LayerPlan, topology: Topology) -> KnownExchange:
         """Compute where the rows go, and set the exchange's dispatch record.
@@ -105,4 +123,4 @@ class ExchangedCounts:
         dispatch_of_peer = plan.dispatch(self.counts_XDE, topology)
         record = plan_exchange(self.selected, dispatch_of_peer, plan.placement, groups.device, groups.peer)
         exchange.start(record, plan.placement, self.on_host)
-        return KnownExchange(exchange, plan, self.counts_DE, dispatch_of_peer)
+        return KnownExchange(exchange, plan, self.counts_DE, dispatch_of_peer, self.spread)

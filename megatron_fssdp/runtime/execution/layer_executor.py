@@ -68,8 +68,10 @@ class LayerExecutor:
         experts: Experts of the layer that have Parameters on this rank.
         strategy: Strategy that plans the layer.
         clock: Clock of iterations that all layers of the model share.
-        measure: Whether to compute the device loads, bytes and times that reports show; this costs a little
-            host time in each micro-batch.
+        measure: Whether this rank computes the device loads, bytes and times that reports show; this costs a
+            little host time in each micro-batch.
+        measures_spread: Whether the ranks count how many nodes and devices the experts of a token are on;
+            equal on all ranks.
         check_plans: Whether to compare the plans of all ranks before they are used.
         following: Executor of the next MoE layer, if it is on this rank.
         is_first: Whether no MoE layer on this rank runs before this one.
@@ -88,6 +90,7 @@ class LayerExecutor:
     strategy: Strategy
     clock: IterationClock = field(default_factory=IterationClock)
     measure: bool = False
+    measures_spread: bool = False
     check_plans: bool = False
     following: "LayerExecutor | None" = None
     is_first: bool = True
@@ -107,7 +110,7 @@ class LayerExecutor:
         shape = (self.context.num_devices, self.context.num_experts)
         history = LoadHistory(self.strategy.window, *shape)
         self.planner = LayerPlanner(self.strategy, self.groups, self.clock, history, self.check_plans)
-        self.load = LayerLoad.empty(self.context.layer, *shape)
+        self.load = LayerLoad.empty(self.context.layer, self.context.topology.num_nodes, *shape)
         self._plain_owner_E = self.context.owner_E
         self.strategy.check(self.context)
         self.experts.check_owned(self.context.owner_E, self.groups.device)
@@ -301,7 +304,12 @@ class LayerExecutor:
         # would wait for the host.
         iteration = self._running
         counts = known or ExchangedCounts.of(
-            routing_map, exchange, iteration.plan, self.most_choices, self.plan_following
+            routing_map,
+            exchange,
+            iteration.plan,
+            self.most_choices,
+            self.plan_following,
+            self._plain_owner_E if self.measures_spread else None,
         )
         counts_DE = counts.counts_DE
         if iteration.plan.each_micro_batch:
@@ -327,7 +335,7 @@ class LayerExecutor:
 
         def backward(gradients: GradientsOfExperts) -> None:
             iteration.take_gradients(gradients, device)
-            self._count(counts_DE, dispatch_of_peer)
+            self._count(counts_DE, dispatch_of_peer, counts.spread)
 
         materialization = Materialization(
             plan.placement,
@@ -460,7 +468,7 @@ class LayerExecutor:
         self._journal.clear()
         if self.stopwatch is not None:
             self.stopwatch.iteration_ends()
-        self.load = LayerLoad.empty(self.context.layer, *load.counts_DE.shape)
+        self.load = LayerLoad.empty(self.context.layer, len(load.by_nodes_N), *load.counts_DE.shape)
         self._forget_iteration()
         return load
 
@@ -492,10 +500,12 @@ class LayerExecutor:
         if plan is not iteration.plan:
             iteration.correct(plan, weights, device)
 
-    def _count(self, counts_DE: np.ndarray, dispatch_of_peer: Sequence[TokenDispatch]) -> None:
+    def _count(
+        self, counts_DE: np.ndarray, dispatch_of_peer: Sequence[TokenDispatch], spread: np.ndarray | None
+    ) -> None:
         self.load.counts_DE += counts_DE
         self._num_passes += 1
         if self.measure:
-            self.load.measure(counts_DE, dispatch_of_peer, self._plain_owner_E)
+            self.load.measure(counts_DE, dispatch_of_peer, self._plain_owner_E, spread)
         if not self.clock.driven:
             self.end_iteration()

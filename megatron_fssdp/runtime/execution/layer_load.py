@@ -1,6 +1,6 @@
 """Loads, bytes and times of one layer in an iteration, for the load history and for reports.
 
-Shape letters: D devices, E experts.
+Shape letters: D devices, E experts, N nodes.
 """
 
 from collections.abc import Sequence
@@ -24,6 +24,9 @@ class LayerLoad:
         counts_DE: Pairs by source device and expert, int64 ``[D, E]``.
         owner_D: Pairs that each device would compute under plain expert parallelism, int64 ``[D]``.
         device_D: Pairs that each device computed under the placement in use, int64 ``[D]``.
+        by_nodes_N: Tokens whose experts have their owners under plain expert parallelism on 1, 2, … N nodes,
+            int64 ``[N]``.
+        by_devices_D: Tokens whose experts have these owners on 1, 2, … D devices, int64 ``[D]``.
         num_replicas: Number of replicas in the last plan.
         spag_bytes: Bytes that SparseAllGather moved between devices.
         sprs_bytes: Bytes that SparseReduceScatter moved between devices.
@@ -43,6 +46,8 @@ class LayerLoad:
     counts_DE: np.ndarray
     owner_D: np.ndarray
     device_D: np.ndarray
+    by_nodes_N: np.ndarray
+    by_devices_D: np.ndarray
     num_replicas: int = 0
     spag_bytes: int = 0
     sprs_bytes: int = 0
@@ -57,7 +62,11 @@ class LayerLoad:
     strategy: str | None = None
 
     def measure(
-        self, counts_DE: np.ndarray, dispatch_of_peer: Sequence[TokenDispatch], plain_owner_E: np.ndarray
+        self,
+        counts_DE: np.ndarray,
+        dispatch_of_peer: Sequence[TokenDispatch],
+        plain_owner_E: np.ndarray,
+        spread: np.ndarray | None,
     ) -> None:
         """Add the device loads of one micro-batch, and those that plain expert parallelism would have had.
 
@@ -65,7 +74,13 @@ class LayerLoad:
             counts_DE: Pairs of the micro-batch by source device and expert, int64 ``[D, E]``.
             dispatch_of_peer: Dispatch of each expert-tensor-parallel peer.
             plain_owner_E: Owner of each expert under plain expert parallelism, int64 ``[E]``.
+            spread: Tokens by the number of nodes, then by the number of devices, int64 ``[N + D]``;
+                ``None`` if they are not known.
         """
+        if spread is not None:
+            num_nodes = len(self.by_nodes_N)
+            self.by_nodes_N += spread[:num_nodes]
+            self.by_devices_D += spread[num_nodes:]
         for dispatch in dispatch_of_peer:
             self.device_D += dispatch.device_tokens_D()
             self.cross_node_tokens += dispatch.cross_node_tokens()
@@ -105,11 +120,13 @@ class LayerLoad:
         return np.concatenate(held_ED, axis=1)
 
     @staticmethod
-    def empty(layer: int, num_devices: int, num_experts: int) -> "LayerLoad":
+    def empty(layer: int, num_nodes: int, num_devices: int, num_experts: int) -> "LayerLoad":
         """A load with all numbers zero, for the start of an iteration."""
         return LayerLoad(
             layer,
             np.zeros((num_devices, num_experts), np.int64),
             np.zeros(num_devices, np.int64),
+            np.zeros(num_devices, np.int64),
+            np.zeros(num_nodes, np.int64),
             np.zeros(num_devices, np.int64),
         )

@@ -72,6 +72,7 @@ class MoERuntime:
             self.clock,
             # Every rank of the group has the loads of the whole group, so only one computes the report.
             measure=self.measure and groups.device == 0,
+            measures_spread=self.measure,
             check_plans=self.check_plans,
             most_choices=most_choices,
             fuses_gradients=fuses_gradients,

@@ -45,6 +45,12 @@ def test_all_devices_and_layers_are_recorded(
     assert loads.counts_ILDE.shape == (3, 2, num_sources, 8)
     batch = 16 if "pipeline" in layout else 8
     assert (loads.counts_ILDE.sum(axis=(2, 3)) == batch * 16 * 2).all()
+    assert loads.by_nodes_ILN is not None
+    assert loads.by_devices_ILD is not None
+    # All groups are inside one node, so each of the batch's tokens is on one node and on one or two devices.
+    assert (loads.by_nodes_ILN == batch * 16).all()
+    assert (loads.by_devices_ILD.sum(axis=2) == batch * 16).all()
+    assert (loads.by_devices_ILD > 0).all()
     moved = [layer.spag_bytes for entry in metrics[1:] for layer in entry.layers]
     assert any(moved)
     replicas = [layer.num_replicas for entry in metrics[1:] for layer in entry.layers]
