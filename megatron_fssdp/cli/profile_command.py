@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.written_files import refuse_special_file
 
 if TYPE_CHECKING:
     from megatron_fssdp.megatron_adapter.diagnosis.cluster_profiler import ProfileSettings
@@ -71,15 +72,15 @@ def _measure(request: ProfileRequest) -> int:
     from rich.console import Console
 
     from megatron_fssdp.config.cluster_files import cluster_yaml
-    from megatron_fssdp.config.written_files import written_whole
+    from megatron_fssdp.config.written_files import written_file
     from megatron_fssdp.megatron_adapter.diagnosis.cluster_profiler import profile_cluster
     from megatron_fssdp.reporting.cluster_table import cluster_table
 
     cluster = profile_cluster(request.settings, lambda line: print(line, flush=True))
     if request.is_writer:
         text = cluster_yaml(cluster, "Written by megatron-fssdp profile. Units: seconds, bytes, flops.")
-        with written_whole(request.out.parent, "--out") as partial:
-            (partial / request.out.name).write_text(text, encoding="utf-8")
+        with written_file(request.out, "--out") as partial:
+            partial.write_text(text, encoding="utf-8")
         Console(markup=False).print(cluster_table(cluster))
         print(f"wrote {request.out}", flush=True)
     return 0
@@ -106,8 +107,7 @@ def _start_ranks(nproc: int) -> int:
 
 
 def _check_writable(path: Path) -> None:
-    if path.is_dir():
-        raise ConfigurationError(f"--out {path}: is a folder, wanted a file; give another path")
+    refuse_special_file(path, "--out")
     if not path.parent.is_dir():
         raise ConfigurationError(f"--out {path}: the folder {path.parent} does not exist; create it first")
     if not os.access(path if path.exists() else path.parent, os.W_OK):

@@ -9,6 +9,7 @@ from rich.console import Console
 from megatron_fssdp.cli.simulate_command import described_cluster, ranked_strategies, settings_of
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.config.written_files import refuse_special_file
 from megatron_fssdp.reporting.comparison_table import comparison_table
 from megatron_fssdp.reporting.job_records import loads_for_job
 from megatron_fssdp.reporting.page.report_page import page_html, page_sections, write_page
@@ -62,6 +63,7 @@ def write_report_page(request: ReportRequest, console: Console) -> Path:
             written.
     """
     path = request.out or request.runs[0] / REPORT_FILE
+    refuse_special_file(path, "--out")
     _write(request, read_reported_runs(request.runs), path, console)
     return path
 
@@ -85,13 +87,14 @@ def compare_runs(request: ReportRequest, png: Path | None, console: Console) -> 
         raise ConfigurationError(
             "compare: got one run, wanted two or more; `megatron-fssdp report RUN_DIR` shows a single one"
         )
+    path = request.out or request.runs[0] / COMPARISON_FILE
+    refuse_special_file(path, "--out")
     runs = read_reported_runs(request.runs)
     console.print(comparison_table(*(run.records for run in runs)))
     if png is not None:
         from megatron_fssdp.reporting.device_load_plot import draw_device_loads
 
         draw_device_loads([run.records for run in runs], png)
-    path = request.out or request.runs[0] / COMPARISON_FILE
     _write(request, runs, path, console)
     return path
 

@@ -21,10 +21,12 @@ def written_whole(folder: Path | str, asked_by: str) -> Iterator[Path]:
         asked_by: The option or setting that names the folder. The error message starts with it.
 
     Raises:
-        ConfigurationError: A file cannot be written because of missing rights, a full disk, or a folder of
-            the same name. No file was replaced, unless the final renaming failed.
+        ConfigurationError: A file cannot be written because of missing rights, a full disk, or something of
+            the same name that is no regular file. No file was replaced, unless the final renaming failed.
     """
     folder = Path(folder)
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        raise ConfigurationError(f"{asked_by} {folder}: is not a folder; give the path of a folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as scratch:
@@ -32,12 +34,44 @@ def written_whole(folder: Path | str, asked_by: str) -> Iterator[Path]:
             yield partial
             names = sorted(path.name for path in partial.iterdir())
             for name in names:
-                if (folder / name).is_dir():
-                    raise IsADirectoryError(0, "is a folder", str(folder / name))
+                refuse_special_file(folder / name, asked_by)
             for name in names:
                 os.replace(partial / name, folder / name)
     except OSError as error:
         raise cannot_write(folder, asked_by, error) from None
+
+
+@contextmanager
+def written_file(path: Path | str, asked_by: str) -> Iterator[Path]:
+    """Yield the temporary path of one file. When the block ends, the file moves to ``path``.
+
+    Args:
+        path: Destination of the file. Its folder is created if it does not exist.
+        asked_by: The option or setting that names the file. The error message starts with it.
+
+    Raises:
+        ConfigurationError: The file cannot be written, or ``path`` is no regular file. The latter is found
+            before the block begins.
+    """
+    path = Path(path)
+    refuse_special_file(path, asked_by)
+    with written_whole(path.parent, asked_by) as partial:
+        yield partial / path.name
+
+
+def refuse_special_file(path: Path | str, asked_by: str) -> None:
+    """Refuse to replace what is no regular file: a folder, a device such as ``/dev/null``, or a pipe.
+
+    Args:
+        path: The file to write. It does not have to exist.
+        asked_by: The option or setting that names the file. The error message starts with it.
+
+    Raises:
+        ConfigurationError: The path exists and is no regular file.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        kind = "a folder" if os.path.isdir(path) else "a device or a pipe"
+        raise ConfigurationError(f"{asked_by} {path}: is {kind}, wanted a file; give another path")
 
 
 def cannot_write(path: Path | str, asked_by: str, error: OSError) -> ConfigurationError:

@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.json_records import parse_record
-from megatron_fssdp.config.written_files import written_whole
+from megatron_fssdp.config.written_files import written_file
 from megatron_fssdp.data.corpus import Corpus, SourceFile
 from megatron_fssdp.data.documents import encode_documents, texts_of
 from megatron_fssdp.data.manifest import (
@@ -231,8 +231,8 @@ def _write_shard(
     shard = _FinishedShard(num_documents, num_tokens, os.path.getsize(f"{partial}.bin"))
     for suffix in (".bin", ".idx"):
         os.replace(f"{partial}{suffix}", prefix.with_suffix(suffix))
-    with written_whole(record.parent, "--out") as folder:  # from now on the shard counts as finished
-        (folder / record.name).write_text(json.dumps(asdict(shard)))
+    with written_file(record, "--out") as partial_record:  # from now on the shard counts as finished
+        partial_record.write_text(json.dumps(asdict(shard)))
     return shard
 
 

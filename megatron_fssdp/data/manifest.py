@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.json_records import Count, parse_record
-from megatron_fssdp.config.written_files import written_whole
+from megatron_fssdp.config.written_files import written_file
 from megatron_fssdp.data.corpus import Corpus
 
 MANIFEST_FILE = "manifest.json"
@@ -59,8 +59,8 @@ class DataManifest:
     def write(self, folder: Path) -> None:
         """Write ``manifest.json`` into a folder."""
         text = json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=2) + "\n"
-        with written_whole(folder, "--out") as partial:
-            (partial / MANIFEST_FILE).write_text(text, encoding="utf-8")
+        with written_file(folder / MANIFEST_FILE, "--out") as partial:
+            partial.write_text(text, encoding="utf-8")
 
 
 def fingerprint(corpus: Corpus, tokenizer: str, vocab_size: int) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_fssdp.config.written_files import written_whole
+from megatron_fssdp.config.written_files import written_file
 
 
 @dataclass(frozen=True)
@@ -77,5 +77,5 @@ def write_chrome_trace(path: Path | str, spans: Sequence[TraceSpan]) -> None:
         ConfigurationError: The file cannot be written.
     """
     path = Path(path)
-    with written_whole(path.parent, "trace") as partial:
-        (partial / path.name).write_text(json.dumps(chrome_trace(spans)) + "\n", encoding="utf-8")
+    with written_file(path, "trace") as partial:
+        partial.write_text(json.dumps(chrome_trace(spans)) + "\n", encoding="utf-8")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.written_files import written_whole
+from megatron_fssdp.config.written_files import written_file
 from megatron_fssdp.reporting.figures import DPI, new_figure
 from megatron_fssdp.reporting.recorded_run import RecordedRun, distinct_names
 from megatron_fssdp.reporting.strategy_colours import distinct_colours
@@ -51,8 +51,8 @@ def draw_device_loads(runs: Sequence[RecordedRun], png: Path) -> None:
         raise ConfigurationError(
             f"--png {png}: got the suffix '{png.suffix}', wanted one of {', '.join(sorted(kinds))}"
         )
-    with written_whole(png.parent, "--png") as partial:
-        figure.savefig(partial / png.name, dpi=DPI)
+    with written_file(png, "--png") as partial:
+        figure.savefig(partial, dpi=DPI)
 
 
 def _draw_curve(axes: Any, run: RecordedRun, name: str, colour: str) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.written_files import written_whole
+from megatron_fssdp.config.written_files import written_file
 
 ITERATIONS = "iterations"
 LAYERS = "layers"
@@ -111,10 +111,7 @@ class GrowingArrays:
         start_s = time.monotonic()
         stacked = {name: np.stack([entry[name] for entry in self._entries]) for name in self._entries[0]}
         iterations = np.asarray(self._iterations, dtype=np.int64)
-        with (
-            written_whole(self._path.parent, "record_dir") as partial,
-            (partial / self._path.name).open("wb") as file,
-        ):
+        with written_file(self._path, "record_dir") as partial, partial.open("wb") as file:
             np.savez(file, allow_pickle=False, **stacked, **{ITERATIONS: iterations, LAYERS: self._layers})
         self._last_write_s = time.monotonic()
         self._write_interval_s = max(_MIN_WRITE_INTERVAL_S, (self._last_write_s - start_s) / _MAX_WRITE_SHARE)

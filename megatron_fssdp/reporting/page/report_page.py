@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from megatron_fssdp.config.written_files import written_whole
+from megatron_fssdp.config.written_files import written_file
 from megatron_fssdp.reporting.page.device_load_section import device_load_section
 from megatron_fssdp.reporting.page.expert_load_section import expert_load_section
 from megatron_fssdp.reporting.page.loss_section import loss_section
@@ -90,8 +90,8 @@ def write_page(path: Path, html: str) -> None:
     Raises:
         ConfigurationError: The file cannot be written.
     """
-    with written_whole(path.parent, "--out") as partial:
-        (partial / path.name).write_text(html, encoding="utf-8")
+    with written_file(path, "--out") as partial:
+        partial.write_text(html, encoding="utf-8")
 
 
 def _title(runs: Sequence[ReportedRun]) -> str:
