@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from megatron_fssdp import __version__
-from megatron_fssdp.cli.strategy_names import NamingCommand
+from megatron_fssdp.cli.command_classes import MEGATRON_WORDS, NamingCommand, PassingCommand
 from megatron_fssdp.config.errors import ConfigurationError
 
 EXIT_BAD_INPUT = 2
@@ -84,8 +84,9 @@ def _root(
     """Train Mixture-of-Experts models on stock Megatron-LM with balanced load."""
 
 
-@app.command("train", cls=NamingCommand)
+@app.command("train", cls=PassingCommand, options_metavar="[OPTIONS] [-- MEGATRON ARGUMENTS]")
 def train_command(
+    context: typer.Context,
     configs: Annotated[
         list[Path],
         typer.Argument(
@@ -109,7 +110,9 @@ def train_command(
         ),
     ] = None,
     nproc: Annotated[int | None, typer.Option(help="Number of ranks on this machine.")] = None,
-    iters: Annotated[int | None, typer.Option(help="Number of training iterations.")] = None,
+    iters: Annotated[
+        int | None, typer.Option(help="Number of training iterations. Warm-up ends before the last.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Output folder. Default: a folder in runs/, named after the files.")
     ] = None,
@@ -120,7 +123,10 @@ def train_command(
         bool, typer.Option("--resume", help="Continue the run in the output folder from its last checkpoint.")
     ] = False,
 ) -> None:
-    """Train a model on this machine, or print the command for a cluster."""
+    """Train a model on this machine, or print the command for a cluster.
+
+    Words after -- are passed on to Megatron-LM, for example: -- --moe-grouped-gemm
+    """
     from rich.console import Console
 
     from megatron_fssdp.cli import train_command as training
@@ -133,6 +139,7 @@ def train_command(
         nproc=nproc,
         iterations=iters,
         out=out,
+        megatron_words=context.meta[MEGATRON_WORDS],
     )
     if dry_run:
         print(training.dry_run(request, resume))

@@ -263,7 +263,7 @@ def described_cluster(source: str, overrides: Sequence[str] = ()) -> ClusterDesc
     cluster = load_cluster(source)
     if not overrides:
         return cluster
-    data = apply_overrides(cluster.model_dump(mode="json", exclude_none=True), overrides)
+    data = apply_overrides(cluster.model_dump(mode="json", exclude_none=True), overrides, "--cluster-set")
     return validate(ClusterDescription, data, "--cluster-set")
 
 
@@ -277,7 +277,7 @@ def settings_of(name: str, run: RunConfig, overrides: Sequence[str] = ()) -> Str
         ConfigurationError: The strategy is unknown, or its settings are invalid.
     """
     data = dict(run.strategy.settings) if run.strategy.name == name else {}
-    refuse_renamed_settings(apply_overrides({}, overrides), "--moe-strategy-set")
+    refuse_renamed_settings(apply_overrides({}, overrides, "--moe-strategy-set"), "--moe-strategy-set")
     known = set(type(strategy_settings(name, {}, "--strategies")).model_fields)
     known_overrides = [override for override in overrides if override.partition("=")[0].strip() in known]
     return strategy_settings(name, apply_overrides(data, known_overrides), f"--strategies {name}")

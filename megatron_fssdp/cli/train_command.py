@@ -2,8 +2,9 @@
 
 import importlib.util
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides
 from megatron_fssdp.config.megatron_arguments import Installation, TokenizedData, megatron_arguments
 from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.config.run_options import RunOption, set_options
 from megatron_fssdp.config.training_settings import DataSettings
 from megatron_fssdp.data.corpus import default_corpus
 from megatron_fssdp.data.manifest import DATA_NAME, MANIFEST_FILE, read_manifest
@@ -39,6 +41,7 @@ class TrainRequest:
         nproc: Number of ranks on this machine, or None for the number in the files.
         iterations: Number of training iterations, or None for the number in the files.
         out: Output folder. By default a folder in ``runs/`` that is named after the files and the strategy.
+        megatron_words: Arguments for Megatron-LM in addition to those of the files.
     """
 
     config_paths: Sequence[Path]
@@ -48,6 +51,7 @@ class TrainRequest:
     nproc: int | None = None
     iterations: int | None = None
     out: Path | None = None
+    megatron_words: Sequence[str] = ()
 
     def resolve(self) -> RunConfig:
         """Combine files and options into validated settings.
@@ -55,32 +59,58 @@ class TrainRequest:
         Raises:
             ConfigurationError: A file or an option is invalid.
         """
-        composition = compose(self.config_paths)
-        data = apply_overrides(composition.data, self.overrides)
-        extra: list[str] = []
-        if self.nproc is not None:
-            extra.append(f"parallelism.nproc_per_node={self.nproc}")
-        if self.iterations is not None:
-            extra.append(f"training.iterations={self.iterations}")
-        data = apply_overrides(data, extra)
-        section = data.get("strategy")
-        if section is None or isinstance(section, dict):  # validation reports any other type
-            data["strategy"] = self._strategy_section(section or {})
-        return composition.validated(data)
+        return compose(self.config_paths).with_options(self.options())
 
-    def _strategy_section(self, section: dict[str, Any]) -> dict[str, Any]:
+    def options(self) -> list[RunOption]:
+        """The options that change the settings of the files, in the order in which they apply."""
+        options = set_options(self.overrides)
+        if self.nproc is not None:
+            value = f"parallelism.nproc_per_node={self.nproc}"
+            options += [replace(option, text=f"--nproc {self.nproc}") for option in set_options([value])]
+        if self.iterations is not None:
+            options.append(
+                RunOption(f"--iters {self.iterations}", partial(_with_iterations, self.iterations))
+            )
         if self.strategy is not None:
-            section = lay_over({"strategy": section}, {"strategy": {"name": self.strategy}})["strategy"]
-        settings = section.get("settings") or {}
-        if self.strategy_overrides and isinstance(settings, dict):
-            settings = apply_overrides(settings, self.strategy_overrides)
-        return {**section, "settings": settings} if settings or "settings" in section else section
+            strategy = {"strategy": {"name": self.strategy}}
+            options.append(RunOption(f"--moe-strategy {self.strategy}", partial(lay_over, high=strategy)))
+        options += [
+            RunOption(f"--moe-strategy-set {text}", partial(_with_strategy_setting, text))
+            for text in self.strategy_overrides
+        ]
+        if self.megatron_words:
+            words = " ".join(self.megatron_words)
+            options.append(RunOption(f"-- {words}", partial(_with_megatron_words, self.megatron_words)))
+        return options
 
     def out_dir(self, config: RunConfig) -> Path:
         """Return the output folder of the run."""
         first, *others = (path.stem for path in self.config_paths)
         names = [first, *(name for name in others if name != config.strategy.name), config.strategy.name]
         return self.out or Path("runs") / "-".join(names)
+
+
+def _with_iterations(iterations: int, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Set the number of iterations, and let the warm-up of the learning rate end before the last one."""
+    result = apply_overrides(data, [f"training.iterations={iterations}"], "--iters")
+    warm_up = result["training"].get("warmup_iterations")
+    if isinstance(warm_up, int) and warm_up >= iterations > 0:
+        result["training"]["warmup_iterations"] = iterations - 1
+    return result
+
+
+def _with_strategy_setting(text: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    section = data.get("strategy") or {}
+    settings = (section.get("settings") or {}) if isinstance(section, dict) else None
+    if not isinstance(settings, dict):
+        return dict(data)  # validation reports the wrong type
+    settings = apply_overrides(settings, [text], "--moe-strategy-set")
+    return {**data, "strategy": {**section, "settings": settings}}
+
+
+def _with_megatron_words(words: Sequence[str], data: Mapping[str, Any]) -> dict[str, Any]:
+    before = data.get("megatron_args") or []
+    return {**data, "megatron_args": [*before, *words]} if isinstance(before, list) else dict(data)
 
 
 def dry_run(request: TrainRequest, resume: bool = False) -> str:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.loading import apply_overrides, describe_value, load_yaml, validate
+from megatron_fssdp.config.loading import checked, describe_value, load_yaml, one_line
 from megatron_fssdp.config.renamed_settings import is_recorded_run, with_new_spellings
 from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.config.run_options import RunOption, changed, set_options
 from megatron_fssdp.config.shipped_files import closest_run, shipped_run
 
 INCLUDE_KEY = "include"
@@ -56,21 +57,41 @@ class Composition:
             data = lay_over(data, layer.data)
         return data
 
-    def validated(self, data: Mapping[str, Any]) -> RunConfig:
-        """Build validated run settings from these files' data.
+    def with_options(self, options: Sequence[RunOption] = ()) -> RunConfig:
+        """Build validated run settings from these files and options of the command line.
 
         Args:
-            data: The combined keys and values (:attr:`data`), possibly with overrides applied.
+            options: Options that change the combined keys and values (:attr:`data`), in order.
 
         Returns:
             The settings of the run.
 
         Raises:
-            ConfigurationError: The settings are invalid. One line names every problem and the included file
-                that holds the wrong value.
+            ConfigurationError: The settings are invalid. One line names every problem and its cause: the
+                options without which the problem does not exist, or else the file that holds the wrong value.
         """
+        data = changed(self.data, options)
+        result = checked(RunConfig, data, partial(self._origin, data))
+        if isinstance(result, RunConfig):
+            return result
         source = " + ".join(map(str, self.files))
-        return validate(RunConfig, data, source, partial(self._origin, data))
+        causes = {
+            option: self._problems(tuple(other for other in options if other is not option))
+            for option in options
+        }
+        blamed = [
+            (
+                " ".join(option.text for option, left in causes.items() if problem not in left) or source,
+                problem,
+            )
+            for problem in result
+        ]
+        raise ConfigurationError(one_line(blamed))
+
+    def _problems(self, options: Sequence[RunOption]) -> list[str]:
+        data = changed(self.data, options)
+        result = checked(RunConfig, data, partial(self._origin, data))
+        return [] if isinstance(result, RunConfig) else result
 
     def _origin(self, data: Mapping[str, Any], key_path: Sequence[str]) -> str | None:
         """Return the file that set the value of a key, or None if the user named only this file."""
@@ -123,8 +144,7 @@ def load_run(files: Iterable[Path | str], overrides: Iterable[str] = ()) -> RunC
     Raises:
         ConfigurationError: A file cannot be read (see :func:`compose`) or the settings are invalid.
     """
-    composition = compose(files)
-    return composition.validated(apply_overrides(composition.data, overrides))
+    return compose(files).with_options(set_options(overrides))
 
 
 def lay_over(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:

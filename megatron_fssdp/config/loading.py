@@ -72,13 +72,16 @@ def load_yaml(path: Path | str) -> dict[str, Any]:
     return data
 
 
-def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+def apply_overrides(
+    data: Mapping[str, Any], overrides: Iterable[str], asked_by: str = "override"
+) -> dict[str, Any]:
     """Apply ``key=value`` overrides to a mapping.
 
     Args:
         data: The mapping. It is not changed.
         overrides: Texts ``key=value``. The key can be dotted (``training.iterations=5``). The value is read
             as YAML (``2``, ``1e-4``, ``true``, ``null``, ``[a, b]``). Later overrides win.
+        asked_by: The option that gives the overrides. Error messages start with it.
 
     Returns:
         A new mapping with the overrides applied.
@@ -93,9 +96,9 @@ def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[s
         path = key.strip().split(".")
         if not separator or not all(path):
             raise ConfigurationError(
-                f"override '{override}': wanted key=value with a dotted key, such as training.iterations=50"
+                f"{asked_by} '{override}': wanted key=value with a dotted key, such as training.iterations=50"
             )
-        value = parse_yaml(text, f"override '{override}'")
+        value = parse_yaml(text, f"{asked_by} '{override}'")
         target = result
         for depth, part in enumerate(path[:-1], start=1):
             inner = target.get(part)
@@ -103,7 +106,7 @@ def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[s
                 inner = target[part] = {}
             if not isinstance(inner, dict):
                 raise ConfigurationError(
-                    f"override '{override}': '{'.'.join(path[:depth])}' is {describe_value(inner)}, "
+                    f"{asked_by} '{override}': '{'.'.join(path[:depth])}' is {describe_value(inner)}, "
                     "not a mapping, so nothing can be set inside it"
                 )
             target = inner
@@ -133,15 +136,37 @@ def validate[ModelT: BaseModel](
         ConfigurationError: The values are invalid. The message is one line. For each problem it gives the key
             path, the value that was got, and what is wanted.
     """
+    result = checked(model_cls, data, origin)
+    if isinstance(result, model_cls):
+        return result
+    raise ConfigurationError(one_line([(source, problem) for problem in result]))
+
+
+def checked[ModelT: BaseModel](
+    model_cls: type[ModelT],
+    data: Mapping[str, Any],
+    origin: Callable[[Sequence[str]], str | None] | None = None,
+) -> ModelT | list[str]:
+    """Build a settings model as :func:`validate` does, or return its problems as texts of one line each."""
     try:
         # JSON mode is strict about types ("4" is not a number), but still reads paths from strings.
         return model_cls.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
-        problems = _render_all(model_cls, error.errors(include_url=False), origin or (lambda _: None))
-        hidden = len(problems) - _MAX_ERRORS_SHOWN
-        shown = "; ".join(problems[:_MAX_ERRORS_SHOWN])
-        more = f"; and {hidden} more" if hidden > 0 else ""
-        raise ConfigurationError(f"{source}: {shown}{more}") from None
+        return _render_all(model_cls, error.errors(include_url=False), origin or (lambda _: None))
+
+
+def one_line(problems: Sequence[tuple[str, str]]) -> str:
+    """Join problems into one line. A source stands before its first problem; the last ones are counted.
+
+    Args:
+        problems: Pairs of a source (name of a file or option) and a problem that it causes.
+    """
+    shown, last = "", ""
+    for source, problem in problems[:_MAX_ERRORS_SHOWN]:
+        shown += "; " * bool(shown) + (f"{source}: " if source != last else "") + problem
+        last = source
+    hidden = len(problems) - _MAX_ERRORS_SHOWN
+    return f"{shown}; and {hidden} more" if hidden > 0 else shown
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:

@@ -1,8 +1,8 @@
 """All settings of one training run, as one YAML file holds them."""
 
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from megatron_fssdp.config.model_settings import ModelSettings
 from megatron_fssdp.config.parallelism_settings import ParallelismSettings
@@ -18,6 +18,14 @@ _UNEVEN_STAGES = frozenset(
         "--decoder-last-pipeline-num-layers",
     }
 )
+
+
+def _as_word(value: Any) -> Any:
+    """Return a number as its text, as YAML users write ``[--num-workers, 2]``. Booleans are no words."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+_Word = Annotated[str, BeforeValidator(_as_word, json_schema_input_type=str | int | float)]
 
 
 class StrategySection(BaseModel):
@@ -54,8 +62,9 @@ class RunConfig(BaseModel):
     strategy: StrategySection = Field(
         default_factory=StrategySection, description="MoE load-balancing strategy."
     )
-    megatron_args: tuple[str, ...] = Field(
-        default=(), description="Additional Megatron-LM arguments, passed unchanged, one word per item."
+    megatron_args: tuple[_Word, ...] = Field(
+        default=(),
+        description="Additional Megatron-LM arguments, passed unchanged, one word or number per item.",
     )
 
     @model_validator(mode="after")

@@ -32,7 +32,8 @@ def resolve_strategy(
     data = load_yaml(config_path) if config_path is not None else {}
     sources = [str(config_path)] if config_path is not None else []
     sources += ["--moe-strategy-set"] if overrides else []
-    return name, strategy_settings(name, apply_overrides(data, overrides), " + ".join(sources) or "defaults")
+    data = apply_overrides(data, overrides, "--moe-strategy-set")
+    return name, strategy_settings(name, data, " + ".join(sources) or "defaults")
 
 
 def strategy_settings(name: str, data: dict[str, Any], source: str) -> StrategySettings:

@@ -85,7 +85,7 @@ def build_data(
         ConfigurationError: The folder cannot be written or holds other data, or a document cannot be read.
     """
     if num_shards < 1:
-        raise ConfigurationError(f"shards: got {num_shards}, wanted 1 or more")
+        raise ConfigurationError(f"--shards: got {num_shards}, wanted 1 or more")
     check_vocab_size(tokenizer, vocab_size)
     wanted = fingerprint(corpus, tokenizer, ByteTokenizer.vocab_size if tokenizer == "bytes" else vocab_size)
     try:

@@ -191,4 +191,4 @@ def check_vocab_size(tokenizer: TokenizerKind, vocab_size: int) -> None:
     """
     least, content = _LEAST_VOCABULARY.get(tokenizer, (0, ""))
     if vocab_size < least:
-        raise ConfigurationError(f"vocab size: got {vocab_size}, wanted {least} or more ({content})")
+        raise ConfigurationError(f"--vocab-size: got {vocab_size}, wanted {least} or more ({content})")

@@ -210,12 +210,13 @@ def test_a_mistake_in_an_included_file_is_reported_with_that_file(command, tmp_p
             ["--moe-strategy", "fsdp"],
             "unknown MoE strategy 'fsdp'; did you mean 'fssdp'? known: none, ep, fssdp",
         ),
-        (["--set", "model.num_expert=8"], "model: unknown key 'num_expert'; did you mean 'num_experts'?"),
-        (["--set", "model.num_layers=four"], "model.num_layers: got 'four' (string), wanted a whole number"),
-        (["--set", "model.num_experts=6"], "parallelism.expert 4 does not divide model.num_experts 6"),
-        (["--nproc", "6"], "does not divide the 6 ranks"),
-        (["--moe-strategy-set", "slots"], "wanted key=value"),
-        (["--moe-strategy-set", "slots=two"], "slots: got 'two' (string), wanted a whole number"),
+        (["--set", "model.num_expert=8"], "--set model.num_expert=8: model: unknown key 'num_expert'; did"),
+        (["--set", "model.num_layers=four"], "--set model.num_layers=four: model.num_layers: got 'four'"),
+        (["--set", "model.num_experts=6"], "--set model.num_experts=6: parallelism.expert 4 does not divide"),
+        (["--nproc", "6"], "--nproc 6: parallelism: expert 4"),
+        (["--iters", "0"], "--iters 0: training.iterations: got 0 (whole number), wanted"),
+        (["--moe-strategy-set", "slots"], "--moe-strategy-set 'slots': wanted key=value"),
+        (["--moe-strategy-set", "slots=two"], "--moe-strategy-set slots=two: strategy"),
         (["--moe-strategy", "none", "--moe-strategy-set", "slots=2"], "no meaning under strategy 'none'"),
         (["--set", "data.path=/nothing/here"], "no built data in this folder"),
         (["--set", "parallelism.context=2", "--set", "training.global_batch_size=8"], "Transformer Engine"),
@@ -229,6 +230,48 @@ def test_bad_input_is_one_line_and_exit_code_2(command, arguments, message, tmp_
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_several_mistakes_name_their_options_and_files(command, tmp_path):
+    (tmp_path / "run.yaml").write_text(f"include: [{TINY}]\ntraining: {{clip_grad: -1}}")
+    options = ("--set", "model.hidden_size=64", "--set", "model.num_layers=0", "--iters", "-2", "--dry-run")
+    code, _, err = command("train", tmp_path / "run.yaml", *options)
+    assert code == 2
+    for part in (
+        "--set model.num_layers=0: model.num_layers: got 0",
+        "--iters -2: training.iterations: got -2",
+        f"{tmp_path / 'run.yaml'}: training.clip_grad: got -1",
+    ):
+        assert part in err
+    assert "hidden_size" not in err
+
+
+def test_words_after_two_dashes_and_numbers_in_the_file_reach_megatron(command, tmp_path):
+    (tmp_path / "run.yaml").write_text(f"include: [{TINY}]\nmegatron_args: [--num-workers, 2, --alpha, 0.5]")
+    options = ("--out", tmp_path / "x", "--dry-run", "--", "--moe-grouped-gemm", "--seed", "3")
+    code, out, err = command("train", tmp_path / "run.yaml", *options)
+    assert (code, err) == (0, "")
+    words = words_of(out)
+    expected = ["--num-workers", "2", "--alpha", "0.5", "--moe-grouped-gemm", "--seed", "3"]
+    assert words[-len(expected) :] == expected
+
+
+def test_a_short_run_has_a_short_warm_up(command, tmp_path):
+    (tmp_path / "run.yaml").write_text(f"include: [{TINY}]\ntraining: {{warmup_iterations: 10}}")
+    words = words_of(command("train", tmp_path / "run.yaml", "--iters", 3, "--dry-run")[1])
+    assert words[words.index("--lr-warmup-iters") + 1] == "2"
+    words = words_of(command("train", tmp_path / "run.yaml", "--iters", 30, "--dry-run")[1])
+    assert words[words.index("--lr-warmup-iters") + 1] == "10"
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help", "--version"])
+def test_the_module_answers_questions_about_itself(flag):
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_fssdp", flag], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    wanted = __version__ if flag == "--version" else "-m megatron_fssdp SCRIPT.py"
+    assert wanted in done.stdout
 
 
 def test_missing_and_invalid_yaml_is_refused(command, tmp_path):

@@ -97,7 +97,8 @@ def test_a_mistake_is_reported_with_the_file_that_has_it(tmp_path, model, words)
 def test_a_wrong_override_is_not_blamed_on_a_file(tmp_path):
     write(tmp_path, base=f"{MODEL}\n{TRAINING}", run="include: [base.yaml]")
     message = refusal(tmp_path / "run.yaml", overrides=("model.num_layers=two",))
-    assert message == f"{tmp_path / 'run.yaml'}: model.num_layers: got 'two' (string), wanted a whole number"
+    wrong = "model.num_layers: got 'two' (string), wanted a whole number"
+    assert message == f"--set model.num_layers=two: {wrong}"
 
 
 def test_files_that_contradict_each_other_are_refused(tmp_path):

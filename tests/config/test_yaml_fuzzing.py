@@ -121,9 +121,9 @@ def test_written_yaml_is_read_back(data: dict[str, Any]) -> None:
 @examples(150)
 def test_overrides_are_valid_or_refused(overrides: list[str], name: str) -> None:
     try:
-        data = apply_overrides({}, overrides)
+        data = apply_overrides({}, overrides, "--moe-strategy-set")
     except ConfigurationError as error:
-        refused_in_one_line(error, "override '")
+        refused_in_one_line(error, "--moe-strategy-set '")
         return
     try:
         settings = strategy_settings(name, data, "--moe-strategy-set")

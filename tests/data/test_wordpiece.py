@@ -56,7 +56,7 @@ def test_pieces_inside_words_are_marked() -> None:
 
 
 def test_too_small_a_vocabulary_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="vocab size: got 6, wanted 64 or more"):
+    with pytest.raises(ConfigurationError, match="--vocab-size: got 6, wanted 64 or more"):
         WordPieceTokenizer.train(TEXTS, 6)
 
 
