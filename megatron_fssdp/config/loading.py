@@ -137,9 +137,9 @@ def validate[ModelT: BaseModel](
             path, the value that was got, and what is wanted.
     """
     result = checked(model_cls, data, origin)
-    if isinstance(result, model_cls):
-        return result
-    raise ConfigurationError(one_line([(source, problem) for problem in result]))
+    if isinstance(result, list):
+        raise ConfigurationError(one_line([(source, problem) for problem in result]))
+    return result
 
 
 def checked[ModelT: BaseModel](
