@@ -2,13 +2,22 @@
 
 ``python -m megatron_fssdp SCRIPT.py ARGS…`` runs a training script with the plugin (see
 ``megatron_adapter.entry.launcher``). ``python -m megatron_fssdp profile ARGS…`` and ``… doctor ARGS…`` run
-the commands of those names on ranks that torchrun starts.
+the commands of those names on ranks that torchrun starts. ``--help`` and ``--version`` answer at once.
 """
 
 import sys
 
+_HELP = """usage: torchrun … -m megatron_fssdp SCRIPT.py ARGS… [--moe-strategy NAME]
+
+Runs an unmodified Megatron training script, such as pretrain_gpt.py, with the plugin's strategies.
+  arguments of the script and of the plugin:  python -m megatron_fssdp SCRIPT.py --help
+  all commands (train, report, simulate, …):  megatron-fssdp --help
+  on the ranks of torchrun:                   torchrun … -m megatron_fssdp profile|doctor ARGS…"""
+
 if __name__ == "__main__":
-    if sys.argv[1:2] in (["profile"], ["doctor"]):
+    if sys.argv[1:2] in (["-h"], ["--help"]):
+        print(_HELP)
+    elif sys.argv[1:2] in (["profile"], ["doctor"], ["--version"]):
         from megatron_fssdp.cli.app import main
 
         main()

@@ -1,38 +1,26 @@
 """Registers the plugin and then runs an unmodified Megatron training script."""
 
-import os
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_fssdp import __version__
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.entry.error_report import EXIT_BAD_INPUT, report
 from megatron_fssdp.megatron_adapter.support.broken_packages import broken_package
 
 USAGE = "usage: torchrun … -m megatron_fssdp SCRIPT.py ARGS… [--moe-strategy NAME]"
-HELP = f"""{USAGE}
-
-Runs an unmodified Megatron training script, such as pretrain_gpt.py, with the plugin's strategies.
-  the script's own arguments and the plugin's:  python -m megatron_fssdp SCRIPT.py --help
-  all commands (train, report, simulate, …):    megatron-fssdp --help
-  measure a cluster, or check it, on torchrun's ranks:  torchrun … -m megatron_fssdp profile|doctor ARGS…"""
 
 
 def launch(arguments: Sequence[str]) -> None:
     """Register the plugin, and then run a script like ``python SCRIPT.py ARGS…``.
 
     Args:
-        arguments: Path of the script, followed by its arguments; or ``--help`` or ``--version``.
+        arguments: Path of the script, followed by its arguments.
 
     Raises:
         SystemExit: The input is invalid. One line says why, and the exit code is 2.
     """
-    if arguments and arguments[0] in ("-h", "--help", "--version"):
-        if os.environ.get("RANK", "0") == "0":
-            print(f"megatron-fssdp {__version__}" if arguments[0] == "--version" else HELP)
-        return
     try:
         if not arguments:
             raise ConfigurationError(f"{USAGE}; the script's own help: -m megatron_fssdp SCRIPT.py --help")
