@@ -120,7 +120,14 @@ def train_command(
         bool, typer.Option("--dry-run", help="Print the torchrun command and start nothing.")
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in the output folder from its last checkpoint.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Continue the run in the output folder from its last checkpoint, with its earlier options.",
+        ),
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Delete the run in the output folder and start a new one.")
     ] = False,
 ) -> None:
     """Train a model on this machine, or print the command for a cluster.
@@ -140,11 +147,13 @@ def train_command(
         iterations=iters,
         out=out,
         megatron_words=context.meta[MEGATRON_WORDS],
+        resume=resume,
+        overwrite=overwrite,
     )
     if dry_run:
-        print(training.dry_run(request, resume))
+        print(training.dry_run(request))
         return
-    raise typer.Exit(training.train(request, resume, Console(markup=False)))
+    raise typer.Exit(training.train(request, Console(markup=False)))
 
 
 @app.command("profile")

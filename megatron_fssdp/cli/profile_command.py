@@ -12,8 +12,6 @@ from megatron_fssdp.config.written_files import refuse_special_file
 if TYPE_CHECKING:
     from megatron_fssdp.megatron_adapter.diagnosis.cluster_profiler import ProfileSettings
 
-_EXIT_INTERRUPTED = 130
-
 
 @dataclass(frozen=True)
 class ProfileRequest:
@@ -87,7 +85,7 @@ def _measure(request: ProfileRequest) -> int:
 
 
 def _start_ranks(nproc: int) -> int:
-    from megatron_fssdp.cli.rank_processes import run_to_the_end
+    from megatron_fssdp.cli.rank_processes import exit_code_after, run_to_the_end
 
     words = sys.argv[1:]
     for position, word in enumerate(words):
@@ -101,9 +99,9 @@ def _start_ranks(nproc: int) -> int:
     environment = {"OMP_NUM_THREADS": "1"} if "OMP_NUM_THREADS" not in os.environ else {}
     try:
         return run_to_the_end([*command, "-m", "megatron_fssdp", *words], environment, None, lambda: None)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print("interrupted; all ranks have ended", file=sys.stderr)
-        return _EXIT_INTERRUPTED
+        return exit_code_after(interrupt)
 
 
 def _check_writable(path: Path) -> None:

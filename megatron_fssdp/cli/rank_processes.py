@@ -22,6 +22,15 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LIBC = ctypes.CDLL(None)
 
 
+class Terminated(KeyboardInterrupt):
+    """This process got SIGTERM. All ranks are ended as after Ctrl-C."""
+
+
+def exit_code_after(interrupt: KeyboardInterrupt) -> int:
+    """Return the exit code that shells give to a process which the same signal ends: 128 + its number."""
+    return 128 + (signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT)
+
+
 def run_ranks(command: RankCommand, log: Path, on_poll: Callable[[], None]) -> int:
     """Start the ranks of a run and wait until they end.
 
@@ -35,7 +44,7 @@ def run_ranks(command: RankCommand, log: Path, on_poll: Callable[[], None]) -> i
         The exit code of torchrun.
 
     Raises:
-        KeyboardInterrupt: This process got Ctrl-C or SIGTERM. All ranks have ended.
+        KeyboardInterrupt: This process got Ctrl-C, or SIGTERM (:class:`Terminated`). All ranks have ended.
     """
     with tempfile.TemporaryDirectory(prefix="megatron-fssdp-") as scratch, log.open("ab") as output:
         return run_to_the_end(command.local(Path(scratch)), command.environment(), output, on_poll)
@@ -60,7 +69,7 @@ def run_to_the_end(
         The exit code of the command.
 
     Raises:
-        KeyboardInterrupt: This process got Ctrl-C or SIGTERM. All ranks have ended.
+        KeyboardInterrupt: This process got Ctrl-C, or SIGTERM (:class:`Terminated`). All ranks have ended.
     """
     process = subprocess.Popen(
         command,
@@ -104,10 +113,10 @@ def _end_with_parent() -> None:
 
 @contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    """Inside this context, SIGTERM raises KeyboardInterrupt, as Ctrl-C does."""
+    """Inside this context, SIGTERM raises Terminated, a kind of KeyboardInterrupt."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        raise Terminated
 
     if threading.current_thread() is not threading.main_thread():
         yield

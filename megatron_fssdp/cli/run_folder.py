@@ -1,7 +1,10 @@
 """The output folder of a training run."""
 
+import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.renamed_settings import RECORDED_RUN_HEADER
@@ -15,6 +18,8 @@ from megatron_fssdp.reporting.run_records import LOADS_FILE, METRICS_FILE
 
 # A checkpoint's optimizer states are valid only with the same values of these keys.
 _FIXED_TRAINING_KEYS = frozenset({"optimizer", "lr", "min_lr", "precision"})
+
+_OVERRIDES_HEADER = "# What options of `megatron-fssdp train` changed in the YAML files; --resume keeps it.\n"
 
 
 @dataclass(frozen=True)
@@ -47,12 +52,18 @@ class RunFolder:
         """Folder of Megatron's checkpoints."""
         return self.path / "checkpoints"
 
-    def check(self, training: TrainingSettings, resume: bool) -> None:
+    @property
+    def overrides(self) -> Path:
+        """File with the settings that options changed, in the form of a run's YAML."""
+        return self.path / "overrides.yaml"
+
+    def check(self, training: TrainingSettings, resume: bool, overwrite: bool = False) -> None:
         """Refuse a folder that cannot hold a new run, or cannot be resumed.
 
         Args:
             training: Training settings of the run, which name its iterations and checkpoint folders.
             resume: Whether to continue the run in the folder.
+            overwrite: Whether a new run may replace the run in the folder.
 
         Raises:
             ConfigurationError: The folder already holds a run, or it has no checkpoint to resume from, or the
@@ -60,28 +71,57 @@ class RunFolder:
         """
         if self.path.exists() and not self.path.is_dir():
             raise ConfigurationError(f"--out {self.path}: is a file, wanted a folder; give another path")
-        names = (
-            self.config.name,
-            METRICS_FILE,
-            LOADS_FILE,
-            PLACEMENTS_FILE,
-            self.log.name,
-            self.checkpoints.name,
-        )
-        taken = [name for name in names if (self.path / name).exists()]
-        if not resume and taken:
+        if resume and overwrite:
             raise ConfigurationError(
-                f"--out {self.path}: already holds a run ({', '.join(taken)}); continue it with --resume, or "
-                "choose another folder"
+                "--resume and --overwrite exclude each other: one continues the run in the folder, the other "
+                "deletes it; give one of them"
+            )
+        taken = [path.name for path in self._files_of_a_run if path.exists()]
+        checkpoints = training.checkpoint_dir or self.checkpoints
+        if not resume and not overwrite and taken:
+            next_step = (
+                "continue it with --resume, replace it with --overwrite"
+                if has_checkpoint(checkpoints)
+                else "it has no checkpoint to continue from, so replace it with --overwrite"
+            )
+            raise ConfigurationError(
+                f"--out {self.path}: already holds a run ({', '.join(taken)}); {next_step}, or choose "
+                "another folder"
             )
         if resume:
-            done = last_checkpoint(training.checkpoint_dir or self.checkpoints, "--resume")
+            done = last_checkpoint(checkpoints, "--resume", instead="start the run again with --overwrite")
             if done >= training.iterations:
                 raise ConfigurationError(
                     f"--resume: {self.path} has already finished {done} iterations; ask for more with --iters"
                 )
         elif training.load_dir is not None:
             last_checkpoint(training.load_dir, "training.load_dir")
+
+    @property
+    def _files_of_a_run(self) -> list[Path]:
+        names = (METRICS_FILE, LOADS_FILE, PLACEMENTS_FILE)
+        return [
+            *(self.config, self.overrides, *(self.path / name for name in names)),
+            *(self.log, self.checkpoints, self.path / "tensorboard"),
+        ]
+
+    def delete_run(self) -> None:
+        """Delete the files of a run in the folder. Other files stay, for example pages of ``report``.
+
+        Raises:
+            ConfigurationError: A file cannot be deleted.
+        """
+        try:
+            for path in self._files_of_a_run:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigurationError(
+                f"--overwrite: {error.filename}: cannot be deleted ({error.strerror}); delete it, or choose "
+                "another folder"
+            ) from None
 
     def check_unchanged(self, config: RunConfig) -> None:
         """Refuse to resume with another model or optimizer than the one of the checkpoints.
@@ -104,8 +144,12 @@ class RunFolder:
                         f"with {getattr(then, name)}; use this value, or start a new run"
                     )
 
-    def create(self, config: RunConfig) -> None:
+    def create(self, config: RunConfig, overrides: Mapping[str, Any] | None = None) -> None:
         """Create the folder and write the settings of the run.
+
+        Args:
+            config: All settings of the run.
+            overrides: The part of them that options changed. A resumed run keeps this part.
 
         Raises:
             ConfigurationError: The folder cannot be written.
@@ -113,14 +157,27 @@ class RunFolder:
         text = format_yaml(config.model_dump(mode="json"))
         with written_whole(self.path, "--out") as partial:
             (partial / self.config.name).write_text(RECORDED_RUN_HEADER + text, encoding="utf-8")
+            (partial / self.overrides.name).write_text(
+                _OVERRIDES_HEADER + format_yaml(dict(overrides or {})), encoding="utf-8"
+            )
 
 
-def last_checkpoint(folder: Path, asked_by: str) -> int:
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a folder has a complete checkpoint."""
+    try:
+        last_checkpoint(folder, "")
+    except ConfigurationError:
+        return False
+    return True
+
+
+def last_checkpoint(folder: Path, asked_by: str, instead: str = "start a new run") -> int:
     """Return the iteration of the newest checkpoint in a folder.
 
     Args:
         folder: Megatron's checkpoint folder.
         asked_by: The option or setting that names the folder. The error message starts with it.
+        instead: What the user can do without a checkpoint, for the error message.
 
     Raises:
         ConfigurationError: The folder has no checkpoint.
@@ -131,5 +188,5 @@ def last_checkpoint(folder: Path, asked_by: str) -> int:
         return 0 if text == "release" else int(text)
     except (OSError, ValueError):
         raise ConfigurationError(
-            f"{asked_by}: no checkpoint in {folder}; give a folder with a checkpoint, or start a new run"
+            f"{asked_by}: no checkpoint in {folder}; give a folder with a checkpoint, or {instead}"
         ) from None

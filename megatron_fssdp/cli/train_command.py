@@ -4,27 +4,26 @@ import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from megatron_fssdp.cli.rank_command import RankCommand
-from megatron_fssdp.cli.run_folder import RunFolder
-from megatron_fssdp.config.composition import compose, lay_over
+from megatron_fssdp.cli.run_folder import RunFolder, has_checkpoint
+from megatron_fssdp.config.composition import Composition, compose, lay_over
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides
 from megatron_fssdp.config.megatron_arguments import Installation, TokenizedData, megatron_arguments
 from megatron_fssdp.config.run_config import RunConfig
-from megatron_fssdp.config.run_options import RunOption, set_options
+from megatron_fssdp.config.run_options import RunOption, changed, difference, set_options
 from megatron_fssdp.config.training_settings import DataSettings
 from megatron_fssdp.data.corpus import default_corpus
 from megatron_fssdp.data.manifest import DATA_NAME, MANIFEST_FILE, read_manifest
 from megatron_fssdp.data.tokenizer import MIN_VOCAB_SIZE
 from megatron_fssdp.data.wordpiece import SEP, SPECIAL_TOKENS
 
-EXIT_INTERRUPTED = 130
 _DEVICE_VARIABLE = "MEGATRON_FSSDP_DEVICE"
 _DEFAULT_SHARDS = 4
 
@@ -42,6 +41,8 @@ class TrainRequest:
         iterations: Number of training iterations, or None for the number in the files.
         out: Output folder. By default a folder in ``runs/`` that is named after the files and the strategy.
         megatron_words: Arguments for Megatron-LM in addition to those of the files.
+        resume: Whether to continue the run in the output folder.
+        overwrite: Whether to delete an earlier run in the output folder.
     """
 
     config_paths: Sequence[Path]
@@ -52,14 +53,38 @@ class TrainRequest:
     iterations: int | None = None
     out: Path | None = None
     megatron_words: Sequence[str] = ()
+    resume: bool = False
+    overwrite: bool = False
 
     def resolve(self) -> RunConfig:
-        """Combine files and options into validated settings.
+        """Combine files and options into validated settings. A resumed run keeps its earlier options.
 
         Raises:
             ConfigurationError: A file or an option is invalid.
         """
-        return compose(self.config_paths).with_options(self.options())
+        return self._composition.with_options(self.options())
+
+    def changed_settings(self) -> dict[str, Any]:
+        """The settings that options changed in the files, also earlier options of a resumed run."""
+        return difference(self._files.data, changed(self._composition.data, self.options()))
+
+    @cached_property
+    def _files(self) -> Composition:
+        return compose(self.config_paths)
+
+    @cached_property
+    def _composition(self) -> Composition:
+        kept = self.folder.overrides
+        return self._files.with_file(kept) if self.resume and kept.exists() else self._files
+
+    @cached_property
+    def folder(self) -> RunFolder:
+        """The output folder of the run."""
+        section = changed(self._files.data, self.options()).get("strategy")
+        strategy = str(section.get("name", "none") if isinstance(section, Mapping) else "none")
+        first, *others = (path.stem for path in self.config_paths)
+        names = [first, *(name for name in others if name != strategy), strategy]
+        return RunFolder(self.out or Path("runs") / "-".join(names))
 
     def options(self) -> list[RunOption]:
         """The options that change the settings of the files, in the order in which they apply."""
@@ -82,12 +107,6 @@ class TrainRequest:
             words = " ".join(self.megatron_words)
             options.append(RunOption(f"-- {words}", partial(_with_megatron_words, self.megatron_words)))
         return options
-
-    def out_dir(self, config: RunConfig) -> Path:
-        """Return the output folder of the run."""
-        first, *others = (path.stem for path in self.config_paths)
-        names = [first, *(name for name in others if name != config.strategy.name), config.strategy.name]
-        return self.out or Path("runs") / "-".join(names)
 
 
 def _with_iterations(iterations: int, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,39 +132,37 @@ def _with_megatron_words(words: Sequence[str], data: Mapping[str, Any]) -> dict[
     return {**data, "megatron_args": [*before, *words]} if isinstance(before, list) else dict(data)
 
 
-def dry_run(request: TrainRequest, resume: bool = False) -> str:
+def dry_run(request: TrainRequest) -> str:
     """Return the exact shell command of a run, without building, writing or starting anything.
 
     Args:
         request: Options of the run.
-        resume: Whether the command continues the run in the output folder.
 
     Raises:
         ConfigurationError: The input is invalid, or the folder has no checkpoint to resume from.
     """
-    config = request.resolve()
-    out_dir = request.out_dir(config)
-    if resume:
-        RunFolder(out_dir).check(config.training, resume)
-    return _command(config, _described_data(config, out_dir), out_dir, resume).shell_text()
+    config, folder = request.resolve(), request.folder
+    if request.resume:
+        folder.check(config.training, resume=True, overwrite=request.overwrite)
+    data = _described_data(config, folder.path)
+    return _command(config, data, folder.path, request.resume).shell_text()
 
 
-def train(request: TrainRequest, resume: bool, console: Console) -> int:
+def train(request: TrainRequest, console: Console) -> int:
     """Train on this machine and show the progress.
 
     Args:
         request: Options of the run.
-        resume: Whether to continue the run in the output folder.
         console: Console that shows the progress.
 
     Returns:
-        The exit code of the ranks, or 130 if the user interrupted them.
+        The exit code of the ranks, 130 after Ctrl-C, or 143 after SIGTERM.
 
     Raises:
         ConfigurationError: The input is invalid. No rank was started.
     """
     from megatron_fssdp.cli.failure_report import failure_reason
-    from megatron_fssdp.cli.rank_processes import run_ranks
+    from megatron_fssdp.cli.rank_processes import exit_code_after, run_ranks
     from megatron_fssdp.cli.training_progress import TrainingProgress
 
     config = request.resolve()
@@ -159,8 +176,8 @@ def train(request: TrainRequest, resume: bool, console: Console) -> int:
             f"training.tensorboard {config.training.tensorboard}: the package tensorboard is not installed; "
             "install it with `pip install tensorboard`, or set it to false"
         )
-    folder = RunFolder(request.out_dir(config))
-    folder.check(config.training, resume)
+    folder, resume = request.folder, request.resume
+    folder.check(config.training, resume, request.overwrite)
     if resume:
         folder.check_unchanged(config)
     data = _built_data(config, folder.path, console)
@@ -169,20 +186,33 @@ def train(request: TrainRequest, resume: bool, console: Console) -> int:
             update={"data": config.data.model_copy(update={"path": data.prefix.parent})}
         )
     command = _command(config, data, folder.path, resume)
-    folder.create(config)
+    overrides = request.changed_settings()
+    if request.overwrite:
+        folder.delete_run()
+    folder.create(config, overrides)
     log_start = folder.log.stat().st_size if folder.log.exists() else 0
     console.print(
         f"{folder.path}: strategy {config.strategy.name}, log in {folder.log}",
         highlight=False,
         soft_wrap=True,
     )
+    if resume and overrides:
+        console.print(
+            f"settings of earlier options are kept ({folder.overrides})", highlight=False, soft_wrap=True
+        )
     nproc, iterations = config.parallelism.nproc_per_node, config.training.iterations
     try:
         with TrainingProgress(folder.metrics, iterations, nproc, console) as progress:
             code = run_ranks(command, folder.log, progress.update)
-    except KeyboardInterrupt:
-        console.print("interrupted; all ranks have ended", highlight=False)
-        return EXIT_INTERRUPTED
+    except KeyboardInterrupt as interrupt:
+        checkpoints = config.training.checkpoint_dir or folder.checkpoints
+        again = (
+            "continue with --resume"
+            if has_checkpoint(checkpoints)
+            else "no checkpoint yet, start again with --overwrite"
+        )
+        console.print(f"interrupted; all ranks have ended; {again}", highlight=False)
+        return exit_code_after(interrupt)
     if code != 0 or progress.last is None:
         reason = failure_reason(folder.log, log_start)
         console.print(

@@ -57,6 +57,10 @@ class Composition:
             data = lay_over(data, layer.data)
         return data
 
+    def with_file(self, file: Path) -> "Composition":
+        """Return these layers with one more file on top, which includes nothing."""
+        return Composition(self.files, (*self.layers, Layer(file, load_yaml(file))))
+
     def with_options(self, options: Sequence[RunOption] = ()) -> RunConfig:
         """Build validated run settings from these files and options of the command line.
 

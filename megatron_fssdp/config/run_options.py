@@ -40,3 +40,22 @@ def changed(data: Mapping[str, Any], options: Iterable[RunOption]) -> dict[str, 
     for option in options:
         result = option.change(result)
     return result
+
+
+def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys and values of ``after`` that ``before`` lacks or has with another value.
+
+    Layered over ``before`` (``composition.lay_over``), the result gives ``after``. A strategy of another name
+    is returned as a whole, because its settings replace those of the strategy before.
+    """
+    result: dict[str, Any] = {}
+    for key, value in after.items():
+        low = before.get(key)
+        if isinstance(value, Mapping) and isinstance(low, Mapping):
+            renamed = key == "strategy" and value.get("name") != low.get("name")
+            inner = dict(value) if renamed else difference(low, value)
+            if inner:
+                result[key] = inner
+        elif key not in before or low != value:
+            result[key] = value
+    return result

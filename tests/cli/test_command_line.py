@@ -9,9 +9,12 @@ import pytest
 import yaml
 
 from megatron_fssdp import __version__
-from megatron_fssdp.config.composition import load_run
+from megatron_fssdp.cli.run_folder import RunFolder
+from megatron_fssdp.cli.train_command import TrainRequest
+from megatron_fssdp.config.composition import lay_over, load_run
 from megatron_fssdp.config.loading import load_yaml, validate
 from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.config.run_options import difference
 from megatron_fssdp.data.manifest import BuiltFile, DataManifest
 
 TINY = Path(__file__).parents[2] / "configs" / "gpt_moe_tiny.yaml"
@@ -291,7 +294,61 @@ def test_an_output_folder_that_is_taken_is_refused(command, tmp_path):
     data = fake_data(tmp_path / "data")
     code, _, err = command("train", TINY, "--set", f"data.path={data}", "--out", out)
     assert code == 2
-    assert "already holds a run (metrics.jsonl); continue it with --resume" in err
+    assert "already holds a run (metrics.jsonl); it has no checkpoint to continue from, so replace it" in err
+    assert "--overwrite" in err
+    code, _, err = command("train", TINY, "--set", f"data.path={data}", "--out", out, "--resume")
+    assert code == 2
+    assert "start the run again with --overwrite" in err
+    (out / "checkpoints").mkdir()
+    (out / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("20")
+    _, _, err = command("train", TINY, "--set", f"data.path={data}", "--out", out)
+    assert "continue it with --resume, replace it with --overwrite, or choose another folder" in err
+    assert "exclude each other" in command("train", TINY, "--out", out, "--resume", "--overwrite")[2]
+
+
+def test_overwriting_deletes_the_files_of_a_run_and_nothing_else(tmp_path):
+    folder = RunFolder(tmp_path / "x")
+    folder.create(load_run([TINY]))
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "iter_0000002").mkdir(parents=True)
+    folder.checkpoints.symlink_to(elsewhere)
+    for name in ("metrics.jsonl", "loads.npz", "placements.npz", "log.txt", "notes.txt", "report.html"):
+        (folder.path / name).touch()
+    (folder.path / "tensorboard").mkdir()
+    folder.delete_run()
+    assert {path.name for path in folder.path.iterdir()} == {"notes.txt", "report.html"}
+    assert (elsewhere / "iter_0000002").is_dir()
+
+
+def test_a_resumed_run_keeps_earlier_options_and_new_ones_win(command, tmp_path):
+    out, files = tmp_path / "x", [TINY]
+    first = TrainRequest(files, "ep", overrides=["training.lr=3e-4"], iterations=400, out=out)
+    first.folder.create(first.resolve(), first.changed_settings())
+    (out / "checkpoints").mkdir()
+    (out / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("20")
+
+    second = TrainRequest(files, out=out, resume=True)
+    assert second.resolve() == first.resolve()
+    assert second.changed_settings() == first.changed_settings() == load_yaml(first.folder.overrides)
+    code, text, err = command("train", TINY, "--out", out, "--resume", "--iters", 500, "--dry-run")
+    assert (code, err) == (0, "")
+    words = words_of(text)
+    for flag, value in {"--train-iters": "500", "--lr": "0.0003", "--moe-strategy": "ep"}.items():
+        assert words[words.index(flag) + 1] == value
+    third = TrainRequest(files, "fssdp", strategy_overrides=["slots=2"], out=out, resume=True)
+    assert third.resolve().strategy.settings == {"slots": 2}
+    assert TrainRequest(files, "ep", out=out).resolve().training.lr != 3e-4  # a new run keeps nothing
+
+
+def test_the_difference_layered_over_the_files_gives_the_options_values():
+    files = {"strategy": {"name": "fssdp", "settings": {"slots": 1}}, "training": {"lr": 1, "seed": 2}}
+    for final in (
+        {"strategy": {"name": "ep"}, "training": {"lr": 1, "seed": 3}},
+        {"strategy": {"name": "fssdp", "settings": {"slots": 1, "window": 4}}, "training": files["training"]},
+        files,
+    ):
+        assert lay_over(files, difference(files, final)) == final
+    assert difference(files, files) == {}
 
 
 def test_resume_needs_a_checkpoint_and_remaining_iterations(command, tmp_path):
@@ -344,8 +401,6 @@ def test_comparing_something_other_than_a_run_is_refused(command, tmp_path):
 
 
 def test_the_written_config_merges_several_files(tmp_path):
-    from megatron_fssdp.cli.run_folder import RunFolder
-
     config = load_run([TINY.parent / "experiments" / "tiny-deepseekmoe.yaml"])
     folder = RunFolder(tmp_path / "x")
     folder.create(config)
@@ -354,8 +409,6 @@ def test_the_written_config_merges_several_files(tmp_path):
 
 
 def test_the_written_config_can_be_loaded_again(tmp_path):
-    from megatron_fssdp.cli.run_folder import RunFolder
-
     config = validate(RunConfig, load_yaml(TINY), "tiny")
     folder = RunFolder(tmp_path / "x")
     folder.create(config)

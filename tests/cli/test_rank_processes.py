@@ -56,8 +56,11 @@ def test_an_interrupt_ends_every_rank(tmp_path, monkeypatch, number):
             os.kill(os.getpid(), number)
             time.sleep(1)  # the interrupt arrives during this call at the latest
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as interrupt:
         run_ranks(fake(STUBBORN), log, interrupt_once_started)
+    assert (
+        rank_processes.exit_code_after(interrupt.value) == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
+    )
     rank = int(log.read_text())
     deadline = time.monotonic() + 5
     while is_running(rank) and time.monotonic() < deadline:

@@ -77,7 +77,7 @@ def test_a_run_trains_and_leaves_its_records(command: Callable[..., str], tmp_pa
     resolved = validate(RunConfig, load_yaml(out / "config.yaml"), "config.yaml")
     assert resolved.data.path == data
     assert {path.name for path in out.iterdir()} == {
-        *("config.yaml", "metrics.jsonl", "loads.npz", "placements.npz", "log.txt"),
+        *("config.yaml", "overrides.yaml", "metrics.jsonl", "loads.npz", "placements.npz", "log.txt"),
         *("tensorboard", "report.html"),
     }
 
