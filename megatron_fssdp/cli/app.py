@@ -136,9 +136,11 @@ def train_command(
     """
     from rich.console import Console
 
-    from megatron_fssdp.cli import train_command as training
+    from megatron_fssdp.cli.train_command import dry_run as command_of_run
+    from megatron_fssdp.cli.train_command import train
+    from megatron_fssdp.cli.train_request import TrainRequest
 
-    request = training.TrainRequest(
+    request = TrainRequest(
         config_paths=configs,
         strategy=moe_strategy,
         strategy_overrides=moe_strategy_set or (),
@@ -151,9 +153,9 @@ def train_command(
         overwrite=overwrite,
     )
     if dry_run:
-        print(training.dry_run(request))
+        print(command_of_run(request))
         return
-    raise typer.Exit(training.train(request, Console(markup=False)))
+    raise typer.Exit(train(request, Console(markup=False)))
 
 
 @app.command("profile")

@@ -53,13 +53,12 @@ class DoctorRequest:
         folders = [("--checkpoints", self.checkpoints)] if self.checkpoints is not None else []
         if not self.config_paths:
             return None, folders
-        from megatron_fssdp.cli.run_folder import RunFolder
-        from megatron_fssdp.cli.train_command import TrainRequest
+        from megatron_fssdp.cli.train_request import TrainRequest
 
         request = TrainRequest(self.config_paths)
         run = request.resolve()
         if run.training.save_checkpoints:
-            default = RunFolder(request.out_dir(run)).checkpoints
+            default = request.folder.checkpoints
             folders.append(("training.checkpoint_dir", run.training.checkpoint_dir or default))
         return run, folders
 
@@ -83,7 +82,7 @@ def examine(request: DoctorRequest) -> int:
     if request.as_json:
         print(report_json(findings, host))
     else:
-        print_report(findings, host, Console(markup=False))
+        print_report(findings, host, Console(markup=False), "this run" if run is not None else "a training")
     return EXIT_PROBLEM if _problems(findings) else 0
 
 
@@ -111,13 +110,16 @@ def report_json(findings: Sequence[Finding], host: str) -> str:
     return json.dumps(report, indent=2, ensure_ascii=False)
 
 
-def print_report(findings: Sequence[Finding], host: str, console: Console) -> None:
-    """Print the report: a table, the next steps, and then OK or the number of problems.
+def print_report(
+    findings: Sequence[Finding], host: str, console: Console, subject: str = "a training"
+) -> None:
+    """Print the report: a table, the next steps, and then what can run or the number of problems.
 
     Args:
         findings: Findings in the order of the report.
         host: Host name of the machine.
         console: Console that prints the report.
+        subject: What can run on this machine if there is no problem.
     """
     table = Table(title=Text(f"megatron-fssdp {__version__} on {host}"), title_justify="left")
     table.add_column("check")
@@ -139,7 +141,8 @@ def print_report(findings: Sequence[Finding], host: str, console: Console) -> No
         ending = f"{count} {noun}: follow the advice above, then run the command again"
         console.print(ending, style=_STYLES[Verdict.PROBLEM], highlight=False, soft_wrap=True)
     else:
-        console.print("OK", style=_STYLES[Verdict.OK])
+        ending = f"OK: {len(findings)} checks found no problem; {subject} can run on this machine"
+        console.print(ending, style=_STYLES[Verdict.OK], highlight=False, soft_wrap=True)
 
 
 def _problems(findings: Sequence[Finding]) -> list[Finding]:

@@ -10,7 +10,7 @@ import yaml
 
 from megatron_fssdp import __version__
 from megatron_fssdp.cli.run_folder import RunFolder
-from megatron_fssdp.cli.train_command import TrainRequest
+from megatron_fssdp.cli.train_request import TrainRequest
 from megatron_fssdp.config.composition import lay_over, load_run
 from megatron_fssdp.config.loading import load_yaml, validate
 from megatron_fssdp.config.run_config import RunConfig

@@ -1,0 +1,117 @@
+"""The options of ``megatron-fssdp train``, and the settings that follow from them and the YAML files."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from megatron_fssdp.cli.run_folder import RunFolder
+from megatron_fssdp.config.composition import Composition, compose, lay_over
+from megatron_fssdp.config.loading import apply_overrides
+from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.config.run_options import RunOption, changed, difference, set_options
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """Options of ``megatron-fssdp train``.
+
+    Attributes:
+        config_paths: YAML files of the run. Later files win.
+        strategy: Name of a strategy that replaces the one in the files, or None.
+        strategy_overrides: ``key=value`` settings of the strategy.
+        overrides: ``key=value`` settings of the whole run, with dotted keys.
+        nproc: Number of ranks on this machine, or None for the number in the files.
+        iterations: Number of training iterations, or None for the number in the files.
+        out: Output folder. By default a folder in ``runs/`` that is named after the files and the strategy.
+        megatron_words: Arguments for Megatron-LM in addition to those of the files.
+        resume: Whether to continue the run in the output folder.
+        overwrite: Whether to delete an earlier run in the output folder.
+    """
+
+    config_paths: Sequence[Path]
+    strategy: str | None = None
+    strategy_overrides: Sequence[str] = ()
+    overrides: Sequence[str] = ()
+    nproc: int | None = None
+    iterations: int | None = None
+    out: Path | None = None
+    megatron_words: Sequence[str] = ()
+    resume: bool = False
+    overwrite: bool = False
+
+    def resolve(self) -> RunConfig:
+        """Combine files and options into validated settings. A resumed run keeps its earlier options.
+
+        Raises:
+            ConfigurationError: A file or an option is invalid.
+        """
+        return self._composition.with_options(self.options())
+
+    def changed_settings(self) -> dict[str, Any]:
+        """The settings that options changed in the files, also earlier options of a resumed run."""
+        return difference(self._files.data, changed(self._composition.data, self.options()))
+
+    @cached_property
+    def _files(self) -> Composition:
+        return compose(self.config_paths)
+
+    @cached_property
+    def _composition(self) -> Composition:
+        kept = self.folder.overrides
+        return self._files.with_file(kept) if self.resume and kept.exists() else self._files
+
+    @cached_property
+    def folder(self) -> RunFolder:
+        """The output folder of the run."""
+        section = changed(self._files.data, self.options()).get("strategy")
+        strategy = str(section.get("name", "none") if isinstance(section, Mapping) else "none")
+        first, *others = (path.stem for path in self.config_paths)
+        names = [first, *(name for name in others if name != strategy), strategy]
+        return RunFolder(self.out or Path("runs") / "-".join(names))
+
+    def options(self) -> list[RunOption]:
+        """The options that change the settings of the files, in the order in which they apply."""
+        options = set_options(self.overrides)
+        if self.nproc is not None:
+            value = f"parallelism.nproc_per_node={self.nproc}"
+            options += [replace(option, text=f"--nproc {self.nproc}") for option in set_options([value])]
+        if self.iterations is not None:
+            options.append(
+                RunOption(f"--iters {self.iterations}", partial(_with_iterations, self.iterations))
+            )
+        if self.strategy is not None:
+            strategy = {"strategy": {"name": self.strategy}}
+            options.append(RunOption(f"--moe-strategy {self.strategy}", partial(lay_over, high=strategy)))
+        options += [
+            RunOption(f"--moe-strategy-set {text}", partial(_with_strategy_setting, text))
+            for text in self.strategy_overrides
+        ]
+        if self.megatron_words:
+            words = " ".join(self.megatron_words)
+            options.append(RunOption(f"-- {words}", partial(_with_megatron_words, self.megatron_words)))
+        return options
+
+
+def _with_iterations(iterations: int, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Set the number of iterations, and let the warm-up of the learning rate end before the last one."""
+    result = apply_overrides(data, [f"training.iterations={iterations}"], "--iters")
+    warm_up = result["training"].get("warmup_iterations")
+    if isinstance(warm_up, int) and warm_up >= iterations > 0:
+        result["training"]["warmup_iterations"] = iterations - 1
+    return result
+
+
+def _with_strategy_setting(text: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    section = data.get("strategy") or {}
+    settings = (section.get("settings") or {}) if isinstance(section, dict) else None
+    if not isinstance(settings, dict):
+        return dict(data)  # validation reports the wrong type
+    settings = apply_overrides(settings, [text], "--moe-strategy-set")
+    return {**data, "strategy": {**section, "settings": settings}}
+
+
+def _with_megatron_words(words: Sequence[str], data: Mapping[str, Any]) -> dict[str, Any]:
+    before = data.get("megatron_args") or []
+    return {**data, "megatron_args": [*before, *words]} if isinstance(before, list) else dict(data)
