@@ -18,7 +18,6 @@ import argparse
 import sys
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -57,10 +56,6 @@ def _words(values: list[float]) -> str:
     return low if low == high else f"{low}–{high}"
 
 
-def _middle(values: list[float]) -> float:
-    return float(np.exp(np.mean(np.log(np.maximum(values, 1e-9)))))
-
-
 def print_relations(
     console: Console, name: str, relations: tuple[Relation, ...], sigma: float | None
 ) -> None:
@@ -82,7 +77,7 @@ def print_relations(
             table.add_row(relation.where, relation.what, _words(paper), relation.why_not, "–")
             continue
         values = relation.simulated(sigma or 0.0)
-        ratio = f"{_middle(values) / _middle(paper):.2f}"
+        ratio = f"{relation.ratio(values):.2f}"
         table.add_row(relation.where, relation.what, _words(paper), _words(values), ratio)
     console.print(table)
 

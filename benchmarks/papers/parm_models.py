@@ -1,12 +1,16 @@
 """Parm's two models (Table V). The paper states only their names, N_MP = N_ESP = 4 and the number of experts.
 
-Assumptions: the published sizes of BERT-Base and of the smallest GPT-2; their longest sequences; 8 sequences
-on a GPU, the maximum of Table III; experts in place of every feed-forward layer, with its size; k = 1, f =
-1.2. Seconds grow with the batch size, but the speed-up hardly changes.
+Assumptions: the published sizes of BERT-Base and of the smallest GPT-2; 8 sequences on a GPU, the maximum of
+Table III; sequences of 512 tokens, BERT's longest; experts in place of every feed-forward layer, with its
+size; k = 1, f = 1.2. Seconds grow with the batch size, but the speed-up hardly changes.
 
-Outside the MoE layers, the simulation counts the matrix products of attention and logits, divided by N_MP,
-and an all-reduce among the MP ranks in each pass of each attention. It does not count optimizer, embeddings,
-norms and the reduction of gradients, which the paper's measurements of layers also leave out.
+Both models have the same tokens. This follows from the paper: if the MoE layers of both have the mean
+speed-up of Table IV, Table V leaves 203 ms for everything else in both models on testbed A, and 319 and
+313 ms on testbed B (``parm.published_outside_ms``). The two base models differ only in their vocabularies.
+
+Outside the MoE layers, the simulation can count the matrix products of attention and logits, divided by N_MP,
+and an all-reduce among the MP ranks in each pass of each attention. It cannot count optimizer, embeddings,
+norms and the reduction of gradients. Table V therefore takes the published time (``parm.iteration_ms``).
 """
 
 from dataclasses import dataclass
@@ -48,12 +52,12 @@ class TrainedModel:
 
 MODELS = {
     "BERT-Base": TrainedModel(12, 768, 3072, 512, 30522),
-    "GPT-2": TrainedModel(12, 768, 3072, 1024, 50257),
+    "GPT-2": TrainedModel(12, 768, 3072, 512, 50257),
 }
 
 
-def iteration_s(model: TrainedModel, column: str, name: str, assumptions: Assumptions = AS_TAKEN) -> float:
-    """Return the simulated seconds of an iteration.
+def moe_s(model: TrainedModel, column: str, name: str, assumptions: Assumptions = AS_TAKEN) -> float:
+    """Return the simulated seconds of an iteration in the MoE layers.
 
     Args:
         model: Model to simulate.
@@ -71,9 +75,22 @@ def iteration_s(model: TrainedModel, column: str, name: str, assumptions: Assump
         n_ep=testbed.num_devices // N_ESP,
         element_bytes=assumptions.element_bytes,
     )
-    moe_s = getattr(seconds_of(layer, model.ffn, testbed), name).total_s
-    all_reduce_s = testbed.costs(N_MP, N_ESP)["all_reduce", "mp"].time_s(layer.tokens_bytes)
-    return model.layers * (moe_s + NUM_PASSES * all_reduce_s) + _dense_s(model, testbed.flops_per_s)
+    seconds: float = getattr(seconds_of(layer, model.ffn, testbed), name).total_s
+    return model.layers * seconds
+
+
+def outside_s(model: TrainedModel, column: str, assumptions: Assumptions = AS_TAKEN) -> float:
+    """Return the simulated seconds of an iteration outside the MoE layers.
+
+    Args:
+        model: Model to simulate.
+        column: Column of Table IV, which names testbed and number of GPUs.
+        assumptions: Assumptions about unstated values.
+    """
+    testbed = Testbed(*COLUMNS[column], assumptions)
+    tokens_bytes = model.num_tokens * model.hidden * assumptions.element_bytes
+    all_reduce_s = testbed.costs(N_MP, N_ESP)["all_reduce", "mp"].time_s(tokens_bytes)
+    return model.layers * NUM_PASSES * all_reduce_s + _dense_s(model, testbed.flops_per_s)
 
 
 def _dense_s(model: TrainedModel, flops_per_s: float) -> float:

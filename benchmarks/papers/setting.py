@@ -23,6 +23,12 @@ DRIFT = 0.02
 """Assumed standard deviation of the change of a popularity's logarithm in one iteration."""
 
 OF_MOE_LAYERS = ("experts", "all-to-all", "waiting for spAG", "waiting for spRS")
+NEAR = 0.15
+"""Largest relative distance from the paper at which a row counts as reproduced."""
+
+OURS = "(ours)"
+"""Place of statements that no paper makes."""
+
 PROFILED = 3
 """Number of iterations at the start in which strategies still measure. They are not compared."""
 
@@ -101,6 +107,8 @@ class Setting:
 class Relation:
     """One statement of a paper. If it is one number, ``low`` and ``high`` are equal.
 
+    Statements whose ``where`` is :data:`OURS` are about this package and do not count as rows of a paper.
+
     Attributes:
         where: Figure, table or section of the paper.
         what: The statement in words.
@@ -109,6 +117,8 @@ class Relation:
         simulated: Function of a spread that returns the simulated values, or None if they cannot be
             simulated.
         why_not: Reason why the statement cannot be simulated.
+        explained: What explains a ratio that is not :data:`NEAR`. "Open" if the cause is not known.
+        is_input: Whether the simulation takes this number from the paper, so that its ratio proves nothing.
     """
 
     where: str
@@ -117,6 +127,26 @@ class Relation:
     high: float
     simulated: Callable[[float], list[float]] | None
     why_not: str = ""
+    explained: str = ""
+    is_input: bool = False
+
+    @property
+    def counts(self) -> bool:
+        """Whether the paper states this, and the simulation is free to miss it."""
+        return self.simulated is not None and self.where != OURS and not self.is_input
+
+    def ratio(self, values: list[float]) -> float:
+        """Return the geometric mean of simulated values divided by that of the paper's limits."""
+        return _middle(values) / _middle([self.low, self.high])
+
+
+def is_near(ratio: float) -> bool:
+    """Return whether a ratio counts as reproduced."""
+    return abs(ratio - 1) <= NEAR
+
+
+def _middle(values: list[float]) -> float:
+    return float(np.exp(np.mean(np.log(np.maximum(values, 1e-9)))))
 
 
 @cache

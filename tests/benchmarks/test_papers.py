@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.papers import fastermoe, hecate, parm, pro_prophet
-from benchmarks.papers.setting import Model, Setting, kept_in_nodes
+from benchmarks.papers.setting import Model, Setting, is_near, kept_in_nodes
 from megatron_fssdp.planning.placement.topology import Topology
 
 
@@ -47,11 +47,13 @@ def test_every_relation_has_limits_and_a_value_or_a_reason() -> None:
 
 def test_every_relation_of_parm_can_be_simulated() -> None:
     """The terms are counts, Fig. 1, extremes, 48 cells, assumptions, Fig. 7 and the text, and Table V."""
-    assert len(parm.RELATIONS) == 2 + 5 + 2 + 4 * 4 * 3 + 9 + 1 + 4 + 4 * 3
-    for relation in parm.RELATIONS:
-        assert relation.simulated is not None
+    simulated = [relation for relation in parm.RELATIONS if relation.simulated is not None]
+    assert len(simulated) == 2 + 5 + 1 + 4 * 4 * 3 + 10 + 1 + 4 + 4 * 3 + 4
+    for relation in simulated:
         if not relation.what.startswith("cells"):  # tests/benchmarks/test_parm.py checks two of the cells
-            assert min(relation.simulated(0.0)) > 0
+            values = relation.simulated(0.0)
+            assert min(values) > 0
+            assert relation.explained or not relation.counts or is_near(relation.ratio(values))
 
 
 def test_pro_prophet_beats_expert_parallelism_in_one_cell_of_table_v() -> None:
