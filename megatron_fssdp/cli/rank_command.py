@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_fssdp.config.run_config import RunConfig
 
+_DEVICE_VARIABLE = "MEGATRON_FSSDP_DEVICE"
 _SCRIPTS = Path(__file__).with_name("pretraining")
 
 
@@ -28,9 +29,17 @@ class RankCommand:
 
     def environment(self) -> dict[str, str]:
         """Environment variables that the ranks need in addition to those of this process."""
+        return {
+            name: value
+            for name, value in self._variables().items()
+            if name not in os.environ or name == _DEVICE_VARIABLE
+        }
+
+    def _variables(self) -> dict[str, str]:
         device = self.config.training.device
-        variables: dict[str, str] = {} if device == "auto" else {"MEGATRON_FSSDP_DEVICE": device}
+        variables: dict[str, str] = {} if device == "auto" else {_DEVICE_VARIABLE: device}
         if self.on_cpu:
+            variables[_DEVICE_VARIABLE] = "cpu"  # the arguments are those of CPU ranks, on every machine
             variables["OMP_NUM_THREADS"] = "1"  # the ranks share the cores
         else:
             if self.config.parallelism.tensor > 1 or self.config.parallelism.context > 1:
@@ -39,11 +48,7 @@ class RankCommand:
                 # Transfers and dispatch use two communicators at the same time. NCCL's documentation asks
                 # for this setting in such programs, from NCCL 2.26 on. Older versions ignore it.
                 variables["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
-        return {
-            name: value
-            for name, value in variables.items()
-            if name not in os.environ or name == "MEGATRON_FSSDP_DEVICE"
-        }
+        return variables
 
     def local(self, log_dir: Path) -> list[str]:
         """Return the command line for this machine. torchrun marks each output line with its rank.
@@ -65,7 +70,7 @@ class RankCommand:
     def shell_text(self) -> str:
         """Return the command as shell text, to type on this machine or on every machine of a cluster."""
         cut = self.config.parallelism
-        words = [f"{name}={value}" for name, value in self.environment().items()]
+        words = [f"{name}={value}" for name, value in self._variables().items()]
         if cut.num_nodes == 1:
             words += ["torchrun", "--standalone", f"--nproc-per-node={cut.nproc_per_node}"]
         else:

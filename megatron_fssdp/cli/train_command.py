@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shlex
 from pathlib import Path
 
 from rich.console import Console
@@ -23,7 +24,9 @@ _DEFAULT_SHARDS = 4
 
 
 def dry_run(request: TrainRequest) -> str:
-    """Return the exact shell command of a run, without building, writing or starting anything.
+    """Return the shell commands of a run, without building, writing or starting anything.
+
+    They work in an empty folder: the default data is built first, if it does not exist yet.
 
     Args:
         request: Options of the run.
@@ -35,7 +38,10 @@ def dry_run(request: TrainRequest) -> str:
     if request.resume:
         folder.check(config.training, resume=True, overwrite=request.overwrite)
     data = _described_data(config, folder.path)
-    return _command(config, data, folder.path, request.resume).shell_text()
+    text = _command(config, data, folder.path, request.resume).shell_text()
+    if data is None or (data.prefix.parent / MANIFEST_FILE).exists():
+        return text
+    return f"# first, build the data:\n{_build_command(config.data, data)}\n# then train:\n{text}"
 
 
 def train(request: TrainRequest, console: Console) -> int:
@@ -127,7 +133,7 @@ def _command(config: RunConfig, data: TokenizedData | None, out_dir: Path, resum
             f"parallelism.context {config.parallelism.context} needs Transformer Engine's attention, which "
             "does not run on CPUs; set it to 1 or train on GPUs"
         )
-    has_te = importlib.util.find_spec("transformer_engine") is not None
+    has_te = not on_cpu and _has_transformer_engine(config.training.transformer_engine)
     installation = Installation(on_cpu=on_cpu, has_transformer_engine=has_te)
     return RankCommand(config, megatron_arguments(config, data, installation, out_dir, resume), on_cpu)
 
@@ -142,11 +148,32 @@ def _runs_on_cpu(device: str) -> bool:
     return not torch.cuda.is_available()
 
 
+def _has_transformer_engine(stated: bool | None) -> bool:
+    """Whether the GPU machines of a run have Transformer Engine.
+
+    A machine without GPUs cannot run the ranks. It only prints their command, so what it has installed says
+    nothing about them.
+    """
+    if stated is not None:
+        return stated
+    import torch
+
+    return not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is not None
+
+
 def _data_dir(settings: DataSettings, out_dir: Path) -> Path:
     if settings.path is not None:
         return settings.path
     size = "" if settings.tokenizer == "bytes" else f"-{settings.vocab_size}"
     return out_dir.parent / f"data-{settings.tokenizer}{size}"
+
+
+def _build_command(settings: DataSettings, data: TokenizedData) -> str:
+    words = ["megatron-fssdp", "data", "build", "--out", str(data.prefix.parent)]
+    words += ["--tokenizer", settings.tokenizer]
+    if settings.tokenizer != "bytes":
+        words += ["--vocab-size", str(settings.vocab_size)]
+    return shlex.join(words)
 
 
 def _built_data(config: RunConfig, out_dir: Path, console: Console) -> TokenizedData | None:

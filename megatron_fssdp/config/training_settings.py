@@ -72,6 +72,13 @@ class TrainingSettings(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="Kind of devices. auto: CUDA devices if there are any, else CPUs."
     )
+    transformer_engine: bool | None = Field(
+        default=None,
+        description=(
+            "Whether the machines with GPUs have Transformer Engine. Default: whether this machine has it; "
+            "for commands that are printed on a machine without GPUs: true."
+        ),
+    )
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32", description="Data type of parameters and computation."
     )

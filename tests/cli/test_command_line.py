@@ -1,4 +1,5 @@
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -70,6 +71,11 @@ def test_dry_run_prints_the_whole_command_and_writes_nothing(command, tmp_path):
         ),
     )
     assert (code, err) == (0, "")
+    first, build, *_ = out.splitlines()
+    assert first == "# first, build the data:"
+    assert build == (
+        f"megatron-fssdp data build --out {tmp_path}/runs/data-bpe-2048 --tokenizer bpe --vocab-size 2048"
+    )
     words = words_of(out)
     start = words.index("torchrun")
     assert words[start + 1 : start + 5] == ["--standalone", "--nproc-per-node=8", "-m", "megatron_fssdp"]
@@ -162,6 +168,36 @@ def test_a_dry_run_prints_the_command_for_a_cluster(command, tmp_path):
     words = words_of(out)
     assert words[words.index("--distributed-backend") + 1] == "nccl"
     assert words[words.index("--null-tokenizer-eod-id") + 1] == "999"
+
+
+def test_a_printed_command_follows_the_machines_of_the_run_and_not_this_one(command, tmp_path):
+    data = ("--set", f"data.path={fake_data(tmp_path / 'data')}")
+    for cluster, layers in {"h200": "transformer_engine", "hecate-a": "local"}.items():
+        words = words_of(
+            command("train", "experiments/hecate-gpt-moe-s", f"parallelism/{cluster}", *data, "--dry-run")[1]
+        )
+        assert words[words.index("--transformer-impl") + 1] == layers
+        assert "MEGATRON_FSSDP_DEVICE=cuda" in words
+    cpu = words_of(command("train", TINY, *data, "--dry-run")[1])
+    assert {"MEGATRON_FSSDP_DEVICE=cpu", "OMP_NUM_THREADS=1"} < set(cpu)
+
+
+@pytest.mark.slow
+def test_the_printed_commands_run_in_an_empty_folder(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = ("data.tokenizer=bytes", "data.vocab_size=257", "training.save_checkpoints=false")
+    settings = [word for setting in small for word in ("--set", setting)]
+    code, text, _ = command("train", TINY, *settings, "--iters", 2, "--nproc", 4, "--dry-run")
+    assert code == 0
+    assert list(tmp_path.iterdir()) == []
+    tools = Path(sys.executable).parent
+    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        ["bash", "-ec", text], env=environment, capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len((tmp_path / "runs" / "gpt_moe_tiny-fssdp" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_another_strategy_drops_the_settings_of_the_files_strategy(command, tmp_path):
