@@ -4,6 +4,7 @@
 """
 
 import email
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -20,17 +21,33 @@ VERSION_OF_NO_GIT = "0.1.dev0"
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """An sdist, and the wheel that is built from it without a git repository."""
+    """An sdist, and the wheel that is built from it without a git repository.
+
+    The kernels that this checkout has compiled are reused: their names have a hash of their source, so the
+    build compiles only what is missing. `scripts/smoke_test_package.sh` compiles all.
+    """
     folder = tmp_path_factory.mktemp("dist")
+    _build("--sdist", folder, ROOT)
+    (sdist,) = folder.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    sources = folder / sdist.name.removesuffix(".tar.gz")
+    compiled = Path("megatron_fssdp/planning/kernels/compiled")
+    if (ROOT / compiled).is_dir():
+        shutil.copytree(ROOT / compiled, sources / compiled, ignore=shutil.ignore_patterns(".build-*"))
+    _build("--wheel", folder, sources)
+    (wheel,) = folder.glob("*.whl")
+    return sdist, wheel
+
+
+def _build(kind: str, out: Path, sources: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT],
+        [sys.executable, "-m", "build", "--no-isolation", kind, "--outdir", out, sources],
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
-    return sdist, wheel
 
 
 def names_in(wheel: Path) -> set[str]:
