@@ -292,6 +292,12 @@ def compare_command(
     png: Annotated[
         Path | None, typer.Option(help="PNG file to write with a plot of the device loads.")
     ] = None,
+    loads_only: Annotated[
+        bool,
+        typer.Option(
+            "--loads-only", help="Compare runs without their losses. Needed if they train different things."
+        ),
+    ] = False,
     cluster: RankingCluster = None,
     strategies: RankedStrategies = "",
 ) -> None:
@@ -300,7 +306,7 @@ def compare_command(
 
     from megatron_fssdp.cli.report_command import ReportRequest, compare_runs
 
-    request = ReportRequest(runs, out, cluster)
+    request = ReportRequest(runs, out, cluster, loads_only=loads_only)
     compare_runs(request.with_strategies(_names(strategies)), png, Console(markup=False))
 
 

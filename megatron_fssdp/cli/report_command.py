@@ -6,25 +6,19 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_fssdp.cli.simulate_command import described_cluster, ranked_strategies, settings_of
+from megatron_fssdp.cli.what_if import cost_on_a_cluster, ranking_on
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy_registry import STRATEGIES
 from megatron_fssdp.config.written_files import refuse_special_file
-from megatron_fssdp.reporting.comparison_table import comparison_table
-from megatron_fssdp.reporting.job_records import loads_for_job
+from megatron_fssdp.reporting.comparison_table import comparison_table, settings_table
+from megatron_fssdp.reporting.page.headline import headline_of
 from megatron_fssdp.reporting.page.report_page import page_html, page_sections, write_page
 from megatron_fssdp.reporting.page.reported_run import ReportedRun, read_reported_runs
-from megatron_fssdp.reporting.recorded_run import run_config_of
+from megatron_fssdp.reporting.run_settings import loss_obstacle
 from megatron_fssdp.reporting.simulation_report import SimulationReport
-from megatron_fssdp.simulation.moe_job import job_of_run
 
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"
-WHAT_IF_ITERATIONS = 60
-"""Number of recorded iterations, from the end, on which strategies are ranked.
-
-Loads of an untrained router say little, and every strategy has to plan each iteration.
-"""
 
 
 def _ranked() -> tuple[str, ...]:
@@ -40,12 +34,14 @@ class ReportRequest:
         out: HTML file to write, or None for a file in the first run's folder.
         cluster: YAML file or name of a cluster on which strategies are ranked, or None for no ranking.
         strategies: Names of the strategies to rank. Default: all that are registered as ranked.
+        loads_only: Whether runs are compared without their losses.
     """
 
     runs: Sequence[Path]
     out: Path | None = None
     cluster: str | None = None
     strategies: Sequence[str] = field(default_factory=_ranked)
+    loads_only: bool = False
 
     def with_strategies(self, names: Sequence[str]) -> "ReportRequest":
         """Return the same request with other strategies to rank, if ``names`` is not empty."""
@@ -65,6 +61,7 @@ def write_report_page(request: ReportRequest, console: Console) -> Path:
     path = request.out or request.runs[0] / REPORT_FILE
     refuse_special_file(path, "--out")
     _write(request, read_reported_runs(request.runs), path, console)
+    _say_where(path, console)
     return path
 
 
@@ -80,8 +77,8 @@ def compare_runs(request: ReportRequest, png: Path | None, console: Console) -> 
         Path of the page.
 
     Raises:
-        ConfigurationError: There is only one run, a run cannot be read, run and cluster do not fit together,
-            or a file cannot be written.
+        ConfigurationError: There is only one run, a run cannot be read, the losses of the runs cannot be
+            compared, run and cluster do not fit together, or a file cannot be written.
     """
     if len(request.runs) < 2:
         raise ConfigurationError(
@@ -90,40 +87,41 @@ def compare_runs(request: ReportRequest, png: Path | None, console: Console) -> 
     path = request.out or request.runs[0] / COMPARISON_FILE
     refuse_special_file(path, "--out")
     runs = read_reported_runs(request.runs)
-    console.print(comparison_table(*(run.records for run in runs)))
+    records = [run.records for run in runs]
+    if (table := settings_table(records)) is not None:
+        console.print(table)
+    obstacle = loss_obstacle(records)
+    if obstacle and not request.loads_only:
+        raise ConfigurationError(
+            f"compare: the losses of {' and '.join(run.name for run in runs)} say nothing about each other, "
+            f"because the runs have {obstacle}; add --loads-only to compare everything else"
+        )
     if png is not None:
         from megatron_fssdp.reporting.device_load_plot import draw_device_loads
 
-        draw_device_loads([run.records for run in runs], png)
-    _write(request, runs, path, console)
+        draw_device_loads(records, png)
+    what_if = _write(request, runs, path, console)
+    console.print(comparison_table(*records, with_losses=not request.loads_only, what_if=what_if))
+    _say_where(path, console)
     return path
 
 
-def _write(request: ReportRequest, runs: Sequence[ReportedRun], path: Path, console: Console) -> None:
-    with console.status(f"ranking {', '.join(request.strategies)}" if request.cluster else "reading"):
-        what_if = _what_if(request, runs)
-    write_page(path, page_html(runs, page_sections(runs, what_if)))
+def _write(
+    request: ReportRequest, runs: Sequence[ReportedRun], path: Path, console: Console
+) -> SimulationReport | None:
+    """Write the page, and return the results of the simulation that it shows."""
+    with console.status(f"simulating {', '.join(request.strategies)}" if request.cluster else "reading"):
+        if request.cluster is None:
+            what_if = cost_on_a_cluster(runs)
+        else:
+            what_if = ranking_on(request.cluster, runs, request.strategies)
+    with_losses = not request.loads_only
+    sections = page_sections(runs, what_if, with_losses=with_losses)
+    write_page(path, page_html(runs, sections, headline_of(runs, what_if, with_losses=with_losses)))
+    return what_if
+
+
+def _say_where(path: Path, console: Console) -> None:
     console.print(
         f"wrote {path}; open it in a browser (it works without a network)", highlight=False, soft_wrap=True
     )
-
-
-def _what_if(request: ReportRequest, runs: Sequence[ReportedRun]) -> SimulationReport | None:
-    if request.cluster is None:
-        return None
-    run = next((run for run in runs if run.loads is not None), None)
-    if run is None:
-        raise ConfigurationError(
-            "--cluster: strategies are ranked on recorded loads, but no run has recorded loads; run one "
-            "again with --moe-strategy ep, or remove --cluster"
-        )
-    path = run.records.path
-    config, cluster = run_config_of(path), described_cluster(request.cluster)
-    job = job_of_run(config)
-    settings = {name: settings_of(name, config) for name in request.strategies}
-    record, note = loads_for_job(str(path), job)
-    first = max(0, len(record.iterations) - WHAT_IF_ITERATIONS)
-    record = replace(record, counts_ILDE=record.counts_ILDE[first:], iterations=record.iterations[first:])
-    first_number, last_number = record.iterations[0], record.iterations[-1]
-    title = f"Loads of {run.name}, iterations {first_number} to {last_number}, on {cluster.name}"
-    return ranked_strategies(title, record, cluster, job, settings, note=note)

@@ -6,19 +6,33 @@ import numpy as np
 from rich.table import Table
 
 from megatron_fssdp.reporting.recorded_run import RecordedRun, distinct_names, loss_differences
+from megatron_fssdp.reporting.run_parts import not_comparable, parts_of, progress_of, speed_text
+from megatron_fssdp.reporting.run_settings import differing_settings
+from megatron_fssdp.reporting.simulation_report import SimulationReport
 from megatron_fssdp.reporting.units import format_bytes
 
+SPEED = "tokens/s: median (quartiles)"
 
-def comparison_table(*runs: RecordedRun) -> Table:
+
+def comparison_table(
+    *runs: RecordedRun, with_losses: bool = True, what_if: SimulationReport | None = None
+) -> Table:
     """Return a table of losses, device loads, speed and moved bytes.
 
     Args:
         runs: Records of the runs. Losses are compared with those of the first run, which is usually plain
             expert parallelism.
+        with_losses: Whether losses can be compared.
+        what_if: Results of a simulation of the runs' loads, or None.
     """
-    table = Table(title="load: max/mean device load; 1 is even")
+    below = [sentence for sentence in (not_comparable(runs),) if sentence]
+    if what_if is not None:
+        below.append(f"simulated, not measured: {what_if.title}")
+    table = Table(
+        title="load: max/mean device load; 1 is even", caption="\n".join(below), caption_justify="left"
+    )
     table.add_column("")
-    columns, rows = compared_figures(runs, distinct_names(*runs))
+    columns, rows = compared_figures(runs, distinct_names(*runs), with_losses=with_losses, what_if=what_if)
     for name in columns:
         table.add_column(name, justify="right")
     for label, cells in rows.items():
@@ -26,22 +40,49 @@ def comparison_table(*runs: RecordedRun) -> Table:
     return table
 
 
+def settings_table(runs: Sequence[RecordedRun]) -> Table | None:
+    """Return a table of the settings in which runs differ, or None if they do not differ."""
+    differing = differing_settings(runs)
+    if not differing:
+        return None
+    table = Table(title="settings that differ")
+    table.add_column("")
+    for name in distinct_names(*runs):
+        table.add_column(name)
+    for key, values in differing.items():
+        table.add_row(key, *values)
+    return table
+
+
 def compared_figures(
-    runs: Sequence[RecordedRun], names: Sequence[str]
+    runs: Sequence[RecordedRun],
+    names: Sequence[str],
+    *,
+    with_losses: bool = True,
+    what_if: SimulationReport | None = None,
 ) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
     """Return summary figures of runs as text.
 
     Args:
         runs: Records of the runs.
         names: Name of each run.
+        with_losses: Whether losses can be compared.
+        what_if: Results of a simulation of the runs' loads, or None.
 
     Returns:
         The names of the columns, and the rows: one cell for each run, by the label of the figure.
     """
     columns = [_figures(run) for run in runs]
+    if not_comparable(runs):
+        for column in columns:
+            column[SPEED] = "not comparable"
+    if what_if is not None:
+        columns = [column | _simulated(run, what_if) for run, column in zip(runs, columns, strict=True)]
     labels = dict.fromkeys(label for column in columns for label in column)
     rows = {label: tuple(column.get(label, "–") for column in columns) for label in labels}
-    if len(runs) > 1:
+    if not with_losses:
+        rows = {label: cells for label, cells in rows.items() if not label.startswith("loss")}
+    elif len(runs) > 1:
         others = tuple(_loss_difference(runs[0], run) for run in runs[1:])
         rows["loss: largest difference"] = ("", *others)
     return tuple(names), rows
@@ -49,16 +90,34 @@ def compared_figures(
 
 def _figures(run: RecordedRun) -> dict[str, str]:
     return {
-        "iterations": str(len(run.metrics)),
+        "iterations": progress_of(run).replace(" iterations", "").replace(" iteration", ""),
+        **_part_figures(run),
         "loss: first": f"{run.losses[0]:.4f}",
         "loss: last": f"{run.losses[-1]:.4f}",
         **_load_figures(run),
-        "tokens/s (median)": f"{run.median_tokens_per_s:,.0f}",
+        SPEED: speed_text(run.metrics),
         "bytes moved: weights (spAG)": format_bytes(run.total("spag_bytes")),
         "bytes moved: gradients (spRS)": format_bytes(run.total("sprs_bytes")),
         "tokens sent to other nodes": f"{run.total('cross_node_tokens'):,}" if run.layers else "–",
         **_transfer_figures(run),
         **_reshard_figures(run),
+    }
+
+
+def _part_figures(run: RecordedRun) -> dict[str, str]:
+    parts = parts_of(run)
+    if len(parts) == 1:
+        return {}
+    return {"parts": ", ".join(f"{part.first}–{part.last} {part.strategy}" for part in parts)}
+
+
+def _simulated(run: RecordedRun, what_if: SimulationReport) -> dict[str, str]:
+    seconds = [what_if.steady_s(row.outcome) for row in what_if.rows if row.label == run.strategy]
+    if not seconds:
+        return {}
+    return {
+        "simulated: ms of an iteration": f"{1e3 * seconds[0]:.4g}",
+        "simulated: speed, × ep": f"{what_if.plain_s / seconds[0]:.2f}",
     }
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +25,13 @@ class RecordedRun:
         path: Folder of the run.
         strategy: Name of the run's strategy, or the folder's name if the strategy is unknown.
         metrics: Metrics of at least one iteration, in order.
+        asked_iterations: Number of the last iteration that the run was asked to train, or None if unknown.
     """
 
     path: Path
     strategy: str
     metrics: tuple[IterationMetrics, ...]
+    asked_iterations: int | None = None
 
     @cached_property
     def iterations(self) -> NDArray[np.int64]:
@@ -55,9 +57,10 @@ class RecordedRun:
         return np.array([record.lm_loss for record in self.metrics])
 
     @property
-    def median_tokens_per_s(self) -> float:
-        """Median tokens per second of the iterations. The median ignores the slow first iterations."""
-        return float(np.median([record.tokens_per_s for record in self.metrics]))
+    def shared_cores(self) -> str:
+        """Statement that ranks shared cores (``RunSession.shared_cores``). Empty if they did not."""
+        sessions = [record.session for record in self.metrics if record.session is not None]
+        return next((session.shared_cores for session in sessions if session.shared_cores), "")
 
     def total(self, field: str) -> float:
         """Return the sum of a layer metric over layers and iterations.
@@ -114,14 +117,23 @@ def read_run(path: Path) -> RecordedRun:
             f"{path}: metrics.jsonl holds different MoE layers in different iterations, so it mixes "
             "different models; record the run again"
         )
-    return RecordedRun(path=path, strategy=_strategy_of(path), metrics=tuple(metrics))
-
-
-def _strategy_of(path: Path) -> str:
+    session = next((record.session for record in reversed(metrics) if record.session is not None), None)
     config = path / "config.yaml"
     if not config.exists():  # the command line did not start this run's script
-        return path.resolve().name
-    section = load_yaml(config).get("strategy")
+        name = path.resolve().name if session is None else session.strategy
+        return RecordedRun(path, name, tuple(metrics), None if session is None else session.iterations)
+    settings = load_yaml(config)
+    training = settings.get("training")
+    asked = training.get("iterations") if isinstance(training, dict) else None
+    if session is not None:
+        asked = session.iterations
+    return RecordedRun(
+        path, _strategy_of(settings, config), tuple(metrics), asked if isinstance(asked, int) else None
+    )
+
+
+def _strategy_of(settings: dict[str, Any], config: Path) -> str:
+    section = settings.get("strategy")
     name = section.get("name") if isinstance(section, dict) else None
     if not isinstance(name, str):
         raise ConfigurationError(

@@ -22,6 +22,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.json_records import Count, parse_record
 from megatron_fssdp.config.written_files import cannot_write
 from megatron_fssdp.reporting.growing_arrays import ArrayFormat, GrowingArrays, read_arrays, unreadable
+from megatron_fssdp.reporting.run_session import RunSession
 
 METRICS_FILE = "metrics.jsonl"
 LOADS_FILE = "loads.npz"
@@ -101,6 +102,7 @@ class IterationMetrics:
             this iteration.
         rank_memory: Kind of memory of ``rank_peak_bytes``: ``allocated`` by torch on the GPU, or ``resident``
             in the host's memory, libraries included.
+        session: The start of the training, in its first iteration. None in all others.
     """
 
     iteration: Count
@@ -115,6 +117,7 @@ class IterationMetrics:
     passes_s: _Figure = 0.0
     rank_peak_bytes: tuple[Count, ...] = ()
     rank_memory: str | None = None
+    session: RunSession | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

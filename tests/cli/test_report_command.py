@@ -1,5 +1,6 @@
 """``megatron-fssdp report`` and ``compare`` from folders to files."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -80,6 +81,38 @@ def test_bad_input_is_one_line_and_leaves_nothing(words, message, run: Path, tmp
         CliRunner().invoke(app, [word.format(**places) for word in words], catch_exceptions=False)
     assert "\n" not in str(caught.value)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_losses_of_unlike_runs_are_not_compared(run: Path, tmp_path: Path) -> None:
+    other = write_made_run(tmp_path / "other", "fssdp", num_iterations=4, num_layers=4)
+    text = TINY.read_text().replace("iterations: 60", "iterations: 20")
+    (other / "config.yaml").write_text(text)
+    with pytest.raises(ConfigurationError, match=r"training\.iterations 60 and 20.*--loads-only") as caught:
+        CliRunner().invoke(app, ["compare", str(run), str(other)], catch_exceptions=False)
+    assert "\n" not in str(caught.value)
+    output = command("compare", run, other, "--loads-only")
+    assert "settings that differ" in output
+    assert "training.iterations" in output
+    assert "load: mean" in output
+    assert "loss: " not in output
+    page = PageParts((run / "comparison.html").read_text())
+    assert page.anchors[0] == "settings"
+    assert "loss" not in page.anchors
+
+
+def test_loads_of_ranks_that_share_cores_are_simulated_on_a_cluster(run: Path, tmp_path: Path) -> None:
+    ep = write_made_run(tmp_path / "plain", "ep", num_iterations=4, num_layers=4)
+    for folder in (ep, run):
+        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+        session = json.dumps({"strategy": "x", "iterations": 4, "ranks": 4, "cores": 2})
+        lines[0] = lines[0].replace('"session": null', f'"session": {session}')
+        (folder / "metrics.jsonl").write_text("".join(lines))
+    output = " ".join(command("compare", ep, run).split())
+    assert "speed is not comparable here: 4 ranks share 2 cores" in output
+    assert "simulated, not measured: the loads of ep in 4 layers of Mixtral" in output
+    page = PageParts((ep / "comparison.html").read_text())
+    assert "These times are simulated, not measured" in page.texts["what-if"]
+    assert set(page.figures["what-if"]["data"][0]["y"]) == {"ep", "fssdp"}
 
 
 def test_ranking_needs_recorded_loads(run: Path) -> None:

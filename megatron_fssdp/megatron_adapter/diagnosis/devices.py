@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 
 from megatron_fssdp.megatron_adapter.diagnosis.installed_packages import one_line
+from megatron_fssdp.reporting.run_session import usable_cores
 
 DEVICE_VARIABLE = "MEGATRON_FSSDP_DEVICE"
 
@@ -114,7 +115,7 @@ def look_at_devices() -> Devices:
     except Exception as raised:  # Broken drivers raise many kinds of errors.
         error = one_line(raised)
     return Devices(
-        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        num_cores=usable_cores(),
         memory_bytes=int(psutil.virtual_memory().total),
         asked=os.environ.get(DEVICE_VARIABLE, "").lower(),
         gpus=gpus,

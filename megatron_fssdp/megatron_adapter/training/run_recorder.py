@@ -3,6 +3,8 @@
 import atexit
 import math
 import resource
+import socket
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from megatron_fssdp.megatron_adapter.training.training_boards import write_to_bo
 from megatron_fssdp.planning.loads.load_statistics import balance_ratio, load_similarity, max_over_mean
 from megatron_fssdp.reporting.placement_records import PlacementsWriter
 from megatron_fssdp.reporting.run_records import IterationMetrics, LayerMetrics, LoadsWriter, MetricsWriter
+from megatron_fssdp.reporting.run_session import RunSession, usable_cores
 from megatron_fssdp.runtime.execution.layer_load import LayerLoad
 
 _KIND_OF_MEMORY = {True: "allocated", False: "resident"}
@@ -105,10 +108,13 @@ class RunRecorder:
 
     Args:
         record_dir: Folder of the run's files; ``None`` writes no files.
+        strategy: Name of the run's strategy.
         to_boards: Whether to write to the boards at Megatron's log interval.
     """
 
-    def __init__(self, record_dir: Path | None, *, to_boards: bool = False) -> None:
+    def __init__(self, record_dir: Path | None, strategy: str, *, to_boards: bool = False) -> None:
+        self._strategy = strategy
+        self._has_begun = False
         self._writes_files = record_dir is not None
         self._to_boards = to_boards
         self._last_load_E: dict[int, np.ndarray] = {}
@@ -147,6 +153,8 @@ class RunRecorder:
         stages = _gather_stages(_StageRecord(loss, loads, reshard or ReshardReport(0, 0, 0.0)))
         # Peaks are also recorded in the first and the last iteration, so that a short run has them.
         peaks = _gather_peaks() if is_logged or iteration in (1, args.train_iters) else ()
+        session = None if self._has_begun else _session(self._strategy)
+        self._has_begun = True
         metrics: IterationMetrics | None = None
         all_loads = sorted((load for stage in stages for load in stage.loads), key=lambda load: load.layer)
         if dist.get_rank() == 0:
@@ -164,6 +172,7 @@ class RunRecorder:
                 passes_s=times.passes_s,
                 rank_peak_bytes=peaks,
                 rank_memory=_KIND_OF_MEMORY[torch.cuda.is_available()] if peaks else None,
+                session=session,
             )
             self._last_load_E = {load.layer: load.counts_DE.sum(axis=0) for load in all_loads}
             if self._files is not None:
@@ -181,6 +190,19 @@ def _is_logged() -> bool:
     """Whether Megatron logs a line for the running iteration."""
     args = get_args()
     return bool((args.curr_iteration + 1) % args.log_interval == 0)
+
+
+def _session(strategy: str) -> RunSession | None:
+    """Return this start of the training on global rank 0, and None on other ranks. Collective."""
+    cores = 0 if torch.cuda.is_available() else usable_cores()
+    everyone = dist.group.WORLD
+    assert everyone is not None  # training has begun
+    found: list[tuple[str, int]] = _gather((socket.gethostname(), cores), everyone)
+    if not found:
+        return None
+    ranks_of = Counter(host for host, _ in found)
+    host, cores = min(found, key=lambda one: one[1] / ranks_of[one[0]])
+    return RunSession(strategy, int(get_args().train_iters or 0), ranks_of[host], cores)
 
 
 def _gather_stages(own: _StageRecord) -> list[_StageRecord]:

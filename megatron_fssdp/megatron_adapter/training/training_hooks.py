@@ -75,7 +75,8 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
                 install_launch_hooks(built[0])
                 drivers.append(IterationDriver(requested.session, built[0], built[1], get_args()))
             if requested.settings.record_dir is not None or to_boards:
-                recorder.append(RunRecorder(requested.settings.record_dir, to_boards=to_boards))
+                record_dir = requested.settings.record_dir
+                recorder.append(RunRecorder(record_dir, requested.name, to_boards=to_boards))
         return built
 
     @wraps(step)

@@ -26,7 +26,8 @@ def loss_section(runs: Sequence[ReportedRun]) -> Section:
         notes += [_agreement(runs[0], run) for run in runs[1:]]
         if traces := [trace for run in runs[1:] if (trace := _difference(runs[0], run)) is not None]:
             title = {"text": f"Relative difference from {runs[0].name}, where it is not 0"}
-            axis = titled("|difference| / loss", type="log", exponentformat="power", nticks=5)
+            axis = titled("|difference| / loss", type="log", exponentformat="power", dtick=1)
+            axis["range"] = _decades(runs)
             figures.append(
                 Figure(
                     "loss-difference",
@@ -45,6 +46,13 @@ def loss_section(runs: Sequence[ReportedRun]) -> Section:
     if width > 1:
         notes.append(f"Each point is the mean of up to {width} iterations.")
     return Section("loss", "Loss", lead, tuple(figures), notes=tuple(notes))
+
+
+def _decades(runs: Sequence[ReportedRun]) -> list[float]:
+    """Return the powers of 10 that enclose all differences which are not 0, as the range of a log axis."""
+    found = np.concatenate([loss_differences(runs[0].records, run.records)[1] for run in runs[1:]])
+    shown = np.log10(found[np.isfinite(found) & (found > 0)])
+    return [float(np.floor(shown.min() - 0.1)), float(np.ceil(shown.max() + 0.1))] if len(shown) else [-8, 0]
 
 
 def _curve(run: ReportedRun, number: int) -> dict[str, object]:

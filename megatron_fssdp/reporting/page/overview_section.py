@@ -1,58 +1,87 @@
-"""The most important numbers of a page, and the section with all figures."""
+"""Page sections with tables: settings that differ, parts of resumed runs, and all figures."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
 
 from megatron_fssdp.reporting.comparison_table import compared_figures
-from megatron_fssdp.reporting.page.device_load_section import load_before_IL
-from megatron_fssdp.reporting.page.memory_section import peak_memory
 from megatron_fssdp.reporting.page.reported_run import ReportedRun
 from megatron_fssdp.reporting.page.section import Section, Table
-from megatron_fssdp.reporting.recorded_run import loss_differences
-from megatron_fssdp.reporting.units import format_bytes, format_memory
+from megatron_fssdp.reporting.run_parts import not_comparable, parts_of, progress_of, speed_text
+from megatron_fssdp.reporting.run_settings import differing_settings
+from megatron_fssdp.reporting.simulation_report import SimulationReport
 
 
-@dataclass(frozen=True)
-class Tile:
-    """One large number at the top of the page.
-
-    Attributes:
-        label: Name of the number.
-        value: The number with its unit.
-        hint: Another number to compare it with, or an explanation.
-    """
-
-    label: str
-    value: str
-    hint: str = ""
-
-
-def tiles_of(runs: Sequence[ReportedRun]) -> tuple[Tile, ...]:
-    """Return the large numbers of one run, or those that compare several runs.
-
-    Args:
-        runs: Runs of the page.
-    """
-    return _tiles_of_one(runs[0]) if len(runs) == 1 else _tiles_of_several(runs)
-
-
-def overview_section(runs: Sequence[ReportedRun]) -> Section:
+def overview_section(
+    runs: Sequence[ReportedRun], what_if: SimulationReport | None = None, *, with_losses: bool = True
+) -> Section:
     """Make the section with the same table that the terminal shows.
 
     Args:
         runs: Runs of the page.
+        what_if: Results of a simulation of the runs' loads, or None.
+        with_losses: Whether losses can be compared.
     """
-    columns, rows = compared_figures([run.records for run in runs], [run.name for run in runs])
+    columns, rows = compared_figures(
+        [run.records for run in runs],
+        [run.name for run in runs],
+        with_losses=with_losses,
+        what_if=what_if,
+    )
     table = Table(("", *columns), tuple((label, *cells) for label, cells in rows.items()))
     lead = "Figures are of the whole run unless stated otherwise. Load: max/mean device load; 1 is even."
-    return Section("figures", "All figures", lead, table=table)
+    reason = not_comparable([run.records for run in runs])
+    return Section("figures", "All figures", lead, table=table, notes=(_sentence(reason),) if reason else ())
+
+
+def settings_section(runs: Sequence[ReportedRun]) -> Section | None:
+    """Make the section with the settings in which runs differ, or None if they do not differ.
+
+    Args:
+        runs: Runs of the page.
+    """
+    differing = differing_settings([run.records for run in runs])
+    if not differing:
+        return None
+    table = Table(
+        ("setting", *(run.name for run in runs)), tuple((key, *values) for key, values in differing.items())
+    )
+    lead = "The runs have the same settings, except for these. –: not set."
+    return Section("settings", "Settings that differ", lead, table=table)
+
+
+def parts_section(runs: Sequence[ReportedRun]) -> Section | None:
+    """Make the section with the parts of resumed runs, or None if no run was resumed.
+
+    Args:
+        runs: Runs of the page.
+    """
+    rows = []
+    reason = not_comparable([run.records for run in runs])
+    for run in runs:
+        parts = parts_of(run.records)
+        for part in parts if len(parts) > 1 else ():
+            loads = [layer.load_max_over_mean for record in part.records for layer in record.layers]
+            rows.append(
+                (
+                    f"{run.name}, iterations {part.first:,} to {part.last:,}",
+                    part.strategy,
+                    f"{part.records[0].lm_loss:.4f} → {part.records[-1].lm_loss:.4f}",
+                    f"{sum(loads) / len(loads):.2f}" if loads else "–",
+                    "not comparable" if reason else speed_text(part.records),
+                )
+            )
+    if not rows:
+        return None
+    header = ("part", "strategy", "loss", "load max/mean", "tokens/s: median (quartiles)")
+    lead = (
+        "A run that was resumed has one part for each start. Dotted lines in the figures mark the starts. "
+        "A resumed run repeats the iterations after its last checkpoint, and only the repetition is shown."
+    )
+    return Section("parts", "Parts of the run", lead, table=Table(header, tuple(rows)))
 
 
 def model_line(run: ReportedRun) -> str:
     """Return one line with the numbers of iterations, layers, experts and devices of a run."""
-    words = [_counted(len(run.records.metrics), "iteration")]
+    words = [progress_of(run.records)]
     if run.records.layers:
         words.append(_counted(len(run.records.layers), "MoE layer"))
     if run.loads is not None:
@@ -65,68 +94,5 @@ def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _tiles_of_one(run: ReportedRun) -> tuple[Tile, ...]:
-    records = run.records
-    tiles = [
-        Tile("last loss", f"{records.losses[-1]:.4f}", f"first {records.losses[0]:.4f}"),
-        Tile("tokens per second", f"{records.median_tokens_per_s:,.0f}", "median of all iterations"),
-    ]
-    if records.layers:
-        before = float(load_before_IL(run).mean())
-        tiles += [
-            Tile("device load, max / mean", f"{records.load_IL.mean():.2f} ×", f"plain EP {before:.2f} ×"),
-            Tile(
-                "replicas per layer",
-                f"{records.total('num_replicas') / records.load_IL.size:.1f}",
-                "mean",
-            ),
-            Tile(
-                "weights moved (spAG)",
-                format_bytes(records.total("spag_bytes")),
-                _hidden(records.hidden_share("spag")),
-            ),
-        ]
-    peaks, _ = peak_memory(records)
-    if peaks:
-        tiles.append(
-            Tile("peak memory of a rank", format_memory(max(peaks)), "the rank with the highest peak")
-        )
-    return tuple(tiles)
-
-
-def _hidden(share: float | None) -> str:
-    return "in the whole run" if share is None else f"{share:.0%} hidden under compute"
-
-
-def _tiles_of_several(runs: Sequence[ReportedRun]) -> tuple[Tile, ...]:
-    first = runs[0]
-    speeds = [run.records.median_tokens_per_s for run in runs]
-    fastest = int(np.argmax(speeds))
-    tiles = [
-        Tile(
-            "fastest",
-            runs[fastest].name,
-            f"{speeds[fastest]:,.0f} tokens/s; "
-            + ", ".join(
-                f"{run.name} {speed:,.0f}"
-                for run, speed in zip(runs, speeds, strict=True)
-                if run is not runs[fastest]
-            ),
-        )
-    ]
-    measured = [run for run in runs if run.records.layers]
-    if measured:
-        most_even = min(measured, key=lambda run: float(run.records.load_IL.mean()))
-        tiles.append(
-            Tile(
-                "most even",
-                most_even.name,
-                f"device load, max / mean: {most_even.records.load_IL.mean():.2f} ×; plain EP "
-                f"{load_before_IL(most_even).mean():.2f} ×",
-            )
-        )
-    differences = [loss_differences(first.records, run.records)[1] for run in runs[1:]]
-    known = [float(found.max()) for found in differences if len(found) and np.isfinite(found).any()]
-    if known:
-        tiles.append(Tile("largest loss difference", f"{max(known):.1e}", f"relative to {first.name}"))
-    return tuple(tiles)
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."

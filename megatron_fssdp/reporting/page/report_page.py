@@ -13,9 +13,15 @@ from plotly.offline import get_plotlyjs
 from megatron_fssdp.config.written_files import written_file
 from megatron_fssdp.reporting.page.device_load_section import device_load_section
 from megatron_fssdp.reporting.page.expert_load_section import expert_load_section
+from megatron_fssdp.reporting.page.headline import Headline, headline_of
 from megatron_fssdp.reporting.page.loss_section import loss_section
 from megatron_fssdp.reporting.page.memory_section import memory_section
-from megatron_fssdp.reporting.page.overview_section import model_line, overview_section, tiles_of
+from megatron_fssdp.reporting.page.overview_section import (
+    model_line,
+    overview_section,
+    parts_section,
+    settings_section,
+)
 from megatron_fssdp.reporting.page.placement_section import placement_data, placement_section
 from megatron_fssdp.reporting.page.replica_section import replica_section
 from megatron_fssdp.reporting.page.reported_run import ReportedRun
@@ -30,34 +36,42 @@ _PACKAGE = "megatron_fssdp.reporting.page"
 _SCRIPTS = ("theme.js", "placement_viewer.js", "figures.js")
 
 
-def page_sections(runs: Sequence[ReportedRun], what_if: SimulationReport | None = None) -> list[Section]:
+def page_sections(
+    runs: Sequence[ReportedRun], what_if: SimulationReport | None = None, *, with_losses: bool = True
+) -> list[Section]:
     """Return all sections of a page, in order. A section that has nothing to show gives the reason.
 
     Args:
         runs: One run, or several runs to compare.
         what_if: Results of a simulation of strategies, or None.
+        with_losses: Whether losses can be compared.
     """
-    selections = selection_section(runs)
-    return [
-        loss_section(runs),
-        device_load_section(runs),
+    sections = [
+        settings_section(runs),
+        parts_section(runs),
+        loss_section(runs) if with_losses else None,
         time_section(runs),
+        device_load_section(runs),
         expert_load_section(runs),
         placement_section(runs),
         replica_section(runs),
-        *([selections] if selections is not None else []),
+        selection_section(runs),
         memory_section(runs),
         what_if_section(what_if),
-        overview_section(runs),
+        overview_section(runs, what_if, with_losses=with_losses),
     ]
+    return [section for section in sections if section is not None]
 
 
-def page_html(runs: Sequence[ReportedRun], sections: Sequence[Section]) -> str:
+def page_html(
+    runs: Sequence[ReportedRun], sections: Sequence[Section], headline: Headline | None = None
+) -> str:
     """Return the page as HTML text.
 
     Args:
         runs: Runs of the page.
         sections: Sections of the page, from :func:`page_sections`.
+        headline: Top of the page. Default: that of the runs without a simulation.
     """
     environment = Environment(
         loader=PackageLoader(_PACKAGE, "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
@@ -70,7 +84,7 @@ def page_html(runs: Sequence[ReportedRun], sections: Sequence[Section]) -> str:
     return environment.get_template("page.html.j2").render(
         title=_title(runs),
         runs=[{"name": run.name, "colour": run.colour, "line": model_line(run)} for run in runs],
-        tiles=tiles_of(runs),
+        headline=headline or headline_of(runs),
         sections=sections,
         style=Markup(_text("page.css")),
         plotly=Markup(get_plotlyjs()),

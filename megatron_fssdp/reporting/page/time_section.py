@@ -13,6 +13,7 @@ from megatron_fssdp.reporting.page.iteration_bins import IterationBins
 from megatron_fssdp.reporting.page.reported_run import ReportedRun, most_iterations
 from megatron_fssdp.reporting.page.section import Figure, Section, iteration_axis, packed, titled
 from megatron_fssdp.reporting.recorded_run import RecordedRun
+from megatron_fssdp.reporting.run_parts import not_comparable
 
 MOST_POINTS = 600
 
@@ -72,6 +73,10 @@ def time_section(runs: Sequence[ReportedRun]) -> Section:
         notes.append(
             "At least one run did not record the seconds of its passes. There, the passes are part of "
             "“optimizer and everything else”."
+        )
+    if reason := not_comparable([run.records for run in runs]):
+        notes.insert(
+            0, f"{reason[0].upper()}{reason[1:]}. A rank with little work lends its core to a busy one."
         )
     lead = (
         "Seconds of an iteration on the first rank. Transfers of weights and gradients count only while "

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_fssdp.reporting.placement_records import read_placements
 from megatron_fssdp.reporting.run_records import IterationMetrics, read_loads, read_metrics
+from megatron_fssdp.reporting.run_session import RunSession, usable_cores
 
 from ..training_run import relative_difference, train
 
@@ -38,6 +39,7 @@ def test_all_devices_and_layers_are_recorded(
     )
     metrics, loads = read_metrics(tmp_path), read_loads(tmp_path)
     assert [entry.iteration for entry in metrics] == [1, 2, 3]
+    assert [entry.session for entry in metrics] == [RunSession("fssdp", 3, 4, usable_cores()), None, None]
     assert relative_difference(tuple(entry.lm_loss for entry in metrics), run.losses) == 0
     assert relative_difference(tuple(entry.grad_norm or 0 for entry in metrics), run.grad_norms) <= 1e-6
     assert all([layer.layer for layer in entry.layers] == [1, 2] for entry in metrics)

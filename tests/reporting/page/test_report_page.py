@@ -25,7 +25,7 @@ from .made_runs import write_made_run
 from .page_parts import PageParts, unpacked
 
 SECTIONS = [
-    *("loss", "device-load", "time", "expert-load", "placement"),
+    *("loss", "time", "device-load", "expert-load", "placement"),
     *("replicas", "memory", "what-if", "figures"),
 ]
 
@@ -128,7 +128,7 @@ def test_runs_are_compared_with_the_first(tmp_path: Path) -> None:
     fssdp = write_made_run(tmp_path / "fssdp")
     again = write_made_run(tmp_path / "again", "fssdp", num_iterations=7, seed=1)
     page = page_of(ep, fssdp, again)
-    assert page.anchors == SECTIONS
+    assert page.anchors == ["settings", *SECTIONS]
     # Two runs have the same strategy, so all are named after their folders.
     assert [trace["name"] for trace in page.figures["loss"]["data"]] == ["ep", "fssdp", "again"]
     colours = [trace["line"]["color"] for trace in page.figures["loss"]["data"]]
@@ -217,7 +217,7 @@ def test_names_are_escaped_in_the_page(tmp_path: Path) -> None:
     folder = write_made_run(tmp_path / "<b>&'\"")
     (folder / "config.yaml").write_text("strategy: {name: '</script><script>alert(1)</script>'}\n")
     page = page_of(folder, write_made_run(tmp_path / "ep", "ep"))
-    assert page.anchors == SECTIONS
+    assert page.anchors == ["settings", *SECTIONS]
     assert page.placements[0]["name"] == "</script><script>alert(1)</script>"
 
 
