@@ -70,8 +70,8 @@ def test_two_and_three_runs_are_compared_in_the_terminal_and_on_a_page(run: Path
         (["compare", "{run}"], "got one run, wanted two or more"),
         (["report", "{run}", "--cluster", "nowhere"], "unknown cluster"),
         (["report", "{run}", "--cluster", CLUSTER, "--strategies", "fsdp"], "did you mean 'fssdp'"),
-        (["report", "{run}", "--out", "{run}"], "cannot be written"),
-        (["report", "{run}", "--out", "{run}/config.yaml/x.html"], "cannot be written"),
+        (["report", "{run}", "--out", "{run}"], "is a folder, wanted a file"),
+        (["report", "{run}", "--out", "{run}/config.yaml/x.html"], "is not a folder"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(words, message, run: Path, tmp_path: Path) -> None:
