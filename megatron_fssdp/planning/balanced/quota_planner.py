@@ -4,13 +4,13 @@ This planner is ours and follows the approach of ECHO and UltraEP. The counts ar
 lowest limit (ceiling) that the load of every device can have. Tokens above the ceiling spill to devices with
 room, and the dispatch follows this assignment.
 
-Shape letters: E experts, D devices, X expert-tensor-parallel peers.
+Shape letters: E experts, D devices, P pairs of expert and device, X expert-tensor-parallel peers.
 """
 
 import numpy as np
 
 from megatron_fssdp.planning.dispatch.quota_dispatch import QuotaDispatch
-from megatron_fssdp.planning.kernels import quota_search, quota_tables
+from megatron_fssdp.planning.kernels import quota_search
 from megatron_fssdp.planning.loads.checked_loads import checked_counts
 from megatron_fssdp.planning.native.kernel import Kernel
 from megatron_fssdp.planning.placement.topology import Topology
@@ -20,7 +20,6 @@ CEILING_TOLERANCE = 0.005
 
 
 spill = Kernel(quota_search.spill)
-fill_quotas = Kernel(quota_tables.fill_quotas)
 
 
 def quota_assignment(
@@ -85,6 +84,8 @@ def split_among_peers(tokens_ED: np.ndarray, load_XE: np.ndarray) -> np.ndarray:
     Returns:
         int64 ``[X, E, D]``.
     """
+    if len(load_XE) == 1:
+        return tokens_ED[None]
     quota_end_ED = np.cumsum(tokens_ED, axis=1)
     peer_end_XE = np.cumsum(load_XE, axis=0)
     first_XED = np.maximum((quota_end_ED - tokens_ED)[None], (peer_end_XE - load_XE)[:, :, None])
@@ -93,24 +94,14 @@ def split_among_peers(tokens_ED: np.ndarray, load_XE: np.ndarray) -> np.ndarray:
 
 
 def quota_dispatch(tokens_ED: np.ndarray, counts_DE: np.ndarray, topology: Topology) -> QuotaDispatch:
-    """The dispatch that fulfils given quotas.
-
-    A device's quota is filled with the device's own tokens first, then with those of its node, then with
-    those of other nodes.
+    """The dispatch that fulfils given quotas with the nearest tokens (:meth:`QuotaDispatch.filled`).
 
     Args:
         tokens_ED: Tokens of each expert that each device computes, int64 ``[E, D]``.
         counts_DE: (token, k) pairs by source device and expert, int64 ``[D, E]``.
         topology: Nodes of the devices.
     """
-    own_DE, near_DE, far_DE = np.empty((3, *counts_DE.shape), np.int64)
-    fill_quotas(
-        np.ascontiguousarray(tokens_ED, np.int64),
-        np.ascontiguousarray(counts_DE, np.int64),
-        topology.node_of_device_D,
-        topology.num_nodes,
-        own_DE,
-        near_DE,
-        far_DE,
-    )
-    return QuotaDispatch(counts_DE, own_DE, near_DE, far_DE, topology)
+    num_devices = topology.num_devices
+    pair_P = np.flatnonzero(tokens_ED)
+    expert_P, device_P = np.divmod(pair_P, num_devices)
+    return QuotaDispatch.filled(counts_DE, expert_P, device_P, tokens_ED.reshape(-1)[pair_P], topology)

@@ -53,23 +53,26 @@ def dispatch_traffic(
     dispatch = plan_dispatch(policy, counts_DE, placement, topology)
     if isinstance(dispatch, QuotaDispatch):
         return quota_traffic(dispatch)
-    groups = holder_groups(placement, topology)
     pairs = even_pair_tokens(counts_DE, placement, topology)
-    own_D, near_in_D, far_in_D = (
-        np.bincount(groups.device_P, weights=tokens_P, minlength=topology.num_devices)
-        for tokens_P in (pairs.own_P, pairs.near_P, pairs.far_P)
-    )
-    return summed_traffic(own_D, pairs.near_out_D, near_in_D, pairs.far_out_D, far_in_D, topology)
+    device_P = holder_groups(placement, topology).device_P
+    in_D = _sums(device_P, (pairs.own_P, pairs.near_P, pairs.far_P), topology)
+    return summed_traffic(in_D[0], pairs.near_out_D, in_D[1], pairs.far_out_D, in_D[2], topology)
 
 
 def quota_traffic(dispatch: QuotaDispatch) -> DispatchTraffic:
     """Traffic of a dispatch by quotas."""
-    own_D, near_in_D, far_in_D = (
-        tokens_DE.sum(axis=1).astype(float)
-        for tokens_DE in (dispatch.own_DE, dispatch.near_DE, dispatch.far_DE)
-    )
-    far_out_D = dispatch.counts_DE.sum(axis=1) - own_D - dispatch.near_out_D
-    return summed_traffic(own_D, dispatch.near_out_D, near_in_D, far_out_D, far_in_D, dispatch.topology)
+    quotas = (dispatch.own_P, dispatch.near_P, dispatch.far_P)
+    own_D, near_in_D, far_in_D = _sums(dispatch.device_P, quotas, dispatch.topology)
+    near_out_D = dispatch.near_out_D()
+    far_out_D = dispatch.counts_DE.sum(axis=1) - own_D - near_out_D
+    return summed_traffic(own_D, near_out_D, near_in_D, far_out_D, far_in_D, dispatch.topology)
+
+
+def _sums(
+    device_P: np.ndarray, tokens: tuple[np.ndarray, np.ndarray, np.ndarray], topology: Topology
+) -> list[np.ndarray]:
+    """The tokens of each device, float64 ``[D]``, for each of three arrays with the tokens of each pair."""
+    return [np.bincount(device_P, tokens_P, topology.num_devices) for tokens_P in tokens]
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,5 @@ def balanced_dispatch(counts_DE: np.ndarray, placement: ExpertPlacement, topolog
         MOST_DEALS,
         0,
     )
-    own_DE, near_DE, far_DE = np.zeros((3, *counts_DE.shape), dtype=np.int64)
-    for tokens_DE, tokens_P in ((own_DE, even.own_P), (near_DE, even.near_P), (far_DE, even.far_P)):
-        tokens_DE[groups.device_P, groups.expert_P] = tokens_P
-    return QuotaDispatch(counts_DE, own_DE, near_DE, far_DE, topology)
+    pairs = (groups.expert_P, groups.device_P, even.own_P, even.near_P, even.far_P)
+    return QuotaDispatch(counts_DE, *pairs, topology)

@@ -4,10 +4,10 @@ Which sources these tokens come from follows from the quotas: tokens and quotas 
 in the same way on every rank. A rank derives only its own row (what it sends) and its own column (what it
 receives). The full table of shape ``[D, E, D]`` is never built.
 
-Shape letters: E experts, D devices, N nodes, G experts present on a device.
+Shape letters: E experts, D devices, N nodes, P pairs of expert and device, G experts present on a device.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,9 +17,11 @@ from megatron_fssdp.planning.kernels import quota_tables
 from megatron_fssdp.planning.native.kernel import Kernel
 from megatron_fssdp.planning.placement.topology import Topology
 
-sum_quotas = Kernel(quota_tables.sum_quotas)
-quota_row = Kernel(quota_tables.quota_row)
+are_fillable = Kernel(quota_tables.are_fillable)
+fill_quotas = Kernel(quota_tables.fill_quotas)
 quota_column = Kernel(quota_tables.quota_column)
+quota_row = Kernel(quota_tables.quota_row)
+sum_near_tokens = Kernel(quota_tables.sum_near_tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +29,8 @@ class QuotaDispatch(DispatchTables):
     """A dispatch that matches the tokens of sources with the quotas of holders.
 
     Example: one expert on the devices 2 and 3 of a node with four devices. The sources 0, 1 and 2 have 3, 5
-    and 2 tokens for it. Holder 2 has a quota for its own 2 tokens (``own_DE``). Both holders have quotas for
-    4 tokens of other devices of the node (``near_DE``). Along the line, each token goes to the holder whose
+    and 2 tokens for it. Holder 2 has a quota for its own 2 tokens (``own_P``). Both holders have quotas for
+    4 tokens of other devices of the node (``near_P``). Along the line, each token goes to the holder whose
     quota is below it::
 
         source of each token    0 0 0 1 1 1 1 1
@@ -40,45 +42,72 @@ class QuotaDispatch(DispatchTables):
         source 2          2 (own)          0
         source 3            0              0
 
-    Tokens that go to other nodes are matched with ``far_DE`` in the same way, along a line of all devices.
+    Tokens that go to other nodes are matched with ``far_P`` in the same way, along a line of all devices.
 
     Attributes:
         counts_DE: (token, k) pairs by source device and expert, int64 ``[D, E]``.
-        own_DE: Quotas for own tokens: pairs of each expert that each device computes of its own tokens, int64
-            ``[D, E]``.
-        near_DE: Quotas for tokens of other devices in the same node, int64 ``[D, E]``.
-        far_DE: Quotas for tokens of other nodes, int64 ``[D, E]``.
+        expert_P: Experts with quotas, int64 ``[P]``. Pairs of expert and device are sorted by expert, then
+            device.
+        device_P: Device of each pair, int64 ``[P]``.
+        own_P: Quotas for own tokens: tokens of each pair's expert that its device computes of its own tokens,
+            int64 ``[P]``.
+        near_P: Quotas for tokens of other devices in the same node, int64 ``[P]``.
+        far_P: Quotas for tokens of other nodes, int64 ``[P]``.
         topology: Nodes of the devices.
-        near_out_D: Tokens that each device sends to other devices of its node, int64 ``[D]``.
 
     Raises:
         ValueError: A quota is negative, or quotas do not add up to the tokens that are there.
     """
 
     counts_DE: np.ndarray
-    own_DE: np.ndarray
-    near_DE: np.ndarray
-    far_DE: np.ndarray
+    expert_P: np.ndarray
+    device_P: np.ndarray
+    own_P: np.ndarray
+    near_P: np.ndarray
+    far_P: np.ndarray
     topology: Topology
-    near_out_D: np.ndarray = field(init=False)
-    _near_NE: np.ndarray = field(init=False, repr=False)  # near quotas of each node
 
     def __post_init__(self) -> None:
-        for name in ("counts_DE", "own_DE", "near_DE", "far_DE"):
-            object.__setattr__(self, name, np.ascontiguousarray(getattr(self, name), np.int64))
-        near_NE, left_NE, far_NE = np.zeros((3, self.topology.num_nodes, self.counts_DE.shape[1]), np.int64)
-        near_out_D = np.zeros(self.topology.num_devices, np.int64)
-        if not sum_quotas(*self._arrays, near_NE, left_NE, far_NE, near_out_D):
+        object.__setattr__(self, "counts_DE", np.ascontiguousarray(self.counts_DE, np.int64))
+        if not are_fillable(*self._arrays):
             raise ValueError(self._fault())
-        object.__setattr__(self, "_near_NE", near_NE)
-        object.__setattr__(self, "near_out_D", near_out_D)
+
+    @classmethod
+    def filled(
+        cls,
+        counts_DE: np.ndarray,
+        expert_P: np.ndarray,
+        device_P: np.ndarray,
+        tokens_P: np.ndarray,
+        topology: Topology,
+    ) -> "QuotaDispatch":
+        """The dispatch that fills each quota with the tokens that are nearest to its device.
+
+        A quota is filled with the device's own tokens first, then with those of its node, then with those of
+        other nodes.
+
+        Args:
+            counts_DE: (token, k) pairs by source device and expert, integers ``[D, E]``.
+            expert_P: Experts with quotas, sorted by expert, then device; int64 ``[P]``.
+            device_P: Device of each pair, int64 ``[P]``.
+            tokens_P: Tokens of the expert that the device computes, integers ``[P]``.
+            topology: Nodes of the devices.
+        """
+        counts = np.ascontiguousarray(counts_DE, np.int64)
+        own_P, (near_P, far_P) = np.array(tokens_P, np.int64), np.zeros((2, len(tokens_P)), np.int64)
+        nodes = (topology.node_of_device_D, topology.by_node_D, topology.first_N)
+        fill_quotas(counts, expert_P, device_P, own_P, near_P, far_P, *nodes)
+        return cls(counts, expert_P, device_P, own_P, near_P, far_P, topology)
 
     def _fault(self) -> str:
         """What is wrong with the quotas."""
-        leaving_DE = self.counts_DE - self.own_DE
-        left_NE = self.topology.sum_over_nodes(leaving_DE) - self.topology.sum_over_nodes(self.near_DE)
-        far_NE = self.topology.sum_over_nodes(self.far_DE)
-        lowest = min(part.min() for part in (leaving_DE, left_NE, self.own_DE, self.near_DE, self.far_DE))
+        own_DE, near_DE, far_DE = np.zeros((3, *self.counts_DE.shape), np.int64)
+        for table_DE, quota_P in ((own_DE, self.own_P), (near_DE, self.near_P), (far_DE, self.far_P)):
+            table_DE[self.device_P, self.expert_P] = quota_P
+        leaving_DE = self.counts_DE - own_DE
+        left_NE = self.topology.sum_over_nodes(leaving_DE) - self.topology.sum_over_nodes(near_DE)
+        far_NE = self.topology.sum_over_nodes(far_DE)
+        lowest = min(part.min() for part in (leaving_DE, left_NE, own_DE, near_DE, far_DE))
         if lowest < 0:
             return (
                 "got quotas that are negative, or above the tokens that a device has or that the devices of "
@@ -94,32 +123,46 @@ class QuotaDispatch(DispatchTables):
     @property
     def _arrays(self) -> tuple[np.ndarray, ...]:
         """Tokens, quotas and nodes, as kernels take them."""
-        return self.counts_DE, self.own_DE, self.near_DE, self.far_DE, self.topology.node_of_device_D
+        return (
+            self.counts_DE,
+            self.expert_P,
+            self.device_P,
+            self.own_P,
+            self.near_P,
+            self.far_P,
+            self.topology.node_of_device_D,
+            self.topology.by_node_D,
+            self.topology.first_N,
+        )
+
+    def near_out_D(self) -> np.ndarray:
+        """Tokens that each device sends to other devices of its node, int64 ``[D]``."""
+        near_out_D = np.zeros(self.topology.num_devices, np.int64)
+        sum_near_tokens(*self._arrays, near_out_D)
+        return near_out_D
 
     def rows_from(self, source: int) -> SentRows:
         """Tokens that one source sends. They sum to ``counts_DE[source]`` for each expert."""
-        size = self.counts_DE.size
         send_D = np.zeros(self.topology.num_devices, np.int64)
-        chunks = tuple(np.empty((4, size), np.int64))
-        num_chunks = quota_row(
-            *self._arrays, self._near_NE, source, np.empty((size, 3), np.int64), *chunks, send_D
-        )
-        expert_P, device_P, tokens_P, order_P = (chunk[:num_chunks].copy() for chunk in chunks)
+        chunks = np.empty((4, self.expert_P.size), np.int64)
+        num_chunks = quota_row(*self._arrays, source, *chunks, send_D)
+        expert_P, device_P, tokens_P, order_P = chunks[:, :num_chunks]
         return SentRows(expert_P, device_P, tokens_P, order_P, send_D)
 
     def received_by(self, device: int, expert_G: np.ndarray) -> np.ndarray:
         """Tokens that one device receives, by source and expert present there: int64 ``[D, G]``."""
         received_DG = np.empty((self.topology.num_devices, len(expert_G)), np.int64)
-        quota_column(*self._arrays, self._near_NE, device, expert_G, received_DG)
+        quota_column(*self._arrays, device, expert_G, received_DG)
         return received_DG
 
     def _experts_on(self, device: int) -> np.ndarray:
-        return np.flatnonzero(self.own_DE[device] + self.near_DE[device] + self.far_DE[device])
+        return self.expert_P[self.device_P == device]
 
     def device_tokens_D(self) -> np.ndarray:
         """(token, k) pairs that every device computes: int64 ``[D]``."""
-        return np.asarray((self.own_DE + self.near_DE + self.far_DE).sum(axis=1))
+        tokens_P = self.own_P + self.near_P + self.far_P
+        return np.bincount(self.device_P, tokens_P, self.topology.num_devices).astype(np.int64)
 
     def cross_node_tokens(self) -> int:
         """Number of (token, k) pairs that are sent to another node."""
-        return int(self.far_DE.sum())
+        return int(self.far_P.sum())

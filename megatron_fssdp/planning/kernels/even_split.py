@@ -50,40 +50,39 @@ def split_evenly(
     near_steps: Ints = zero_ints(num_pairs + 1)
     far_steps: Ints = zero_ints(num_pairs + 1)
     next_E: Ints = zero_ints(num_experts)  # the first pair whose device is not below the source
-    for expert in range(num_experts):
-        next_E[expert] = first_E[expert]
-    for source in range(counts_DE.shape[0]):
-        node: Index = node_D[source]
-        near: Int = 0
-        far: Int = 0
+    with cython.nogil:
         for expert in range(num_experts):
-            tokens = counts_DE[source, expert]
-            pair: Index = next_E[expert]
-            if pair < first_E[expert] + size_E[expert] and device_P[pair] == source:
-                own_P[pair] = tokens
-                next_E[expert] += 1
-            elif tokens > 0:
-                if node_size_EN[expert, node] > 0:
-                    first: Index = node_first_EN[expert, node]
-                    _deal_out(tokens, source + expert, first, node_size_EN[expert, node], near_steps)
-                    near += tokens
-                else:
-                    _deal_out(tokens, source + expert, first_E[expert], size_E[expert], far_steps)
-                    far += tokens
-        near_out_D[source] = near
-        far_out_D[source] = far
-    near = 0
-    far = 0
-    for i in range(num_pairs):
-        near += near_steps[i]
-        far += far_steps[i]
-        near_P[by_node_P[i]] = near
-        far_P[i] = far
+            next_E[expert] = first_E[expert]
+        for source in range(counts_DE.shape[0]):
+            node: Index = node_D[source]
+            near: Int = 0
+            far: Int = 0
+            for expert in range(num_experts):
+                tokens = counts_DE[source, expert]
+                pair: Index = next_E[expert]
+                if pair < first_E[expert] + size_E[expert] and device_P[pair] == source:
+                    own_P[pair] = tokens
+                    next_E[expert] += 1
+                elif tokens > 0:
+                    if node_size_EN[expert, node] > 0:
+                        first: Index = node_first_EN[expert, node]
+                        _deal_out(tokens, source + expert, first, node_size_EN[expert, node], near_steps)
+                        near += tokens
+                    else:
+                        _deal_out(tokens, source + expert, first_E[expert], size_E[expert], far_steps)
+                        far += tokens
+            near_out_D[source] = near
+            far_out_D[source] = far
+        near = 0
+        far = 0
+        for i in range(num_pairs):
+            near += near_steps[i]
+            far += far_steps[i]
+            near_P[by_node_P[i]] = near
+            far_P[i] = far
 
 
-@cython.cfunc
-@cython.nogil
-@cython.exceptval(check=False)
+@cython.inner
 def _deal_out(tokens: Int, turn: Index, first: Index, size: Index, steps: Ints) -> cython.void:
     """Split tokens over a range of pairs; the remainder goes to ``turn`` and the next ones, in a ring.
 
@@ -94,6 +93,10 @@ def _deal_out(tokens: Int, turn: Index, first: Index, size: Index, steps: Ints) 
         size: Number of pairs in the range.
         steps: Differences of neighbouring pairs, int64 ``[P + 1]``; changed in place.
     """
+    if size == 1:  # most experts have one holder, and divisions take long
+        steps[first] += tokens
+        steps[first + 1] -= tokens
+        return
     share = tokens // size
     rest = tokens - share * size
     steps[first] += share

@@ -28,7 +28,12 @@ class _Spilling:
         left_D: Experts of other owners that each device may still take.
         expert_P: Experts of which tokens spill; so do the device and the number of tokens.
         num_spilled: Number of such entries.
-        order_D: The devices by the present expert's tokens in their node, descending, then by number.
+        is_sorted_E: 1 for experts whose devices are sorted in ``nearest_ED``.
+        size_N: Number of devices of each node.
+        load_N: Tokens of the present expert in each node.
+        sorted_N: The nodes by these tokens, descending.
+        counter_N: Counter of each node's devices.
+        next_N: Where the next device of each counter goes.
     """
 
     load_E: ReadInts
@@ -47,6 +52,11 @@ class _Spilling:
     num_spilled: Index
     nearest_ED: Ints2
     is_sorted_E: Ints
+    size_N: Ints
+    load_N: Ints
+    sorted_N: Ints
+    counter_N: Ints
+    next_N: Ints
 
     def __init__(
         self,
@@ -68,10 +78,13 @@ class _Spilling:
         self.expert_P, self.device_P, self.tokens_P = zero_ints(room), zero_ints(room), zero_ints(room)
         self.num_spilled = 0
         self.is_sorted_E = zero_ints(load_E.shape[0])
+        num_nodes: Index = load_NE.shape[0]
+        self.size_N, self.load_N, self.sorted_N = (zero_ints(num_nodes) for _ in range(3))
+        self.counter_N, self.next_N = zero_ints(num_nodes), zero_ints(num_nodes)
+        for device in range(node_D.shape[0]):
+            self.size_N[node_D[device]] += 1
 
-    @cython.cfunc
-    @cython.nogil
-    @cython.exceptval(check=False)
+    @cython.inner
     def fits_below(self, ceiling: Int) -> Flag:
         """Spill all tokens above a ceiling, in ``expert_P`` and its siblings; False if they find no room."""
         self.num_spilled = 0
@@ -91,9 +104,7 @@ class _Spilling:
                 return False
         return True
 
-    @cython.cfunc
-    @cython.nogil
-    @cython.exceptval(check=False)
+    @cython.inner
     def spill_expert(self, expert: Index, over: Int) -> Int:
         """Spill up to ``over`` tokens of an expert to the nearest devices with room; returns how many."""
         if self.is_sorted_E[expert] == 0:
@@ -115,47 +126,59 @@ class _Spilling:
                 left -= taken
         return wanted - left
 
-    @cython.cfunc
-    @cython.nogil
-    @cython.exceptval(check=False)
+    @cython.inner
     def sort_devices(self, expert: Index) -> cython.void:
-        """Sort the devices by the expert's tokens in their node, descending, then by number (heap sort)."""
-        end: Index = self.load_D.shape[0]
+        """Sort the devices by the expert's tokens in their node, descending, then by number.
+
+        Nodes are sorted, and then the devices are counted off: nodes with equal tokens share a counter.
+        """
+        self.sort_nodes(expert)
+        end: Index = 0
+        for i in range(self.load_N.shape[0]):
+            node: Index = self.sorted_N[i]
+            previous: Index = self.sorted_N[max(0, i - 1)]
+            if i == 0 or self.load_N[node] != self.load_N[previous]:
+                self.counter_N[node] = i
+                self.next_N[i] = end
+            else:
+                self.counter_N[node] = self.counter_N[previous]
+            end += self.size_N[node]
+        for device in range(self.load_D.shape[0]):
+            counter: Index = self.counter_N[self.node_D[device]]
+            place: Index = self.next_N[counter]
+            self.nearest_ED[expert, place] = device
+            self.next_N[counter] += 1
+        self.is_sorted_E[expert] = 1
+
+    @cython.inner
+    def sort_nodes(self, expert: Index) -> cython.void:
+        """Sort the nodes by an expert's tokens, descending (heap sort)."""
+        end: Index = self.load_N.shape[0]
         for i in range(end):
-            self.nearest_ED[expert, i] = i
+            self.load_N[i] = self.load_NE[i, expert]
+            self.sorted_N[i] = i
         start = end // 2
         while end > 1:
             if start > 0:  # build the heap
                 start -= 1
-                moved: Index = self.nearest_ED[expert, start]
-            else:  # take the last device out
+                moved: Index = self.sorted_N[start]
+            else:  # take the last node out
                 end -= 1
-                moved = self.nearest_ED[expert, end]
-                self.nearest_ED[expert, end] = self.nearest_ED[expert, 0]
+                moved = self.sorted_N[end]
+                self.sorted_N[end] = self.sorted_N[0]
             parent = start
             while 2 * parent + 1 < end:
                 child = 2 * parent + 1
-                if child + 1 < end and self.is_nearer(
-                    expert, self.nearest_ED[expert, child], self.nearest_ED[expert, child + 1]
+                if (
+                    child + 1 < end
+                    and self.load_N[self.sorted_N[child]] > self.load_N[self.sorted_N[child + 1]]
                 ):
                     child += 1
-                if not self.is_nearer(expert, moved, self.nearest_ED[expert, child]):
+                if self.load_N[moved] <= self.load_N[self.sorted_N[child]]:
                     break
-                self.nearest_ED[expert, parent] = self.nearest_ED[expert, child]
+                self.sorted_N[parent] = self.sorted_N[child]
                 parent = child
-            self.nearest_ED[expert, parent] = moved
-        self.is_sorted_E[expert] = 1
-
-    @cython.cfunc
-    @cython.nogil
-    @cython.exceptval(check=False)
-    def is_nearer(self, expert: Index, first: Index, second: Index) -> Flag:
-        """Whether a device comes before another one."""
-        first_load = self.load_NE[self.node_D[first], expert]
-        second_load = self.load_NE[self.node_D[second], expert]
-        if first_load == second_load:
-            return first < second
-        return bool(first_load > second_load)
+            self.sorted_N[parent] = moved
 
 
 def spill(
@@ -195,12 +218,36 @@ def spill(
         load_E, load_D, load_NE, by_owner_E, first_D, busiest_first_D, node_D, slots, room, nearest_ED
     )
     found: Ints = zero_ints(3 * room)
-    num_found: Index = 0
     total: Int = 0
     for expert in range(num_experts):
         total += load_E[expert]
+    with cython.nogil:
+        num_found = _lowest_ceiling(search, total, tolerance, found)
+    for i in range(num_found):
+        spilled: Index = found[3 * i]
+        device: Index = found[3 * i + 1]
+        owner: Index = owner_E[spilled]
+        tokens_ED[spilled, device] += found[3 * i + 2]
+        tokens_ED[spilled, owner] -= found[3 * i + 2]
+
+
+@cython.inner
+def _lowest_ceiling(search: _Spilling, total: Int, tolerance: Real, found: Ints) -> Index:
+    """Find the lowest ceiling of the device loads by a binary search.
+
+    Args:
+        search: Finds which tokens spill under a ceiling.
+        total: Tokens of all experts.
+        tolerance: Precision of the ceiling, as a part of the mean device load.
+        found: Gets expert, device and number of the tokens that spill, one entry after the other.
+
+    Returns:
+        Number of entries.
+    """
+    num_devices: Index = search.load_D.shape[0]
+    num_found: Index = 0
     low = (total + num_devices - 1) // num_devices
-    high = load_D[busiest_first_D[0]]
+    high = search.load_D[search.busiest_first_D[0]]
     ceiling = low
     while low < high:
         if search.fits_below(ceiling):
@@ -215,9 +262,4 @@ def spill(
         if high - low <= tolerance * total / num_devices:
             break
         ceiling = (low + high) // 2
-    for i in range(num_found):
-        spilled: Index = found[3 * i]
-        device: Index = found[3 * i + 1]
-        owner: Index = owner_E[spilled]
-        tokens_ED[spilled, device] += found[3 * i + 2]
-        tokens_ED[spilled, owner] -= found[3 * i + 2]
+    return num_found

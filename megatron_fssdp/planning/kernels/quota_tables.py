@@ -5,182 +5,350 @@ the devices of a node send away for an expert, the first ones stay in the node, 
 near quotas. Near tokens and near quotas lie along one line in each node, far ones along one line of all
 devices.
 
+Quotas belong to pairs of an expert and a device, sorted by expert, then device. Most devices have no quota
+for most experts, so no kernel makes a table of all experts and devices.
+
 Shape letters: E experts, D devices, N nodes, G experts present on a device, P pairs of expert and device.
 """
 
+from megatron_fssdp.planning.native import compiler_marks as cython
 from megatron_fssdp.planning.native.kernel_types import Flag, Index, Int, Ints, Ints2, ReadInts, ReadInts2
 from megatron_fssdp.planning.native.work_arrays import zero_ints
 
 
-def sum_quotas(
+@cython.cclass
+class _Quotas:
+    """The quotas of one expert at a time.
+
+    Attributes:
+        counts_DE: (token, k) pairs by source device and expert, int64 ``[D, E]``.
+        expert_P: Expert of each pair, ascending, int64 ``[P]``.
+        device_P: Device of each pair, ascending for each expert, int64 ``[P]``.
+        own_P: Quotas for own tokens, int64 ``[P]``.
+        near_P: Quotas for tokens of other devices in the same node, int64 ``[P]``.
+        far_P: Quotas for tokens of other nodes, int64 ``[P]``.
+        node_D: Node of each device, int64 ``[D]``.
+        by_node_D: The devices by node, then number, int64 ``[D]``.
+        first_N: Where the devices of each node begin in ``by_node_D``, then D; int64 ``[N + 1]``.
+        expert: The present expert.
+        first: Its first pair.
+        end: The position after its last pair.
+        own_D: Its quota for own tokens on each device.
+        near_N: Its near quotas in each node.
+        far_N: Its far quotas in each node.
+    """
+
+    counts_DE: ReadInts2
+    expert_P: ReadInts
+    device_P: ReadInts
+    own_P: ReadInts
+    near_P: ReadInts
+    far_P: ReadInts
+    node_D: ReadInts
+    by_node_D: ReadInts
+    first_N: ReadInts
+    expert: Index
+    first: Index
+    end: Index
+    own_D: Ints
+    near_N: Ints
+    far_N: Ints
+
+    def __init__(
+        self,
+        counts_DE: ReadInts2,
+        expert_P: ReadInts,
+        device_P: ReadInts,
+        own_P: ReadInts,
+        near_P: ReadInts,
+        far_P: ReadInts,
+        node_D: ReadInts,
+        by_node_D: ReadInts,
+        first_N: ReadInts,
+    ) -> None:
+        self.counts_DE, self.expert_P, self.device_P = counts_DE, expert_P, device_P
+        self.own_P, self.near_P, self.far_P = own_P, near_P, far_P
+        self.node_D, self.by_node_D, self.first_N = node_D, by_node_D, first_N
+        self.expert, self.first, self.end = -1, 0, 0
+        self.own_D = zero_ints(node_D.shape[0])
+        self.near_N, self.far_N = zero_ints(first_N.shape[0]), zero_ints(first_N.shape[0])
+
+    @cython.inner
+    def turn_to(self, expert: Index) -> cython.void:
+        """Make an expert the present one. Its number must be higher than before."""
+        for pair in range(self.first, self.end):
+            device: Index = self.device_P[pair]
+            node: Index = self.node_D[device]
+            self.own_D[device] = 0
+            self.near_N[node] = 0
+            self.far_N[node] = 0
+        self.expert = expert
+        self.first = self.end
+        while self.first < self.expert_P.shape[0] and self.expert_P[self.first] < expert:
+            self.first += 1
+        self.end = self.first
+        while self.end < self.expert_P.shape[0] and self.expert_P[self.end] == expert:
+            device = self.device_P[self.end]
+            node = self.node_D[device]
+            self.own_D[device] = self.own_P[self.end]
+            self.near_N[node] += self.near_P[self.end]
+            self.far_N[node] += self.far_P[self.end]
+            self.end += 1
+
+    @cython.inner
+    def leaving(self, node: Index, stop: Index) -> Int:
+        """Tokens of the present expert that leave the devices of a node whose numbers are below ``stop``."""
+        tokens: Int = 0
+        for i in range(self.first_N[node], self.first_N[node + 1]):
+            device: Index = self.by_node_D[i]
+            if device >= stop:
+                break
+            tokens += self.counts_DE[device, self.expert] - self.own_D[device]
+        return tokens
+
+    @cython.inner
+    def far_tokens_before(self, source: Index, counts: Int) -> Int:
+        """Tokens of the present expert that the devices before a source send to other nodes.
+
+        Afterwards ``near_N`` is zero.
+
+        Args:
+            source: Number of the source.
+            counts: Tokens of the expert that these devices have.
+        """
+        tokens = counts
+        for pair in range(self.first, self.end):
+            node: Index = self.node_D[self.device_P[pair]]
+            if self.device_P[pair] < source:
+                tokens -= self.own_P[pair]
+            if self.near_N[node] > 0:
+                tokens -= min(self.near_N[node], self.leaving(node, source))
+                self.near_N[node] = 0
+        return tokens
+
+
+def are_fillable(
     counts_DE: ReadInts2,
-    own_DE: ReadInts2,
-    near_DE: ReadInts2,
-    far_DE: ReadInts2,
+    expert_P: ReadInts,
+    device_P: ReadInts,
+    own_P: ReadInts,
+    near_P: ReadInts,
+    far_P: ReadInts,
     node_D: ReadInts,
-    near_NE: Ints2,
-    left_NE: Ints2,
-    far_NE: Ints2,
-    near_out_D: Ints,
+    by_node_D: ReadInts,
+    first_N: ReadInts,
 ) -> Flag:
-    """Check quotas, and sum them over nodes.
+    """Whether no quota is negative and the quotas add up to the tokens that are there.
 
     Args:
-        counts_DE: (token, k) pairs by source device and expert, int64 ``[D, E]``.
-        own_DE: Quotas for own tokens, int64 ``[D, E]``.
-        near_DE: Quotas for tokens of other devices in the same node, int64 ``[D, E]``.
-        far_DE: Quotas for tokens of other nodes, int64 ``[D, E]``.
-        node_D: Node of each device, int64 ``[D]``.
-        near_NE: Zeros; gets the near quotas of each node, int64 ``[N, E]``.
-        left_NE: Zeros; gets the tokens of each node that go to other nodes, int64 ``[N, E]``.
-        far_NE: Zeros; gets the far quotas of each node, int64 ``[N, E]``.
-        near_out_D: Gets the tokens that each device sends to other devices of its node, int64 ``[D]``.
-
-    Returns:
-        Whether no quota is negative and the quotas add up to the tokens that are there. Otherwise the sums
-        have no meaning.
+        counts_DE: The arguments of all functions are those of :class:`_Quotas`.
+        expert_P: Experts.
+        device_P: Devices.
+        own_P: Quotas for own tokens.
+        near_P: Near quotas.
+        far_P: Far quotas.
+        node_D: Nodes.
+        by_node_D: Devices by node.
+        first_N: First devices of nodes.
     """
-    num_experts: Index = counts_DE.shape[1]
-    for device in range(node_D.shape[0]):
-        node: Index = node_D[device]
-        for expert in range(num_experts):
-            if own_DE[device, expert] < 0 or near_DE[device, expert] < 0 or far_DE[device, expert] < 0:
+    quotas = _Quotas(counts_DE, expert_P, device_P, own_P, near_P, far_P, node_D, by_node_D, first_N)
+    left_E: Ints = zero_ints(counts_DE.shape[1])
+    with cython.nogil:
+        is_fillable = _are_fillable(quotas, left_E)
+    return is_fillable
+
+
+@cython.inner
+def _are_fillable(quotas: _Quotas, left_E: Ints) -> Flag:
+    num_devices: Index = quotas.node_D.shape[0]
+    for device in range(num_devices):
+        for expert in range(left_E.shape[0]):
+            left_E[expert] += quotas.counts_DE[device, expert]
+    for expert in range(left_E.shape[0]):
+        quotas.turn_to(expert)
+        for pair in range(quotas.first, quotas.end):
+            own, near, far = quotas.own_P[pair], quotas.near_P[pair], quotas.far_P[pair]
+            holder: Index = quotas.device_P[pair]
+            if own < 0 or near < 0 or far < 0 or own > quotas.counts_DE[holder, expert]:
                 return False
-            if own_DE[device, expert] > counts_DE[device, expert]:
+            left_E[expert] -= own + near + far
+        for pair in range(quotas.first, quotas.end):
+            node: Index = quotas.node_D[quotas.device_P[pair]]
+            if quotas.near_N[node] == 0 and quotas.far_N[node] == 0:
+                continue
+            left = quotas.leaving(node, num_devices) - quotas.near_N[node]
+            if left < 0 or (left > 0 and quotas.far_N[node] > 0):
                 return False
-            near_NE[node, expert] += near_DE[device, expert]
-            far_NE[node, expert] += far_DE[device, expert]
-    near_left_NE: Ints = zero_ints(near_NE.shape[0] * num_experts)
-    for node in range(near_NE.shape[0]):
-        for expert in range(num_experts):
-            near_left_NE[node * num_experts + expert] = near_NE[node, expert]
-    for device in range(node_D.shape[0]):
-        node = node_D[device]
-        near_out: Int = 0
-        for expert in range(num_experts):
-            leaving = counts_DE[device, expert] - own_DE[device, expert]
-            near = min(leaving, near_left_NE[node * num_experts + expert])
-            near_left_NE[node * num_experts + expert] -= near
-            left_NE[node, expert] += leaving - near
-            near_out += near
-        near_out_D[device] = near_out
-    for expert in range(num_experts):
-        difference: Int = 0
-        for node in range(near_NE.shape[0]):
-            if near_left_NE[node * num_experts + expert] > 0:  # more near quotas than tokens
-                return False
-            if left_NE[node, expert] > 0 and far_NE[node, expert] > 0:
-                return False
-            difference += left_NE[node, expert] - far_NE[node, expert]
-        if difference != 0:
+        if left_E[expert] != 0:
             return False
     return True
 
 
+def sum_near_tokens(
+    counts_DE: ReadInts2,
+    expert_P: ReadInts,
+    device_P: ReadInts,
+    own_P: ReadInts,
+    near_P: ReadInts,
+    far_P: ReadInts,
+    node_D: ReadInts,
+    by_node_D: ReadInts,
+    first_N: ReadInts,
+    near_out_D: Ints,
+) -> None:
+    """Count the tokens that every device sends to other devices of its node.
+
+    Args:
+        counts_DE: As in :func:`are_fillable`, and so are the arguments up to ``first_N``.
+        expert_P: Experts.
+        device_P: Devices.
+        own_P: Quotas for own tokens.
+        near_P: Near quotas.
+        far_P: Far quotas.
+        node_D: Nodes.
+        by_node_D: Devices by node.
+        first_N: First devices of nodes.
+        near_out_D: Zeros; gets the tokens, int64 ``[D]``.
+    """
+    quotas = _Quotas(counts_DE, expert_P, device_P, own_P, near_P, far_P, node_D, by_node_D, first_N)
+    with cython.nogil:
+        for expert in range(counts_DE.shape[1]):
+            quotas.turn_to(expert)
+            for pair in range(quotas.first, quotas.end):
+                node: Index = node_D[device_P[pair]]
+                for i in range(first_N[node], first_N[node + 1]):
+                    if quotas.near_N[node] == 0:  # all near quotas of the node are filled
+                        break
+                    device: Index = by_node_D[i]
+                    near = min(counts_DE[device, expert] - quotas.own_D[device], quotas.near_N[node])
+                    quotas.near_N[node] -= near
+                    near_out_D[device] += near
+
+
 def quota_row(
     counts_DE: ReadInts2,
-    own_DE: ReadInts2,
-    near_DE: ReadInts2,
-    far_DE: ReadInts2,
+    expert_P: ReadInts,
+    device_P: ReadInts,
+    own_P: ReadInts,
+    near_P: ReadInts,
+    far_P: ReadInts,
     node_D: ReadInts,
-    near_NE: ReadInts2,
+    by_node_D: ReadInts,
+    first_N: ReadInts,
     source: Index,
-    found: Ints2,
-    expert_P: Ints,
-    device_P: Ints,
-    tokens_P: Ints,
+    sent_expert_P: Ints,
+    sent_device_P: Ints,
+    sent_tokens_P: Ints,
     order_P: Ints,
     send_D: Ints,
 ) -> Index:
     """The tokens that one source sends.
 
     Args:
-        counts_DE: As in :func:`sum_quotas`, and so are the other quotas, ``node_D`` and ``near_NE``.
-        own_DE: Quotas for own tokens.
-        near_DE: Near quotas.
-        far_DE: Far quotas.
+        counts_DE: As in :func:`are_fillable`, and so are the arguments up to ``first_N``.
+        expert_P: Experts.
+        device_P: Devices.
+        own_P: Quotas for own tokens.
+        near_P: Near quotas.
+        far_P: Far quotas.
         node_D: Nodes.
-        near_NE: Near quotas of each node.
+        by_node_D: Devices by node.
+        first_N: First devices of nodes.
         source: Number of the source.
-        found: Work array, int64, three columns and ``D * E`` rows.
-        expert_P: Gets the expert of each chunk, ascending, int64 ``[P]`` with room for ``D * E`` chunks.
-        device_P: Gets the device of each chunk, ascending for each expert.
-        tokens_P: Gets the tokens of each chunk, 1 or more.
+        sent_expert_P: Gets the expert of each chunk, ascending, int64 with room for P chunks.
+        sent_device_P: Gets the device of each chunk, ascending for each expert.
+        sent_tokens_P: Gets the tokens of each chunk, 1 or more.
         order_P: Gets the positions of the chunks, sorted by device, then expert.
         send_D: Zeros; gets the tokens of each device, int64 ``[D]``.
 
     Returns:
         Number of chunks.
     """
-    num_experts: Index = counts_DE.shape[1]
-    own_node: Index = node_D[source]
-    # Where this source's tokens begin on both lines, and how many there are.
-    near_at_E: Ints = zero_ints(num_experts)
-    far_at_E: Ints = zero_ints(num_experts)
-    near_left_E: Ints = zero_ints(num_experts)
-    far_left_E: Ints = zero_ints(num_experts)
-    near_left_NE: Ints = zero_ints(near_NE.shape[0] * num_experts)
-    for node in range(near_NE.shape[0]):
-        for expert in range(num_experts):
-            near_left_NE[node * num_experts + expert] = near_NE[node, expert]
-    for device in range(source + 1):
-        first = node_D[device] * num_experts
-        for expert in range(num_experts):
-            leaving = counts_DE[device, expert] - own_DE[device, expert]
-            near = min(leaving, near_left_NE[first + expert])
-            near_left_NE[first + expert] -= near
-            if device == source:
-                near_left_E[expert] = near
-                far_left_E[expert] = leaving - near
-            else:
-                far_at_E[expert] += leaving - near
-                if node_D[device] == own_node:
-                    near_at_E[expert] += near
-    # Chunks are found by device, then expert: quotas before this source's tokens are passed, then the tokens
-    # are handed out.
+    quotas = _Quotas(counts_DE, expert_P, device_P, own_P, near_P, far_P, node_D, by_node_D, first_N)
+    before_E: Ints = zero_ints(counts_DE.shape[1])
+    next_D: Ints = zero_ints(node_D.shape[0] + 1)
+    with cython.nogil:
+        for device in range(source):
+            for expert in range(counts_DE.shape[1]):
+                before_E[expert] += counts_DE[device, expert]
+        num_chunks = _find_chunks(
+            quotas, source, before_E, sent_expert_P, sent_device_P, sent_tokens_P, next_D, send_D
+        )
+        for device in range(node_D.shape[0]):
+            next_D[device + 1] += next_D[device]
+        for chunk in range(num_chunks):
+            place: Index = next_D[sent_device_P[chunk]]
+            next_D[sent_device_P[chunk]] += 1
+            order_P[place] = chunk
+    return num_chunks
+
+
+@cython.inner
+def _find_chunks(
+    quotas: _Quotas,
+    source: Index,
+    before_E: ReadInts,
+    sent_expert_P: Ints,
+    sent_device_P: Ints,
+    sent_tokens_P: Ints,
+    next_D: Ints,
+    send_D: Ints,
+) -> Index:
+    """Find the chunks of :func:`quota_row`, and count those of each device in ``next_D[device + 1]``."""
     num_chunks: Index = 0
-    next_E: Ints = zero_ints(num_experts + 1)
-    for device in range(node_D.shape[0]):
-        for expert in range(num_experts):
-            tokens = own_DE[source, expert] if device == source else 0
-            if near_left_E[expert] > 0 and near_DE[device, expert] > 0 and node_D[device] == own_node:
-                skipped = min(near_DE[device, expert], near_at_E[expert])
-                near_at_E[expert] -= skipped
-                near = min(near_DE[device, expert] - skipped, near_left_E[expert])
-                near_left_E[expert] -= near
+    home: Index = quotas.node_D[source]
+    for expert in range(before_E.shape[0]):
+        if quotas.counts_DE[source, expert] == 0:
+            continue
+        quotas.turn_to(expert)
+        # Where this source's tokens begin on both lines, and how many there are.
+        near_at: Int = 0
+        near_left: Int = 0
+        far_at: Int = 0
+        far_left: Int = quotas.counts_DE[source, expert] - quotas.own_D[source]
+        if far_left > 0 and quotas.near_N[home] > 0:
+            before: Int = quotas.leaving(home, source)
+            near_at = min(before, quotas.near_N[home])
+            near_left = min(before + far_left, quotas.near_N[home]) - near_at
+            far_left -= near_left
+        if far_left > 0:
+            far_at = quotas.far_tokens_before(source, before_E[expert])
+        # Quotas before this source's tokens are passed, then the tokens are handed out.
+        for pair in range(quotas.first, quotas.end):
+            device: Index = quotas.device_P[pair]
+            tokens: Int = quotas.own_P[pair] if device == source else 0
+            if near_left > 0 and quotas.node_D[device] == home:
+                passed: Int = min(quotas.near_P[pair], near_at)
+                near_at -= passed
+                near: Int = min(quotas.near_P[pair] - passed, near_left)
+                near_left -= near
                 tokens += near
-            if far_DE[device, expert] > 0 and far_left_E[expert] > 0:
-                skipped = min(far_DE[device, expert], far_at_E[expert])
-                far_at_E[expert] -= skipped
-                far = min(far_DE[device, expert] - skipped, far_left_E[expert])
-                far_left_E[expert] -= far
+            if far_left > 0:
+                passed = min(quotas.far_P[pair], far_at)
+                far_at -= passed
+                far: Int = min(quotas.far_P[pair] - passed, far_left)
+                far_left -= far
                 tokens += far
             if tokens > 0:
-                found[num_chunks, 0] = expert
-                found[num_chunks, 1] = device
-                found[num_chunks, 2] = tokens
+                sent_expert_P[num_chunks] = expert
+                sent_device_P[num_chunks] = device
+                sent_tokens_P[num_chunks] = tokens
                 send_D[device] += tokens
-                next_E[expert + 1] += 1
+                next_D[device + 1] += 1
                 num_chunks += 1
-    for expert in range(num_experts):
-        next_E[expert + 1] += next_E[expert]
-    for chunk in range(num_chunks):
-        place: Index = next_E[found[chunk, 0]]
-        next_E[found[chunk, 0]] += 1
-        expert_P[place] = found[chunk, 0]
-        device_P[place] = found[chunk, 1]
-        tokens_P[place] = found[chunk, 2]
-        order_P[chunk] = place
     return num_chunks
 
 
 def quota_column(
     counts_DE: ReadInts2,
-    own_DE: ReadInts2,
-    near_DE: ReadInts2,
-    far_DE: ReadInts2,
+    expert_P: ReadInts,
+    device_P: ReadInts,
+    own_P: ReadInts,
+    near_P: ReadInts,
+    far_P: ReadInts,
     node_D: ReadInts,
-    near_NE: ReadInts2,
+    by_node_D: ReadInts,
+    first_N: ReadInts,
     device: Index,
     expert_G: ReadInts,
     received_DG: Ints2,
@@ -188,81 +356,95 @@ def quota_column(
     """The tokens that one device receives.
 
     Args:
-        counts_DE: As in :func:`sum_quotas`, and so are the other quotas, ``node_D`` and ``near_NE``.
-        own_DE: Quotas for own tokens.
-        near_DE: Near quotas.
-        far_DE: Far quotas.
+        counts_DE: As in :func:`are_fillable`, and so are the arguments up to ``first_N``.
+        expert_P: Experts.
+        device_P: Devices.
+        own_P: Quotas for own tokens.
+        near_P: Near quotas.
+        far_P: Far quotas.
         node_D: Nodes.
-        near_NE: Near quotas of each node.
+        by_node_D: Devices by node.
+        first_N: First devices of nodes.
         device: Number of the device.
-        expert_G: Experts whose tokens are wanted, int64 ``[G]``.
+        expert_G: Experts whose tokens are wanted, ascending, int64 ``[G]``.
         received_DG: Gets the tokens by source and these experts, int64 ``[D, G]``.
     """
-    own_node: Index = node_D[device]
-    near_left_N: Ints = zero_ints(near_NE.shape[0])
-    for place in range(expert_G.shape[0]):
-        expert: Index = expert_G[place]
-        for node in range(near_NE.shape[0]):
-            near_left_N[node] = near_NE[node, expert]
-        near_at: Int = 0
-        far_at: Int = 0
-        for before in range(device):
-            if node_D[before] == own_node:
-                near_at += near_DE[before, expert]
-            far_at += far_DE[before, expert]
-        near_left = near_DE[device, expert]
-        far_left = far_DE[device, expert]
-        for source in range(node_D.shape[0]):
-            leaving = counts_DE[source, expert] - own_DE[source, expert]
-            near = min(leaving, near_left_N[node_D[source]])
-            near_left_N[node_D[source]] -= near
-            far = leaving - near
-            tokens = own_DE[source, expert] if source == device else 0
-            if node_D[source] == own_node:
-                skipped = min(near, near_at)
-                near_at -= skipped
-                near = min(near - skipped, near_left)
-                near_left -= near
-                tokens += near
-            skipped = min(far, far_at)
-            far_at -= skipped
-            far = min(far - skipped, far_left)
-            far_left -= far
-            received_DG[source, place] = tokens + far
+    quotas = _Quotas(counts_DE, expert_P, device_P, own_P, near_P, far_P, node_D, by_node_D, first_N)
+    home: Index = node_D[device]
+    with cython.nogil:
+        for place in range(expert_G.shape[0]):
+            expert: Index = expert_G[place]
+            quotas.turn_to(expert)
+            near_at: Int = 0
+            near_left: Int = 0
+            far_at: Int = 0
+            far_left: Int = 0
+            for pair in range(quotas.first, quotas.end):
+                if device_P[pair] == device:
+                    near_left = near_P[pair]
+                    far_left = far_P[pair]
+                    break
+                far_at += far_P[pair]
+                if node_D[device_P[pair]] == home:
+                    near_at += near_P[pair]
+            for source in range(node_D.shape[0]):
+                # Here near_N has the near quotas that the sources before have not filled.
+                node: Index = node_D[source]
+                far: Int = counts_DE[source, expert] - quotas.own_D[source]
+                near: Int = min(far, quotas.near_N[node])
+                quotas.near_N[node] -= near
+                far -= near
+                tokens: Int = quotas.own_D[device] if source == device else 0
+                if node == home:
+                    passed: Int = min(near, near_at)
+                    near_at -= passed
+                    near = min(near - passed, near_left)
+                    near_left -= near
+                    tokens += near
+                passed = min(far, far_at)
+                far_at -= passed
+                far = min(far - passed, far_left)
+                far_left -= far
+                received_DG[source, place] = tokens + far
 
 
 def fill_quotas(
-    tokens_ED: ReadInts2,
     counts_DE: ReadInts2,
+    expert_P: ReadInts,
+    device_P: ReadInts,
+    own_P: Ints,
+    near_P: Ints,
+    far_P: Ints,
     node_D: ReadInts,
-    num_nodes: Index,
-    own_DE: Ints2,
-    near_DE: Ints2,
-    far_DE: Ints2,
+    by_node_D: ReadInts,
+    first_N: ReadInts,
 ) -> None:
     """Fill each device's quota with its own tokens first, then with those of its node, then with all others.
 
     Args:
-        tokens_ED: Tokens of each expert that each device computes, int64 ``[E, D]``.
-        counts_DE: (token, k) pairs by source device and expert, int64 ``[D, E]``.
-        node_D: Node of each device, int64 ``[D]``.
-        num_nodes: Number of nodes, N.
-        own_DE: Gets the own tokens of each quota, int64 ``[D, E]``.
-        near_DE: Gets the tokens of each quota from other devices of the node, int64 ``[D, E]``.
-        far_DE: Gets the tokens of each quota from other nodes, int64 ``[D, E]``.
+        counts_DE: As in :func:`are_fillable`, and so are the arguments that are not described.
+        expert_P: Experts.
+        device_P: Devices.
+        own_P: Tokens of its expert that each device computes; gets the device's own tokens among them.
+        near_P: Zeros; gets the tokens of other devices of the node.
+        far_P: Zeros; gets the tokens of other nodes.
+        node_D: Nodes.
+        by_node_D: Devices by node.
+        first_N: First devices of nodes.
     """
-    num_experts: Index = counts_DE.shape[1]
-    leaving_NE: Ints = zero_ints(num_nodes * num_experts)
-    for device in range(node_D.shape[0]):
-        first = node_D[device] * num_experts
-        for expert in range(num_experts):
-            own_DE[device, expert] = min(counts_DE[device, expert], tokens_ED[expert, device])
-            leaving_NE[first + expert] += counts_DE[device, expert] - own_DE[device, expert]
-    for device in range(node_D.shape[0]):
-        first = node_D[device] * num_experts
-        for expert in range(num_experts):
-            wanted = tokens_ED[expert, device] - own_DE[device, expert]
-            near = min(wanted, leaving_NE[first + expert])
-            leaving_NE[first + expert] -= near
-            near_DE[device, expert] = near
-            far_DE[device, expert] = wanted - near
+    for pair in range(expert_P.shape[0]):
+        own = min(own_P[pair], counts_DE[device_P[pair], expert_P[pair]])
+        far_P[pair] = own_P[pair] - own
+        own_P[pair] = own
+    quotas = _Quotas(counts_DE, expert_P, device_P, own_P, near_P, far_P, node_D, by_node_D, first_N)
+    with cython.nogil:
+        for expert in range(counts_DE.shape[1]):
+            quotas.turn_to(expert)
+            for pair in range(quotas.first, quotas.end):
+                if far_P[pair] == 0:
+                    continue
+                node: Index = node_D[device_P[pair]]
+                near = min(far_P[pair], quotas.leaving(node, node_D.shape[0]) - quotas.near_N[node])
+                quotas.near_N[node] += near
+                near_P[pair] = near
+                far_P[pair] -= near

@@ -8,102 +8,10 @@ Shape letters: E experts, D devices, N nodes, P pairs of expert and device, U po
 among an expert's holders.
 """
 
+from megatron_fssdp.planning.kernels.parts.water_filling import WaterFilling
 from megatron_fssdp.planning.native import compiler_marks as cython
 from megatron_fssdp.planning.native.kernel_types import Flag, Index, Int, Ints, ReadInts, ReadInts2, Real
 from megatron_fssdp.planning.native.work_arrays import zero_ints
-
-
-@cython.cclass
-class _WaterFilling:
-    """Divides an amount into whole parts so that the highest load is as low as possible.
-
-    Attributes:
-        rising_U: Receivers of the present division. The caller writes them, ascending; a division sorts them.
-        load_U: Load of each receiver before, 0 or more.
-        room_U: Most that each receiver may get, 0 or more.
-        part_U: Part of each receiver, the result.
-    """
-
-    rising_U: Ints
-    load_U: Ints
-    room_U: Ints
-    part_U: Ints
-
-    def __init__(self, size: Index) -> None:
-        self.rising_U = zero_ints(size)
-        self.load_U = zero_ints(size)
-        self.room_U = zero_ints(size)
-        self.part_U = zero_ints(size)
-
-    @cython.cfunc
-    @cython.nogil
-    @cython.exceptval(check=False)
-    def divide(self, amount: Int, num_receivers: Index) -> cython.void:
-        """Divide an amount, at most the sum of the room, among the first receivers of ``rising_U``."""
-        for i in range(num_receivers):
-            self.part_U[self.rising_U[i]] = 0
-        self.sort(num_receivers)
-        while amount > 0:
-            # Without limits, the receivers below a common level would all be filled up to it. Find these
-            # receivers.
-            total = amount
-            count: Index = 0
-            while count < num_receivers and self.load_U[self.rising_U[count]] * count < total:
-                total += self.load_U[self.rising_U[count]]
-                count += 1
-            level = total // count
-            ones = total - level * count
-            # Receivers whose limit is below the level get their limit first. Then the others share the rest.
-            num_open: Index = 0
-            for i in range(num_receivers):
-                receiver: Index = self.rising_U[i]
-                if i < count and self.room_U[receiver] <= level - self.load_U[receiver]:
-                    self.part_U[receiver] = self.room_U[receiver]
-                    amount -= self.room_U[receiver]
-                else:
-                    self.rising_U[num_open] = receiver
-                    num_open += 1
-            if num_open == num_receivers:
-                for i in range(count):
-                    receiver = self.rising_U[i]
-                    self.part_U[receiver] = level + (1 if i < ones else 0) - self.load_U[receiver]
-                return
-            num_receivers = num_open
-
-    @cython.cfunc
-    @cython.nogil
-    @cython.exceptval(check=False)
-    def sort(self, num_receivers: Index) -> cython.void:
-        """Sort the first receivers of ``rising_U`` by load, equal loads by number (heap sort)."""
-        start: Index = num_receivers // 2
-        end = num_receivers
-        while end > 1:
-            if start > 0:  # build the heap
-                start -= 1
-                moved: Index = self.rising_U[start]
-            else:  # take the highest load out
-                end -= 1
-                moved = self.rising_U[end]
-                self.rising_U[end] = self.rising_U[0]
-            parent = start
-            while 2 * parent + 1 < end:
-                child = 2 * parent + 1
-                if child + 1 < end and self.comes_before(self.rising_U[child], self.rising_U[child + 1]):
-                    child += 1
-                if not self.comes_before(moved, self.rising_U[child]):
-                    break
-                self.rising_U[parent] = self.rising_U[child]
-                parent = child
-            self.rising_U[parent] = moved
-
-    @cython.cfunc
-    @cython.nogil
-    @cython.exceptval(check=False)
-    def comes_before(self, first: Index, second: Index) -> Flag:
-        """Whether a receiver has a lower load than another one, or an equal load and a lower number."""
-        if self.load_U[first] == self.load_U[second]:
-            return first < second
-        return bool(self.load_U[first] < self.load_U[second])
 
 
 @cython.cclass
@@ -140,7 +48,7 @@ class _Deals:
     most_near: Int
     most_far: Int
     most_of_node: Int
-    filling: _WaterFilling
+    filling: WaterFilling
     chosen_U: Ints
     kept_U: Ints
     room_N: Ints
@@ -161,7 +69,7 @@ class _Deals:
         self.load_D, self.near_D, self.far_D = (zero_ints(num_devices) for _ in range(3))
         self.far_N, self.room_N, self.sum_N = (zero_ints(num_nodes) for _ in range(3))
         self.chosen_U, self.kept_U = zero_ints(num_devices), zero_ints(num_devices)
-        self.filling = _WaterFilling(num_devices)
+        self.filling = WaterFilling(num_devices)
         for pair in range(device_P.shape[0]):
             device: Index = device_P[pair]
             self.load_D[device] += own_P[pair] + near_P[pair] + far_P[pair]
@@ -174,9 +82,7 @@ class _Deals:
             self.most_far = max(self.most_far, self.far_D[device] + above_even)
             self.most_of_node = max(self.most_of_node, self.far_N[node_D[device]] + above_even)
 
-    @cython.cfunc
-    @cython.nogil
-    @cython.exceptval(check=False)
+    @cython.inner
     def deal(self, is_far: Flag, size: Index, own_pair: Index) -> Flag:
         """Redistribute the tokens of the group, if this lowers the load of one of its holders.
 
@@ -219,9 +125,7 @@ class _Deals:
                 self.far_N[self.node_D[device]] += change
         return True
 
-    @cython.cfunc
-    @cython.nogil
-    @cython.exceptval(check=False)
+    @cython.inner
     def divide_among_nodes(self, amount: Int, size: Index) -> cython.void:
         """Divide far tokens among a group's holders, with a limit for each node.
 
@@ -267,9 +171,7 @@ class _Deals:
                     inside += 1
             num_kept = inside
 
-    @cython.cfunc
-    @cython.nogil
-    @cython.exceptval(check=False)
+    @cython.inner
     def node_of(self, position: Index) -> Index:
         """Node of the holder at a position in the group."""
         return self.node_D[self.device_P[self.chosen_U[position]]]
@@ -324,8 +226,60 @@ def level_tokens(
     highest_wanted = enough * total / load_D.shape[0]
     seen_D: Ints = zero_ints(node_D.shape[0])
     waiting_D: Ints = zero_ints(node_D.shape[0])
+    with cython.nogil:
+        _lower(
+            deals,
+            expert_P,
+            by_node_P,
+            by_device_P,
+            first_D,
+            first_E,
+            size_E,
+            node_first_EN,
+            node_size_EN,
+            highest_wanted,
+            deals_left,
+            seen_D,
+            waiting_D,
+        )
+
+
+@cython.inner
+def _lower(
+    deals: _Deals,
+    expert_P: ReadInts,
+    by_node_P: ReadInts,
+    by_device_P: ReadInts,
+    first_D: ReadInts,
+    first_E: ReadInts,
+    size_E: ReadInts,
+    node_first_EN: ReadInts2,
+    node_size_EN: ReadInts2,
+    highest_wanted: Real,
+    deals_left: Int,
+    seen_D: Ints,
+    waiting_D: Ints,
+) -> cython.void:
+    """Lower the highest load step by step. The first arguments are those of :func:`level_tokens`.
+
+    Args:
+        deals: Redistributes the tokens of one group.
+        expert_P: Experts.
+        by_node_P: Pairs by node.
+        by_device_P: Pairs by device.
+        first_D: First pairs of devices.
+        first_E: First pairs of experts.
+        size_E: Numbers of holders.
+        node_first_EN: First pairs in nodes.
+        node_size_EN: Numbers of holders in nodes.
+        highest_wanted: The search stops at this highest load.
+        deals_left: Most redistributions that are tried.
+        seen_D: Zeros; gets the last turn in which each device was waiting.
+        waiting_D: Work array for devices whose groups are tried.
+    """
+    load_D: Ints = deals.load_D
     turn: Int = 0
-    lowered = True
+    lowered: Flag = True
     while lowered:
         lowered = False
         busiest: Index = 0
@@ -345,25 +299,25 @@ def level_tokens(
             at += 1
             num_pairs = first_D[current + 1] - first_D[current]
             for index in range(2 * num_pairs):  # groups of near tokens, then groups of far tokens
-                is_far = index >= num_pairs
+                is_far: Flag = index >= num_pairs
                 pair: Index = by_device_P[first_D[current] + index % num_pairs]
-                if (far_P[pair] if is_far else near_P[pair]) == 0:
+                if (deals.far_P[pair] if is_far else deals.near_P[pair]) == 0:
                     continue
                 expert: Index = expert_P[pair]
-                size = size_E[expert] if is_far else node_size_EN[expert, node_D[current]]
+                size = size_E[expert] if is_far else node_size_EN[expert, deals.node_D[current]]
                 if size == 1:
                     continue
                 if deals_left == 0:
                     return
                 deals_left -= 1
-                first = first_E[expert] if is_far else node_first_EN[expert, node_D[current]]
+                first = first_E[expert] if is_far else node_first_EN[expert, deals.node_D[current]]
                 for i in range(size):
                     deals.chosen_U[i] = first + i if is_far else by_node_P[first + i]
                 lowered = deals.deal(is_far, size, pair)
                 if lowered:
                     break
                 for i in range(size):
-                    holder: Index = device_P[deals.chosen_U[i]]
+                    holder: Index = deals.device_P[deals.chosen_U[i]]
                     if load_D[holder] >= highest - 1 and seen_D[holder] != turn:
                         seen_D[holder] = turn
                         waiting_D[num_waiting] = holder
@@ -379,7 +333,7 @@ def level_out(amount: Int, load_U: ReadInts, room_U: ReadInts, part_U: Ints) -> 
         room_U: Most that each receiver may get, 0 or more, int64 ``[U]``.
         part_U: Gets the part of each receiver, int64 ``[U]``.
     """
-    filling = _WaterFilling(load_U.shape[0])
+    filling = WaterFilling(load_U.shape[0])
     for i in range(load_U.shape[0]):
         filling.rising_U[i] = i
         filling.load_U[i] = load_U[i]

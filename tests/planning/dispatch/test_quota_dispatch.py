@@ -44,11 +44,29 @@ def dealt(rng, amount, takers):
     return rng.multinomial(amount, shares).astype(np.int64)
 
 
+def dispatch_of(counts_DE, own_DE, near_DE, far_DE, topology):
+    """The dispatch with the quotas of three tables."""
+    expert_P, device_P = np.nonzero(((own_DE != 0) | (near_DE != 0) | (far_DE != 0)).T)
+    quotas = [table_DE[device_P, expert_P] for table_DE in (own_DE, near_DE, far_DE)]
+    pairs = (np.ascontiguousarray(expert_P), np.ascontiguousarray(device_P), *quotas)
+    return QuotaDispatch(counts_DE, *pairs, topology)
+
+
+def near_tokens_D(counts_DE, own_DE, near_DE, topology):
+    """The tokens of each device that fill the near quotas of its node, the first devices first, int64 [D]."""
+    near_D = np.zeros(topology.num_devices, np.int64)
+    for members in map(list, topology.devices_by_node):
+        leaving_end_DE = np.cumsum((counts_DE - own_DE)[members], axis=0)
+        near_end_DE = np.minimum(leaving_end_DE, near_DE[members].sum(axis=0))
+        near_D[members] = np.diff(near_end_DE, axis=0, prepend=0).sum(axis=1)
+    return near_D
+
+
 @examples(200)
 @given(quota_cases())
 def test_rows_and_columns_belong_to_one_tensor_and_fill_the_quotas(case):
     topology, counts_DE, own_DE, near_DE, far_DE = case
-    dispatch = QuotaDispatch(counts_DE, own_DE, near_DE, far_DE, topology)
+    dispatch = dispatch_of(counts_DE, own_DE, near_DE, far_DE, topology)
     devices = range(topology.num_devices)
     full = np.stack([dispatch.from_source(source) for source in devices])  # [source, E, D]
     assert full.dtype == np.int64
@@ -57,6 +75,7 @@ def test_rows_and_columns_belong_to_one_tensor_and_fill_the_quotas(case):
         np.testing.assert_array_equal(dispatch.to_device(device), full[:, :, device])
     np.testing.assert_array_equal(full.sum(axis=2), counts_DE)
     np.testing.assert_array_equal(dispatch.device_tokens_D(), full.sum(axis=(0, 1)))
+    np.testing.assert_array_equal(dispatch.near_out_D(), near_tokens_D(counts_DE, own_DE, near_DE, topology))
     node_D = np.array(topology.node_of_device)
     for device in devices:
         from_DE = full[:, :, device]
@@ -77,7 +96,7 @@ def test_quotas_are_filled_with_tokens_of_the_same_node_first():
     own_DE = np.array([[4], [0], [4], [0]])
     near_DE = np.array([[1], [0], [4], [0]])
     far_DE = np.array([[0], [0], [3], [0]])
-    dispatch = QuotaDispatch(counts_DE, own_DE, near_DE, far_DE, topology)
+    dispatch = dispatch_of(counts_DE, own_DE, near_DE, far_DE, topology)
     assert dispatch.to_device(0).tolist() == [[4], [1], [0], [0]]
     assert dispatch.to_device(2).tolist() == [[0], [3], [4], [4]]
     assert dispatch.from_source(1).tolist() == [[1, 0, 3, 0]]
@@ -88,12 +107,12 @@ def test_bad_quotas_say_what_was_wanted():
     topology = Topology.uniform(2, 2)
     counts_DE, none_DE = np.array([[3], [1]]), np.zeros((2, 1), dtype=np.int64)
     with pytest.raises(ValueError, match="got quotas that are negative, or above the tokens"):
-        QuotaDispatch(counts_DE, np.array([[4], [0]]), none_DE, none_DE, topology)
+        dispatch_of(counts_DE, np.array([[4], [0]]), none_DE, none_DE, topology)
     with pytest.raises(ValueError, match="got quotas that are negative, or above the tokens"):
-        QuotaDispatch(counts_DE, counts_DE, np.array([[1], [0]]), none_DE, topology)
+        dispatch_of(counts_DE, counts_DE, np.array([[1], [0]]), none_DE, topology)
     with pytest.raises(
         ValueError, match=r"left with \[0, 1\] tokens of expert 0 and have quotas for \[0, 0\]"
     ):
-        QuotaDispatch(counts_DE, np.array([[3], [0]]), none_DE, none_DE, topology)
+        dispatch_of(counts_DE, np.array([[3], [0]]), none_DE, none_DE, topology)
     with pytest.raises(ValueError, match="no node with both"):
-        QuotaDispatch(counts_DE, np.array([[3], [0]]), none_DE, np.array([[0], [1]]), topology)
+        dispatch_of(counts_DE, np.array([[3], [0]]), none_DE, np.array([[0], [1]]), topology)
