@@ -110,6 +110,10 @@ def run_simulation(request: SimulateRequest, console: Console) -> SimulationRepo
                 progress=progress,
             )
         _show_and_write(report, request, record, cluster, partial, console)
+        written = {path.name for path in partial.iterdir()}
+    for trace in request.out.glob(TRACE_FILE.format("*")):
+        if trace.name not in written:  # of an earlier simulation of other strategies
+            trace.unlink()
     console.print(
         f"wrote tables{', plots' if request.with_plots else ''} and traces (for https://ui.perfetto.dev) to "
         f"{request.out}",

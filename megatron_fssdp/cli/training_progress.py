@@ -12,6 +12,10 @@ from megatron_fssdp.reporting.run_records import IterationMetrics, parse_metrics
 
 _RECENT = 20
 _PLAIN_INTERVAL_S = 10.0
+_WIDE_COLUMNS = 1000
+"""Width at which no word is shortened, for output that is not a terminal."""
+
+_SPINNER_COLUMNS = 2
 
 
 class MetricsTail:
@@ -41,13 +45,16 @@ class MetricsTail:
         return records
 
 
-def progress_text(record: IterationMetrics, iterations: int, recent_s: float) -> str:
+def progress_text(
+    record: IterationMetrics, iterations: int, recent_s: float, width: int = _WIDE_COLUMNS
+) -> str:
     """Return one line of text about the last iteration.
 
     Args:
         record: Metrics of the last iteration.
         iterations: Number of iterations of the run.
         recent_s: Mean duration of the recent iterations, in seconds.
+        width: Number of columns. Words are shortened if the text is longer.
     """
     remaining_s = max(iterations - record.iteration, 0) * recent_s
     parts = [
@@ -60,7 +67,12 @@ def progress_text(record: IterationMetrics, iterations: int, recent_s: float) ->
         plain = sum(layer.ep_load_max_over_mean for layer in record.layers) / len(record.layers)
         parts.append(f"load max/mean {used:.2f} (plain EP {plain:.2f})")
     minutes, seconds = divmod(round(remaining_s), 60)
-    return "  ".join([*parts, f"ETA {minutes}:{seconds:02d}"])
+    text = "  ".join([*parts, f"ETA {minutes}:{seconds:02d}"])
+    if len(text) <= width:
+        return text
+    for long, short in (("load max/mean", "load"), ("plain EP", "EP"), ("iteration ", "")):
+        text = text.replace(long, short)
+    return text
 
 
 class TrainingProgress:
@@ -118,7 +130,9 @@ class TrainingProgress:
     def _text(self) -> str:
         assert self.last is not None
         recent_s = sum(self._durations_s) / len(self._durations_s)
-        return progress_text(self.last, self._iterations, recent_s)
+        on_terminal = self._live is not None and self._live.is_started
+        width = self._console.width - _SPINNER_COLUMNS if on_terminal else _WIDE_COLUMNS
+        return progress_text(self.last, self._iterations, recent_s, width)
 
     def _print(self) -> None:
         self._console.print(self._text(), highlight=False, soft_wrap=True)

@@ -16,9 +16,10 @@ from megatron_fssdp.config.loading import checked, describe_value, load_yaml, on
 from megatron_fssdp.config.renamed_settings import is_recorded_run, with_new_spellings
 from megatron_fssdp.config.run_config import RunConfig
 from megatron_fssdp.config.run_options import RunOption, changed, set_options
-from megatron_fssdp.config.shipped_files import closest_run, shipped_run
+from megatron_fssdp.config.shipped_files import closest_run, complete_run, shipped_run
 
 INCLUDE_KEY = "include"
+_SECTIONS_OF_A_RUN = ("model", "training")
 _MOST_FILES = 100
 _MOST_LEVELS = 20
 _ABSENT = object()
@@ -79,6 +80,12 @@ class Composition:
         if isinstance(result, RunConfig):
             return result
         source = " + ".join(map(str, self.files))
+        absent = [section for section in _SECTIONS_OF_A_RUN if data.get(section) is None]
+        if absent and (complete := complete_run(self.files[0])):
+            raise ConfigurationError(
+                f"{source}: is a part of a run, without {' and '.join(absent)}; try {complete}, or combine "
+                "it with other parts, such as models/tiny-mixtral parallelism/cpu training/tiny"
+            )
         causes = {
             option: self._problems(tuple(other for other in options if other is not option))
             for option in options

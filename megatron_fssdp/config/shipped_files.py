@@ -37,6 +37,21 @@ def shipped_run(name: Path | str) -> Path | None:
     return shipped_runs().get(_bare(name))
 
 
+def complete_run(part: Path) -> str | None:
+    """Return the name of a complete shipped run, for a shipped file that is a part of runs.
+
+    Args:
+        part: Path of a file.
+
+    Returns:
+        An experiment of the same name or ``gpt_moe_tiny``; None if the file did not come with the package.
+    """
+    if not part.resolve().is_relative_to(shipped_folder().resolve()):
+        return None
+    experiment = f"experiments/{part.stem}"
+    return experiment if experiment in shipped_runs() else "gpt_moe_tiny"
+
+
 def closest_run(name: Path | str) -> str | None:
     """Return the name of a shipped run that is most similar to ``name``, or None if no name is similar."""
     close = difflib.get_close_matches(_bare(name), shipped_runs(), n=1)

@@ -47,6 +47,10 @@ def loads_for_job(
         raise ConfigurationError(
             f"--loads: {unknown_name('workload or run', source, WORKLOADS)}; or give the folder of a run"
         )
+    if path.is_file() and path.name != LOADS_FILE:
+        raise ConfigurationError(
+            f"--loads {source}: is a file of another name, wanted the folder of a run or its {LOADS_FILE}"
+        )
     found = read_loads(path.parent if path.name == LOADS_FILE else path)
     most = num_iterations or len(found.iterations)
     counts, factor = fitted_loads(found.counts_ILDE[:most], job)

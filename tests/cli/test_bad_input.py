@@ -152,7 +152,7 @@ def test_a_damaged_strategy_file_is_refused(place: Path, name: str) -> None:
         (("doctor", "--config", "nowhere.yaml"), "nowhere.yaml: no such file"),
         (("doctor", "--nproc", 3), "--nproc"),
         ((*SIMULATE, "--loads", "nowhere"), "or give the folder of a run"),
-        ((*SIMULATE, "--loads", "run.yaml"), "run.yaml"),
+        ((*SIMULATE, "--loads", "run.yaml"), "wanted the folder of a run or its loads.npz"),
         ((*SIMULATE, "--cluster", "nowhere"), "unknown cluster"),
         (("roofline", "nowhere", "--cluster", "cluster.yaml"), "nowhere"),
         (("compare", "nowhere", "done"), "nowhere"),

@@ -27,7 +27,9 @@ def simulate(out: Path, loads: str, *more: str) -> str:
 
 
 def test_a_workload_is_simulated_end_to_end(tmp_path: Path) -> None:
+    (tmp_path / "trace_quota.json").touch()  # of an earlier simulation
     output = simulate(tmp_path, "W3", "--iterations", "8", *BIG)
+    assert {path.name for path in tmp_path.glob("trace_*")} == {"trace_ep.json", "trace_fssdp.json"}
     assert "fssdp" in output
     ranking = json.loads((tmp_path / "ranking.json").read_text())
     rows = {row["strategy"]: row for row in ranking["strategies"]}

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fssdp.cli.configs_command import shipped_names
 from megatron_fssdp.config.composition import compose, load_run
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.shipped_files import shipped_folder, shipped_run, shipped_runs
+from megatron_fssdp.config.shipped_files import known_clusters, shipped_folder, shipped_run, shipped_runs
 
 
 @pytest.fixture(autouse=True)
@@ -62,3 +63,26 @@ def test_a_wrong_name_gives_one_line_with_the_closest_name() -> None:
         compose(["gpt_moe_tny"])
     with pytest.raises(ConfigurationError, match=r"^x.yaml: no such file"):
         compose(["x.yaml"])
+
+
+def test_the_list_has_a_description_and_a_parameter_count_for_each_file() -> None:
+    text = shipped_names()
+    lines = [line for line in text.splitlines() if line.startswith("  ")]
+    assert len(lines) == len(shipped_runs()) + len(known_clusters())
+    assert all(len(line) > 70 and line.rstrip()[-1] in ".…" for line in lines), text
+    titles = [line for line in text.splitlines() if not line.startswith("  ")]
+    assert len({title.partition(":")[0] for title in titles}) == len(titles)
+    (mixtral,) = [line for line in lines if line.split()[0] == "models/mixtral-8x7b"]
+    assert "46.7 B (12.9 B a token)" in mixtral
+    assert all("a token)" in line for line in lines if line.strip().startswith(("models/", "experiments/")))
+
+
+def test_a_part_alone_is_refused_with_a_complete_run() -> None:
+    with pytest.raises(
+        ConfigurationError, match="part of a run, without training; try experiments/mixtral-8x7b"
+    ):
+        load_run(["models/mixtral-8x7b"])
+    with pytest.raises(
+        ConfigurationError, match="part of a run, without model and training; try gpt_moe_tiny"
+    ):
+        load_run(["strategies/ep"])

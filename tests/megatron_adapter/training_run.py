@@ -63,7 +63,7 @@ class TrainingRun:
         grad_norms: Gradient norm of each iteration.
         exit_code: 0, or what the launcher exited with.
         errors: Standard error.
-        messages: Messages of the plugin's loggers at level WARNING and above.
+        messages: Messages of the plugin's loggers at level INFO and above.
         other_losses: All further losses of all iterations.
     """
 
@@ -79,7 +79,7 @@ class _Messages(logging.Handler):
     """Keeps the logged messages."""
 
     def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.INFO)
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -189,8 +189,9 @@ class _Measurement:
     def __call__(self) -> ClusterDescription:
         ranks = range(dist.get_world_size())
         per_node, sizes = self._per_node, self._settings.message_bytes()
+        nodes = "1 node" if self._num_nodes == 1 else f"{self._num_nodes} nodes"
         self._progress(
-            f"{len(ranks)} ranks on {self._num_nodes} nodes, {dist.get_backend()}, "
+            f"{len(ranks)} ranks on {nodes}, {dist.get_backend()}, "
             f"{sizes[0]:,} to {sizes[-1]:,} bytes, {self._settings.num_repetitions} repetitions"
         )
         # "inside" has the ranks of each node. "between" has the ranks with the same position in all nodes.

@@ -104,7 +104,7 @@ class ExpertResharding:
             len(moves), leaving * slot_bytes, synchronized_s(self.slots[0][0].device) - started_s
         )
         if self.expert_parallel.rank() == 0 and self.expert_data_parallel.rank() == 0:
-            logger.warning(
+            logger.info(
                 f"[fssdp] re-sharded {report.experts_moved} of {new.device_LE.size} experts of this pipeline "
                 f"stage: {report.bytes_moved / 1e6:.1f} MB to other devices in {report.seconds:.3f} s"
             )

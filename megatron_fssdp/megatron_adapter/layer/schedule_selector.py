@@ -126,7 +126,7 @@ class ScheduleSelector:
         decision = Decision(best, self._simultaneous(layer), predicted)
         is_shared = self.groups.tensor_parallel is not None or self.groups.num_parts > 1
         if self.everyone.rank() == 0 and is_shared:
-            logger.warning(self._described(layer, decision))
+            logger.info(self._described(layer, decision))
         return decision
 
     def _layer(self, hidden: torch.Tensor) -> ScheduledLayer:

@@ -115,4 +115,4 @@ def connect_groups(groups: ExpertGroups, schedule: CollectiveOrder) -> None:
         took_s = connect_pairs(group, torch.device("cuda", torch.cuda.current_device()))
         if took_s > SLOW_S and group.rank() == 0:
             name = group.group_desc or group.group_name
-            logger.warning(f"[fssdp] connected the {group.size()} ranks of {name} in {took_s:.0f} s")
+            logger.info(f"[fssdp] connected the {group.size()} ranks of {name} in {took_s:.0f} s")

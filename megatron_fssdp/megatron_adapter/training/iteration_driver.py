@@ -215,7 +215,7 @@ class IterationDriver:
             else 0,
         )
         if _reports_for_stage():
-            logger.warning(_described_profile(layers[0].context, self._session.strategy))
+            logger.info(_described_profile(layers[0].context, self._session.strategy))
         report_memory(self._session, self._args, self.held)
 
     def _reshard(self) -> ReshardReport | None:
@@ -248,7 +248,7 @@ class IterationDriver:
         report = selector.select(self._session.slots.executors, iteration)
         if report is not None and _reports_for_stage():
             for line in report.describe():
-                logger.warning(f"[fssdp] auto, after iteration {iteration}: {line}")
+                logger.info(f"[fssdp] auto, after iteration {iteration}: {line}")
 
     def _replicate(self, iteration: int) -> ReshardReport | None:
         """Let the strategy reconsider the resident replicas if this iteration is one at which it does."""
@@ -263,7 +263,7 @@ class IterationDriver:
         ]
         report = self._residents.hold(placements)
         if report is not None and _reports_for_stage():
-            logger.warning(
+            logger.info(
                 f"[fssdp] resident replicas: {sum(one.num_replicas for one in placements)} on this pipeline "
                 f"stage, {report.experts_moved} of them new: {report.bytes_moved / 1e6:.1f} MB of parameters "
                 f"and optimizer states in {report.seconds:.3f} s"

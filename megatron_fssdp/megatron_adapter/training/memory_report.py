@@ -30,7 +30,7 @@ def report_memory(session: StrategySession, args: Any, held: HeldReplicas) -> No
         and parallel_state.get_expert_data_parallel_rank() == 0
         and parallel_state.get_expert_tensor_parallel_rank() == 0
     ):
-        logger.warning(f"[fssdp] memory of a rank: {account_memory(session, args, held).describe()}")
+        logger.info(f"[fssdp] memory of a rank: {account_memory(session, args, held).describe()}")
 
 
 def account_memory(session: StrategySession, args: Any, held: HeldReplicas) -> ExpertMemory:

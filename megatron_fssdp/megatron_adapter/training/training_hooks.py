@@ -160,7 +160,7 @@ def report_installation(model: list[torch.nn.Module], requested: RequestedStrate
         )
     log_single_rank(
         logger,
-        logging.WARNING,  # This level is shown under every --logging-level.
+        logging.INFO,
         f"[fssdp] strategy {requested.name}: installed in {_describe(layers)}; "
         f"settings {requested.settings.model_dump(exclude_none=True, mode='json')}; "
         f"planning kernels: {kernel_form()}",
