@@ -232,6 +232,7 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
     from benchmarks.testbed.processes import run_on_nodes
     from megatron_fssdp.config.cluster_files import load_cluster
     from megatron_fssdp.planning.cost.cluster_cost import cluster_cost
+    from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
     from megatron_fssdp.planning.cost.layer_profile import LayerProfile
     from megatron_fssdp.planning.placement.topology import Topology
     from megatron_fssdp.planning.transfer.message_size import message_rule
@@ -261,6 +262,7 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
         memory_capacity=2,
         owned_bytes=(1 + MOMENTS) * size.expert_bytes,
         messages=message_rule(on_cuda=False),
+        choices=TokenChoices(size.top_k),
     )
     variants = [_variant(text) for text in options.strategies.split(",")]
     if not options.no_control and any(variant.name == "none" for variant in variants):

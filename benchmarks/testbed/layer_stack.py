@@ -5,7 +5,7 @@ Shape letters: T tokens of this rank, M model dim, F ffn dim, E experts, D devic
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -430,6 +430,7 @@ class RuntimeStack(LayerStack):
     ) -> None:
         super().__init__(size, groups, parameters, pace, timeline)
         owner_E = even_owners(size.num_experts, groups.num_devices)
+        profile = replace(profile, deduplicated=strategy.exchange == "deduplicated")
         self.runtime = MoERuntime(strategy)
         self._running: dict[int, MicroBatch] = {}
         for number, of_layer in enumerate(parameters):
@@ -463,7 +464,6 @@ class RuntimeStack(LayerStack):
     def _moe(
         self, number: int, hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> torch.Tensor:
-        collectives = self.runtime.strategy.collective_schedule
         output, self._running[number] = run_layer(
             self.runtime.layers[number],
             hidden,
@@ -473,7 +473,7 @@ class RuntimeStack(LayerStack):
             exchange=exchange_of(
                 "megatron",
                 self.groups,
-                deduplicated=collectives.deduplicated,
+                deduplicated=self.runtime.layers[number].plan_iteration().deduplicated,
                 most_choices=self.size.top_k,
             ),
             span=lambda step: self.timeline.span(f"{step} {number + 1}"),

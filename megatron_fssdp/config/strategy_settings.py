@@ -40,13 +40,11 @@ class CollectiveSchedule:
         simultaneous: Whether schedule s2 passes results on slice by slice (SAA, Parm §III-D).
         cluster: Cluster description from which ``auto`` takes the costs of collectives. None: they are
             measured.
-        deduplicated: Whether a token travels once to each node and device, not once for each of its experts.
     """
 
     name: CollectiveOrder = "megatron"
     simultaneous: bool = True
     cluster: Path | None = None
-    deduplicated: bool = False
 
 
 class NoneSettings(StrategySettings):
@@ -137,8 +135,11 @@ class PlacementSettings(StrategySettings):
 SmartScheduleUse = bool | Literal["by_price"]
 
 
+ExchangeUse = Literal["pairs", "deduplicated", "by_price"]
+
+
 class SteppedSettings(PlacementSettings):
-    """Keys of strategies that can use FasterMoE's smart schedule."""
+    """Keys of strategies that can use FasterMoE's smart schedule or the deduplicated exchange."""
 
     smart_schedule: SmartScheduleUse = Field(
         default=False,
@@ -158,6 +159,33 @@ class SteppedSettings(PlacementSettings):
             "ranks. Default: the ranks of a node, or one rank if there is only one node."
         ),
     )
+    exchange: ExchangeUse = Field(
+        default="pairs",
+        description=(
+            "What travels to the experts. 'pairs' sends a token once for each of its experts, as "
+            "Megatron does. 'deduplicated' sends it once to each node that computes one of its experts, and "
+            "there once to each such device. This saves bytes if tokens select several experts. 'by_price': "
+            "each layer sends tokens once in the iterations in which modelled seconds say that it saves time."
+        ),
+    )
+
+    @property
+    def compares_prices(self) -> bool:
+        """Whether modelled seconds decide about the smart schedule or the exchange."""
+        return "by_price" in (self.smart_schedule, self.exchange)
+
+    @model_validator(mode="after")
+    def _check_exchange(self) -> Self:
+        if self.exchange != "pairs" and self.smart_schedule:
+            raise _exclusive(self.exchange, f"smart_schedule={str(self.smart_schedule).lower()}")
+        return self
+
+
+def _exclusive(exchange: ExchangeUse, other: str) -> ValueError:
+    return ValueError(
+        f"exchange={exchange} and {other} exclude each other: each has steps of its own to send tokens; "
+        "remove one of them"
+    )
 
 
 class ScheduleSettings(SteppedSettings):
@@ -171,32 +199,16 @@ class ScheduleSettings(SteppedSettings):
             "tokens to all parts at once, with fewer steps and more bytes between nodes."
         ),
     )
-    exchange: Literal["pairs", "deduplicated"] = Field(
-        default="pairs",
-        description=(
-            "What travels to the experts. 'pairs' sends a token once for each of its experts, as "
-            "Megatron does. 'deduplicated' sends it once to each node that computes one of its experts, and "
-            "there once to each such device. This saves bytes if tokens select several experts."
-        ),
-    )
 
     @property
     def collective_schedule(self) -> CollectiveSchedule:
         """As set."""
-        return CollectiveSchedule(self.schedule, deduplicated=self.exchange == "deduplicated")
+        return CollectiveSchedule(self.schedule)
 
     @model_validator(mode="after")
-    def _check_exchange(self) -> Self:
-        if self.exchange == "deduplicated" and (self.schedule != "megatron" or self.smart_schedule):
-            other = (
-                f"smart_schedule={str(self.smart_schedule).lower()}"
-                if self.smart_schedule
-                else f"schedule={self.schedule}"
-            )
-            raise ValueError(
-                f"exchange=deduplicated and {other} exclude each other: each has steps of its own to "
-                "send tokens; remove one of them"
-            )
+    def _check_schedule(self) -> Self:
+        if self.exchange != "pairs" and self.schedule != "megatron":
+            raise _exclusive(self.exchange, f"schedule={self.schedule}")
         return self
 
 
@@ -566,8 +578,11 @@ class AutoSettings(SteppedSettings):
 
     @property
     def collective_schedule(self) -> CollectiveSchedule:
-        """The schedule ``auto``, which is selected by modelled seconds."""
-        return CollectiveSchedule("auto")
+        """The schedule ``auto``, which is selected by modelled seconds.
+
+        Tokens that are sent once travel in Megatron's order.
+        """
+        return CollectiveSchedule("auto" if self.exchange == "pairs" else "megatron")
 
     candidate_settings: ClassVar[Mapping[str, type[PlacementSettings]]] = {}
     """Settings models of the strategies that can be selected in addition to ``ep``, by name.

@@ -94,6 +94,7 @@ class LayerLedger:
         resident_IL: bool ``[I, L]``. Whether replicas are resident, so that gradients are summed over all
             holders.
         in_steps_IL: bool ``[I, L]``. Whether the layer runs in the steps of the smart schedule.
+        deduplicated_IL: bool ``[I, L]``. Whether tokens travel by the deduplicated exchange.
         replicas_IL: int64 ``[I, L]``. Number of replicas on all devices together.
         most_replicas_IL: int64 ``[I, L]``. Number of replicas on the device that has the most.
         most_owned_IL: int64 ``[I, L]``. Number of experts of the layer on the device that owns the most.
@@ -119,7 +120,7 @@ class LayerLedger:
         self.most_routed_IL, self.cross_node_IL, self.replicas_IL = np.zeros((3, *shape), np.int64)
         self.most_replicas_IL, self.most_owned_IL = np.zeros((2, *shape), np.int64)
         self.ahead_IL, self.rematerialize_IL, self.each_pass_IL = np.zeros((3, *shape), bool)
-        self.resident_IL, self.in_steps_IL = np.zeros((2, *shape), bool)
+        self.resident_IL, self.in_steps_IL, self.deduplicated_IL = np.zeros((3, *shape), bool)
         self.gather_early_IL, self.reduce_late_IL = np.zeros((2, *shape))
         self.reshard = LinkColumns(self.num_iterations, 1)
         self.reshard_experts_I = np.zeros(self.num_iterations, np.int64)
@@ -152,6 +153,7 @@ class LayerLedger:
         self.dispatch.put(iteration, layer, dispatch.busiest)
         self.cross_node_IL[iteration, layer] = dispatch.cross_node
         self.in_steps_IL[iteration, layer] = plan.in_steps
+        self.deduplicated_IL[iteration, layer] = plan.deduplicated
         placement = plan.placement
         self.most_owned_IL[iteration, layer] = placement.owned_per_device_D.max()
         # A correction may drop all replicas, although their gather has started.

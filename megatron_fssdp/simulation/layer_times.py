@@ -3,7 +3,7 @@
 Shape letters: I iterations, L MoE layers, D devices.
 """
 
-from dataclasses import replace
+from dataclasses import fields
 
 import numpy as np
 
@@ -34,7 +34,6 @@ class LayerTimes:
         job: Sizes and parallelism of the training job.
         steps: Steps of the layers that run under the smart schedule. None if no layer does.
         host: What the host of a rank does for each layer.
-        num_choices: Number of experts of each token under the deduplicated exchange; 0 for the usual one.
 
     Attributes:
         host_s: Seconds in which a rank's host plans and posts messages in an iteration, float64 ``[I]``.
@@ -48,7 +47,6 @@ class LayerTimes:
         job: MoeJob,
         steps: SteppedExchange | None = None,
         host: HostWork = NO_HOST_WORK,
-        num_choices: int = 0,
     ) -> None:
         self._ledger, self._cluster, self._job = ledger, cluster, job
         self._counts_s = links.gather_counts_s(ledger.topology, job.num_experts)
@@ -57,7 +55,7 @@ class LayerTimes:
             ledger.dispatch.busiest(),
             job.token_bytes,
             job.num_micro_batches,
-            num_choices,
+            job.top_k * ledger.deduplicated_IL,
         )
         experts_s = expert_seconds(
             ledger.tokens_ILD.max(axis=2),
@@ -251,4 +249,8 @@ class LayerTimes:
 
 
 def _of_layer(times: LinkTimes, layer: int) -> LinkTimes:
-    return replace(times, near_s=times.near_s[:, layer], far_s=times.far_s[:, layer])
+    columns = {
+        field.name: np.broadcast_to(getattr(times, field.name), times.near_s.shape)[:, layer]
+        for field in fields(times)
+    }
+    return LinkTimes(**columns)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.model_settings import ModelSettings
 from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.cost.host_seconds import MEASURED, HostCosts
 from megatron_fssdp.planning.memory.held_replicas import HeldReplicas, ReplicaLife
 from megatron_fssdp.planning.memory.memory_accounting import FP32_BYTES, ExpertOptimizer
@@ -37,6 +38,7 @@ class MoeJob:
         num_experts: Number of routed experts of a layer, E: a multiple of D, or less than D. With fewer
             experts than devices, a device owns experts of some layers only. Megatron does not support that.
         top_k: Number of experts of each token.
+        choices: What a record of the loads knows about the experts of the tokens, or None.
         tokens_per_micro_batch: Tokens of a device in a micro-batch.
         num_micro_batches: Number of micro-batches of an iteration.
         token_bytes: Bytes of one token's hidden state.
@@ -82,6 +84,7 @@ class MoeJob:
     activation_bytes_per_pair: float = 0.0
     on_cuda: bool = True
     host: HostCosts | None = None
+    choices: TokenChoices | None = None
 
     def __post_init__(self) -> None:
         if len(self.before_layer_flops_L) != len(self.before_gate_flops_L):

@@ -92,7 +92,8 @@ def replay_strategy(
             first_DE = counts_DE if num_micro_batches == 1 else counts_DE // num_micro_batches
             plan = plan_after_gate(strategy, context, first_DE, planned, num_micro_batches)
             strategy.check_plan(context, plan)
-            traffic = plan.traffic(counts_DE, topology, num_micro_batches, profile.num_choices)
+            choices = profile.choices if plan.deduplicated else None
+            traffic = plan.traffic(counts_DE, topology, num_micro_batches, choices)
             record_layer(ledger, iteration, layer, planned, plan, counts_DE, traffic)
             if on_plan is not None:
                 on_plan(iteration, layer, plan)

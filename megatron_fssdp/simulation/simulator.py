@@ -15,6 +15,7 @@ from megatron_fssdp.config.strategy_settings import (
     StrategySettings,
 )
 from megatron_fssdp.planning.cost.cluster_cost import cluster_cost
+from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.cost.host_seconds import HostWork
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.link_seconds import cluster_links, topology_of
@@ -119,8 +120,8 @@ def simulate(
     strategy = _strategy(name, settings)
     # Earlier iterations fill the history and have been measured.
     warm_up = 0 if past_ILDE is not None else warm_up_iterations(strategy, len(counts_ILDE))
-    num_choices = job.top_k if strategy.collective_schedule.deduplicated else 0
-    profile = replace(layer_profile(job, cluster, strategy.replica_life), num_choices=num_choices)
+    profile = layer_profile(job, cluster, strategy.replica_life)
+    profile = replace(profile, deduplicated=strategy.exchange == "deduplicated")
     ledger = replay_strategy(
         strategy,
         counts_ILDE,
@@ -134,7 +135,7 @@ def simulate(
     links = cluster_links(cluster, is_megatrons=name == "none", on_cuda=job.on_cuda)
     ring = strategy.ring(0, topology)
     steps = None if ring is None else SteppedExchange.of(ring, topology, job.messages.step_host_s)
-    layers = LayerTimes(ledger, cluster, links, job, steps, _host_work(name, job), num_choices)
+    layers = LayerTimes(ledger, cluster, links, job, steps, _host_work(name, job))
     context = LayerContext(1, even_owners(job.num_experts, job.num_devices), topology)
     memory = device_memory(
         job,
@@ -207,6 +208,7 @@ def layer_profile(job: MoeJob, cluster: ClusterDescription, life: ReplicaLife) -
         num_micro_batches=job.num_micro_batches,
         owned_bytes=job.owned_bytes,
         messages=job.messages,
+        choices=job.choices or TokenChoices(job.top_k),
     )
 
 

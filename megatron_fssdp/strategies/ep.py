@@ -12,9 +12,9 @@ class EpStrategy(Strategy[PlacementSettings]):
 
     @property
     def profile_iterations(self) -> int:
-        """Iterations to measure; 0 unless prices decide about the smart schedule."""
+        """Iterations to measure; 0 unless prices decide about the smart schedule or the exchange."""
         settings = self.settings
-        if isinstance(settings, MeasuringSettings) and settings.smart_schedule == "by_price":
+        if isinstance(settings, MeasuringSettings) and settings.compares_prices:
             return settings.profile_iterations
         return 0
 

@@ -54,8 +54,8 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         """Iterations to measure; 0 if t and m are given, and nothing else needs costs."""
         settings = self.settings
         is_limited = settings.slots is not None and settings.overlap_degree is not None
-        by_price = settings.smart_schedule == "by_price"
-        needs_profile = not is_limited or bool(settings.calibrate) or bool(settings.split) or by_price
+        compares = settings.compares_prices
+        needs_profile = not is_limited or bool(settings.calibrate) or bool(settings.split) or compares
         return settings.profile_iterations if needs_profile else 0
 
     @property

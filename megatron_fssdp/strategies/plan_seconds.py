@@ -46,16 +46,16 @@ def plan_price(
     addition = None
     if planned is not plan and not plan.each_micro_batch:
         addition = additional_transfer(planned.placement, plan.placement, topology)
+    choices = profile.sent_choices if traffic is None else None  # The caller's traffic counts pairs.
     work = LayerWork.of(
-        traffic or plan.traffic(counts_DE, topology, num_micro_batches, profile.num_choices),
+        traffic or plan.traffic(counts_DE, topology, num_micro_batches, choices),
         plan.transfer,
         topology,
         planned=planned.transfer,
         addition=addition,
     )
     return layer_seconds(
-        # The caller's traffic counts pairs.
-        replace(work, num_choices=profile.num_choices if traffic is None else 0),
+        replace(work, num_choices=0 if choices is None else choices.top_k),
         profile,
         plan.life,
         counts_s=counts_seconds(profile, topology, context.num_experts),

@@ -114,7 +114,7 @@ class PlanningMoment:
 
 
 def _is_comparable(old: LayerContext, new: LayerContext) -> bool:
-    return old.profile is new.profile and np.array_equal(old.owner_E, new.owner_E)
+    return old.profile == new.profile and np.array_equal(old.owner_E, new.owner_E)
 
 
 def _tried(made: ForecastPlan, exact: ExactCounts) -> _Trial:

@@ -1,8 +1,9 @@
 """Decides with each plan whether the layer runs in the steps of FasterMoE's smart schedule (§4.2).
 
 The runtime and the simulator get all plans from here, so that the decision is the same under every strategy.
-It is made before the gate, from the loads of earlier iterations. All micro-batches, backward passes and
-recomputed forward passes of the iteration follow it.
+How tokens travel (``priced_exchange.py``) is decided here, too. Both decisions are made before the gate, from
+the loads of earlier iterations. All micro-batches, backward passes and recomputed forward passes of the
+iteration follow them.
 
 Shape letters: D devices, E experts.
 """
@@ -15,11 +16,12 @@ from megatron_fssdp.planning.cost.layer_seconds import exchange_times, expert_se
 from megatron_fssdp.planning.cost.link_seconds import plain_links
 from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
 from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.strategies.priced_exchange import is_deduplicated, with_exchange
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 
 
 def plan_before_gate(strategy: Strategy, context: LayerContext, history: LoadHistory) -> LayerPlan:
-    """The strategy's plan for a layer's iteration, which also says whether the layer runs in steps.
+    """The strategy's plan for a layer's iteration, which also says how its tokens travel.
 
     Args:
         strategy: Strategy that plans the layer.
@@ -27,13 +29,15 @@ def plan_before_gate(strategy: Strategy, context: LayerContext, history: LoadHis
         history: Loads of the last iterations.
     """
     plan = strategy.before_gate(context, history)
-    return replace(plan, in_steps=True) if in_steps(strategy, context, history, plan) else plan
+    return _decided(
+        plan, in_steps(strategy, context, history, plan), is_deduplicated(strategy, context, history, plan)
+    )
 
 
 def plan_after_gate(
     strategy: Strategy, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
 ) -> LayerPlan:
-    """The strategy's plan for exact counts. Whether the layer runs in steps does not change.
+    """The strategy's plan for exact counts. The decisions of :func:`plan_before_gate` do not change.
 
     Args:
         strategy: Strategy that plans the layer.
@@ -45,8 +49,14 @@ def plan_after_gate(
     Returns:
         The new plan, or ``plan`` itself.
     """
+    context = with_exchange(context, plan.deduplicated)
     new = strategy.after_gate(context, counts_DE, plan, num_micro_batches)
-    return new if new.in_steps == plan.in_steps else replace(new, in_steps=plan.in_steps)
+    return _decided(new, plan.in_steps, plan.deduplicated)
+
+
+def _decided(plan: LayerPlan, in_steps: bool, deduplicated: bool) -> LayerPlan:
+    is_same = plan.in_steps == in_steps and plan.deduplicated == deduplicated
+    return plan if is_same else replace(plan, in_steps=in_steps, deduplicated=deduplicated)
 
 
 def in_steps(strategy: Strategy, context: LayerContext, history: LoadHistory, plan: LayerPlan) -> bool:

@@ -11,12 +11,13 @@ import numpy as np
 
 from megatron_fssdp.config.strategy_settings import (
     CollectiveSchedule,
+    ExchangeUse,
     PlacementSettings,
     SmartScheduleUse,
     SteppedSettings,
 )
 from megatron_fssdp.planning.balanced.quota_planner import quota_dispatch, split_among_peers
-from megatron_fssdp.planning.cost.deduplicated_traffic import expected_hops, hops_traffic
+from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices, expected_hops, hops_traffic
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_traffic import DispatchTraffic, dispatch_traffic, quota_traffic
 from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
@@ -94,6 +95,7 @@ class LayerPlan:
             An iteration's gradients are summed at the owners and given back to the replicas.
         in_steps: Whether dispatch, experts and combine run in the steps of the smart schedule. Strategies do
             not set it; ``strategies/stepped_plans.py`` does.
+        deduplicated: Whether tokens travel by the deduplicated exchange. Strategies do not set it, either.
     """
 
     placement: ExpertPlacement
@@ -106,6 +108,7 @@ class LayerPlan:
     tokens_ED: np.ndarray | None = None
     resident: bool = False
     in_steps: bool = False
+    deduplicated: bool = False
 
     def __post_init__(self) -> None:
         self.transfer.check_serves(self.placement)
@@ -172,7 +175,7 @@ class LayerPlan:
         counts_DE: np.ndarray,
         topology: Topology,
         num_micro_batches: int = 1,
-        num_choices: int = 0,
+        choices: TokenChoices | None = None,
     ) -> DispatchTraffic:
         """Load of an iteration's dispatches on devices and links.
 
@@ -181,8 +184,8 @@ class LayerPlan:
                 micro-batch is assumed to have an equal part of them.
             topology: Nodes of the devices.
             num_micro_batches: Number of micro-batches in the iteration.
-            num_choices: Number of experts of each token, if tokens travel by the deduplicated exchange: links
-                then carry estimated numbers of different tokens. 0 for the usual exchange.
+            choices: What is known about the experts of the tokens, if these travel by the deduplicated
+                exchange. Links then carry estimated numbers of different tokens. ``None``: the usual one.
         """
         if self.tokens_ED is None:
             traffic = dispatch_traffic(self.dispatch_policy, counts_DE, self.placement, topology)
@@ -190,10 +193,10 @@ class LayerPlan:
             # The quotas belong to one micro-batch, and all micro-batches are assumed to be equal.
             one = quota_dispatch(self.tokens_ED, counts_DE // num_micro_batches, topology)
             traffic = quota_traffic(one).times(num_micro_batches)
-        if not num_choices:
+        if choices is None:
             return traffic
         # Other dispatches than the even one are estimated like it: they differ in few of the tokens.
-        hops = expected_hops(counts_DE, self.placement, topology, num_choices)
+        hops = expected_hops(counts_DE, self.placement, topology, choices)
         return replace(traffic, busiest=hops_traffic(hops), cross_node=round(hops.tokens_between_nodes))
 
 
@@ -275,6 +278,11 @@ class Strategy[Settings: PlacementSettings](ABC):
     def smart_schedule(self) -> SmartScheduleUse:
         """Whether layers run in the steps of FasterMoE's smart schedule, from the settings."""
         return self.settings.smart_schedule if isinstance(self.settings, SteppedSettings) else False
+
+    @property
+    def exchange(self) -> ExchangeUse:
+        """How tokens travel, from the settings."""
+        return self.settings.exchange if isinstance(self.settings, SteppedSettings) else "pairs"
 
     def ring(self, device: int, topology: Topology) -> GroupRing | None:
         """Groups of ranks with which a device exchanges tokens step by step (smart schedule).

@@ -51,6 +51,19 @@ def test_contradictions_are_refused_with_the_reason(overrides):
         resolve_strategy("fssdp", overrides=overrides)
 
 
+@pytest.mark.parametrize("exchange", ["deduplicated", "by_price"])
+def test_exchanges_with_steps_of_their_own_exclude_each_other(exchange):
+    for name, other in (
+        ("ep", "schedule=s1"),
+        ("fssdp", "smart_schedule=by_price"),
+        ("auto", "smart_schedule=true"),
+    ):
+        with pytest.raises(ConfigurationError, match=f"exchange={exchange} and {other} exclude each other"):
+            resolve_strategy(name, overrides=[f"exchange={exchange}", other])
+    _, settings = resolve_strategy("auto", overrides=[f"exchange={exchange}"])
+    assert settings.collective_schedule.name == "megatron"
+
+
 @pytest.mark.parametrize("override", ["router=topology_aware", "leaving_share=0.1"])
 def test_incomplete_gate_settings_are_refused(override):
     with pytest.raises(ConfigurationError, match=r"router .*leaving_share|leaving_share .*router"):

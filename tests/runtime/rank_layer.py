@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fssdp.config.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
+from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.loads.load_history import LoadHistory
@@ -81,7 +82,8 @@ class LayerCase:
         group_size: Ranks of a group of the smart schedule; None exchanges with all at once.
         changes: Whether random placements run only every second iteration in steps, from the second one on.
         deduplicated: How tokens travel: "" (one row for each pair), "known" or "unknown" (deduplicated; the
-            largest number of experts of a token is known or not).
+            largest number of experts of a token is known or not), or "by_price" (as the plan says; costs are
+            known, and rows are so large that the deduplicated exchange pays).
         one_queue: Whether CUDA devices run all kernels in the order of their issue.
         inputs: Which of "hidden" and "probs" require a gradient.
         device: Device of the layer and its inputs; "cuda" also on a virtual device.
@@ -128,6 +130,7 @@ class CaseResult:
     Attributes:
         errors: Largest difference from the reference by quantity, relative to its largest value.
         num_replicas: Replicas of each iteration's placement.
+        deduplicated: Whether each iteration's plan sends tokens once.
         num_present: Experts present on this rank in each iteration.
         digests: Digest of each iteration's placement.
         values: The rank's tensors that were compared, in order; missing gradients are None.
@@ -135,6 +138,7 @@ class CaseResult:
 
     errors: dict[str, float] = field(default_factory=dict)
     num_replicas: list[int] = field(default_factory=list)
+    deduplicated: list[bool] = field(default_factory=list)
     num_present: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     values: list[Tensor | None] = field(default_factory=list)
@@ -167,6 +171,7 @@ PROFILE = LayerProfile(
 class DrawnPlacements(Strategy):
     """A strategy for tests: a new random placement of one kind, and a policy, with every plan."""
 
+    exchange = "pairs"  # the case's exchange is passed to the layer
     window = 100  # the strategy ignores the history, but tests count its iterations
     replica_life = ReplicaLife.ITERATION
 
@@ -259,9 +264,18 @@ def strategy_of(case: LayerCase) -> Strategy:
     """A real strategy where the case names one, otherwise random placements."""
     if case.placement in STRATEGIES:
         in_steps = {} if case.group_size is None else {"smart_schedule": True}
-        model = STRATEGIES[case.placement].settings
-        return build_strategy(case.placement, model.model_validate({**dict(case.settings), **in_steps}))
+        by_price = {"exchange": "by_price"} if case.deduplicated == "by_price" else {}
+        model, keys = STRATEGIES[case.placement].settings, {**dict(case.settings), **in_steps, **by_price}
+        return build_strategy(case.placement, model.model_validate(keys))
     return DrawnPlacements(case)
+
+
+def profile_of(case: LayerCase) -> LayerProfile | None:
+    """The costs that the case's strategy knows."""
+    if case.deduplicated == "by_price":
+        cluster = replace(PROFILE.cluster, intra=LinkCost(0.0, 1e-6))
+        return replace(PROFILE, cluster=cluster, token_bytes=1_000_000, choices=TokenChoices(case.top_k))
+    return PROFILE if case.placement in MEASURING else None
 
 
 def noting(exchange: MegatronExchange, records: list[DispatchRecord]) -> MegatronExchange:
@@ -356,7 +370,7 @@ def build_layer(
     }
     topology = Topology.uniform(world_size, case.num_nodes)
     executor = runtime.add_layer(
-        LayerContext(1, owner_E, topology, PROFILE if case.placement in MEASURING else None),
+        LayerContext(1, owner_E, topology, profile_of(case)),
         ExpertGroups(
             dist.group.WORLD,
             topology,
@@ -407,6 +421,7 @@ def run_case(rank: int, world_size: int, case: LayerCase) -> CaseResult:
         plan = executor.plan_iteration()
         result.num_present.append(len(plan.placement.experts_on(rank)))
         result.digests.append(plan.placement.digest())
+        result.deduplicated.append(plan.deduplicated)
         own = _run_iteration(executor, case, batches, rank, result)
         result.num_replicas.append(max(plan.placement.num_replicas, executor.load.num_replicas))
         runtime.finish_gradients()
@@ -483,8 +498,11 @@ def _run_iteration(
 
             def forward(h: Tensor, p: Tensor, routing_map: Tensor = routing_map) -> Tensor:
                 exchange = None
-                if case.deduplicated:
-                    most_choices = case.top_k if case.deduplicated == "known" else None
+                sends_once = case.deduplicated and (
+                    case.deduplicated != "by_price" or executor.plan_iteration().deduplicated
+                )
+                if sends_once:
+                    most_choices = None if case.deduplicated == "unknown" else case.top_k
                     exchange = DeduplicatedExchange(executor.groups, most_choices)
                 return moe_forward(
                     executor,

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
+from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.cost.layer_seconds import LayerPrice, transfer_seconds
 from megatron_fssdp.planning.cost.link_seconds import cluster_links, topology_of
 from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
@@ -63,20 +64,21 @@ class Case:
 
     def simulated_parts_s(self, num_layers: int) -> dict[str, float]:
         """Seconds of an iteration of so many layers like this one, by what they go on."""
+        profile, topology = self.context.profile, self.context.topology
+        assert profile is not None
+        assert profile.choices is not None
         job = replace(
             self.job,
+            top_k=profile.choices.top_k,
             before_layer_flops_L=(0.0,) * num_layers,
             before_gate_flops_L=self.job.before_gate_flops_L * num_layers,
         )
-        ledger = LayerLedger(1, num_layers, self.context.topology)
-        profile, topology = self.context.profile, self.context.topology
-        assert profile is not None
-        choices = profile.num_choices
-        traffic = self.plan.traffic(self.counts_DE, topology, job.num_micro_batches, choices)
+        ledger = LayerLedger(1, num_layers, topology)
+        traffic = self.plan.traffic(self.counts_DE, topology, job.num_micro_batches, profile.sent_choices)
         for layer in range(num_layers):
             record_layer(ledger, 0, layer, self.planned, self.plan, self.counts_DE, traffic)
         links = cluster_links(self.cluster)
-        times = LayerTimes(ledger, self.cluster, links, job, num_choices=choices)
+        times = LayerTimes(ledger, self.cluster, links, job)
         return {part: float(seconds[0]) for part, seconds in times.parts_s().items()}
 
 
@@ -107,8 +109,9 @@ def cases(draw: st.DrawFn, splits: bool = False) -> Case:
     counts_DE = one_DE * num_micro_batches
     topology, owner_E = topology_of(cluster, devices), even_owners(num_experts, devices)
     life = ReplicaLife.ITERATION if splits else draw(st.sampled_from(LIVES))
-    num_choices = draw(st.sampled_from([0, 0, 1, 2, 4]))  # more than 0: the deduplicated exchange
-    profile = replace(layer_profile(job, cluster, life), num_choices=num_choices)
+    choices = TokenChoices(draw(st.sampled_from([1, 2, 4])), *draw(st.sampled_from([(1, 1), (0.7, 1.3)])))
+    deduplicated = draw(st.booleans())
+    profile = replace(layer_profile(job, cluster, life), choices=choices, deduplicated=deduplicated)
     context = LayerContext(1, owner_E, topology, profile)
     present_ED = rng.random((num_experts, devices)) < draw(st.sampled_from([0.0, 0.1, 0.5]))
     present_ED[np.arange(num_experts), owner_E] = True
@@ -123,6 +126,7 @@ def cases(draw: st.DrawFn, splits: bool = False) -> Case:
             each_micro_batch=life is ReplicaLife.MICRO_BATCH,
             resident=life is ReplicaLife.RESIDENT,
             split=split,
+            deduplicated=deduplicated,
         )
 
     is_ahead = splits or life is ReplicaLife.MICRO_BATCH or draw(st.booleans())

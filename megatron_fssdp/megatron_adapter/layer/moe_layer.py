@@ -173,7 +173,7 @@ class StrategyMoELayer(MoELayer):
         if is_graph_capturing():
             # A CUDA graph of the router holds the gate alone. Megatron's method ends the capture after it.
             return super().route(hidden_states, padding_mask)
-        self.executor.plan_iteration()
+        plan = self.executor.plan_iteration()
         self.executor.advance_transfers(hidden_states)
         layer = self.executor.context.layer
         self.executor.load.strategy = self._session.strategy.selected(layer)
@@ -187,7 +187,7 @@ class StrategyMoELayer(MoELayer):
             decision.schedule,
             self.executor.groups,
             simultaneous=decision.simultaneous,
-            deduplicated=self._session.strategy.collective_schedule.deduplicated,
+            deduplicated=plan.deduplicated,
             most_choices=self.executor.most_choices,
         )
         if divided is None:

@@ -29,6 +29,7 @@ from megatron_fssdp.megatron_adapter.training.memory_report import (
     report_memory,
 )
 from megatron_fssdp.megatron_adapter.training.stopped_training import report_non_finite
+from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.memory.materialization_limits import held_replicas_bytes
 from megatron_fssdp.planning.memory.memory_accounting import FP32_BYTES
 from megatron_fssdp.planning.placement.topology import Topology
@@ -36,6 +37,7 @@ from megatron_fssdp.runtime.execution.layer_load import LayerLoad
 from megatron_fssdp.runtime.execution.layer_profiling import profile_layers
 from megatron_fssdp.runtime.execution.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.execution.strategy_selector import StrategySelector
+from megatron_fssdp.strategies.priced_exchange import exchange_seconds
 from megatron_fssdp.strategies.strategy import LayerContext
 
 logger = logging.getLogger(__name__)
@@ -78,6 +80,7 @@ class IterationDriver:
         self._began_s = 0.0
         self._selector: StrategySelector | None = None
         self._residents: ResidentExperts | None = None
+        self._told_exchange: set[int] = set()
         # Megatron turns this check off for fp16, where loss scaling makes non-finite numbers normal.
         self._watch = FiniteWatch(model) if args.check_for_nan_in_loss_and_grad else None
         layers = session.runtime.layers
@@ -161,10 +164,35 @@ class IterationDriver:
         """End an iteration after the optimizer step, and return what each layer did."""
         if self._selector is not None:
             self._selector.note(time.perf_counter() - self._began_s)
+        if self._session.strategy.exchange == "by_price":
+            self._tell_exchange()
         loads = self._session.runtime.end_iteration()
         if any(layer.stopwatch is not None for layer in self._session.runtime.layers):
             self._measured_replicas_bytes = max(self._measured_replicas_bytes, self._replicas_bytes(loads))
         return loads
+
+    def _tell_exchange(self) -> None:
+        """Log the layers whose tokens have travelled by the deduplicated exchange for the first time."""
+        executors = [
+            layer
+            for layer in self._session.runtime.layers
+            if layer.context.layer not in self._told_exchange
+            and layer.load.counts_DE.any()
+            and layer.plan_iteration().deduplicated
+        ]
+        if not executors:
+            return
+        self._told_exchange.update(layer.context.layer for layer in executors)
+        priced = [
+            exchange_seconds(layer.context, layer.history, layer.plan_iteration()) for layer in executors
+        ]
+        if _reports_for_stage():
+            logger.warning(
+                f"[fssdp] exchange by price, iteration {self._session.runtime.clock.iteration}: layers "
+                f"{', '.join(str(layer.context.layer) for layer in executors)} send each token once to a "
+                f"node; modelled seconds {sum(one.deduplicated_s for one in priced if one):.4g} instead of "
+                f"{sum(one.pairs_s for one in priced if one):.4g}"
+            )
 
     def _replicas_bytes(self, loads: Sequence[LayerLoad]) -> int:
         """Bytes that an iteration's replicas took on this rank."""
@@ -210,9 +238,8 @@ class IterationDriver:
             num_micro_batches=num_micro_batches,
             held=self.held,
             device=self._device,
-            num_choices=self._args.moe_router_topk
-            if self._session.strategy.collective_schedule.deduplicated
-            else 0,
+            choices=TokenChoices(self._args.moe_router_topk),
+            deduplicated=self._session.strategy.exchange == "deduplicated",
         )
         if _reports_for_stage():
             logger.info(_described_profile(layers[0].context, self._session.strategy))

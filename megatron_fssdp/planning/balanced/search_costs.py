@@ -80,8 +80,8 @@ class SearchCosts:
         row_bytes = profile.token_bytes / times
         sent_bytes = (profile.token_bytes + PROB_BYTES) / times
         of_near, of_far = 1.0, 1.0
-        if profile.num_choices:
-            of_near, of_far = tokens_per_pair(topology, num_experts, profile.num_choices)
+        if (choices := profile.sent_choices) is not None:
+            of_near, of_far = tokens_per_pair(topology, num_experts, choices)
         reduced_bytes = profile.expert_bytes if rematerialize else profile.reduced_bytes
         layer = [
             *_line(rows.near, DISPATCH_STARTS, of_near * sent_bytes),

@@ -11,11 +11,15 @@ after another by log-normal popularity (sigma up to 1.5, top-2 to top-8), the es
 
 Replicas send parts of an expert's tokens to several places; the parts count as experts.
 
+A recorded run knows how many different nodes and devices its tokens really went to. The estimate is then
+multiplied by what was recorded over what it says for the same loads (:class:`TokenChoices`).
+
 The gathering of choices (``runtime/exchange/gathered_choices.py``) sends fewer copies. It is not counted.
 
 Shape letters: E experts, D devices, N nodes.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -32,21 +36,39 @@ from megatron_fssdp.planning.placement.topology import Topology
 count_distinct = Kernel(distinct_tokens.distinct_tokens)
 
 
-def expected_hops(load_DE: np.ndarray, placement: ExpertPlacement, topology: Topology, top_k: int) -> TwoHops:
+@dataclass(frozen=True)
+class TokenChoices:
+    """What is known about the experts of the tokens.
+
+    Attributes:
+        top_k: Number of experts that a token selects, K.
+        node_factor: Recorded number of different nodes of a token, divided by the estimated one; 1 if nothing
+            was recorded.
+        device_factor: The same for devices.
+    """
+
+    top_k: int
+    node_factor: float = 1.0
+    device_factor: float = 1.0
+
+
+def expected_hops(
+    load_DE: np.ndarray, placement: ExpertPlacement, topology: Topology, choices: TokenChoices
+) -> TwoHops:
     """Expected numbers of different tokens in both hops under even dispatch.
 
     Args:
         load_DE: (token, k) pairs by source device and expert, ``[D, E]``. The numbers may be fractions.
         placement: Owners and replicas of the experts.
         topology: Nodes of the devices.
-        top_k: Number of experts that a token selects, K.
+        choices: What is known about the experts of the tokens.
     """
     groups = holder_groups(placement, topology)
     tokens_DN = np.zeros((topology.num_devices, topology.num_nodes))
     tokens_DD = np.zeros((topology.num_devices, topology.num_devices))
     count_distinct(
         np.ascontiguousarray(load_DE, np.float64),
-        float(top_k),
+        float(choices.top_k),
         placement.present_ED.view(np.uint8),
         groups.device_P,
         groups.by_node_P,
@@ -58,7 +80,12 @@ def expected_hops(load_DE: np.ndarray, placement: ExpertPlacement, topology: Top
         tokens_DN,
         tokens_DD,
     )
-    return TwoHops(topology, tokens_DN, tokens_DD)
+    most = load_DE.sum(axis=1, keepdims=True) / choices.top_k
+    return TwoHops(
+        topology,
+        np.minimum(choices.node_factor * tokens_DN, most),
+        np.minimum(choices.device_factor * tokens_DD, most),
+    )
 
 
 def hops_traffic(hops: TwoHops) -> BusiestLinks:
@@ -90,7 +117,7 @@ def hops_traffic(hops: TwoHops) -> BusiestLinks:
 
 
 @lru_cache
-def tokens_per_pair(topology: Topology, num_experts: int, top_k: int) -> tuple[float, float]:
+def tokens_per_pair(topology: Topology, num_experts: int, choices: TokenChoices) -> tuple[float, float]:
     """Tokens that the deduplicated exchange sends for one pair of the usual one, inside and between nodes.
 
     The numbers are those of the busiest links under equal loads and even owners. The search for replicas
@@ -100,12 +127,12 @@ def tokens_per_pair(topology: Topology, num_experts: int, top_k: int) -> tuple[f
     Args:
         topology: Nodes of the devices.
         num_experts: Number of experts, E.
-        top_k: Number of experts that a token selects, K.
+        choices: What is known about the experts of the tokens.
     """
     devices = topology.num_devices
     placement = ExpertPlacement.owners_only(np.arange(num_experts) * devices // num_experts, devices)
     load_DE = np.ones((devices, num_experts))
-    tokens = hops_traffic(expected_hops(load_DE, placement, topology, top_k))
+    tokens = hops_traffic(expected_hops(load_DE, placement, topology, choices))
     pairs = OwnerTraffic(np.ones((devices, num_experts), np.int64), placement.owner_E, topology)
     busiest = pairs.without_replicas().busiest
     return (

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost, overlap_degree
+from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGES, MessageRule
 
@@ -31,8 +32,8 @@ class LayerProfile:
         owned_bytes: Bytes of parameters, master weights and optimizer states of one expert on the device that
             owns it; ``None`` if they are not known.
         messages: How a transfer divides an expert into messages.
-        num_choices: Number of experts of each token, if tokens travel by the deduplicated exchange; 0 for the
-            usual exchange.
+        choices: What is known about the experts of the tokens; ``None`` if nothing is.
+        deduplicated: Whether prices count the deduplicated exchange, which needs ``choices``.
     """
 
     non_moe_s: float
@@ -45,7 +46,13 @@ class LayerProfile:
     num_micro_batches: int = 1
     owned_bytes: int | None = None
     messages: MessageRule = CUDA_MESSAGES
-    num_choices: int = 0
+    choices: TokenChoices | None = None
+    deduplicated: bool = False
+
+    @property
+    def sent_choices(self) -> TokenChoices | None:
+        """The choices that travel with the tokens of the deduplicated exchange; ``None`` without it."""
+        return self.choices if self.deduplicated else None
 
     @property
     def reduced_bytes(self) -> int:

@@ -73,7 +73,11 @@ probabilities."""
 
 
 def exchange_times(
-    links: LinkSet, pairs: BusiestLinks, token_bytes: float, num_micro_batches: int, num_choices: int = 0
+    links: LinkSet,
+    pairs: BusiestLinks,
+    token_bytes: float,
+    num_micro_batches: int,
+    num_choices: int | np.ndarray = 0,
 ) -> tuple[LinkTimes, LinkTimes]:
     """Seconds of dispatch and of combine of one micro-batch. The backward pass takes the same seconds again.
 
@@ -84,16 +88,14 @@ def exchange_times(
         token_bytes: Bytes of one token's hidden state.
         num_micro_batches: Number of micro-batches in the iteration. Each has an equal part of the pairs.
         num_choices: Number of choices that travel with a token of the deduplicated exchange; 0 for the usual
-            exchange.
+            exchange. May be an array like the fields of ``pairs``.
     """
-    parts = 1 / num_micro_batches
-    if num_choices:
-        row_bytes = (token_bytes + num_choices * CHOICE_BYTES) * parts
-        hops = links.times(pairs, row_bytes, starts=HOP_STARTS), links.times(pairs, token_bytes * parts)
-        dispatch, combine = (replace(times, in_turn=True) for times in hops)
-        return dispatch, combine
-    dispatch = links.times(pairs, (token_bytes + PROB_BYTES) * parts, starts=DISPATCH_STARTS)
-    return dispatch, links.times(pairs, token_bytes * parts)
+    parts, in_turn = 1 / num_micro_batches, np.asarray(num_choices) > 0
+    more_bytes = np.where(in_turn, num_choices * CHOICE_BYTES, PROB_BYTES)
+    starts = np.where(in_turn, HOP_STARTS, DISPATCH_STARTS)
+    dispatch = links.times(pairs, (token_bytes + more_bytes) * parts, starts)
+    combine = links.times(pairs, token_bytes * parts)
+    return replace(dispatch, in_turn=in_turn), replace(combine, in_turn=in_turn)
 
 
 def expert_seconds[Amount: (float, np.ndarray)](

@@ -35,14 +35,17 @@ class LinkTimes:
 
     near_s: np.ndarray
     far_s: np.ndarray
-    near_start_s: float = 0.0
-    far_start_s: float = 0.0
-    in_turn: bool = False
+    near_start_s: float | np.ndarray = 0.0
+    far_start_s: float | np.ndarray = 0.0
+    in_turn: bool | np.ndarray = False
 
     @cached_property
     def seconds(self) -> np.ndarray:
         """Seconds until the transfers on both kinds of links have ended."""
-        return self.near_s + self.far_s if self.in_turn else np.maximum(self.near_s, self.far_s)
+        at_once_s = np.maximum(self.near_s, self.far_s)
+        return (
+            np.where(self.in_turn, self.near_s + self.far_s, at_once_s) if np.any(self.in_turn) else at_once_s
+        )
 
     def at_least(self, least_s: float | np.ndarray) -> "LinkTimes":
         """The same times, but no link that is used at all takes less than ``least_s``."""
@@ -77,7 +80,7 @@ class LinkSet:
         self,
         busiest: BusiestLinks,
         bytes_per_unit: float | np.ndarray,
-        starts: int = 1,
+        starts: int | np.ndarray = 1,
         first_s: float | np.ndarray = 0.0,
     ) -> LinkTimes:
         """Compute start-up plus transfer seconds of the busiest links (FasterMoE, Eq. 2; Parm, Eq. 12).

@@ -101,4 +101,6 @@ class LayerPlanner:
             what += f" in iteration {self.clock.iteration}"
         for group in (self.groups.expert_parallel, self.groups.expert_tensor_parallel):
             if group is not None:
-                check_agreement(plan.placement.digest() + bytes([plan.in_steps]), group, what)
+                check_agreement(
+                    plan.placement.digest() + bytes([plan.in_steps, plan.deduplicated]), group, what
+                )

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron_fssdp.collectives.probes.link_probe import measure_links
 from megatron_fssdp.planning.cost.cost_model import ClusterCost
+from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.memory.held_replicas import HeldReplicas
 from megatron_fssdp.planning.memory.materialization_limits import memory_capacity
@@ -26,7 +27,8 @@ def profile_layers(
     num_micro_batches: int,
     held: HeldReplicas,
     device: torch.device,
-    num_choices: int = 0,
+    choices: TokenChoices | None = None,
+    deduplicated: bool = False,
 ) -> None:
     """Set the profile in the layers' contexts from their stopwatches and from a measurement of links.
 
@@ -43,7 +45,8 @@ def profile_layers(
         num_micro_batches: Number of micro-batches in an iteration.
         held: For how many layers, and how long, replicas exist at the same time.
         device: Device of the tensors for collectives.
-        num_choices: Number of experts of each token under the deduplicated exchange; 0 for the usual one.
+        choices: What is known about the experts of the tokens; ``None`` if nothing is.
+        deduplicated: Whether all tokens travel by the deduplicated exchange.
     """
     first = layers[0]
     layout = first.experts.layout()
@@ -94,7 +97,8 @@ def profile_layers(
         num_micro_batches=num_micro_batches,
         owned_bytes=owned_bytes,
         messages=messages,
-        num_choices=num_choices,
+        choices=choices,
+        deduplicated=deduplicated,
     )
     for layer in layers:
         layer.context = replace(layer.context, profile=profile)

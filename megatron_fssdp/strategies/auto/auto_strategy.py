@@ -20,6 +20,7 @@ from megatron_fssdp.strategies.auto.selection_by_seconds import select_by_second
 from megatron_fssdp.strategies.iteration_spread import LEAST_SEEN, IterationSpread
 from megatron_fssdp.strategies.owner_moves import exchange_s
 from megatron_fssdp.strategies.plan_seconds import plan_seconds
+from megatron_fssdp.strategies.priced_exchange import with_exchange
 from megatron_fssdp.strategies.selection_report import LayerSelection, SeenSaving, SelectionReport
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 
@@ -232,6 +233,9 @@ class AutoStrategy(Strategy[AutoSettings]):
             context = replace(context, owner_E=candidate.reshard_layer(context, load_E))
             moving_s = exchange_s(old_E, context.owner_E, profile, context.topology)
         times = profile.num_micro_batches
+        by_exchange = [context]
+        if self.exchange == "by_price":
+            by_exchange = [with_exchange(context, False), with_exchange(context, True)]
         seconds = []
         # The oldest first: some candidates compare their plans of one iteration with the next one's counts.
         for age in reversed(range(min(self.settings.compared_iterations, len(history) - 1))):
@@ -240,7 +244,12 @@ class AutoStrategy(Strategy[AutoSettings]):
                 context, history.excerpt(candidate.window, without_latest=age + 1)
             )
             plan = candidate.after_gate(context, counts_DE // times, planned, times)
-            seconds.append(plan_seconds(plan, counts_DE, context, num_micro_batches=times, planned=planned))
+            seconds.append(
+                min(
+                    plan_seconds(plan, counts_DE, priced, num_micro_batches=times, planned=planned)
+                    for priced in by_exchange
+                )
+            )
         return float(np.mean(seconds)) + moving_s / self.settings.choice_interval
 
     def serves(self, name: str, context: LayerContext) -> bool:

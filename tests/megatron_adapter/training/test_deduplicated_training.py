@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fssdp.strategies import priced_exchange
+
 from .test_parity_matrix import DEFAULT, MORE, compare
 
 # Layouts of the matrix whose features meet the exchange of rows.
@@ -34,4 +36,20 @@ def test_losses_equal_stock_megatron(
 ) -> None:
     layout = (DEFAULT | MORE)[name]
     settings = f"{layout.settings} exchange=deduplicated"
+    compare(replace(layout, settings=settings, num_iterations=20), text_data, tmp_path, record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS[:6])
+def test_losses_do_not_change_with_the_exchange(
+    name: str,
+    text_data: Path,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between CPU ranks it would hardly ever pay, so it is used here whatever it costs."""
+    monkeypatch.setattr(priced_exchange, "LEAST_GAIN", -1e9)
+    layout = (DEFAULT | MORE)[name]
+    settings = f"{layout.settings} exchange=by_price profile_iterations=2"
     compare(replace(layout, settings=settings, num_iterations=20), text_data, tmp_path, record_property)

@@ -5,7 +5,12 @@ from math import comb
 import numpy as np
 import pytest
 
-from megatron_fssdp.planning.cost.deduplicated_traffic import expected_hops, hops_traffic, tokens_per_pair
+from megatron_fssdp.planning.cost.deduplicated_traffic import (
+    TokenChoices,
+    expected_hops,
+    hops_traffic,
+    tokens_per_pair,
+)
 from megatron_fssdp.planning.dispatch.even_dispatch import EvenDispatch
 from megatron_fssdp.planning.dispatch.two_hops import TwoHops
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
@@ -18,7 +23,7 @@ OWNERS = ExpertPlacement.owners_only(even_owners(EXPERTS, DEVICES), DEVICES)
 
 @pytest.mark.parametrize("top_k", [1, 2, 4, 8, 16])
 def test_equal_loads_give_the_hypergeometric_number(top_k: int) -> None:
-    hops = expected_hops(np.full((DEVICES, EXPERTS), 10.0), OWNERS, TOPOLOGY, top_k)
+    hops = expected_hops(np.full((DEVICES, EXPERTS), 10.0), OWNERS, TOPOLOGY, TokenChoices(top_k))
     tokens = 10.0 * EXPERTS / top_k
     for numbers, num_places in ((hops.tokens_DN, NODES), (hops.tokens_DD, DEVICES)):
         missed = comb(EXPERTS - EXPERTS // num_places, top_k) / comb(EXPERTS, top_k)
@@ -28,7 +33,7 @@ def test_equal_loads_give_the_hypergeometric_number(top_k: int) -> None:
 def test_an_expert_of_all_tokens_brings_all_tokens_to_its_node() -> None:
     load = np.full((DEVICES, EXPERTS), 100 / 15)
     load[:, 3] = 100.0  # every one of 100 tokens
-    hops = expected_hops(load, OWNERS, TOPOLOGY, 2)
+    hops = expected_hops(load, OWNERS, TOPOLOGY, TokenChoices(2))
     np.testing.assert_allclose(hops.tokens_DN[:, 0], 100.0)
     np.testing.assert_allclose(hops.tokens_DD[:, 1], 100.0)
 
@@ -61,7 +66,7 @@ def test_the_estimate_is_near_drawn_tokens(top_k: int, replicates: bool) -> None
             goes[tokens, device] = True
         tokens_DD[source] = goes.sum(axis=0)
         tokens_DN[source] = goes.reshape(num_tokens, NODES, -1).any(axis=2).sum(axis=0)
-    expected = expected_hops(counts, placement, TOPOLOGY, top_k)
+    expected = expected_hops(counts, placement, TOPOLOGY, TokenChoices(top_k))
     np.testing.assert_allclose(expected.tokens_DN, tokens_DN, rtol=0.06, atol=0.02 * num_tokens)
     np.testing.assert_allclose(expected.tokens_DD, tokens_DD, rtol=0.06, atol=0.02 * num_tokens)
     drawn = hops_traffic(TwoHops(TOPOLOGY, tokens_DN, tokens_DD))
@@ -96,7 +101,7 @@ def test_busiest_links_are_those_of_single_hops() -> None:
 
 @pytest.mark.parametrize(("top_k", "far"), [(1, 1.0), (2, 0.9), (8, 0.48)])
 def test_tokens_per_pair_of_equal_loads(top_k: int, far: float) -> None:
-    near, between = tokens_per_pair(TOPOLOGY, EXPERTS, top_k)
+    near, between = tokens_per_pair(TOPOLOGY, EXPERTS, TokenChoices(top_k))
     assert between == pytest.approx(far, abs=0.005)
     # Relays pass on the tokens of the other nodes, too.
     missed = comb(EXPERTS - EXPERTS // DEVICES, top_k) / comb(EXPERTS, top_k)

@@ -50,6 +50,22 @@ SOME = [
     LayerCase("deduplicated-rematerialized", transfers="rematerialized", num_nodes=2, deduplicated="known"),
     LayerCase("deduplicated-bf16", dtype=torch.bfloat16, top_k=4, num_nodes=2, deduplicated="known"),
 ]
+# The first iteration has no forecast, so the exchange changes between the iterations.
+BY_PRICE = [
+    LayerCase(
+        f"by-price-{name}",
+        placement=name,
+        settings=(("slots", 2),) if name == "fssdp" else (),
+        top_k=4,
+        num_experts=16,
+        num_nodes=2,
+        schedule="FFBB",
+        num_iterations=3,
+        deduplicated="by_price",
+    )
+    for name in ("ep", "fssdp")
+]
+SOME += BY_PRICE
 
 
 @functools.cache
@@ -67,6 +83,13 @@ def check(case: LayerCase, of_ranks: list[dict[str, CaseResult]]) -> None:
 @pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
 def test_a_layer_equals_the_reference(case: LayerCase) -> None:
     check(case, results(False))
+
+
+@pytest.mark.parametrize("case", BY_PRICE, ids=lambda case: case.name)
+def test_all_ranks_change_the_exchange_alike(case: LayerCase) -> None:
+    """The ranks also compare their plans (``check_plans``)."""
+    for of_rank in results(False):
+        assert of_rank[case.name].deduplicated == [False, True, True]
 
 
 @pytest.mark.slow
