@@ -65,6 +65,7 @@ class Setting:
         num_iterations: Number of simulated iterations.
         leaving_share: Share of a source's tokens that the topology-aware gate sends to other nodes at most.
             None without this gate.
+        precision: Precision of parameters and tokens.
     """
 
     model: Model
@@ -76,6 +77,7 @@ class Setting:
     sequences: int
     num_iterations: int = 24
     leaving_share: float | None = None
+    precision: str = "fp16"
 
     @property
     def job(self) -> MoeJob:
@@ -173,7 +175,7 @@ def _job(setting: Setting) -> MoeJob:
             "iterations": 1,
             "micro_batch_size": setting.sequences,
             "global_batch_size": setting.sequences * setting.num_devices,
-            "precision": "fp16",
+            "precision": setting.precision,
         },
     }
     # The host time of our planners says nothing about the systems that the papers measured.

@@ -5,6 +5,7 @@ import pytest
 
 from benchmarks.papers import fastermoe, hecate, parm, pro_prophet
 from benchmarks.papers.setting import Model, Setting, is_near, kept_in_nodes
+from benchmarks.papers.skews import SKEWS, share_of_top, spread_of
 from megatron_fssdp.planning.placement.topology import Topology
 
 
@@ -28,12 +29,25 @@ def test_sources_without_near_tokens_spread_evenly() -> None:
 
 
 def test_seconds_of_zero_equal_those_worked_out_by_hand() -> None:
-    """ZeRO computes evenly three times and sends all experts but its own over the network three times."""
-    setting = Setting(Model(256, 128, 2), "johnny", 1.0, 16, 16, 2, 1)
+    """Stage 3 moves all experts but its own three times; stage 2 twice, once beside the backward pass."""
+    setting = Setting(Model(256, 128, 2), "johnny", 1.0, 16, 16, 2, 1, precision="fp32")
     job, cluster = setting.job, setting.description
-    compute_s = 3 * (128 * 2) * job.expert_flops_per_token / cluster.expert_flops_per_s
-    volume = 3 * 15 * job.expert_bytes / cluster.inter_node.bandwidth_bytes_per_s
-    assert fastermoe._zero_s(setting) == pytest.approx(2 * (compute_s + volume))
+    assert job.expert_bytes == 4 * job.expert_elements
+    forward_s = (128 * 2) * job.expert_flops_per_token / cluster.expert_flops_per_s
+    moved_s = 15 * job.expert_bytes / cluster.inter_node.bandwidth_bytes_per_s
+    assert fastermoe.zero_s(setting, 3) == pytest.approx(2 * (3 * forward_s + 3 * moved_s))
+    assert fastermoe.zero_s(setting, 2) == pytest.approx(2 * (forward_s + moved_s + moved_s))
+    assert fastermoe.zero_s(setting, 2) < fastermoe.zero_s(setting, 1) < fastermoe.zero_s(setting, 3)
+
+
+def test_spreads_have_the_shares_that_the_papers_state() -> None:
+    assert spread_of(share_of_top(4), 16, 0.80) == pytest.approx(1.85, abs=0.01)
+    assert spread_of(share_of_top(4), 16, 4 * 0.196) == pytest.approx(SKEWS["fastermoe"].sigma, abs=0.02)
+
+    def in_most_layers(share: np.ndarray) -> float:
+        return float(np.quantile(share[:, :3].sum(axis=1), 0.25))
+
+    assert spread_of(in_most_layers, 16, 0.50) == pytest.approx(SKEWS["pro-prophet"].sigma, abs=0.01)
 
 
 def test_every_relation_has_limits_and_a_value_or_a_reason() -> None:
