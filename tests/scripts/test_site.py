@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -104,6 +105,21 @@ def test_the_break_even_tables_match_the_jobs_of_the_script(docs_scripts: Path) 
     table_of = script("break_even_table")
     page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
     assert all(f"**{job.title}**" in page for job in table_of.JOBS.values())
+
+
+def test_the_break_even_tables_are_of_jobs_that_fit_into_memory(docs_scripts: Path) -> None:
+    jobs = script("break_even_table").JOBS
+    for job in jobs.values():
+        whole = job.whole_model  # refuses a job that does not fit
+        assert whole.gib(whole.simulated_base_bytes) * 2**30 == whole.base_bytes < whole.capacity_bytes
+        # Memory that is full for the simulated layers is full for the whole model.
+        assert whole.gib(whole.simulated_capacity_bytes) * 2**30 == pytest.approx(whole.capacity_bytes)
+    large = ("training.micro_batch_size=32", "training.global_batch_size=1024")
+    with pytest.raises(ValueError, match="more than a device has"):
+        replace(jobs["one-node"], overrides=large).whole_model  # noqa: B018
+    page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    assert page.count("memory, GiB of") == len(jobs)
+    assert "out of memory" not in page
 
 
 @pytest.mark.slow
