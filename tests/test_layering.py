@@ -29,7 +29,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
         {"numpy", "matplotlib", "pydantic", "rich", "jinja2", "markupsafe", "plotly"},
     ),
     # Text to Megatron's indexed files, written by Megatron's own writer: knows no model, no strategy.
-    "data": ({"config"}, {"numpy", "tokenizers", "megatron"}),
+    "data": ({"config"}, {"numpy", "tokenizers", "huggingface_hub", "megatron"}),
     # For tests of all layers, users' too: ranks, Megatron's parallel state, random placements. On virtual
     # devices, Megatron's loop needs some of the replacements that the adapter has for CPU ranks.
     "testing": ({"planning", "megatron_adapter"}, {"numpy", "torch", "megatron"}),

@@ -5,7 +5,6 @@ Heavy packages are imported inside the commands, so that ``--help`` answers quic
 
 import os
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,14 +29,6 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Build training data.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
-
-
-class TokenizerName(StrEnum):
-    """Kinds of tokenizer."""
-
-    BPE = "bpe"
-    BYTES = "bytes"
-    WORDPIECE = "wordpiece"
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -234,14 +225,25 @@ def data_build_command(
     out: Annotated[Path, typer.Option(help="Folder to write the data to.")],
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(help="Text files and folders. Default: the sources of Python's standard library."),
+        typer.Argument(
+            help="Text files, JSON lines (.jsonl), and folders of both. "
+            "Default: the sources of Python's standard library."
+        ),
     ] = None,
     tokenizer: Annotated[
-        TokenizerName,
+        str,
         typer.Option(
-            help="bpe: trained byte-level BPE. bytes: one token per byte. wordpiece: sentences for BERT."
+            help="bpe: trained byte-level BPE. bytes: one token per byte. wordpiece: sentences for BERT. "
+            "Anything else: a Hugging Face tokenizer, by its name, folder or tokenizer.json."
         ),
-    ] = TokenizerName.BPE,
+    ] = "bpe",
+    json_key: Annotated[
+        str, typer.Option(help="Key that holds the text in each line of .jsonl and .json files.")
+    ] = "text",
+    eod_token: Annotated[
+        str | None,
+        typer.Option(help="Token of a Hugging Face tokenizer that ends a document. Default: its own."),
+    ] = None,
     vocab_size: Annotated[int, typer.Option(help="Vocabulary size of a trained tokenizer.")] = 4096,
     shards: Annotated[
         int, typer.Option(help="Number of shards. An interrupted build does not repeat finished shards.")
@@ -259,7 +261,11 @@ def data_build_command(
     from megatron_fssdp.cli.data_command import build_with_progress
 
     console = Console(markup=False)
-    build_with_progress(paths or [], out, tokenizer.value, vocab_size, shards, rebuild, with_tests, console)
+    build_with_progress(
+        *(paths or [], out, tokenizer, vocab_size, shards, rebuild, with_tests, console),
+        json_key=json_key,
+        eod_token=eod_token,
+    )
 
 
 @app.command("report", cls=NamingCommand)

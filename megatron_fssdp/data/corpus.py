@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.data.json_lines import JSON_SUFFIXES, TEXT_KEY, parts_of
+from megatron_fssdp.data.source_file import SourceFile
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 
@@ -16,44 +18,12 @@ _TESTS = frozenset({"test", "tests", "idle_test", "idlelib_test"})
 
 
 @dataclass(frozen=True)
-class SourceFile:
-    """One text file of a corpus. Each file is one document.
-
-    Attributes:
-        path: Path of the file.
-        num_bytes: Size of the file when it was listed, in bytes.
-        modified_ns: Modification time of the file when it was listed, in nanoseconds.
-    """
-
-    path: Path
-    num_bytes: int
-    modified_ns: int
-
-    def read(self) -> str:
-        """Return the text of the file.
-
-        Raises:
-            ConfigurationError: The file no longer exists, cannot be read, or is not UTF-8.
-        """
-        try:
-            return self.path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ConfigurationError(
-                f"{self.path}: not UTF-8 text (byte {error.start}); convert the file or leave it out"
-            ) from None
-        except OSError as error:
-            raise ConfigurationError(
-                f"{self.path}: cannot be read ({error.strerror}); make it readable or leave it out"
-            ) from None
-
-
-@dataclass(frozen=True)
 class Corpus:
     """Text documents in a fixed order.
 
     Attributes:
         name: Name of the corpus in messages.
-        files: Files of the documents.
+        files: Files of the documents. A large JSON-lines file is several entries.
     """
 
     name: str
@@ -63,7 +33,7 @@ class Corpus:
         if not self.num_bytes:
             raise ConfigurationError(
                 f"{self.name}: no text found; give files with text or folders with "
-                f"{', '.join(TEXT_SUFFIXES)} files"
+                f"{', '.join((*TEXT_SUFFIXES, *JSON_SUFFIXES))} files"
             )
 
     @property
@@ -72,12 +42,13 @@ class Corpus:
         return sum(file.num_bytes for file in self.files)
 
 
-def corpus_from_paths(paths: Iterable[Path]) -> Corpus:
+def corpus_from_paths(paths: Iterable[Path], json_key: str = TEXT_KEY) -> Corpus:
     """Collect files, and the text files inside folders, into a corpus.
 
     Args:
         paths: Files and folders. Files are taken with any suffix. Inside folders, files with a suffix of
-            ``TEXT_SUFFIXES`` are taken, in the order of their names.
+            ``TEXT_SUFFIXES`` or ``JSON_SUFFIXES`` are taken, in the order of their names.
+        json_key: Key that holds the text in the lines of files with a suffix of ``JSON_SUFFIXES``.
 
     Returns:
         The corpus. It contains each file once.
@@ -86,17 +57,20 @@ def corpus_from_paths(paths: Iterable[Path]) -> Corpus:
         ConfigurationError: A path does not exist, or the files contain no text.
     """
     paths = list(paths)
-    found: dict[Path, SourceFile] = {}
+    found: dict[Path, list[SourceFile]] = {}
     for path in paths:
         if path.is_dir():
-            for file in _files_below(path, _NOT_STANDARD_LIBRARY):
-                if file.suffix in TEXT_SUFFIXES:
-                    found.setdefault(file.resolve(), _describe(file))
+            files = _files_below(path, _NOT_STANDARD_LIBRARY)
+            wanted = [file for file in files if file.suffix in (*TEXT_SUFFIXES, *JSON_SUFFIXES)]
         elif path.is_file():
-            found.setdefault(path.resolve(), _describe(path))
+            wanted = [path]
         else:
             raise ConfigurationError(f"{path}: no such file or folder; give text to build data from")
-    return Corpus(name=", ".join(str(path) for path in paths[:3]), files=tuple(found.values()))
+        for file in wanted:
+            is_json = file.suffix in JSON_SUFFIXES
+            found.setdefault(file.resolve(), parts_of(file, json_key) if is_json else [_describe(file)])
+    every = tuple(part for parts in found.values() for part in parts)
+    return Corpus(name=", ".join(str(path) for path in paths[:3]), files=every)
 
 
 def default_corpus(with_tests: bool = False) -> Corpus:

@@ -5,17 +5,18 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_fssdp.data.corpus import SourceFile
 from megatron_fssdp.data.prose import sentences
+from megatron_fssdp.data.source_file import SourceFile
 from megatron_fssdp.data.tokenizer import Tokenizer, TokenizerKind
 
 MAX_SENTENCE_TOKENS = 256
 """Maximum tokens of a sentence. Megatron ignores documents that have a sentence of more than 512 tokens."""
 
 
-def texts_of(file: SourceFile, kind: TokenizerKind) -> list[str]:
-    """Return the texts of a document: its sentences for BERT (``wordpiece``), or the whole text."""
-    return sentences(file.read(), file.path.suffix == ".py") if kind == "wordpiece" else [file.read()]
+def documents_of(file: SourceFile, kind: TokenizerKind) -> Iterator[list[str]]:
+    """Yield the texts of each document of a file: sentences for BERT (``wordpiece``), or the whole text."""
+    for text in file.documents():
+        yield sentences(text, file.path.suffix == ".py") if kind == "wordpiece" else [text]
 
 
 def encode_documents(
@@ -24,7 +25,7 @@ def encode_documents(
     """Tokenize documents.
 
     Args:
-        files: Files of the documents. Each file is one document.
+        files: Files of the documents.
         tokenizer: Tokenizer that encodes the texts.
         kind: Kind of the tokenizer.
 
@@ -33,7 +34,7 @@ def encode_documents(
         sentences, of which BERT forms pairs. Otherwise it is the whole text, followed by end-of-document.
         Documents without text are left out, and with ``wordpiece`` also documents of a single sentence.
     """
-    documents = [texts_of(file, kind) for file in files]
+    documents = [texts for file in files for texts in documents_of(file, kind)]
     encoded = iter(tokenizer.encode([text for texts in documents for text in texts]))
     for texts in documents:
         sequences = [ids for ids in (next(encoded) for _ in texts) if len(ids)]

@@ -22,8 +22,8 @@ import numpy as np
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.json_records import parse_record
 from megatron_fssdp.config.written_files import written_file
-from megatron_fssdp.data.corpus import Corpus, SourceFile
-from megatron_fssdp.data.documents import encode_documents, texts_of
+from megatron_fssdp.data.corpus import Corpus
+from megatron_fssdp.data.documents import documents_of, encode_documents
 from megatron_fssdp.data.manifest import (
     DATA_NAME,
     MANIFEST_FILE,
@@ -32,6 +32,8 @@ from megatron_fssdp.data.manifest import (
     fingerprint,
     read_manifest,
 )
+from megatron_fssdp.data.pretrained_tokenizer import PRETRAINED, PretrainedTokenizer
+from megatron_fssdp.data.source_file import SourceFile
 from megatron_fssdp.data.tokenizer import (
     TOKENIZER_FILE,
     BpeTokenizer,
@@ -59,7 +61,7 @@ class _FinishedShard:
 def build_data(
     corpus: Corpus,
     out_dir: Path,
-    tokenizer: TokenizerKind = "bpe",
+    tokenizer: TokenizerKind | PretrainedTokenizer = "bpe",
     vocab_size: int = 4096,
     num_shards: int = 4,
     rebuild: bool = False,
@@ -70,9 +72,9 @@ def build_data(
     Args:
         corpus: Documents to tokenize.
         out_dir: Folder for ``text.bin``, ``text.idx``, the tokenizer and the manifest.
-        tokenizer: Kind of tokenizer. ``bpe`` trains byte-level byte-pair encoding on the corpus. ``bytes``
-            needs no training. ``wordpiece`` splits the texts into sentences and trains BERT's tokenizer on
-            them.
+        tokenizer: A tokenizer that exists, or a kind of tokenizer. ``bpe`` trains byte-level byte-pair
+            encoding on the corpus. ``bytes`` needs no training. ``wordpiece`` splits the texts into sentences
+            and trains BERT's tokenizer on them.
         vocab_size: Vocabulary size of a trained tokenizer, special tokens included.
         num_shards: Number of shards. An interrupted build does not repeat its finished shards.
         rebuild: Whether to replace data that is damaged or was built from other documents or settings.
@@ -86,8 +88,7 @@ def build_data(
     """
     if num_shards < 1:
         raise ConfigurationError(f"--shards: got {num_shards}, wanted 1 or more")
-    check_vocab_size(tokenizer, vocab_size)
-    wanted = fingerprint(corpus, tokenizer, ByteTokenizer.vocab_size if tokenizer == "bytes" else vocab_size)
+    wanted = _wanted(corpus, tokenizer, vocab_size)
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         with _locked(out_dir):
@@ -108,6 +109,14 @@ def build_data(
         ) from None
 
 
+def _wanted(corpus: Corpus, tokenizer: TokenizerKind | PretrainedTokenizer, vocab_size: int) -> str:
+    """Return the fingerprint of the data to build."""
+    if isinstance(tokenizer, PretrainedTokenizer):
+        return fingerprint(corpus, tokenizer.identity, tokenizer.vocab_size)
+    check_vocab_size(tokenizer, vocab_size)
+    return fingerprint(corpus, tokenizer, ByteTokenizer.vocab_size if tokenizer == "bytes" else vocab_size)
+
+
 def _found(out_dir: Path, rebuild: bool) -> DataManifest | None:
     """Return the manifest of existing data, or None. With ``rebuild``, damaged data counts as none."""
     if not (out_dir / MANIFEST_FILE).exists():
@@ -123,7 +132,7 @@ def _found(out_dir: Path, rebuild: bool) -> DataManifest | None:
 def _build(
     corpus: Corpus,
     out_dir: Path,
-    kind: TokenizerKind,
+    asked: TokenizerKind | PretrainedTokenizer,
     vocab_size: int,
     num_shards: int,
     wanted: str,
@@ -134,7 +143,12 @@ def _build(
         if stale != work:
             shutil.rmtree(stale)
     work.mkdir(exist_ok=True)
-    tokenizer = _tokenizer(corpus, kind, vocab_size, work, on_progress)
+    kind: TokenizerKind = PRETRAINED if isinstance(asked, PretrainedTokenizer) else asked
+    tokenizer = (
+        asked
+        if isinstance(asked, PretrainedTokenizer)
+        else _tokenizer(corpus, asked, vocab_size, work, on_progress)
+    )
     finished: list[_FinishedShard] = []
     done_bytes = 0
     for number, files in enumerate(_cut(corpus, num_shards)):
@@ -192,7 +206,8 @@ def _training_texts(corpus: Corpus, kind: TokenizerKind, on_progress: OnProgress
     for file in files:
         done += file.num_bytes
         on_progress("training the tokenizer", done, total)
-        yield from texts_of(file, kind)
+        for texts in documents_of(file, kind):
+            yield from texts
 
 
 def _cut(corpus: Corpus, num_shards: int) -> list[list[SourceFile]]:

@@ -70,7 +70,7 @@ def fingerprint(corpus: Corpus, tokenizer: str, vocab_size: int) -> str:
     """
     digest = hashlib.sha256(f"{_FORMAT} {tokenizer} {vocab_size}\n".encode())
     for file in corpus.files:
-        digest.update(f"{file.path.resolve()}\0{file.num_bytes}\0{file.modified_ns}\n".encode())
+        digest.update(f"{file.identity}\n".encode())
     return digest.hexdigest()
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron_fssdp.config.errors import ConfigurationError
 
-TokenizerKind = Literal["bpe", "bytes", "wordpiece"]
+TokenizerKind = Literal["bpe", "bytes", "wordpiece", "huggingface"]
 
 EOD_TOKEN = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"

@@ -22,7 +22,7 @@ def commands_in(text: str) -> list[str]:
 
 
 def words_of(command: str) -> list[str]:
-    command = re.split(r"\s#\s|[|;()]|&&|>| = ", command)[0]
+    command = re.split(r"\s#\s|[|;()]|&&|>| = | -- ", command)[0]  # words after -- are Megatron's
     return shlex.split(command.replace("'", "").replace('"', ""))
 
 
