@@ -77,4 +77,4 @@ def test_pro_prophet_beats_expert_parallelism_in_one_cell_of_table_v() -> None:
     plain, prophet = small.iteration_s("ep"), small.iteration_s("prophet")
     assert 0 < prophet <= plain * 1.001
     assert small.moe_s("ep") < plain
-    assert len(pro_prophet.RELATIONS) == 4 + 2 * (10 + 8) + 4 + 2 + 4
+    assert len(pro_prophet.RELATIONS) == 5 + 4 + 3 * (10 + 8) + 1 + 4 + 2 + 4
