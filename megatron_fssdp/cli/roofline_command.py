@@ -9,7 +9,7 @@ from rich.console import Console
 from megatron_fssdp.cli.simulate_command import described_cluster, settings_of
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.written_files import written_whole
-from megatron_fssdp.reporting.job_records import loads_for_job
+from megatron_fssdp.reporting.job_records import loads_for_job, with_recorded_choices
 from megatron_fssdp.reporting.recorded_run import run_config_of
 from megatron_fssdp.reporting.roofline_plot import Roofline, draw_roofline, roofline_table, write_roofline
 from megatron_fssdp.simulation.moe_job import job_of_run
@@ -53,6 +53,7 @@ def run_roofline(request: RooflineRequest, console: Console) -> Roofline:
     settings = {name: settings_of(name, run, request.strategy_overrides) for name in names}
     record, _ = loads_for_job(str(request.run), job)
     try:
+        job, _ = with_recorded_choices(job, record, cluster)
         points = {
             name: roofline_point(
                 simulate(name, given, record.counts_ILDE, cluster, job, layer_numbers=record.layers.tolist()),

@@ -21,7 +21,7 @@ from megatron_fssdp.config.strategy_registry import BASELINE, STRATEGIES
 from megatron_fssdp.config.strategy_selection import strategy_settings
 from megatron_fssdp.config.strategy_settings import EpSettings, StrategySettings
 from megatron_fssdp.config.written_files import written_whole
-from megatron_fssdp.reporting.job_records import loads_for_job
+from megatron_fssdp.reporting.job_records import loads_for_job, with_recorded_choices
 from megatron_fssdp.reporting.run_records import RecordedLoads
 from megatron_fssdp.reporting.simulation_plots import draw_simulation
 from megatron_fssdp.reporting.simulation_report import (
@@ -178,6 +178,7 @@ def ranked_strategies(
     outcomes: dict[str, StrategyOutcome] = {}
     rows: list[RankedStrategy] = []
     try:
+        job, distinct = with_recorded_choices(job, record, cluster)
         for name, given in settings.items():
             if progress is not None:
                 progress.begin(name)
@@ -199,11 +200,18 @@ def ranked_strategies(
     except ValueError as error:
         raise ConfigurationError(f"simulate: {error}") from None
     return SimulationReport(
-        title, tuple(rows), plain, balanced_s, record.iterations, _notes(note, rows, with_break_even)
+        title,
+        tuple(rows),
+        plain,
+        balanced_s,
+        record.iterations,
+        _notes(note, rows, with_break_even, distinct),
     )
 
 
-def _notes(note: str, rows: Sequence[RankedStrategy], with_break_even: bool) -> tuple[str, ...]:
+def _notes(
+    note: str, rows: Sequence[RankedStrategy], with_break_even: bool, distinct: str
+) -> tuple[str, ...]:
     pays = (
         "pays from, pays up to: the strategy is more than 1 % faster than ep if a rank has at least this "
         "many tokens, and if a node's network has at most this bandwidth (searched from 1/64 to 64 times the "
@@ -224,6 +232,13 @@ def _notes(note: str, rows: Sequence[RankedStrategy], with_break_even: bool) -> 
         "warm-up: first iterations in which a strategy measures, has no past loads, or waits for its first "
         "turn, with their mean seconds (all: it never gets further, and is ranked after those that do)."
     )
+    shares = {row.label: float(row.outcome.ledger.deduplicated_IL.mean()) for row in rows}
+    if any(shares.values()):
+        described = ", ".join(f"{label} {100 * share:.0f} %" for label, share in shares.items())
+        notes.append(
+            f"deduplicated exchange, share of layers and iterations: {described}. Different nodes and "
+            f"devices of a token: {distinct}."
+        )
     notes += [
         f"{row.label}: runs out of memory. It needs {format_memory(row.outcome.memory.total_bytes)}, and a "
         f"device has {format_memory(row.outcome.memory.capacity_bytes)}"

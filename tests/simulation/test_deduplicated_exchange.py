@@ -5,6 +5,9 @@ from math import comb
 import numpy as np
 import pytest
 
+from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.simulation.job_loads import recorded_choices
 from megatron_fssdp.simulation.simulator import simulate
 
 from .small_jobs import cluster_of, job_of, loads, settings_of
@@ -54,3 +57,30 @@ def test_strategies_price_it_and_replicas_still_help() -> None:
     for name in ("ep", "fssdp", "prophet"):
         assert seconds[name, "deduplicated"] < seconds[name, "pairs"]
     assert seconds["fssdp", "deduplicated"] < seconds["ep", "deduplicated"]
+
+
+def test_records_correct_the_estimate() -> None:
+    """Tokens whose experts are all on one device: loads alone would say that they go everywhere."""
+    topology = Topology.uniform(DEVICES, 2)
+    counts = loads(np.full((DEVICES, EXPERTS), 4).tolist(), np.full((DEVICES, EXPERTS), 4).tolist())
+    tokens = DEVICES * EXPERTS * 4 // 2
+    on_one = np.array([[[tokens, 0]], [[0, 0]]]), np.array([[[tokens, 0, 0, 0]], [[0, 0, 0, 0]]])
+    choices = recorded_choices(counts, *on_one, topology, 2)
+    estimated = [2 * (1 - comb(4, 2) / comb(8, 2)), 4 * (1 - comb(6, 2) / comb(8, 2))]
+    assert choices is not None
+    assert (choices.node_factor, choices.device_factor) == pytest.approx([1 / one for one in estimated])
+    # Every token now goes to one of two nodes, and the exchange sends one row for its two pairs.
+    cluster = cluster_of(nodes=2, per_node=2)
+    job = job_of(devices=DEVICES, experts=EXPERTS, top_k=2, tokens_per_micro_batch=16, choices=choices)
+    outcome = simulate("ep", settings_of("ep", exchange="deduplicated"), counts, cluster, job)
+    assert outcome.ledger.cross_node_IL[0, 0] == tokens / 2
+
+
+def test_records_that_do_not_fit_are_not_used() -> None:
+    counts = loads(np.full((DEVICES, EXPERTS), 4).tolist())
+    by_nodes, by_devices = np.ones((1, 1, 2), np.int64), np.ones((1, 1, DEVICES), np.int64)
+    two_nodes = Topology.uniform(DEVICES, 2)
+    assert isinstance(recorded_choices(counts, by_nodes, by_devices, two_nodes, 2), TokenChoices)
+    assert recorded_choices(counts, by_nodes, by_devices, Topology.uniform(DEVICES, 4), 2) is None
+    assert recorded_choices(counts, 0 * by_nodes, by_devices, two_nodes, 2) is None
+    assert recorded_choices(counts, None, None, two_nodes, 2) is None
