@@ -31,7 +31,10 @@ def exchange_of(
     if schedule == "baseline":
         return BaselineExchange(groups)
     if schedule == "megatron":
-        return DeduplicatedExchange(groups, most_choices) if deduplicated else MegatronExchange(groups)
+        # One device has no wire to save, and its tokens without experts would not pass through a hop.
+        if deduplicated and groups.num_devices > 1:
+            return DeduplicatedExchange(groups, most_choices)
+        return MegatronExchange(groups)
     if schedule == "s2" and groups.tensor_parallel is not None:
         return S2Exchange(groups, simultaneous=simultaneous)
     return S1Exchange(groups)

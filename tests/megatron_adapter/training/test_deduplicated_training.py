@@ -8,7 +8,7 @@ import pytest
 
 from megatron_fssdp.strategies import priced_exchange
 
-from .test_parity_matrix import DEFAULT, MORE, compare
+from .test_parity_matrix import DEFAULT, DROPPING, MORE, NO_BIAS, Layout, compare
 
 # Layouts of the matrix whose features meet the exchange of rows.
 LAYOUTS = (
@@ -27,6 +27,23 @@ LAYOUTS = (
     "recomputed_aux_loss_shared_expert",
     "padded_to_capacity",
 )
+
+# Groups of one device have nothing to deduplicate, also where capacity leaves tokens without an expert.
+ONE_DEVICE = Layout(
+    2,
+    1,
+    f"--expert-tensor-parallel-size 2 --moe-router-topk 2 {DROPPING} {NO_BIAS}",
+    "exchange=deduplicated",
+    moves=False,
+    replicates=False,
+)
+
+
+@pytest.mark.slow
+def test_groups_of_one_device_drop_tokens_as_stock_megatron(
+    text_data: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    compare(ONE_DEVICE, text_data, tmp_path, record_property)
 
 
 @pytest.mark.slow
