@@ -323,11 +323,14 @@ def simulate_command(
         typer.Option(help="Folder of a recorded run, its loads.npz, or the name of a workload (W0 to W7)."),
     ],
     cluster: ClusterName,
-    model: Annotated[
-        list[Path],
-        typer.Option(help="YAML of the run. Repeatable for parts of a run.", metavar="RUN.yaml"),
-    ],
     out: Annotated[Path, typer.Option(help="Folder to write the results to.")],
+    model: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="YAML of the run. Repeatable for parts of a run. Default: the recorded run's own settings.",
+            metavar="RUN.yaml",
+        ),
+    ] = None,
     strategies: Annotated[
         str, typer.Option(help="Strategies to simulate, separated by commas, of {strategies}.")
     ] = "ep,fssdp",
@@ -354,12 +357,12 @@ def simulate_command(
     """Predict which strategy is fastest on a cluster, from recorded or generated loads."""
     from rich.console import Console
 
-    from megatron_fssdp.cli.simulate_command import SimulateRequest, run_simulation
+    from megatron_fssdp.cli.simulate_command import SimulateRequest, recorded_settings, run_simulation
 
     request = SimulateRequest(
         loads=loads,
         cluster=cluster,
-        models=model,
+        models=model or recorded_settings(loads),
         strategies=_names(strategies),
         out=out,
         iterations=iterations,

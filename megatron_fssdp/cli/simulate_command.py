@@ -22,6 +22,7 @@ from megatron_fssdp.config.strategy_selection import strategy_settings
 from megatron_fssdp.config.strategy_settings import EpSettings, StrategySettings
 from megatron_fssdp.config.written_files import written_whole
 from megatron_fssdp.reporting.job_records import loads_for_job, with_recorded_choices
+from megatron_fssdp.reporting.recorded_settings import SETTINGS_FILE
 from megatron_fssdp.reporting.run_records import RecordedLoads
 from megatron_fssdp.reporting.simulation_plots import draw_simulation
 from megatron_fssdp.reporting.simulation_report import (
@@ -36,6 +37,7 @@ from megatron_fssdp.simulation.break_even import break_even_bandwidth, break_eve
 from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run
 from megatron_fssdp.simulation.replay import OnPlan
 from megatron_fssdp.simulation.simulator import StrategyOutcome, ceiling_s, simulate
+from megatron_fssdp.simulation.workloads import WORKLOADS
 
 TRACE_FILE = "trace_{}.json"
 SAMPLE_ITERATIONS = 6
@@ -267,6 +269,21 @@ def _row(
     spans_nodes = outcome.ledger.topology.num_nodes > 1
     bandwidth = break_even_bandwidth(*arguments) if spans_nodes else None
     return RankedStrategy(name, outcome, break_even_tokens(*arguments), bandwidth)
+
+
+def recorded_settings(loads: str) -> list[Path]:
+    """Return the ``config.yaml`` of the recorded run that ``--loads`` names, in the place of ``--model``.
+
+    Raises:
+        ConfigurationError: The loads are no recorded run, or the run has no ``config.yaml``.
+    """
+    path = Path(loads)
+    file = (path if path.is_dir() else path.parent) / SETTINGS_FILE
+    if loads in WORKLOADS or not path.exists() or not file.is_file():
+        raise ConfigurationError(
+            f"--model: --loads {loads} has no {SETTINGS_FILE} that describes the model; name a run's YAML"
+        )
+    return [file]
 
 
 def described_cluster(source: str, overrides: Sequence[str] = ()) -> ClusterDescription:

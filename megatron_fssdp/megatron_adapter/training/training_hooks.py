@@ -1,11 +1,13 @@
 """Wraps Megatron's training loop: begins and ends iterations, checks the built model, records iterations."""
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +17,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import log_single_rank
 from megatron.training.global_vars import get_args
 
+from megatron_fssdp.config.argument_reader import run_config_from_arguments
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.run_config import RunConfig
 from megatron_fssdp.megatron_adapter.layer.launch_hooks import install_launch_hooks
 from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy
@@ -24,6 +28,7 @@ from megatron_fssdp.megatron_adapter.training.run_recorder import RunRecorder, S
 from megatron_fssdp.megatron_adapter.training.stopped_training import reporting_stop
 from megatron_fssdp.megatron_adapter.training.training_boards import boards_are_asked_for
 from megatron_fssdp.planning.native.kernel import kernel_form
+from megatron_fssdp.reporting.recorded_settings import write_recorded_settings
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +79,8 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
                 report_installation(built[0], requested)
                 install_launch_hooks(built[0])
                 drivers.append(IterationDriver(requested.session, built[0], built[1], get_args()))
+            if requested.settings.record_dir is not None and dist.get_rank() == 0:
+                describe_run(requested.settings.record_dir, built[0], requested)
             if requested.settings.record_dir is not None or to_boards:
                 record_dir = requested.settings.record_dir
                 recorder.append(RunRecorder(record_dir, requested.name, to_boards=to_boards))
@@ -133,6 +140,32 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
     training.train_step = train_step
     training.get_forward_backward_func = get_forward_backward_func
     training.train = train_reporting_stop
+
+
+def describe_run(record_dir: Path, model: list[torch.nn.Module], requested: RequestedStrategy) -> None:
+    """Write ``config.yaml`` beside the records, from Megatron's arguments.
+
+    Args:
+        record_dir: Folder of the run's records.
+        model: Model chunks of this rank.
+        requested: Strategy of the command line.
+    """
+    is_bert = any(type(module).__name__ == "BertModel" for chunk in model for module in chunk.modules())
+    settings = requested.settings.model_dump(mode="json", exclude_defaults=True, exclude={"record_dir"})
+    strategy = {"name": requested.name, "settings": settings}
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    run: RunConfig | None = None
+    try:
+        run = run_config_from_arguments(
+            get_args(),
+            "bert" if is_bert else "gpt",
+            ranks_per_node,
+            not torch.cuda.is_available(),
+            strategy,
+        )
+    except ConfigurationError as error:
+        logger.info(f"[fssdp] config.yaml has only the strategy, so simulate needs --model: {error}")
+    write_recorded_settings(record_dir, run, strategy)
 
 
 def report_installation(model: list[torch.nn.Module], requested: RequestedStrategy) -> None:

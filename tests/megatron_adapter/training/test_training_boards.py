@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_fssdp.reporting.recorded_run import read_run, run_config_of
 from megatron_fssdp.reporting.run_records import read_loads, read_metrics
 
 from ..training_run import train
@@ -35,6 +36,10 @@ def test_boards_have_the_scalars_and_histograms_of_logged_iterations(text_data: 
     events = accumulators.EventAccumulator(str(board), size_guidance={"histograms": 0, "scalars": 0})
     events.Reload()
     metrics = {entry.iteration: entry for entry in read_metrics(records)}
+    assert read_run(records).strategy == "fssdp"  # no command line wrote the run's settings
+    run = run_config_of(records)
+    assert (run.parallelism.pipeline, run.parallelism.world_size, run.model.num_experts) == (2, 4, 8)
+    assert run.strategy.settings == {"slots": 1, "overlap_degree": 2}
     logged = [2, 4]
 
     def scalar(name: str) -> dict[int, float]:
