@@ -47,7 +47,6 @@ def calls_of(num_experts: int, num_devices: int) -> dict[str, Callable[[], objec
     link = PROFILE.cluster.inter
     prophet = ProphetModel(
         num_devices,
-        0,
         PROFILE.token_bytes,
         PROFILE.expert_bytes,
         PROFILE.expert_bytes,
@@ -69,7 +68,7 @@ def calls_of(num_experts: int, num_devices: int) -> dict[str, Callable[[], objec
         transfer_traffic(plan, topology)
 
     return {
-        "Pro-Prophet's plan": lambda: plan_layer(owner_E, counts_DE, prophet, slots=SLOTS),
+        "Pro-Prophet's plan": lambda: plan_layer(owner_E, counts_DE, prophet, 0, slots=SLOTS),
         "quota: plan and rows": quota,
         "balanced dispatch: plan and rows": lambda: rows(
             plan_dispatch("balanced", counts_DE, placement, topology), placement

@@ -178,7 +178,6 @@ def measure(num_experts: int, num_devices: int, slots: int, num_cases: int, min_
     shadowing = ShadowingCosts(*costs, PROFILE.cluster.expert_flops_per_s, 1 / INTER.beta_s_per_byte)
     prophet = ProphetModel(
         num_devices,
-        0,
         PROFILE.token_bytes,
         PROFILE.expert_bytes,
         PROFILE.expert_bytes,
@@ -189,7 +188,7 @@ def measure(num_experts: int, num_devices: int, slots: int, num_cases: int, min_
     )
     row("quota_assignment", lambda i: quota_assignment(owner_E, counts[i], topology, slots=slots))
     row("select_shadows", lambda i: select_shadows(owner_E, counts[i], shadowing))
-    row("Pro-Prophet's plan_layer", lambda i: plan_layer(owner_E, counts[i], prophet, slots=slots))
+    row("Pro-Prophet's plan_layer", lambda i: plan_layer(owner_E, counts[i], prophet, 0, slots=slots))
     row(
         "plan_replicas",
         lambda i: plan_replicas(owner_E, loads[i], topology, slots=slots, profile=PROFILE),

@@ -6,18 +6,19 @@ import numpy as np
 
 from megatron_fssdp.config.strategy_settings import ProphetSettings
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.layer_traffic import DispatchTraffic
+from megatron_fssdp.planning.cost.layer_seconds import LayerWork, counts_seconds, layer_seconds
+from megatron_fssdp.planning.cost.layer_traffic import BusiestLinks, two_level_traffic
 from megatron_fssdp.planning.cost.owner_traffic import OwnerTraffic
 from megatron_fssdp.planning.cost.transfer_split import WHOLE
 from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.calibration import doubling
-from megatron_fssdp.planning.papers.prophet_planner import ProphetLayer, ProphetModel
+from megatron_fssdp.planning.papers.prophet_planner import PlannedLayer, ProphetModel, plan_layers
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.measured_replicas import MeasuredReplicas
-from megatron_fssdp.strategies.plan_seconds import plan_seconds
-from megatron_fssdp.strategies.split_transfers import split_of
+from megatron_fssdp.strategies.split_transfers import split_of, split_of_traffic
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 
@@ -66,55 +67,57 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
 
     def _planned(self, context: LayerContext, profile: LayerProfile, counts_DE: np.ndarray) -> LayerPlan:
         most, left_out = context.num_devices - 1, self.settings.left_out
-        layer = ProphetLayer(context.owner_E, counts_DE, context.num_devices)
-        found = [
-            layer.plan(
-                _model(profile, context.topology, min(number, most), overlaps=self.settings.overlap),
-                balance=self.settings.balance,
-                slots=self.slots(context),
-            ).placement
-            for number in ([0, *doubling(most)] if left_out is None else [left_out])
-        ]
+        found = plan_layers(
+            context.owner_E,
+            counts_DE,
+            _model(profile, context.topology, overlaps=self.settings.overlap),
+            [0, *doubling(most)] if left_out is None else [min(left_out, most)],
+            balance=self.settings.balance,
+            slots=self.slots(context),
+        )
         if left_out is not None:
-            return self._plan_of(found[0], counts_DE, context)
-        return self._cheapest(found, counts_DE, context, profile)
+            return self._plan_of(found[0].placement, counts_DE, context)
+        found = [planned for planned in found if len(planned.expert_P)]
+        seconds = self._seconds(found, counts_DE, context, profile)
+        best = int(seconds.argmin())
+        if best == 0:
+            return LayerPlan.owners_only(context)
+        return self._plan_of(found[best - 1].placement, counts_DE, context)
 
-    def _cheapest(
-        self,
-        placements: list[ExpertPlacement],
-        counts_DE: np.ndarray,
-        context: LayerContext,
-        profile: LayerProfile,
-    ) -> LayerPlan:
-        """The plan with the fewest modelled seconds, or the one without replicas if no plan has fewer.
+    def _seconds(
+        self, found: list[PlannedLayer], counts_DE: np.ndarray, context: LayerContext, profile: LayerProfile
+    ) -> np.ndarray:
+        """Modelled seconds of the layer without replicas, and then with those that each search has found.
 
         By Eq. 4, an expert with fewer replicas costs less, but a link between nodes carries it only once. The
-        price with the measured links therefore selects.
+        price with the measured links therefore selects. It is the price of a :class:`LayerPlan`
+        (:func:`megatron_fssdp.strategies.plan_seconds.plan_seconds`), for all plans at once.
 
         Args:
-            placements: What the searches found.
+            found: What the searches found, with at least one replica each.
             counts_DE: (token, k) pairs by source and expert, int64 ``[D, E]``.
             context: Data of the layer.
             profile: Measured costs.
         """
-        traffic = OwnerTraffic(counts_DE, context.owner_E, context.topology)
-        times = profile.num_micro_batches
-
-        def seconds(plan: LayerPlan, dispatch: DispatchTraffic) -> float:
-            return plan_seconds(plan, counts_DE, context, num_micro_batches=times, traffic=dispatch)
-
-        plain = best = LayerPlan.owners_only(context)
-        best_s = seconds(plain, traffic.without_replicas())
-        for placement in placements:
-            dispatch = traffic.of(placement)
-            # With the same dispatch and no transfers, a plan takes at most as long as with its transfers.
-            if not placement.num_replicas or seconds(plain, dispatch) >= best_s:
-                continue
-            plan = self._plan_of(placement, counts_DE, context)
-            plan_s = seconds(plan, dispatch)
-            if plan_s < best_s:
-                best, best_s = plan, plan_s
-        return best
+        topology, none = context.topology, np.zeros(0, np.int64)
+        replicas = [(none, none), *((planned.expert_P, planned.device_P) for planned in found)]
+        tokens = OwnerTraffic(counts_DE, context.owner_E, topology)
+        busiest = np.array([tokens.busiest(*pairs) for pairs in replicas], np.float64)
+        most_tokens, near, far_of_device, far_of_node, far = busiest.T
+        transfers = two_level_traffic(context.owner_E, replicas, topology)
+        links = BusiestLinks(near, far_of_device, far_of_node, far / topology.num_nodes)
+        is_split = self.settings.overlap and self.settings.split
+        price = layer_seconds(
+            LayerWork(most_tokens, links, gather=transfers, replicas=transfers),
+            profile,
+            ReplicaLife.ITERATION,
+            counts_s=counts_seconds(profile, topology, context.num_experts),
+            hides=self.settings.overlap,
+            split=split_of_traffic(transfers, float(counts_DE.sum()), profile, topology)
+            if is_split
+            else WHOLE,
+        )
+        return np.asarray(price.seconds)
 
     def _plan_of(self, placement: ExpertPlacement, counts_DE: np.ndarray, context: LayerContext) -> LayerPlan:
         transfer = two_level_transfer(placement, context.topology)
@@ -128,13 +131,12 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
         )
 
 
-def _model(profile: LayerProfile, topology: Topology, num_left_out: int, *, overlaps: bool) -> ProphetModel:
+def _model(profile: LayerProfile, topology: Topology, *, overlaps: bool) -> ProphetModel:
     cluster, link = profile.cluster, profile.slowest_link(topology)
     # The devices of a node share its link to other nodes, and a transfer of one expert crosses it once.
     num_sharing = topology.num_devices // topology.num_nodes if link is cluster.inter else 1
     return ProphetModel(
         num_devices=topology.num_devices,
-        num_left_out=num_left_out,
         input_bytes=profile.token_bytes,
         expert_bytes=profile.expert_bytes,
         gradient_bytes=profile.reduced_bytes,

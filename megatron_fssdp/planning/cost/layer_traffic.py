@@ -6,7 +6,9 @@ device, stay in their node, or leave it.
 Shape letters: E experts, D devices, N nodes, P pairs of expert and device.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +23,7 @@ from megatron_fssdp.planning.placement.holder_groups import holder_groups
 from megatron_fssdp.planning.placement.kept_results import kept_on
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
+from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, tree_arguments
 
 __all__ = [
     "NO_TRANSFER",
@@ -32,9 +34,14 @@ __all__ = [
     "moves_traffic",
     "quota_traffic",
     "transfer_traffic",
+    "two_level_traffic",
 ]
 
+Replicas = Sequence[tuple[np.ndarray, np.ndarray]]
+"""Replicas of several placements: experts and devices of each one's pairs."""
+
 sum_edges = Kernel(transfer_trees.sum_edges)
+sum_two_level_edges = Kernel(transfer_trees.sum_two_level_edges)
 
 
 def dispatch_traffic(
@@ -115,11 +122,42 @@ def _transfer_traffic(plan: TransferPlan, topology: Topology) -> TransferTraffic
     found = np.zeros(7, np.int64)
     num_experts = int(plan.table[:, 0].max()) + 1
     sum_edges(plan.table, num_experts, topology.node_of_device_D, topology.num_nodes, found)
-    near, far_of_device, far_of_node, num_between, far_hops, near_hops, depth = found.tolist()
+    return _traffic_of(found.tolist(), len(plan.edges), topology)
+
+
+def two_level_traffic(owner_E: np.ndarray, replicas: Replicas, topology: Topology) -> TransferTraffic:
+    """Traffic of the two-level transfers of several placements, without their plans.
+
+    Args:
+        owner_E: Owner of every expert, int64 ``[E]``.
+        replicas: Experts and devices of each placement's replicas, int64 ``[P]`` each.
+        topology: Nodes of the devices.
+
+    Returns:
+        One object whose fields are arrays with an entry for each placement.
+    """
+    found = np.zeros((len(replicas), 7), np.int64)
+    experts = np.arange(len(owner_E))
+    for (expert_P, device_P), row in zip(replicas, found, strict=True):
+        holders = np.concatenate([experts, expert_P]), np.concatenate([owner_E, device_P])
+        sum_two_level_edges(*tree_arguments(owner_E, *holders, topology), row)
+    return _traffic_of(found.T, np.array([len(expert_P) for expert_P, _ in replicas]), topology)
+
+
+def _traffic_of(found: Any, num_experts: Any, topology: Topology) -> TransferTraffic:
+    """The traffic with the sums that a kernel has found.
+
+    Args:
+        found: The seven sums of :func:`megatron_fssdp.planning.kernels.transfer_trees.sum_edges`: numbers, or
+            arrays with one entry for each case.
+        num_experts: Number of experts that are moved.
+        topology: Nodes of the devices.
+    """
+    near, far_of_device, far_of_node, num_between, far_hops, near_hops, depth = found
     busiest = BusiestLinks(
-        float(near), float(far_of_device), float(far_of_node), num_between / topology.num_nodes
+        1.0 * near, 1.0 * far_of_device, 1.0 * far_of_node, num_between / topology.num_nodes
     )
-    return TransferTraffic(busiest, (near_hops, far_hops), depth + 1, len(plan.edges), num_between)
+    return TransferTraffic(busiest, (near_hops, far_hops), depth + 1, num_experts, num_between)
 
 
 def moves_traffic(source_P: np.ndarray, device_P: np.ndarray, topology: Topology) -> BusiestLinks:

@@ -7,8 +7,14 @@ travels there, and the rest travels beside the experts.
 """
 
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
+
+LEAST_SECONDS = 1e-30
+"""No transfer takes less. A transfer of nothing takes no seconds, and its share is 0 of this number."""
 
 
 @dataclass(frozen=True)
@@ -16,19 +22,19 @@ class TransferSplit:
     """The part of every expert that travels while the experts of the layer before compute.
 
     Attributes:
-        gather: Share of an expert's weights, from 0 to 1.
-        reduce: Share of an expert's gradient, from 0 to 1.
+        gather: Share of an expert's weights, from 0 to 1; a number, or an array with one entry for each case.
+        reduce: Share of an expert's gradient, from 0 to 1; a number or such an array.
 
     Raises:
         ValueError: A share is out of range.
     """
 
-    gather: float = 0.0
-    reduce: float = 0.0
+    gather: Any = 0.0
+    reduce: Any = 0.0
 
     def __post_init__(self) -> None:
         for name in ("gather", "reduce"):
-            if not 0 <= getattr(self, name) <= 1:
+            if not (np.min(getattr(self, name)) >= 0 and np.max(getattr(self, name)) <= 1):
                 raise ValueError(f"{name} is {getattr(self, name)}: wanted a share from 0 to 1")
 
 
@@ -36,17 +42,15 @@ WHOLE = TransferSplit()
 """A split in which nothing travels beside the experts of the layer before."""
 
 
-def split_transfers(
-    gather_s: float, reduce_s: float, *, non_expert_s: float, expert_s: float
-) -> TransferSplit:
+def split_transfers(gather_s: Any, reduce_s: Any, *, non_expert_s: float, expert_s: float) -> TransferSplit:
     """Split transfers by modelled seconds (Pro-Prophet, §V-B, Alg. 2).
 
     A part that neither piece of compute hides travels with the compute between the layers, which then has to
     wait.
 
     Args:
-        gather_s: Seconds of SparseAllGather.
-        reduce_s: Seconds of SparseReduceScatter.
+        gather_s: Seconds of SparseAllGather; a number, or an array with one entry for each case.
+        reduce_s: Seconds of SparseReduceScatter; a number or such an array.
         non_expert_s: Seconds of the forward pass of the compute between two layers (FNEC).
         expert_s: Seconds of the experts' forward pass (FEC).
     """
@@ -56,13 +60,13 @@ def split_transfers(
     )
 
 
-def _share_under_experts(busy_s: float, between_s: float, experts_s: float) -> float:
+def _share_under_experts(busy_s: Any, between_s: float, experts_s: float) -> Any:
     """Share of a transfer that travels beside the experts, from 0 to 1.
 
     Args:
-        busy_s: Seconds of the whole transfer.
+        busy_s: Seconds of the whole transfer; may be an array.
         between_s: Seconds of the compute between two layers.
         experts_s: Seconds of the experts.
     """
-    too_much_s = busy_s - between_s
-    return 0.0 if too_much_s <= 0 else min(too_much_s, experts_s) / busy_s
+    moved_s = np.minimum(np.maximum(busy_s - between_s, 0.0), experts_s)
+    return moved_s / np.maximum(busy_s, LEAST_SECONDS)

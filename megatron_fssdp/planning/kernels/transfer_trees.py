@@ -6,30 +6,25 @@ source, destination and depth.
 Shape letters: E experts, D devices, N nodes, P pairs of expert and device.
 """
 
-from megatron_fssdp.planning.native.kernel_types import (
-    Flag,
-    Index,
-    Int,
-    Ints,
-    ReadBytes2,
-    ReadInts,
-    ReadInts2,
-)
+from megatron_fssdp.planning.kernels.parts.two_level_trees import TwoLevelTrees
+from megatron_fssdp.planning.native import compiler_marks as cython
+from megatron_fssdp.planning.native.kernel_types import Flag, Index, Int, Ints, ReadInts, ReadInts2
 from megatron_fssdp.planning.native.work_arrays import zero_ints
 
 
 def two_level_edges(
-    present_ED: ReadBytes2,
+    holder_P: ReadInts,
     owner_E: ReadInts,
     node_D: ReadInts,
     by_node_D: ReadInts,
     first_N: ReadInts,
     key_P: Ints,
-) -> Index:
+) -> None:
     """The edges by which each expert crosses to each node once, and then spreads inside the node.
 
     Args:
-        present_ED: Whether each expert is on each device, one byte each, ``[E, D]``.
+        holder_P: The owner and the replicas of each expert as numbers ``expert D + place``, ascending, int64
+            ``[P]``.
         owner_E: Owner of every expert, int64 ``[E]``.
         node_D: Node of each device, int64 ``[D]``.
         by_node_D: The devices by node, then number, int64 ``[D]``.
@@ -37,54 +32,18 @@ def two_level_edges(
         key_P: Gets a number for each edge, int64 with room for all replicas. Ascending numbers are the order
             of the plan. The number is ``(((2 depth + inside) E + expert) D + source) D + destination``, where
             ``inside`` is 1 inside a node and 0 between nodes.
-
-    Returns:
-        Number of edges.
     """
+    trees = TwoLevelTrees(holder_P, owner_E, node_D, by_node_D, first_N)
     num_experts: Index = owner_E.shape[0]
     num_devices: Index = node_D.shape[0]
-    num_nodes: Index = first_N.shape[0] - 1
-    num_edges: Index = 0
-    owned_D: Ints = zero_ints(num_devices)  # experts of each owner so far
-    place_D: Ints = zero_ints(num_devices)  # place of each device in its node
-    inside: Ints = zero_ints(num_devices)
-    for i in range(num_devices):
-        place_D[by_node_D[i]] = i - first_N[node_D[by_node_D[i]]]
-    for expert in range(num_experts):
-        leader: Index = owner_E[expert]
-        place = place_D[leader] + owned_D[leader]
-        owned_D[leader] += 1
-        hops: Int = 0
-        for turn in range(num_nodes):
-            node: Index = (node_D[owner_E[expert]] + turn) % num_nodes
-            begin: Index = place_D[leader] if turn == 0 else place
-            size: Index = first_N[node + 1] - first_N[node]
-            num_inside: Index = 0
-            for i in range(size):
-                device = by_node_D[first_N[node] + (begin + i) % size]
-                if present_ED[expert, device] != 0:
-                    inside[num_inside] = device
-                    num_inside += 1
-            if num_inside == 0:
-                continue
-            if turn > 0:
-                previous = leader
-                leader = inside[0]
-                key_P[num_edges] = (2 * hops * num_experts + expert) * num_devices + previous
-                key_P[num_edges] = key_P[num_edges] * num_devices + leader
+    with cython.nogil:
+        num_edges: Index = 0
+        for expert in range(num_experts):
+            trees.find(expert)
+            for i in range(trees.num_edges):
+                key = (trees.depth[i] * num_experts + expert) * num_devices + trees.source[i]
+                key_P[num_edges] = key * num_devices + trees.target[i]
                 num_edges += 1
-                hops += 1
-            depth = hops - 1
-            level_end: Index = 1  # the first position whose depth is higher
-            for i in range(1, num_inside):
-                if i == level_end:
-                    depth += 1
-                    level_end = 2 * level_end + 1
-                source: Index = inside[(i - 1) // 2]
-                key_P[num_edges] = ((2 * depth + 1) * num_experts + expert) * num_devices + source
-                key_P[num_edges] = key_P[num_edges] * num_devices + inside[i]
-                num_edges += 1
-    return num_edges
 
 
 def first_wrong_edge(
@@ -115,6 +74,75 @@ def first_wrong_edge(
     return -1
 
 
+@cython.cclass
+class _EdgeSums:
+    """Counts the experts on the busiest links, and the hops of the longest path.
+
+    Attributes:
+        node_D: Node of each device.
+        near_D: Experts inside nodes that each device sends, then those that each device receives.
+        far_D: The same between nodes.
+        far_N: Experts that each node sends to other nodes, then those that it receives.
+        far_hops: Hops between nodes to each holder. A hop between nodes takes longer than a hop inside a
+            node, so they count first.
+        near_hops: Hops inside a node to each holder.
+        found: The results, as in :func:`sum_edges`.
+    """
+
+    node_D: ReadInts
+    near_D: Ints
+    far_D: Ints
+    far_N: Ints
+    far_hops: Ints
+    near_hops: Ints
+    found: Ints
+
+    def __init__(self, node_D: ReadInts, num_nodes: Index, num_holders: Index, found: Ints) -> None:
+        self.node_D, self.found = node_D, found
+        self.near_D, self.far_D = zero_ints(2 * node_D.shape[0]), zero_ints(2 * node_D.shape[0])
+        self.far_N = zero_ints(2 * num_nodes)
+        self.far_hops, self.near_hops = zero_ints(num_holders), zero_ints(num_holders)
+
+    @cython.inner
+    def add(self, source: Index, to: Index, before: Index, after: Index, depth: Int) -> cython.void:
+        """Count an edge.
+
+        Args:
+            source: Device that sends.
+            to: Device that receives.
+            before: Position in ``far_hops`` of the expert on ``source``.
+            after: Position in ``far_hops`` of the expert on ``to``.
+            depth: Depth of the edge.
+        """
+        found, far_hops, near_hops = self.found, self.far_hops, self.near_hops
+        if far_hops[before] > found[4] or (far_hops[before] == found[4] and near_hops[before] > found[5]):
+            found[4] = far_hops[before]
+            found[5] = near_hops[before]
+        found[6] = max(found[6], depth)
+        far_hops[after] = far_hops[before]
+        near_hops[after] = near_hops[before]
+        if self.node_D[source] == self.node_D[to]:
+            self.near_D[source] += 1
+            self.near_D[self.node_D.shape[0] + to] += 1
+            near_hops[after] += 1
+        else:
+            found[3] += 1
+            self.far_D[source] += 1
+            self.far_D[self.node_D.shape[0] + to] += 1
+            self.far_N[self.node_D[source]] += 1
+            self.far_N[self.far_N.shape[0] // 2 + self.node_D[to]] += 1
+            far_hops[after] += 1
+
+    @cython.inner
+    def find_busiest(self) -> cython.void:
+        """Write the highest sums into ``found``."""
+        for i in range(self.near_D.shape[0]):
+            self.found[0] = max(self.found[0], self.near_D[i])
+            self.found[1] = max(self.found[1], self.far_D[i])
+        for i in range(self.far_N.shape[0]):
+            self.found[2] = max(self.found[2], self.far_N[i])
+
+
 def sum_edges(edges: ReadInts2, num_experts: Index, node_D: ReadInts, num_nodes: Index, found: Ints) -> None:
     """Count the experts on the busiest links, and the hops of the longest path.
 
@@ -129,36 +157,41 @@ def sum_edges(edges: ReadInts2, num_experts: Index, node_D: ReadInts, num_nodes:
             node. Then the highest depth.
     """
     num_devices: Index = node_D.shape[0]
-    near_D: Ints = zero_ints(2 * num_devices)  # sent by each device, then received by each device
-    far_D: Ints = zero_ints(2 * num_devices)
-    far_N: Ints = zero_ints(2 * num_nodes)
-    # Hops to each device. A hop between nodes takes longer than a hop inside a node, so they count first.
-    far_hops: Ints = zero_ints(num_experts * num_devices)
-    near_hops: Ints = zero_ints(num_experts * num_devices)
-    for i in range(edges.shape[0]):
-        source: Index = edges[i, 1]
-        to: Index = edges[i, 2]
-        before = edges[i, 0] * num_devices + source
-        after = edges[i, 0] * num_devices + to
-        if far_hops[before] > found[4] or (far_hops[before] == found[4] and near_hops[before] > found[5]):
-            found[4] = far_hops[before]
-            found[5] = near_hops[before]
-        found[6] = max(found[6], edges[i, 3])
-        far_hops[after] = far_hops[before]
-        near_hops[after] = near_hops[before]
-        if node_D[source] == node_D[to]:
-            near_D[source] += 1
-            near_D[num_devices + to] += 1
-            near_hops[after] += 1
-        else:
-            found[3] += 1
-            far_D[source] += 1
-            far_D[num_devices + to] += 1
-            far_N[node_D[source]] += 1
-            far_N[num_nodes + node_D[to]] += 1
-            far_hops[after] += 1
-    for i in range(2 * num_devices):
-        found[0] = max(found[0], near_D[i])
-        found[1] = max(found[1], far_D[i])
-    for i in range(2 * num_nodes):
-        found[2] = max(found[2], far_N[i])
+    sums = _EdgeSums(node_D, num_nodes, num_experts * num_devices, found)
+    with cython.nogil:
+        for i in range(edges.shape[0]):
+            base = edges[i, 0] * num_devices
+            sums.add(edges[i, 1], edges[i, 2], base + edges[i, 1], base + edges[i, 2], edges[i, 3])
+        sums.find_busiest()
+
+
+def sum_two_level_edges(
+    holder_P: ReadInts,
+    owner_E: ReadInts,
+    node_D: ReadInts,
+    by_node_D: ReadInts,
+    first_N: ReadInts,
+    found: Ints,
+) -> None:
+    """The sums of :func:`sum_edges` for the edges of :func:`two_level_edges`, without a table of the edges.
+
+    Args:
+        holder_P: As in :func:`two_level_edges`, and so are the arguments up to ``first_N``.
+        owner_E: Owners.
+        node_D: Nodes.
+        by_node_D: Devices by node.
+        first_N: First devices of nodes.
+        found: As in :func:`sum_edges`.
+    """
+    trees = TwoLevelTrees(holder_P, owner_E, node_D, by_node_D, first_N)
+    sums = _EdgeSums(node_D, first_N.shape[0] - 1, node_D.shape[0], found)
+    with cython.nogil:
+        for expert in range(owner_E.shape[0]):
+            trees.find(expert)
+            sums.far_hops[owner_E[expert]] = 0
+            sums.near_hops[owner_E[expert]] = 0
+            for i in range(trees.num_edges):
+                source: Index = trees.source[i]
+                to: Index = trees.target[i]
+                sums.add(source, to, source, to, trees.depth[i] // 2)
+        sums.find_busiest()

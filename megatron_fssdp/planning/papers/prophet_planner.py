@@ -1,9 +1,11 @@
 """Pro-Prophet's planner: it replicates the most loaded experts on a subset of the devices (Pro-Prophet, §IV).
 
-Shape letters: E experts, D devices.
+Shape letters: E experts, D devices, P pairs of expert and device.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -22,7 +24,6 @@ class ProphetModel:
 
     Attributes:
         num_devices: Number of devices, the paper's ``D``.
-        num_left_out: Number of devices to which a selected expert is not sent, ``n``.
         input_bytes: Bytes of one input (one token's hidden state), ``size(input)``.
         expert_bytes: Bytes of one expert's parameters.
         gradient_bytes: Bytes of one expert's gradients.
@@ -37,11 +38,10 @@ class ProphetModel:
         start_s: Start-up seconds of each expert's Trans, and of its Agg. The paper has none.
 
     Raises:
-        ValueError: ``num_left_out`` is out of range, or a throughput is not positive.
+        ValueError: A throughput is not positive.
     """
 
     num_devices: int
-    num_left_out: int
     input_bytes: float
     expert_bytes: int
     gradient_bytes: int
@@ -53,11 +53,6 @@ class ProphetModel:
     start_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.num_left_out < self.num_devices:
-            raise ValueError(
-                f"num_left_out is {self.num_left_out} of {self.num_devices} devices: wanted 0 up to "
-                f"{self.num_devices - 1}"
-            )
         for name in ("bytes_per_s", "inputs_per_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: wanted a positive throughput")
@@ -80,7 +75,9 @@ class ProphetModel:
         """
         return computed_D.max(axis=-1) / self.inputs_per_s
 
-    def transfer_s(self, num_selected: int | np.ndarray, num_bytes: int) -> np.ndarray:
+    def transfer_s(
+        self, num_selected: int | np.ndarray, num_bytes: int, num_left_out: int | np.ndarray
+    ) -> np.ndarray:
         """Seconds of the transfer of selected experts or of their gradients.
 
         With parameters it is ``T_Trans = s · (D − n) · size / (D · B̄)`` (Eq. 4), with gradients ``T_Agg``
@@ -89,13 +86,18 @@ class ProphetModel:
         Args:
             num_selected: Number of selected experts, ``s``.
             num_bytes: Bytes of one expert's parameters or gradients, ``size``.
+            num_left_out: Number of devices to which a selected expert is not sent, ``n``.
         """
-        share = (self.num_devices - self.num_left_out) / self.num_devices
+        share = (self.num_devices - num_left_out) / self.num_devices
         bytes_per_s = self.transfer_bytes_per_s or self.bytes_per_s
         return np.asarray(num_selected * (self.start_s + share * num_bytes / bytes_per_s))
 
     def layer_s(
-        self, received_D: np.ndarray, computed_D: np.ndarray, num_selected: int | np.ndarray
+        self,
+        received_D: np.ndarray,
+        computed_D: np.ndarray,
+        num_selected: int | np.ndarray,
+        num_left_out: int | np.ndarray,
     ) -> np.ndarray:
         """Modelled seconds of the layer: Eq. 6, or Eq. 8 if transfers overlap computation.
 
@@ -105,10 +107,11 @@ class ProphetModel:
             received_D: Inputs that each device receives from other devices, ``R``, ``[..., D]``.
             computed_D: Inputs that each device computes, ``H``, ``[..., D]``.
             num_selected: Number of selected experts, ``s``, ``[...]``.
+            num_left_out: Number of devices to which a selected expert is not sent, ``n``, ``[...]``.
         """
         forward_s = self.expert_s(computed_D)
-        trans_s = self.transfer_s(num_selected, self.expert_bytes)
-        agg_s = self.transfer_s(num_selected, self.gradient_bytes)
+        trans_s = self.transfer_s(num_selected, self.expert_bytes, num_left_out)
+        agg_s = self.transfer_s(num_selected, self.gradient_bytes, num_left_out)
         if self.overlaps:
             trans_s = exposed_s(trans_s, forward_s + self.non_expert_s)
             agg_s = exposed_s(agg_s, BACKWARD_PER_FORWARD * (forward_s + self.non_expert_s))
@@ -118,121 +121,147 @@ class ProphetModel:
 
 @dataclass(frozen=True, eq=False)
 class PlannedLayer:
-    """Result of the search.
+    """Result of a search.
 
     Attributes:
-        placement: Owners and replicas of the experts.
-        seconds: Modelled seconds of the layer with the counts from which the placement was planned.
-    """
-
-    placement: ExpertPlacement
-    seconds: float
-
-
-class ProphetLayer:
-    """One layer for which the greedy search runs, once or with several models (Pro-Prophet, Alg. 1).
-
-    Args:
-        owner_E: Owner of every expert, integers ``[E]``.
-        counts_DE: (token, k) pairs of an iteration by source device and expert, integers ``[D, E]``.
+        owner_E: Owner of every expert, int64 ``[E]``.
         num_devices: Number of devices, D.
-
-    Raises:
-        ValueError: The counts do not match the owners and devices.
+        expert_P: Expert of each replica, int64 ``[P]``.
+        device_P: Device of each replica, int64 ``[P]``.
+        seconds: Modelled seconds of the layer with the counts from which the replicas were planned.
+        slots: Most replicas that a device may hold. None means no limit.
     """
 
-    def __init__(self, owner_E: np.ndarray, counts_DE: np.ndarray, num_devices: int) -> None:
-        self._owner_E = owner = np.ascontiguousarray(owner_E, np.int64)
-        self._counts_DE = counts = checked_counts(counts_DE, num_devices, len(owner))
-        self._plain = ExpertPlacement.owners_only(owner, num_devices)
-        self._load_E = counts.sum(axis=0)
-        self._total = int(self._load_E.sum())
-        self._computed_D, own_D = (
-            np.bincount(owner, weights=tokens_E, minlength=num_devices).astype(np.int64)
-            for tokens_E in (self._load_E, counts[owner, np.arange(len(owner))])
-        )
-        self._received_D = self._computed_D - own_D
+    owner_E: np.ndarray
+    num_devices: int
+    expert_P: np.ndarray
+    device_P: np.ndarray
+    seconds: float
+    slots: int | None
 
-    def plan(self, model: ProphetModel, *, balance: float = 0.5, slots: int | None = None) -> PlannedLayer:
-        """Plan the layer by the greedy search.
-
-        Each step takes the most loaded device, and of its experts the most loaded one that has not been
-        selected yet. The expert is sent to all devices except the ``n`` devices that have the fewest inputs
-        for it. Inputs on devices that have the expert then stay there. All other inputs go to its owner, as
-        before. The steps end when the load is balanced. The result is the sequence of first steps with the
-        fewest modelled seconds, or no step if none lowers them.
-
-        Args:
-            model: The performance model of the layer.
-            balance: ``α`` of Eq. 7. The load is balanced if ``max(H) − min(H) < α · I / E``, with ``I``
-                inputs in all.
-            slots: Most replicas that a device may hold. None means no limit, as in the paper.
-
-        Returns:
-            A placement whose modelled seconds are at most those without replicas.
-
-        Raises:
-            ValueError: The model has another number of devices, or ``balance`` is negative.
-        """
-        owner, counts, plain = self._owner_E, self._counts_DE, self._plain
-        if model.num_devices != plain.num_devices:
-            raise ValueError(
-                f"the model has {model.num_devices} devices: wanted the {plain.num_devices} devices of the "
-                "layer"
-            )
-        if balance < 0:
-            raise ValueError(f"balance is {balance}: wanted 0 or more (Pro-Prophet, Eq. 7)")
-        computed_D, received_D = self._computed_D.copy(), self._received_D.copy()
-        plain_s = float(model.layer_s(received_D, computed_D, 0))
-        left_D = np.full(model.num_devices, len(owner) if slots is None else slots, np.int64)
-        end_E, most_received_E, most_computed_E = np.empty((3, len(owner)), np.int64)
-        expert_P, device_P = np.empty((2, counts.size), np.int64)
-        num_steps = greedy_steps(
-            owner,
-            self._load_E,
-            counts,
-            model.num_left_out,
-            balance * self._total / len(owner),
-            left_D,
-            computed_D,
-            received_D,
-            end_E,
-            most_received_E,
-            most_computed_E,
-            expert_P,
-            device_P,
-        )
-        if not num_steps:
-            return PlannedLayer(plain, plain_s)
-        step_s = model.layer_s(
-            most_received_E[:num_steps, None], most_computed_E[:num_steps, None], np.arange(1, num_steps + 1)
-        )
-        best = int(step_s.argmin())
-        if step_s[best] >= plain_s:
-            return PlannedLayer(plain, plain_s)
-        present_ED = plain.present_ED.copy()
-        present_ED[expert_P[: end_E[best]], device_P[: end_E[best]]] = True
-        return PlannedLayer(ExpertPlacement(owner, present_ED, slots=slots), float(step_s[best]))
+    @cached_property
+    def placement(self) -> ExpertPlacement:
+        """Owners and replicas of the experts."""
+        present_ED = np.zeros((len(self.owner_E), self.num_devices), np.bool_)
+        present_ED[np.arange(len(self.owner_E)), self.owner_E] = True
+        present_ED[self.expert_P, self.device_P] = True
+        return ExpertPlacement(self.owner_E, present_ED, slots=self.slots)
 
 
 def plan_layer(
     owner_E: np.ndarray,
     counts_DE: np.ndarray,
     model: ProphetModel,
+    num_left_out: int,
     *,
     balance: float = 0.5,
     slots: int | None = None,
 ) -> PlannedLayer:
-    """Plan one layer by a greedy search with one model (:meth:`ProphetLayer.plan`).
+    """Plan one layer by one greedy search (:func:`plan_layers`).
 
     Args:
         owner_E: Owner of every expert, integers ``[E]``.
         counts_DE: (token, k) pairs of an iteration by source device and expert, integers ``[D, E]``.
         model: The performance model of the layer.
+        num_left_out: Number of devices to which a selected expert is not sent, ``n``.
         balance: ``α`` of Eq. 7.
         slots: Most replicas that a device may hold. None means no limit, as in the paper.
 
     Raises:
-        ValueError: The counts do not match the owners and devices, or ``balance`` is negative.
+        ValueError: An argument is out of range, or the counts do not match the owners and devices.
     """
-    return ProphetLayer(owner_E, counts_DE, model.num_devices).plan(model, balance=balance, slots=slots)
+    (planned,) = plan_layers(owner_E, counts_DE, model, [num_left_out], balance=balance, slots=slots)
+    return planned
+
+
+def plan_layers(
+    owner_E: np.ndarray,
+    counts_DE: np.ndarray,
+    model: ProphetModel,
+    left_out: Sequence[int],
+    *,
+    balance: float = 0.5,
+    slots: int | None = None,
+) -> list[PlannedLayer]:
+    """Plan one layer by the greedy search, once for each of several numbers ``n`` (Pro-Prophet, Alg. 1).
+
+    Each step takes the most loaded device, and of its experts the most loaded one that has not been selected
+    yet. The expert is sent to all devices except the ``n`` devices that have the fewest inputs for it. Inputs
+    on devices that have the expert then stay there. All other inputs go to its owner, as before. The steps
+    end when the load is balanced. The result is the sequence of first steps with the fewest modelled seconds,
+    or no step if none lowers them.
+
+    Args:
+        owner_E: Owner of every expert, integers ``[E]``.
+        counts_DE: (token, k) pairs of an iteration by source device and expert, integers ``[D, E]``.
+        model: The performance model of the layer.
+        left_out: The numbers ``n`` of devices to which a selected expert is not sent.
+        balance: ``α`` of Eq. 7. The load is balanced if ``max(H) − min(H) < α · I / E``, with ``I`` inputs in
+            all.
+        slots: Most replicas that a device may hold. None means no limit, as in the paper.
+
+    Returns:
+        For each number, replicas whose modelled seconds are at most those without replicas.
+
+    Raises:
+        ValueError: ``balance`` is negative, a number of ``left_out`` is out of range, or the counts do not
+            match the owners and devices.
+    """
+    num_experts, num_devices = len(owner_E), model.num_devices
+    if balance < 0:
+        raise ValueError(f"balance is {balance}: wanted 0 or more (Pro-Prophet, Eq. 7)")
+    for number in left_out:
+        if not 0 <= number < num_devices:
+            raise ValueError(
+                f"num_left_out is {number} of {num_devices} devices: wanted 0 up to {num_devices - 1}"
+            )
+    owner = np.ascontiguousarray(owner_E, np.int64)
+    counts = checked_counts(counts_DE, num_devices, num_experts)
+    load_E = counts.sum(axis=0)
+    computed_D, own_D = (
+        np.bincount(owner, weights=tokens_E, minlength=num_devices).astype(np.int64)
+        for tokens_E in (load_E, counts[owner, np.arange(num_experts)])
+    )
+    received_D = computed_D - own_D
+    most_replicas = num_experts if slots is None else min(slots, num_experts)
+    steps = np.empty(len(left_out), np.int64)
+    end_of_step, received_after, computed_after = np.empty((3, len(left_out) * num_experts), np.int64)
+    expert_P, device_P = np.empty((2, len(left_out) * num_devices * most_replicas), np.int64)
+    greedy_steps(
+        owner,
+        load_E,
+        counts,
+        np.array(left_out, np.int64),
+        balance * int(load_E.sum()) / num_experts,
+        most_replicas,
+        computed_D,
+        received_D,
+        np.empty((num_experts, num_devices), np.int64),
+        steps,
+        end_of_step,
+        received_after,
+        computed_after,
+        expert_P,
+        device_P,
+    )
+    total = int(steps.sum())
+    first_step = np.cumsum(steps) - steps
+    number_of_step = np.arange(1, total + 1) - np.repeat(first_step, steps)
+    step_s = model.layer_s(
+        received_after[:total, None],
+        computed_after[:total, None],
+        number_of_step,
+        np.repeat(left_out, steps),
+    )
+    plain_s = float(model.layer_s(received_D, computed_D, 0, 0))
+    found = []
+    for first, num_steps in zip(first_step.tolist(), steps.tolist(), strict=True):
+        begin = end = int(end_of_step[first - 1]) if first else 0
+        seconds = plain_s
+        if num_steps:
+            best = first + int(step_s[first : first + num_steps].argmin())
+            if step_s[best] < plain_s:
+                end, seconds = int(end_of_step[best]), float(step_s[best])
+        replicas = expert_P[begin:end], device_P[begin:end]
+        found.append(PlannedLayer(owner, num_devices, *replicas, seconds, slots))
+    return found

@@ -250,23 +250,33 @@ def _two_level_transfer(placement: ExpertPlacement, topology: Topology) -> Trans
             "same devices in both"
         )
     key_P = np.empty(placement.num_replicas, np.int64)
-    num_edges = two_level_edges(
-        placement.present_ED.view(np.uint8),
-        placement.owner_E,
-        topology.node_of_device_D,
-        topology.by_node_D,
-        topology.first_N,
-        key_P,
-    )
-    assert num_edges == len(key_P)
+    expert_P, device_P = np.divmod(np.flatnonzero(placement.present_ED), num_devices)
+    two_level_edges(*tree_arguments(placement.owner_E, expert_P, device_P, topology), key_P)
     key_P.sort()
-    table = np.empty((num_edges, 4), np.int64)
+    table = np.empty((len(key_P), 4), np.int64)
     rest_P, table[:, 2] = np.divmod(key_P, num_devices)
     rest_P, table[:, 1] = np.divmod(rest_P, num_devices)
     rest_P, table[:, 0] = np.divmod(rest_P, num_experts)
     table[:, 3] = rest_P // 2
     table.setflags(write=False)
     return TransferPlan(num_devices, EdgeTable(table))
+
+
+def tree_arguments(
+    owner_E: np.ndarray, expert_P: np.ndarray, device_P: np.ndarray, topology: Topology
+) -> tuple[np.ndarray, ...]:
+    """Owners, holders and nodes, as the kernels take them that find the edges of two-level transfers.
+
+    Args:
+        owner_E: Owner of every expert, int64 ``[E]``.
+        expert_P: Expert of every pair of an expert and a holder, which is its owner or has a replica; int64
+            ``[P]``.
+        device_P: Device of each pair, int64 ``[P]``.
+        topology: Nodes of the devices.
+    """
+    holder_P = expert_P * topology.num_devices + topology.place_D[device_P]
+    holder_P.sort()
+    return holder_P, owner_E, topology.node_of_device_D, topology.by_node_D, topology.first_N
 
 
 def _plan_of(

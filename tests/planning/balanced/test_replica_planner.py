@@ -157,7 +157,6 @@ def prophets(
             counts_DE,
             ProphetModel(
                 num_devices=most + 1,
-                num_left_out=number,
                 input_bytes=profile.token_bytes,
                 expert_bytes=profile.expert_bytes,
                 gradient_bytes=profile.reduced_bytes,
@@ -166,6 +165,7 @@ def prophets(
                 non_expert_s=profile.non_moe_s,
                 overlaps=True,
             ),
+            number,
             slots=slots,
         ).placement
         for number in [0, *doubling(most)]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning.balanced import quota_planner
-from megatron_fssdp.planning.cost import layer_traffic
+from megatron_fssdp.planning.cost import layer_traffic, owner_traffic
 from megatron_fssdp.planning.papers import prophet_planner
 from megatron_fssdp.planning.papers.prophet_planner import ProphetModel
 from megatron_fssdp.planning.transfer import transfer_plan
@@ -21,6 +21,10 @@ KERNELS = [
     (transfer_plan, "two_level_edges"),
     (transfer_plan, "first_wrong_edge"),
     (layer_traffic, "sum_edges"),
+    (layer_traffic, "sum_two_level_edges"),
+    (owner_traffic, "sum_owner_tokens"),
+    (owner_traffic, "keep_replicas_tokens"),
+    (owner_traffic, "find_busiest"),
 ]
 
 
@@ -28,20 +32,27 @@ def plans(is_compiled, placement, topology, counts_DE, seed):
     """What all these kernels are for, in one of their forms."""
     num_devices = topology.num_devices
     left_out, overlaps = seed % num_devices, seed % 2 == 0
-    model = ProphetModel(num_devices, left_out, 4096.0, 1 << 16, 1 << 16, 1e8, 1e6, overlaps=overlaps)
+    model = ProphetModel(num_devices, 4096.0, 1 << 16, 1 << 16, 1e8, 1e6, overlaps=overlaps)
     with pytest.MonkeyPatch.context() as patch:
         for module, name in KERNELS:
             kernel = type(getattr(module, name))(getattr(module, name).plain)
             kernel.select_form(is_compiled)
             patch.setattr(module, name, kernel)
-        planned = prophet_planner.plan_layer(placement.owner_E, counts_DE, model, balance=0.1, slots=seed % 3)
+        planned = prophet_planner.plan_layer(
+            placement.owner_E, counts_DE, model, left_out, balance=0.1, slots=seed % 3
+        )
         transfer = transfer_plan._two_level_transfer(placement, topology)
+        expert_P, device_P = np.nonzero(placement.present_ED)
+        is_replica_P = device_P != placement.owner_E[expert_P]
+        replicas = expert_P[is_replica_P], device_P[is_replica_P]
         return (
             quota_planner.quota_assignment(placement.owner_E, counts_DE, topology, slots=seed % 4).tolist(),
             planned.seconds,
             planned.placement,
             transfer.edges,
             layer_traffic._transfer_traffic(transfer, topology),
+            layer_traffic.two_level_traffic(placement.owner_E, [replicas], topology),
+            owner_traffic.OwnerTraffic(counts_DE, placement.owner_E, topology).busiest(*replicas).tolist(),
         )
 
 

@@ -15,7 +15,6 @@ OWNERS = even_owners(3, 3)
 # An input takes a second to send and one to compute; an expert takes 0.3 s for each device of three.
 MODEL = ProphetModel(
     num_devices=3,
-    num_left_out=1,
     input_bytes=1,
     expert_bytes=0.3,
     gradient_bytes=0.6,
@@ -28,28 +27,28 @@ def test_equations_give_the_seconds_worked_out_by_hand() -> None:
     received_D, computed_D = np.array([2, 1, 0]), np.array([5, 2, 2])
     assert MODEL.all_to_all_s(received_D) == 2  # Eq. 1
     assert MODEL.expert_s(computed_D) == 5  # Eq. 2
-    assert MODEL.transfer_s(2, 3) == pytest.approx(2 * 2 / 3 * 3)  # Eq. 4, 5
-    assert MODEL.layer_s(received_D, computed_D, 1) == pytest.approx(4 * 2 + 3 * 5 + 0.2 + 0.4)  # Eq. 6
+    assert MODEL.transfer_s(2, 3, 1) == pytest.approx(2 * 2 / 3 * 3)  # Eq. 4, 5
+    assert MODEL.layer_s(received_D, computed_D, 1, 1) == pytest.approx(4 * 2 + 3 * 5 + 0.2 + 0.4)  # Eq. 6
     overlapped = dataclasses.replace(MODEL, overlaps=True, expert_bytes=30, gradient_bytes=60, non_expert_s=4)
     # Eq. 8: 20 s of Trans minus 5 + 4, and 40 s of Agg minus twice that.
-    assert overlapped.layer_s(received_D, computed_D, 1) == pytest.approx(4 * 2 + 3 * 5 + 11 + 22)
+    assert overlapped.layer_s(received_D, computed_D, 1, 1) == pytest.approx(4 * 2 + 3 * 5 + 11 + 22)
 
 
 def test_figure_6_of_fastermoe_is_balanced() -> None:
     """Expert 0 goes to device 1 only, which has inputs for it and then 4 in total; expert 1 to device 2."""
-    planned = plan_layer(OWNERS, FIGURE_6, MODEL)
+    planned = plan_layer(OWNERS, FIGURE_6, MODEL, 1)
     assert [planned.placement.holders(expert) for expert in range(3)] == [(0, 1), (1, 2), (2,)]
     assert planned.seconds == pytest.approx(
         3 * 3 + 2 * (0.2 + 0.4)
     )  # each device computes 3 inputs and sends none
-    once = plan_layer(OWNERS, FIGURE_6, MODEL, balance=0.8)
+    once = plan_layer(OWNERS, FIGURE_6, MODEL, 1, balance=0.8)
     assert [once.placement.holders(expert) for expert in range(3)] == [(0, 1), (1,), (2,)]
     assert once.seconds == pytest.approx(4 * 1 + 3 * 4 + 0.2 + 0.4)
 
 
 def test_the_search_returns_its_best_step_and_not_its_last() -> None:
     dear = dataclasses.replace(MODEL, expert_bytes=30, gradient_bytes=30)
-    planned = plan_layer(OWNERS, FIGURE_6, dear, balance=0.0)
+    planned = plan_layer(OWNERS, FIGURE_6, dear, 1, balance=0.0)
     assert planned.placement.num_replicas == 0
     assert planned.seconds == 4 * 2 + 3 * 5
 
@@ -57,15 +56,15 @@ def test_the_search_returns_its_best_step_and_not_its_last() -> None:
 def test_a_first_step_that_does_not_pay_does_not_end_the_search() -> None:
     """Two devices are equally busy: relieving only one lowers no maximum and costs a transfer."""
     counts_DE = np.array([[2, 2, 0, 0]] * 4)
-    model = dataclasses.replace(MODEL, num_devices=4, num_left_out=0)
-    planned = plan_layer(even_owners(4, 4), counts_DE, model)
+    model = dataclasses.replace(MODEL, num_devices=4)
+    planned = plan_layer(even_owners(4, 4), counts_DE, model, 0)
     assert sorted(np.flatnonzero(planned.placement.present_ED.sum(axis=1) == 4)) == [0, 1]
 
 
 def test_no_device_holds_more_than_its_slots() -> None:
     counts_DE = np.array([[9, 9, 0, 0]] * 4)
-    model = dataclasses.replace(MODEL, num_devices=4, num_left_out=0)
-    placement = plan_layer(even_owners(4, 4), counts_DE, model, slots=1).placement
+    model = dataclasses.replace(MODEL, num_devices=4)
+    placement = plan_layer(even_owners(4, 4), counts_DE, model, 0, slots=1).placement
     assert placement.replicas_per_device_D.max() == 1
 
 
@@ -82,8 +81,8 @@ def test_a_plan_never_takes_longer_than_doing_nothing(
     rng = np.random.default_rng(seed)
     counts_DE = rng.poisson(rng.gamma(0.4, 20, 8), (4, 8))
     owners = even_owners(8, 4)
-    model = ProphetModel(4, num_left_out, 1.0, expert_bytes, expert_bytes, 1.0, 2.0, 3.0, overlaps)
-    planned = plan_layer(owners, counts_DE, model, balance=balance)
+    model = ProphetModel(4, 1.0, expert_bytes, expert_bytes, 1.0, 2.0, 3.0, overlaps)
+    planned = plan_layer(owners, counts_DE, model, num_left_out, balance=balance)
     placement = planned.placement
 
     def layer_s(present_ED: np.ndarray) -> float:
@@ -91,7 +90,7 @@ def test_a_plan_never_takes_longer_than_doing_nothing(
         away_E = (counts_DE - stays_DE).sum(axis=0)
         received_D = np.bincount(owners, weights=away_E, minlength=4)
         sent = np.count_nonzero(present_ED.sum(axis=1) > 1)
-        return model.layer_s(received_D, stays_DE.sum(axis=1) + received_D, sent)
+        return model.layer_s(received_D, stays_DE.sum(axis=1) + received_D, sent, num_left_out)
 
     plain_ED = np.zeros_like(placement.present_ED)
     plain_ED[np.arange(8), owners] = True
@@ -102,6 +101,6 @@ def test_a_plan_never_takes_longer_than_doing_nothing(
 
 def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="num_left_out is 3 of 3 devices"):
-        dataclasses.replace(MODEL, num_left_out=3)
+        plan_layer(OWNERS, FIGURE_6, MODEL, 3)
     with pytest.raises(ValueError, match="balance is -1"):
-        plan_layer(OWNERS, FIGURE_6, MODEL, balance=-1)
+        plan_layer(OWNERS, FIGURE_6, MODEL, 1, balance=-1)
