@@ -30,7 +30,8 @@ from megatron_fssdp.config.cluster_description import ClusterDescription, LinkDe
 from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy_settings import EpSettings
-from megatron_fssdp.reporting.figures import COLOURS, DPI, new_figure
+from megatron_fssdp.reporting.colours import distinct_colours
+from megatron_fssdp.reporting.figures import DPI, new_figure
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import simulate
 
@@ -356,13 +357,13 @@ def draw(comparisons: Sequence[Comparison], figures: dict[str, Any], path: Path)
     axes = figure.subplots()
     strategies = list(dict.fromkeys(one.strategy for one in comparisons))
     rates = list(dict.fromkeys(one.rate for one in comparisons))
-    for number, strategy in enumerate(strategies):
+    for strategy, colour in zip(strategies, distinct_colours(strategies), strict=True):
         for marker, rate in zip("osD^vP*X" * len(rates), rates, strict=False):
             of = [one for one in comparisons if (one.strategy, one.rate) == (strategy, rate)]
             axes.scatter(
                 [one.simulated_s for one in of],
                 [one.measured_s for one in of],
-                color=COLOURS[number % len(COLOURS)],
+                color=colour,
                 marker=marker,
                 label=f"{strategy}, {rate}",
             )

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_fssdp.reporting.figures import COLOURS, DPI, new_figure
+from megatron_fssdp.reporting.colours import strategy_colours
+from megatron_fssdp.reporting.figures import DPI, new_figure
 
-# A strategy always has the same colour. The plugin's own strategies come first.
+# The plugin's own strategies come first.
 STRATEGIES = ("auto", "fssdp", "prophet", "fastermoe", "quota", "flexmoe", "smartmoe")
 WORKLOADS = {
     "W0": "balanced",
@@ -90,7 +91,7 @@ def draw(summaries: Sequence[Mapping[str, Any]], path: Path) -> None:
             xerr=spread,
             fmt="D" if is_first else "o",
             markersize=7 if is_first else 5,
-            color=COLOURS[STRATEGIES.index(strategy) % len(COLOURS)],
+            color=strategy_colours()[strategy],
             elinewidth=1,
             label=strategy,
         )

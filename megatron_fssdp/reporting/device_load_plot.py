@@ -8,9 +8,9 @@ import numpy as np
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.written_files import written_file
+from megatron_fssdp.reporting.colours import distinct_colours
 from megatron_fssdp.reporting.figures import DPI, new_figure
 from megatron_fssdp.reporting.recorded_run import RecordedRun, distinct_names
-from megatron_fssdp.reporting.strategy_colours import distinct_colours
 
 
 def draw_device_loads(runs: Sequence[RecordedRun], png: Path) -> None:

@@ -1,11 +1,9 @@
-"""Colours, resolution and creation of all matplotlib figures."""
+"""Resolution and creation of all matplotlib figures."""
 
 from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
 
-# The Okabe-Ito palette, which colour-blind readers can distinguish, also in grey.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DPI = 150
 
 

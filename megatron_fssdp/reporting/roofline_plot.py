@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from megatron_fssdp.reporting.figures import COLOURS, DPI, new_figure
+from megatron_fssdp.reporting.colours import distinct_colours
+from megatron_fssdp.reporting.figures import DPI, new_figure
 from megatron_fssdp.simulation.ddl_roofline import RooflinePoint, ideal_flops_per_s, semi_ideal_flops_per_s
 
 _MARKERS = "osD^vP*X"
@@ -100,6 +101,7 @@ def _draw(axes: Any, roofline: Roofline) -> None:
     axes.plot(
         span, semi_ideal_flops_per_s(span, peak), color="black", linestyle="--", label="semi-ideal (Eq. 6)"
     )
+    colours = distinct_colours(list(roofline.points))
     for i, (name, point) in enumerate(roofline.points.items()):
         axes.plot(
             [point.ratio],
@@ -107,7 +109,7 @@ def _draw(axes: Any, roofline: Roofline) -> None:
             linestyle="",
             marker=_MARKERS[i % len(_MARKERS)],
             markersize=8,
-            color=COLOURS[i % len(COLOURS)],
+            color=colours[i],
             label=name,
         )
     axes.set_xscale("log")

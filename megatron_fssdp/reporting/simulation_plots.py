@@ -5,12 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fssdp.reporting.figures import COLOURS, DPI, new_figure
+from megatron_fssdp.reporting.colours import TIME_PARTS, distinct_colours
+from megatron_fssdp.reporting.figures import DPI, new_figure
 from megatron_fssdp.reporting.simulation_report import RankedStrategy, SimulationReport
-from megatron_fssdp.reporting.strategy_colours import distinct_colours
 from megatron_fssdp.simulation.iteration_timeline import PARTS
 
-HOST_COLOUR = "#999999"
+DASHES = ("-", "--", "-.", ":")
+"""Styles of curves, in turn. Curves that coincide stay visible, as later ones are thinner and dashed."""
 
 
 def draw_simulation(report: SimulationReport, folder: Path) -> list[Path]:
@@ -28,7 +29,7 @@ def draw_simulation(report: SimulationReport, folder: Path) -> list[Path]:
     """
     files = []
     for name, draw in (("iterations", _iterations), ("breakdown", _breakdown), ("device_load", _loads)):
-        figure = new_figure((9, 4.6), " or give --no-plots")
+        figure = new_figure((9, 5.2), " or give --no-plots")
         axes = figure.add_subplot()
         draw(axes, report)
         for side in ("top", "right"):
@@ -45,53 +46,77 @@ def _coloured(report: SimulationReport) -> list[tuple[RankedStrategy, str]]:
 
 
 def _iterations(axes: Any, report: SimulationReport) -> None:
-    for row, colour in _coloured(report):
+    factor, unit = _unit(report)
+    for i, (row, colour) in enumerate(_coloured(report)):
         axes.plot(
             report.iterations,
-            row.outcome.iteration_s,
+            row.outcome.iteration_s * factor,
             color=colour,
-            linewidth=1.2,
-            label=f"{row.label} ({report.steady_s(row.outcome):.4g} s)",
+            linewidth=max(1.2, 2.8 - 0.4 * i),
+            linestyle=DASHES[i % len(DASHES)],
+            label=f"{row.label} ({report.steady_s(row.outcome) * factor:.3g} {unit})",
             marker="o" if len(report.iterations) == 1 else None,
         )
-    axes.axhline(report.ceiling_s, color="0.35", linewidth=0.9, linestyle="--", label="balanced routing")
+    axes.axhline(report.ceiling_s * factor, color="0.35", linewidth=0.9, label="balanced routing")
     axes.set_ylim(bottom=0)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("iteration")
-    axes.set_ylabel("simulated seconds")
-    axes.set_title("Simulated seconds of each iteration", loc="left")
-    axes.legend(frameon=False, fontsize=9)
+    axes.set_ylabel(f"simulated time, {unit}")
+    axes.set_title("Simulated time of each iteration (in brackets: mean after the warm-up)", loc="left")
+    _legend_below(axes)
     axes.margins(x=0.01)
 
 
 def _breakdown(axes: Any, report: SimulationReport) -> None:
+    factor, unit = _unit(report)
     labels = [row.label for row in report.rows]
     left = np.zeros(len(labels))
     parts_s = [report.steady_parts_s(row.outcome) for row in report.rows]
-    for part, colour in zip(PARTS, (*COLOURS, HOST_COLOUR), strict=True):
-        widths = np.array([found[part] for found in parts_s])
+    for part in PARTS:
+        widths = factor * np.array([found[part] for found in parts_s])
         if widths.any():
-            axes.barh(labels, widths, left=left, color=colour, label=part)
+            axes.barh(labels, widths, left=left, color=TIME_PARTS[part].colour, label=TIME_PARTS[part].name)
         left += widths
-    axes.axvline(report.ceiling_s, color="0.35", linewidth=0.9, linestyle="--", label="balanced routing")
+    axes.axvline(
+        report.ceiling_s * factor, color="0.35", linewidth=0.9, linestyle="--", label="balanced routing"
+    )
     axes.invert_yaxis()
-    axes.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4))
-    axes.set_xlabel("simulated seconds of an iteration")
+    axes.set_xlabel(f"simulated time of an iteration, {unit}, mean after the warm-up")
     axes.set_title("Parts of an iteration's time", loc="left")
-    axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4)
+    _legend_below(axes)
+
+
+def _legend_below(axes: Any) -> None:
+    """Put the legend below the axis, where no curve or bar goes through its labels."""
+    axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3)
+
+
+def _unit(report: SimulationReport) -> tuple[float, str]:
+    """Return the unit in which the longest iteration is at least 1, after the factor from seconds to it."""
+    longest_s = max(float(row.outcome.iteration_s.max()) for row in report.rows)
+    units = ((1.0, "s"), (1e3, "ms"), (1e6, "µs"))
+    return next((one for one in units if longest_s * one[0] >= 1), units[-1])
 
 
 def _loads(axes: Any, report: SimulationReport) -> None:
-    for row, colour in _coloured(report):
+    for i, (row, colour) in enumerate(_coloured(report)):
         tokens_ILD = row.outcome.ledger.tokens_ILD
         mean_IL = np.maximum(tokens_ILD.mean(axis=2, keepdims=True), 1e-12)
         ranked_D = -np.sort(-(tokens_ILD / mean_IL), axis=2).mean(axis=(0, 1))
         axes.plot(
-            np.arange(1, len(ranked_D) + 1), ranked_D, color=colour, marker="o", markersize=3, label=row.label
+            np.arange(1, len(ranked_D) + 1),
+            ranked_D,
+            color=colour,
+            linewidth=max(1.2, 2.8 - 0.4 * i),
+            linestyle=DASHES[i % len(DASHES)],
+            marker="o",
+            markersize=3,
+            label=row.label,
         )
-    axes.axhline(1.0, color="0.35", linewidth=0.9, linestyle="--", label="even load")
+    axes.axhline(1.0, color="0.35", linewidth=0.9, label="even load")
     axes.set_ylim(bottom=0)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("devices of a layer, from the busiest to the least busy")
     axes.set_ylabel("device load / mean")
     axes.set_title("Device loads, averaged over iterations and layers", loc="left")
-    axes.legend(frameon=False, fontsize=9)
+    _legend_below(axes)

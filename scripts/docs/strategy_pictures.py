@@ -22,6 +22,7 @@ from megatron_fssdp.config.composition import load_run
 from megatron_fssdp.config.strategy_registry import BASELINE, SHIPPED, STRATEGIES
 from megatron_fssdp.config.strategy_settings import StrategySettings
 from megatron_fssdp.planning.cost.link_seconds import topology_of
+from megatron_fssdp.reporting.colours import TIME_PARTS
 from megatron_fssdp.simulation.iteration_timeline import ALL_TO_ALL, COMPUTE, TRANSFER
 from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run
 from megatron_fssdp.simulation.simulator import StrategyOutcome, simulate
@@ -42,14 +43,15 @@ WORKLOAD, ITERATIONS, LAYER = "lognormal-medium", 30, 0  # SmartMoE and FlexMoE 
 SLOTS = 2
 """Most replicas of a layer on a device. Without a limit all of these small experts would be everywhere."""
 
-OWNED, REPLICA, MOVED = "#b9cfe6", "#f2b872", "#cdb7e2"
+OWNED, REPLICA, MOVED = "#d3d7dc", "#f2b872", "#cdb7e2"
 COLOURS = {
-    "compute": "#dfe7f2",
-    "experts": "#f7dfb5",
-    "tokens": "#c9c9c9",
-    "weights": "#9fd09f",
-    "gradients": "#eba6a6",
+    "compute": TIME_PARTS["other compute"],
+    "experts": TIME_PARTS["experts"],
+    "tokens": TIME_PARTS["all-to-all"],
+    "weights": TIME_PARTS["waiting for spAG"],
+    "gradients": TIME_PARTS["waiting for spRS"],
 }
+"""Colours of a timeline's spans, which are those of the waits that the spans can cause."""
 INK, FAINT = "#1c1c1c", "#6a6a6a"
 
 
@@ -147,7 +149,7 @@ def draw_bars(axes: Axes, drawn: Case, top: float) -> None:
                 continue
             colour = REPLICA if owner_E[expert] != device else MOVED if home_E[expert] != device else OWNED
             axes.bar(device, height, 0.8, bottom, color=colour, edgecolor="white", linewidth=0.8)
-            if height > 0.045 * top:
+            if height > 0.075 * top:  # a letter is 6 % of the axis high
                 letter = string.ascii_uppercase[expert]
                 axes.text(
                     device, bottom + height / 2, letter, ha="center", va="center", fontsize=8, color=INK
@@ -196,10 +198,10 @@ def draw_timeline(axes: Axes, cases: list[Case]) -> None:
 
 def _colour(lane: str, name: str) -> str:
     if lane == COMPUTE:
-        return COLOURS["experts" if name.startswith("experts") else "compute"]
+        return COLOURS["experts" if name.startswith("experts") else "compute"].colour
     if lane == ALL_TO_ALL:
-        return COLOURS["tokens"]
-    return COLOURS["gradients" if name.startswith("spRS") else "weights"]
+        return COLOURS["tokens"].colour
+    return COLOURS["gradients" if name.startswith("spRS") else "weights"].colour
 
 
 def draw(cases: list[Case]) -> Figure:
@@ -223,12 +225,15 @@ def draw(cases: list[Case]) -> Figure:
     if any(drawn.has_moved_owners for drawn in cases):
         kinds.append(("an expert that has changed its owner", MOVED))
     kinds += [
-        ("attention, gate, dense", COLOURS["compute"]),
-        ("experts", COLOURS["experts"]),
-        ("tokens", COLOURS["tokens"]),
+        (COLOURS["compute"].name, COLOURS["compute"].colour),
+        (COLOURS["experts"].name, COLOURS["experts"].colour),
+        (COLOURS["tokens"].name, COLOURS["tokens"].colour),
     ]
     if any(drawn.outcome.ledger.replicas_IL.any() for drawn in cases):
-        kinds += [("experts' weights", COLOURS["weights"]), ("experts' gradients", COLOURS["gradients"])]
+        kinds += [
+            ("experts' weights", COLOURS["weights"].colour),
+            ("experts' gradients", COLOURS["gradients"].colour),
+        ]
     handles = [Patch(facecolor=colour, label=label) for label, colour in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     return figure

@@ -9,12 +9,14 @@ from typer.testing import CliRunner
 
 from megatron_fssdp.cli.app import app
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.reporting.colours import TIME_PARTS
 
 from ..reporting.page.made_runs import write_made_run
 from ..reporting.page.page_parts import PageParts, unpacked
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "gpt_moe_tiny.yaml"
+NAMES_AND_COLOURS = {(part.name, part.colour) for part in TIME_PARTS.values()}
 CLUSTER = str(ROOT / "configs" / "clusters" / "hpwnv.yaml")
 
 
@@ -45,6 +47,9 @@ def test_strategies_are_ranked_on_a_named_cluster(run: Path) -> None:
     assert "iterations 1 to 4, on hpwnv" in page.texts["what-if"]
     traces = page.figures["what-if"]["data"]
     assert set(traces[0]["y"]) == {"ep", "fssdp", "quota"}
+    assert {(trace["name"], trace["marker"]["color"]) for trace in traces} <= NAMES_AND_COLOURS
+    measured = page.figures["time-means"]["data"]
+    assert {(trace["name"], trace["marker"]["color"]) for trace in measured} <= NAMES_AND_COLOURS
     seconds = sum(unpacked(trace["x"]) for trace in traces)
     assert (seconds[:-1] <= seconds[1:]).all()
     assert all(f"{value:.4g}" in page.texts["what-if"] for value in seconds)

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from megatron_fssdp.cli.app import app
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.reporting.colours import TIME_PARTS
 from megatron_fssdp.reporting.run_records import LoadsWriter
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +55,8 @@ def test_a_workload_is_simulated_end_to_end(tmp_path: Path) -> None:
     for picture in ("iterations", "breakdown", "device_load"):
         assert (tmp_path / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
         assert "<svg" in (tmp_path / f"{picture}.svg").read_text()
+    drawn = [TIME_PARTS[part].colour for part, seconds in rows["fssdp"]["parts_s"].items() if seconds]
+    assert all(colour.lower() in (tmp_path / "breakdown.svg").read_text() for colour in drawn)
     trace = json.loads((tmp_path / "trace_fssdp.json").read_text())
     names = [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]
     assert {"spAG layer 1", "spRS layer 4", "dispatch layer 2", "experts' layer 3"} <= set(names)
@@ -151,7 +154,7 @@ def test_the_roofline_of_a_recorded_run_is_drawn(tmp_path: Path) -> None:
         (("--strategies", "fsdp"), "did you mean 'fssdp'"),
         (("--moe-strategy-set", "exchange=fused"), "--moe-strategy-set: exchange=fused is now schedule=s1"),
         (("--cluster-set", "num_nodes=1"), "roofline: .*whole nodes"),
-        (("--out", "{run}/config.yaml"), "--out .*config.yaml: cannot be written"),
+        (("--out", "{run}/config.yaml"), "--out .*config.yaml: is not a folder"),
     ],
 )
 def test_wrong_arguments_of_roofline_are_refused(

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_fssdp.reporting.colours import distinct_colours
 from megatron_fssdp.reporting.placement_records import (
     PLACEMENTS_FILE,
     RecordedPlacements,
@@ -13,7 +14,6 @@ from megatron_fssdp.reporting.placement_records import (
 )
 from megatron_fssdp.reporting.recorded_run import RecordedRun, distinct_names, read_run
 from megatron_fssdp.reporting.run_records import LOADS_FILE, RecordedLoads, read_loads
-from megatron_fssdp.reporting.strategy_colours import distinct_colours
 
 _LOG_FILE = "log.txt"
 _ACCOUNTED = re.compile(rb"\[fssdp\] memory of a rank: ([^\r\n]+)")

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.reporting.colours import distinct_colours
 from megatron_fssdp.reporting.page.iteration_bins import IterationBins
 from megatron_fssdp.reporting.page.reported_run import ReportedRun
 from megatron_fssdp.reporting.page.section import Figure, Section, iteration_axis, packed, titled
-from megatron_fssdp.reporting.strategy_colours import distinct_colours
 
 MOST_POINTS = 600
 

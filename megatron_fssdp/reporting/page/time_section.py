@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_fssdp.reporting.colours import TIME_PARTS
 from megatron_fssdp.reporting.page.iteration_bins import IterationBins
 from megatron_fssdp.reporting.page.reported_run import ReportedRun, most_iterations
 from megatron_fssdp.reporting.page.section import Figure, Section, iteration_axis, packed, titled
@@ -17,13 +18,8 @@ from megatron_fssdp.reporting.run_parts import not_comparable
 
 MOST_POINTS = 600
 
-PART_COLOURS = {
-    "forward and backward passes": "#4E79A7",
-    "waiting for weights (spAG)": "#D55E00",
-    "waiting for gradients (spRS)": "#E69F00",
-    "re-sharding": "#CC79A7",
-    "optimizer and everything else": "#A9B4C2",
-}
+MEASURED_PARTS = ("passes", "waiting for spAG", "waiting for spRS", "re-sharding", "rest")
+"""Keys of the parts that a run measures, in ``TIME_PARTS``."""
 
 
 def time_parts(run: RecordedRun) -> dict[str, NDArray[np.float64]]:
@@ -33,7 +29,7 @@ def time_parts(run: RecordedRun) -> dict[str, NDArray[np.float64]]:
         run: Records of the run.
 
     Returns:
-        Seconds of each part, float64 ``[I]``, by the names in :data:`PART_COLOURS`. If the seconds of the
+        Seconds of each part, float64 ``[I]``, by the keys in :data:`MEASURED_PARTS`. If the seconds of the
         passes were not recorded, they are included in the last part.
     """
     whole_I = np.array([record.iteration_s for record in run.metrics])
@@ -50,7 +46,7 @@ def time_parts(run: RecordedRun) -> dict[str, NDArray[np.float64]]:
     inner_I = np.where(passes_I > 0, passes_I - gather_I - reduce_I, 0.0)
     rest_I = whole_I - reshard_I - inner_I - gather_I - reduce_I
     return dict(
-        zip(PART_COLOURS, (inner_I, gather_I, reduce_I, reshard_I, np.maximum(rest_I, 0.0)), strict=True)
+        zip(MEASURED_PARTS, (inner_I, gather_I, reduce_I, reshard_I, np.maximum(rest_I, 0.0)), strict=True)
     )
 
 
@@ -98,14 +94,14 @@ def _means(runs: Sequence[ReportedRun]) -> Figure:
         {
             "type": "bar",
             "orientation": "h",
-            "name": name,
+            "name": TIME_PARTS[part].name,
             "y": [run.name for run in runs],
-            "x": [found[name] for found in parts],
-            "marker": {"color": colour},
-            "hovertemplate": "%{x:.4g} s<extra>" + name + "</extra>",
+            "x": [found[part] for found in parts],
+            "marker": {"color": TIME_PARTS[part].colour},
+            "hovertemplate": "%{x:.4g} s<extra>" + TIME_PARTS[part].name + "</extra>",
         }
-        for name, colour in PART_COLOURS.items()
-        if any(found[name] for found in parts)
+        for part in MEASURED_PARTS
+        if any(found[part] for found in parts)
     ]
     words = "mean seconds of an iteration"
     if most_iterations(runs) > 1:
@@ -124,14 +120,14 @@ def _stacked(run: ReportedRun) -> Figure:
     traces: list[dict[str, Any]] = [
         {
             "type": "bar",
-            "name": name,
+            "name": TIME_PARTS[part].name,
             "showlegend": False,
             "x": packed(bins.middles),
             "y": packed(bins.mean(seconds_I)),
-            "marker": {"color": PART_COLOURS[name], "line": {"width": 0}},
-            "hovertemplate": "iteration %{x:.0f}: %{y:.4g} s<extra>" + name + "</extra>",
+            "marker": {"color": TIME_PARTS[part].colour, "line": {"width": 0}},
+            "hovertemplate": "iteration %{x:.0f}: %{y:.4g} s<extra>" + TIME_PARTS[part].name + "</extra>",
         }
-        for name, seconds_I in time_parts(run.records).items()
+        for part, seconds_I in time_parts(run.records).items()
         if seconds_I.any()
     ]
     layout = {

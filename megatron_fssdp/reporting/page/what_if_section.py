@@ -2,18 +2,12 @@
 
 from typing import Any
 
+from megatron_fssdp.reporting.colours import TIME_PARTS
 from megatron_fssdp.reporting.page.section import GREY, Figure, Section, Table, titled
 from megatron_fssdp.reporting.simulation_report import SimulationReport, warm_up_text
 from megatron_fssdp.reporting.units import format_memory
 from megatron_fssdp.simulation.iteration_timeline import PARTS
 
-PART_COLOURS = dict(
-    zip(
-        PARTS,
-        ("#A9B4C2", "#4E79A7", "#76B7B2", "#D55E00", "#E69F00", "#CC79A7", "#999933", "#882255"),
-        strict=True,
-    )
-)
 _TITLE = "What if: strategies ranked on a cluster"
 _NOT_ASKED = (
     "No cluster was given, so nothing was simulated. To rank all strategies on a cluster with this run's "
@@ -36,13 +30,13 @@ def what_if_section(report: SimulationReport | None) -> Section:
         {
             "type": "bar",
             "orientation": "h",
-            "name": part,
+            "name": TIME_PARTS[part].name,
             "y": [row.label for row in ranked],
             "x": [found[part] for found in parts_s],
-            "marker": {"color": colour},
-            "hovertemplate": "%{y}: %{x:.4g} s<extra>" + part + "</extra>",
+            "marker": {"color": TIME_PARTS[part].colour},
+            "hovertemplate": "%{y}: %{x:.4g} s<extra>" + TIME_PARTS[part].name + "</extra>",
         }
-        for part, colour in PART_COLOURS.items()
+        for part in PARTS
         if any(found[part] for found in parts_s)
     ]
     ceiling = {"xref": "x", "x0": report.ceiling_s, "x1": report.ceiling_s, "yref": "paper", "y0": 0, "y1": 1}

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.reporting.colours import TIME_PARTS
 from megatron_fssdp.reporting.page.report_page import page_html, page_sections, write_page
 from megatron_fssdp.reporting.page.reported_run import read_reported_runs
-from megatron_fssdp.reporting.page.time_section import PART_COLOURS, time_parts
+from megatron_fssdp.reporting.page.time_section import MEASURED_PARTS, time_parts
 from megatron_fssdp.reporting.placement_records import read_placements
 from megatron_fssdp.reporting.run_records import (
     IterationMetrics,
@@ -117,9 +118,9 @@ def test_parts_of_an_iteration_s_time_add_up(folder: Path, page: PageParts) -> N
     assert all((values >= 0).all() for values in parts.values())
     assert parts["re-sharding"].tolist() == [0, 0, 0, 0.2, 0]
     replicas = 2 * 3  # of two layers
-    np.testing.assert_allclose(parts["waiting for gradients (spRS)"], 0.002 * replicas)
+    np.testing.assert_allclose(parts["waiting for spRS"], 0.002 * replicas)
     shown = {trace["name"]: unpacked(trace["y"]) for trace in page.figures["time"]["data"]}
-    assert set(shown) == set(PART_COLOURS)
+    assert set(shown) == {TIME_PARTS[part].name for part in MEASURED_PARTS}
     np.testing.assert_allclose(sum(shown.values()), whole, rtol=1e-6)
 
 
@@ -234,5 +235,5 @@ def test_a_page_is_written_completely_or_not_at_all(tmp_path: Path, monkeypatch:
         write_page(target, "second")
     assert [path.name for path in target.parent.iterdir()] == ["report.html"]
     assert target.read_text() == "first"
-    with pytest.raises(ConfigurationError, match="cannot be written"):
+    with pytest.raises(ConfigurationError, match="is not a folder"):
         write_page(target / "below.html", "x")
