@@ -10,6 +10,7 @@ There are three ways to use the plugin:
 Importing this package imports neither torch nor Megatron.
 """
 
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -62,31 +63,76 @@ def register_strategy(
     )
 
 
-def start_session(strategy: str, settings: Any = None) -> Any:
-    """Start a strategy for the MoE layers of one model (see ``megatron_adapter.entry.layer_specs``)."""
+def start_session(strategy: str, settings: Mapping[str, Any] | None = None) -> Any:
+    """Start a strategy for the MoE layers of one model (see ``megatron_adapter.entry.layer_specs``).
+
+    On a machine without an accelerator, this function also makes Megatron run on the CPU, as
+    :func:`register` does. Call it before the model is built.
+    """
     from megatron_fssdp.megatron_adapter.entry import layer_specs
 
     return layer_specs.start_session(strategy, settings)
 
 
-def get_moe_module_spec(*args: Any, **kwargs: Any) -> Any:
+def get_moe_module_spec(
+    use_te: bool | None = None,
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool = False,
+    *,
+    strategy: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    session: Any = None,
+) -> Any:
     """Return Megatron's MoE module spec with a strategy (see ``megatron_adapter.entry.layer_specs``)."""
     from megatron_fssdp.megatron_adapter.entry import layer_specs
 
-    return layer_specs.get_moe_module_spec(*args, **kwargs)
+    return layer_specs.get_moe_module_spec(
+        use_te, num_experts, moe_grouped_gemm, strategy=strategy, settings=settings, session=session
+    )
 
 
 def get_gpt_decoder_block_spec(
-    config: Any, use_transformer_engine: bool | None = None, *, vp_stage: int | None = None, **kwargs: Any
+    config: Any,
+    use_transformer_engine: bool | None = None,
+    normalization: str | None = None,
+    qk_l2_norm: bool | None = None,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+    *,
+    strategy: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    session: Any = None,
 ) -> Any:
-    """Return Megatron's decoder block spec with a strategy (see ``megatron_adapter.entry.layer_specs``)."""
+    """Return Megatron's decoder block spec with a strategy (see ``megatron_adapter.entry.layer_specs``).
+
+    Call it after ``parallel_state.initialize_model_parallel``, which knows the layers of this rank.
+    """
     from megatron_fssdp.megatron_adapter.entry import layer_specs
 
-    return layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine, vp_stage=vp_stage, **kwargs)
+    return layer_specs.get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine,
+        normalization,
+        qk_l2_norm,
+        vp_stage,
+        pp_rank,
+        strategy=strategy,
+        settings=settings,
+        session=session,
+    )
 
 
-def get_bert_layer_spec(config: Any, use_transformer_engine: bool | None = None, **kwargs: Any) -> Any:
+def get_bert_layer_spec(
+    config: Any,
+    use_transformer_engine: bool | None = None,
+    *,
+    strategy: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    session: Any = None,
+) -> Any:
     """Return Megatron's BERT layer spec with a strategy (see ``megatron_adapter.entry.layer_specs``)."""
     from megatron_fssdp.megatron_adapter.entry import layer_specs
 
-    return layer_specs.get_bert_layer_spec(config, use_transformer_engine, **kwargs)
+    return layer_specs.get_bert_layer_spec(
+        config, use_transformer_engine, strategy=strategy, settings=settings, session=session
+    )

@@ -69,6 +69,7 @@ def run_roofline(request: RooflineRequest, console: Console) -> Roofline:
     out = request.out or request.run
     with written_whole(out, "--out") as partial:
         write_roofline(roofline, partial / f"{NAME}.json")
+    with written_whole(out, "--out") as partial:  # a plot that fails does not cost the numbers
         for suffix in ("png", "svg"):
             draw_roofline(roofline, partial / f"{NAME}.{suffix}")
     console.print(f"{out / NAME}.png, .svg and .json", highlight=False, soft_wrap=True)

@@ -113,6 +113,9 @@ def run_simulation(request: SimulateRequest, console: Console) -> SimulationRepo
             )
         _show_and_write(report, request, record, cluster, partial, console)
         written = {path.name for path in partial.iterdir()}
+    if request.with_plots:
+        with written_whole(request.out, "--out") as partial:  # a plot that fails does not cost the numbers
+            draw_simulation(report, partial)
     for trace in request.out.glob(TRACE_FILE.format("*")):
         if trace.name not in written:  # of an earlier simulation of other strategies
             trace.unlink()
@@ -143,8 +146,6 @@ def _show_and_write(
         write_simulation_trace(
             folder / TRACE_FILE.format(row.label), row.outcome, len(record.iterations) // 2
         )
-    if request.with_plots:
-        draw_simulation(report, folder)
 
 
 def ranked_strategies(

@@ -22,7 +22,7 @@ def new_figure(size_inches: tuple[float, float], advice: str = "") -> Any:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigurationError(
-            f"plots need matplotlib; install it with `pip install megatron-fssdp[plots]`{advice}"
+            f"plots need matplotlib; install it with `pip install matplotlib`{advice}"
         ) from None
     figure = Figure(figsize=size_inches, layout="constrained")
     FigureCanvasAgg(figure)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -82,6 +83,15 @@ def test_a_recorded_run_is_simulated(tmp_path: Path) -> None:
     with (tmp_path / "out" / "iterations.csv").open(newline="") as file:
         assert [line["iteration"] for line in csv.DictReader(file)] == ["1", "2", "3", "4"] * 2
     assert not list((tmp_path / "out").glob("*.png"))
+
+
+def test_numbers_are_written_also_where_plots_cannot_be_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # an import fails
+    with pytest.raises(ConfigurationError, match="pip install matplotlib"):
+        simulate(tmp_path, "W3", "--iterations", "3", "--no-break-even", "--strategies", "ep")
+    assert json.loads((tmp_path / "ranking.json").read_text())["strategies"]
 
 
 @pytest.mark.parametrize(

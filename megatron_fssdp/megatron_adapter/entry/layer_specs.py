@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy_selection import strategy_settings
 from megatron_fssdp.config.strategy_settings import PlacementSettings
+from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.megatron_adapter.entry.registration import requested_strategy
 from megatron_fssdp.megatron_adapter.layer.bert_layers import stock_spec, with_experts
 from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
@@ -25,6 +26,8 @@ from megatron_fssdp.megatron_adapter.support.capabilities import check_core
 
 def start_session(strategy: str, settings: Mapping[str, Any] | None = None) -> StrategySession | None:
     """Start a session: one strategy for all layers of one model.
+
+    On a machine without an accelerator, this also makes Megatron run on the CPU, as ``register`` does.
 
     Args:
         strategy: Name of a strategy.
@@ -37,6 +40,7 @@ def start_session(strategy: str, settings: Mapping[str, Any] | None = None) -> S
         ConfigurationError: The strategy is unknown, or the settings are invalid for it.
     """
     check_core()
+    cpu_runtime.install()
     validated = strategy_settings(strategy, dict(settings or {}), "settings")
     if not isinstance(validated, PlacementSettings):
         return None

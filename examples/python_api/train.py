@@ -1,0 +1,81 @@
+"""Train a small GPT-MoE under ``fssdp`` without Megatron's command line or training loop.
+
+Start it with ``torchrun --standalone --nproc-per-node 2 train.py``, on GPUs or without them. On CPUs, set
+``OMP_NUM_THREADS=1``.
+"""
+
+import os
+
+import megatron_fssdp
+
+# Before Megatron is imported: on a machine without a GPU, this makes Megatron run on the CPU.
+session = megatron_fssdp.start_session("fssdp", {"slots": 1, "overlap_degree": 2})
+session.runtime.measure = True  # keeps the loads that are printed below
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads  # noqa: E402
+from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+ITERATIONS, BATCH, LENGTH, VOCABULARY = 20, 4, 64, 256
+
+
+def main() -> None:
+    """Build the model, train it on random text, and print the loss."""
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    ranks = dist.get_world_size()
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)
+    model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(1)
+
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_moe_experts=4 * ranks,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=64,
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",
+        expert_model_parallel_size=ranks,
+        add_bias_linear=False,
+        use_cpu_initialization=not on_gpu,
+    )
+    spec = megatron_fssdp.get_gpt_decoder_block_spec(config, session=session)
+    gpt = GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=LENGTH)
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), gpt.cuda())
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=3e-3), [model])
+
+    text = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), device="cuda")
+    tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    positions = torch.arange(LENGTH, device="cuda").expand(BATCH, -1)
+    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool, device="cuda").triu(1)
+    for iteration in range(1, ITERATIONS + 1):
+        session.runtime.begin_iteration(num_micro_batches=1, iteration=iteration)
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss = model(tokens, positions, mask, labels=labels).mean()
+        loss.backward()
+        session.runtime.finish_gradients()  # all gradients of replicas are now at the experts' owners
+        finalize_model_grads([model])
+        optimizer.step()
+        loads = session.runtime.end_iteration()
+        if dist.get_rank() == 0 and iteration % 5 == 0:
+            plain, used = (load_D.max() / load_D.mean() for load_D in (loads[0].owner_D, loads[0].device_D))
+            print(
+                f"iteration {iteration}: loss {loss.item():.3f}, device load {plain:.2f} → {used:.2f}",
+                flush=True,
+            )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The examples run as they are printed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def run(words: list[str], folder: Path, **variables: str) -> str:
+    """Run a command in an empty folder with the tools of this Python, and return its standard output."""
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "MEGATRON_FSSDP_DEVICE": "cpu",
+        "OMP_NUM_THREADS": "1",
+        **variables,
+    }
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_list_names_every_example() -> None:
+    text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    files = [path for path in EXAMPLES.rglob("*") if path.suffix in (".sh", ".py")]
+    assert files
+    assert all(f"({path.relative_to(EXAMPLES)})" in text for path in files)
+
+
+@pytest.mark.slow
+def test_the_python_api_trains_without_the_launcher(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    out = run([*torchrun, str(EXAMPLES / "python_api" / "train.py")], tmp_path)
+    losses = [float(line.split()[3].rstrip(",")) for line in out.splitlines() if line.startswith("iteration")]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] - 1
+
+
+@pytest.mark.slow
+def test_own_data_becomes_a_run_with_a_page(tmp_path: Path) -> None:
+    run(["bash", str(EXAMPLES / "own_data" / "run.sh")], tmp_path, ITERS="3")
+    assert (tmp_path / "runs" / "own_data" / "run" / "report.html").is_file()
+
+
+@pytest.mark.slow
+def test_a_sweep_is_compared_and_not_repeated(tmp_path: Path) -> None:
+    words = ["bash", str(EXAMPLES / "sweep" / "run.sh")]
+    variables = {"STRATEGIES": "ep fssdp", "SEEDS": "1", "ITERS": "3"}
+    run(words, tmp_path, **variables)
+    assert (tmp_path / "runs" / "sweep" / "comparison.html").is_file()
+    assert "starting" not in run(words, tmp_path, **variables)
