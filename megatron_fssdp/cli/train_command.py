@@ -98,7 +98,8 @@ def train(request: TrainRequest, console: Console) -> int:
         )
     nproc, iterations = config.parallelism.nproc_per_node, config.training.iterations
     try:
-        with TrainingProgress(folder.metrics, iterations, nproc, console) as progress:
+        saves = config.training.save_checkpoints
+        with TrainingProgress(folder.metrics, iterations, nproc, console, saves=saves) as progress:
             code = run_ranks(command, folder.log, progress.update)
     except KeyboardInterrupt as interrupt:
         checkpoints = config.training.checkpoint_dir or folder.checkpoints
@@ -123,6 +124,12 @@ def train(request: TrainRequest, console: Console) -> int:
             highlight=False,
             soft_wrap=True,
         )
+    console.print(
+        f"done: {progress.last.iteration} iterations, loss {progress.last.lm_loss:.4f}; next: "
+        f"megatron-fssdp report {shlex.quote(str(folder.path))}",
+        highlight=False,
+        soft_wrap=True,
+    )
     return 0
 
 

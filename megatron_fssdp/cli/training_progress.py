@@ -78,7 +78,9 @@ def progress_text(
 class TrainingProgress:
     """Shows the progress of a run: one live line on a terminal, or a line every 10 seconds elsewhere."""
 
-    def __init__(self, metrics: Path, iterations: int, nproc: int, console: Console) -> None:
+    def __init__(
+        self, metrics: Path, iterations: int, nproc: int, console: Console, *, saves: bool = False
+    ) -> None:
         """Prepare the display.
 
         Args:
@@ -86,7 +88,9 @@ class TrainingProgress:
             iterations: Number of iterations of the run.
             nproc: Number of ranks, which the text names while they start.
             console: Console that shows the progress.
+            saves: Whether the run writes a checkpoint after its last iteration.
         """
+        self._saves = saves
         self._tail = MetricsTail(metrics)
         self._iterations = iterations
         self._console = console
@@ -95,6 +99,7 @@ class TrainingProgress:
         self._shown_s = time.monotonic()
         self._live: Live | None = None
         self.last: IterationMetrics | None = None
+        self._printed: IterationMetrics | None = None
 
     def __enter__(self) -> "TrainingProgress":
         if self._console.is_terminal:
@@ -115,6 +120,13 @@ class TrainingProgress:
         """Show the newest iteration, if there is a new one."""
         records = self._tail.read()
         if not records:
+            if self._saves and self.last is not None and self.last.iteration >= self._iterations:
+                self._saves = False  # is said once
+                if self._live is None:
+                    self._print()
+                    self._console.print("saving a checkpoint …", highlight=False)
+                else:
+                    self._live.update(Spinner("dots", text=f"{self._text()}  saving a checkpoint …"))
             return
         first = self.last is None
         self.last = records[-1]
@@ -135,4 +147,8 @@ class TrainingProgress:
         return progress_text(self.last, self._iterations, recent_s, width)
 
     def _print(self) -> None:
+        """Print the last iteration, once."""
+        if self._printed is self.last:
+            return
+        self._printed = self.last
         self._console.print(self._text(), highlight=False, soft_wrap=True)

@@ -98,7 +98,7 @@ def _figures(run: RecordedRun) -> dict[str, str]:
         SPEED: speed_text(run.metrics),
         "bytes moved: weights (spAG)": format_bytes(run.total("spag_bytes")),
         "bytes moved: gradients (spRS)": format_bytes(run.total("sprs_bytes")),
-        "tokens sent to other nodes": f"{run.total('cross_node_tokens'):,}" if run.layers else "–",
+        **_node_figures(run),
         **_transfer_figures(run),
         **_reshard_figures(run),
     }
@@ -119,6 +119,12 @@ def _simulated(run: RecordedRun, what_if: SimulationReport) -> dict[str, str]:
         "simulated: ms of an iteration": f"{1e3 * seconds[0]:.4g}",
         "simulated: speed, × ep": f"{what_if.plain_s / seconds[0]:.2f}",
     }
+
+
+def _node_figures(run: RecordedRun) -> dict[str, str]:
+    """Return the tokens that crossed nodes, if there was more than one node (real or declared)."""
+    crossed = run.total("cross_node_tokens")
+    return {"tokens sent to other nodes (also declared ones)": f"{crossed:,}"} if crossed else {}
 
 
 def _transfer_figures(run: RecordedRun) -> dict[str, str]:
@@ -152,8 +158,8 @@ def _load_figures(run: RecordedRun) -> dict[str, str]:
         values = (run.load_IL.mean(), run.load_IL[-1].mean(), run.load_IL.max())
         figures |= dict(zip(figures, [f"{value:.3f}" for value in values] + [f"{replicas:.1f}"], strict=True))
     for label, field in (
-        ("similarity of loads to the previous iteration (median)", "load_similarity"),
-        ("RB: deviation of device loads, plain EP / own (median)", "balance_ratio"),
+        ("share of load on the same experts as one iteration before (median)", "load_similarity"),
+        ("evenness: spread of device loads under plain EP / here (median)", "balance_ratio"),
     ):
         if (median := run.median(field)) is not None:
             figures[label] = f"{median:.2f}"

@@ -72,3 +72,13 @@ def test_progress_is_one_live_line_on_a_terminal(tmp_path: Path):
         path.write_text(line(1))
         progress.update()
     assert "iteration 1/2" in output.getvalue()
+
+
+def test_the_time_after_the_last_iteration_is_explained(tmp_path: Path):
+    path, output = tmp_path / "metrics.jsonl", io.StringIO()
+    with TrainingProgress(path, 1, 4, Console(file=output, width=40), saves=True) as progress:
+        path.write_text(line(1))
+        for _ in range(3):
+            progress.update()
+    lines = [text.split("  ")[0] for text in output.getvalue().splitlines()]
+    assert lines == ["starting 4 ranks", "iteration 1/1", "saving a checkpoint …"]

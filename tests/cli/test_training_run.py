@@ -64,6 +64,9 @@ def test_a_run_trains_and_leaves_its_records(command: Callable[..., str], tmp_pa
     )
     assert "iteration 3/3" in output
     assert "load max/mean" in output
+    last_line = output.strip().splitlines()[-1]
+    assert last_line.startswith("done: 3 iterations, loss ")
+    assert last_line.endswith(f"; next: megatron-fssdp report {out}")
 
     run, loads = read_run(out), read_loads(out)
     assert run.strategy == "fssdp"

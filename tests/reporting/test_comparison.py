@@ -91,7 +91,7 @@ def test_the_picture_is_drawn(tmp_path, num_iterations):
     draw_device_loads([ep, fssdp], tmp_path / "new" / "loads.png")
     assert (tmp_path / "new" / "loads.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigurationError, match="cannot be written"):
+    with pytest.raises(ConfigurationError, match="is not a folder"):
         draw_device_loads([ep, fssdp], tmp_path / "file" / "loads.png")
 
 

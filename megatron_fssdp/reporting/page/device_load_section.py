@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_fssdp.reporting.page.iteration_bins import IterationBins
+from megatron_fssdp.reporting.page.part_marks import with_part_marks
 from megatron_fssdp.reporting.page.reported_run import ReportedRun, most_iterations
 from megatron_fssdp.reporting.page.section import (
     GREY,
@@ -94,7 +95,7 @@ def _curves(runs: Sequence[ReportedRun]) -> Figure:
         "hovermode": "x",
         "shapes": [_even()],
     }
-    return Figure("device-load", traces, layout, 360)
+    return Figure("device-load", traces, with_part_marks(layout, runs), 360)
 
 
 def _even() -> dict[str, Any]:

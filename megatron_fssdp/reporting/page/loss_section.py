@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_fssdp.reporting.page.iteration_bins import IterationBins
+from megatron_fssdp.reporting.page.part_marks import with_part_marks
 from megatron_fssdp.reporting.page.reported_run import ReportedRun, most_iterations
 from megatron_fssdp.reporting.page.section import Figure, Section, iteration_axis, packed, titled
 from megatron_fssdp.reporting.recorded_run import loss_differences
@@ -19,7 +20,11 @@ def loss_section(runs: Sequence[ReportedRun]) -> Section:
         runs: Runs of the page.
     """
     figures = [
-        Figure("loss", [_curve(run, i) for i, run in enumerate(runs)], _layout("loss", most_iterations(runs)))
+        Figure(
+            "loss",
+            [_curve(run, i) for i, run in enumerate(runs)],
+            with_part_marks(_layout("loss", most_iterations(runs)), runs),
+        )
     ]
     notes = []
     if len(runs) > 1:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from megatron_fssdp.reporting.colours import TIME_PARTS
 from megatron_fssdp.reporting.page.iteration_bins import IterationBins
+from megatron_fssdp.reporting.page.part_marks import with_part_marks
 from megatron_fssdp.reporting.page.reported_run import ReportedRun, most_iterations
 from megatron_fssdp.reporting.page.section import Figure, Section, iteration_axis, packed, titled
 from megatron_fssdp.reporting.recorded_run import RecordedRun
@@ -136,7 +137,7 @@ def _stacked(run: ReportedRun) -> Figure:
         "xaxis": iteration_axis(run.num_iterations),
         "yaxis": titled("seconds", rangemode="tozero"),
     }
-    return Figure("time", traces, layout, 280)
+    return Figure("time", traces, with_part_marks(layout, [run]), 280)
 
 
 def _iterations(runs: Sequence[ReportedRun]) -> Figure:
@@ -160,4 +161,4 @@ def _iterations(runs: Sequence[ReportedRun]) -> Figure:
         "yaxis": titled("seconds", rangemode="tozero"),
         "hovermode": "x",
     }
-    return Figure("time", traces, layout, 280)
+    return Figure("time", traces, with_part_marks(layout, runs), 280)
