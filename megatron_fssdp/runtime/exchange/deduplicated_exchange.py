@@ -95,6 +95,12 @@ class DeduplicatedExchange(MegatronExchange):
         self._hops = TwoHops(topology, numbers[:, : topology.num_nodes], numbers[:, topology.num_nodes :])
         self._experts_here = placement.experts_on_G(self.groups.device)
 
+    @property
+    def arrival_SG(self) -> np.ndarray:
+        """Rows of each present expert: a peer's rows are in the order of experts, as from one source."""
+        received_SG = self.record.received_SG
+        return received_SG.reshape(-1, self.groups.num_devices, received_SG.shape[1]).sum(axis=1)
+
     def _distinct_tokens(self) -> Tensor:
         numbers_of = self.groups.topology.node_of_device, range(self.groups.num_devices)
         return torch.cat([self._choices.hits(numbers).sum(dim=0) for numbers in numbers_of])
@@ -106,7 +112,7 @@ class DeduplicatedExchange(MegatronExchange):
     def dispatch(
         self, rows: Tensor, probs: Tensor, meanwhile: Callable[[], object] | None
     ) -> tuple[Tensor, Tensor]:
-        """Send the tokens in two hops, and make one row for each expert: ``[R, M]`` and ``[R]``.
+        """Send the tokens in two hops, and make one row for each expert: ``[R, M]`` and ``[R]``, by expert.
 
         Args:
             rows: Hidden states, ``[T, M]``.

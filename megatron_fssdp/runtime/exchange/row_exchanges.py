@@ -97,6 +97,11 @@ class MegatronExchange:
             )
         return self._record
 
+    @property
+    def arrival_SG(self) -> np.ndarray:
+        """Number of rows of each present expert, by source, in the order in which rows arrive, ``[S, G]``."""
+        return self.record.received_SG
+
     def gather(self, hidden: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The tokens that this rank brings to the exchange, with their probabilities and selected experts.
 

@@ -156,7 +156,7 @@ class Choices:
     def pairs_here(
         self, device: int, expert_G: np.ndarray, source_S: np.ndarray, rows_S: np.ndarray, num_pairs: int
     ) -> Tensor:
-        """Choices that a device computes, by source, expert and token, as positions in ``[T * K]``.
+        """Choices that a device computes, by expert, source and token, as positions in ``[T * K]``.
 
         Args:
             device: The device.
@@ -177,8 +177,8 @@ class Choices:
         source = sources.repeat_interleave(sizes, output_size=len(codes))
         key = torch.where(
             self.device == device,
-            source.unsqueeze(1) * num_present + place,
-            len(source_S) * (num_present + 1),
+            place * len(source_S) + source.unsqueeze(1),
+            num_present * len(source_S),
         )
         return torch.sort(key.reshape(-1), stable=True).indices[:num_pairs]
 

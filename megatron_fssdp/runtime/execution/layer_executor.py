@@ -352,7 +352,7 @@ class LayerExecutor:
         if plan.rematerialize and is_launched and torch.is_grad_enabled() and not in_backward():
             materialization.before = self.clock.latest
             self.clock.latest = materialization
-        return MicroBatch(record, ArrivalOrder(record.received_SG, device), materialization, plan)
+        return MicroBatch(record, ArrivalOrder(counts.exchange.arrival_SG, device), materialization, plan)
 
     def while_rows_travel(self, micro_batch: MicroBatch) -> None:
         """Do what the host has to do before the experts compute, while the rows travel.
