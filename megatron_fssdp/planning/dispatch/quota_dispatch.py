@@ -13,15 +13,15 @@ import numpy as np
 
 from megatron_fssdp.planning.dispatch.dispatch_tables import DispatchTables
 from megatron_fssdp.planning.dispatch.sent_rows import SentRows
-from megatron_fssdp.planning.kernels import quota_tables
+from megatron_fssdp.planning.kernels import quota_rows, quota_sums
 from megatron_fssdp.planning.native.kernel import Kernel
 from megatron_fssdp.planning.placement.topology import Topology
 
-are_fillable = Kernel(quota_tables.are_fillable)
-fill_quotas = Kernel(quota_tables.fill_quotas)
-quota_column = Kernel(quota_tables.quota_column)
-quota_row = Kernel(quota_tables.quota_row)
-sum_near_tokens = Kernel(quota_tables.sum_near_tokens)
+are_fillable = Kernel(quota_sums.are_fillable)
+fill_quotas = Kernel(quota_sums.fill_quotas)
+quota_column = Kernel(quota_rows.quota_column)
+quota_row = Kernel(quota_rows.quota_row)
+sum_near_tokens = Kernel(quota_sums.sum_near_tokens)
 
 
 @dataclass(frozen=True, eq=False)

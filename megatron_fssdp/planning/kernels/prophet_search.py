@@ -22,7 +22,6 @@ class _Search:
         num_sent: Number of replicas of all cases so far.
         busiest: The most loaded device.
         lowest: The lowest load of a device.
-        tokens_D: Inputs of each device for the expert whose devices are sorted.
         sorted_D: Work array of the sort.
         first_B: Work array of the sort: where the devices with each digit begin.
     """
@@ -35,6 +34,7 @@ class _Search:
     computed_D: Ints
     received_D: Ints
     fewest_first_ED: Ints2
+    tokens_ED: Ints2
     end_of_step: Ints
     received_after: Ints
     computed_after: Ints
@@ -45,7 +45,6 @@ class _Search:
     num_sent: Index
     busiest: Index
     lowest: Int
-    tokens_D: Ints
     sorted_D: Ints
     first_B: Ints
 
@@ -54,7 +53,7 @@ class _Search:
         num_devices: Index = counts_DE.shape[0]
         self.left_D, self.computed_D, self.received_D = (zero_ints(num_devices) for _ in range(3))
         self.used_E, self.is_sorted_E = zero_ints(owner_E.shape[0]), zero_ints(owner_E.shape[0])
-        self.tokens_D, self.sorted_D = zero_ints(num_devices), zero_ints(num_devices)
+        self.sorted_D = zero_ints(num_devices)
         self.first_B = zero_ints(_DIGITS + 1)
         self.num_sent, self.busiest, self.lowest = 0, 0, 0
 
@@ -130,7 +129,7 @@ class _Search:
             num_passed += 1
             if num_passed <= num_left_out or self.left_D[device] == 0:
                 continue
-            tokens = self.counts_DE[device, expert]
+            tokens = self.tokens_ED[expert, device]
             self.computed_D[device] += tokens
             self.computed_D[owner] -= tokens
             self.received_D[owner] -= tokens
@@ -146,20 +145,20 @@ class _Search:
         most: Int = 0
         for device in range(num_devices):
             self.fewest_first_ED[expert, device] = device
-            self.tokens_D[device] = self.counts_DE[device, expert]
-            most = max(most, self.tokens_D[device])
+            self.tokens_ED[expert, device] = self.counts_DE[device, expert]
+            most = max(most, self.tokens_ED[expert, device])
         unit: Int = 1
         while most // unit > 0:
             for digit in range(_DIGITS + 1):
                 self.first_B[digit] = 0
             for device in range(num_devices):
-                at: Index = self.tokens_D[device] // unit % _DIGITS
+                at: Index = self.tokens_ED[expert, device] // unit % _DIGITS
                 self.first_B[at + 1] += 1
             for digit in range(_DIGITS):
                 self.first_B[digit + 1] += self.first_B[digit]
             for i in range(num_devices):
                 moved: Index = self.fewest_first_ED[expert, i]
-                at = self.tokens_D[moved] // unit % _DIGITS
+                at = self.tokens_ED[expert, moved] // unit % _DIGITS
                 place: Index = self.first_B[at]
                 self.sorted_D[place] = moved
                 self.first_B[at] += 1
@@ -179,6 +178,7 @@ def greedy_steps(
     computed_D: ReadInts,
     received_D: ReadInts,
     fewest_first_ED: Ints2,
+    tokens_ED: Ints2,
     case_steps: Ints,
     end_of_step: Ints,
     received_after: Ints,
@@ -201,7 +201,8 @@ def greedy_steps(
         slots: Most replicas on a device.
         computed_D: Inputs that each device computes before the first step, int64 ``[D]``.
         received_D: Inputs that each device receives before the first step, int64 ``[D]``.
-        fewest_first_ED: Work array, int64 ``[E, D]``.
+        fewest_first_ED: Work array for the devices in the order of their inputs, int64 ``[E, D]``.
+        tokens_ED: Work array for the counts of selected experts, int64 ``[E, D]``.
         case_steps: Gets the number of steps of each case, int64.
         end_of_step: Gets the number of replicas of all cases after each step, int64 with room for
             E steps of each case.
@@ -211,7 +212,7 @@ def greedy_steps(
         device_P: Gets the devices of the replicas, in the same order.
     """
     search = _Search(owner_E, load_E, counts_DE, tolerance)
-    search.fewest_first_ED = fewest_first_ED
+    search.fewest_first_ED, search.tokens_ED = fewest_first_ED, tokens_ED
     search.end_of_step, search.received_after, search.computed_after = (
         end_of_step,
         received_after,

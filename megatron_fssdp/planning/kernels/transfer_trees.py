@@ -99,8 +99,9 @@ class _EdgeSums:
 
     def __init__(self, node_D: ReadInts, num_nodes: Index, num_holders: Index, found: Ints) -> None:
         self.node_D, self.found = node_D, found
-        self.near_D, self.far_D = zero_ints(2 * node_D.shape[0]), zero_ints(2 * node_D.shape[0])
-        self.far_N = zero_ints(2 * num_nodes)
+        size: Index = 2 * node_D.shape[0]
+        work: Ints = zero_ints(2 * size + 2 * num_nodes)
+        self.near_D, self.far_D, self.far_N = work[:size], work[size : 2 * size], work[2 * size :]
         self.far_hops, self.near_hops = zero_ints(num_holders), zero_ints(num_holders)
 
     @cython.inner

@@ -236,7 +236,7 @@ def plan_layers(
         most_replicas,
         computed_D,
         received_D,
-        np.empty((num_experts, num_devices), np.int64),
+        *np.empty((2, num_experts, num_devices), np.int64),
         steps,
         end_of_step,
         received_after,

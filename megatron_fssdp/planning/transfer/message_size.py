@@ -96,7 +96,7 @@ class PipelinedMessages:
         """
         if isinstance(expert_bytes, np.ndarray) or isinstance(num_stages, np.ndarray):
             wanted: Any = np.ceil(np.sqrt(np.maximum(num_stages - 1, 0) * expert_bytes / self.least_bytes))
-            number: Any = np.clip(wanted, self.fewest, self.most).astype(np.int64)
+            number: Any = np.minimum(np.maximum(wanted, self.fewest), self.most).astype(np.int64)
             number = np.minimum(number, np.maximum(expert_bytes // self.least_bytes, 1))
             number = np.where(np.asarray(num_stages) <= 1, 1, number)
         elif num_stages <= 1:
