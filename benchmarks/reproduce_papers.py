@@ -25,73 +25,67 @@ from rich.table import Table
 if not __package__:  # run as a file
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.papers import fastermoe, hecate, parm, pro_prophet
-from benchmarks.papers.setting import NEAR, Relation, is_near
-from benchmarks.papers.skews import SKEWS
-
-PAPERS = {
-    "fastermoe": ("FasterMoE", fastermoe.RELATIONS),
-    "hecate": ("Hecate", hecate.RELATIONS),
-    "parm": ("Parm", parm.RELATIONS),
-    "pro-prophet": ("Pro-Prophet", pro_prophet.RELATIONS),
-}
+from benchmarks.papers.page import PAPERS, Row, count, module_of, page_of, spread_of_paper, words
+from benchmarks.papers.pictures import draw_all
+from benchmarks.papers.setting import NEAR
 
 
-def spread_for(key: str) -> float:
-    """Return the spread of a paper's loads, which is 0 for even loads."""
-    return SKEWS[key].sigma if key in SKEWS else 0.0
-
-
-def _words(values: list[float]) -> str:
-    low, high = (f"{value:.2f}" if value < 100 else f"{value:,.0f}" for value in (min(values), max(values)))
-    return low if low == high else f"{low}–{high}"
-
-
-def print_relations(console: Console, name: str, relations: tuple[Relation, ...], sigma: float) -> None:
-    """Print one paper's table, and how many of its rows are near.
+def rows_of(key: str, sigma: float) -> list[Row]:
+    """Simulate all rows of a paper and show the progress on stderr.
 
     Args:
-        console: Console to print to.
-        name: Name of the paper.
-        relations: Statements of the paper.
+        key: Key of the paper.
         sigma: Spread of the loads, 0 for even loads.
     """
+    relations = track(module_of(key).RELATIONS, PAPERS[key], console=Console(stderr=True), transient=True)
+    return [
+        Row(relation, None if relation.simulated is None else relation.simulated(sigma))
+        for relation in relations
+    ]
+
+
+def print_rows(console: Console, name: str, rows: list[Row], sigma: float) -> None:
+    """Print one paper's table, and how many of its rows are near."""
     table = Table(title=f"{name}; loads with sigma {sigma}", title_justify="left")
     for header in ("where", "relation", "paper", "simulated", "simulated / paper"):
         table.add_column(header)
-    ratios = []
-    for relation in track(relations, name, console=Console(stderr=True), transient=True):
-        paper = [relation.low, relation.high]
-        if relation.simulated is None:
-            table.add_row(relation.where, relation.what, _words(paper), relation.why_not, "–")
+    for row in rows:
+        relation = row.relation
+        stated = words([relation.low, relation.high])
+        if row.values is None:
+            table.add_row(relation.where, relation.what, stated, relation.why_not, "–")
             continue
-        values = relation.simulated(sigma)
-        ratio = relation.ratio(values)
-        if relation.counts:
-            ratios.append(ratio)
         mark = " (input)" if relation.is_input else ""
-        table.add_row(relation.where, relation.what, _words(paper), _words(values), f"{ratio:.2f}{mark}")
+        table.add_row(relation.where, relation.what, stated, words(row.values), f"{row.ratio:.2f}{mark}")
+    near, total = count(rows)
     console.print(table)
-    near = sum(is_near(ratio) for ratio in ratios)
-    console.print(f"{name}: {near} of {len(ratios)} rows within {NEAR:.0%}")
+    console.print(f"{name}: {near} of {total} rows within {NEAR:.0%}")
 
 
 def main() -> None:
-    """Print the tables."""
+    """Print the tables, or write the page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--paper", choices=list(PAPERS), nargs="*", help="papers to print; default: all")
     parser.add_argument("--sigma", type=float, help="spread of the loads; default: each paper's own")
+    parser.add_argument("--page", type=Path, help="write docs/papers.md here, and its pictures beside it")
     arguments = parser.parse_args()
+    if arguments.page and (arguments.paper or arguments.sigma is not None):
+        parser.error("--page has all papers with their own spreads: leave out --paper and --sigma")
     console = Console(width=130)
+    found = {}
     for key in arguments.paper or PAPERS:
-        sigma = spread_for(key) if arguments.sigma is None else arguments.sigma
-        print_relations(console, *PAPERS[key], sigma)
+        sigma = spread_of_paper(key) if arguments.sigma is None else arguments.sigma
+        found[key] = rows_of(key, sigma)
+        print_rows(console, PAPERS[key], found[key], sigma)
     console.print(
         "Ratios compare the geometric mean of the simulated values with that of the smallest and largest "
         "stated value."
     )
+    if arguments.page:
+        arguments.page.write_text(page_of(found), encoding="utf-8")
+        draw_all(arguments.page.parent / "pictures")
 
 
 if __name__ == "__main__":

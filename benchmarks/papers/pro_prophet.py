@@ -137,8 +137,8 @@ def _table_i() -> list[Relation]:
 
 OF_TABLE_I = "the paper names neither the solutions, nor K, nor the loads; FasterMoE and K = 1 here"
 OF_BASELINE = (
-    "DeepSpeed-MoE is slower than plain expert parallelism by more than imbalance; compare the bound of "
-    "even loads below"
+    "DeepSpeed-MoE is slower than plain expert parallelism for other reasons than imbalance; the picture "
+    "shows what even loads would gain"
 )
 OF_SMALL = (
     "open: FasterMoE costs more here than in the paper where experts are small and a GPU has 512 tokens, so "

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from benchmarks.papers import fastermoe, hecate, parm, pro_prophet
+from benchmarks.papers.page import PAPERS, count, module_of, page_of, spread_of_paper
 from benchmarks.papers.setting import Model, Setting, is_near, kept_in_nodes
 from benchmarks.papers.skews import SKEWS, share_of_top, spread_of
+from benchmarks.reproduce_papers import rows_of
 from megatron_fssdp.planning.placement.topology import Topology
 
 
@@ -78,3 +80,19 @@ def test_pro_prophet_beats_expert_parallelism_in_one_cell_of_table_v() -> None:
     assert 0 < prophet <= plain * 1.001
     assert small.moe_s("ep") < plain
     assert len(pro_prophet.RELATIONS) == 5 + 4 + 3 * (10 + 8) + 1 + 4 + 2 + 4
+
+
+def test_the_page_has_a_row_for_every_statement_and_says_why_one_is_missed() -> None:
+    rows = rows_of("parm", spread_of_paper("parm"))
+    text = page_of({"parm": rows})
+    assert count(rows)[0] >= 60
+    missed = [line for line in text.splitlines() if "**" in line]
+    assert len(missed) == count(rows)[1] - count(rows)[0]
+    assert min(len(line.split(" | ")[-1].strip(" |")) for line in missed) > 10
+    for row in rows:
+        assert f"| {row.relation.where} | {row.relation.what} |" in text
+
+
+@pytest.mark.parametrize("key", PAPERS)
+def test_every_figure_that_is_not_reproduced_has_a_reason(key: str) -> None:
+    assert all(reason for reason in module_of(key).NOT_REPRODUCED.values())

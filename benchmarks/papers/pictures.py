@@ -1,0 +1,172 @@
+"""Pictures of ``docs/papers.md``: simulated values in the layout of the papers' figures and tables."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.papers import fastermoe, hecate, parm, pro_prophet
+from benchmarks.papers.parm_layers import COLUMNS, PAIRS
+from benchmarks.papers.skews import SKEWS
+
+PAPER, SIMULATED = "#444444", "#4477aa"
+OTHERS = ("#66ccee", "#228833", "#ccbb44", "#ee6677")
+
+
+def draw_all(folder: Path) -> list[Path]:
+    """Draw one picture for each paper.
+
+    Args:
+        folder: Folder for the files ``papers_….svg``.
+    """
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "papers", "font.family": "sans-serif", "font.size": 8}
+    files = []
+    with matplotlib.rc_context(settings):
+        for key, draw in DRAWN.items():
+            files.append(folder / f"papers_{key}.svg")
+            draw().savefig(files[-1], metadata={"Date": None})
+    return files
+
+
+def _pairs(axes: Axes, labels: list[str], paper: list[float], simulated: list[float]) -> None:
+    """Draw two bars beside each other for every label."""
+    places = range(len(labels))
+    axes.bar([place - 0.2 for place in places], paper, 0.4, color=PAPER, label="paper")
+    axes.bar([place + 0.2 for place in places], simulated, 0.4, color=SIMULATED, label="simulated")
+    axes.set_xticks(list(places), labels, rotation=45, ha="right")
+
+
+def _groups(axes: Axes, labels: list[str], series: dict[str, list[float]]) -> None:
+    """Draw a group of bars for every label, one for each series."""
+    width = 0.8 / len(series)
+    for index, (name, values) in enumerate(series.items()):
+        places = [place + (index - (len(series) - 1) / 2) * width for place in range(len(labels))]
+        axes.bar(places, values, width, label=name, color=OTHERS[index % len(OTHERS)])
+    axes.set_xticks(range(len(labels)), labels, rotation=20, ha="right")
+
+
+def _marked(axes: Axes, first: float, last: float, value: float, words: str, *, below: bool = False) -> None:
+    """Draw a number of the paper as a line over some groups, with its words above or below the line."""
+    axes.plot([first - 0.45, last + 0.45], [value, value], color=PAPER, linestyle="--", linewidth=1)
+    axes.annotate(
+        words,
+        (last + 0.45, value),
+        xytext=(0, -2 if below else 2),
+        textcoords="offset points",
+        ha="right",
+        va="top" if below else "bottom",
+        color=PAPER,
+    )
+    axes.margins(y=0.12)
+
+
+def _parm() -> Figure:
+    figure = Figure((10, 6), layout="constrained")
+    for axes, (name, rows) in zip(figure.subplots(3, 1, sharex=True), parm.TABLE_IV.items(), strict=True):
+        labels = [f"{column}\n{n_mp}, {n_esp}" for column in COLUMNS for n_mp, n_esp in PAIRS]
+        paper = [rows[pair][index] for index in range(len(COLUMNS)) for pair in PAIRS]
+        simulated = [parm.speedup(name, pair, column) for column in COLUMNS for pair in PAIRS]
+        _pairs(axes, labels, paper, simulated)
+        axes.set_ylabel(f"{parm.NAMES[name]}: speed-up")
+        axes.tick_params("x", rotation=0)
+        for label in axes.get_xticklabels():
+            label.set_horizontalalignment("center")
+    axes.set_xlabel("testbed and number of GPUs; N_MP, N_ESP")
+    figure.axes[0].legend(loc="upper left")
+    figure.suptitle("Table IV: speed-up over DeepSpeed-MoE")
+    return figure
+
+
+def _fastermoe() -> Figure:
+    sigma, models = SKEWS["fastermoe"].sigma, list(fastermoe.MODELS)
+    last_johnny = len(fastermoe.ON_JOHNNY) - 1
+    figure = Figure((10, 6), layout="constrained")
+    upper, lower = figure.subplots(2, 1)
+    zero = {
+        f"over ZeRO stage {stage}": [fastermoe.over_zero(model, sigma, stage) for model in models]
+        for stage in (1, 2, 3)
+    }
+    _groups(upper, models, zero)
+    _marked(upper, 0, last_johnny, 6.63, "paper, stage 3, johnny, at most 6.63")
+    _marked(upper, 0, last_johnny, 3.94, "paper, stage 2, johnny, at most 3.94")
+    _marked(upper, last_johnny + 1, len(models) - 1, 17.87, "paper, stage 3, trevor, at most 17.87")
+    upper.set_title("Fig. 10: speed-up of FasterMoE (paper: only its largest values are in the text)")
+    parts = {
+        "shadowing": fastermoe.SHADOWING,
+        "smart schedule": fastermoe.SMART_SCHEDULE,
+        "both": fastermoe.BOTH,
+    }
+    _groups(
+        lower,
+        models,
+        {name: [fastermoe.speedup(model, sigma, *key) for model in models] for name, key in parts.items()},
+    )
+    _marked(lower, 0, last_johnny, 1.95, "paper, shadowing, 1.95", below=True)
+    _marked(lower, 0, last_johnny, 2.20, "paper, both, 2.20")
+    _marked(lower, last_johnny + 1, len(models) - 1, 4.74, "paper, shadowing, 4.74")
+    _marked(lower, last_johnny + 1, len(models) - 1, 5.72, "paper, both, 5.72")
+    lower.set_title("Fig. 13: speed-up of the MoE layers over FastMoE (paper: largest values)")
+    for axes in (upper, lower):
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        axes.set_ylabel("speed-up")
+    return figure
+
+
+def _pro_prophet() -> Figure:
+    sigma = SKEWS["pro-prophet"].sigma
+    figure = Figure((10, 6.5), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    cells = [
+        (table, *cell, values)
+        for table, (_, _, _, found) in pro_prophet.TABLES.items()
+        for cell, values in found.items()
+    ]
+    labels = [f"{table.split(',')[0]}, K = {k}, {model[4:]}" for table, k, model, _ in cells]
+    _pairs(
+        upper,
+        labels,
+        [ours / theirs for *_, (theirs, ours) in cells],
+        [pro_prophet.speedup(*cell, sigma, "Pro-Prophet", "FasterMoE") for *cell, _ in cells],
+    )
+    upper.set_title("Tables IV and V: speed-up of Pro-Prophet over FasterMoE")
+    _pairs(
+        lower,
+        labels,
+        [ours for *_, (_, ours) in cells],
+        [pro_prophet.speedup(*cell, sigma, "Pro-Prophet") for *cell, _ in cells],
+    )
+    bounds = [pro_prophet.bound(*cell, sigma) for *cell, _ in cells]
+    lower.plot(range(len(cells)), bounds, "_", color="#ee6677", markersize=16, label="perfectly even loads")
+    lower.set_title("Tables IV and V: speed-up of Pro-Prophet over DeepSpeed-MoE, simulated as ep")
+    for axes in (upper, lower):
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        axes.set_ylabel("speed-up")
+    return figure
+
+
+def _hecate() -> Figure:
+    sigma, models = SKEWS["hecate"].sigma, list(hecate.MODELS)
+    figure = Figure((10, 7), layout="constrained")
+    panels = (
+        ("Fig. 9, cluster A, 16 GPUs", "hecate-a", 16, (1.40, 1.58)),
+        ("Fig. 9, cluster A, 32 GPUs", "hecate-a", 32, (1.34, 1.78)),
+        ("Fig. 10, cluster B, 32 GPUs", "hecate-b", 32, (1.26, 1.70)),
+    )
+    for axes, (title, cluster, devices, (low, high)) in zip(figure.subplots(3, 1), panels, strict=True):
+        _groups(axes, models, hecate.speedups(cluster, devices, sigma))
+        axes.axhspan(low, high, color=PAPER, alpha=0.15, label="paper, Hecate")
+        axes.axhline(1, color=PAPER, linewidth=0.5)
+        axes.set_title(f"{title}: speed-up over EP")
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        axes.set_ylabel("speed-up")
+    return figure
+
+
+DRAWN: dict[str, Callable[[], Figure]] = {
+    "parm": _parm,
+    "fastermoe": _fastermoe,
+    "pro-prophet": _pro_prophet,
+    "hecate": _hecate,
+}
