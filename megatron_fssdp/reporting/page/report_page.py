@@ -76,11 +76,7 @@ def page_html(
     environment = Environment(
         loader=PackageLoader(_PACKAGE, "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    figures = [
-        {"name": figure.name, "data": figure.traces, "layout": figure.layout}
-        for section in sections
-        for figure in section.figures
-    ]
+    figures = [figure.drawn for section in sections for figure in section.figures]
     return environment.get_template("page.html.j2").render(
         title=_title(runs),
         runs=[{"name": run.name, "colour": run.colour, "line": model_line(run)} for run in runs],

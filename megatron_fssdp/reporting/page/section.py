@@ -25,7 +25,8 @@ class Figure:
     Attributes:
         name: Unique name of the figure's HTML element on the page.
         traces: Traces in plotly.js' format.
-        layout: Layout in plotly.js' format. The page's script adds the colours of the page.
+        layout: Layout in plotly.js' format. The page's script adds the colours of the page. The page
+            shows the layout's title as text above the figure, where it can have several lines.
         height: Height in pixels.
     """
 
@@ -33,6 +34,17 @@ class Figure:
     traces: Sequence[dict[str, Any]]
     layout: dict[str, Any]
     height: int = 340
+
+    @property
+    def title(self) -> str:
+        """Title of the figure, or an empty string."""
+        return str(self.layout.get("title", {}).get("text", ""))
+
+    @property
+    def drawn(self) -> dict[str, Any]:
+        """The figure as the page's script draws it."""
+        layout = {key: value for key, value in self.layout.items() if key != "title"}
+        return {"name": self.name, "data": self.traces, "layout": layout}
 
 
 @dataclass(frozen=True)

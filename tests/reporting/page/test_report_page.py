@@ -50,6 +50,9 @@ def test_the_page_has_all_sections_and_loads_nothing_from_elsewhere(page: PagePa
     assert page.anchors == SECTIONS
     assert set(page.addresses) == {"data:,", *(f"#{anchor}" for anchor in SECTIONS)}
     assert not re.search(r"url\(|@import", "".join(page.styles))
+    # Titles are text above the figures: inside, they would lie under legends on narrow screens.
+    assert "Busiest device, max / mean" in page.texts["device-load"]
+    assert not any("title" in figure["layout"] for figure in page.figures.values())
     # A section without a simulation says how to get one.
     assert "--cluster" in page.texts["what-if"]
 
