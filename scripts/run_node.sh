@@ -51,6 +51,12 @@ print_command() {
 find_command() {
   local start
   command="$(print_command "$@")" || exit
+  # Data that does not exist yet is built first. The build locks its folder, so one node builds and the others wait.
+  if [[ "$command" == *$'\n# then train:\n'* ]]; then
+    say "building the data"
+    bash -ec "${command%%$'\n# then train:\n'*}" || exit
+    command="${command#*$'\n# then train:\n'}"
+  fi
   [[ "$command" =~ --train-iters\ ([0-9]+) ]] && iterations="${BASH_REMATCH[1]}"
   start="$(last_iteration)"
   if ((start >= iterations)); then

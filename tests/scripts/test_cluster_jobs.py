@@ -209,6 +209,16 @@ def test_a_slurm_job_requeues_until_the_run_is_finished(slurm: Slurm, config: Pa
     assert len(slurm.requeues) == 2
 
 
+@pytest.mark.slow
+def test_data_that_does_not_exist_is_built_before_the_ranks_start(slurm: Slurm, config: Path) -> None:
+    settings = ("data.external=false", "data.tokenizer=bytes", "data.vocab_size=257")
+    done = slurm.submit(config, *(word for setting in settings for word in ("--set", setting)))
+    assert done.returncode == 0, done.stderr
+    assert "building the data" in done.stderr
+    assert (slurm.out.parent / "data-bytes" / "manifest.json").is_file()
+    assert slurm.torchrun(0).startswith("--nnodes=2")
+
+
 def test_a_signal_to_all_processes_ends_all_ranks(slurm: Slurm, config: Path) -> None:
     done = slurm.submit(config, SIGNALED="all")
     assert done.returncode == 0, done.stderr
