@@ -13,12 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_fssdp.planning.balanced.replica_planner import (
-    LEAST_SAVING,
-    LayerSearch,
-    layer_search,
-    plan_replicas,
-)
+from megatron_fssdp.planning.balanced.replica_planner import LEAST_SAVING, LayerSearch, layer_search
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.transfer_split import WHOLE
@@ -138,12 +133,14 @@ class ExactCounts:
             plan: Plan to price.
             after_gate: Whether its gather starts after the gate.
         """
-        return self._layer(plan.rematerialize, plan.gather_ahead, after_gate).seconds(plan.placement)
+        layer = self.layer(rematerialize=plan.rematerialize, hides=plan.gather_ahead, after_gate=after_gate)
+        return layer.seconds(plan.placement)
 
     @cached_property
     def plain_s(self) -> float:
-        """Modelled seconds without replicas."""
-        return self.seconds(LayerPlan.owners_only(self.context))
+        """Modelled seconds without replicas; they do not depend on how replicas are gathered."""
+        layer = next(iter(self._layers.values()), None) or self.layer(rematerialize=False, hides=True)
+        return layer.plain_s
 
     @cached_property
     def balanced_s(self) -> float:
@@ -165,8 +162,27 @@ class ExactCounts:
         per_size_s = COMPILED_SEARCH_S if kernel_form().is_compiled else PLAIN_SEARCH_S
         return per_size_s * (self.context.num_experts + self.context.num_devices)
 
-    def _layer(self, rematerialize: bool, hides: bool, after_gate: bool) -> LayerSearch:
-        """The layer as the search prices it, made once for each way to gather."""
+    def found(
+        self, *, rematerialize: bool, hides: bool, after_gate: bool = False
+    ) -> tuple[ExpertPlacement, float]:
+        """The placement that the search finds for the counts, and its modelled seconds.
+
+        Args:
+            rematerialize: Whether replicas are gathered and reduced with every micro-batch.
+            hides: Whether transfers run beside compute.
+            after_gate: Whether gathers start after the gate.
+        """
+        layer = self.layer(rematerialize=rematerialize, hides=hides, after_gate=after_gate)
+        return layer.best_placement(slots=self.slots, most_replicated=self.context.num_experts)
+
+    def layer(self, *, rematerialize: bool, hides: bool, after_gate: bool = False) -> LayerSearch:
+        """The layer as the search prices it, made once for each way to gather.
+
+        Args:
+            rematerialize: Whether replicas are gathered and reduced with every micro-batch.
+            hides: Whether transfers run beside compute.
+            after_gate: Whether gathers start after the gate.
+        """
         key = (rematerialize, hides, after_gate)
         if key not in self._layers:
             self._layers[key] = layer_search(
@@ -193,15 +209,8 @@ class ExactCounts:
     def _suited_to(self, planned: LayerPlan) -> ExpertPlacement:
         """The placement that suits the counts if its gather starts now, found once for all plans."""
         if not self._suited:
-            found = plan_replicas(
-                self.context.owner_E,
-                self.counts_DE,
-                self.context.topology,
-                slots=self.slots,
-                profile=self._profile,
-                rematerialize=planned.rematerialize,
-                hides=planned.gather_ahead,
-                after_gate=True,
+            found, _ = self.found(
+                rematerialize=planned.rematerialize, hides=planned.gather_ahead, after_gate=True
             )
             self._suited.append(found)
         return self._suited[0]

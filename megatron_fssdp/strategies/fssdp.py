@@ -7,11 +7,7 @@ from functools import partial
 import numpy as np
 
 from megatron_fssdp.config.strategy_settings import FssdpSettings
-from megatron_fssdp.planning.balanced.replica_planner import (
-    modelled_seconds,
-    plan_materialization,
-    plan_replicas,
-)
+from megatron_fssdp.planning.balanced.replica_planner import plan_materialization
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.calibration import (
@@ -149,17 +145,12 @@ class FssdpStrategy(Strategy[FssdpSettings]):
             owner_E: Owners to consider, integers ``[E]``.
             load_E: Mean load of every expert in an iteration; every source sends an equal part of it.
         """
-        assert context.profile is not None
         load_DE = np.tile(load_E / context.num_devices, (context.num_devices, 1))
-        placement = self._placement(replace(context, owner_E=owner_E), load_DE)
-        return modelled_seconds(
-            placement,
-            load_DE,
-            context.topology,
-            context.profile,
-            rematerialize=self.settings.rematerialize,
-            hides=self.settings.overlap,
-        )
+        return self._found(self._exact_counts(replace(context, owner_E=owner_E), load_DE))[1]
+
+    def _found(self, counts: ExactCounts) -> tuple[ExpertPlacement, float]:
+        """The placement with the fewest modelled seconds that the search finds, and these seconds."""
+        return counts.found(rematerialize=self.settings.rematerialize, hides=self.settings.overlap)
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """Select replicas for the predicted loads, by Hecate's Alg. 1 or by our search within its limits.
@@ -171,14 +162,24 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         self._num_since_jump[context.layer] = history.num_since_jump
         # Alg. 1 is the paper's algorithm, so it gets the paper's prediction: the plain mean of the window.
         load_DE = history.forecast_DE() if settings.planner == "balanced" else history.mean_DE()
-        placement = self._placement(context, load_DE)
+        forecast, promised_s = None, 0.0
+        if self._goes_by_seconds and context.profile is not None:
+            forecast = self._exact_counts(context, load_DE)
+            placement, promised_s = self._found(forecast)
+        else:
+            placement = self._planner(
+                context.owner_E,
+                load_DE,
+                context.topology,
+                overlap_degree=self.overlap_degree(context),
+                slots=self.slots(context),
+            )
         plan = self._plan_of(placement, context)
         if self._splits and placement.num_replicas:
             plan = replace(plan, split=split_of(plan.transfer, float(history.mean_E().sum()), context))
-        if not self._corrects(context) or history.is_empty:
+        if forecast is None or not self._corrects(context) or history.is_empty:
             return plan
-        forecast = self._exact_counts(context, load_DE)
-        made = ForecastPlan(context, plan, ExpectedSeconds(forecast.seconds(plan), forecast.plain_s))
+        made = ForecastPlan(context, plan, ExpectedSeconds(promised_s, forecast.plain_s))
         if self._moment.is_after_gate(made, history, partial(self._exact_counts, context)):
             return unplanned(plan, context)
         return plan
@@ -187,26 +188,6 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         """Counts of an iteration ``[D, E]`` for which plans are priced and corrected."""
         assert context.profile is not None
         return ExactCounts(context, counts_DE, context.profile.num_micro_batches, self.slots(context))
-
-    def _placement(self, context: LayerContext, load_DE: np.ndarray) -> ExpertPlacement:
-        """Replicas for predicted loads ``[D, E]``."""
-        if context.profile is not None and self._goes_by_seconds:
-            return plan_replicas(
-                context.owner_E,
-                load_DE,
-                context.topology,
-                slots=self.slots(context),
-                profile=context.profile,
-                rematerialize=self.settings.rematerialize,
-                hides=self.settings.overlap,
-            )
-        return self._planner(
-            context.owner_E,
-            load_DE,
-            context.topology,
-            overlap_degree=self.overlap_degree(context),
-            slots=self.slots(context),
-        )
 
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int

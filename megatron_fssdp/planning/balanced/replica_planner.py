@@ -11,12 +11,13 @@ The search (``planning/kernels/replica_search.py``) compares all placements by o
 1. **Seeds.** Owners only; the hottest 1, 2, … experts on all devices (FasterMoE's choice); and the steps of
    Pro-Prophet's search, with 0, 1, 2, 4, … devices left out. So the result costs at most what they cost.
 2. **Levels**, where there are several nodes: descents from the owners with at most 1, 2, … experts over each
-   NIC. Each descent first lowers a smooth price, with sums of fourth powers in place of highest values, and
-   then the price. In one node there is one such descent, and more seeds: owners give load away until they
-   keep a part of the mean load.
-3. **Descent** from the best placement. It moves experts of the busiest device and the busiest link only,
-   because the price is made of highest values. A move adds a replica, removes one, moves one to another
-   device, or puts one in place of another one.
+   NIC. They lower a smooth price, with sums of fourth powers in place of highest values, and at the best
+   levels then the price. In one node there is one such descent, and more seeds: owners give load away until
+   they keep a part of the mean load.
+3. **Descent** from the best placement by the price, then by the smooth price and again by the price. It moves
+   experts of the busiest device and the busiest link only, because the price is made of highest values. An
+   expert is skipped if the layer without it costs as much: other experts decide the price then. A move adds a
+   replica, removes one, moves one to another device, or puts one in place of another one.
 4. **Kicks**: all replicas of one expert change at once, and a descent follows.
 5. Replicas without which the best placement costs no more are dropped.
 
@@ -77,8 +78,13 @@ class LayerSearch:
         Args:
             placement: Owners and replicas.
         """
-        present_ED = placement.present_ED.astype(np.int64)
-        return self._run(0, 0, -1, 0.0, self.costs.counts_s, present_ED.reshape(-1))
+        present = placement.present_ED.astype(np.int64).reshape(-1)
+        return self._run(0, 0, -1, 0.0, self.costs.counts_s, present)
+
+    @cached_property
+    def plain_s(self) -> float:
+        """Seconds of the layer without replicas."""
+        return self.seconds(ExpertPlacement.owners_only(self.owner_E, self.topology.num_devices))
 
     def best_placement(
         self, *, slots: int, most_replicated: int, least_saving: float = LEAST_SAVING
@@ -91,6 +97,8 @@ class LayerSearch:
             least_saving: Smallest saving of all replicas, as a part of the seconds without replicas.
         """
         shape = self.load_DE.shape[::-1]
+        if not slots or not most_replicated or not self.load_DE.any():
+            return ExpertPlacement.owners_only(self.owner_E, shape[1]), self.plain_s
         present = np.zeros(self.load_DE.size, np.int64)
         num_prices = PRICES_PER_SIZE * sum(shape)
         seconds = self._run(slots, most_replicated, num_prices, least_saving, self.costs.counts_s, present)
@@ -108,14 +116,13 @@ class LayerSearch:
     def _arrays(self) -> tuple[np.ndarray, ...]:
         """The first arguments of the kernel."""
         topology = self.topology
-        members = topology.devices_by_node
         return (
             np.ascontiguousarray(self.load_DE.T).reshape(-1),
             np.ascontiguousarray(topology.sum_over_nodes(self.load_DE).T).reshape(-1),
             self.owner_E,
             topology.node_of_device_D,
-            np.cumsum([0, *map(len, members)]),
-            np.concatenate([np.array(devices, np.int64) for devices in members]),
+            topology.first_N,
+            topology.by_node_D,
         )
 
 
@@ -152,8 +159,6 @@ def plan_replicas(
         ValueError: The loads do not match the owners and devices, or a limit is negative.
     """
     plain, load = _checked(owner_E, load_DE, topology, slots, overlap_degree)
-    if not slots or overlap_degree == 0 or not load.any():
-        return plain
     layer = layer_search(
         plain.owner_E,
         load,
@@ -190,8 +195,6 @@ def plan_materialization(
         ValueError: The loads do not match the owners and devices, or a limit is negative.
     """
     plain, load = _checked(owner_E, load_DE, topology, slots, overlap_degree)
-    if not slots or not overlap_degree or not load.any():
-        return plain
     costs = SearchCosts.of_loads(topology, float(load.sum()) / topology.num_devices)
     layer = LayerSearch(plain.owner_E, load, topology, costs)
     return layer.best_placement(slots=slots, most_replicated=overlap_degree)[0]

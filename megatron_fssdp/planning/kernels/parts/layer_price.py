@@ -8,7 +8,7 @@ Shape letters: D devices, E experts, N nodes.
 
 from megatron_fssdp.planning.kernels.parts.layer_traffic import _HOP_BITS, Layer
 from megatron_fssdp.planning.native import compiler_marks as cython
-from megatron_fssdp.planning.native.kernel_types import Index, Int, Real
+from megatron_fssdp.planning.native.kernel_types import Index, Int, Ints, Real, Reals
 
 _DISPATCH = 0  # start-up and seconds for each pair, near then far
 _COMBINE = 4  # the same
@@ -29,28 +29,46 @@ _ROUNDING = 1e-12  # part of all pairs below which traffic is the rounding error
 class PricedLayer(Layer):
     """A layer with its modelled seconds.
 
+    The highest values are those of all experts that are not out. An expert only adds to them, so its
+    placements are priced by what they add, without a look at all devices.
+
     Attributes:
         num_prices: Number of prices computed so far.
+        most_tokens: Highest load of a device.
+        most_near: Most pairs on a link inside a node.
+        most_far: Most pairs on a NIC.
+        most_moved_near: Most experts on a link inside a node.
+        most_moved_far: Most experts on a NIC.
+        most_hops: Most hops of a transfer.
+        most_fill: Highest of ``fill_E``.
+        least: Seconds of the layer with these values.
+        sender_N: Device of each node that sends most to its node, if all of them send their pairs for the
+            expert that is out.
+        sent_N: What it then sends.
     """
 
     num_prices: Int
+    most_tokens: Real
+    most_near: Real
+    most_far: Real
+    most_moved_near: Int
+    most_moved_far: Int
+    most_hops: Int
+    most_fill: Int
+    least: Real
+    sender_N: Ints
+    sent_N: Reals
 
     def __init__(self, num_experts: Index, num_devices: Index, num_nodes: Index) -> None:
         Layer.__init__(self, num_experts, num_devices, num_nodes)
         self.num_prices = 0
+        self.most_tokens = self.most_near = self.most_far = self.least = 0.0
+        self.most_moved_near = self.most_moved_far = self.most_hops = self.most_fill = 0
+        self.sender_N, self.sent_N = self.new_ints(num_nodes), self.new_reals(num_nodes)
 
     @cython.inner
-    def price_of(self, expert: Index) -> Real:
-        """Seconds of the layer if the expert that is out keeps its present holders."""
-        self.count(expert, 1)
-        price = self.price()
-        self.count(expert, -1)
-        return price
-
-    @cython.inner
-    def price(self) -> Real:
-        """Seconds of the layer."""
-        self.num_prices += 1
+    def find_highest(self) -> cython.void:
+        """Compute the highest values and ``least``."""
         tokens: Real = 0.0
         near: Real = 0.0
         far: Real = 0.0
@@ -68,7 +86,105 @@ class PricedLayer(Layer):
         for expert in range(self.num_experts):
             hops = max(hops, self.hops_E[expert])
             fill = max(fill, self.fill_E[expert])
+        self.most_tokens, self.most_near, self.most_far = tokens, near, far
+        self.most_moved_near, self.most_moved_far = moved_near, moved_far
+        self.most_hops, self.most_fill = hops, fill
+        self.least = self.seconds(tokens, near, far, moved_near, moved_far, hops, fill)
+
+    @cython.inner
+    def price(self) -> Real:
+        """Seconds of the layer, if no expert is out."""
+        self.num_prices += 1
+        self.find_highest()
+        return self.least
+
+    @cython.inner
+    def prepare_prices(self, expert: Index) -> cython.void:
+        """Make :meth:`price_of` valid for an expert that is out, while no other expert changes."""
+        self.find_highest()
+        for node in range(self.num_nodes):
+            self.sent_N[node] = -1.0
+            for i in range(self.first_N[node], self.first_N[node + 1]):
+                device: Index = self.member_D[i]
+                sent = self.out_D[device] + self.load_ED[expert * self.num_devices + device]
+                if sent > self.sent_N[node]:
+                    self.sent_N[node] = sent
+                    self.sender_N[node] = device
+
+    @cython.inner
+    def price_of(self, expert: Index) -> Real:
+        """Seconds of the layer if the expert that is out keeps its present holders."""
+        self.num_prices += 1
+        tokens, near, far = self.most_tokens, self.most_near, self.most_far
+        moved_near, moved_far = self.most_moved_near, self.most_moved_far
+        hops, fill = self.most_hops, self.most_fill
+        holders = self.holders_E[expert]
+        each_far = self.unserved_E[expert] / holders
+        row = expert * self.num_devices
+        for i in range(holders):
+            device: Index = self.holder_ED[row + i]
+            at = expert * self.num_nodes + self.node_D[device]
+            share = self.rest_EN[at] / self.holders_EN[at]
+            tokens = max(tokens, self.load_D[device] + (self.load_ED[row + device] + share + each_far))
+            near = max(near, self.in_D[device] + share)
+        left = holders
+        position: Int = 0
+        node: Index = self.node_D[self.owner_E[expert]]
+        for _ in range(self.num_nodes):
+            at = expert * self.num_nodes + node
+            count = self.holders_EN[at]
+            if count == 0:
+                far = max(far, self.far_out_N[node] + self.load_EN[at])
+            else:
+                left -= count
+                far = max(far, self.far_in_N[node] + each_far * count)
+                if position > 0:
+                    moved_far = max(moved_far, self.gets_N[node] + 1)
+                if left > 0:
+                    moved_far = max(moved_far, self.sends_N[node] + 1)
+                near = max(near, self.most_sent(expert, node, near))
+                if count > 1:
+                    moved_near = max(moved_near, self.most_moved(expert, node))
+                hops = max(hops, self.hops_to(position, count))
+                fill = max(fill, self.fill_to(position, count, left))
+                position += 1
+            node = node + 1 if node + 1 < self.num_nodes else 0
         return self.seconds(tokens, near, far, moved_near, moved_far, hops, fill)
+
+    @cython.inner
+    def most_sent(self, expert: Index, node: Index, least: Real) -> Real:
+        """Most pairs that a device without the expert that is out sends to its node; ``least`` if fewer."""
+        row = expert * self.num_devices
+        if self.sent_N[node] <= least:
+            return least
+        sender: Index = self.sender_N[node]
+        if self.present_ED[row + sender] == 0:
+            return self.sent_N[node]
+        for i in range(self.first_N[node], self.first_N[node + 1]):
+            device: Index = self.member_D[i]
+            if self.present_ED[row + device] == 0:
+                least = max(least, self.out_D[device] + self.load_ED[row + device])
+        return least
+
+    @cython.inner
+    def most_moved(self, expert: Index, node: Index) -> Int:
+        """Most experts on a link of a holder in a node, with the one that is out; see ``count_in_node``."""
+        row = expert * self.num_devices
+        at: Index = self.leader_place(expert, node)
+        children = self.holders_EN[expert * self.num_nodes + node] - 1
+        most: Int = 0
+        is_first: Int = 1
+        for _ in range(self.first_N[node + 1] - self.first_N[node]):
+            device: Index = self.member_D[at]
+            if self.present_ED[row + device]:
+                if is_first == 0:
+                    most = max(most, self.gets_D[device] + 1)
+                if children > 0:
+                    most = max(most, self.sends_D[device] + min(children, 2))
+                children -= 2
+                is_first = 0
+            at = at + 1 if at + 1 < self.first_N[node + 1] else self.first_N[node]
+        return most
 
     @cython.inner
     def pair_seconds(self, is_far: Index) -> Real:

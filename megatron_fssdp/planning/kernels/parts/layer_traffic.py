@@ -50,6 +50,8 @@ class Layer:
         gets_N: Experts that each node receives from other nodes; it sends ``sends_N``.
         num_replicated: Number of experts with replicas.
         all_pairs: Pairs of all experts.
+        plain_ints: What follows the replicas, for owners only: the beginning of ``ints``.
+        plain_reals: The same of ``reals``.
         ints: Memory of all work arrays of integers, of which the first ``num_ints`` are in use.
         reals: Memory of all work arrays of floats, of which the first ``num_reals`` are in use.
     """
@@ -90,6 +92,8 @@ class Layer:
     sends_N: Ints
     num_replicated: Int
     all_pairs: Real
+    plain_ints: Ints
+    plain_reals: Reals
     ints: Ints
     num_ints: Index
     reals: Reals
@@ -99,29 +103,25 @@ class Layer:
         self.num_experts, self.num_devices, self.num_nodes = num_experts, num_devices, num_nodes
         num_pairs, in_nodes = num_experts * num_devices, num_experts * num_nodes
         # One allocation of each type: many small ones would take longer than a search of a small layer.
-        self.ints = zero_ints(3 * num_pairs + in_nodes + 9 * num_experts + 5 * num_devices + 2 * num_nodes)
-        self.reals = zero_reals(in_nodes + 4 * num_experts + 4 * num_devices + 3 * num_nodes)
+        self.ints = zero_ints(
+            3 * num_pairs + 2 * in_nodes + 12 * num_experts + 8 * num_devices + 6 * num_nodes
+        )
+        self.reals = zero_reals(2 * in_nodes + 5 * num_experts + 7 * num_devices + 6 * num_nodes)
         self.num_ints = self.num_reals = 0
+        # What follows the replicas comes first, so that one copy of it brings a placement back.
+        self.holders_EN, self.holders_E = self.new_ints(in_nodes), self.new_ints(num_experts)
+        self.used_D = self.new_ints(num_devices)
+        self.hops_E, self.fill_E = self.new_ints(num_experts), self.new_ints(num_experts)
+        self.gets_D, self.sends_D = self.new_ints(num_devices), self.new_ints(num_devices)
+        self.gets_N, self.sends_N = self.new_ints(num_nodes), self.new_ints(num_nodes)
+        self.rest_EN, self.unserved_E = self.new_reals(in_nodes), self.new_reals(num_experts)
+        self.load_D = self.new_reals(num_devices)
+        self.in_D, self.out_D = self.new_reals(num_devices), self.new_reals(num_devices)
+        self.far_in_N, self.far_out_N = self.new_reals(num_nodes), self.new_reals(num_nodes)
+        self.plain_ints, self.plain_reals = self.new_ints(self.num_ints), self.new_reals(self.num_reals)
         self.place_D, self.place_E = self.new_ints(num_devices), self.new_ints(num_experts)
         self.total_E = self.new_reals(num_experts)
-        self.present_ED = self.new_ints(num_pairs)
-        self.holder_ED = self.new_ints(num_pairs)
-        self.holders_EN = self.new_ints(in_nodes)
-        self.holders_E = self.new_ints(num_experts)
-        self.rest_EN = self.new_reals(in_nodes)
-        self.unserved_E = self.new_reals(num_experts)
-        self.used_D = self.new_ints(num_devices)
-        self.hops_E = self.new_ints(num_experts)
-        self.fill_E = self.new_ints(num_experts)
-        self.load_D = self.new_reals(num_devices)
-        self.in_D = self.new_reals(num_devices)
-        self.out_D = self.new_reals(num_devices)
-        self.gets_D = self.new_ints(num_devices)
-        self.sends_D = self.new_ints(num_devices)
-        self.far_in_N = self.new_reals(num_nodes)
-        self.far_out_N = self.new_reals(num_nodes)
-        self.gets_N = self.new_ints(num_nodes)
-        self.sends_N = self.new_ints(num_nodes)
+        self.present_ED, self.holder_ED = self.new_ints(num_pairs), self.new_ints(num_pairs)
         self.num_replicated = 0
         self.all_pairs = 0.0
 
@@ -160,6 +160,19 @@ class Layer:
             self.used_D[owner] -= 1
         for device in range(self.num_devices):
             self.gets_D[device] = 0
+        self.plain_ints[:] = self.ints[: self.plain_ints.shape[0]]
+        self.plain_reals[:] = self.reals[: self.plain_reals.shape[0]]
+
+    @cython.inner
+    def clear_all(self) -> cython.void:
+        """Take all replicas away."""
+        for expert in range(self.num_experts):
+            row = expert * self.num_devices
+            for i in range(1, self.holders_E[expert]):
+                self.present_ED[row + self.holder_ED[row + i]] = 0
+        self.ints[: self.plain_ints.shape[0]] = self.plain_ints
+        self.reals[: self.plain_reals.shape[0]] = self.plain_reals
+        self.num_replicated = 0
 
     @cython.inner
     def put(self, expert: Index, device: Index) -> cython.void:
@@ -223,19 +236,35 @@ class Layer:
                 if left > 0:
                     self.sends_N[node] += sign
                 self.count_in_node(expert, node, far, sign)
-                depth: Int = 0
-                while count >> (depth + 1):
-                    depth += 1
-                hops = max(hops, position + depth)
-                before = position << _HOP_BITS
-                if count > 1:
-                    before += depth - 1
-                if count > 1 or left > 0:
-                    fill = max(fill, before)
+                hops = max(hops, self.hops_to(position, count))
+                fill = max(fill, self.fill_to(position, count, left))
                 position += 1
             node = node + 1 if node + 1 < self.num_nodes else 0
         self.hops_E[expert] = hops if sign > 0 else 0
         self.fill_E[expert] = fill if sign > 0 else 0
+
+    @cython.inner
+    def hops_to(self, position: Int, count: Int) -> Int:
+        """Hops of a transfer to the last of ``count`` holders in the node at a position of the chain."""
+        depth: Int = 0
+        while count >> (depth + 1):
+            depth += 1
+        return position + depth
+
+    @cython.inner
+    def fill_to(self, position: Int, count: Int, left: Int) -> Int:
+        """Hops before the last one, in the form of ``fill_E``; ``left`` holders are in later nodes."""
+        if count == 1:
+            return position << _HOP_BITS if left > 0 else 0
+        return (position << _HOP_BITS) + self.hops_to(position, count) - position - 1
+
+    @cython.inner
+    def leader_place(self, expert: Index, node: Index) -> Index:
+        """Position in ``member_D`` from which on the leader of an expert in a node is sought."""
+        owner: Index = self.owner_E[expert]
+        first: Index = self.first_N[node]
+        place: Index = self.place_D[owner] if self.node_D[owner] == node else self.place_E[expert]
+        return first + place % (self.first_N[node + 1] - first)
 
     @cython.inner
     def count_in_node(self, expert: Index, node: Index, far: Real, sign: Int) -> cython.void:
@@ -255,12 +284,7 @@ class Layer:
         # Holders pass the expert on in a binary tree, in cyclic order from the leader on.
         children = count - 1
         is_first: Int = 1
-        begin = self.place_E[expert]
-        if self.node_D[self.owner_E[expert]] == node:
-            begin = self.place_D[self.owner_E[expert]]
-        at: Index = first + begin
-        while at >= end:
-            at -= end - first
+        at: Index = self.leader_place(expert, node)
         for _ in range(end - first):
             device: Index = self.member_D[at]
             if self.present_ED[row + device]:
@@ -269,7 +293,7 @@ class Layer:
                 if is_first == 0:
                     self.gets_D[device] += sign
                 if children > 0:
-                    self.sends_D[device] += sign * (2 if children > 1 else 1)
+                    self.sends_D[device] += sign * min(children, 2)
                 children -= 2
                 is_first = 0
             else:

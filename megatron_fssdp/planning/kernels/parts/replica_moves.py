@@ -22,6 +22,8 @@ class MovingLayer(SmoothLayer):
         chosen_E: Experts whose moves are tried, the first ``num_chosen``.
         part_E: Their parts of the busiest resource.
         threshold: Seconds that a move must gain.
+        free_N: Least loaded device of each node with a free slot and without the expert that is out; -1 if
+            there is none.
         best: Lowest score of the tried moves.
         best_from: Device that loses the expert in the best move; -1 for none.
         best_to: Device that gets the expert; -1 for none.
@@ -36,6 +38,7 @@ class MovingLayer(SmoothLayer):
     num_chosen: Index
     part_E: Reals
     threshold: Real
+    free_N: Ints
     best: Real
     best_from: Int
     best_to: Int
@@ -46,6 +49,7 @@ class MovingLayer(SmoothLayer):
         self.kept_ED = self.new_ints(num_experts * num_devices)
         self.listed_E, self.chosen_E = self.new_ints(num_experts), self.new_ints(2 * num_experts)
         self.part_E = self.new_reals(2 * num_experts)
+        self.free_N = self.new_ints(num_nodes)
         self.num_chosen = 0
         self.most_prices = self.best_from = self.best_to = self.best_instead = 0
         self.best = self.kept_price = self.threshold = 0.0
@@ -62,20 +66,20 @@ class MovingLayer(SmoothLayer):
         return 1
 
     @cython.inner
-    def go_back(self) -> cython.void:
-        """Return to the kept placement."""
+    def go_to(self, wanted_ED: Ints) -> cython.void:
+        """Put the experts exactly on the devices where ``wanted_ED`` is 1."""
         for expert in range(self.num_experts):
             row = expert * self.num_devices
             differs: Int = 0
             for device in range(self.num_devices):
-                differs += 1 if self.present_ED[row + device] != self.kept_ED[row + device] else 0
+                differs += 1 if self.present_ED[row + device] != wanted_ED[row + device] else 0
             if differs:
                 self.count(expert, -1)
                 for device in range(self.num_devices):
-                    if self.present_ED[row + device] > self.kept_ED[row + device]:
+                    if self.present_ED[row + device] > wanted_ED[row + device]:
                         self.drop(expert, device)
                 for device in range(self.num_devices):
-                    if self.present_ED[row + device] < self.kept_ED[row + device]:
+                    if self.present_ED[row + device] < wanted_ED[row + device]:
                         self.put(expert, device)
                 self.count(expert, 1)
 
@@ -169,12 +173,17 @@ class MovingLayer(SmoothLayer):
             self.best, self.best_from, self.best_to, self.best_instead = price, source, to, instead
 
     @cython.inner
+    def may_gain(self) -> Index:
+        """Whether a move of the expert that is out may gain: whether the layer without it costs less."""
+        return 1 if self.is_smooth or self.least < self.best else 0
+
+    @cython.inner
     def try_adding(self, expert: Index, source: Int) -> cython.void:
         """Try one more replica of an expert that is out, which just lost the one on ``source`` (-1: none)."""
         if self.may_replicate(expert):
             for node in range(self.num_nodes):
-                device = self.least_loaded(expert, node, 0)
-                if device >= 0 and device != source:
+                device = self.free_N[node]
+                if device >= 0:
                     self.put(expert, device)
                     self.note(self.score(expert), source, device, -1)
                     self.drop(expert, device)
@@ -200,11 +209,11 @@ class MovingLayer(SmoothLayer):
                 if self.is_smooth:
                     change += self.score(other)
                 self.count(other, 1)
-                if self.is_smooth:
-                    self.prepare(expert)
-                self.put(expert, device)
-                self.note(self.score(expert) + change, -1, device, other)
-                self.drop(expert, device)
+                self.prepare(expert)
+                if self.may_gain():
+                    self.put(expert, device)
+                    self.note(self.score(expert) + change, -1, device, other)
+                    self.drop(expert, device)
                 self.count(other, -1)
                 self.put(other, device)
                 self.count(other, 1)
@@ -215,11 +224,14 @@ class MovingLayer(SmoothLayer):
         row = expert * self.num_devices
         self.best_from = self.best_to = self.best_instead = -1
         self.count(expert, -1)
-        if self.is_smooth:
-            self.prepare(expert)
+        self.prepare(expert)
         self.best = self.score(expert) - self.threshold
-        self.try_adding(expert, -1)
-        others = 0 if self.best_to >= 0 else self.holders_E[expert] - 1
+        others: Int = 0
+        if self.may_gain():
+            for node in range(self.num_nodes):
+                self.free_N[node] = self.least_loaded(expert, node, 0)
+            self.try_adding(expert, -1)
+            others = 0 if self.best_to >= 0 else self.holders_E[expert] - 1
         for _ in range(others):
             source: Index = self.holder_ED[row + 1]
             self.drop(expert, source)

@@ -52,15 +52,6 @@ class SeededLayer(MovingLayer):
         return before - self.holders_E[expert]
 
     @cython.inner
-    def clear_all(self) -> cython.void:
-        """Take all replicas away."""
-        for expert in range(self.num_experts):
-            if self.holders_E[expert] > 1:
-                self.count(expert, -1)
-                self.clear(expert)
-                self.count(expert, 1)
-
-    @cython.inner
     def widen(self, expert: Index, everywhere: Index, pushes: Index) -> Int:
         """Put an expert that is out on a device of every node that lacks it, or on all devices.
 

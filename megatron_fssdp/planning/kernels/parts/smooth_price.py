@@ -97,7 +97,10 @@ class SmoothLayer(PricedLayer):
 
     @cython.inner
     def prepare(self, expert: Index) -> cython.void:
-        """Compute ``out_price_N`` for an expert that is out."""
+        """Make :meth:`score` valid for an expert that is out, while no other expert changes."""
+        if self.is_smooth == 0:
+            self.prepare_prices(expert)
+            return
         for node in range(self.num_nodes):
             self.out_price_N[node] = 0.0
             if self.counts_near:
