@@ -43,9 +43,9 @@ class LinkTimes:
     def seconds(self) -> np.ndarray:
         """Seconds until the transfers on both kinds of links have ended."""
         at_once_s = np.maximum(self.near_s, self.far_s)
-        return (
-            np.where(self.in_turn, self.near_s + self.far_s, at_once_s) if np.any(self.in_turn) else at_once_s
-        )
+        if self.in_turn is False:
+            return at_once_s
+        return np.where(self.in_turn, self.near_s + self.far_s, at_once_s)
 
     def at_least(self, least_s: float | np.ndarray) -> "LinkTimes":
         """The same times, but no link that is used at all takes less than ``least_s``."""
@@ -82,6 +82,7 @@ class LinkSet:
         bytes_per_unit: float | np.ndarray,
         starts: int | np.ndarray = 1,
         first_s: float | np.ndarray = 0.0,
+        in_turn: bool | np.ndarray = False,
     ) -> LinkTimes:
         """Compute start-up plus transfer seconds of the busiest links (FasterMoE, Eq. 2; Parm, Eq. 12).
 
@@ -95,6 +96,7 @@ class LinkSet:
             starts: Number of collectives that share the bytes. Each one adds a start-up time.
             first_s: Seconds until the first bytes arrive at the busiest links. They count only where these
                 links have bytes.
+            in_turn: Whether the links inside nodes work after those between nodes.
         """
         near: Any = busiest.near * bytes_per_unit
         of_node: Any = busiest.far_of_node * bytes_per_unit
@@ -112,6 +114,7 @@ class LinkSet:
             (of_node > 0) * (far_start_s + far_s),
             starts * self.near.alpha_s,
             starts * self.far_of_node.alpha_s,
+            in_turn,
         )
 
 
