@@ -69,10 +69,10 @@ def main() -> None:
     )
     parser.add_argument("--paper", choices=list(PAPERS), nargs="*", help="papers to print; default: all")
     parser.add_argument("--sigma", type=float, help="spread of the loads; default: each paper's own")
-    parser.add_argument("--page", type=Path, help="write docs/papers.md here, and its pictures beside it")
+    parser.add_argument("--page", type=Path, help="write these papers as a page, with pictures beside it")
     arguments = parser.parse_args()
-    if arguments.page and (arguments.paper or arguments.sigma is not None):
-        parser.error("--page has all papers with their own spreads: leave out --paper and --sigma")
+    if arguments.page and arguments.sigma is not None:
+        parser.error("--page has each paper with its own spread: leave out --sigma")
     console = Console(width=130)
     found = {}
     for key in arguments.paper or PAPERS:
@@ -85,7 +85,7 @@ def main() -> None:
     )
     if arguments.page:
         arguments.page.write_text(page_of(found), encoding="utf-8")
-        draw_all(arguments.page.parent / "pictures")
+        draw_all(arguments.page.parent / "pictures", found)
 
 
 if __name__ == "__main__":

@@ -72,16 +72,17 @@ def page_of(rows_by_paper: dict[str, list[Row]]) -> str:
     """Return the page as Markdown.
 
     Args:
-        rows_by_paper: Rows of every paper of ``PAPERS``.
+        rows_by_paper: Rows of the papers of the page, by key of ``PAPERS``.
     """
     counts = {key: count(rows) for key, rows in rows_by_paper.items()}
     near, total = (sum(numbers) for numbers in zip(*counts.values(), strict=True))
+    names = ", ".join(PAPERS[key] for key in rows_by_paper)
     blocks = [
         "# Figures and tables of the papers",
-        f"{near} of {total} numbers of the four papers come within {NEAR:.0%} in the simulator, where "
-        "nothing is fitted to what it predicts. This page has a row for each of them, and the reason "
-        "where one is missed or cannot be simulated. A reason that starts with 'open' means that the "
-        "cause is not known.",
+        f"{near} of {total} numbers of {names} come within {NEAR:.0%} in the simulator, where nothing is "
+        "fitted to what it predicts. This page has a row for each of them, and the reason where one is "
+        "missed or cannot be simulated. A reason that starts with 'open' means that the cause is not "
+        "known.",
         _table(
             ("paper", f"rows within {NEAR:.0%}", "loads"),
             [
@@ -93,7 +94,8 @@ def page_of(rows_by_paper: dict[str, list[Row]]) -> str:
                 for key, (here, of_all) in counts.items()
             ],
         ),
-        "`python benchmarks/reproduce_papers.py --page docs/papers.md` writes this page and its pictures. "
+        f"`python benchmarks/reproduce_papers.py --page docs/papers.md --paper {' '.join(rows_by_paper)}` "
+        "writes this page and its pictures. "
         "The numbers are calculated, not measured. A ratio is the simulated value divided by the paper's; "
         "for ranges it is that of the geometric means of the smallest and the largest value. Rows named "
         f'"{OURS}" are about this package or about an assumption and are not counted.',
@@ -125,7 +127,7 @@ def _section(key: str, rows: list[Row]) -> list[str]:
             ("where", "statement", "paper", "simulated", "ratio", "why, if it is missed"),
             [_cells(row) for row in rows],
         ),
-        _table(("figure", "not reproduced, because it has"), list(module.NOT_REPRODUCED.items())),
+        _table(("not reproduced", "why"), list(module.NOT_REPRODUCED.items())),
     ]
 
 

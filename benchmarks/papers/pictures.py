@@ -1,6 +1,6 @@
 """Pictures of ``docs/papers.md``: simulated values in the layout of the papers' figures and tables."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import matplotlib
@@ -15,18 +15,19 @@ PAPER, SIMULATED = "#444444", "#4477aa"
 OTHERS = ("#66ccee", "#228833", "#ccbb44", "#ee6677")
 
 
-def draw_all(folder: Path) -> list[Path]:
+def draw_all(folder: Path, keys: Iterable[str]) -> list[Path]:
     """Draw one picture for each paper.
 
     Args:
         folder: Folder for the files ``papers_….svg``.
+        keys: Keys of the papers.
     """
     settings = {"svg.fonttype": "none", "svg.hashsalt": "papers", "font.family": "sans-serif", "font.size": 8}
     files = []
     with matplotlib.rc_context(settings):
-        for key, draw in DRAWN.items():
+        for key in keys:
             files.append(folder / f"papers_{key}.svg")
-            draw().savefig(files[-1], metadata={"Date": None})
+            DRAWN[key]().savefig(files[-1], metadata={"Date": None})
     return files
 
 

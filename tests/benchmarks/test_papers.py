@@ -1,5 +1,7 @@
 """Settings and relations of the papers' tables: loads under FasterMoE's gate, ZeRO's volume, figures."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,8 @@ from benchmarks.papers.setting import Model, Setting, is_near, kept_in_nodes
 from benchmarks.papers.skews import SKEWS, share_of_top, spread_of
 from benchmarks.reproduce_papers import rows_of
 from megatron_fssdp.planning.placement.topology import Topology
+
+PAGE = Path(__file__).parents[2] / "docs" / "papers.md"
 
 
 @pytest.mark.parametrize("leaving_share", [0.0, 0.2, 1.0])
@@ -89,6 +93,9 @@ def test_the_page_has_a_row_for_every_statement_and_says_why_one_is_missed() -> 
     missed = [line for line in text.splitlines() if "**" in line]
     assert len(missed) == count(rows)[1] - count(rows)[0]
     assert min(len(line.split(" | ")[-1].strip(" |")) for line in missed) > 10
+    shipped = PAGE.read_text(encoding="utf-8")
+    for line in text.split("## Parm")[1].strip().splitlines():
+        assert line in shipped, "write docs/papers.md as it says"
     for row in rows:
         assert f"| {row.relation.where} | {row.relation.what} |" in text
 
