@@ -70,7 +70,8 @@ if [[ -n "$megatron" ]]; then
     --max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 8 --train-iters 6 --lr 1e-3 \
     --lr-decay-style constant --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type none \
     --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --mock-data --tokenizer-type NullTokenizer \
-    --vocab-size 257 --num-workers 0 --eval-iters 0 --distributed-backend gloo --use-cpu-initialization \
+    --vocab-size 257 --split 100,0,0 --num-workers 0 --eval-iters 0 --eval-interval 1000 \
+    --distributed-backend gloo --use-cpu-initialization \
     --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm \
     --no-rope-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion --disable-jit-fuser \
     --moe-strategy fssdp --moe-strategy-set record_dir=runs/own >own.log 2>&1 || fail "$(tail -n 20 own.log)"

@@ -16,6 +16,6 @@ torchrun --standalone --nproc-per-node="$gpus" -m megatron_fssdp "$megatron/pret
   --moe-token-dispatcher-type alltoall --expert-model-parallel-size "$gpus" \
   --micro-batch-size 1 --global-batch-size "$((gpus * 4))" --train-iters 200 --lr 1e-4 --lr-decay-style constant \
   --use-distributed-optimizer --overlap-grad-reduce --mock-data --tokenizer-type NullTokenizer --vocab-size 32000 \
-  --eval-iters 0 --log-interval 10 \
+  --split 100,0,0 --eval-iters 0 --eval-interval 1000 --log-interval 10 \
   --moe-strategy "$strategy" --moe-strategy-set "record_dir=runs/$strategy"
 megatron-fssdp report "runs/$strategy"
