@@ -64,7 +64,8 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "papers": {"", *KERNELS, "placement", "memory", "loads", "transfer", "dispatch", "cost"},
         "balanced": {"", *KERNELS, "placement", "memory", "loads", "transfer", "dispatch", "cost", "papers"},
     },
-    "strategies": {"": set(), "auto": {""}},
+    "config": {"": set(), "run": {""}},
+    "strategies": {"": set(), "auto": {""}, "fssdp": {""}},
     "collectives": {"": set(), "sparse": {""}, "rows": {""}, "probes": {"", "rows"}},
     "runtime": {
         "": set(),
@@ -73,7 +74,7 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "replicas": {"", "experts"},
         "execution": {"", "experts", "exchange", "replicas"},
     },
-    "reporting": {"": set(), "page": {""}},
+    "reporting": {"": {"records"}, "records": set(), "page": {"", "records"}},
     "megatron_adapter": {
         "": set(),
         "experts": {""},
@@ -88,7 +89,12 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
     },
     "testing": {"": set(), "virtual_cuda": {""}},
     # The scripts that ranks run are started by their paths.
-    "cli": {"": set(), "pretraining": {""}, "gpu_check": {"", "pretraining"}},
+    "cli": {
+        "": {"ranks"},
+        "ranks": set(),
+        "pretraining": {"", "ranks"},
+        "gpu_check": {"", "ranks", "pretraining"},
+    },
 }
 
 FORBIDDEN = {

@@ -184,7 +184,7 @@ def profile_command(
     The command measures the ranks that torchrun started. With --nproc it starts ranks on this machine.
     """
     from megatron_fssdp.cli.profile_command import ProfileRequest, profile
-    from megatron_fssdp.config.composition import load_run
+    from megatron_fssdp.config.run.composition import load_run
     from megatron_fssdp.megatron_adapter.diagnosis.cluster_profiler import ProfileSettings
 
     settings = ProfileSettings(
@@ -425,7 +425,7 @@ def configs_command(
 @app.command("schema")
 def schema_command() -> None:
     """Print the JSON Schema of a run's YAML."""
-    from megatron_fssdp.config.json_schema import run_config_schema_text
+    from megatron_fssdp.config.run.json_schema import run_config_schema_text
 
     sys.stdout.write(run_config_schema_text())
 

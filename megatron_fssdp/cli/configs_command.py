@@ -7,11 +7,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megatron_fssdp.config.composition import compose
 from megatron_fssdp.config.loading import validate
-from megatron_fssdp.config.model_settings import ModelSettings
+from megatron_fssdp.config.run.composition import compose
+from megatron_fssdp.config.run.model_settings import ModelSettings
+from megatron_fssdp.config.run.training_settings import DataSettings
 from megatron_fssdp.config.shipped_files import known_clusters, shipped_runs
-from megatron_fssdp.config.training_settings import DataSettings
 from megatron_fssdp.config.yaml_text import format_yaml
 from megatron_fssdp.simulation.parameter_count import count_parameters
 

@@ -21,7 +21,7 @@ from megatron_fssdp.megatron_adapter.diagnosis.examination import diagnose, gath
 from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding, Verdict
 
 if TYPE_CHECKING:
-    from megatron_fssdp.config.run_config import RunConfig
+    from megatron_fssdp.config.run.run_config import RunConfig
 
 EXIT_PROBLEM = 1
 

@@ -85,7 +85,7 @@ def _measure(request: ProfileRequest) -> int:
 
 
 def _start_ranks(nproc: int) -> int:
-    from megatron_fssdp.cli.rank_processes import exit_code_after, run_to_the_end
+    from megatron_fssdp.cli.ranks.rank_processes import exit_code_after, run_to_the_end
 
     words = sys.argv[1:]
     for position, word in enumerate(words):

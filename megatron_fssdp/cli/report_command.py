@@ -14,7 +14,7 @@ from megatron_fssdp.reporting.comparison_table import comparison_table, settings
 from megatron_fssdp.reporting.page.headline import headline_of
 from megatron_fssdp.reporting.page.report_page import page_html, page_sections, write_page
 from megatron_fssdp.reporting.page.reported_run import ReportedRun, read_reported_runs
-from megatron_fssdp.reporting.run_settings import loss_obstacle
+from megatron_fssdp.reporting.records.run_settings import loss_obstacle
 from megatron_fssdp.reporting.simulation_report import SimulationReport
 
 REPORT_FILE = "report.html"

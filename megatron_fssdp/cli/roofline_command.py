@@ -9,8 +9,8 @@ from rich.console import Console
 from megatron_fssdp.cli.simulate_command import described_cluster, settings_of
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.written_files import written_whole
-from megatron_fssdp.reporting.job_records import loads_for_job, with_recorded_choices
-from megatron_fssdp.reporting.recorded_run import run_config_of
+from megatron_fssdp.reporting.records.job_records import loads_for_job, with_recorded_choices
+from megatron_fssdp.reporting.records.recorded_run import run_config_of
 from megatron_fssdp.reporting.roofline_plot import Roofline, draw_roofline, roofline_table, write_roofline
 from megatron_fssdp.simulation.moe_job import job_of_run
 from megatron_fssdp.simulation.roofline import roofline_point

@@ -8,13 +8,13 @@ from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.renamed_settings import RECORDED_RUN_HEADER
-from megatron_fssdp.config.run_config import RunConfig
-from megatron_fssdp.config.training_settings import TrainingSettings
+from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.config.run.training_settings import TrainingSettings
 from megatron_fssdp.config.written_files import written_whole
 from megatron_fssdp.config.yaml_text import format_yaml
-from megatron_fssdp.reporting.placement_records import PLACEMENTS_FILE
-from megatron_fssdp.reporting.recorded_run import run_config_of
-from megatron_fssdp.reporting.run_records import LOADS_FILE, METRICS_FILE
+from megatron_fssdp.reporting.records.placement_records import PLACEMENTS_FILE
+from megatron_fssdp.reporting.records.recorded_run import run_config_of
+from megatron_fssdp.reporting.records.run_records import LOADS_FILE, METRICS_FILE
 
 # A checkpoint's optimizer states are valid only with the same values of these keys.
 _FIXED_TRAINING_KEYS = frozenset({"optimizer", "lr", "min_lr", "precision"})

@@ -12,18 +12,18 @@ from rich.console import Console
 from megatron_fssdp.cli.simulation_progress import SimulationProgress
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.cluster_files import cluster_yaml, load_cluster
-from megatron_fssdp.config.composition import load_run
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides, validate
 from megatron_fssdp.config.renamed_settings import refuse_renamed_settings
-from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.config.run.composition import load_run
+from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.strategy_registry import BASELINE, STRATEGIES
 from megatron_fssdp.config.strategy_selection import strategy_settings
 from megatron_fssdp.config.strategy_settings import EpSettings, StrategySettings
 from megatron_fssdp.config.written_files import written_whole
-from megatron_fssdp.reporting.job_records import loads_for_job, with_recorded_choices
-from megatron_fssdp.reporting.recorded_settings import SETTINGS_FILE
-from megatron_fssdp.reporting.run_records import RecordedLoads
+from megatron_fssdp.reporting.records.job_records import loads_for_job, with_recorded_choices
+from megatron_fssdp.reporting.records.recorded_settings import SETTINGS_FILE
+from megatron_fssdp.reporting.records.run_records import RecordedLoads
 from megatron_fssdp.reporting.simulation_plots import draw_simulation
 from megatron_fssdp.reporting.simulation_report import (
     RankedStrategy,

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_fssdp.cli.rank_command import RankCommand
+from megatron_fssdp.cli.ranks.rank_command import RankCommand
 from megatron_fssdp.cli.run_folder import has_checkpoint
 from megatron_fssdp.cli.train_request import TrainRequest
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.megatron_arguments import Installation, TokenizedData, megatron_arguments
-from megatron_fssdp.config.run_config import RunConfig
-from megatron_fssdp.config.training_settings import DataSettings
+from megatron_fssdp.config.run.megatron_arguments import Installation, TokenizedData, megatron_arguments
+from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.config.run.training_settings import DataSettings
 from megatron_fssdp.data.corpus import default_corpus
 from megatron_fssdp.data.manifest import DATA_NAME, MANIFEST_FILE, read_manifest
 from megatron_fssdp.data.tokenizer import MIN_VOCAB_SIZE
@@ -57,9 +57,9 @@ def train(request: TrainRequest, console: Console) -> int:
     Raises:
         ConfigurationError: The input is invalid. No rank was started.
     """
-    from megatron_fssdp.cli.failure_report import failure_reason
-    from megatron_fssdp.cli.rank_processes import exit_code_after, run_ranks
-    from megatron_fssdp.cli.training_progress import TrainingProgress
+    from megatron_fssdp.cli.ranks.failure_report import failure_reason
+    from megatron_fssdp.cli.ranks.rank_processes import exit_code_after, run_ranks
+    from megatron_fssdp.cli.ranks.training_progress import TrainingProgress
 
     config = request.resolve()
     if config.parallelism.num_nodes > 1:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fssdp.cli.run_folder import RunFolder
-from megatron_fssdp.config.composition import Composition, compose, lay_over
 from megatron_fssdp.config.loading import apply_overrides
-from megatron_fssdp.config.run_config import RunConfig
-from megatron_fssdp.config.run_options import RunOption, changed, difference, set_options
+from megatron_fssdp.config.run.composition import Composition, compose, lay_over
+from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.config.run.run_options import RunOption, changed, difference, set_options
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_fssdp.cli.simulate_command import described_cluster, ranked_strategies, settings_of
-from megatron_fssdp.config.composition import load_run
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.strategy_registry import BASELINE, STRATEGIES
 from megatron_fssdp.config.strategy_selection import strategy_settings
 from megatron_fssdp.config.strategy_settings import StrategySettings
-from megatron_fssdp.reporting.job_records import loads_for_job
 from megatron_fssdp.reporting.page.reported_run import ReportedRun
-from megatron_fssdp.reporting.recorded_run import run_config_of
-from megatron_fssdp.reporting.run_parts import not_comparable
-from megatron_fssdp.reporting.run_records import RecordedLoads
+from megatron_fssdp.reporting.records.job_records import loads_for_job
+from megatron_fssdp.reporting.records.recorded_run import run_config_of
+from megatron_fssdp.reporting.records.run_parts import not_comparable
+from megatron_fssdp.reporting.records.run_records import RecordedLoads
 from megatron_fssdp.reporting.simulation_report import SimulationReport
 from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run
 

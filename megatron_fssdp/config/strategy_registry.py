@@ -277,7 +277,7 @@ STRATEGIES = StrategyRegistry(
         RegisteredStrategy(
             "fssdp",
             FssdpSettings,
-            "megatron_fssdp.strategies.fssdp:FssdpStrategy",
+            "megatron_fssdp.strategies.fssdp.fssdp_strategy:FssdpStrategy",
             "fully sharded sparse data parallelism (Hecate): replicas for an iteration, by recent loads",
             "#D55E00",
             is_candidate=True,

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 from rich.table import Table
 
-from megatron_fssdp.reporting.recorded_run import RecordedRun, distinct_names, loss_differences
-from megatron_fssdp.reporting.run_parts import not_comparable, parts_of, progress_of, speed_text
-from megatron_fssdp.reporting.run_settings import differing_settings
+from megatron_fssdp.reporting.records.recorded_run import RecordedRun, distinct_names, loss_differences
+from megatron_fssdp.reporting.records.run_parts import not_comparable, parts_of, progress_of, speed_text
+from megatron_fssdp.reporting.records.run_settings import differing_settings
 from megatron_fssdp.reporting.simulation_report import SimulationReport
 from megatron_fssdp.reporting.units import format_bytes
 

@@ -10,7 +10,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.written_files import written_file
 from megatron_fssdp.reporting.colours import distinct_colours
 from megatron_fssdp.reporting.figures import DPI, new_figure
-from megatron_fssdp.reporting.recorded_run import RecordedRun, distinct_names
+from megatron_fssdp.reporting.records.recorded_run import RecordedRun, distinct_names
 
 
 def draw_device_loads(runs: Sequence[RecordedRun], png: Path) -> None:

@@ -6,8 +6,8 @@ Shape letters: L MoE layers.
 from dataclasses import dataclass, field, replace
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.model_settings import ModelSettings
-from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.config.run.model_settings import ModelSettings
+from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.cost.host_seconds import MEASURED, HostCosts
 from megatron_fssdp.planning.memory.held_replicas import HeldReplicas, ReplicaLife

@@ -6,7 +6,7 @@ M model dimension, F ffn dimension, E experts.
 
 from dataclasses import dataclass, fields
 
-from megatron_fssdp.config.model_settings import ModelSettings
+from megatron_fssdp.config.run.model_settings import ModelSettings
 
 
 @dataclass(frozen=True)

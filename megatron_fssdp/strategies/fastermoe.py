@@ -8,7 +8,7 @@ from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.shadow_selection import ShadowingCosts, select_shadows
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from megatron_fssdp.strategies.measured_replicas import MeasuredReplicas
+from megatron_fssdp.strategies.replica_limits import MeasuredReplicas
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 

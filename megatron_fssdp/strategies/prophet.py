@@ -17,7 +17,7 @@ from megatron_fssdp.planning.papers.prophet_planner import PlannedLayer, Prophet
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from megatron_fssdp.strategies.measured_replicas import MeasuredReplicas
+from megatron_fssdp.strategies.replica_limits import MeasuredReplicas
 from megatron_fssdp.strategies.split_transfers import split_of, split_of_traffic
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 

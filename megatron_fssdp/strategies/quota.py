@@ -11,8 +11,8 @@ from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from megatron_fssdp.strategies.measured_replicas import MeasuredReplicas
 from megatron_fssdp.strategies.plan_seconds import plan_seconds
+from megatron_fssdp.strategies.replica_limits import MeasuredReplicas
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
-from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.strategy_registry import STRATEGIES
 from megatron_fssdp.config.strategy_settings import StrategySettings
 

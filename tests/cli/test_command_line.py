@@ -12,10 +12,10 @@ import yaml
 from megatron_fssdp import __version__
 from megatron_fssdp.cli.run_folder import RunFolder
 from megatron_fssdp.cli.train_request import TrainRequest
-from megatron_fssdp.config.composition import lay_over, load_run
 from megatron_fssdp.config.loading import load_yaml, validate
-from megatron_fssdp.config.run_config import RunConfig
-from megatron_fssdp.config.run_options import difference
+from megatron_fssdp.config.run.composition import lay_over, load_run
+from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.config.run.run_options import difference
 from megatron_fssdp.data.manifest import BuiltFile, DataManifest
 
 TINY = Path(__file__).parents[2] / "configs" / "gpt_moe_tiny.yaml"

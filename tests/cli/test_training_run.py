@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.config.loading import load_yaml, validate
-from megatron_fssdp.config.run_config import RunConfig
-from megatron_fssdp.reporting.recorded_run import read_run
-from megatron_fssdp.reporting.run_records import read_loads
+from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.reporting.records.recorded_run import read_run
+from megatron_fssdp.reporting.records.run_records import read_loads
 
 RUN = """
 model: {num_layers: 2, hidden_size: 32, num_attention_heads: 2, seq_length: 32, num_experts: 4,

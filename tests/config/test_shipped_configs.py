@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megatron_fssdp.config.cluster_files import load_cluster
-from megatron_fssdp.config.composition import compose, lay_over, load_run
 from megatron_fssdp.config.loading import apply_overrides, validate
-from megatron_fssdp.config.megatron_arguments import Installation, TokenizedData, megatron_arguments
-from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.config.run.composition import compose, lay_over, load_run
+from megatron_fssdp.config.run.megatron_arguments import Installation, TokenizedData, megatron_arguments
+from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.strategy_registry import STRATEGIES
 from megatron_fssdp.simulation.parameter_count import ParameterCount, count_parameters
 

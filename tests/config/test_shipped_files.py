@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatron_fssdp.cli.configs_command import shipped_names
-from megatron_fssdp.config.composition import compose, load_run
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.run.composition import compose, load_run
 from megatron_fssdp.config.shipped_files import known_clusters, shipped_folder, shipped_run, shipped_runs
 
 

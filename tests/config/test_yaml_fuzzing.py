@@ -9,10 +9,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_fssdp.config.cluster_files import cluster_yaml, load_cluster
-from megatron_fssdp.config.composition import load_run
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides, load_yaml, validate
-from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.config.run.composition import load_run
+from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.strategy_registry import STRATEGIES
 from megatron_fssdp.config.strategy_selection import strategy_settings
 from megatron_fssdp.config.yaml_text import format_yaml, parse_yaml

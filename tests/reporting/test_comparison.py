@@ -7,8 +7,8 @@ from rich.console import Console
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.reporting.comparison_table import comparison_table
 from megatron_fssdp.reporting.device_load_plot import draw_device_loads
-from megatron_fssdp.reporting.recorded_run import distinct_names, read_run
-from megatron_fssdp.reporting.run_records import IterationMetrics, LayerMetrics, MetricsWriter
+from megatron_fssdp.reporting.records.recorded_run import distinct_names, read_run
+from megatron_fssdp.reporting.records.run_records import IterationMetrics, LayerMetrics, MetricsWriter
 from megatron_fssdp.reporting.units import format_bytes
 
 

@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from megatron_fssdp.config.loading import validate
-from megatron_fssdp.config.run_config import RunConfig
-from megatron_fssdp.reporting.run_records import read_metrics
+from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.reporting.records.run_records import read_metrics
 
 from .two_nodes import NODE, RUN, UNFINISHED, TwoNodes
 

@@ -24,7 +24,7 @@ from megatron_fssdp.cli.gpu_check.parity import CASES, TOLERANCES, compared, rec
 from megatron_fssdp.cli.gpu_check.step import Step, StepResult, StepVerdict
 from megatron_fssdp.cli.gpu_check.step_runner import run_step
 from megatron_fssdp.config.strategy_registry import SHIPPED, STRATEGIES
-from megatron_fssdp.reporting.run_records import METRICS_FILE, IterationMetrics
+from megatron_fssdp.reporting.records.run_records import METRICS_FILE, IterationMetrics
 
 ROOT = Path(__file__).parents[2]
 FP32 = Precision.FP32

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron_fssdp.config.model_settings import ModelSettings
+from megatron_fssdp.config.run.model_settings import ModelSettings
 from megatron_fssdp.config.strategy_registry import STRATEGIES
 
 ROOT = Path(__file__).parents[2]

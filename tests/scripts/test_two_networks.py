@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fssdp.reporting.run_records import read_loads, read_metrics
+from megatron_fssdp.reporting.records.run_records import read_loads, read_metrics
 
 from .two_nodes import ROOT, TwoNodes
 

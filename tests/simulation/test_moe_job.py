@@ -8,7 +8,7 @@ import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides, load_yaml, validate
-from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.simulation.job_loads import fitted_loads, generated_loads
 from megatron_fssdp.simulation.moe_job import job_of_run
 from tests.simulation.small_jobs import job_of

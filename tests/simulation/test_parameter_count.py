@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_fssdp.config.model_settings import ModelSettings
+from megatron_fssdp.config.run.model_settings import ModelSettings
 from megatron_fssdp.simulation.parameter_count import count_parameters
 
 TINY = ModelSettings(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=4, num_experts=4)

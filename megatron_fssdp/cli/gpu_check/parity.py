@@ -8,9 +8,9 @@ from typing import Any
 
 from megatron_fssdp.cli.gpu_check.check_plan import VIRTUAL_LAUNCHER, CheckPlan, Precision
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.megatron_arguments import Installation, megatron_arguments
-from megatron_fssdp.config.run_config import RunConfig
-from megatron_fssdp.reporting.run_records import METRICS_FILE, IterationMetrics, read_metrics
+from megatron_fssdp.config.run.megatron_arguments import Installation, megatron_arguments
+from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.reporting.records.run_records import METRICS_FILE, IterationMetrics, read_metrics
 
 BASELINE = "none"
 

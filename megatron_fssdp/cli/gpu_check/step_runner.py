@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from megatron_fssdp.cli.gpu_check.step import Step, StepResult, StepVerdict
-from megatron_fssdp.cli.rank_processes import end_group
+from megatron_fssdp.cli.ranks.rank_processes import end_group
 
 _POLL_S = 0.1
 _KILLED_S = 10.0

@@ -19,7 +19,7 @@ from megatron_fssdp.config.cluster_description import (
     LinkDescription,
 )
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.megatron_adapter.support.node_detection import check_declared_nodes
 from megatron_fssdp.planning.cost.cost_model import LinkFit
 from megatron_fssdp.runtime.experts.compute_probe import (

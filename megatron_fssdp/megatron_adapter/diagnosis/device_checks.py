@@ -8,7 +8,7 @@ from megatron_fssdp.megatron_adapter.diagnosis.devices import DEVICE_VARIABLE, B
 from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding, Verdict
 
 if TYPE_CHECKING:
-    from megatron_fssdp.config.parallelism_settings import ParallelismSettings
+    from megatron_fssdp.config.run.parallelism_settings import ParallelismSettings
 
 _MOST_PAIRS_SHOWN = 4
 

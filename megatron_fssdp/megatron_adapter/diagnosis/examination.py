@@ -57,7 +57,7 @@ from megatron_fssdp.megatron_adapter.diagnosis.strategy_checks import (
 from megatron_fssdp.planning.native.kernel import KernelForm, kernel_form
 
 if TYPE_CHECKING:
-    from megatron_fssdp.config.run_config import RunConfig
+    from megatron_fssdp.config.run.run_config import RunConfig
 
 
 @dataclass(frozen=True)

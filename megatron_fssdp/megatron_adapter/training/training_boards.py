@@ -13,7 +13,7 @@ import numpy as np
 import torch.distributed as dist
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 
-from megatron_fssdp.reporting.run_records import IterationMetrics, LayerMetrics
+from megatron_fssdp.reporting.records.run_records import IterationMetrics, LayerMetrics
 from megatron_fssdp.runtime.execution.layer_load import LayerLoad
 
 _LAYER_SCALARS = {

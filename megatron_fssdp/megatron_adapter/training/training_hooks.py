@@ -17,9 +17,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import log_single_rank
 from megatron.training.global_vars import get_args
 
-from megatron_fssdp.config.argument_reader import run_config_from_arguments
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.config.run.argument_reader import run_config_from_arguments
+from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.megatron_adapter.layer.launch_hooks import install_launch_hooks
 from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy
@@ -28,7 +28,7 @@ from megatron_fssdp.megatron_adapter.training.run_recorder import RunRecorder, S
 from megatron_fssdp.megatron_adapter.training.stopped_training import reporting_stop
 from megatron_fssdp.megatron_adapter.training.training_boards import boards_are_asked_for
 from megatron_fssdp.planning.native.kernel import kernel_form
-from megatron_fssdp.reporting.recorded_settings import write_recorded_settings
+from megatron_fssdp.reporting.records.recorded_settings import write_recorded_settings
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from megatron_fssdp.reporting.page.device_load_section import NO_LAYERS
 from megatron_fssdp.reporting.page.iteration_bins import IterationBins
 from megatron_fssdp.reporting.page.reported_run import ReportedRun
 from megatron_fssdp.reporting.page.section import FEW, Figure, Section, above, every_tick, packed, titled
-from megatron_fssdp.reporting.run_records import RecordedLoads
+from megatron_fssdp.reporting.records.run_records import RecordedLoads
 
 MOST_COLUMNS = 300
 MOST_CELLS = 400_000

@@ -8,8 +8,8 @@ import numpy as np
 from megatron_fssdp.reporting.page.device_load_section import load_before_IL
 from megatron_fssdp.reporting.page.memory_section import peak_memory
 from megatron_fssdp.reporting.page.reported_run import ReportedRun
-from megatron_fssdp.reporting.recorded_run import RecordedRun, loss_differences
-from megatron_fssdp.reporting.run_parts import not_comparable, progress_of, speed_of
+from megatron_fssdp.reporting.records.recorded_run import RecordedRun, loss_differences
+from megatron_fssdp.reporting.records.run_parts import not_comparable, progress_of, speed_of
 from megatron_fssdp.reporting.simulation_report import SimulationReport
 from megatron_fssdp.reporting.units import format_bytes, format_memory
 

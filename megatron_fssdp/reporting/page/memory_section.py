@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from megatron_fssdp.reporting.page.reported_run import ReportedRun
 from megatron_fssdp.reporting.page.section import Figure, Section, every_tick, titled
-from megatron_fssdp.reporting.recorded_run import RecordedRun
+from megatron_fssdp.reporting.records.recorded_run import RecordedRun
 from megatron_fssdp.reporting.units import memory_unit
 
 _WORDS = {

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_fssdp.reporting.page.reported_run import ReportedRun
-from megatron_fssdp.reporting.run_parts import parts_of
+from megatron_fssdp.reporting.records.run_parts import parts_of
 
 MOST_LABELS = 6
 """Number of marks up to which each one has a label. More labels would overlap."""

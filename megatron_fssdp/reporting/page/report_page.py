@@ -29,7 +29,7 @@ from megatron_fssdp.reporting.page.section import Section
 from megatron_fssdp.reporting.page.selection_section import selection_section
 from megatron_fssdp.reporting.page.time_section import time_section
 from megatron_fssdp.reporting.page.what_if_section import what_if_section
-from megatron_fssdp.reporting.run_records import without_nan
+from megatron_fssdp.reporting.records.run_records import without_nan
 from megatron_fssdp.reporting.simulation_report import SimulationReport
 
 _PACKAGE = "megatron_fssdp.reporting.page"

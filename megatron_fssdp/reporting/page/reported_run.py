@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_fssdp.reporting.colours import distinct_colours
-from megatron_fssdp.reporting.placement_records import (
+from megatron_fssdp.reporting.records.placement_records import (
     PLACEMENTS_FILE,
     RecordedPlacements,
     read_placements,
 )
-from megatron_fssdp.reporting.recorded_run import RecordedRun, distinct_names, read_run
-from megatron_fssdp.reporting.run_records import LOADS_FILE, RecordedLoads, read_loads
+from megatron_fssdp.reporting.records.recorded_run import RecordedRun, distinct_names, read_run
+from megatron_fssdp.reporting.records.run_records import LOADS_FILE, RecordedLoads, read_loads
 
 _LOG_FILE = "log.txt"
 _ACCOUNTED = re.compile(rb"\[fssdp\] memory of a rank: ([^\r\n]+)")

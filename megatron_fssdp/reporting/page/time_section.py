@@ -14,8 +14,8 @@ from megatron_fssdp.reporting.page.iteration_bins import IterationBins
 from megatron_fssdp.reporting.page.part_marks import with_part_marks
 from megatron_fssdp.reporting.page.reported_run import ReportedRun, most_iterations
 from megatron_fssdp.reporting.page.section import Figure, Section, iteration_axis, packed, titled
-from megatron_fssdp.reporting.recorded_run import RecordedRun
-from megatron_fssdp.reporting.run_parts import not_comparable
+from megatron_fssdp.reporting.records.recorded_run import RecordedRun
+from megatron_fssdp.reporting.records.run_parts import not_comparable
 
 MOST_POINTS = 600
 

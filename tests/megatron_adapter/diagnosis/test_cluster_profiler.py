@@ -11,7 +11,7 @@ from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.cluster_files import cluster_yaml, load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import load_yaml, validate
-from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.megatron_adapter.diagnosis import cluster_profiler
 from megatron_fssdp.megatron_adapter.diagnosis.cluster_profiler import ProfileSettings, measure_cluster
 from megatron_fssdp.planning.cost.cost_model import LinkCost, LinkFit

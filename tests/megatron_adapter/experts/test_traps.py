@@ -30,7 +30,7 @@ HANGS_S = 15  # several times what the training takes
 
 def gather_layers_on_one_device() -> None:
     """Re-shard to the map of this file, independent of loads."""
-    from megatron_fssdp.strategies.fssdp import FssdpStrategy
+    from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 
     def reshard(self: Any, contexts: Sequence[Any], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
         del self, contexts, load_LE

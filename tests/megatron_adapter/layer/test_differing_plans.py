@@ -24,7 +24,7 @@ def plan_alone() -> None:
 
     from megatron_fssdp.planning.placement.placement import ExpertPlacement
     from megatron_fssdp.planning.transfer.transfer_plan import plain_transfer
-    from megatron_fssdp.strategies.fssdp import FssdpStrategy
+    from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 
     before_gate = FssdpStrategy.before_gate
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fssdp.reporting.run_records import read_metrics
+from megatron_fssdp.reporting.records.run_records import read_metrics
 from tests.megatron_adapter.training_run import TrainingRun, relative_difference, train_on_all_ranks
 
 Record = Callable[[str, object], None]

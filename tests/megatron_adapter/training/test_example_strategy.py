@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_fssdp.reporting.run_records import read_metrics
+from megatron_fssdp.reporting.records.run_records import read_metrics
 
 from ...reporting.page.made_runs import write_made_run
 from ...reporting.page.page_parts import PageParts

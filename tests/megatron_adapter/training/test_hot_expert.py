@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from megatron_fssdp.reporting.run_records import read_loads, read_metrics
+from megatron_fssdp.reporting.records.run_records import read_loads, read_metrics
 
 from ..training_run import train
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fssdp.reporting.run_records import read_metrics
+from megatron_fssdp.reporting.records.run_records import read_metrics
 
 from ..training_run import GPT, Model, TrainingRun, relative_difference, train_on_all_ranks
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fssdp.reporting.run_records import read_metrics
+from megatron_fssdp.reporting.records.run_records import read_metrics
 
 from ..training_run import TrainingRun, relative_difference, train_on_all_ranks
 from .test_strategy_parity import cheap_links

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron_fssdp.config.composition import load_run
-from megatron_fssdp.config.megatron_arguments import Installation, TokenizedData, megatron_arguments
-from megatron_fssdp.config.run_config import RunConfig
+from megatron_fssdp.config.run.composition import load_run
+from megatron_fssdp.config.run.megatron_arguments import Installation, TokenizedData, megatron_arguments
+from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.simulation.parameter_count import count_parameters
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 

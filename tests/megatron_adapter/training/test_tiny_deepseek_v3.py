@@ -8,8 +8,8 @@ package.
 import shlex
 from pathlib import Path
 
-from megatron_fssdp.config.composition import load_run
-from megatron_fssdp.config.megatron_arguments import Installation, TokenizedData, megatron_arguments
+from megatron_fssdp.config.run.composition import load_run
+from megatron_fssdp.config.run.megatron_arguments import Installation, TokenizedData, megatron_arguments
 
 from ..training_run import SCRIPT, Model, TrainingRun, relative_difference, train_on_all_ranks
 

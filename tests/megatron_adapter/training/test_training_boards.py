@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_fssdp.reporting.recorded_run import read_run, run_config_of
-from megatron_fssdp.reporting.run_records import read_loads, read_metrics
+from megatron_fssdp.reporting.records.recorded_run import read_run, run_config_of
+from megatron_fssdp.reporting.records.run_records import read_loads, read_metrics
 
 from ..training_run import train
 

@@ -5,8 +5,13 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_fssdp.reporting.placement_records import PlacementsWriter
-from megatron_fssdp.reporting.run_records import IterationMetrics, LayerMetrics, LoadsWriter, MetricsWriter
+from megatron_fssdp.reporting.records.placement_records import PlacementsWriter
+from megatron_fssdp.reporting.records.run_records import (
+    IterationMetrics,
+    LayerMetrics,
+    LoadsWriter,
+    MetricsWriter,
+)
 
 
 def write_made_run(

@@ -13,8 +13,8 @@ from megatron_fssdp.reporting.colours import TIME_PARTS
 from megatron_fssdp.reporting.page.report_page import page_html, page_sections, write_page
 from megatron_fssdp.reporting.page.reported_run import read_reported_runs
 from megatron_fssdp.reporting.page.time_section import MEASURED_PARTS, time_parts
-from megatron_fssdp.reporting.placement_records import read_placements
-from megatron_fssdp.reporting.run_records import (
+from megatron_fssdp.reporting.records.placement_records import read_placements
+from megatron_fssdp.reporting.records.run_records import (
     IterationMetrics,
     LayerMetrics,
     MetricsWriter,

@@ -1,0 +1,89 @@
+"""The command that starts a run's ranks."""
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_fssdp.config.run.run_config import RunConfig
+
+_DEVICE_VARIABLE = "MEGATRON_FSSDP_DEVICE"
+_SCRIPTS = Path(__file__).with_name("pretraining")
+
+
+@dataclass(frozen=True)
+class RankCommand:
+    """Command and environment that start the ranks of a run.
+
+    Attributes:
+        config: Settings of the run.
+        megatron_arguments: Arguments of the pretraining script.
+        on_cpu: Whether the ranks run on CPUs.
+    """
+
+    config: RunConfig
+    megatron_arguments: Sequence[str]
+    on_cpu: bool
+
+    def environment(self) -> dict[str, str]:
+        """Environment variables that the ranks need in addition to those of this process."""
+        return {
+            name: value
+            for name, value in self._variables().items()
+            if name not in os.environ or name == _DEVICE_VARIABLE
+        }
+
+    def _variables(self) -> dict[str, str]:
+        device = self.config.training.device
+        variables: dict[str, str] = {} if device == "auto" else {_DEVICE_VARIABLE: device}
+        if self.on_cpu:
+            variables[_DEVICE_VARIABLE] = "cpu"  # the arguments are those of CPU ranks, on every machine
+            variables["OMP_NUM_THREADS"] = "1"  # the ranks share the cores
+        else:
+            if self.config.parallelism.tensor > 1 or self.config.parallelism.context > 1:
+                variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron needs it to order its kernels
+            if self.config.strategy.name != "none":
+                # Transfers and dispatch use two communicators at the same time. NCCL's documentation asks
+                # for this setting in such programs, from NCCL 2.26 on. Older versions ignore it.
+                variables["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
+        return variables
+
+    def local(self, log_dir: Path) -> list[str]:
+        """Return the command line for this machine. torchrun marks each output line with its rank.
+
+        Args:
+            log_dir: Temporary folder for torchrun's own copies of the output.
+        """
+        return [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={self.config.parallelism.nproc_per_node}",
+            "--tee=3",
+            f"--log-dir={log_dir}",
+            *self._program(),
+        ]
+
+    def shell_text(self) -> str:
+        """Return the command as shell text, to type on this machine or on every machine of a cluster."""
+        cut = self.config.parallelism
+        words = [f"{name}={value}" for name, value in self._variables().items()]
+        if cut.num_nodes == 1:
+            words += ["torchrun", "--standalone", f"--nproc-per-node={cut.nproc_per_node}"]
+        else:
+            words += ["torchrun", f"--nnodes={cut.num_nodes}", f"--nproc-per-node={cut.nproc_per_node}"]
+            words += ["--rdzv-backend=c10d", '--rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT"']
+        lines = [" ".join(words)]
+        for word in self._program():
+            if word.startswith("--"):
+                lines.append(shlex.quote(word))
+            else:
+                lines[-1] += f" {shlex.quote(word)}"
+        return " \\\n  ".join(lines)
+
+    def _program(self) -> list[str]:
+        script = _SCRIPTS / f"pretrain_{self.config.model.family}.py"
+        return ["-m", "megatron_fssdp", str(script), *self.megatron_arguments]

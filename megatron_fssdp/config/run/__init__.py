@@ -1,0 +1,1 @@
+"""Settings of a training run: its YAML files, and Megatron's arguments that they become."""

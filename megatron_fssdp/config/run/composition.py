@@ -1,0 +1,260 @@
+"""Combines a run's settings from several YAML files, for example a model, a cluster and a strategy.
+
+A file lists the files that it builds on under the key ``include``. The command line also accepts several
+files. Files are layered on each other: for each key, the value of the topmost file wins.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.loading import checked, describe_value, load_yaml, one_line
+from megatron_fssdp.config.renamed_settings import is_recorded_run, with_new_spellings
+from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.config.run.run_options import RunOption, changed, set_options
+from megatron_fssdp.config.shipped_files import closest_run, complete_run, shipped_run
+
+INCLUDE_KEY = "include"
+_SECTIONS_OF_A_RUN = ("model", "training")
+_MOST_FILES = 100
+_MOST_LEVELS = 20
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The contents of one file, without the files that it includes.
+
+    Attributes:
+        file: Path of the file.
+        data: The file's own keys and values, without ``include``.
+    """
+
+    file: Path
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Composition:
+    """Several settings files, layered on each other.
+
+    Attributes:
+        files: The files that the user named.
+        layers: These files and all files that they include, from bottom to top. Higher layers win.
+    """
+
+    files: tuple[Path, ...]
+    layers: tuple[Layer, ...]
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The combined keys and values of all layers."""
+        data: dict[str, Any] = {}
+        for layer in self.layers:
+            data = lay_over(data, layer.data)
+        return data
+
+    def with_file(self, file: Path) -> "Composition":
+        """Return these layers with one more file on top, which includes nothing."""
+        return Composition(self.files, (*self.layers, Layer(file, load_yaml(file))))
+
+    def with_options(self, options: Sequence[RunOption] = ()) -> RunConfig:
+        """Build validated run settings from these files and options of the command line.
+
+        Args:
+            options: Options that change the combined keys and values (:attr:`data`), in order.
+
+        Returns:
+            The settings of the run.
+
+        Raises:
+            ConfigurationError: The settings are invalid. One line names every problem and its cause: the
+                options without which the problem does not exist, or else the file that holds the wrong value.
+        """
+        data = changed(self.data, options)
+        result = checked(RunConfig, data, partial(self._origin, data))
+        if isinstance(result, RunConfig):
+            return result
+        source = " + ".join(map(str, self.files))
+        absent = [section for section in _SECTIONS_OF_A_RUN if data.get(section) is None]
+        if absent and (complete := complete_run(self.files[0])):
+            raise ConfigurationError(
+                f"{source}: is a part of a run, without {' and '.join(absent)}; try {complete}, or combine "
+                "it with other parts, such as models/tiny-mixtral parallelism/cpu training/tiny"
+            )
+        causes = {
+            option: self._problems(tuple(other for other in options if other is not option))
+            for option in options
+        }
+        blamed = [
+            (
+                " ".join(option.text for option, left in causes.items() if problem not in left) or source,
+                problem,
+            )
+            for problem in result
+        ]
+        raise ConfigurationError(one_line(blamed))
+
+    def _problems(self, options: Sequence[RunOption]) -> list[str]:
+        data = changed(self.data, options)
+        result = checked(RunConfig, data, partial(self._origin, data))
+        return [] if isinstance(result, RunConfig) else result
+
+    def _origin(self, data: Mapping[str, Any], key_path: Sequence[str]) -> str | None:
+        """Return the file that set the value of a key, or None if the user named only this file."""
+        value = _value_at(data, key_path)
+        for layer in reversed(self.layers):
+            if value is not _ABSENT and _value_at(layer.data, key_path) == value:
+                return None if (layer.file,) == self.files else str(layer.file)
+        return None
+
+
+def compose(files: Iterable[Path | str]) -> Composition:
+    """Read settings files and all files that they include.
+
+    A path in ``include`` is relative to the folder of the file that includes it. If no file exists at a path,
+    the path is the name of a file that comes with the package (``shipped_files.shipped_run``).
+
+    Args:
+        files: Paths of YAML files. Later files are layered on earlier ones and win.
+
+    Returns:
+        The files and their layers.
+
+    Raises:
+        ConfigurationError: A file cannot be read, a file includes itself directly or through others, or there
+            are more files than a run can reasonably need.
+    """
+    asked = tuple(_asked(Path(file)) for file in files)
+    layers: list[Layer] = []
+    for file in asked:
+        for layer in _layers(file, ()):
+            layers.append(layer)
+            if len(layers) > _MOST_FILES:
+                raise ConfigurationError(
+                    f"{file}: this file and the files it includes are more than {_MOST_FILES} files; include "
+                    "fewer"
+                )
+    return Composition(asked, tuple(layers))
+
+
+def load_run(files: Iterable[Path | str], overrides: Iterable[str] = ()) -> RunConfig:
+    """Read the validated settings of a run.
+
+    Args:
+        files: Paths of YAML files. Later files are layered on earlier ones and win.
+        overrides: ``key=value`` settings that win over all files.
+
+    Returns:
+        The settings of the run.
+
+    Raises:
+        ConfigurationError: A file cannot be read (see :func:`compose`) or the settings are invalid.
+    """
+    return compose(files).with_options(set_options(overrides))
+
+
+def lay_over(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+    """Layer one mapping on another. Where both have a key, the value of ``high`` wins.
+
+    Nested mappings are combined key by key. A ``null`` in place of a whole section changes nothing. If
+    ``high`` names another strategy than ``low``, the strategy settings of ``low`` are dropped, because
+    settings belong to their strategy.
+
+    Args:
+        low: Keys and values of the lower layer.
+        high: Keys and values of the upper layer.
+
+    Returns:
+        A new mapping with the combined keys and values.
+    """
+    section, below = high.get("strategy"), low.get("strategy")
+    if isinstance(section, Mapping) and isinstance(below, Mapping):
+        name_below = below.get("name", "none")
+        if section.get("name", name_below) != name_below:
+            low = {**low, "strategy": {}}
+    return _merged(low, high)
+
+
+def _asked(path: Path) -> Path:
+    """Find the file for a path or for the name of a shipped file."""
+    file = path if path.exists() else shipped_run(path) or path
+    if file.suffix or file.exists():
+        return file
+    close = closest_run(path)
+    hint = f"did you mean '{close}'? " if close else ""
+    raise ConfigurationError(
+        f"{path}: no such file, and the package has no config of that name; {hint}"
+        "`megatron-fssdp configs` lists all names"
+    )
+
+
+def _merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(low)
+    for key, value in high.items():
+        below = low.get(key)
+        if not isinstance(below, Mapping):
+            result[key] = value
+        elif isinstance(value, Mapping):
+            result[key] = _merged(below, value)
+        elif value is not None:
+            result[key] = value
+    return result
+
+
+def _layers(file: Path, above: tuple[Path, ...]) -> Iterator[Layer]:
+    """Yield the layers of a file, from bottom to top: the included files first, then the file itself.
+
+    Args:
+        file: Path of the file.
+        above: The chain of files that led to this file. Each file includes the next one.
+    """
+    if len(above) > _MOST_LEVELS:
+        raise ConfigurationError(
+            f"{above[0]}: includes are nested more than {_MOST_LEVELS} levels deep; use fewer"
+        )
+    if any(os.path.realpath(other) == os.path.realpath(file) for other in above):
+        circle = " → ".join(map(str, (*above, file)))
+        raise ConfigurationError(
+            f"{above[0]}: files include each other in a circle, {circle}; remove one include"
+        )
+    try:
+        data = load_yaml(file)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{above[-1]}: include: {error}" if above else str(error)) from None
+    if is_recorded_run(file):
+        data = with_new_spellings(data)
+    for name in _included(data, file):
+        beside = Path(os.path.normpath(file.parent / name))
+        yield from _layers(beside if beside.exists() else shipped_run(name) or beside, (*above, file))
+    yield Layer(file, {key: value for key, value in data.items() if key != INCLUDE_KEY})
+
+
+def _included(data: Mapping[str, Any], file: Path) -> list[str]:
+    names = data.get(INCLUDE_KEY, [])
+    if not isinstance(names, list):
+        raise ConfigurationError(
+            f"{file}: include: got {describe_value(names)}, wanted a list of YAML files, for example "
+            "[models/x.yaml]"
+        )
+    for position, name in enumerate(names):
+        if not isinstance(name, str) or not name or "\0" in name:
+            raise ConfigurationError(
+                f"{file}: include.{position}: got {describe_value(name)}, wanted the path of a YAML file"
+            )
+    return names
+
+
+def _value_at(data: Any, key_path: Sequence[str]) -> Any:
+    for part in key_path:
+        if isinstance(data, Mapping) and part in data:
+            data = data[part]
+        elif isinstance(data, list) and part.isdecimal() and int(part) < len(data):
+            data = data[int(part)]
+        else:
+            return _ABSENT
+    return data

@@ -1,0 +1,53 @@
+"""JSON Schema of a run's YAML, so that editors can check and complete it."""
+
+import json
+from typing import Any
+
+from megatron_fssdp.config.run.composition import INCLUDE_KEY
+from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.config.strategy_registry import STRATEGIES
+
+_INCLUDE = {
+    "type": "array",
+    "items": {"type": "string", "minLength": 1},
+    "description": (
+        "YAML files that this file builds on, relative to this file's folder. Later files win over earlier "
+        "files, and this file wins over all of them."
+    ),
+}
+
+
+def run_config_schema() -> dict[str, Any]:
+    """Return the JSON Schema of one YAML file of a run.
+
+    ``strategy.name`` decides the schema of ``strategy.settings``. A file can be a part of a run. Therefore
+    keys are required only in files that have both ``model`` and ``training`` and include no other file.
+    """
+    schema = RunConfig.model_json_schema()
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+    schema["properties"] = {INCLUDE_KEY: _INCLUDE, **schema["properties"]}
+    definitions = schema["$defs"]
+    sections = schema.pop("required")
+    schema["if"] = {"required": sections, "not": {"required": [INCLUDE_KEY]}}
+    schema["then"] = {"properties": {}}
+    for name in sections:
+        definition = definitions[schema["properties"][name]["$ref"].removeprefix("#/$defs/")]
+        schema["then"]["properties"][name] = {"required": definition.pop("required")}
+    section = definitions["StrategySection"]
+    section["properties"]["name"]["enum"] = list(STRATEGIES)
+    section["allOf"] = []
+    for name, entry in STRATEGIES.items():
+        model = entry.settings
+        definitions[model.__name__] = model.model_json_schema()
+        # Nested settings are those of other strategies, which have their own definitions.
+        definitions[model.__name__].pop("$defs", None)
+        # If this file has no name, another file can name the strategy that the settings belong to.
+        choice = {"properties": {"name": {"const": name}}, "required": ["name"]}
+        reference = {"$ref": f"#/$defs/{model.__name__}"}
+        section["allOf"].append({"if": choice, "then": {"properties": {"settings": reference}}})
+    return schema
+
+
+def run_config_schema_text() -> str:
+    """Return the schema as JSON text, as committed in ``configs/schema.json``."""
+    return json.dumps(run_config_schema(), indent=2, ensure_ascii=False) + "\n"

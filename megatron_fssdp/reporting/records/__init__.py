@@ -1,0 +1,1 @@
+"""The files in which a run records what it did, and their readers."""

@@ -1,0 +1,90 @@
+"""Provides the loads of a simulation: from a run's record, or generated for the job."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from megatron_fssdp.config.cluster_description import ClusterDescription
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.loading import unknown_name
+from megatron_fssdp.planning.cost.link_seconds import topology_of
+from megatron_fssdp.reporting.records.run_records import LOADS_FILE, RecordedLoads, read_loads
+from megatron_fssdp.simulation.job_loads import fitted_loads, generated_loads, recorded_choices
+from megatron_fssdp.simulation.moe_job import MoeJob
+from megatron_fssdp.simulation.workloads import WORKLOADS
+
+GENERATED_ITERATIONS = 20
+"""Default number of iterations of a generated workload."""
+
+
+def loads_for_job(
+    source: str, job: MoeJob, num_iterations: int | None = None, seed: int = 0
+) -> tuple[RecordedLoads, str]:
+    """Read or generate loads that fit the sizes of a job.
+
+    Args:
+        source: Folder of a run, its ``loads.npz``, or the name of a workload.
+        job: Training job whose sizes the loads must have.
+        num_iterations: Number of iterations to generate, or the maximum to use of a record. None means 20 or
+            the whole record.
+        seed: Seed of generated loads.
+
+    Returns:
+        The loads, and a note that states how they were generated or scaled. The note is empty if a record
+        fits the job unchanged.
+
+    Raises:
+        ConfigurationError: No run or workload has this name, or the loads do not fit the job.
+    """
+    if source in WORKLOADS:
+        count = num_iterations or GENERATED_ITERATIONS
+        loads = RecordedLoads(
+            generated_loads(source, job, count, seed),
+            np.arange(1, count + 1),
+            np.arange(1, job.num_layers + 1),
+        )
+        return loads, f"loads: generated workload {source}, {WORKLOADS[source].description}"
+    path = Path(source)
+    if not path.exists():
+        raise ConfigurationError(
+            f"--loads: {unknown_name('workload or run', source, WORKLOADS)}; or give the folder of a run"
+        )
+    if path.is_file() and path.name != LOADS_FILE:
+        raise ConfigurationError(
+            f"--loads {source}: is a file of another name, wanted the folder of a run or its {LOADS_FILE}"
+        )
+    found = read_loads(path.parent if path.name == LOADS_FILE else path)
+    most = num_iterations or len(found.iterations)
+    counts, factor = fitted_loads(found.counts_ILDE[:most], job)
+    note = "" if factor == 1.0 else f"loads: tokens scaled by {factor:.4g} to the model's batch size"
+    histograms = (
+        None if array is None else array[:most] for array in (found.by_nodes_ILN, found.by_devices_ILD)
+    )
+    return RecordedLoads(counts, found.iterations[:most], found.layers, *histograms), note
+
+
+def with_recorded_choices(
+    job: MoeJob, record: RecordedLoads, cluster: ClusterDescription
+) -> tuple[MoeJob, str]:
+    """Add to a job what the record of its loads knows about different nodes and devices of a token.
+
+    Args:
+        job: Training job.
+        record: Loads that fit the job.
+        cluster: Cluster of the job.
+
+    Returns:
+        The job, and a note that states where the numbers of different tokens come from.
+
+    Raises:
+        ValueError: The job does not fit the cluster.
+    """
+    topology = topology_of(cluster, job.num_devices)
+    choices = recorded_choices(
+        record.counts_ILDE, record.by_nodes_ILN, record.by_devices_ILD, topology, job.top_k
+    )
+    if choices is None:
+        return job, "estimated from the loads"
+    factors = f"{choices.node_factor:.3f} and {choices.device_factor:.3f} times the estimate from the loads"
+    return replace(job, choices=choices), f"as recorded, {factors}"
