@@ -211,8 +211,9 @@ def _both_over(**keys: object) -> Callable[[float], list[float]]:
 
 
 OF_BASELINES = (
-    "the paper's baselines are slower than EP, because they move experts whether it pays or not; ours "
-    "move them only where it pays"
+    "open: by the paper's own ratios, its baselines are about as slow as EP or slower. Ours are not: they "
+    "move experts only where it pays, and FasterMoE overlaps tokens with experts. Which of these matters "
+    "was not tested"
 )
 OF_SLOWDOWN = "the spread gives the loads of this slowdown, but the time outside MoE layers does not grow"
 OF_SKEW = (
