@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_fssdp.config.run.run_config import RunConfig
 
 _DEVICE_VARIABLE = "MEGATRON_FSSDP_DEVICE"
-_SCRIPTS = Path(__file__).with_name("pretraining")
+_SCRIPTS = Path(__file__).parent.with_name("pretraining")
 
 
 @dataclass(frozen=True)

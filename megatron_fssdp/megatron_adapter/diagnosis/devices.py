@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from megatron_fssdp.megatron_adapter.diagnosis.installed_packages import one_line
-from megatron_fssdp.reporting.records.run_session import usable_cores
+from megatron_fssdp.megatron_adapter.support.host_cores import usable_cores
 
 DEVICE_VARIABLE = "MEGATRON_FSSDP_DEVICE"
 

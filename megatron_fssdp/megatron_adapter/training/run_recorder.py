@@ -17,6 +17,7 @@ from megatron.core.num_microbatches_calculator import get_current_global_batch_s
 from megatron.training.global_vars import get_args
 
 from megatron_fssdp.megatron_adapter.experts.resharding import ReshardReport
+from megatron_fssdp.megatron_adapter.support.host_cores import usable_cores
 from megatron_fssdp.megatron_adapter.training.training_boards import write_to_boards
 from megatron_fssdp.planning.loads.load_statistics import balance_ratio, load_similarity, max_over_mean
 from megatron_fssdp.reporting.records.placement_records import PlacementsWriter
@@ -26,7 +27,7 @@ from megatron_fssdp.reporting.records.run_records import (
     LoadsWriter,
     MetricsWriter,
 )
-from megatron_fssdp.reporting.records.run_session import RunSession, usable_cores
+from megatron_fssdp.reporting.records.run_session import RunSession
 from megatron_fssdp.runtime.execution.layer_load import LayerLoad
 
 _KIND_OF_MEMORY = {True: "allocated", False: "resident"}

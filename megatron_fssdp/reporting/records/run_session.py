@@ -1,6 +1,5 @@
 """What one start of a training records about itself: its strategy, its length and its host."""
 
-import os
 from dataclasses import dataclass
 
 from megatron_fssdp.config.json_records import Count
@@ -32,10 +31,3 @@ class RunSession:
         if not 0 < self.cores < self.ranks:
             return ""
         return f"{self.ranks} ranks share {self.cores} core{'s' if self.cores > 1 else ''}"
-
-
-def usable_cores() -> int:
-    """Return the number of cores of this host that this process can use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -5,9 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_fssdp.megatron_adapter.support.host_cores import usable_cores
 from megatron_fssdp.reporting.records.placement_records import read_placements
 from megatron_fssdp.reporting.records.run_records import IterationMetrics, read_loads, read_metrics
-from megatron_fssdp.reporting.records.run_session import RunSession, usable_cores
+from megatron_fssdp.reporting.records.run_session import RunSession
 
 from ..training_run import relative_difference, train
 

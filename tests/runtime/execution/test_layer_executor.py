@@ -269,6 +269,7 @@ class RankDependent(Strategy):
     """A broken strategy, whose plan depends on the rank."""
 
     smart_schedule = False
+    exchange = "pairs"
 
     def __init__(self) -> None:
         pass
