@@ -80,6 +80,14 @@ class PlacementSettings(StrategySettings):
             "divided by the bandwidth of its M devices inside the node."
         ),
     )
+    leaving_choices: Literal["each", "one"] = Field(
+        default="each",
+        description=(
+            "Which choices of a token leaving_share limits. 'each': the share holds for each of the k "
+            "choices. 'one': only one choice of a token can leave, the best one, and its other choices stay in the "
+            "node, as in the gate that FasterMoE's authors published."
+        ),
+    )
     check_plans: bool = Field(
         default=False,
         description="Debugging: compare a hash of every plan across ranks, and stop at the first difference.",
@@ -128,6 +136,11 @@ class PlacementSettings(StrategySettings):
             raise ValueError(
                 f"leaving_share {self.leaving_share} has no meaning under router stock; set router to "
                 "topology_aware, which changes the routing, or remove leaving_share"
+            )
+        if self.router == "stock" and self.leaving_choices != "each":
+            raise ValueError(
+                f"leaving_choices {self.leaving_choices} has no meaning under router stock; set router to "
+                "topology_aware, which changes the routing, or remove leaving_choices"
             )
         return self
 
@@ -244,12 +257,13 @@ class FastermoeSettings(MeasuringSettings):
             "The paper has no limit."
         ),
     )
-    latency: Literal["complete", "paper"] = Field(
+    latency: Literal["complete", "paper", "authors"] = Field(
         default="complete",
         description=(
             "Latency that a shadow must reduce. 'paper' is FasterMoE's Eq. 8, which ignores the tokens that "
             "are still sent, and therefore shadows an expert even under balanced loads. 'complete' counts "
-            "them."
+            "them. 'authors' is Eq. 8 as the authors' scripts have it: a shadow's transfers are divided by "
+            "the number of devices, so that many more experts are shadowed."
         ),
     )
     overlap: bool = Field(
@@ -338,13 +352,16 @@ class ProphetSettings(MeasuringSettings):
 class SmartmoeSettings(MeasuringSettings):
     """``smartmoe``: owners are exchanged between devices, without replicas (the baseline SmartMoE)."""
 
-    reshard_interval: int = Field(
-        default=25,
-        ge=1,
-        description="Number of iterations between two exchanges. An exchange must pay off within this time.",
-    )
+    reshard_interval: int = Field(default=25, ge=1, description="Number of iterations between two exchanges.")
     window: int = Field(
         default=25, ge=1, description="Number of iterations whose mean load decides the new owners."
+    )
+    moves_must_pay: bool = Field(
+        default=True,
+        description=(
+            "Whether an exchange must save more seconds until the next one than it takes. false: owners are "
+            "exchanged at every interval, whatever that costs (SmartMoE as Hecate §2.3 describes it)."
+        ),
     )
 
 
@@ -365,13 +382,17 @@ class FlexmoeSettings(MeasuringSettings):
     placement_interval: int = Field(
         default=25,
         ge=1,
-        description=(
-            "Number of iterations after which replicas are reconsidered. A change must pay off within this "
-            "time."
-        ),
+        description="Number of iterations after which replicas are reconsidered.",
     )
     window: int = Field(
         default=25, ge=1, description="Number of iterations whose mean load decides the replicas."
+    )
+    moves_must_pay: bool = Field(
+        default=True,
+        description=(
+            "Whether a change of the replicas must save more seconds until the next one than its transfer "
+            "takes. false: it only has to make an iteration faster (FlexMoE as Hecate §2.3 describes it)."
+        ),
     )
     threshold: float = Field(
         default=1.1,

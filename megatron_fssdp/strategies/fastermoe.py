@@ -39,6 +39,8 @@ class FastermoeStrategy(MeasuredReplicas[FastermoeSettings]):
             flops_per_s=profile.cluster.expert_flops_per_s,
             bytes_per_s=1 / profile.slowest_link(context.topology).beta_s_per_byte,
         )
+        if self.settings.latency == "authors":
+            costs = costs.of_the_authors(context.num_devices)
         shadowed = select_shadows(
             context.owner_E,
             counts_DE,

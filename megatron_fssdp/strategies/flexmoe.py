@@ -52,7 +52,7 @@ class FlexmoeStrategy(Strategy[FlexmoeSettings]):
         return iteration > 0 and iteration % self.settings.placement_interval == 0
 
     def replicate(self, context: LayerContext, load_DE: np.ndarray) -> ExpertPlacement:
-        """The present placement, changed in steps that pay off until replicas are reconsidered again.
+        """The present placement, changed in steps that save seconds (:meth:`ReplicaPrice.saving_s`).
 
         Args:
             context: Data of the layer, with the present placement.
@@ -66,6 +66,7 @@ class FlexmoeStrategy(Strategy[FlexmoeSettings]):
             context.topology,
             context.profile,
             self.settings.placement_interval,
+            weighs_moves=self.settings.moves_must_pay,
         )
         return next_resident_placement(
             present,

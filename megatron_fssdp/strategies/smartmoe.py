@@ -1,4 +1,4 @@
-"""SmartMoE: exchanges owners at an interval of iterations, if that pays off until the next exchange."""
+"""SmartMoE: exchanges owners at an interval of iterations, by default only if that pays off until the next."""
 
 import numpy as np
 
@@ -50,14 +50,15 @@ class SmartmoeStrategy(Strategy[SmartmoeSettings]):
 
     def limits(self, context: LayerContext) -> str:
         """The interval at which owners are reconsidered, as a text for the log."""
-        return f"exchanges of owners are reconsidered every {self.settings.reshard_interval} iterations"
+        verb = "reconsidered" if self.settings.moves_must_pay else "made"
+        return f"exchanges of owners are {verb} every {self.settings.reshard_interval} iterations"
 
     def reshards_at(self, iteration: int) -> bool:
         """Whether ``iteration`` is a multiple of ``reshard_interval`` and not 0."""
         return iteration > 0 and iteration % self.settings.reshard_interval == 0
 
     def reshard_layer(self, context: LayerContext, load_E: np.ndarray) -> np.ndarray:
-        """New owners of one layer if they pay off until owners are reconsidered again, else the present ones.
+        """New owners of one layer, or the present ones if an exchange must pay off and would not.
 
         Args:
             context: Data of the layer, with the present owners.
@@ -71,6 +72,8 @@ class SmartmoeStrategy(Strategy[SmartmoeSettings]):
             # With at most one expert on a device, an exchange would only change which device has it.
             return old_E
         new_E = permuted_owners(old_E, load_E, context.num_devices)
+        if not self.settings.moves_must_pay:
+            return new_E
         saved_s = self.settings.reshard_interval * (
             _layer_s(old_E, load_E, profile, topology) - _layer_s(new_E, load_E, profile, topology)
         )

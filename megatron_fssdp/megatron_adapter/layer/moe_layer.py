@@ -108,6 +108,7 @@ class StrategyMoELayer(MoELayer):
                 self.ep_group.rank(),
                 groups.topology,
                 leaving_share,
+                session.settings.leaving_choices,
             )
         self._schedule = session.schedule_selector(
             config, groups, pg_collection.tp.size(), pg_collection.tp_dp_cp

@@ -14,7 +14,7 @@ import torch
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.support.supported_features import Refusal, captured_modules, refuse
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.runtime.exchange.topology_aware_gate import select_experts
+from megatron_fssdp.runtime.exchange.topology_aware_gate import LeavingChoices, select_experts
 
 _REFUSALS: tuple[Refusal, ...] = (
     (
@@ -65,8 +65,8 @@ class TopologyAwareTopK:
             between iterations.
         device: This rank in its expert-parallel group.
         topology: Nodes of the expert-parallel group.
-        leaving_share: Fraction of this rank's tokens, 0 to 1, that may leave the node. The limit holds
-            separately for the first, second, ... expert of a token.
+        leaving_share: Fraction of this rank's tokens, 0 to 1, that may leave the node.
+        leaving_choices: Choices of a token that the limit is about (:func:`select_experts`).
         scores_are_logits: Whether the scores are logits. They are then compared after a softmax, because
             logits of different tokens are not comparable.
     """
@@ -77,6 +77,7 @@ class TopologyAwareTopK:
         device: int,
         topology: Topology,
         leaving_share: float,
+        leaving_choices: LeavingChoices = "each",
         *,
         scores_are_logits: bool,
     ) -> None:
@@ -85,6 +86,7 @@ class TopologyAwareTopK:
         self._device = device
         self._node_D = np.asarray(topology.node_of_device)
         self._leaving_share = leaving_share
+        self._leaving_choices: LeavingChoices = leaving_choices
         self._scores_are_logits = scores_are_logits
 
     def get_replay_topk(
@@ -105,12 +107,17 @@ class TopologyAwareTopK:
         if self._scores_are_logits:
             fit = torch.softmax(fit, dim=-1)
         most_leaving = int(self._leaving_share * scores.shape[0])
-        indices = select_experts(fit, topk, is_near_E, most_leaving)
+        indices = select_experts(fit, topk, is_near_E, most_leaving, self._leaving_choices)
         return scores.gather(1, indices), indices
 
 
 def install_gate(
-    router: Any, owner_E: Callable[[], np.ndarray], device: int, topology: Topology, leaving_share: float
+    router: Any,
+    owner_E: Callable[[], np.ndarray],
+    device: int,
+    topology: Topology,
+    leaving_share: float,
+    leaving_choices: LeavingChoices = "each",
 ) -> None:
     """Install the topology-aware gate in a router.
 
@@ -119,8 +126,8 @@ def install_gate(
         owner_E: Function that returns the current owner of every expert, int64 ``[E]``.
         device: This rank in its expert-parallel group.
         topology: Nodes of the expert-parallel group.
-        leaving_share: Fraction of this rank's tokens, 0 to 1, that may leave the node. The limit holds
-            separately for the first, second, ... expert of a token.
+        leaving_share: Fraction of this rank's tokens, 0 to 1, that may leave the node.
+        leaving_choices: Choices of a token that the limit is about (:func:`select_experts`).
 
     Raises:
         ConfigurationError: The router has no attribute ``router_replay``, or the experts of a node are
@@ -144,6 +151,7 @@ def install_gate(
         device,
         topology,
         leaving_share,
+        leaving_choices,
         scores_are_logits=(
             config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax
         ),

@@ -30,12 +30,14 @@ class ReplicaPrice:
         topology: Nodes of the devices.
         profile: Measured costs of the layer and of the links.
         num_iterations: Iterations for which a placement is kept.
+        weighs_moves: Whether the seconds of a move count against what it saves.
     """
 
     counts_DE: np.ndarray
     topology: Topology
     profile: LayerProfile
     num_iterations: int
+    weighs_moves: bool = True
 
     def iteration_s(self, placement: ExpertPlacement) -> float:
         """Seconds of the layer in an iteration under a placement.
@@ -53,20 +55,20 @@ class ReplicaPrice:
         return moving_seconds(before.owner_E[expert_P], device_P, self.topology, self.profile)
 
     def saving_s(self, before: ExpertPlacement, after: ExpertPlacement) -> float:
-        """Seconds that a new placement saves while it is kept, minus the seconds of its move."""
+        """Seconds that a placement saves while it is kept, minus those of its move if moves are weighed."""
         saved_s = self.iteration_s(before) - self.iteration_s(after)
-        return self.num_iterations * saved_s - self.move_s(before, after)
+        return self.num_iterations * saved_s - (self.move_s(before, after) if self.weighs_moves else 0.0)
 
 
 def next_resident_placement(
     placement: ExpertPlacement, price: ReplicaPrice, *, slots: int, threshold: float, most_steps: int
 ) -> ExpertPlacement:
-    """Change the resident replicas step by step, as long as a step saves more seconds than it costs.
+    """Change the resident replicas step by step, as long as a step saves seconds.
 
     While the most loaded device has more than ``threshold`` times the mean load, the expert with the highest
     load per replica expands to the least loaded device. If that device has no free slot, its replica with the
     lowest load shrinks first. Then replicas migrate to nodes that already hold their expert. A step is taken
-    if it saves more seconds until the next change than its move costs.
+    if it saves seconds by :meth:`ReplicaPrice.saving_s`.
 
     Args:
         placement: The present placement.
@@ -97,7 +99,7 @@ def next_resident_placement(
 def _paying(
     placement: ExpertPlacement, steps: Iterator[ExpertPlacement], price: ReplicaPrice
 ) -> Iterator[ExpertPlacement]:
-    """The steps that save more seconds than their moves cost."""
+    """The steps that save seconds."""
     return (step for step in steps if price.saving_s(placement, step) > 0)
 
 

@@ -3,12 +3,15 @@
 Shape letters: E experts, D devices.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD, NUM_ALL_TO_ALLS
 from megatron_fssdp.planning.loads.checked_loads import checked_counts
+
+AUTHORS_COMPUTE = 4
+"""Factor on compute in the authors' scripts (:meth:`ShadowingCosts.of_the_authors`)."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,8 @@ class ShadowingCosts:
     """
 
     token_bytes: float
-    expert_bytes: int
-    gradient_bytes: int
+    expert_bytes: float
+    gradient_bytes: float
     flops_per_token: float
     flops_per_s: float
     bytes_per_s: float
@@ -38,6 +41,23 @@ class ShadowingCosts:
         for name in ("flops_per_s", "bytes_per_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: wanted a positive throughput")
+
+    def of_the_authors(self, num_devices: int) -> "ShadowingCosts":
+        """Costs with which these formulas equal those of the authors' scripts.
+
+        ``policy_fn`` of ``plotting/fig11.py`` (github.com/laekov/fastermoe-ae), which was copied from their
+        system, counts the compute of every token four times (with the bytes of a number) and divides the
+        transfers of a shadow by the number of devices.
+
+        Args:
+            num_devices: Number of expert-parallel devices, D.
+        """
+        return replace(
+            self,
+            flops_per_token=AUTHORS_COMPUTE * self.flops_per_token,
+            expert_bytes=self.expert_bytes / num_devices,
+            gradient_bytes=self.gradient_bytes / num_devices,
+        )
 
     def compute_s(self, num_tokens: float) -> float:
         """Seconds of expert compute, forward and backward: ``3 · 4·B·αH² / P`` (Eq. 7, 8).

@@ -76,11 +76,13 @@ def register_example() -> None:
 
 
 def variants(name: str) -> dict[str, dict[str, Any]]:
-    """The strategy as it is, and in turn where users can set that."""
+    """The strategy as it is, and in turn, and with moves whatever they cost, where users can set that."""
     keys = KEYS.get(name, {})
     found = {name: keys}
     if "overlap" in STRATEGIES[name].settings.model_fields:
         found[f"{name} in turn"] = {**keys, "overlap": False}
+    if "moves_must_pay" in STRATEGIES[name].settings.model_fields:
+        found[f"{name} whatever it costs"] = {**keys, "moves_must_pay": False}
     return found
 
 

@@ -129,6 +129,11 @@ def _check_router(options: dict[str, Any]) -> None:
     # Megatron's auxiliary loss uses the gate's own scores, which are unchanged.
     torch.testing.assert_close(gradient, stock_gradient)
 
+    install_gate(router, lambda: OWNERS, 0, TWO_NODES, 0.1, "one")
+    _, routing_map, _ = routed()
+    assert (routing_map.sum(dim=1) == config.moe_router_topk).all()
+    assert routing_map[:, 4:].sum() == 4, "with one choice each, 4 of 40 tokens leave"
+
 
 @pytest.mark.slow
 def test_training_keeps_tokens_in_their_node_and_strategies_agree(text_data: Path, tmp_path: Path) -> None:

@@ -108,3 +108,24 @@ def test_the_search_stops_where_the_latency_no_longer_falls(
 def test_counts_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"counts_DE has shape \(3, 3\).*wanted integers \(3, 4\)"):
         select_shadows(even_owners(4, 2), FIGURE_6, COSTS)
+
+
+def test_the_authors_formula_divides_transfers_by_the_devices_and_counts_compute_four_times() -> None:
+    """``policy_fn`` of the authors' plotting/fig11.py, written out with its own constants."""
+    hidden, alpha, devices, tokens, shadows = 1024, 2, 16, 900.0, 3
+    flops_per_s, bytes_per_s, data_size = 11.5e12, 50e9 / 8, 4
+    costs = ShadowingCosts(
+        token_bytes=hidden * data_size,
+        expert_bytes=2 * alpha * hidden**2 * data_size,
+        gradient_bytes=2 * alpha * hidden**2 * data_size,
+        flops_per_token=4 * alpha * hidden**2,
+        flops_per_s=flops_per_s,
+        bytes_per_s=bytes_per_s,
+    ).of_the_authors(devices)
+    sized = alpha * hidden**2 * data_size
+    without = 3 * 4 * tokens * sized / flops_per_s + 4 * tokens * hidden * data_size / bytes_per_s
+    model_s = 2 * sized / bytes_per_s * 2 / devices
+    assert costs.imbalanced_s(tokens) == pytest.approx(without)
+    assert costs.shadowed_s(shadows, tokens) == pytest.approx(
+        tokens * 12 * sized / flops_per_s + shadows * model_s
+    )

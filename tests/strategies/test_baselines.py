@@ -1,0 +1,58 @@
+"""When the baselines that move experts do so: where it pays, or whatever it costs.
+
+Shape letters: D devices, E experts.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from megatron_fssdp.config.strategy_settings import FlexmoeSettings, SmartmoeSettings
+from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.strategies.flexmoe import FlexmoeStrategy
+from megatron_fssdp.strategies.smartmoe import SmartmoeStrategy
+from megatron_fssdp.strategies.strategy import LayerContext
+
+MEGA = 10**6
+# A token takes a second to compute and next to nothing to send; moving an expert's states takes days.
+DEAR = LayerProfile(
+    non_moe_s=1.0,
+    cluster=ClusterCost(LinkCost(0, 1e-6), LinkCost(0, 1e-6), expert_flops_per_s=1.0),
+    expert_bytes=MEGA,
+    token_bytes=0,
+    flops_per_token=1.0,
+    memory_capacity=8,
+    owned_bytes=10**6 * MEGA,
+)
+OWNERS = np.array([0, 0, 1, 1])
+LAYER = LayerContext(1, OWNERS, Topology.uniform(2, 1), DEAR)
+# Both popular experts belong to device 0.
+LOAD = np.array([40.0, 40.0, 2.0, 2.0])
+
+
+def test_smartmoe_moves_where_that_does_not_pay_only_if_it_is_told_to() -> None:
+    weighing, moving = (
+        SmartmoeStrategy(SmartmoeSettings(moves_must_pay=must_pay)) for must_pay in (True, False)
+    )
+    assert np.array_equal(weighing.reshard_layer(LAYER, LOAD), OWNERS)
+    new_E = moving.reshard_layer(LAYER, LOAD)
+    assert np.bincount(new_E, weights=LOAD).tolist() == [42, 42]
+    measuring = dataclasses.replace(LAYER, profile=None)
+    assert np.array_equal(moving.reshard_layer(measuring, LOAD), OWNERS), (
+        "nothing moves before costs are known"
+    )
+
+
+def test_flexmoe_replicates_where_that_does_not_pay_only_if_it_is_told_to() -> None:
+    load_DE = np.tile(LOAD / 2, (2, 1))
+    weighing, moving = (
+        FlexmoeStrategy(FlexmoeSettings(moves_must_pay=must_pay)) for must_pay in (True, False)
+    )
+    assert weighing.replicate(LAYER, load_DE).num_replicas == 0
+    assert moving.replicate(LAYER, load_DE).num_replicas == 1
+    even_DE = np.full((2, 4), 10.0)
+    assert moving.replicate(LAYER, even_DE).num_replicas == 0, (
+        "a change still has to make an iteration faster"
+    )
