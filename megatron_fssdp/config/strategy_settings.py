@@ -84,8 +84,8 @@ class PlacementSettings(StrategySettings):
         default="each",
         description=(
             "Which choices of a token leaving_share limits. 'each': the share holds for each of the k "
-            "choices. 'one': only one choice of a token can leave, the best one, and its other choices stay in the "
-            "node, as in the gate that FasterMoE's authors published."
+            "choices. 'one': only one choice of a token can leave, the best one, and its other choices stay "
+            "in the node, as in the gate that FasterMoE's authors published."
         ),
     )
     check_plans: bool = Field(

@@ -1,4 +1,4 @@
-"""SmartMoE: exchanges owners at an interval of iterations, by default only if that pays off until the next."""
+"""SmartMoE: exchanges owners at an interval of iterations, by default only if that pays off until then."""
 
 import numpy as np
 
