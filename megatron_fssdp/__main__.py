@@ -10,6 +10,7 @@ import sys
 _HELP = """usage: torchrun … -m megatron_fssdp SCRIPT.py ARGS… [--moe-strategy NAME]
 
 Runs an unmodified Megatron training script, such as pretrain_gpt.py, with the plugin's strategies.
+Without a path and a suffix, pretrain_gpt and pretrain_bert are the scripts that come with the package.
   arguments of the script and of the plugin:  python -m megatron_fssdp SCRIPT.py --help
   all commands (train, report, simulate, …):  megatron-fssdp --help
   on the ranks of torchrun:                   torchrun … -m megatron_fssdp profile|doctor ARGS…"""

@@ -51,6 +51,12 @@ print_command() {
 find_command() {
   local start
   command="$(print_command "$@")" || exit
+  if [[ "$command" == "# not checked: "* ]]; then
+    if [[ "$node" == 0 ]]; then
+      echo "error: the folder of data.path is not on this node; build it with megatron-fssdp data build, or mount it" >&2
+    fi
+    exit "$EXIT_BAD_INPUT"
+  fi
   # Data that does not exist yet is built first. The build locks its folder, so one node builds and the others wait.
   if [[ "$command" == *$'\n# then train:\n'* ]]; then
     say "building the data"

@@ -64,7 +64,7 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "papers": {"", *KERNELS, "placement", "memory", "loads", "transfer", "dispatch", "cost"},
         "balanced": {"", *KERNELS, "placement", "memory", "loads", "transfer", "dispatch", "cost", "papers"},
     },
-    "config": {"": set(), "run": {""}},
+    "config": {"": set(), "run": {""}, "sweep": {"", "run"}},
     "strategies": {"": set(), "auto": {""}, "fssdp": {""}},
     "collectives": {"": set(), "sparse": {""}, "rows": {""}, "probes": {"", "rows"}},
     "runtime": {
@@ -74,7 +74,12 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "replicas": {"", "experts"},
         "execution": {"", "experts", "exchange", "replicas"},
     },
-    "reporting": {"": {"records"}, "records": set(), "page": {"", "records"}},
+    "reporting": {
+        "": {"records"},
+        "records": set(),
+        "page": {"", "records"},
+        "sweep": {"", "records", "page"},
+    },
     "megatron_adapter": {
         "": set(),
         "experts": {""},

@@ -149,6 +149,33 @@ def train_command(
     raise typer.Exit(train(request, Console(markup=False)))
 
 
+@app.command("sweep", options_metavar="[OPTIONS]")
+def sweep_command(
+    sweep: Annotated[Path, typer.Argument(help="YAML file of the sweep.", metavar="SWEEP.yaml")],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of all runs and of the page. Default: in runs/, named after the file."),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print state and command of every run, and start nothing."),
+    ] = False,
+) -> None:
+    """Train strategies × settings × seeds from one YAML, and compare them on one page with their spread.
+
+    The same command continues an interrupted sweep: finished runs are not run again.
+    """
+    from rich.console import Console
+
+    from megatron_fssdp.cli.sweep_command import SweepRequest, listing, prepare, run_sweep
+
+    prepared = prepare(SweepRequest(sweep, out))
+    if dry_run:
+        print(listing(prepared))
+        return
+    raise typer.Exit(run_sweep(prepared, Console(markup=False)))
+
+
 @app.command("profile")
 def profile_command(
     out: Annotated[Path, typer.Option(help="YAML file to write.", metavar="CLUSTER.yaml")],
@@ -423,11 +450,16 @@ def configs_command(
 
 
 @app.command("schema")
-def schema_command() -> None:
-    """Print the JSON Schema of a run's YAML."""
+def schema_command(
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Print the schema of a sweep's YAML instead.")
+    ] = False,
+) -> None:
+    """Print the JSON Schema of a run's YAML, or of a sweep's."""
     from megatron_fssdp.config.run.json_schema import run_config_schema_text
+    from megatron_fssdp.config.sweep.json_schema import sweep_schema_text
 
-    sys.stdout.write(run_config_schema_text())
+    sys.stdout.write(sweep_schema_text() if sweep else run_config_schema_text())
 
 
 @app.command("version")

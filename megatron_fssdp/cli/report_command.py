@@ -86,6 +86,8 @@ def compare_runs(request: ReportRequest, png: Path | None, console: Console) -> 
         )
     path = request.out or request.runs[0] / COMPARISON_FILE
     refuse_special_file(path, "--out")
+    if png is not None:
+        refuse_special_file(png, "--png")
     runs = read_reported_runs(request.runs)
     records = [run.records for run in runs]
     if (table := settings_table(records)) is not None:
@@ -96,13 +98,13 @@ def compare_runs(request: ReportRequest, png: Path | None, console: Console) -> 
             f"compare: the losses of {' and '.join(run.name for run in runs)} say nothing about each other, "
             f"because the runs have {obstacle}; add --loads-only to compare everything else"
         )
-    if png is not None:
-        from megatron_fssdp.reporting.device_load_plot import draw_device_loads
-
-        draw_device_loads(records, png)
     what_if = _write(request, runs, path, console)
     console.print(comparison_table(*records, with_losses=not request.loads_only, what_if=what_if))
     _say_where(path, console)
+    if png is not None:  # a picture that fails does not cost the page and the table
+        from megatron_fssdp.reporting.device_load_plot import draw_device_loads
+
+        draw_device_loads(records, png)
     return path
 
 

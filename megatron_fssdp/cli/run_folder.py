@@ -76,7 +76,7 @@ class RunFolder:
                 "--resume and --overwrite exclude each other: one continues the run in the folder, the other "
                 "deletes it; give one of them"
             )
-        taken = [path.name for path in self._files_of_a_run if path.exists()]
+        taken = self.taken()
         checkpoints = training.checkpoint_dir or self.checkpoints
         if not resume and not overwrite and taken:
             next_step = (
@@ -104,6 +104,10 @@ class RunFolder:
             *(self.config, self.overrides, *(self.path / name for name in names)),
             *(self.log, self.checkpoints, self.path / "tensorboard"),
         ]
+
+    def taken(self) -> list[str]:
+        """Return the names of the files and folders of an earlier run in the folder."""
+        return [path.name for path in self._files_of_a_run if path.exists()]
 
     def delete_run(self) -> None:
         """Delete the files of a run in the folder. Other files stay, for example pages of ``report``.

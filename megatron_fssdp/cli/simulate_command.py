@@ -113,12 +113,12 @@ def run_simulation(request: SimulateRequest, console: Console) -> SimulationRepo
             )
         _show_and_write(report, request, record, cluster, partial, console)
         written = {path.name for path in partial.iterdir()}
-    if request.with_plots:
-        with written_whole(request.out, "--out") as partial:  # a plot that fails does not cost the numbers
-            draw_simulation(report, partial)
     for trace in request.out.glob(TRACE_FILE.format("*")):
         if trace.name not in written:  # of an earlier simulation of other strategies
             trace.unlink()
+    if request.with_plots:
+        with written_whole(request.out, "--out") as partial:  # a plot that fails does not cost the numbers
+            draw_simulation(report, partial)
     console.print(
         f"wrote tables{', plots' if request.with_plots else ''} and traces (for https://ui.perfetto.dev) to "
         f"{request.out}",

@@ -26,7 +26,8 @@ _DEFAULT_SHARDS = 4
 def dry_run(request: TrainRequest) -> str:
     """Return the shell commands of a run, without building, writing or starting anything.
 
-    They work in an empty folder: the default data is built first, if it does not exist yet.
+    They work in an empty folder: the default data is built first, if it does not exist yet. Data that exists
+    only on the machines of the run is not checked, and the first line says so.
 
     Args:
         request: Options of the run.
@@ -37,11 +38,16 @@ def dry_run(request: TrainRequest) -> str:
     config, folder = request.resolve(), request.folder
     if request.resume:
         folder.check(config.training, resume=True, overwrite=request.overwrite)
-    data = _described_data(config, folder.path)
+    if config.data.external:
+        return _command(config, None, folder.path, request.resume).shell_text()
+    place = _data_dir(config.data, folder.path)
+    is_default = config.data.path is None and not (place / MANIFEST_FILE).exists()
+    is_elsewhere = config.data.path is not None and not place.exists()
+    data = _expected_data(config, place) if is_default or is_elsewhere else _read_data(config, place)
     text = _command(config, data, folder.path, request.resume).shell_text()
-    if data is None or (data.prefix.parent / MANIFEST_FILE).exists():
-        return text
-    return f"# first, build the data:\n{_build_command(config.data, data)}\n# then train:\n{text}"
+    if is_default:
+        return f"# first, build the data:\n{_build_command(config.data, data)}\n# then train:\n{text}"
+    return f"{_unchecked(config.data, data)}\n{text}" if is_elsewhere else text
 
 
 def train(request: TrainRequest, console: Console) -> int:
@@ -62,16 +68,7 @@ def train(request: TrainRequest, console: Console) -> int:
     from megatron_fssdp.cli.ranks.training_progress import TrainingProgress
 
     config = request.resolve()
-    if config.parallelism.num_nodes > 1:
-        raise ConfigurationError(
-            f"parallelism.num_nodes {config.parallelism.num_nodes}: this command starts the ranks of one "
-            "machine; use --dry-run and run the printed command on every machine"
-        )
-    if config.training.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ConfigurationError(
-            f"training.tensorboard {config.training.tensorboard}: the package tensorboard is not installed; "
-            "install it with `pip install tensorboard`, or set it to false"
-        )
+    check_startable(config)
     folder, resume = request.folder, request.resume
     folder.check(config.training, resume, request.overwrite)
     if resume:
@@ -131,6 +128,24 @@ def train(request: TrainRequest, console: Console) -> int:
         soft_wrap=True,
     )
     return 0
+
+
+def check_startable(config: RunConfig) -> None:
+    """Refuse a run whose ranks this command cannot start.
+
+    Raises:
+        ConfigurationError: The run needs several machines, or a package that is not installed.
+    """
+    if config.parallelism.num_nodes > 1:
+        raise ConfigurationError(
+            f"parallelism.num_nodes {config.parallelism.num_nodes}: this command starts the ranks of one "
+            "machine; use --dry-run and run the printed command on every machine"
+        )
+    if config.training.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ConfigurationError(
+            f"training.tensorboard {config.training.tensorboard}: the package tensorboard is not installed; "
+            "install it with `pip install tensorboard`, or set it to false"
+        )
 
 
 def _command(config: RunConfig, data: TokenizedData | None, out_dir: Path, resume: bool) -> RankCommand:
@@ -195,19 +210,32 @@ def _built_data(config: RunConfig, out_dir: Path, console: Console) -> Tokenized
         build_with_progress(
             [], folder, settings.tokenizer, settings.vocab_size, _DEFAULT_SHARDS, False, False, console
         )
-    return _described_data(config, out_dir)
+    return _read_data(config, folder)
 
 
-def _described_data(config: RunConfig, out_dir: Path) -> TokenizedData | None:
-    """Return the run's data as it exists, or as the default corpus will be built."""
-    settings = config.data
-    if settings.external:
-        return None
-    folder = _data_dir(settings, out_dir)
-    if settings.path is None and not (folder / MANIFEST_FILE).exists():
-        vocab_size = MIN_VOCAB_SIZE if settings.tokenizer == "bytes" else settings.vocab_size
-        eod_id = SPECIAL_TOKENS.index(SEP) if settings.tokenizer == "wordpiece" else vocab_size - 1
-        return _tokenized(folder, vocab_size, eod_id, len(default_corpus().files))
+def _expected_data(config: RunConfig, folder: Path) -> TokenizedData:
+    """Return data that is not here as `megatron-fssdp data build` makes it from the settings of the run."""
+    tokenizer = "wordpiece" if config.model.family == "bert" else config.data.tokenizer
+    vocab_size = MIN_VOCAB_SIZE if tokenizer == "bytes" else config.data.vocab_size
+    eod_id = SPECIAL_TOKENS.index(SEP) if tokenizer == "wordpiece" else vocab_size - 1
+    num_documents = len(default_corpus().files) if config.data.path is None else None
+    return _tokenized(folder, vocab_size, eod_id, num_documents)
+
+
+def _unchecked(settings: DataSettings, data: TokenizedData) -> str:
+    return (
+        f"# not checked: data.path {str(settings.path)!r} does not exist on this machine; --vocab-size "
+        f"{data.vocab_size} and --null-tokenizer-eod-id {data.eod_id} follow from data.vocab_size; set it to "
+        "the size of the data's vocabulary"
+    )
+
+
+def _read_data(config: RunConfig, folder: Path) -> TokenizedData:
+    """Return the data in a folder.
+
+    Raises:
+        ConfigurationError: The folder has no built data, or data for another kind of model.
+    """
     manifest = read_manifest(folder)
     if (manifest.tokenizer == "wordpiece") != (config.model.family == "bert"):
         wanted = "--tokenizer wordpiece" if config.model.family == "bert" else "--tokenizer bpe or bytes"
@@ -219,5 +247,5 @@ def _described_data(config: RunConfig, out_dir: Path) -> TokenizedData | None:
     return _tokenized(folder, manifest.vocab_size, manifest.eod_id, manifest.num_documents)
 
 
-def _tokenized(folder: Path, vocab_size: int, eod_id: int, num_documents: int) -> TokenizedData:
+def _tokenized(folder: Path, vocab_size: int, eod_id: int, num_documents: int | None) -> TokenizedData:
     return TokenizedData(folder / DATA_NAME, vocab_size, eod_id, num_documents, folder / "index_cache")

@@ -71,6 +71,26 @@ class TrainRequest:
         names = [first, *(name for name in others if name != strategy), strategy]
         return RunFolder(self.out or Path("runs") / "-".join(names))
 
+    def words(self) -> list[str]:
+        """Return the words of the command line that has these options."""
+        given = {
+            "--moe-strategy": [self.strategy],
+            "--moe-strategy-set": self.strategy_overrides,
+            "--set": self.overrides,
+            "--nproc": [self.nproc],
+            "--iters": [self.iterations],
+            "--out": [self.out],
+        }
+        words = ["megatron-fssdp", "train", *map(str, self.config_paths)]
+        for flag, values in given.items():
+            words += [word for value in values if value is not None for word in (flag, str(value))]
+        words += [
+            flag
+            for flag, is_given in (("--resume", self.resume), ("--overwrite", self.overwrite))
+            if is_given
+        ]
+        return [*words, *(["--", *self.megatron_words] if self.megatron_words else [])]
+
     def options(self) -> list[RunOption]:
         """The options that change the settings of the files, in the order in which they apply."""
         options = set_options(self.overrides)

@@ -271,11 +271,17 @@ def _locate(
     path: list[str] = []
     owner: type[BaseModel] | None = None
     current: type[BaseModel] | None = model_cls
+    in_mapping = False
     for depth, part in enumerate(location):
         if isinstance(part, int):
             path.append(str(part))
+        elif in_mapping:  # a key that the user chose
+            in_mapping = False
+            path.append(part)
         elif current is not None and part in current.model_fields:
-            owner, current = current, _model_in(current.model_fields[part].annotation)
+            annotation = current.model_fields[part].annotation
+            owner, current = current, _model_in(annotation)
+            in_mapping = typing.get_origin(annotation) is dict
             path.append(part)
         elif depth == len(location) - 1 and current is not None and ends_in_key:
             owner = current  # an unknown key

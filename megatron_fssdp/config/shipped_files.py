@@ -1,4 +1,4 @@
-"""Finds the files of ``configs/``, which come with the package, by name from any working folder."""
+"""Finds the configs and the training scripts that come with the package by name, from any working folder."""
 
 import difflib
 from pathlib import Path
@@ -7,6 +7,7 @@ _PACKAGE = Path(__file__).parents[1]
 _FOLDER = Path("configs")
 _CLUSTERS = "clusters"
 _SUFFIX = ".yaml"
+_SCRIPTS = _PACKAGE / "cli" / "pretraining"
 
 
 def shipped_folder() -> Path:
@@ -35,6 +36,14 @@ def shipped_run(name: Path | str) -> Path | None:
         Path of the file, or None if no file has this name.
     """
     return shipped_runs().get(_bare(name))
+
+
+def shipped_scripts() -> dict[str, Path]:
+    """Return the training scripts that come with the package, by name, for example ``pretrain_gpt``.
+
+    A printed command has the name, because the path is different on every machine.
+    """
+    return {path.stem: path for path in sorted(_SCRIPTS.glob("pretrain_*.py"))}
 
 
 def complete_run(part: Path) -> str | None:

@@ -68,6 +68,15 @@ def test_two_and_three_runs_are_compared_in_the_terminal_and_on_a_page(run: Path
     assert len(PageParts((tmp_path / "c.html").read_text()).figures["loss"]["data"]) == 3
 
 
+def test_a_picture_that_fails_does_not_cost_the_page(run: Path, tmp_path: Path) -> None:
+    ep = write_made_run(tmp_path / "plain", "ep", num_iterations=4, num_layers=4)
+    words = ["compare", str(ep), str(run), "--png", str(tmp_path / "loads.nothing")]
+    with pytest.raises(ConfigurationError, match="got the suffix") as caught:
+        CliRunner().invoke(app, words, catch_exceptions=False)
+    assert "\n" not in str(caught.value)
+    assert (ep / "comparison.html").is_file()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -76,6 +85,7 @@ def test_two_and_three_runs_are_compared_in_the_terminal_and_on_a_page(run: Path
         (["report", "{run}", "--cluster", "nowhere"], "unknown cluster"),
         (["report", "{run}", "--cluster", CLUSTER, "--strategies", "fsdp"], "did you mean 'fssdp'"),
         (["report", "{run}", "--out", "{run}"], "is a folder, wanted a file"),
+        (["compare", "{run}", "{run}", "--png", "{run}"], "--png .* is a folder, wanted a file"),
         (["report", "{run}", "--out", "{run}/config.yaml/x.html"], "is not a folder"),
     ],
 )

@@ -10,7 +10,6 @@ from pathlib import Path
 from megatron_fssdp.config.run.run_config import RunConfig
 
 _DEVICE_VARIABLE = "MEGATRON_FSSDP_DEVICE"
-_SCRIPTS = Path(__file__).parent.with_name("pretraining")
 
 
 @dataclass(frozen=True)
@@ -85,5 +84,4 @@ class RankCommand:
         return " \\\n  ".join(lines)
 
     def _program(self) -> list[str]:
-        script = _SCRIPTS / f"pretrain_{self.config.model.family}.py"
-        return ["-m", "megatron_fssdp", str(script), *self.megatron_arguments]
+        return ["-m", "megatron_fssdp", f"pretrain_{self.config.model.family}", *self.megatron_arguments]

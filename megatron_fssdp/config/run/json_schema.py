@@ -7,6 +7,9 @@ from megatron_fssdp.config.run.composition import INCLUDE_KEY
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.strategy_registry import STRATEGIES
 
+DIALECT = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+"""What stands at the top of a schema."""
+
 _INCLUDE = {
     "type": "array",
     "items": {"type": "string", "minLength": 1},
@@ -24,7 +27,7 @@ def run_config_schema() -> dict[str, Any]:
     keys are required only in files that have both ``model`` and ``training`` and include no other file.
     """
     schema = RunConfig.model_json_schema()
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+    schema = {**DIALECT, **schema}
     schema["properties"] = {INCLUDE_KEY: _INCLUDE, **schema["properties"]}
     definitions = schema["$defs"]
     sections = schema.pop("required")
@@ -33,7 +36,17 @@ def run_config_schema() -> dict[str, Any]:
     for name in sections:
         definition = definitions[schema["properties"][name]["$ref"].removeprefix("#/$defs/")]
         schema["then"]["properties"][name] = {"required": definition.pop("required")}
-    section = definitions["StrategySection"]
+    choose_strategy_settings(definitions["StrategySection"], definitions)
+    return schema
+
+
+def choose_strategy_settings(section: dict[str, Any], definitions: dict[str, Any]) -> None:
+    """Let the strategy's name in a section decide the schema of the settings beside it.
+
+    Args:
+        section: Schema of a mapping with ``name`` and ``settings``; changed in place.
+        definitions: The schema's ``$defs``, which get the settings of every strategy.
+    """
     section["properties"]["name"]["enum"] = list(STRATEGIES)
     section["allOf"] = []
     for name, entry in STRATEGIES.items():
@@ -45,9 +58,13 @@ def run_config_schema() -> dict[str, Any]:
         choice = {"properties": {"name": {"const": name}}, "required": ["name"]}
         reference = {"$ref": f"#/$defs/{model.__name__}"}
         section["allOf"].append({"if": choice, "then": {"properties": {"settings": reference}}})
-    return schema
 
 
 def run_config_schema_text() -> str:
     """Return the schema as JSON text, as committed in ``configs/schema.json``."""
-    return json.dumps(run_config_schema(), indent=2, ensure_ascii=False) + "\n"
+    return schema_text(run_config_schema())
+
+
+def schema_text(schema: dict[str, Any]) -> str:
+    """Return a schema as JSON text."""
+    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"

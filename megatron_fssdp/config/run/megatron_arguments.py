@@ -47,14 +47,15 @@ class TokenizedData:
         prefix: Path of the ``.bin`` and ``.idx`` files, without suffix.
         vocab_size: Number of token ids, end-of-document included.
         eod_id: Token id that ends a document.
-        num_documents: Number of documents. Whole documents are split into training, validation and test data.
+        num_documents: Number of documents, or None if it is unknown. Whole documents are split into training,
+            validation and test data.
         cache_dir: Folder for Megatron's index caches.
     """
 
     prefix: Path
     vocab_size: int
     eod_id: int
-    num_documents: int
+    num_documents: int | None
     cache_dir: Path
 
 
@@ -206,6 +207,8 @@ def _data_arguments(config: RunConfig, data: TokenizedData | None) -> list[str]:
 def _split(config: RunConfig, data: TokenizedData) -> str:
     if config.training.eval_interval is None:
         return "1,0,0"
+    if data.num_documents is None:
+        return config.data.split
     # If a part has no documents, Megatron searches it for tokens forever.
     shares = [float(share) for share in config.data.split.split(",")]
     total = sum(shares)

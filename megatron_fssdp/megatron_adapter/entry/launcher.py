@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.shipped_files import shipped_scripts
 from megatron_fssdp.megatron_adapter.entry.error_report import EXIT_BAD_INPUT, report
 from megatron_fssdp.megatron_adapter.support.broken_packages import broken_package
 
@@ -16,7 +17,8 @@ def launch(arguments: Sequence[str]) -> None:
     """Register the plugin, and then run a script like ``python SCRIPT.py ARGS…``.
 
     Args:
-        arguments: Path of the script, followed by its arguments.
+        arguments: Path of the script, or the name of a script that comes with the package (``pretrain_gpt``),
+            followed by the script's arguments. To run a file that has such a name, write ``./pretrain_gpt``.
 
     Raises:
         SystemExit: The input is invalid. One line says why, and the exit code is 2.
@@ -24,11 +26,12 @@ def launch(arguments: Sequence[str]) -> None:
     try:
         if not arguments:
             raise ConfigurationError(f"{USAGE}; the script's own help: -m megatron_fssdp SCRIPT.py --help")
-        script = Path(arguments[0])
+        script = shipped_scripts().get(arguments[0], Path(arguments[0]))
         if not script.is_file():
             raise ConfigurationError(
                 f"script: got {script}, which is not a file, wanted a training script such as "
-                f"pretrain_gpt.py; {USAGE}; for commands such as simulate: megatron-fssdp simulate --help"
+                f"pretrain_gpt.py, or the name of one in the package ({', '.join(shipped_scripts())}); "
+                f"{USAGE}; for commands such as simulate: megatron-fssdp simulate --help"
             )
         # Python does the same for a script: imports search the script's folder first, and sys.argv begins
         # with the script.

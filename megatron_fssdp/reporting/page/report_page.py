@@ -64,7 +64,11 @@ def page_sections(
 
 
 def page_html(
-    runs: Sequence[ReportedRun], sections: Sequence[Section], headline: Headline | None = None
+    runs: Sequence[ReportedRun],
+    sections: Sequence[Section],
+    headline: Headline | None = None,
+    *,
+    title: str | None = None,
 ) -> str:
     """Return the page as HTML text.
 
@@ -72,13 +76,14 @@ def page_html(
         runs: Runs of the page.
         sections: Sections of the page, from :func:`page_sections`.
         headline: Top of the page. Default: that of the runs without a simulation.
+        title: Title of the page. Default: the names of the runs.
     """
     environment = Environment(
         loader=PackageLoader(_PACKAGE, "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     figures = [figure.drawn for section in sections for figure in section.figures]
     return environment.get_template("page.html.j2").render(
-        title=_title(runs),
+        title=title or _title(runs),
         runs=[{"name": run.name, "colour": run.colour, "line": model_line(run)} for run in runs],
         headline=headline or headline_of(runs),
         sections=sections,

@@ -20,7 +20,7 @@ _SCHEDULE = ("iterations", "lr", "min_lr", "lr_schedule", "warmup_iterations")
 def recorded_settings(run: RecordedRun) -> dict[str, Any]:
     """Return the settings in a run's ``config.yaml`` by dotted key. It is empty without this file."""
     config = run.path / "config.yaml"
-    return _flat(with_new_spellings(load_yaml(config))) if config.exists() else {}
+    return flat_settings(with_new_spellings(load_yaml(config))) if config.exists() else {}
 
 
 def differing_settings(runs: Sequence[RecordedRun]) -> dict[str, tuple[str, ...]]:
@@ -86,12 +86,20 @@ def _is_same_data(paths: Sequence[Any]) -> bool:
         return False
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def flat_settings(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return nested keys and values by dotted key. Empty mappings are left out.
+
+    Args:
+        value: A mapping, or an inner value of one.
+        prefix: Dotted key of the value.
+    """
     if not isinstance(value, dict) or not value:
         return {} if value == {} else {prefix: value}
     name = f"{prefix}." if prefix else ""
     return {
-        key: inner for part, value in value.items() for key, inner in _flat(value, f"{name}{part}").items()
+        key: inner
+        for part, value in value.items()
+        for key, inner in flat_settings(value, f"{name}{part}").items()
     }
 
 

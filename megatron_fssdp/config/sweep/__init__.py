@@ -1,0 +1,1 @@
+"""Sweeps: one YAML that describes many runs."""

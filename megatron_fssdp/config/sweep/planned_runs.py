@@ -1,0 +1,100 @@
+"""Plans the runs of a sweep: their order, their folders, and the options that give each its settings."""
+
+import itertools
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.sweep.sweep_config import SweepConfig, SweptStrategy
+
+_MOST_CHARACTERS = 40
+"""Length of a value in a folder's name. Together they stay far below the 255 bytes of common file systems."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a sweep.
+
+    Attributes:
+        folder: Name of its folder in the sweep's folder. It stays the same if the sweep gets more strategies,
+            values, seeds or repetitions.
+        group: Name of the runs that differ only in seed and repetition.
+        strategy: Name of the strategy.
+        strategy_overrides: ``key=value`` settings of the strategy.
+        overrides: ``key=value`` settings of the run, with dotted keys.
+        seed: Seed of the run.
+        repetition: Number of the repetition, from 1.
+    """
+
+    folder: str
+    group: str
+    strategy: str
+    strategy_overrides: tuple[str, ...]
+    overrides: tuple[str, ...]
+    seed: int
+    repetition: int
+
+
+def planned_runs(sweep: SweepConfig) -> list[PlannedRun]:
+    """Return all runs of a sweep, in the order in which they are run.
+
+    All strategies take turns: a machine that becomes slower during the sweep slows all of them, and an
+    interrupted sweep has runs of every strategy.
+
+    Raises:
+        ConfigurationError: Two runs would have the same folder.
+    """
+    common = tuple(map(_override, sweep.settings, sweep.settings.values()))
+    runs = [
+        _run(strategy, dict(zip(sweep.vary, values, strict=True)), common, seed, repetition)
+        for repetition in range(1, sweep.repetitions + 1)
+        for seed in sweep.seeds
+        for values in itertools.product(*sweep.vary.values())
+        for strategy in sweep.swept_strategies
+    ]
+    folder, count = Counter(run.folder for run in runs).most_common(1)[0]
+    if count > 1:
+        raise ConfigurationError(
+            f"{count} runs have the same folder {folder}; remove what is listed twice under strategies, vary "
+            "or seeds, or give a strategy another label"
+        )
+    return runs
+
+
+def _run(
+    strategy: SweptStrategy, varied: dict[str, Any], common: tuple[str, ...], seed: int, repetition: int
+) -> PlannedRun:
+    label = strategy.label or strategy.name
+    short = _short_keys(varied)
+    words = [f"{short[key]}={_plain(value)}" for key, value in varied.items()]
+    parts = [label, *(word[:_MOST_CHARACTERS] for word in words), f"seed{seed}"]
+    parts += [f"repetition{repetition}"] if repetition > 1 else []
+    return PlannedRun(
+        folder=re.sub(r"[^\w.+=-]", "_", "-".join(parts)),
+        group=" ".join([label, *words]),
+        strategy=strategy.name,
+        strategy_overrides=tuple(map(_override, strategy.settings, strategy.settings.values())),
+        overrides=(*common, *map(_override, varied, varied.values()), f"training.seed={seed}"),
+        seed=seed,
+        repetition=repetition,
+    )
+
+
+def _short_keys(keys: dict[str, Any]) -> dict[str, str]:
+    """Return the last part of each dotted key, or the whole key where two have the same last part."""
+    last = {key: key.rpartition(".")[2] for key in keys}
+    counts = Counter(last.values())
+    return {key: name if counts[name] == 1 else key for key, name in last.items()}
+
+
+def _override(key: str, value: Any) -> str:
+    return (
+        f"{key}={json.dumps(value, ensure_ascii=False)}"  # options read values as YAML, which has JSON in it
+    )
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,129 @@
+"""A sweep's YAML becomes runs: all combinations, in turns, each with its own folder."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.loading import validate
+from megatron_fssdp.config.run.composition import load_run
+from megatron_fssdp.config.sweep.json_schema import sweep_schema, sweep_schema_text
+from megatron_fssdp.config.sweep.planned_runs import planned_runs
+from megatron_fssdp.config.sweep.sweep_config import SweepConfig, load_sweep
+
+ROOT = Path(__file__).parents[3]
+
+
+def sweep_of(**settings) -> SweepConfig:
+    return validate(
+        SweepConfig, {"run": ["gpt_moe_tiny"], "strategies": ["ep", "fssdp"], **settings}, "s.yaml"
+    )
+
+
+def test_every_combination_is_planned_once_and_strategies_take_turns() -> None:
+    vary = {"training.lr": [1e-3, 3e-4], "model.moe_layer_freq": [2, [0, 1]]}
+    runs = planned_runs(sweep_of(vary=vary, seeds=[1, 2], repetitions=2))
+    assert len(runs) == 2 * 2 * 2 * 2 * 2
+    assert len({run.folder for run in runs}) == len(runs)
+    assert [run.strategy for run in runs[:4]] == ["ep", "fssdp", "ep", "fssdp"]
+    assert [run.repetition for run in runs] == [1] * 16 + [2] * 16
+    assert len({run.group for run in runs}) == 8
+    assert runs[0].folder == "ep-lr=0.001-moe_layer_freq=2-seed1"
+    assert runs[2].group == "ep lr=0.001 moe_layer_freq=[0, 1]"
+    assert runs[-1].folder.endswith("-seed2-repetition2")
+
+
+def test_the_overrides_of_a_run_give_its_settings() -> None:
+    sweep = sweep_of(
+        strategies=[{"name": "fssdp", "settings": {"slots": 2}, "label": "two"}],
+        settings={"training.min_lr": 1e-05, "data.split": "90,10,0", "training.save_checkpoints": False},
+        vary={"training.lr": [3e-4]},
+        seeds=[7],
+    )
+    (run,) = planned_runs(sweep)
+    config = load_run(map(Path, sweep.run), run.overrides)
+    assert (config.training.min_lr, config.training.lr, config.training.seed) == (1e-05, 3e-4, 7)
+    assert (config.data.split, config.training.save_checkpoints) == ("90,10,0", False)
+    assert (run.strategy, run.strategy_overrides, run.folder) == (
+        "fssdp",
+        ("slots=2",),
+        "two-lr=0.0003-seed7",
+    )
+
+
+def test_a_growing_sweep_keeps_the_folders_of_its_runs() -> None:
+    before = planned_runs(sweep_of(vary={"training.lr": [1e-3]}))
+    after = planned_runs(
+        sweep_of(
+            strategies=["ep", "fssdp", "quota"],
+            vary={"training.lr": [1e-3, 1e-4]},
+            seeds=[1, 2],
+            repetitions=2,
+        )
+    )
+    assert {run.folder for run in before} < {run.folder for run in after}
+
+
+def test_keys_with_the_same_last_part_keep_their_whole_name() -> None:
+    runs = planned_runs(sweep_of(strategies=["ep"], vary={"a.size": [1], "b.size": [2], "c.x": ["u/v"]}))
+    assert runs[0].folder == "ep-a.size=1-b.size=2-x=u_v-seed1"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"strategies": ["ep", "ep"]}, "2 runs have the same folder ep-seed1; remove what is listed twice"),
+        ({"seeds": [1, 1]}, "same folder"),
+        ({"seeds": []}, "s.yaml: seeds: got a list"),
+        ({"seeds": [-1]}, "s.yaml: seeds.0: got -1"),
+        ({"strategies": []}, "strategies: got a list"),
+        ({"strategies": [5]}, "strategies.0: got 5 (whole number), wanted a string or a mapping"),
+        (
+            {"strategies": [{"name": "ep", "slots": 2}]},
+            "strategies.0: unknown key 'slots'; known: name, settings",
+        ),
+        ({"vary": {"training.lr": 1e-3}}, "vary.training.lr: got 0.001 (number), wanted a list"),
+        (
+            {"vary": {"training.seed": [1]}},
+            "vary.training.seed: cannot be given here; list seeds under seeds",
+        ),
+        (
+            {"settings": {"strategy.name": "ep"}},
+            "settings.strategy.name: cannot be given here; list strategies",
+        ),
+        (
+            {"settings": {"training.lr": 1}, "vary": {"training.lr": [1]}},
+            "vary.training.lr: is under settings, too",
+        ),
+        ({"seed": 1}, "unknown key 'seed'; did you mean 'seeds'?"),
+        ({"repetitions": 0}, "repetitions: got 0"),
+    ],
+)
+def test_mistakes_are_named(settings: dict, message: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        planned_runs(sweep_of(**settings))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_beside_the_sweep_are_found(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("training: {lr: 0.5}")
+    (tmp_path / "sweep.yaml").write_text("run: [gpt_moe_tiny, mine.yaml]\nstrategies: [ep]")
+    assert load_sweep(tmp_path / "sweep.yaml").run == ("gpt_moe_tiny", str(tmp_path / "mine.yaml"))
+
+
+def test_the_example_and_the_schema_are_up_to_date() -> None:
+    committed = (ROOT / "configs" / "sweep-schema.json").read_text(encoding="utf-8")
+    assert committed == sweep_schema_text(), "run `megatron-fssdp schema --sweep > configs/sweep-schema.json`"
+    example = ROOT / "examples" / "sweep" / "sweep.yaml"
+    assert example.read_text().startswith("# yaml-language-server: $schema=../../configs/sweep-schema.json\n")
+    assert len(planned_runs(load_sweep(example))) == 6
+    choices = sweep_schema()["$defs"]["SweptStrategy"]["allOf"]
+    assert {"fssdp", "ep"} <= {choice["if"]["properties"]["name"]["const"] for choice in choices}
+    json.loads(committed)
+
+
+def test_the_page_lists_every_key() -> None:
+    text = (ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in text for name in SweepConfig.model_fields)
