@@ -36,27 +36,27 @@ def run_config_schema() -> dict[str, Any]:
     for name in sections:
         definition = definitions[schema["properties"][name]["$ref"].removeprefix("#/$defs/")]
         schema["then"]["properties"][name] = {"required": definition.pop("required")}
-    choose_strategy_settings(definitions["StrategySection"], definitions)
+    choose_strategy_settings(definitions["StrategySection"])
+    for model in (entry.settings for entry in STRATEGIES.values()):
+        definitions[model.__name__] = model.model_json_schema()
+        # Nested settings are those of other strategies, which have their own definitions.
+        definitions[model.__name__].pop("$defs", None)
     return schema
 
 
-def choose_strategy_settings(section: dict[str, Any], definitions: dict[str, Any]) -> None:
+def choose_strategy_settings(section: dict[str, Any], file: str = "") -> None:
     """Let the strategy's name in a section decide the schema of the settings beside it.
 
     Args:
         section: Schema of a mapping with ``name`` and ``settings``; changed in place.
-        definitions: The schema's ``$defs``, which get the settings of every strategy.
+        file: Schema that has the settings of every strategy in its ``$defs``. Default: the section's own.
     """
     section["properties"]["name"]["enum"] = list(STRATEGIES)
     section["allOf"] = []
     for name, entry in STRATEGIES.items():
-        model = entry.settings
-        definitions[model.__name__] = model.model_json_schema()
-        # Nested settings are those of other strategies, which have their own definitions.
-        definitions[model.__name__].pop("$defs", None)
         # If this file has no name, another file can name the strategy that the settings belong to.
         choice = {"properties": {"name": {"const": name}}, "required": ["name"]}
-        reference = {"$ref": f"#/$defs/{model.__name__}"}
+        reference = {"$ref": f"{file}#/$defs/{entry.settings.__name__}"}
         section["allOf"].append({"if": choice, "then": {"properties": {"settings": reference}}})
 
 

@@ -6,12 +6,14 @@ from megatron_fssdp.config.run.json_schema import DIALECT, choose_strategy_setti
 from megatron_fssdp.config.strategy_registry import STRATEGIES
 from megatron_fssdp.config.sweep.sweep_config import SweepConfig
 
+RUN_SCHEMA = "schema.json"
+"""File with the schema of runs, beside the schema of sweeps."""
+
 
 def sweep_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a sweep's YAML. A strategy's name decides the schema of its settings."""
+    """Return the JSON Schema of a sweep's YAML. Settings of strategies are in the schema of runs."""
     schema = {**DIALECT, **SweepConfig.model_json_schema()}
-    definitions = schema["$defs"]
-    choose_strategy_settings(definitions["SweptStrategy"], definitions)
+    choose_strategy_settings(schema["$defs"]["SweptStrategy"], RUN_SCHEMA)
     for choice in schema["properties"]["strategies"]["items"]["anyOf"]:
         if choice.get("type") == "string":
             choice["enum"] = list(STRATEGIES)
