@@ -10,6 +10,7 @@ The search (``planning/kernels/replica_search.py``) compares all placements by o
 
 1. **Seeds.** Owners only; the hottest 1, 2, … experts on all devices (FasterMoE's choice); and the steps of
    Pro-Prophet's search, with 0, 1, 2, 4, … devices left out. So the result costs at most what they cost.
+   The caller may add the placement of an earlier search.
 2. **Levels**, where there are several nodes: descents from the owners with at most 1, 2, … experts over each
    NIC. They lower a smooth price, with sums of fourth powers in place of highest values, and at the best
    levels then the price. In one node there is one such descent, and more seeds: owners give load away until
@@ -87,7 +88,12 @@ class LayerSearch:
         return self.seconds(ExpertPlacement.owners_only(self.owner_E, self.topology.num_devices))
 
     def best_placement(
-        self, *, slots: int, most_replicated: int, least_saving: float = LEAST_SAVING
+        self,
+        *,
+        slots: int,
+        most_replicated: int,
+        least_saving: float = LEAST_SAVING,
+        start: ExpertPlacement | None = None,
     ) -> tuple[ExpertPlacement, float]:
         """The placement that the search finds, and its seconds.
 
@@ -95,11 +101,13 @@ class LayerSearch:
             slots: Most replicas that a device may hold, m.
             most_replicated: Most experts that may have replicas, t.
             least_saving: Smallest saving of all replicas, as a part of the seconds without replicas.
+            start: Placement within these limits, which serves as one more seed; with equal owners.
         """
         shape = self.load_DE.shape[::-1]
+        plain = ExpertPlacement.owners_only(self.owner_E, shape[1])
         if not slots or not most_replicated or not self.load_DE.any():
-            return ExpertPlacement.owners_only(self.owner_E, shape[1]), self.plain_s
-        present = np.zeros(self.load_DE.size, np.int64)
+            return plain, self.plain_s
+        present = (start or plain).present_ED.astype(np.int64).reshape(-1)
         num_prices = PRICES_PER_SIZE * sum(shape)
         seconds = self._run(slots, most_replicated, num_prices, least_saving, self.costs.counts_s, present)
         placement = ExpertPlacement(self.owner_E, present.reshape(shape).astype(np.bool_), slots=slots)

@@ -119,7 +119,7 @@ class _Search(SeededLayer):
                 self.count(expert, 1)
 
     @cython.inner
-    def run(self, num_prices: Int, least_saving: Real, fixed_s: Real) -> cython.void:
+    def run(self, start_ED: Ints, num_prices: Int, least_saving: Real, fixed_s: Real) -> cython.void:
         """Find a placement; see :func:`search_replicas`."""
         self.fill()
         plain = self.price()
@@ -145,6 +145,8 @@ class _Search(SeededLayer):
                 ratio = _HIGHEST_NODE_RATIO - turn * _NODE_RATIO_STEP
                 self.seed_evenly(ratio, 0)
                 self.seed_evenly(ratio, 1)
+        self.go_to(start_ED)
+        self.keep_if_better()
         self.go_to(self.kept_ED)
         self.most_prices = self.num_prices + num_prices
         self.descend(0, _NUM_LAST, _GAIN)
@@ -198,8 +200,9 @@ def search_replicas(
         least_saving: Smallest saving of all replicas, as a part of the seconds without them. If they save
             less, there are none.
         fixed_s: Seconds that every placement takes beside those of ``costs``.
-        present_ED: Gets 1 where a device has an expert, int64 ``[E, D]`` as one row. If ``num_prices`` is
-            negative, it is the placement to price, and nothing is searched.
+        present_ED: 1 where a device has an expert, int64 ``[E, D]`` as one row. The placement is one more
+            seed, and the result takes its place. If ``num_prices`` is negative, nothing is searched, and it
+            is the placement to price.
 
     Returns:
         Seconds of the layer under the placement.
@@ -216,7 +219,7 @@ def search_replicas(
         search.go_to(present_ED)
         return search.price() + fixed_s
     with cython.nogil:
-        search.run(num_prices, least_saving, fixed_s)
+        search.run(present_ED, num_prices, least_saving, fixed_s)
     for i in range(num_experts * num_devices):
         present_ED[i] = search.present_ED[i]
     return search.kept_price + fixed_s

@@ -45,6 +45,18 @@ class ExpectedSeconds:
     planned_s: float
     plain_s: float
 
+    def least_s(self, plain_s: float) -> float:
+        """Fewest seconds that a search for other loads would find.
+
+        The promise came from a search. If the layer costs as much as the forecast promised, then a search
+        finds nothing much better. Loads that cost less without replicas than the forecast's lower the
+        promise in proportion.
+
+        Args:
+            plain_s: Seconds without replicas under the other loads.
+        """
+        return self.planned_s * min(1.0, plain_s / max(self.plain_s, 1e-12))
+
 
 @dataclass(frozen=True, eq=False)
 class Correction:
@@ -111,9 +123,7 @@ class ExactCounts:
         """Modelled seconds that a correction can save at most, computed without a search.
 
         No plan is faster than experts on balanced devices without any traffic. With a forecast there is a
-        closer bound: its plan was searched. If the exact counts cost what the forecast promised, then a
-        search for them finds nothing much better. Counts that cost less without replicas than the forecast's
-        lower the promise in proportion.
+        closer bound, see :meth:`ExpectedSeconds.least_s`.
 
         Args:
             planned: Plan before the gate.
@@ -123,7 +133,7 @@ class ExactCounts:
         least_s = self.balanced_s
         if expected is not None:
             plain_s = self.plain_s if planned.transfer.edges else now_s
-            least_s = max(least_s, expected.planned_s * min(1.0, plain_s / max(expected.plain_s, 1e-12)))
+            least_s = max(least_s, expected.least_s(plain_s))
         return now_s - least_s
 
     def seconds(self, plan: LayerPlan, *, after_gate: bool = False) -> float:

@@ -20,6 +20,7 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.fssdp.corrected_plan import ExactCounts, ExpectedSeconds, unplanned
+from megatron_fssdp.strategies.fssdp.kept_placements import KeptPlacements
 from megatron_fssdp.strategies.fssdp.planning_moment import ForecastPlan, PlanningMoment
 from megatron_fssdp.strategies.fssdp.priced_reshard import ReshardClock, paying_owners
 from megatron_fssdp.strategies.owner_moves import exchange_s
@@ -37,6 +38,7 @@ class FssdpStrategy(Strategy[FssdpSettings]):
             sparse_materialization_by_source if settings.planner == "hecate" else plan_materialization
         )
         self._moment = PlanningMoment(settings.window)
+        self._kept = KeptPlacements(2 * settings.window)
         self._num_since_jump: dict[int, int | None] = {}
         self._clock = ReshardClock(settings.window, settings.reshard_interval)
 
@@ -165,7 +167,9 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         forecast, promised_s = None, 0.0
         if self._goes_by_seconds and context.profile is not None:
             forecast = self._exact_counts(context, load_DE)
-            placement, promised_s = self._found(forecast)
+            search = forecast.layer(rematerialize=settings.rematerialize, hides=settings.overlap)
+            number, slots = history.num_seen, self.slots(context)
+            placement, promised_s = self._kept.best_placement(context.layer, number, search, slots)
         else:
             placement = self._planner(
                 context.owner_E,

@@ -79,9 +79,9 @@ class PlanningMoment:
             plan: Plan before the gate.
         """
         record = self._records.get(context.layer, _LayerRecord())
-        return next(
-            (made.expected for made in record.plans.values() if made.plan.placement is plan.placement), None
-        )
+        # Several iterations can have the same placement; the last one is meant.
+        latest_first = reversed(record.plans.values())
+        return next((made.expected for made in latest_first if made.plan.placement is plan.placement), None)
 
     def is_after_gate(
         self,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron_fssdp.planning.balanced.replica_planner import (
     LEAST_SAVING,
     LayerSearch,
+    layer_search,
     modelled_seconds,
     plan_materialization,
     plan_replicas,
@@ -197,6 +198,25 @@ def test_a_plan_keeps_its_limits_and_is_not_worse_than_simpler_choices(
     assert (1 - least) * found_s <= min(map(seconds_of, others)) * (1 + 1e-9)
 
 
+@examples(60)
+@given(owned_layers(), SEEDS, profiles(), st.integers(1, 3))
+def test_a_search_is_not_worse_than_the_placement_that_it_gets(
+    case: tuple[Topology, np.ndarray], seed: int, profile: LayerProfile, slots: int
+) -> None:
+    topology, owner_E = case
+    searches = [
+        layer_search(owner_E, counts_DE, topology, profile, rematerialize=False, hides=True)
+        for counts_DE in (random_counts_DE(seed + i, topology.num_devices, owner_E.size) for i in range(2))
+    ]
+    start, _ = searches[0].best_placement(slots=slots, most_replicated=owner_E.size, least_saving=0.0)
+    found, found_s = searches[1].best_placement(
+        slots=slots, most_replicated=owner_E.size, least_saving=0.0, start=start
+    )
+    assert found.replicas_per_device_D.max() <= slots
+    assert found_s == pytest.approx(searches[1].seconds(found), rel=1e-9)
+    assert found_s <= searches[1].seconds(start) * (1 + 1e-9)
+
+
 @examples(100)
 @given(owned_layers(), SEEDS, st.integers(0, 11), st.integers(0, 4))
 def test_without_costs_the_highest_load_falls(
@@ -259,7 +279,7 @@ def test_both_forms_of_the_kernel_find_the_same_placement(
         40,
         LEAST_SAVING,
         0.0,
-        np.zeros(load_DE.size, int),
+        ExpertPlacement.owners_only(owner_E, topology.num_devices).present_ED.astype(int).reshape(-1),
     )
     plain, compiled = answers_of_both_forms(search_replicas, arguments)
     assert plain == compiled

@@ -1,0 +1,91 @@
+"""Keeps a layer's placement while it holds what its search promised (ours).
+
+Loads change little from one iteration to the next. A placement whose price with the new forecast is still what
+the search promised needs no new search, because a search would hardly find a better one. A price takes about a
+fiftieth of the time of a search.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_fssdp.planning.balanced.replica_planner import LEAST_SAVING, LayerSearch
+from megatron_fssdp.planning.balanced.search_costs import SearchCosts
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.strategies.fssdp.corrected_plan import ExpectedSeconds
+
+RENEWAL = 16
+"""Iterations after which a layer is searched again in any case.
+
+Slow changes of the loads can make a much better placement possible without making the present one worse. A
+search in 16 iterations finds it, and takes little time then.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """A placement, and the search that found it.
+
+    Attributes:
+        placement: The placement.
+        promise: What the search promised.
+        slots: Most replicas that a device could hold.
+        costs: Costs of the layer; all searches with equal costs have the same object.
+    """
+
+    placement: ExpertPlacement
+    promise: ExpectedSeconds
+    slots: int
+    costs: SearchCosts
+
+    def fits(self, search: LayerSearch, slots: int) -> bool:
+        """Whether the placement is possible in a search."""
+        return self.slots == slots and np.array_equal(self.placement.owner_E, search.owner_E)
+
+
+@dataclass(eq=False)
+class KeptPlacements:
+    """The placements of all layers in the last iterations.
+
+    Attributes:
+        num_iterations: Number of iterations whose placements are known.
+    """
+
+    num_iterations: int
+    _found: dict[int, dict[int, _Found]] = field(default_factory=dict)
+
+    def best_placement(
+        self, layer: int, number: int, search: LayerSearch, slots: int
+    ) -> tuple[ExpertPlacement, float]:
+        """The placement of the iteration before, or the one that a search finds, and its modelled seconds.
+
+        Args:
+            layer: Number of the layer.
+            number: Number of iterations before this one.
+            search: The search for the forecast of this iteration.
+            slots: Most replicas that a device may hold.
+        """
+        of_layer = self._found.setdefault(layer, {})
+        before = of_layer.get(number - 1)
+        if before is not None and not before.fits(search, slots):
+            before = None
+        # Layers take turns, so that no iteration has many searches.
+        if before is not None and before.costs is search.costs and (number + layer) % RENEWAL:
+            seconds = search.seconds(before.placement)
+            if seconds - before.promise.least_s(search.plain_s) <= LEAST_SAVING * seconds:
+                self._keep(of_layer, number, before)
+                return before.placement, seconds
+        start = None if before is None else before.placement
+        placement, seconds = search.best_placement(
+            slots=slots, most_replicated=len(search.owner_E), start=start
+        )
+        promise = ExpectedSeconds(seconds, search.plain_s)
+        self._keep(of_layer, number, _Found(placement, promise, slots, search.costs))
+        return placement, seconds
+
+    def _keep(self, of_layer: dict[int, _Found], number: int, found: _Found) -> None:
+        """Keep what was found for an iteration, and forget old iterations."""
+        of_layer[number] = found
+        # `auto` asks for several past iterations before it asks for the next one.
+        for old in [old for old in of_layer if not number - self.num_iterations < old <= number]:
+            del of_layer[old]
