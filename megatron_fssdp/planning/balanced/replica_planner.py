@@ -30,7 +30,6 @@ Shape letters: D devices, E experts, N nodes.
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -54,6 +53,7 @@ PRICES_PER_SIZE = 64
 It bounds the time of unusual layers.
 """
 
+price_replicas = Kernel(replica_search.price_replicas)
 search_replicas = Kernel(replica_search.search_replicas)
 
 
@@ -79,13 +79,12 @@ class LayerSearch:
         Args:
             placement: Owners and replicas.
         """
-        present = placement.present_ED.astype(np.int64).reshape(-1)
-        return self._run(0, 0, -1, 0.0, self.costs.counts_s, present)
+        return self._price_s(placement.present_ED)
 
     @cached_property
     def plain_s(self) -> float:
         """Seconds of the layer without replicas."""
-        return self.seconds(ExpertPlacement.owners_only(self.owner_E, self.topology.num_devices))
+        return self._price_s(np.zeros(self.load_DE.shape[::-1], np.bool_))
 
     def best_placement(
         self,
@@ -109,20 +108,19 @@ class LayerSearch:
             return plain, self.plain_s
         present = (start or plain).present_ED.astype(np.int64).reshape(-1)
         num_prices = PRICES_PER_SIZE * sum(shape)
-        seconds = self._run(slots, most_replicated, num_prices, least_saving, self.costs.counts_s, present)
+        limits = slots, most_replicated, num_prices, least_saving, self.costs.counts_s
+        seconds = search_replicas(*self._arrays, *limits, present)
         placement = ExpertPlacement(self.owner_E, present.reshape(shape).astype(np.bool_), slots=slots)
         return placement, seconds
 
-    def _run(self, *limits_and_placement: Any) -> float:
-        """Run the kernel with its last arguments, from ``slots`` on."""
-        seconds: float = search_replicas(
-            *self._arrays, self.costs.layer, self.costs.hops, *limits_and_placement
-        )
+    def _price_s(self, present_ED: np.ndarray) -> float:
+        """Seconds of the layer if the owners and the devices of ``present_ED`` have the experts."""
+        seconds: float = price_replicas(*self._arrays, self.costs.counts_s, present_ED.view(np.uint8))
         return seconds
 
     @cached_property
     def _arrays(self) -> tuple[np.ndarray, ...]:
-        """The first arguments of the kernel."""
+        """The first arguments of the kernels."""
         topology = self.topology
         return (
             np.ascontiguousarray(self.load_DE.T).reshape(-1),
@@ -131,6 +129,8 @@ class LayerSearch:
             topology.node_of_device_D,
             topology.first_N,
             topology.by_node_D,
+            self.costs.layer,
+            self.costs.hops,
         )
 
 

@@ -1,15 +1,27 @@
 """Kernel of the replica search: finds the placement of one layer with the fewest modelled seconds.
 
+It also prices single placements.
+
 ``planning/balanced/replica_planner.py`` says what is searched and why. The parts are: traffic, price,
 smooth price, moves and seeds of a layer.
 
 Shape letters: D devices, E experts, N nodes.
 """
 
+from megatron_fssdp.planning.kernels.parts.layer_price import PricedLayer
+from megatron_fssdp.planning.kernels.parts.layer_traffic import Layer
 from megatron_fssdp.planning.kernels.parts.replica_moves import _GAIN
 from megatron_fssdp.planning.kernels.parts.replica_seeds import SeededLayer
 from megatron_fssdp.planning.native import compiler_marks as cython
-from megatron_fssdp.planning.native.kernel_types import Index, Int, Ints, ReadInts, ReadReals, Real
+from megatron_fssdp.planning.native.kernel_types import (
+    Index,
+    Int,
+    Ints,
+    ReadBytes2,
+    ReadInts,
+    ReadReals,
+    Real,
+)
 
 # How wide a step looks: experts of the busiest device, and of the busiest link, that it tries. More experts
 # take longer and find little more (benchmarks/planner_quality.py).
@@ -165,6 +177,24 @@ class _Search(SeededLayer):
             self.kept_price = plain
 
 
+@cython.cfunc
+def _describe(
+    layer: Layer,
+    load_ED: ReadReals,
+    load_EN: ReadReals,
+    owner_E: ReadInts,
+    node_D: ReadInts,
+    first_N: ReadInts,
+    member_D: ReadInts,
+    costs: ReadReals,
+    hop_costs: ReadReals,
+) -> cython.void:
+    """Give a layer its loads, owners, nodes and costs."""
+    layer.load_ED, layer.load_EN, layer.owner_E = load_ED, load_EN, owner_E
+    layer.node_D, layer.first_N, layer.member_D = node_D, first_N, member_D
+    layer.costs, layer.hop_costs = costs, hop_costs
+
+
 def search_replicas(
     load_ED: ReadReals,
     load_EN: ReadReals,
@@ -201,8 +231,7 @@ def search_replicas(
             less, there are none.
         fixed_s: Seconds that every placement takes beside those of ``costs``.
         present_ED: 1 where a device has an expert, int64 ``[E, D]`` as one row. The placement is one more
-            seed, and the result takes its place. If ``num_prices`` is negative, nothing is searched, and it
-            is the placement to price.
+            seed, and the result takes its place.
 
     Returns:
         Seconds of the layer under the placement.
@@ -210,16 +239,35 @@ def search_replicas(
     num_experts: Index = owner_E.shape[0]
     num_devices: Index = node_D.shape[0]
     search = _Search(num_experts, num_devices, first_N.shape[0] - 1)
-    search.load_ED, search.load_EN, search.owner_E = load_ED, load_EN, owner_E
-    search.node_D, search.first_N, search.member_D = node_D, first_N, member_D
-    search.costs, search.hop_costs = costs, hop_costs
+    _describe(search, load_ED, load_EN, owner_E, node_D, first_N, member_D, costs, hop_costs)
     search.slots, search.max_replicated = slots, max_replicated
-    if num_prices < 0:
-        search.fill()
-        search.go_to(present_ED)
-        return search.price() + fixed_s
     with cython.nogil:
         search.run(present_ED, num_prices, least_saving, fixed_s)
     for i in range(num_experts * num_devices):
         present_ED[i] = search.present_ED[i]
     return search.kept_price + fixed_s
+
+
+def price_replicas(
+    load_ED: ReadReals,
+    load_EN: ReadReals,
+    owner_E: ReadInts,
+    node_D: ReadInts,
+    first_N: ReadInts,
+    member_D: ReadInts,
+    costs: ReadReals,
+    hop_costs: ReadReals,
+    fixed_s: Real,
+    present_ED: ReadBytes2,
+) -> Real:
+    """Seconds of the layer under a placement.
+
+    The arguments are those of :func:`search_replicas`, with the placement as bytes ``[E, D]``.
+    """
+    layer = PricedLayer(owner_E.shape[0], node_D.shape[0], first_N.shape[0] - 1)
+    _describe(layer, load_ED, load_EN, owner_E, node_D, first_N, member_D, costs, hop_costs)
+    seconds: Real = fixed_s
+    with cython.nogil:
+        layer.fill_with(present_ED)
+        seconds += layer.price()
+    return seconds

@@ -1,8 +1,8 @@
 """Keeps a layer's placement while it holds what its search promised (ours).
 
-Loads change little from one iteration to the next. A placement whose price with the new forecast is still what
-the search promised needs no new search, because a search would hardly find a better one. A price takes about a
-fiftieth of the time of a search.
+Loads change little from one iteration to the next. If a placement's price for the new forecast is still what
+its search promised, another search would hardly find a better placement. A price takes about a hundredth of
+the time of a search.
 """
 
 from dataclasses import dataclass, field

@@ -272,8 +272,6 @@ def test_both_forms_of_the_kernel_find_the_same_placement(
     layer = LayerSearch(owner_E, load_DE, topology, costs)
     arguments = (
         *layer._arrays,
-        costs.layer,
-        costs.hops,
         slots,
         owner_E.size,
         40,

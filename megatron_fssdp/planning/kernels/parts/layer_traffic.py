@@ -7,7 +7,16 @@ Shape letters: D devices, E experts, N nodes.
 """
 
 from megatron_fssdp.planning.native import compiler_marks as cython
-from megatron_fssdp.planning.native.kernel_types import Index, Int, Ints, ReadInts, ReadReals, Real, Reals
+from megatron_fssdp.planning.native.kernel_types import (
+    Index,
+    Int,
+    Ints,
+    ReadBytes2,
+    ReadInts,
+    ReadReals,
+    Real,
+    Reals,
+)
 from megatron_fssdp.planning.native.work_arrays import zero_ints, zero_reals
 
 _HOP_BITS = 6  # bits of a number of hops inside a node, which is at most the logarithm of the devices
@@ -104,7 +113,7 @@ class Layer:
         num_pairs, in_nodes = num_experts * num_devices, num_experts * num_nodes
         # One allocation of each type: many small ones would take longer than a search of a small layer.
         self.ints = zero_ints(
-            3 * num_pairs + 2 * in_nodes + 12 * num_experts + 8 * num_devices + 6 * num_nodes
+            2 * num_pairs + 2 * in_nodes + 12 * num_experts + 8 * num_devices + 6 * num_nodes
         )
         self.reals = zero_reals(2 * in_nodes + 5 * num_experts + 7 * num_devices + 6 * num_nodes)
         self.num_ints = self.num_reals = 0
@@ -140,8 +149,8 @@ class Layer:
         return self.reals[first : first + size]
 
     @cython.inner
-    def fill(self) -> cython.void:
-        """Put every expert on its owner."""
+    def put_on_owners(self) -> cython.void:
+        """Put every expert on its owner; all experts are out."""
         for node in range(self.num_nodes):
             for i in range(self.first_N[node], self.first_N[node + 1]):
                 self.place_D[self.member_D[i]] = i - self.first_N[node]
@@ -156,12 +165,28 @@ class Layer:
             self.place_E[expert] = self.place_D[owner] + self.gets_D[owner]
             self.gets_D[owner] += 1  # counts owned experts until the end of this method
             self.put(expert, owner)
-            self.count(expert, 1)
             self.used_D[owner] -= 1
         for device in range(self.num_devices):
             self.gets_D[device] = 0
+
+    @cython.inner
+    def fill(self) -> cython.void:
+        """Put every expert on its owner and count it."""
+        self.put_on_owners()
+        for expert in range(self.num_experts):
+            self.count(expert, 1)
         self.plain_ints[:] = self.ints[: self.plain_ints.shape[0]]
         self.plain_reals[:] = self.reals[: self.plain_reals.shape[0]]
+
+    @cython.inner
+    def fill_with(self, present_ED: ReadBytes2) -> cython.void:
+        """Put every expert on its owner and where ``present_ED`` is 1, and count it."""
+        self.put_on_owners()
+        for expert in range(self.num_experts):
+            for device in range(self.num_devices):
+                if present_ED[expert, device] and self.owner_E[expert] != device:
+                    self.put(expert, device)
+            self.count(expert, 1)
 
     @cython.inner
     def clear_all(self) -> cython.void:

@@ -6,6 +6,7 @@ Shape letters: D devices, E experts, N nodes.
 from megatron_fssdp.planning.kernels.parts.smooth_price import SmoothLayer
 from megatron_fssdp.planning.native import compiler_marks as cython
 from megatron_fssdp.planning.native.kernel_types import Index, Int, Ints, Real, Reals
+from megatron_fssdp.planning.native.work_arrays import zero_ints
 
 _GAIN = 1e-9  # smallest relative gain; smaller ones are rounding errors
 
@@ -46,7 +47,7 @@ class MovingLayer(SmoothLayer):
 
     def __init__(self, num_experts: Index, num_devices: Index, num_nodes: Index) -> None:
         SmoothLayer.__init__(self, num_experts, num_devices, num_nodes)
-        self.kept_ED = self.new_ints(num_experts * num_devices)
+        self.kept_ED = zero_ints(num_experts * num_devices)
         self.listed_E, self.chosen_E = self.new_ints(num_experts), self.new_ints(2 * num_experts)
         self.part_E = self.new_reals(2 * num_experts)
         self.free_N = self.new_ints(num_nodes)
