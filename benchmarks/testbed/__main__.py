@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         help="unmeasured iterations of every workload and variant, which fill the history",
     )
     add("--out", type=Path, required=True, help="folder to write the results to")
-    add("--loads", type=Path, default=LOADS, help="loads.npz that `replay` reads")
+    add("--loads", type=Path, default=LOADS, help="loads.npy or loads.npz that `replay` reads")
     add("--replay-from", type=int, default=400, help="first iteration of the record to replay")
     add("--layers", type=int, default=4)
     add("--experts", type=int, default=16)
@@ -375,7 +375,7 @@ def _counts(options: argparse.Namespace, name: str, size: Any, world_size: int, 
     import numpy as np
 
     from megatron_fssdp.config.errors import ConfigurationError
-    from megatron_fssdp.reporting.records.run_records import read_loads
+    from megatron_fssdp.reporting.records.load_records import read_loads
     from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape, replay
 
     shape = WorkloadShape(world_size, size.num_experts, size.tokens_per_rank, size.top_k, iterations)
@@ -392,14 +392,14 @@ def _counts(options: argparse.Namespace, name: str, size: Any, world_size: int, 
 
 
 def _recorded(path: Path, read_loads: Any) -> Any:
-    """Return the counts of a ``loads.npz``, which can have any file name."""
+    """Return the counts of a ``loads.npy`` or ``loads.npz``, which can have any file name."""
     import shutil
     import tempfile
 
     if path.is_dir():
         return read_loads(path).counts_ILDE
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(path, Path(folder) / "loads.npz")
+        shutil.copy(path, Path(folder) / f"loads{path.suffix}")
         return read_loads(folder).counts_ILDE
 
 

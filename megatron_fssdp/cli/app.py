@@ -347,7 +347,7 @@ def compare_command(
 def simulate_command(
     loads: Annotated[
         str,
-        typer.Option(help="Folder of a recorded run, its loads.npz, or the name of a workload (W0 to W7)."),
+        typer.Option(help="Folder of a recorded run, its loads.npy, or the name of a workload (W0 to W7)."),
     ],
     cluster: ClusterName,
     out: Annotated[Path, typer.Option(help="Folder to write the results to.")],

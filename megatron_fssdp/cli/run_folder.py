@@ -12,9 +12,11 @@ from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.run.training_settings import TrainingSettings
 from megatron_fssdp.config.written_files import written_whole
 from megatron_fssdp.config.yaml_text import format_yaml
+from megatron_fssdp.reporting.records.array_files import file_of_earlier_versions
+from megatron_fssdp.reporting.records.load_records import LOADS_FILE
 from megatron_fssdp.reporting.records.placement_records import PLACEMENTS_FILE
 from megatron_fssdp.reporting.records.recorded_run import run_config_of
-from megatron_fssdp.reporting.records.run_records import LOADS_FILE, METRICS_FILE
+from megatron_fssdp.reporting.records.run_records import METRICS_FILE
 
 # A checkpoint's optimizer states are valid only with the same values of these keys.
 _FIXED_TRAINING_KEYS = frozenset({"optimizer", "lr", "min_lr", "precision"})
@@ -99,9 +101,11 @@ class RunFolder:
 
     @property
     def _files_of_a_run(self) -> list[Path]:
-        names = (METRICS_FILE, LOADS_FILE, PLACEMENTS_FILE)
+        arrays = [self.path / name for name in (LOADS_FILE, PLACEMENTS_FILE)]
         return [
-            *(self.config, self.overrides, *(self.path / name for name in names)),
+            *(self.config, self.overrides, self.metrics),
+            *arrays,
+            *map(file_of_earlier_versions, arrays),
             *(self.log, self.checkpoints, self.path / "tensorboard"),
         ]
 

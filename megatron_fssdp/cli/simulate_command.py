@@ -22,8 +22,8 @@ from megatron_fssdp.config.strategy_selection import strategy_settings
 from megatron_fssdp.config.strategy_settings import EpSettings, StrategySettings
 from megatron_fssdp.config.written_files import written_whole
 from megatron_fssdp.reporting.records.job_records import loads_for_job, with_recorded_choices
+from megatron_fssdp.reporting.records.load_records import RecordedLoads
 from megatron_fssdp.reporting.records.recorded_settings import SETTINGS_FILE
-from megatron_fssdp.reporting.records.run_records import RecordedLoads
 from megatron_fssdp.reporting.simulation_plots import draw_simulation
 from megatron_fssdp.reporting.simulation_report import (
     RankedStrategy,
@@ -52,7 +52,7 @@ class SimulateRequest:
     """Options of ``megatron-fssdp simulate``.
 
     Attributes:
-        loads: Output folder of a run, its ``loads.npz``, or the name of a workload.
+        loads: Output folder of a run, its ``loads.npy``, or the name of a workload.
         cluster: YAML file or name of a cluster.
         models: YAML files of a training run. Later files win.
         strategies: Names of the strategies to simulate.

@@ -24,7 +24,7 @@ class StrategySettings(BaseModel):
 
     record_dir: Path | None = Field(
         default=None,
-        description="Folder for metrics.jsonl, loads.npz and placements.npz. Default: no records.",
+        description="Folder for metrics.jsonl, loads.npy and placements.npy. Default: no records.",
     )
 
 

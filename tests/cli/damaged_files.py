@@ -1,12 +1,13 @@
 """Ways to damage files: each entry damages a valid file."""
 
-import io
 import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+
+from tests.reporting.records.row_files import rows_in, save_rows
 
 Damage = Callable[[Path], object]
 
@@ -86,33 +87,31 @@ RUN_FILE: dict[str, Damage] = YAML_FILE | {
 """For the YAML of a run; what is good has four layers and four expert-parallel ranks."""
 
 
-def _changed(**changes: Callable[[np.ndarray], object]) -> Damage:
+def _changed(**changes: Callable[[np.ndarray], np.ndarray]) -> Damage:
     def change(path: Path) -> None:
-        with np.load(path) as arrays:
-            content = dict(arrays)
-        np.savez(path, **{name: changes.get(name, lambda kept: kept)(kept) for name, kept in content.items()})
+        content = rows_in(path)
+        save_rows(
+            path, **{name: changes.get(name, lambda kept: kept)(kept) for name, kept in content.items()}
+        )
 
     return change
 
 
 def _without_counts(path: Path) -> None:
-    np.savez(path, iterations=np.arange(1, 3), layers=np.arange(1, 5))
+    content = rows_in(path)
+    del content["counts_ILDE"]
+    save_rows(path, **content)
 
 
 def _pickled(path: Path) -> None:
-    np.savez(path, counts_ILDE=np.array([{"a": 1}], dtype=object), iterations=[1], layers=[1])
+    np.save(path, np.array([{"a": 1}], dtype=object), allow_pickle=True)
 
 
 def _one_array(path: Path) -> None:
-    buffer = io.BytesIO()
-    np.save(buffer, np.arange(8))
-    path.write_bytes(buffer.getvalue())
+    np.save(path, np.arange(8))
 
 
 def _flipped(path: Path) -> None:
-    with np.load(path) as arrays:
-        content = dict(arrays)
-    np.savez_compressed(path, **content)
     damaged = bytearray(path.read_bytes())
     for at in range(60, len(damaged) // 2, 7):
         damaged[at] ^= 0xFF
@@ -128,8 +127,8 @@ LOADS_FILE: dict[str, Damage] = ANY_FILE | {
     "one array": _one_array,
     "text": lambda path: path.write_text("counts"),
     "no counts": _without_counts,
-    "wrong shape": _changed(counts_ILDE=lambda counts: counts[0]),
-    "other iterations": _changed(iterations=lambda numbers: numbers[:-1]),
+    "wrong shape": _changed(counts_ILDE=lambda counts: counts[..., 0]),
+    "other layers": _changed(layers=lambda numbers: numbers + np.arange(2)[:, None]),
     "not ascending": _changed(iterations=lambda numbers: numbers[::-1]),
     "floats": _changed(counts_ILDE=lambda counts: counts.astype(np.float64)),
     "not a number": _changed(counts_ILDE=lambda counts: np.full(counts.shape, np.nan)),
@@ -138,11 +137,11 @@ LOADS_FILE: dict[str, Damage] = ANY_FILE | {
     "same layers": _changed(layers=lambda numbers: numbers * 0),
     "strings": _changed(layers=lambda numbers: numbers.astype(str)),
 }
-"""For ``loads.npz``."""
+"""For ``loads.npy``."""
 
 METRICS_FILE: dict[str, Damage] = ANY_FILE | {
     "empty": lambda path: path.write_text(""),
-    "cut": _cut,
+    "cut": lambda path: path.write_bytes(path.read_bytes()[40:]),
     "a list": lambda path: path.write_text("[]\n"),
     "a word": lambda path: path.write_text("iteration\n"),
     "strings": lambda path: path.write_text(path.read_text().replace('"iteration": 1', '"iteration": "1"')),

@@ -13,12 +13,8 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy_selection import resolve_strategy
 from megatron_fssdp.data.manifest import BuiltFile, DataManifest
 from megatron_fssdp.megatron_adapter.entry.launcher import launch
-from megatron_fssdp.reporting.records.run_records import (
-    IterationMetrics,
-    LayerMetrics,
-    LoadsWriter,
-    MetricsWriter,
-)
+from megatron_fssdp.reporting.records.load_records import LoadsWriter
+from megatron_fssdp.reporting.records.run_records import IterationMetrics, LayerMetrics, MetricsWriter
 
 from .damaged_files import ANY_FILE, LOADS_FILE, METRICS_FILE, RUN_FILE, YAML_FILE, Damage, contents
 
@@ -75,10 +71,10 @@ READERS: list[tuple[tuple[object, ...], str, dict[str, Damage]]] = [
     (("doctor", "--config", "run.yaml"), "run.yaml", RUN_FILE),
     (SIMULATE, "run.yaml", RUN_FILE),
     (SIMULATE, "cluster.yaml", YAML_FILE),
-    (SIMULATE, "done/loads.npz", LOADS_FILE),
+    (SIMULATE, "done/loads.npy", LOADS_FILE),
     (ROOFLINE, "cluster.yaml", YAML_FILE),
     (ROOFLINE, "done/config.yaml", RUN_FILE),
-    (ROOFLINE, "done/loads.npz", LOADS_FILE),
+    (ROOFLINE, "done/loads.npy", LOADS_FILE),
     (COMPARE, "done/metrics.jsonl", METRICS_FILE),
     (("report", "done"), "done/metrics.jsonl", METRICS_FILE),
     # Of this file, `compare` reads only the strategy's name.
@@ -157,7 +153,7 @@ def test_a_damaged_strategy_file_is_refused(place: Path, name: str) -> None:
         (("doctor", "--config", "nowhere.yaml"), "nowhere.yaml: no such file"),
         (("doctor", "--nproc", 3), "--nproc"),
         ((*SIMULATE, "--loads", "nowhere"), "or give the folder of a run"),
-        ((*SIMULATE, "--loads", "run.yaml"), "wanted the folder of a run or its loads.npz"),
+        ((*SIMULATE, "--loads", "run.yaml"), "wanted the folder of a run or its loads.npy"),
         ((*SIMULATE, "--cluster", "nowhere"), "unknown cluster"),
         (("roofline", "nowhere", "--cluster", "cluster.yaml"), "nowhere"),
         (("compare", "nowhere", "done"), "nowhere"),

@@ -376,7 +376,8 @@ def test_overwriting_deletes_the_files_of_a_run_and_nothing_else(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     (elsewhere / "iter_0000002").mkdir(parents=True)
     folder.checkpoints.symlink_to(elsewhere)
-    for name in ("metrics.jsonl", "loads.npz", "placements.npz", "log.txt", "notes.txt", "report.html"):
+    files = ("metrics.jsonl", "loads.npy", "loads.npz", "placements.npy", "placements.npz", "log.txt")
+    for name in (*files, "notes.txt", "report.html"):
         (folder.path / name).touch()
     (folder.path / "tensorboard").mkdir()
     folder.delete_run()

@@ -131,6 +131,6 @@ def test_loads_of_ranks_that_share_cores_are_simulated_on_a_cluster(run: Path, t
 
 
 def test_ranking_needs_recorded_loads(run: Path) -> None:
-    (run / "loads.npz").unlink()
+    (run / "loads.npy").unlink()
     with pytest.raises(ConfigurationError, match="no run has recorded loads"):
         CliRunner().invoke(app, ["report", str(run), "--cluster", CLUSTER], catch_exceptions=False)

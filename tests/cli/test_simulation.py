@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from megatron_fssdp.cli.app import app
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.reporting.colours import TIME_PARTS
-from megatron_fssdp.reporting.records.run_records import LoadsWriter
+from megatron_fssdp.reporting.records.load_records import LoadsWriter
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "gpt_moe_tiny.yaml"

@@ -14,8 +14,8 @@ import pytest
 
 from megatron_fssdp.config.loading import load_yaml, validate
 from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.reporting.records.load_records import read_loads
 from megatron_fssdp.reporting.records.recorded_run import read_run
-from megatron_fssdp.reporting.records.run_records import read_loads
 
 RUN = """
 model: {num_layers: 2, hidden_size: 32, num_attention_heads: 2, seq_length: 32, num_experts: 4,
@@ -80,7 +80,7 @@ def test_a_run_trains_and_leaves_its_records(command: Callable[..., str], tmp_pa
     resolved = validate(RunConfig, load_yaml(out / "config.yaml"), "config.yaml")
     assert resolved.data.path == data
     assert {path.name for path in out.iterdir()} == {
-        *("config.yaml", "overrides.yaml", "metrics.jsonl", "loads.npz", "placements.npz", "log.txt"),
+        *("config.yaml", "overrides.yaml", "metrics.jsonl", "loads.npy", "placements.npy", "log.txt"),
         *("tensorboard", "report.html"),
     }
 

@@ -20,13 +20,9 @@ from megatron_fssdp.megatron_adapter.experts.resharding import ReshardReport
 from megatron_fssdp.megatron_adapter.support.host_cores import usable_cores
 from megatron_fssdp.megatron_adapter.training.training_boards import write_to_boards
 from megatron_fssdp.planning.loads.load_statistics import balance_ratio, load_similarity, max_over_mean
+from megatron_fssdp.reporting.records.load_records import LoadsWriter
 from megatron_fssdp.reporting.records.placement_records import PlacementsWriter
-from megatron_fssdp.reporting.records.run_records import (
-    IterationMetrics,
-    LayerMetrics,
-    LoadsWriter,
-    MetricsWriter,
-)
+from megatron_fssdp.reporting.records.run_records import IterationMetrics, LayerMetrics, MetricsWriter
 from megatron_fssdp.reporting.records.run_session import RunSession
 from megatron_fssdp.runtime.execution.layer_load import LayerLoad
 

@@ -13,7 +13,7 @@ from megatron_fssdp.reporting.page.device_load_section import NO_LAYERS
 from megatron_fssdp.reporting.page.iteration_bins import IterationBins
 from megatron_fssdp.reporting.page.reported_run import ReportedRun
 from megatron_fssdp.reporting.page.section import FEW, Figure, Section, above, every_tick, packed, titled
-from megatron_fssdp.reporting.records.run_records import RecordedLoads
+from megatron_fssdp.reporting.records.load_records import RecordedLoads
 
 MOST_COLUMNS = 300
 MOST_CELLS = 400_000
@@ -43,7 +43,7 @@ def expert_load_section(runs: Sequence[ReportedRun]) -> Section:
             absent = (
                 NO_LAYERS
                 if not run.records.layers
-                else "loads.npz is not written yet. Wait, then run the report again."
+                else "loads.npy is not written yet. Wait, then run the report again."
             )
             missing.append(absent)
             notes.append(f"{run.name}: {absent}")

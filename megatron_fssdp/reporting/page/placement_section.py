@@ -26,7 +26,7 @@ _LEAD = (
 )
 
 _NOT_THERE = (
-    "There is no placements.npz yet. A run writes it at intervals and at its end. Runs of early versions do "
+    "There is no placements.npy yet. A run adds to it in every iteration. Runs of early versions do "
     "not write it."
 )
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_fssdp.reporting.colours import distinct_colours
+from megatron_fssdp.reporting.records.load_records import RecordedLoads, has_loads, read_loads
 from megatron_fssdp.reporting.records.placement_records import (
-    PLACEMENTS_FILE,
     RecordedPlacements,
+    has_placements,
     read_placements,
 )
 from megatron_fssdp.reporting.records.recorded_run import RecordedRun, distinct_names, read_run
-from megatron_fssdp.reporting.records.run_records import LOADS_FILE, RecordedLoads, read_loads
 
 _LOG_FILE = "log.txt"
 _ACCOUNTED = re.compile(rb"\[fssdp\] memory of a rank: ([^\r\n]+)")
@@ -66,8 +66,8 @@ def read_reported_runs(paths: Sequence[Path]) -> list[ReportedRun]:
             name,
             colour,
             run,
-            read_loads(run.path) if (run.path / LOADS_FILE).exists() else None,
-            read_placements(run.path) if (run.path / PLACEMENTS_FILE).exists() else None,
+            read_loads(run.path) if has_loads(run.path) else None,
+            read_placements(run.path) if has_placements(run.path) else None,
             _accounted_memory(run.path),
         )
         for run, name, colour in zip(found, distinct_names(*found), colours, strict=True)

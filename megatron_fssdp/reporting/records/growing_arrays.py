@@ -1,50 +1,43 @@
-"""Records arrays with one entry per iteration in an ``.npz`` file that is always complete.
+"""Records arrays with one entry per iteration in a ``.npy`` file that grows with its run.
 
-The file grows with its run. If a resumed run starts at an iteration that the file already holds, the run
-replaces the entries from this iteration on.
+The file is a NumPy array of rows, one row per iteration. A row has the number of its iteration, the numbers
+of the layers, and one field for each array. ``np.load(file)["counts_ILDE"]`` is therefore that array of all
+iterations. An iteration costs one write of its own bytes.
+
+The file's header has the number of rows. It is raised after a row is complete. A process that is killed while
+it writes therefore loses at most the iteration that it was writing, and other processes can read the file
+while it grows. NumPy leaves space in the header for this (``numpy.lib.format.GROWTH_AXIS_MAX_DIGITS``).
+
+Earlier versions wrote an ``.npz`` archive. It is still read, and a resumed run replaces it.
 """
 
-import time
-from collections.abc import Collection, Mapping
+import io
+import os
+from bisect import bisect_left
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
+from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.written_files import written_file
+from megatron_fssdp.config.written_files import cannot_write, written_file
+from megatron_fssdp.reporting.records.array_files import ITERATIONS, LAYERS, file_of_earlier_versions
 
-ITERATIONS = "iterations"
-LAYERS = "layers"
-
-# Every write replaces the whole file. Writing may take at most this share of the time.
-_MAX_WRITE_SHARE = 0.05
-_MIN_WRITE_INTERVAL_S = 10.0
-
-
-class ArrayFormat(NamedTuple):
-    """Format that an array in a file must have.
-
-    Attributes:
-        dtype: Integer data type. Arrays of smaller integers are converted to it.
-        num_dimensions: Number of dimensions. Each dimension must have at least one entry.
-    """
-
-    dtype: type[np.integer[Any]]
-    num_dimensions: int
-
-
-_INDEX = ArrayFormat(np.int64, 1)
+_ASKED_BY = "record_dir"
 
 
 class GrowingArrays:
-    """Collects entries in memory, and writes the file at intervals and on :meth:`close`.
+    """Appends entries to the file. Each one can be read at once.
+
+    The first entry of a resumed run writes the whole file anew. Each later entry only adds its row.
 
     Args:
-        path: Path of the ``.npz`` file.
+        path: Path of the ``.npy`` file.
         layers: Megatron's number of each recorded layer, in order: int64 ``[L]``.
-        found: Arrays that :func:`read_arrays` read from an existing file, or None if there is no file.
+        found: Arrays of an existing file, as ``read_arrays`` returns them, or None if there is no file.
 
     Raises:
         ConfigurationError: The existing file holds other layers.
@@ -55,142 +48,111 @@ class GrowingArrays:
     ) -> None:
         self._path = path
         self._layers = layers
+        self._file: BinaryIO | None = None
+        self._row_type: np.dtype[Any] | None = None
+        self._found = {
+            name: array for name, array in (found or {}).items() if name not in (ITERATIONS, LAYERS)
+        }
+        self._shapes = {name: array.shape[1:] for name, array in self._found.items()}
         self._iterations: list[int] = []
-        self._entries: list[dict[str, NDArray[Any]]] = []
-        self._last_write_s = time.monotonic()
-        self._write_interval_s = _MIN_WRITE_INTERVAL_S
-        self._dirty = False
         if found is None:
             return
+        self._iterations = found[ITERATIONS].tolist()
         if not np.array_equal(found[LAYERS], layers):
             raise ConfigurationError(
                 f"{path}: holds layers {found[LAYERS].tolist()}, but this run records "
                 f"{layers.tolist()}; choose another output folder"
             )
-        self._iterations = found[ITERATIONS].tolist()
-        names = [name for name in found if name not in (ITERATIONS, LAYERS)]
-        self._entries = [{name: found[name][i] for name in names} for i in range(len(self._iterations))]
 
     def append(self, iteration: int, entry: Mapping[str, NDArray[Any]]) -> None:
         """Add one iteration. Existing entries from this iteration on are dropped first.
 
         Args:
             iteration: Number of the iteration.
-            entry: Arrays of the iteration, by name. Shapes must be the same in every iteration. An array that
-                the existing file lacks has zeros in its iterations.
+            entry: Arrays of the iteration, by name. Names, shapes and data types must be the same in every
+                iteration. An array that the file of an earlier version lacks has zeros in its iterations.
 
         Raises:
-            ConfigurationError: The shapes differ from those of earlier iterations.
+            ConfigurationError: Shapes differ from those of earlier iterations, an array is missing, or the
+                file cannot be written. The entries of earlier iterations are unchanged.
+            ValueError: The names or data types differ from those of this writer's first entry.
         """
-        while self._iterations and self._iterations[-1] >= iteration:
-            self._iterations.pop()
-            self._entries.pop()
-        for name, array in entry.items():
-            if self._entries and name not in self._entries[-1]:
-                for earlier in self._entries:
-                    earlier[name] = np.zeros_like(array)
-            if self._entries and array.shape != self._entries[-1][name].shape:
-                raise ConfigurationError(
-                    f"{self._path}: holds {name} of shape {self._entries[-1][name].shape}, but this run "
-                    f"records {array.shape}; choose another output folder"
-                )
-        self._iterations.append(iteration)
-        self._entries.append(dict(entry))
-        self._dirty = True
-        if time.monotonic() - self._last_write_s >= self._write_interval_s:
-            self.write()
-
-    def write(self) -> None:
-        """Write the file now.
-
-        Raises:
-            ConfigurationError: The file cannot be written. The old file is unchanged.
-        """
-        if not self._dirty:
-            return
-        start_s = time.monotonic()
-        stacked = {name: np.stack([entry[name] for entry in self._entries]) for name in self._entries[0]}
-        iterations = np.asarray(self._iterations, dtype=np.int64)
-        with written_file(self._path, "record_dir") as partial, partial.open("wb") as file:
-            np.savez(file, allow_pickle=False, **stacked, **{ITERATIONS: iterations, LAYERS: self._layers})
-        self._last_write_s = time.monotonic()
-        self._write_interval_s = max(_MIN_WRITE_INTERVAL_S, (self._last_write_s - start_s) / _MAX_WRITE_SHARE)
-        self._dirty = False
+        row = self._row(iteration, entry)
+        if self._file is not None and row.dtype != self._row_type:
+            raise ValueError(f"got an entry of {row.dtype}, wanted {self._row_type} as before")
+        num_kept = bisect_left(self._iterations, iteration)
+        try:
+            if self._file is None or num_kept == 0:
+                self._file = self._started(row, num_kept)
+            else:
+                self._add(self._file, row, num_kept)
+        except OSError as error:
+            raise cannot_write(self._path, _ASKED_BY, error) from None
+        self._iterations[num_kept:] = [iteration]
+        self._row_type = row.dtype
 
     def close(self) -> None:
-        """Write the entries that are not yet in the file."""
-        self.write()
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _row(self, iteration: int, entry: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
+        """Return the row of an iteration: an array of one row.
+
+        Raises:
+            ConfigurationError: The names or shapes differ from those of earlier iterations.
+        """
+        shapes = {name: array.shape for name, array in entry.items()}
+        for name, shape in self._shapes.items():
+            if shapes.get(name) != shape:
+                records = f"records {shapes[name]}" if name in shapes else "does not record it"
+                raise ConfigurationError(
+                    f"{self._path}: holds {name} of shape {shape}, but this run {records}; choose another "
+                    "output folder"
+                )
+        self._shapes = shapes
+        fields = {ITERATIONS: np.array(iteration, np.int64), LAYERS: self._layers, **entry}
+        row = np.zeros(1, [(name, array.dtype, array.shape) for name, array in fields.items()])
+        for name, array in fields.items():
+            row[name] = array
+        return row
+
+    def _started(self, row: NDArray[Any], num_kept: int) -> BinaryIO:
+        """Write the file anew, with the found iterations that are kept and one row after them."""
+        with written_file(self._path, _ASKED_BY) as partial, partial.open("wb") as file:
+            file.write(_header(row.dtype, num_kept + 1))
+            for i, iteration in enumerate(self._iterations[:num_kept]):
+                kept = np.zeros_like(row)
+                kept[ITERATIONS], kept[LAYERS] = iteration, self._layers
+                for name, array in self._found.items():
+                    kept[name] = array[i]
+                file.write(kept.tobytes())
+            file.write(row.tobytes())
+        self.close()
+        self._found.clear()
+        file_of_earlier_versions(self._path).unlink(missing_ok=True)
+        return self._path.open("r+b", buffering=0)
+
+    def _add(self, file: BinaryIO, row: NDArray[Any], num_kept: int) -> None:
+        """Write a row after the kept ones. The header counts a row only while it is complete."""
+        end = len(_header(row.dtype, num_kept)) + num_kept * row.nbytes
+        if num_kept < len(self._iterations):
+            os.pwrite(file.fileno(), _header(row.dtype, num_kept), 0)
+            file.truncate(end)
+        file.seek(end)
+        content = memoryview(row.tobytes())
+        try:
+            while content:
+                content = content[file.write(content) :]
+        except OSError:
+            file.truncate(end)
+            raise
+        os.pwrite(file.fileno(), _header(row.dtype, num_kept + 1), 0)
 
 
-def read_arrays(
-    path: Path, formats: Mapping[str, ArrayFormat], optional: Collection[str] = ()
-) -> dict[str, NDArray[Any]]:
-    """Read arrays, iteration numbers and layer numbers from a file, without pickle.
-
-    Args:
-        path: Path of the ``.npz`` file.
-        formats: Wanted format of each array, by name.
-        optional: Names of arrays that earlier versions did not write. The result lacks those that the file
-            lacks.
-
-    Returns:
-        The arrays by name, with ``iterations`` int64 ``[I]`` and ``layers`` int64 ``[L]``. The numbers in
-        both are ascending and not negative.
-
-    Raises:
-        ConfigurationError: The file is missing, damaged or holds something else.
-    """
-    try:
-        content = np.load(path, allow_pickle=False)
-        if not isinstance(content, np.lib.npyio.NpzFile):
-            raise ValueError("the file is one array, not an archive of arrays")
-        with content:
-            found = {
-                name: _array(content, name, wanted)
-                for name, wanted in {**formats, ITERATIONS: _INDEX, LAYERS: _INDEX}.items()
-                if name in content or name not in optional
-            }
-        for name in (ITERATIONS, LAYERS):
-            if found[name][0] < 0 or np.any(found[name][1:] <= found[name][:-1]):
-                raise ValueError(f"{name} are negative or not ascending")
-        return found
-    except Exception as error:  # damaged files raise many kinds of errors in zipfile, zlib and numpy
-        raise unreadable(path, error) from None
-
-
-def _array(content: Mapping[str, Any], name: str, wanted: ArrayFormat) -> NDArray[Any]:
-    """Return one array of a file, converted to the wanted data type.
-
-    Raises:
-        ValueError: The array is missing or has another format.
-    """
-    if name not in content:
-        raise ValueError(f"got no array {name}; found: {', '.join(content) or 'no arrays'}")
-    try:
-        array = content[name]
-    except Exception as error:  # damaged files raise many kinds of errors in zipfile, zlib and numpy
-        raise ValueError(f"{name}: {error}") from None
-    if not isinstance(array, np.ndarray):
-        raise ValueError(f"{name} is not an array")
-    if array.ndim != wanted.num_dimensions or 0 in array.shape:
-        raise ValueError(
-            f"{name} has shape {array.shape}, wanted {wanted.num_dimensions} dimensions, none of them empty"
-        )
-    if array.dtype.kind not in "iu" or not np.can_cast(array.dtype, wanted.dtype):
-        raise ValueError(f"{name} has data type {array.dtype}, wanted {np.dtype(wanted.dtype)} or smaller")
-    return array.astype(wanted.dtype, copy=False)
-
-
-def unreadable(path: Path, error: Exception) -> ConfigurationError:
-    """Make the error for a record that cannot be read.
-
-    Args:
-        path: Path of the record.
-        error: The error that reading it raised.
-    """
-    if isinstance(error, FileNotFoundError):
-        return ConfigurationError(f"{path}: no such file; give the folder of a run that recorded its loads")
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return ConfigurationError(
-        f"{path}: damaged, incomplete or not a record of a run ({reason}); record the run again"
-    )
+def _header(row_type: np.dtype[Any], num_rows: int) -> bytes:
+    """Return the header of the file. Its length does not depend on the number of rows."""
+    header = io.BytesIO()
+    described = {"descr": npy_format.dtype_to_descr(row_type), "fortran_order": False, "shape": (num_rows,)}
+    npy_format.write_array_header_1_0(header, described)
+    return header.getvalue()

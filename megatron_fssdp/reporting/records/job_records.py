@@ -9,10 +9,13 @@ from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import unknown_name
 from megatron_fssdp.planning.cost.link_seconds import topology_of
-from megatron_fssdp.reporting.records.run_records import LOADS_FILE, RecordedLoads, read_loads
+from megatron_fssdp.reporting.records.array_files import file_of_earlier_versions
+from megatron_fssdp.reporting.records.load_records import LOADS_FILE, RecordedLoads, read_loads
 from megatron_fssdp.simulation.job_loads import fitted_loads, generated_loads, recorded_choices
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.workloads import WORKLOADS
+
+_NAMES_OF_LOADS = (LOADS_FILE, file_of_earlier_versions(Path(LOADS_FILE)).name)
 
 GENERATED_ITERATIONS = 20
 """Default number of iterations of a generated workload."""
@@ -24,7 +27,7 @@ def loads_for_job(
     """Read or generate loads that fit the sizes of a job.
 
     Args:
-        source: Folder of a run, its ``loads.npz``, or the name of a workload.
+        source: Folder of a run, its ``loads.npy``, or the name of a workload.
         job: Training job whose sizes the loads must have.
         num_iterations: Number of iterations to generate, or the maximum to use of a record. None means 20 or
             the whole record.
@@ -50,11 +53,11 @@ def loads_for_job(
         raise ConfigurationError(
             f"--loads: {unknown_name('workload or run', source, WORKLOADS)}; or give the folder of a run"
         )
-    if path.is_file() and path.name != LOADS_FILE:
+    if path.is_file() and path.name not in _NAMES_OF_LOADS:
         raise ConfigurationError(
             f"--loads {source}: is a file of another name, wanted the folder of a run or its {LOADS_FILE}"
         )
-    found = read_loads(path.parent if path.name == LOADS_FILE else path)
+    found = read_loads(path.parent if path.is_file() else path)
     most = num_iterations or len(found.iterations)
     counts, factor = fitted_loads(found.counts_ILDE[:most], job)
     note = "" if factor == 1.0 else f"loads: tokens scaled by {factor:.4g} to the model's batch size"

@@ -1,4 +1,4 @@
-"""Reads and writes ``placements.npz`` of a run: the placement of experts and the tokens of each device.
+"""Reads and writes ``placements.npy`` of a run: the placement of experts and the tokens of each device.
 
 Shape letters: I iterations, L MoE layers, E experts, D devices of all expert-parallel groups
 together.
@@ -12,14 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_fssdp.reporting.records.growing_arrays import (
-    ArrayFormat,
-    GrowingArrays,
-    read_arrays,
-    unreadable,
-)
+from megatron_fssdp.reporting.records.array_files import ArrayFormat, read_arrays, recorded_file, unreadable
+from megatron_fssdp.reporting.records.growing_arrays import GrowingArrays
 
-PLACEMENTS_FILE = "placements.npz"
+PLACEMENTS_FILE = "placements.npy"
 
 _OWNED, _PRESENT = "owned_bits", "present_bits"
 _EP_TOKENS, _TOKENS = "ep_tokens_ILD", "tokens_ILD"
@@ -78,18 +74,20 @@ class RecordedPlacements:
 
 
 class PlacementsWriter:
-    """Collects placements, one bit for each expert and device, and keeps ``placements.npz`` up to date."""
+    """Adds placements to ``placements.npy``, with one bit for each expert and device."""
 
     def __init__(self, record_dir: Path | str, layers: Sequence[int]) -> None:
-        """Open the file. New entries are added to existing ones.
+        """Prepare the file. New iterations are added to existing ones.
 
         Args:
             record_dir: Folder of the run.
             layers: Megatron's number of each recorded layer, in order.
         """
-        path = Path(record_dir) / PLACEMENTS_FILE
+        path = recorded_file(Path(record_dir) / PLACEMENTS_FILE)
         found = _read_checked(path)[0] if path.exists() else None
-        self._arrays = GrowingArrays(path, np.asarray(layers, dtype=np.int64), found)
+        self._arrays = GrowingArrays(
+            Path(record_dir) / PLACEMENTS_FILE, np.asarray(layers, dtype=np.int64), found
+        )
 
     def append(
         self,
@@ -117,12 +115,21 @@ class PlacementsWriter:
         self._arrays.append(iteration, entry)
 
     def close(self) -> None:
-        """Write the entries that are not yet in the file."""
+        """Close the file."""
         self._arrays.close()
 
 
+def has_placements(record_dir: Path | str) -> bool:
+    """Whether a run has recorded its placements.
+
+    Args:
+        record_dir: Folder of the run.
+    """
+    return recorded_file(Path(record_dir) / PLACEMENTS_FILE).exists()
+
+
 def read_placements(record_dir: Path | str) -> RecordedPlacements:
-    """Read ``placements.npz`` of a run, without pickle.
+    """Read the placements of a run, without pickle, also while the run continues.
 
     Args:
         record_dir: Folder of the run.
@@ -130,7 +137,7 @@ def read_placements(record_dir: Path | str) -> RecordedPlacements:
     Raises:
         ConfigurationError: The file is missing or damaged, or does not hold placements.
     """
-    return _read_checked(Path(record_dir) / PLACEMENTS_FILE)[1]
+    return _read_checked(recorded_file(Path(record_dir) / PLACEMENTS_FILE))[1]
 
 
 def _read_checked(path: Path) -> tuple[dict[str, NDArray[Any]], RecordedPlacements]:

@@ -1,38 +1,25 @@
-"""Reads and writes two record files of a run: ``metrics.jsonl`` and ``loads.npz``.
+"""Reads and writes ``metrics.jsonl`` of a run: one line of metrics for each iteration.
 
-Shape letters: I iterations, L MoE layers, D devices, E experts, N nodes.
-
-A resumed run continues the same files. If it starts at an iteration that the files already hold, it replaces
-the records from this iteration on.
+A resumed run continues the same file. If it starts at an iteration that the file already holds, only its own
+lines count from this iteration on.
 """
 
 import dataclasses
 import json
 import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.json_records import Count, parse_record
 from megatron_fssdp.config.written_files import cannot_write
-from megatron_fssdp.reporting.records.growing_arrays import (
-    ArrayFormat,
-    GrowingArrays,
-    read_arrays,
-    unreadable,
-)
+from megatron_fssdp.reporting.records.array_files import unreadable
 from megatron_fssdp.reporting.records.run_session import RunSession
 
 METRICS_FILE = "metrics.jsonl"
-LOADS_FILE = "loads.npz"
-
-_COUNTS, _BY_NODES, _BY_DEVICES = "counts_ILDE", "by_nodes_ILN", "by_devices_ILD"
 
 # Limit of numbers in a record, which detects damaged records.
 _Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -125,59 +112,6 @@ class IterationMetrics:
     session: RunSession | None = None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class RecordedLoads:
-    """Router counts of a run.
-
-    Attributes:
-        counts_ILDE: int32 ``[I, L, D, E]``. Tokens that each source device sent to each expert.
-        iterations: int64 ``[I]``. Number of each iteration, ascending.
-        layers: int64 ``[L]``. Megatron's number of each recorded layer.
-        by_nodes_ILN: int64 ``[I, L, N]``. Tokens whose experts are on 1, 2, … N nodes, by the experts'
-            owners under plain expert parallelism; N counts the nodes of one expert-parallel group. Zeros
-            where it was not recorded. None in files of earlier versions.
-        by_devices_ILD: int64 ``[I, L, D]``. The same for devices; here, D counts the devices of one
-            expert-parallel group.
-    """
-
-    counts_ILDE: NDArray[np.int32]
-    iterations: NDArray[np.int64]
-    layers: NDArray[np.int64]
-    by_nodes_ILN: NDArray[np.int64] | None = None
-    by_devices_ILD: NDArray[np.int64] | None = None
-
-    def __post_init__(self) -> None:
-        if self.iterations.ndim != 1 or self.layers.ndim != 1:
-            raise ValueError(
-                f"iterations have shape {self.iterations.shape} and layers {self.layers.shape}, "
-                "wanted one dimension each"
-            )
-        wanted = (len(self.iterations), len(self.layers))
-        if self.counts_ILDE.ndim != 4 or self.counts_ILDE.shape[:2] != wanted:
-            raise ValueError(
-                f"counts_ILDE has shape {self.counts_ILDE.shape}, "
-                f"wanted {wanted} + (D, E), as iterations and layers say"
-            )
-        if 0 in self.counts_ILDE.shape:
-            raise ValueError(
-                f"counts_ILDE has shape {self.counts_ILDE.shape}, "
-                "wanted at least one iteration, layer, device and expert"
-            )
-        if np.any(np.diff(self.iterations) <= 0) or np.any(self.iterations < 0):
-            raise ValueError("iterations are negative or not ascending")
-        if np.any(np.diff(self.layers) <= 0) or np.any(self.layers < 0):
-            raise ValueError("layers are negative or not ascending")
-        if np.any(self.counts_ILDE < 0):
-            raise ValueError("counts_ILDE has negative numbers of tokens")
-        for name in (_BY_NODES, _BY_DEVICES):
-            found = getattr(self, name)
-            if found is not None and (found.shape[:-1] != wanted or np.any(found < 0)):
-                raise ValueError(
-                    f"{name} has shape {found.shape}, wanted {wanted} and one more dimension, without "
-                    "negative numbers"
-                )
-
-
 class MetricsWriter:
     """Appends one JSON line per iteration to ``metrics.jsonl``, each completely and without delay.
 
@@ -216,64 +150,6 @@ class MetricsWriter:
         self._file.close()
 
 
-class LoadsWriter:
-    """Collects router counts and keeps ``loads.npz`` up to date. The file is always complete.
-
-    The counts of the whole run stay in memory (I·L·D·E·4 bytes). The file is written at intervals, which
-    takes at most about 5 % of the time, and on :meth:`close`.
-    """
-
-    def __init__(self, record_dir: Path | str, layers: Sequence[int]) -> None:
-        """Open the file. New entries are added to existing ones.
-
-        Args:
-            record_dir: Folder of the run.
-            layers: Megatron's number of each recorded layer, in order.
-        """
-        path = Path(record_dir) / LOADS_FILE
-        found = None
-        if path.exists():
-            read = vars(read_loads(record_dir))
-            found = {name: array for name, array in read.items() if array is not None}
-        self._num_layers = len(layers)
-        self._arrays = GrowingArrays(path, np.asarray(layers, dtype=np.int64), found)
-
-    def append(
-        self,
-        iteration: int,
-        counts_LDE: NDArray[Any],
-        by_nodes_LN: NDArray[np.int64] | None = None,
-        by_devices_LD: NDArray[np.int64] | None = None,
-    ) -> None:
-        """Add one iteration. Existing entries from this iteration on are dropped first.
-
-        Args:
-            iteration: Number of the iteration.
-            counts_LDE: Integers ``[L, D, E]``. Tokens that each source device sent to each expert.
-            by_nodes_LN: Tokens whose experts are on 1, 2, … N nodes, int64 ``[L, N]``; None if not known.
-            by_devices_LD: Tokens whose experts are on 1, 2, … D devices, int64 ``[L, D]``; None if not known.
-        """
-        counts = np.array(counts_LDE, dtype=np.int32)
-        if counts.ndim != 3 or counts.shape[0] != self._num_layers:
-            raise ValueError(f"counts_LDE has shape {counts.shape}, wanted ({self._num_layers}, D, E)")
-        entry: dict[str, NDArray[Any]] = {_COUNTS: counts}
-        if by_nodes_LN is not None and by_devices_LD is not None:
-            entry |= {_BY_NODES: by_nodes_LN, _BY_DEVICES: by_devices_LD}
-        self._arrays.append(iteration, entry)
-
-    def write(self) -> None:
-        """Write the file now.
-
-        Raises:
-            ConfigurationError: The file cannot be written. The old file is unchanged.
-        """
-        self._arrays.write()
-
-    def close(self) -> None:
-        """Write the entries that are not yet in the file."""
-        self._arrays.close()
-
-
 def parse_metrics_line(line: str) -> IterationMetrics:
     """Read one line of ``metrics.jsonl``.
 
@@ -294,7 +170,7 @@ def parse_metrics_line(line: str) -> IterationMetrics:
 
 
 def read_metrics(record_dir: Path | str) -> list[IterationMetrics]:
-    """Read ``metrics.jsonl`` of a run, in the order of iterations.
+    """Read ``metrics.jsonl`` of a run, in the order of iterations. A half-written last line is ignored.
 
     Args:
         record_dir: Folder of the run.
@@ -308,40 +184,21 @@ def read_metrics(record_dir: Path | str) -> list[IterationMetrics]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise unreadable(path, error) from None
-    for number, line in enumerate(text.splitlines(), start=1):
+    lines = text.splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
         try:
             record = parse_metrics_line(line)
         except ValueError as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break  # the run was killed while it wrote this line, or is writing it now
             raise ConfigurationError(
-                f"{path}: line {number} is damaged or incomplete ({error}); if the run is still training, "
-                "try again; otherwise delete this line or record the run again"
+                f"{path}: line {number} is damaged or incomplete ({error}); delete this line or record the "
+                "run again"
             ) from None
         while records and records[-1].iteration >= record.iteration:
             records.pop()
         records.append(record)
     return records
-
-
-def read_loads(record_dir: Path | str) -> RecordedLoads:
-    """Read ``loads.npz`` of a run, without pickle.
-
-    Args:
-        record_dir: Folder of the run.
-
-    Raises:
-        ConfigurationError: The file is missing or damaged, or does not hold loads.
-    """
-    path = Path(record_dir) / LOADS_FILE
-    formats = {
-        _COUNTS: ArrayFormat(np.int32, 4),
-        _BY_NODES: ArrayFormat(np.int64, 3),
-        _BY_DEVICES: ArrayFormat(np.int64, 3),
-    }
-    arrays = read_arrays(path, formats, optional=(_BY_NODES, _BY_DEVICES))
-    try:
-        return RecordedLoads(**arrays)
-    except ValueError as error:
-        raise unreadable(path, error) from None
 
 
 def _cut_half_written_line(path: Path) -> None:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.megatron_adapter.support.host_cores import usable_cores
+from megatron_fssdp.reporting.records.load_records import read_loads
 from megatron_fssdp.reporting.records.placement_records import read_placements
-from megatron_fssdp.reporting.records.run_records import IterationMetrics, read_loads, read_metrics
+from megatron_fssdp.reporting.records.run_records import IterationMetrics, read_metrics
 from megatron_fssdp.reporting.records.run_session import RunSession
 
 from ..training_run import relative_difference, train
@@ -133,4 +134,4 @@ def test_strategy_none_records_losses_without_layers(text_data: Path, tmp_path: 
     metrics = read_metrics(tmp_path)
     assert relative_difference(tuple(entry.lm_loss for entry in metrics), run.losses) == 0
     assert all(entry.layers == () and entry.tokens_per_s > 0 for entry in metrics)
-    assert not (tmp_path / "loads.npz").exists()
+    assert not (tmp_path / "loads.npy").exists()

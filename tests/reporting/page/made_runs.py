@@ -5,13 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_fssdp.reporting.records.load_records import LoadsWriter
 from megatron_fssdp.reporting.records.placement_records import PlacementsWriter
-from megatron_fssdp.reporting.records.run_records import (
-    IterationMetrics,
-    LayerMetrics,
-    LoadsWriter,
-    MetricsWriter,
-)
+from megatron_fssdp.reporting.records.run_records import IterationMetrics, LayerMetrics, MetricsWriter
 
 
 def write_made_run(
@@ -24,7 +20,7 @@ def write_made_run(
     num_devices: int = 4,
     seed: int = 0,
 ) -> Path:
-    """Write ``metrics.jsonl``, ``loads.npz``, ``placements.npz`` and a log's memory line."""
+    """Write ``metrics.jsonl``, ``loads.npy``, ``placements.npy`` and a log's memory line."""
     rng = np.random.default_rng(seed)
     owner_E = np.arange(num_experts) * num_devices // num_experts
     owned_ED = owner_E[:, None] == np.arange(num_devices)

@@ -13,12 +13,12 @@ from megatron_fssdp.reporting.colours import TIME_PARTS
 from megatron_fssdp.reporting.page.report_page import page_html, page_sections, write_page
 from megatron_fssdp.reporting.page.reported_run import read_reported_runs
 from megatron_fssdp.reporting.page.time_section import MEASURED_PARTS, time_parts
+from megatron_fssdp.reporting.records.load_records import read_loads
 from megatron_fssdp.reporting.records.placement_records import read_placements
 from megatron_fssdp.reporting.records.run_records import (
     IterationMetrics,
     LayerMetrics,
     MetricsWriter,
-    read_loads,
     read_metrics,
 )
 
@@ -199,19 +199,19 @@ def test_the_page_says_what_was_not_recorded(tmp_path: Path) -> None:
         assert "strategy none" in page.texts[anchor]
     assert "This run did not record memory" in page.texts["memory"]
     running = write_made_run(tmp_path / "running")
-    for name in ("loads.npz", "placements.npz"):
+    for name in ("loads.npy", "placements.npy"):
         (running / name).unlink()
     page = page_of(running)
     assert "not written yet" in page.texts["expert-load"]
-    assert "no placements.npz yet" in page.texts["placement"]
+    assert "no placements.npy yet" in page.texts["placement"]
     assert "device-load-ranked" not in page.figures
 
 
 def test_damaged_records_give_one_line(tmp_path: Path) -> None:
-    for name in ("metrics.jsonl", "loads.npz", "placements.npz"):
+    for name in ("metrics.jsonl", "loads.npy", "placements.npy"):
         folder = write_made_run(tmp_path / name)
         octets = (folder / name).read_bytes()
-        (folder / name).write_bytes(octets[: len(octets) - 30])
+        (folder / name).write_bytes(octets[30:])
         with pytest.raises(ConfigurationError, match=f"{name}: .*incomplete") as caught:
             page_of(folder)
         assert "\n" not in str(caught.value)

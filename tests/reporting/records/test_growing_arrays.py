@@ -1,176 +1,192 @@
-"""A run's array files with any other content are refused with one clear line."""
+"""An array file survives a kill at any moment, can be read while it grows, and costs only its new rows."""
 
-from collections.abc import Callable
+import multiprocessing
+import time
 from contextlib import closing
 from pathlib import Path
-from zipfile import ZipFile
 
 import numpy as np
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.reporting.records.placement_records import (
-    PLACEMENTS_FILE,
-    PlacementsWriter,
-    read_placements,
+from megatron_fssdp.reporting.records.array_files import (
+    ArrayFormat,
+    file_of_earlier_versions,
+    read_arrays,
+    recorded_file,
 )
-from megatron_fssdp.reporting.records.run_records import LOADS_FILE, LoadsWriter, read_loads
+from megatron_fssdp.reporting.records.growing_arrays import GrowingArrays
 
-NUM_LAYERS, NUM_DEVICES, NUM_EXPERTS = 2, 3, 4
-LAYERS = [1, 3]
+LAYERS = np.array([2, 5])
+FORMATS = {"values": ArrayFormat(np.int64, 3)}
 
 
-def write_loads(folder: Path) -> Path:
-    with closing(LoadsWriter(folder, LAYERS)) as writer:
+def values(iteration: int, num_numbers: int = 3) -> np.ndarray:
+    """Numbers that only this iteration has, and that show a row mixed from two iterations."""
+    return np.full((len(LAYERS), num_numbers), iteration, np.int64)
+
+
+def opened(path: Path) -> GrowingArrays:
+    """A writer that continues what is there."""
+    stored = recorded_file(path)
+    return GrowingArrays(path, LAYERS, read_arrays(stored, FORMATS) if stored.exists() else None)
+
+
+def checked(path: Path) -> list[int]:
+    """Read the file; every row must be whole. Return the iterations."""
+    found = read_arrays(recorded_file(path), FORMATS)
+    assert np.array_equal(found["layers"], LAYERS)
+    wanted = np.broadcast_to(found["iterations"][:, None, None], found["values"].shape)
+    assert (found["values"] == wanted).all()
+    return found["iterations"].tolist()
+
+
+def test_every_iteration_is_in_the_file_at_once_and_numpy_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "values.npy"
+    with closing(opened(path)) as writer:
+        for iteration in range(1, 12):  # the number of rows gets a second digit
+            writer.append(iteration, {"values": values(iteration)})
+            assert checked(path) == list(range(1, iteration + 1))
+    rows = np.load(path)
+    assert rows["values"].shape == (11, 2, 3)
+    assert rows["iterations"].tolist() == list(range(1, 12))
+    assert [file.name for file in path.parent.iterdir()] == ["values.npy"]
+
+
+def test_an_iteration_writes_only_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "values.npy"
+    with closing(opened(path)) as writer:
         for iteration in (1, 2):
-            counts_LDE = np.full((NUM_LAYERS, NUM_DEVICES, NUM_EXPERTS), 5)
-            writer.append(iteration, counts_LDE, np.full((NUM_LAYERS, 2), 7), np.full((NUM_LAYERS, 3), 7))
-    return folder / LOADS_FILE
+            writer.append(iteration, {"values": values(iteration, 1000)})
+        written: list[int] = []
+        assert writer._file is not None
+        inner = writer._file
+
+        class Counting:
+            def __getattr__(self, name: str) -> object:
+                return getattr(inner, name)
+
+            def write(self, content: bytes) -> int:
+                written.append(len(content))
+                return inner.write(content)
+
+        monkeypatch.setattr(writer, "_file", Counting())
+        for iteration in range(3, 50):
+            writer.append(iteration, {"values": values(iteration, 1000)})
+    row_bytes = np.load(path).dtype.itemsize
+    assert written == [row_bytes] * 47
 
 
-def write_placements(folder: Path) -> Path:
-    owned_LED = np.zeros((NUM_LAYERS, NUM_EXPERTS, NUM_DEVICES), np.bool_)
-    owned_LED[:, :, 0] = True
-    tokens_LD = np.full((NUM_LAYERS, NUM_DEVICES), 7)
-    with closing(PlacementsWriter(folder, LAYERS)) as writer:
+@pytest.mark.parametrize("again_from", [1, 2, 3, 4, 5])
+def test_a_repeated_iteration_replaces_itself_and_all_later_ones(tmp_path: Path, again_from: int) -> None:
+    kept = list(range(1, again_from))
+    for name, is_resumed in (("resumed.npy", True), ("same.npy", False)):
+        path = tmp_path / name
+        writer = opened(path)
+        for iteration in (1, 2, 3, 4):
+            writer.append(iteration, {"values": values(iteration)})
+        if is_resumed:
+            writer.close()
+            writer = opened(path)
+        writer.append(again_from, {"values": values(again_from)})
+        assert checked(path) == [*kept, again_from]
+        writer.append(9, {"values": values(9)})
+        writer.close()
+        assert checked(path) == [*kept, again_from, 9]
+
+
+def test_a_resumed_run_replaces_the_archive_of_an_earlier_version(tmp_path: Path) -> None:
+    path = tmp_path / "values.npy"
+    archive = file_of_earlier_versions(path)
+    old = np.stack([values(1), values(2), values(3)])
+    np.savez(archive, iterations=[1, 2, 3], layers=LAYERS, values=old)
+    assert checked(path) == [1, 2, 3]
+    with closing(opened(path)) as writer:
+        assert archive.exists()
+        writer.append(3, {"values": values(3)})
+        assert not archive.exists()
+        writer.append(4, {"values": values(4)})
+    assert checked(path) == [1, 2, 3, 4]
+
+
+def test_a_half_written_row_is_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "values.npy"
+    with closing(opened(path)) as writer:
         for iteration in (1, 2):
-            writer.append(iteration, owned_LED, owned_LED, tokens_LD, tokens_LD)
-    return folder / PLACEMENTS_FILE
+            writer.append(iteration, {"values": values(iteration)})
+    row_bytes = np.load(path).dtype.itemsize
+    for num_bytes in (1, row_bytes - 1, row_bytes, 3 * row_bytes):  # the header does not count them
+        with path.open("ab") as file:
+            file.write(b"\xff" * num_bytes)
+        assert checked(path) == [1, 2]
+    with closing(opened(path)) as writer:
+        writer.append(3, {"values": values(3)})
+    assert checked(path) == [1, 2, 3]
 
 
-# Each record: what writes it, what reads it, and what opens it again for a resumed run.
-RECORDS: dict[str, tuple[Callable, Callable, Callable]] = {
-    "loads": (write_loads, read_loads, LoadsWriter),
-    "placements": (write_placements, read_placements, PlacementsWriter),
-}
-ARRAYS = {
-    "loads": ("counts_ILDE", "by_nodes_ILN", "by_devices_ILD", "iterations", "layers"),
-    "placements": ("owned_bits", "present_bits", "ep_tokens_ILD", "tokens_ILD", "iterations", "layers"),
-}
-OPTIONAL = ("by_nodes_ILN", "by_devices_ILD")  # Earlier versions did not write them.
-EACH_ARRAY = [(record, name) for record, names in ARRAYS.items() for name in names]
-
-CHANGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "no dimensions": lambda array: np.array(1, array.dtype),
-    "a dimension less": lambda array: array[0],
-    "a dimension more": lambda array: array[None],
-    "no entries": lambda array: array[:0],
-    "an iteration or layer less": lambda array: array[1:],
-    "floats": lambda array: array.astype(np.float64),
-    "not finite": lambda array: np.full(array.shape, np.nan),
-    "complex numbers": lambda array: array.astype(np.complex64),
-    "strings": lambda array: array.astype(str),
-    "bytes": lambda array: array.astype(bytes),
-    "booleans": lambda array: array.astype(np.bool_),
-    "dates": lambda array: np.zeros(array.shape, "datetime64[s]"),
-    "records": lambda array: np.zeros(array.shape, [("count", np.int32)]),
-    "objects": lambda array: array.astype(object),
-    "too large integers": lambda array: array.astype(np.uint64),
-}
+def _append_many(path: Path, first: int) -> None:
+    writer = opened(path)
+    for iteration in range(first, first + 200):  # a test that fails must not fill the disk
+        writer.append(iteration, {"values": values(iteration, 6_000)})  # rows of many pages
+        time.sleep(0.0005)  # without it, the file grows faster than it can be read
 
 
-def content_of(file: Path) -> dict[str, np.ndarray]:
-    with np.load(file) as content:
-        return dict(content)
+def test_a_killed_run_keeps_all_complete_iterations(tmp_path: Path) -> None:
+    """Kill a writer at any moment, again and again, and read its file while it writes."""
+    path = tmp_path / "values.npy"
+    last = 0
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        writer = multiprocessing.get_context("fork").Process(target=_append_many, args=(path, last + 1))
+        writer.start()
+        try:
+            while not path.exists() or checked(path)[-1] < last + 3:  # reads beside the writer
+                assert writer.is_alive()
+            time.sleep(rng.uniform(0.0, 0.005))
+            seen = checked(path)[-1]
+        finally:
+            writer.kill()
+            writer.join()
+        found = checked(path)
+        assert found == list(range(1, len(found) + 1))
+        assert found[-1] >= seen
+        last = found[-1]
 
 
-def assert_refused(record: str, file: Path, words: str = "") -> None:
-    """The reader and the writer of a resumed run must both refuse the file."""
-    _, read, open_writer = RECORDS[record]
-    for refuse in (lambda: read(file.parent), lambda: open_writer(file.parent, LAYERS)):
-        with pytest.raises(ConfigurationError) as caught:
-            refuse()
-        message = str(caught.value)
-        assert message.startswith(f"{file}: damaged, incomplete or not a record of a run (")
-        assert message.endswith("; record the run again")
-        assert words in message
-        assert len(message.splitlines()) == 1
+def test_a_full_disk_leaves_the_earlier_iterations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "values.npy"
+    with closing(opened(path)) as writer:
+        writer.append(1, {"values": values(1)})
+        inner = writer._file
+        assert inner is not None
+
+        class Full:
+            def __getattr__(self, name: str) -> object:
+                return getattr(inner, name)
+
+            def write(self, content: bytes) -> int:
+                inner.write(content[:5])
+                raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(writer, "_file", Full())
+            with pytest.raises(ConfigurationError, match="cannot be written \\(No space left on device\\)"):
+                writer.append(2, {"values": values(2)})
+        size = path.stat().st_size
+        assert checked(path) == [1]
+        writer.append(2, {"values": values(2)})
+        assert checked(path) == [1, 2]
+        assert path.stat().st_size - size == np.load(path).dtype.itemsize
 
 
-@pytest.mark.parametrize(("record", "name"), EACH_ARRAY)
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_changed_array_is_refused(tmp_path: Path, record: str, name: str, change: Callable) -> None:
-    file = RECORDS[record][0](tmp_path)
-    content = content_of(file)
-    np.savez(file, **{**content, name: change(content[name])})
-    assert_refused(record, file, {"owned_bits": "own", "present_bits": "pres"}.get(name, name))
-
-
-@pytest.mark.parametrize(("record", "name"), [each for each in EACH_ARRAY if each[1] not in OPTIONAL])
-def test_a_missing_array_is_named(tmp_path: Path, record: str, name: str) -> None:
-    file = RECORDS[record][0](tmp_path)
-    content = content_of(file)
-    del content[name]
-    np.savez(file, **content)
-    assert_refused(record, file, f"got no array {name}; found: ")
-
-
-@pytest.mark.parametrize(("record", "name"), [case for case in EACH_ARRAY if not case[1].endswith("_bits")])
-def test_negative_numbers_are_refused(tmp_path: Path, record: str, name: str) -> None:
-    file = RECORDS[record][0](tmp_path)
-    content = content_of(file)
-    content[name] = content[name].astype(np.int32)
-    content[name].flat[0] = -1
-    np.savez(file, **content)
-    assert_refused(record, file, name)
-
-
-@pytest.mark.parametrize(
-    ("record", "name"), [case for case in EACH_ARRAY if case[1] in ("iterations", "layers")]
-)
-@pytest.mark.parametrize("numbers", [[2, 1], [1, 1], [0, -(2**63)], [-(2**63), 2**63 - 1]], ids=str)
-def test_numbers_that_do_not_ascend_are_refused(
-    tmp_path: Path, record: str, name: str, numbers: list[int]
-) -> None:
-    file = RECORDS[record][0](tmp_path)
-    np.savez(file, **{**content_of(file), name: np.array(numbers)})
-    assert_refused(record, file, f"{name} are negative or not ascending")
-
-
-@pytest.mark.parametrize("record", RECORDS)
-@pytest.mark.parametrize("kept", [0, 1, 30, 0.5, 0.99])
-def test_a_truncated_file_is_refused(tmp_path: Path, record: str, kept: float) -> None:
-    file = RECORDS[record][0](tmp_path)
-    content = file.read_bytes()
-    file.write_bytes(content[: kept if isinstance(kept, int) else round(kept * len(content))])
-    assert_refused(record, file)
-
-
-@pytest.mark.parametrize("record", RECORDS)
-def test_another_kind_of_file_is_refused(tmp_path: Path, record: str) -> None:
-    file = RECORDS[record][0](tmp_path)
-    with ZipFile(file, "w") as archive:
-        for name in ARRAYS[record]:
-            archive.writestr(name, "text")
-    assert_refused(record, file, "is not an array")
-    with file.open("wb") as stream:
-        np.save(stream, np.arange(8))
-    assert_refused(record, file, "not an archive of arrays")
-    file.write_bytes(b"text")
-    assert_refused(record, file)
-    file.unlink()
-    file.mkdir()
-    assert_refused(record, file)
-
-
-def test_bits_for_another_number_of_devices_are_refused(tmp_path: Path) -> None:
-    file = write_placements(tmp_path)
-    content = content_of(file)
-    np.savez(file, **{**content, "owned_bits": np.concatenate([content["owned_bits"]] * 2, axis=-1)})
-    assert_refused("placements", file, "owned_bits has 2 bytes for each expert, wanted 1 for 3 devices")
-    np.savez(file, **{**content, "owned_bits": content["owned_bits"][:, :, :2]})
-    assert_refused("placements", file, "owned_ILED has shape")
-
-
-@pytest.mark.parametrize("record", RECORDS)
-def test_smaller_integers_and_further_arrays_are_accepted(tmp_path: Path, record: str) -> None:
-    write, read, _ = RECORDS[record]
-    file = write(tmp_path)
-    expected = read(tmp_path)
-    smaller = {name: array.astype(np.uint8) for name, array in content_of(file).items()}
-    np.savez(file, **smaller, other=np.array("text"))
-    found = read(tmp_path)
-    assert found.iterations.dtype == np.int64
-    for name, array in vars(expected).items():
-        np.testing.assert_array_equal(getattr(found, name), array)
-        assert getattr(found, name).dtype == array.dtype
+def test_other_layers_names_and_shapes_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "values.npy"
+    with closing(opened(path)) as writer:
+        writer.append(1, {"values": values(1)})
+        with pytest.raises(ConfigurationError, match=r"holds values of shape \(2, 3\), but .* \(2, 4\)"):
+            writer.append(2, {"values": values(2, 4)})
+        with pytest.raises(ConfigurationError, match="does not record it; choose another output folder"):
+            writer.append(2, {"others": values(2)})
+        assert checked(path) == [1]
+    with pytest.raises(ConfigurationError, match=r"holds layers \[2, 5\], but this run records \[2\]"):
+        GrowingArrays(path, LAYERS[:1], read_arrays(path, FORMATS))

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.reporting.records.load_records import LoadsWriter
 from megatron_fssdp.reporting.records.placement_records import PlacementsWriter, read_placements
-from megatron_fssdp.reporting.records.run_records import LoadsWriter
 
 # 11 devices do not fill a whole number of bytes.
 NUM_LAYERS, NUM_EXPERTS, NUM_DEVICES = 2, 5, 11
@@ -54,6 +54,6 @@ def test_records_that_do_not_fit_or_are_inconsistent_are_refused(tmp_path: Path)
         read_placements(tmp_path / "absent")
     with closing(LoadsWriter(tmp_path / "other", [1])) as loads:
         loads.append(1, np.ones((1, 2, 3)))
-    (tmp_path / "other" / "loads.npz").rename(tmp_path / "other" / "placements.npz")
+    (tmp_path / "other" / "loads.npy").rename(tmp_path / "other" / "placements.npy")
     with pytest.raises(ConfigurationError, match="not a record of a run"):
         read_placements(tmp_path / "other")

@@ -3,6 +3,7 @@
 import io
 import json
 import tempfile
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from megatron_fssdp.data.manifest import MANIFEST_FILE, BuiltFile, DataManifest,
 from megatron_fssdp.reporting.comparison_table import comparison_table
 from megatron_fssdp.reporting.page.report_page import page_html, page_sections
 from megatron_fssdp.reporting.page.reported_run import read_reported_runs
+from megatron_fssdp.reporting.records.load_records import LOADS_FILE, read_loads
 from megatron_fssdp.reporting.records.placement_records import (
     PLACEMENTS_FILE,
     PlacementsWriter,
@@ -24,14 +26,14 @@ from megatron_fssdp.reporting.records.placement_records import (
 )
 from megatron_fssdp.reporting.records.recorded_run import read_run
 from megatron_fssdp.reporting.records.run_records import (
-    LOADS_FILE,
     METRICS_FILE,
     IterationMetrics,
     LayerMetrics,
     MetricsWriter,
-    read_loads,
 )
 from tests.drawn_examples import examples
+
+from .row_files import save_rows
 
 CHANGES = st.lists(
     st.tuples(st.floats(0, 1), st.integers(0, 40), st.binary(max_size=6)), min_size=1, max_size=5
@@ -46,22 +48,24 @@ def changed(content: bytes, changes: list[tuple[float, int, bytes]]) -> bytes:
     return content
 
 
-def loads_file(compressed: bool) -> bytes:
-    file = io.BytesIO()
-    save = np.savez_compressed if compressed else np.savez
+def write_loads(folder: str, name: str, save: Callable) -> Path:
     counts = np.random.default_rng(0).integers(0, 99, (3, 2, 4, 8), dtype=np.int32)
-    save(file, counts_ILDE=counts, iterations=np.arange(1, 4), layers=np.arange(1, 3))
-    return file.getvalue()
+    layers = np.arange(1, 3)
+    content = {
+        "counts_ILDE": counts,
+        "iterations": np.arange(1, 4),
+        "layers": np.tile(layers, (3, 1)) if name == LOADS_FILE else layers,
+    }
+    save(Path(folder, name), **content)
+    return Path(folder, name)
 
 
-def loads_or_refusal(content: bytes) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, LOADS_FILE).write_bytes(content)
-        try:
-            loads = read_loads(folder)
-        except ConfigurationError as error:
-            refused_in_one_line(error, Path(folder, LOADS_FILE))
-            return
+def loads_or_refusal(file: Path) -> None:
+    try:
+        loads = read_loads(file.parent)
+    except ConfigurationError as error:
+        refused_in_one_line(error, file)
+        return
     assert loads.counts_ILDE.dtype == np.int32
     assert loads.counts_ILDE.shape[:2] == (len(loads.iterations), len(loads.layers))
     assert loads.counts_ILDE.min(initial=0) >= 0
@@ -72,10 +76,18 @@ def refused_in_one_line(error: ConfigurationError, file: Path) -> None:
     assert str(file) in str(error)
 
 
-@given(CHANGES, st.booleans())
-@examples(150)
-def test_changed_loads_are_valid_or_refused(changes, compressed: bool) -> None:
-    loads_or_refusal(changed(loads_file(compressed), changes))
+SAVED = st.sampled_from(
+    [(LOADS_FILE, save_rows), ("loads.npz", np.savez), ("loads.npz", np.savez_compressed)]
+)
+
+
+@given(CHANGES, SAVED)
+@examples(200)
+def test_changed_loads_are_valid_or_refused(changes, saved: tuple[str, Callable]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = write_loads(folder, *saved)
+        file.write_bytes(changed(file.read_bytes(), changes))
+        loads_or_refusal(file)
 
 
 ANY_ARRAY = arrays.arrays(
@@ -92,10 +104,12 @@ ANY_ARRAY = arrays.arrays(
 @example({"counts_ILDE": np.array(1, np.int32)}, True)
 @examples(150)
 def test_loads_of_any_arrays_are_valid_or_refused(content, keep_others: bool) -> None:
-    file = io.BytesIO()
-    with np.load(io.BytesIO(loads_file(compressed=False))) as good:
-        np.savez(file, **{**(good if keep_others else {}), **content})
-    loads_or_refusal(file.getvalue())
+    with tempfile.TemporaryDirectory() as folder:
+        file = write_loads(folder, "loads.npz", np.savez)
+        with np.load(file) as good:
+            others = dict(good) if keep_others else {}
+        np.savez(file, **{**others, **content})
+        loads_or_refusal(file)
 
 
 def placements_file() -> bytes:
@@ -108,13 +122,14 @@ def placements_file() -> bytes:
         return Path(folder, PLACEMENTS_FILE).read_bytes()
 
 
-def placements_or_refusal(content: bytes) -> None:
+def placements_or_refusal(content: bytes, name: str = PLACEMENTS_FILE) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, PLACEMENTS_FILE).write_bytes(content)
+        file = Path(folder, name)
+        file.write_bytes(content)
         try:
             placements = read_placements(folder)
         except ConfigurationError as error:
-            refused_in_one_line(error, Path(folder, PLACEMENTS_FILE))
+            refused_in_one_line(error, file)
             return
     shape = (len(placements.iterations), len(placements.layers))
     assert placements.owned_ILED.shape[:2] == placements.present_ILED.shape[:2] == shape
@@ -139,9 +154,10 @@ PLACEMENT_ARRAYS = ["owned_bits", "present_bits", "ep_tokens_ILD", "tokens_ILD",
 @examples(100)
 def test_placements_of_any_arrays_are_valid_or_refused(content) -> None:
     file = io.BytesIO()
-    with np.load(io.BytesIO(placements_file())) as good:
-        np.savez(file, **{**good, **content})
-    placements_or_refusal(file.getvalue())
+    rows = np.load(io.BytesIO(placements_file()))
+    good = {name: rows[name] for name in PLACEMENT_ARRAYS} | {"layers": rows["layers"][0]}
+    np.savez(file, **{**good, **content})
+    placements_or_refusal(file.getvalue(), "placements.npz")
 
 
 def metrics_file() -> bytes:

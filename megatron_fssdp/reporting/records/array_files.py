@@ -1,0 +1,165 @@
+"""Reads the array files of a run: ``.npy`` files that :class:`GrowingArrays` writes, and older archives.
+
+Earlier versions wrote an ``.npz`` archive in the place of each ``.npy`` file.
+"""
+
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.lib import format as npy_format
+from numpy.typing import NDArray
+
+from megatron_fssdp.config.errors import ConfigurationError
+
+ITERATIONS = "iterations"
+LAYERS = "layers"
+
+
+class ArrayFormat(NamedTuple):
+    """Format that an array in a file must have.
+
+    Attributes:
+        dtype: Integer data type. Arrays of smaller integers are converted to it.
+        num_dimensions: Number of dimensions. Each dimension must have at least one entry.
+    """
+
+    dtype: type[np.integer[Any]]
+    num_dimensions: int
+
+
+_INDEX = ArrayFormat(np.int64, 1)
+
+
+def file_of_earlier_versions(path: Path) -> Path:
+    """Return the path of the ``.npz`` archive that earlier versions wrote instead of a ``.npy`` file."""
+    return path.with_suffix(".npz")
+
+
+def recorded_file(path: Path) -> Path:
+    """Return the file that holds a record: the ``.npy`` file, or the archive of an earlier version.
+
+    Args:
+        path: Path of the ``.npy`` file. It is returned, too, if there is neither of them.
+    """
+    earlier = file_of_earlier_versions(path)
+    return earlier if earlier.exists() and not path.exists() else path
+
+
+def read_arrays(
+    path: Path, formats: Mapping[str, ArrayFormat], optional: Collection[str] = ()
+) -> dict[str, NDArray[Any]]:
+    """Read arrays, iteration numbers and layer numbers from a file, without pickle.
+
+    Args:
+        path: Path of the ``.npy`` file, or of the ``.npz`` file of an earlier version.
+        formats: Wanted format of each array, by name.
+        optional: Names of arrays that earlier versions did not write. The result lacks those that the file
+            lacks.
+
+    Returns:
+        The arrays by name, with ``iterations`` int64 ``[I]`` and ``layers`` int64 ``[L]``. The numbers in
+        both are ascending and not negative.
+
+    Raises:
+        ConfigurationError: The file is missing, damaged or holds something else.
+    """
+    try:
+        content = _read_rows(path) if path.suffix == ".npy" else _read_archive(path)
+        found = {
+            name: _array(content, name, wanted)
+            for name, wanted in {**formats, ITERATIONS: _INDEX, LAYERS: _INDEX}.items()
+            if name in content or name not in optional
+        }
+        for name in (ITERATIONS, LAYERS):
+            if found[name][0] < 0 or np.any(found[name][1:] <= found[name][:-1]):
+                raise ValueError(f"{name} are negative or not ascending")
+        return found
+    except Exception as error:  # damaged files raise many kinds of errors in zipfile, zlib and numpy
+        raise unreadable(path, error) from None
+
+
+def _read_rows(path: Path) -> dict[str, NDArray[Any]]:
+    """Return each array of the complete rows of a ``.npy`` file.
+
+    Raises:
+        ValueError: The file is damaged or has no rows of named arrays.
+    """
+    with path.open("rb") as file:
+        npy_format.read_magic(file)
+        shape, _, row_type = npy_format.read_array_header_1_0(file)
+        if row_type.names is None or row_type.hasobject or len(shape) != 1:
+            raise ValueError("the file has no rows of named arrays of numbers")
+        num_rows, row = shape[0], np.zeros(1, row_type)
+        num_complete = (os.fstat(file.fileno()).st_size - file.tell()) // row_type.itemsize
+        if num_complete < num_rows:
+            raise ValueError(f"the file has {num_complete} of {num_rows} rows")
+        content = {
+            name: np.empty((num_rows, *row_type[name].shape), row_type[name].base) for name in row_type.names
+        }
+        for i in range(num_rows):
+            if file.readinto(row.view(np.uint8)) != row_type.itemsize:
+                raise ValueError(f"the file has {i} of {num_rows} rows")
+            for name, array in content.items():
+                array[i] = row[name][0]
+    if num_rows and LAYERS in content:
+        if np.any(content[LAYERS] != content[LAYERS][0]):
+            raise ValueError("the layers differ between iterations")
+        content[LAYERS] = content[LAYERS][0]
+    return content
+
+
+def _read_archive(path: Path) -> dict[str, Any]:
+    """Return the content of an ``.npz`` file.
+
+    Raises:
+        ValueError: The file is not an archive, or a part of it is damaged.
+    """
+    content = np.load(path, allow_pickle=False)
+    if not isinstance(content, np.lib.npyio.NpzFile):
+        raise ValueError("the file is one array, not an archive of arrays")
+    found: dict[str, Any] = {}
+    with content:
+        for name in content.files:
+            try:
+                found[name] = content[name]
+            except Exception as error:  # damaged files raise many kinds of errors in zipfile, zlib and numpy
+                raise ValueError(f"{name}: {error}") from None
+    return found
+
+
+def _array(content: Mapping[str, Any], name: str, wanted: ArrayFormat) -> NDArray[Any]:
+    """Return one array of a file, converted to the wanted data type.
+
+    Raises:
+        ValueError: The array is missing or has another format.
+    """
+    if name not in content:
+        raise ValueError(f"got no array {name}; found: {', '.join(content) or 'no arrays'}")
+    array = content[name]
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"{name} is not an array")
+    if array.ndim != wanted.num_dimensions or 0 in array.shape:
+        raise ValueError(
+            f"{name} has shape {array.shape}, wanted {wanted.num_dimensions} dimensions, none of them empty"
+        )
+    if array.dtype.kind not in "iu" or not np.can_cast(array.dtype, wanted.dtype):
+        raise ValueError(f"{name} has data type {array.dtype}, wanted {np.dtype(wanted.dtype)} or smaller")
+    return array.astype(wanted.dtype, copy=False)
+
+
+def unreadable(path: Path, error: Exception) -> ConfigurationError:
+    """Make the error for a record that cannot be read.
+
+    Args:
+        path: Path of the record.
+        error: The error that reading it raised.
+    """
+    if isinstance(error, FileNotFoundError):
+        return ConfigurationError(f"{path}: no such file; give the folder of a run that recorded its loads")
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ConfigurationError(
+        f"{path}: damaged, incomplete or not a record of a run ({reason}); record the run again"
+    )
