@@ -14,18 +14,19 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy_settings import (
-    AutoSettings,
-    EpSettings,
+from megatron_fssdp.config.fssdp_settings import FssdpSettings
+from megatron_fssdp.config.own_strategy_settings import AutoSettings, QuotaSettings
+from megatron_fssdp.config.paper_strategy_settings import (
     FastermoeSettings,
     FlexmoeSettings,
-    FssdpSettings,
-    NoneSettings,
     ParmSettings,
-    PlacementSettings,
     ProphetSettings,
-    QuotaSettings,
     SmartmoeSettings,
+)
+from megatron_fssdp.config.strategy_settings import (
+    EpSettings,
+    NoneSettings,
+    PlacementSettings,
     StrategySettings,
 )
 
