@@ -94,9 +94,10 @@ class _StrictLoader(yaml.SafeLoader):
             if isinstance(key_node, yaml.ScalarNode):
                 seen.add(key)
         mapping = super().construct_mapping(node, deep)
-        for key in mapping:
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node)
             if not isinstance(key, str):
-                raise _refusal(node, f"the key {key!r} is not a string; put it in quotes")
+                raise _refusal(key_node, f"the key {key!r} is not a string; put it in quotes")
         return mapping
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
