@@ -16,6 +16,7 @@ from megatron_fssdp.planning.cost.layer_traffic import (
     transfer_traffic,
 )
 from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.planning.placement.array_freezing import frozen_array
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer
@@ -66,7 +67,8 @@ def replay_strategy(
     ]
     histories = [LoadHistory(strategy.window, num_devices, num_experts) for _ in contexts]
     for past_LDE in () if past_ILDE is None else past_ILDE[-strategy.window :]:
-        _remember(histories, past_LDE)
+        for history, counts_DE in zip(histories, past_LDE, strict=True):
+            _remember(history, counts_DE)
     ledger = LayerLedger(num_iterations, num_layers, topology)
     # If there are earlier iterations, they have already been measured.
     profiled_at = strategy.profile_iterations if past_ILDE is None else 0
@@ -87,7 +89,7 @@ def replay_strategy(
         if strategy.resident_slots and strategy.replicates_at(iteration):
             contexts = _replicate(strategy, contexts, histories, ledger, iteration)
         for layer, context in enumerate(contexts):
-            counts_DE = counts_ILDE[iteration, layer].astype(np.int64)
+            counts_DE = frozen_array(counts_ILDE[iteration, layer], np.int64)
             planned = strategy.check_plan(context, plan_before_gate(strategy, context, histories[layer]))
             first_DE = counts_DE if num_micro_batches == 1 else counts_DE // num_micro_batches
             plan = plan_after_gate(strategy, context, first_DE, planned, num_micro_batches)
@@ -97,14 +99,13 @@ def replay_strategy(
             record_layer(ledger, iteration, layer, planned, plan, counts_DE, traffic)
             if on_plan is not None:
                 on_plan(iteration, layer, plan)
-        _remember(histories, counts_ILDE[iteration])
+            _remember(histories[layer], counts_DE)
     return ledger
 
 
-def _remember(histories: Sequence[LoadHistory], counts_LDE: np.ndarray) -> None:
-    for history, counts_DE in zip(histories, counts_LDE, strict=True):
-        if counts_DE.any():
-            history.append(counts_DE)
+def _remember(history: LoadHistory, counts_DE: np.ndarray) -> None:
+    if counts_DE.any():
+        history.append(counts_DE)
 
 
 def record_layer(

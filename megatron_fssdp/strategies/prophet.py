@@ -9,7 +9,7 @@ from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import LayerWork, counts_seconds, layer_seconds
 from megatron_fssdp.planning.cost.layer_traffic import BusiestLinks, two_level_traffic
 from megatron_fssdp.planning.cost.owner_traffic import OwnerTraffic
-from megatron_fssdp.planning.cost.transfer_split import WHOLE
+from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.calibration import doubling
@@ -18,7 +18,7 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.replica_limits import MeasuredReplicas
-from megatron_fssdp.strategies.split_transfers import split_of, split_of_traffic
+from megatron_fssdp.strategies.split_transfers import split_of_traffic
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 
@@ -75,26 +75,27 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
             balance=self.settings.balance,
             slots=self.slots(context),
         )
-        if left_out is not None:
-            return self._plan_of(found[0].placement, counts_DE, context)
-        found = [planned for planned in found if len(planned.expert_P)]
-        seconds = self._seconds(found, counts_DE, context, profile)
-        best = int(seconds.argmin())
+        if left_out is None:
+            found = [planned for planned in found if len(planned.expert_P)]
+        seconds, split = self._seconds(found, counts_DE, context, profile)
+        best = int(seconds.argmin()) if left_out is None else 1
         if best == 0:
             return LayerPlan.owners_only(context)
-        return self._plan_of(found[best - 1].placement, counts_DE, context)
+        return self._plan_of(found[best - 1].placement, split.of_case(best), context)
 
     def _seconds(
         self, found: list[PlannedLayer], counts_DE: np.ndarray, context: LayerContext, profile: LayerProfile
-    ) -> np.ndarray:
+    ) -> tuple[np.ndarray, TransferSplit]:
         """Modelled seconds of the layer without replicas, and then with those that each search has found.
+
+        The second result is the split of the transfers in each of these cases.
 
         By Eq. 4, an expert with fewer replicas costs less, but a link between nodes carries it only once. The
         price with the measured links therefore selects. It is the price of a :class:`LayerPlan`
         (:func:`megatron_fssdp.strategies.plan_seconds.plan_seconds`), for all plans at once.
 
         Args:
-            found: What the searches found, with at least one replica each.
+            found: What the searches found.
             counts_DE: (token, k) pairs by source and expert, int64 ``[D, E]``.
             context: Data of the layer.
             profile: Measured costs.
@@ -102,32 +103,29 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
         topology, none = context.topology, np.zeros(0, np.int64)
         replicas = [(none, none), *((planned.expert_P, planned.device_P) for planned in found)]
         tokens = OwnerTraffic(counts_DE, context.owner_E, topology)
-        busiest = np.array([tokens.busiest(*pairs) for pairs in replicas], np.float64)
-        most_tokens, near, far_of_device, far_of_node, far = busiest.T
+        most_tokens, near, far_of_device, far_of_node, far = tokens.busiest(replicas).astype(np.float64).T
         transfers = two_level_traffic(context.owner_E, replicas, topology)
         links = BusiestLinks(near, far_of_device, far_of_node, far / topology.num_nodes)
-        is_split = self.settings.overlap and self.settings.split
+        split = WHOLE
+        if self.settings.overlap and self.settings.split:
+            split = split_of_traffic(transfers, float(counts_DE.sum()), profile, topology)
         price = layer_seconds(
             LayerWork(most_tokens, links, gather=transfers, replicas=transfers),
             profile,
             ReplicaLife.ITERATION,
             counts_s=counts_seconds(profile, topology, context.num_experts),
             hides=self.settings.overlap,
-            split=split_of_traffic(transfers, float(counts_DE.sum()), profile, topology)
-            if is_split
-            else WHOLE,
+            split=split,
         )
-        return np.asarray(price.seconds)
+        return np.asarray(price.seconds), split
 
-    def _plan_of(self, placement: ExpertPlacement, counts_DE: np.ndarray, context: LayerContext) -> LayerPlan:
-        transfer = two_level_transfer(placement, context.topology)
-        is_split = self.settings.overlap and self.settings.split
+    def _plan_of(self, placement: ExpertPlacement, split: TransferSplit, context: LayerContext) -> LayerPlan:
         return LayerPlan(
             placement,
-            transfer,
+            two_level_transfer(placement, context.topology),
             gather_ahead=self.settings.overlap,
             dispatch_policy="owner",
-            split=split_of(transfer, float(counts_DE.sum()), context) if is_split else WHOLE,
+            split=split,
         )
 
 

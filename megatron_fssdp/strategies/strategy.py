@@ -6,6 +6,7 @@ Shape letters: D devices, E experts, L MoE layers, C candidate strategies, X exp
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -65,7 +66,17 @@ class LayerContext:
     @property
     def placement(self) -> ExpertPlacement:
         """The devices on which each expert has Parameters: its owner and its resident replicas."""
-        return self.resident or ExpertPlacement.owners_only(self.owner_E, self.num_devices)
+        return self.resident or self.owners
+
+    @cached_property
+    def owners(self) -> ExpertPlacement:
+        """The placement in which every expert is only on its owner."""
+        return ExpertPlacement.owners_only(self.owner_E, self.num_devices)
+
+    @cached_property
+    def plain_plans(self) -> dict[bool, "LayerPlan"]:
+        """What :meth:`LayerPlan.owners_only` has planned so far, by its ``each_micro_batch``."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -129,15 +140,17 @@ class LayerPlan:
 
     @classmethod
     def owners_only(cls, context: LayerContext, *, each_micro_batch: bool = False) -> "LayerPlan":
-        """A plan without replicas.
+        """A plan without replicas. The context keeps it for the next call.
 
         Args:
             context: Data of the layer.
             each_micro_batch: Whether to ask the strategy again with the counts of every micro-batch.
         """
-        placement = ExpertPlacement.owners_only(context.owner_E, context.num_devices)
-        transfer = TransferPlan(context.num_devices, ())
-        return cls(placement, transfer, each_micro_batch=each_micro_batch)
+        plans = context.plain_plans
+        if each_micro_batch not in plans:
+            transfer = TransferPlan(context.num_devices, ())
+            plans[each_micro_batch] = cls(context.owners, transfer, each_micro_batch=each_micro_batch)
+        return plans[each_micro_batch]
 
     @property
     def evenly_split(self) -> ExpertPlacement | None:
@@ -181,12 +194,30 @@ class LayerPlan:
 
         Args:
             counts_DE: (token, k) pairs of the iteration by source and expert, int64 ``[D, E]``. Every
-                micro-batch is assumed to have an equal part of them.
+                micro-batch is assumed to have an equal part of them. If the array is read-only, the plan
+                keeps the traffic for the next call with the same array.
             topology: Nodes of the devices.
             num_micro_batches: Number of micro-batches in the iteration.
             choices: What is known about the experts of the tokens, if these travel by the deduplicated
                 exchange. Links then carry estimated numbers of different tokens. ``None``: the usual one.
         """
+        question = (counts_DE, topology, num_micro_batches, choices)
+        known: tuple[tuple[object, ...], DispatchTraffic] | None = self.__dict__.get("_known_traffic")
+        if known is not None and all(a is b for a, b in zip(known[0], question, strict=True)):
+            return known[1]
+        traffic = self._traffic(*question)
+        if not counts_DE.flags.writeable:
+            self.__dict__["_known_traffic"] = (question, traffic)
+        return traffic
+
+    def _traffic(
+        self,
+        counts_DE: np.ndarray,
+        topology: Topology,
+        num_micro_batches: int,
+        choices: TokenChoices | None,
+    ) -> DispatchTraffic:
+        """Compute :meth:`traffic`."""
         if self.tokens_ED is None:
             traffic = dispatch_traffic(self.dispatch_policy, counts_DE, self.placement, topology)
         else:

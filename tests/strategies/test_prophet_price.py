@@ -40,6 +40,10 @@ def test_prices_of_all_searches_are_those_of_their_plans(overlap: bool, split: b
     model = prophet._model(profile, topology, overlaps=overlap)
     searches = plan_layers(owner_E, counts_DE, model, [0, 1, 2, 4], balance=0.1, slots=2)
     found = [planned for planned in searches if len(planned.expert_P)]
-    plans = [strategy._plan_of(planned.placement, counts_DE, context) for planned in found]
+    priced, shares = strategy._seconds(found, counts_DE, context, profile)
+    plans = [
+        strategy._plan_of(planned.placement, shares.of_case(1 + case), context)
+        for case, planned in enumerate(found)
+    ]
     seconds = [plan_seconds(plan, counts_DE, context) for plan in (LayerPlan.owners_only(context), *plans)]
-    assert strategy._seconds(found, counts_DE, context, profile).tolist() == seconds
+    assert priced.tolist() == seconds

@@ -7,7 +7,11 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from megatron_fssdp.planning.kernels import traffic_sums
+from megatron_fssdp.planning.native.kernel import Kernel
 from megatron_fssdp.planning.placement.topology import Topology
+
+find_busiest = Kernel(traffic_sums.find_busiest)
 
 
 @dataclass(frozen=True)
@@ -53,34 +57,16 @@ class DispatchTraffic:
         return DispatchTraffic(number * self.tokens_D, self.busiest.times(number), number * self.cross_node)
 
 
-def summed_traffic(
-    own_D: np.ndarray,
-    near_out_D: np.ndarray,
-    near_in_D: np.ndarray,
-    far_out_D: np.ndarray,
-    far_in_D: np.ndarray,
-    topology: Topology,
-) -> DispatchTraffic:
-    """Traffic of a dispatch from the tokens of every device, which are whole numbers of any type.
+def summed_traffic(sums: np.ndarray, topology: Topology) -> DispatchTraffic:
+    """Traffic of a dispatch from the sums of every device.
 
     Args:
-        own_D: Own tokens that each device computes, ``[D]``.
-        near_out_D: Tokens that each device sends to other devices of its node, ``[D]``.
-        near_in_D: Tokens that each device receives from other devices of its node, ``[D]``.
-        far_out_D: Tokens that each device sends to other nodes, ``[D]``.
-        far_in_D: Tokens that each device receives from other nodes, ``[D]``.
+        sums: Own tokens of each device, tokens that it sends to and receives from other devices of its node,
+            and tokens that it sends to and receives from other nodes, int64 ``[5, D]``.
         topology: Nodes of the devices.
     """
-    node_D = topology.node_of_device_D
-    of_node = max(
-        np.bincount(node_D, weights=far_out_D).max(),
-        np.bincount(node_D, weights=far_in_D).max(),
-    )
-    busiest = BusiestLinks(
-        near=float(max(near_out_D.max(), near_in_D.max())),
-        far_of_device=float(max(far_out_D.max(), far_in_D.max())),
-        far_of_node=float(of_node),
-        far_of_mean_node=float(far_out_D.sum()) / topology.num_nodes,
-    )
-    tokens_D = np.rint(own_D + near_in_D + far_in_D).astype(np.int64)
-    return DispatchTraffic(tokens_D, busiest, int(far_out_D.sum()))
+    found = np.empty((1, 5), np.int64)
+    find_busiest(sums, topology.node_of_device_D, topology.num_nodes, found)
+    _, near, far_of_device, far_of_node, far = found[0].tolist()
+    busiest = BusiestLinks(float(near), float(far_of_device), float(far_of_node), far / topology.num_nodes)
+    return DispatchTraffic(sums[0] + sums[2] + sums[4], busiest, far)

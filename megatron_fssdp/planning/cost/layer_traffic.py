@@ -6,20 +6,18 @@ device, stay in their node, or leave it.
 Shape letters: E experts, D devices, N nodes, P pairs of expert and device.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from megatron_fssdp.planning.cost.dispatch_sums import UNUSED, BusiestLinks, DispatchTraffic, summed_traffic
-from megatron_fssdp.planning.cost.owner_traffic import OwnerTraffic
+from megatron_fssdp.planning.cost.owner_traffic import OwnerTraffic, Replicas
 from megatron_fssdp.planning.dispatch.even_dispatch import even_pair_tokens
 from megatron_fssdp.planning.dispatch.quota_dispatch import QuotaDispatch
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy, plan_dispatch
 from megatron_fssdp.planning.kernels import transfer_trees
 from megatron_fssdp.planning.native.kernel import Kernel
-from megatron_fssdp.planning.placement.holder_groups import holder_groups
 from megatron_fssdp.planning.placement.kept_results import kept_on
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
@@ -36,9 +34,6 @@ __all__ = [
     "transfer_traffic",
     "two_level_traffic",
 ]
-
-Replicas = Sequence[tuple[np.ndarray, np.ndarray]]
-"""Replicas of several placements: experts and devices of each one's pairs."""
 
 sum_edges = Kernel(transfer_trees.sum_edges)
 sum_two_level_edges = Kernel(transfer_trees.sum_two_level_edges)
@@ -60,26 +55,12 @@ def dispatch_traffic(
     dispatch = plan_dispatch(policy, counts_DE, placement, topology)
     if isinstance(dispatch, QuotaDispatch):
         return quota_traffic(dispatch)
-    pairs = even_pair_tokens(counts_DE, placement, topology)
-    device_P = holder_groups(placement, topology).device_P
-    in_D = _sums(device_P, (pairs.own_P, pairs.near_P, pairs.far_P), topology)
-    return summed_traffic(in_D[0], pairs.near_out_D, in_D[1], pairs.far_out_D, in_D[2], topology)
+    return summed_traffic(even_pair_tokens(counts_DE, placement, topology).sums, topology)
 
 
 def quota_traffic(dispatch: QuotaDispatch) -> DispatchTraffic:
     """Traffic of a dispatch by quotas."""
-    quotas = (dispatch.own_P, dispatch.near_P, dispatch.far_P)
-    own_D, near_in_D, far_in_D = _sums(dispatch.device_P, quotas, dispatch.topology)
-    near_out_D = dispatch.near_out_D()
-    far_out_D = dispatch.counts_DE.sum(axis=1) - own_D - near_out_D
-    return summed_traffic(own_D, near_out_D, near_in_D, far_out_D, far_in_D, dispatch.topology)
-
-
-def _sums(
-    device_P: np.ndarray, tokens: tuple[np.ndarray, np.ndarray, np.ndarray], topology: Topology
-) -> list[np.ndarray]:
-    """The tokens of each device, float64 ``[D]``, for each of three arrays with the tokens of each pair."""
-    return [np.bincount(device_P, tokens_P, topology.num_devices) for tokens_P in tokens]
+    return summed_traffic(dispatch.sums(), dispatch.topology)
 
 
 @dataclass(frozen=True)
@@ -119,10 +100,10 @@ def _transfer_traffic(plan: TransferPlan, topology: Topology) -> TransferTraffic
     """Compute :func:`transfer_traffic`."""
     if not plan.edges:
         return NO_TRANSFER
-    found = np.zeros(7, np.int64)
+    found = np.empty((1, 7), np.int64)
     num_experts = int(plan.table[:, 0].max()) + 1
     sum_edges(plan.table, num_experts, topology.node_of_device_D, topology.num_nodes, found)
-    return _traffic_of(found.tolist(), len(plan.edges), topology)
+    return _traffic_of(found[0].tolist(), len(plan.edges), topology)
 
 
 def two_level_traffic(owner_E: np.ndarray, replicas: Replicas, topology: Topology) -> TransferTraffic:
@@ -136,11 +117,15 @@ def two_level_traffic(owner_E: np.ndarray, replicas: Replicas, topology: Topolog
     Returns:
         One object whose fields are arrays with an entry for each placement.
     """
-    found = np.zeros((len(replicas), 7), np.int64)
-    experts = np.arange(len(owner_E))
-    for (expert_P, device_P), row in zip(replicas, found, strict=True):
-        holders = np.concatenate([experts, expert_P]), np.concatenate([owner_E, device_P])
-        sum_two_level_edges(*tree_arguments(owner_E, *holders, topology), row)
+    num_experts = len(owner_E)
+    found = np.empty((len(replicas), 7), np.int64)
+    firsts = range(0, len(replicas) * num_experts, num_experts)
+    expert_P = [first + experts for first, (experts, _) in zip(firsts, replicas, strict=True)]
+    holders = (
+        np.concatenate([*expert_P, np.arange(found.shape[0] * num_experts)]),
+        np.concatenate([*(devices for _, devices in replicas), np.tile(owner_E, len(replicas))]),
+    )
+    sum_two_level_edges(*tree_arguments(owner_E, *holders, topology), found)
     return _traffic_of(found.T, np.array([len(expert_P) for expert_P, _ in replicas]), topology)
 
 

@@ -7,17 +7,22 @@ entries than the counts.
 Shape letters: E experts, D devices, P pairs of expert and device.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from megatron_fssdp.planning.cost.dispatch_sums import DispatchTraffic, summed_traffic
-from megatron_fssdp.planning.kernels import owner_sums
+from megatron_fssdp.planning.kernels import traffic_sums
 from megatron_fssdp.planning.native.kernel import Kernel
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 
-find_busiest = Kernel(owner_sums.find_busiest)
-keep_replicas_tokens = Kernel(owner_sums.keep_replicas_tokens)
-sum_owner_tokens = Kernel(owner_sums.sum_owner_tokens)
+busiest_of_cases = Kernel(traffic_sums.busiest_of_cases)
+keep_replicas_tokens = Kernel(traffic_sums.keep_replicas_tokens)
+sum_owner_tokens = Kernel(traffic_sums.sum_owner_tokens)
+
+Replicas = Sequence[tuple[np.ndarray, np.ndarray]]
+"""Replicas of several placements: experts and devices of each one's pairs."""
 
 
 class OwnerTraffic:
@@ -33,12 +38,11 @@ class OwnerTraffic:
         self._counts_DE = np.ascontiguousarray(counts_DE, np.int64)
         self._owner_E, self._topology = owner_E, topology
         self._sums = np.zeros((5, topology.num_devices), np.int64)
-        nodes = (topology.node_of_device_D, topology.by_node_D, topology.first_N)
-        sum_owner_tokens(self._counts_DE, owner_E, *nodes, self._sums)
+        sum_owner_tokens(self._counts_DE, owner_E, *topology.arrays, self._sums)
 
     def without_replicas(self) -> DispatchTraffic:
         """Traffic if all tokens go to the owners."""
-        return self._traffic(self._sums)
+        return summed_traffic(self._sums, self._topology)
 
     def of(self, placement: ExpertPlacement) -> DispatchTraffic:
         """Traffic if the tokens of a device with a replica stay there, and all others go to the owners.
@@ -48,31 +52,26 @@ class OwnerTraffic:
         """
         expert_P, device_P = np.divmod(np.flatnonzero(placement.present_ED), placement.num_devices)
         is_replica_P = device_P != self._owner_E[expert_P]
-        return self._traffic(self._with_replicas(expert_P[is_replica_P], device_P[is_replica_P]))
+        replicas = expert_P[is_replica_P], device_P[is_replica_P]
+        sums, node_D = self._sums.copy(), self._topology.node_of_device_D
+        keep_replicas_tokens(self._counts_DE, self._owner_E, node_D, *replicas, sums)
+        return summed_traffic(sums, self._topology)
 
-    def busiest(self, expert_P: np.ndarray, device_P: np.ndarray) -> np.ndarray:
+    def busiest(self, replicas: Replicas) -> np.ndarray:
         """The most loaded device and the busiest links, if the tokens of devices with replicas stay there.
 
         Args:
-            expert_P: Expert of each replica, int64 ``[P]``.
-            device_P: Device of each replica, int64 ``[P]``.
+            replicas: Experts and devices of each placement's replicas, int64 ``[P]`` each.
 
         Returns:
-            Tokens that the most loaded device computes; tokens between the busiest device and its node,
-            between the busiest device and other nodes, and between the busiest node and others; and all
-            tokens between nodes. int64, five of them.
+            A row for each placement: tokens that the most loaded device computes; tokens between the busiest
+            device and its node, between the busiest device and other nodes, and between the busiest node and
+            others; and all tokens between nodes. int64, five in a row.
         """
-        found, topology = np.zeros(5, np.int64), self._topology
-        sums = self._with_replicas(expert_P, device_P)
-        find_busiest(sums, topology.node_of_device_D, topology.num_nodes, found)
-        return found
-
-    def _with_replicas(self, expert_P: np.ndarray, device_P: np.ndarray) -> np.ndarray:
-        sums = self._sums.copy()
+        found = np.empty((len(replicas), 5), np.int64)
+        expert_P, device_P = (np.concatenate(parts) for parts in zip(*replicas, strict=True))
+        ends = np.cumsum([len(experts) for experts, _ in replicas])
         node_D = self._topology.node_of_device_D
-        keep_replicas_tokens(self._counts_DE, self._owner_E, node_D, expert_P, device_P, sums)
-        return sums
-
-    def _traffic(self, sums: np.ndarray) -> DispatchTraffic:
-        own_D, near_out_D, near_in_D, far_out_D, far_in_D = sums
-        return summed_traffic(own_D, near_out_D, near_in_D, far_out_D, far_in_D, self._topology)
+        arguments = (self._counts_DE, self._owner_E, node_D, expert_P, device_P, ends)
+        busiest_of_cases(*arguments, self._sums, found)
+        return found

@@ -37,6 +37,19 @@ class TransferSplit:
             if not (np.min(getattr(self, name)) >= 0 and np.max(getattr(self, name)) <= 1):
                 raise ValueError(f"{name} is {getattr(self, name)}: wanted a share from 0 to 1")
 
+    def of_case(self, case: int) -> "TransferSplit":
+        """The split of one case.
+
+        Args:
+            case: Position in the arrays. Shares that are numbers hold for all cases.
+        """
+        return TransferSplit(
+            *(
+                float(np.atleast_1d(share)[case if np.ndim(share) else 0])
+                for share in (self.gather, self.reduce)
+            )
+        )
+
 
 WHOLE = TransferSplit()
 """A split in which nothing travels beside the experts of the layer before."""

@@ -69,4 +69,4 @@ def balanced_dispatch(counts_DE: np.ndarray, placement: ExpertPlacement, topolog
         0,
     )
     pairs = (groups.expert_P, groups.device_P, even.own_P, even.near_P, even.far_P)
-    return QuotaDispatch(counts_DE, *pairs, topology)
+    return QuotaDispatch(counts_DE, np.stack(pairs), topology)

@@ -71,10 +71,8 @@ class EvenDispatch(DispatchTables):
 
     def device_tokens_D(self) -> np.ndarray:
         """Exact number of (token, k) pairs that every device computes: int64 ``[D]``."""
-        pairs = even_pair_tokens(self.counts_DE, self.placement, self.topology)
-        tokens_P = pairs.own_P + pairs.near_P + pairs.far_P
-        device_P = self._groups().device_P
-        return np.bincount(device_P, weights=tokens_P, minlength=self.placement.num_devices).astype(np.int64)
+        sums = even_pair_tokens(self.counts_DE, self.placement, self.topology).sums
+        return np.asarray(sums[0] + sums[2] + sums[4])
 
     def cross_node_tokens(self) -> int:
         """Number of (token, k) pairs that are sent to another node.
@@ -106,15 +104,14 @@ class PairTokens:
 
 @dataclass(frozen=True, eq=False)
 class SplitTokens(PairTokens):
-    """Whole tokens of each pair, and what the sources send.
+    """Whole tokens of each pair, and their sums.
 
     Attributes:
-        near_out_D: Tokens that each device sends to other devices of its node, int64 ``[D]``.
-        far_out_D: Tokens that each device sends to other nodes, int64 ``[D]``.
+        sums: Own tokens of each device, tokens that it sends to and receives from other devices of its node,
+            and tokens that it sends to and receives from other nodes, int64 ``[5, D]``.
     """
 
-    near_out_D: np.ndarray
-    far_out_D: np.ndarray
+    sums: np.ndarray
 
 
 def even_pair_tokens(counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> SplitTokens:
@@ -132,7 +129,7 @@ def even_pair_tokens(counts_DE: np.ndarray, placement: ExpertPlacement, topology
     """
     groups = _groups(counts_DE, placement, topology)
     own_P, near_P, far_P = np.empty((3, groups.device_P.size), np.int64)
-    near_out_D, far_out_D = np.empty((2, topology.num_devices), np.int64)
+    sums = np.zeros((5, topology.num_devices), np.int64)
     split_evenly(
         np.ascontiguousarray(counts_DE, np.int64),
         groups.device_P,
@@ -145,10 +142,9 @@ def even_pair_tokens(counts_DE: np.ndarray, placement: ExpertPlacement, topology
         own_P,
         near_P,
         far_P,
-        near_out_D,
-        far_out_D,
+        sums,
     )
-    return SplitTokens(own_P, near_P, far_P, near_out_D, far_out_D)
+    return SplitTokens(own_P, near_P, far_P, sums)
 
 
 def expected_device_load_D(load_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> np.ndarray:

@@ -21,7 +21,7 @@ are_fillable = Kernel(quota_sums.are_fillable)
 fill_quotas = Kernel(quota_sums.fill_quotas)
 quota_column = Kernel(quota_rows.quota_column)
 quota_row = Kernel(quota_rows.quota_row)
-sum_near_tokens = Kernel(quota_sums.sum_near_tokens)
+sum_quota_tokens = Kernel(quota_sums.sum_quota_tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,8 +29,8 @@ class QuotaDispatch(DispatchTables):
     """A dispatch that matches the tokens of sources with the quotas of holders.
 
     Example: one expert on the devices 2 and 3 of a node with four devices. The sources 0, 1 and 2 have 3, 5
-    and 2 tokens for it. Holder 2 has a quota for its own 2 tokens (``own_P``). Both holders have quotas for
-    4 tokens of other devices of the node (``near_P``). Along the line, each token goes to the holder whose
+    and 2 tokens for it. Holder 2 has a quota for its own 2 tokens. Both holders have quotas for
+    4 tokens of other devices of the node. Along the line, each token goes to the holder whose
     quota is below it::
 
         source of each token    0 0 0 1 1 1 1 1
@@ -42,17 +42,14 @@ class QuotaDispatch(DispatchTables):
         source 2          2 (own)          0
         source 3            0              0
 
-    Tokens that go to other nodes are matched with ``far_P`` in the same way, along a line of all devices.
+    Tokens that go to other nodes are matched in the same way, along a line of all devices.
 
     Attributes:
         counts_DE: (token, k) pairs by source device and expert, int64 ``[D, E]``.
-        expert_P: Experts with quotas, int64 ``[P]``. Pairs of expert and device are sorted by expert, then
-            device.
-        device_P: Device of each pair, int64 ``[P]``.
-        own_P: Quotas for own tokens: tokens of each pair's expert that its device computes of its own tokens,
-            int64 ``[P]``.
-        near_P: Quotas for tokens of other devices in the same node, int64 ``[P]``.
-        far_P: Quotas for tokens of other nodes, int64 ``[P]``.
+        quotas: Five rows with an entry for each pair of expert and device, sorted by expert, then device;
+            int64 ``[5, P]``. The rows are experts, devices, quotas for own tokens (tokens of the expert that
+            the device computes of its own tokens), quotas for tokens of other devices in the same node, and
+            quotas for tokens of other nodes.
         topology: Nodes of the devices.
 
     Raises:
@@ -60,11 +57,7 @@ class QuotaDispatch(DispatchTables):
     """
 
     counts_DE: np.ndarray
-    expert_P: np.ndarray
-    device_P: np.ndarray
-    own_P: np.ndarray
-    near_P: np.ndarray
-    far_P: np.ndarray
+    quotas: np.ndarray
     topology: Topology
 
     def __post_init__(self) -> None:
@@ -94,16 +87,17 @@ class QuotaDispatch(DispatchTables):
             topology: Nodes of the devices.
         """
         counts = np.ascontiguousarray(counts_DE, np.int64)
-        own_P, (near_P, far_P) = np.array(tokens_P, np.int64), np.zeros((2, len(tokens_P)), np.int64)
-        nodes = (topology.node_of_device_D, topology.by_node_D, topology.first_N)
-        fill_quotas(counts, expert_P, device_P, own_P, near_P, far_P, *nodes)
-        return cls(counts, expert_P, device_P, own_P, near_P, far_P, topology)
+        quotas = np.zeros((5, len(tokens_P)), np.int64)
+        quotas[0], quotas[1], quotas[2] = expert_P, device_P, tokens_P
+        fill_quotas(counts, quotas.reshape(-1), *topology.arrays)
+        return cls(counts, quotas, topology)
 
     def _fault(self) -> str:
         """What is wrong with the quotas."""
         own_DE, near_DE, far_DE = np.zeros((3, *self.counts_DE.shape), np.int64)
-        for table_DE, quota_P in ((own_DE, self.own_P), (near_DE, self.near_P), (far_DE, self.far_P)):
-            table_DE[self.device_P, self.expert_P] = quota_P
+        expert_P, device_P, *tokens = self.quotas
+        for table_DE, quota_P in zip((own_DE, near_DE, far_DE), tokens, strict=True):
+            table_DE[device_P, expert_P] = quota_P
         leaving_DE = self.counts_DE - own_DE
         left_NE = self.topology.sum_over_nodes(leaving_DE) - self.topology.sum_over_nodes(near_DE)
         far_NE = self.topology.sum_over_nodes(far_DE)
@@ -123,28 +117,22 @@ class QuotaDispatch(DispatchTables):
     @property
     def _arrays(self) -> tuple[np.ndarray, ...]:
         """Tokens, quotas and nodes, as kernels take them."""
-        return (
-            self.counts_DE,
-            self.expert_P,
-            self.device_P,
-            self.own_P,
-            self.near_P,
-            self.far_P,
-            self.topology.node_of_device_D,
-            self.topology.by_node_D,
-            self.topology.first_N,
-        )
+        return (self.counts_DE, self.quotas.reshape(-1), *self.topology.arrays)
 
-    def near_out_D(self) -> np.ndarray:
-        """Tokens that each device sends to other devices of its node, int64 ``[D]``."""
-        near_out_D = np.zeros(self.topology.num_devices, np.int64)
-        sum_near_tokens(*self._arrays, near_out_D)
-        return near_out_D
+    def sums(self) -> np.ndarray:
+        """Own tokens of each device, and tokens that it sends to and receives from other devices.
+
+        The rows are own tokens, tokens sent to and received from its node, and tokens sent to and received
+        from other nodes, int64 ``[5, D]``.
+        """
+        sums = np.zeros((5, self.topology.num_devices), np.int64)
+        sum_quota_tokens(*self._arrays, sums)
+        return sums
 
     def rows_from(self, source: int) -> SentRows:
         """Tokens that one source sends. They sum to ``counts_DE[source]`` for each expert."""
         send_D = np.zeros(self.topology.num_devices, np.int64)
-        chunks = np.empty((4, self.expert_P.size), np.int64)
+        chunks = np.empty((4, self.quotas.shape[1]), np.int64)
         num_chunks = quota_row(*self._arrays, source, *chunks, send_D)
         expert_P, device_P, tokens_P, order_P = chunks[:, :num_chunks]
         return SentRows(expert_P, device_P, tokens_P, order_P, send_D)
@@ -156,13 +144,13 @@ class QuotaDispatch(DispatchTables):
         return received_DG
 
     def _experts_on(self, device: int) -> np.ndarray:
-        return self.expert_P[self.device_P == device]
+        return self.quotas[0, self.quotas[1] == device]
 
     def device_tokens_D(self) -> np.ndarray:
         """(token, k) pairs that every device computes: int64 ``[D]``."""
-        tokens_P = self.own_P + self.near_P + self.far_P
-        return np.bincount(self.device_P, tokens_P, self.topology.num_devices).astype(np.int64)
+        sums = self.sums()
+        return np.asarray(sums[0] + sums[2] + sums[4])
 
     def cross_node_tokens(self) -> int:
         """Number of (token, k) pairs that are sent to another node."""
-        return int(self.far_P.sum())
+        return int(self.quotas[4].sum())

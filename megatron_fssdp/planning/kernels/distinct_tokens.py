@@ -59,46 +59,45 @@ def distinct_tokens(
     # sum of these experts' shares.
     missed: Reals = zero_reals(num_devices + num_nodes)
     taken: Reals = zero_reals(num_devices + num_nodes)
-    for source in range(num_devices):
-        for place in range(num_devices + num_nodes):
-            missed[place] = 1.0
-            taken[place] = 0.0
-        total: Real = 0.0
-        for expert in range(num_experts):
-            total += load_DE[source, expert]
-        tokens: Real = total / top_k
-        home: Index = node_D[source]
-        for expert in range(num_experts):
-            if load_DE[source, expert] <= 0.0:
-                continue
-            share: Real = load_DE[source, expert] / tokens
-            first: Index = first_E[expert]
-            if present_ED[expert, source]:
-                _choose(share, top_k, source, missed, taken)
-                _choose(share, top_k, num_devices + home, missed, taken)
-            elif node_size_EN[expert, home] > 0:
-                first = node_first_EN[expert, home]
-                near: Real = 1.0 / node_size_EN[expert, home]
-                for pair in range(first, first + node_size_EN[expert, home]):
-                    _choose(share * near, top_k, device_P[by_node_P[pair]], missed, taken)
-                _choose(share, top_k, num_devices + home, missed, taken)
-            else:
-                share = share / size_E[expert]
-                for pair in range(first, first + size_E[expert]):
-                    _choose(share, top_k, device_P[pair], missed, taken)
-                for node in range(num_nodes):
-                    size: Index = node_size_EN[expert, node]
-                    if size > 0:
-                        _choose(share * size, top_k, num_devices + node, missed, taken)
-        for place in range(num_devices):
-            tokens_DD[source, place] = tokens * (1.0 - missed[place])
-        for place in range(num_nodes):
-            tokens_DN[source, place] = tokens * (1.0 - missed[num_devices + place])
+    with cython.nogil:
+        for source in range(num_devices):
+            for place in range(num_devices + num_nodes):
+                missed[place] = 1.0
+                taken[place] = 0.0
+            total: Real = 0.0
+            for expert in range(num_experts):
+                total += load_DE[source, expert]
+            tokens: Real = total / top_k
+            home: Index = node_D[source]
+            for expert in range(num_experts):
+                if load_DE[source, expert] <= 0.0:
+                    continue
+                share: Real = load_DE[source, expert] / tokens
+                first: Index = first_E[expert]
+                if present_ED[expert, source]:
+                    _choose(share, top_k, source, missed, taken)
+                    _choose(share, top_k, num_devices + home, missed, taken)
+                elif node_size_EN[expert, home] > 0:
+                    first = node_first_EN[expert, home]
+                    near: Real = 1.0 / node_size_EN[expert, home]
+                    for pair in range(first, first + node_size_EN[expert, home]):
+                        _choose(share * near, top_k, device_P[by_node_P[pair]], missed, taken)
+                    _choose(share, top_k, num_devices + home, missed, taken)
+                else:
+                    share = share / size_E[expert]
+                    for pair in range(first, first + size_E[expert]):
+                        _choose(share, top_k, device_P[pair], missed, taken)
+                    for node in range(num_nodes):
+                        size: Index = node_size_EN[expert, node]
+                        if size > 0:
+                            _choose(share * size, top_k, num_devices + node, missed, taken)
+            for place in range(num_devices):
+                tokens_DD[source, place] = tokens * (1.0 - missed[place])
+            for place in range(num_nodes):
+                tokens_DN[source, place] = tokens * (1.0 - missed[num_devices + place])
 
 
-@cython.cfunc
-@cython.nogil
-@cython.exceptval(check=False)
+@cython.inner
 def _choose(share: Real, top_k: Real, place: Index, missed: Reals, taken: Reals) -> cython.void:
     """Add the choice of one expert to a place.
 

@@ -23,8 +23,7 @@ def split_evenly(
     own_P: Ints,
     near_P: Ints,
     far_P: Ints,
-    near_out_D: Ints,
-    far_out_D: Ints,
+    sums: Ints2,
 ) -> None:
     """Split the tokens of all sources over the holders of their experts.
 
@@ -40,8 +39,7 @@ def split_evenly(
         own_P: Gets the tokens that stay on their device, int64 ``[P]``.
         near_P: Gets the tokens of each pair that come from other devices of the node, int64 ``[P]``.
         far_P: Gets the tokens of each pair that come from other nodes, int64 ``[P]``.
-        near_out_D: Gets the tokens that each device sends to other devices of its node, int64 ``[D]``.
-        far_out_D: Gets the tokens that each device sends to other nodes, int64 ``[D]``.
+        sums: Zeros; gets the sums of each device, int64 ``[5, D]``, see ``kernels/traffic_sums.py``.
     """
     num_pairs: Index = device_P.shape[0]
     num_experts: Index = counts_DE.shape[1]
@@ -71,8 +69,8 @@ def split_evenly(
                     else:
                         _deal_out(tokens, source + expert, first_E[expert], size_E[expert], far_steps)
                         far += tokens
-            near_out_D[source] = near
-            far_out_D[source] = far
+            sums[1, source] = near
+            sums[3, source] = far
         near = 0
         far = 0
         for i in range(num_pairs):
@@ -80,6 +78,11 @@ def split_evenly(
             far += far_steps[i]
             near_P[by_node_P[i]] = near
             far_P[i] = far
+        for i in range(num_pairs):
+            device: Index = device_P[i]
+            sums[0, device] += own_P[i]
+            sums[2, device] += near_P[i]
+            sums[4, device] += far_P[i]
 
 
 @cython.inner
@@ -133,14 +136,15 @@ def even_row(
         tokens_P: Gets the tokens of each pair, int64 ``[P]``.
         send_D: Zeros; gets the tokens of each device, int64 ``[D]``.
     """
-    for pair in range(expert_P.shape[0]):
-        expert: Index = expert_P[pair]
-        share = counts_E[expert] // size_E[expert]
-        if turn_P[pair] < counts_E[expert] - share * size_E[expert]:
-            share += 1
-        tokens_P[pair] = share
-        device: Index = device_P[pair]
-        send_D[device] += share
+    with cython.nogil:
+        for pair in range(expert_P.shape[0]):
+            expert: Index = expert_P[pair]
+            share = counts_E[expert] // size_E[expert]
+            if turn_P[pair] < counts_E[expert] - share * size_E[expert]:
+                share += 1
+            tokens_P[pair] = share
+            device: Index = device_P[pair]
+            send_D[device] += share
 
 
 def even_column(
@@ -163,11 +167,12 @@ def even_column(
         turn_P: Turn of the device when a remainder is dealt out, int64 ``[P]``.
         received_DG: Zeros; gets the tokens by source and expert of the device, int64 ``[D, G]``.
     """
-    for pair in range(source_P.shape[0]):
-        source: Index = source_P[pair]
-        expert: Index = expert_P[pair]
-        place: Index = place_P[pair]
-        share = counts_DE[source, expert] // size_P[pair]
-        if turn_P[pair] < counts_DE[source, expert] - share * size_P[pair]:
-            share += 1
-        received_DG[source, place] = share
+    with cython.nogil:
+        for pair in range(source_P.shape[0]):
+            source: Index = source_P[pair]
+            expert: Index = expert_P[pair]
+            place: Index = place_P[pair]
+            share = counts_DE[source, expert] // size_P[pair]
+            if turn_P[pair] < counts_DE[source, expert] - share * size_P[pair]:
+                share += 1
+            received_DG[source, place] = share

@@ -20,6 +20,7 @@ class _Search:
         used_E: The last case in which each expert was selected, from 1.
         is_sorted_E: 1 for experts whose devices are sorted in ``fewest_first_ED``.
         num_sent: Number of replicas of all cases so far.
+        num_open: Number of devices with room.
         busiest: The most loaded device.
         lowest: The lowest load of a device.
         sorted_D: Work array of the sort.
@@ -43,6 +44,7 @@ class _Search:
     used_E: Ints
     is_sorted_E: Ints
     num_sent: Index
+    num_open: Index
     busiest: Index
     lowest: Int
     sorted_D: Ints
@@ -50,25 +52,30 @@ class _Search:
 
     def __init__(self, owner_E: ReadInts, load_E: ReadInts, counts_DE: ReadInts2, tolerance: Real) -> None:
         self.owner_E, self.load_E, self.counts_DE, self.tolerance = owner_E, load_E, counts_DE, tolerance
-        num_devices: Index = counts_DE.shape[0]
-        self.left_D, self.computed_D, self.received_D = (zero_ints(num_devices) for _ in range(3))
+        size: Index = counts_DE.shape[0]
+        work: Ints = zero_ints(4 * size + _DIGITS + 1)  # one array, because each one takes a microsecond
+        self.left_D, self.computed_D = work[:size], work[size : 2 * size]
+        self.received_D, self.sorted_D = work[2 * size : 3 * size], work[3 * size : 4 * size]
+        self.first_B = work[4 * size :]
         self.used_E, self.is_sorted_E = zero_ints(owner_E.shape[0]), zero_ints(owner_E.shape[0])
-        self.sorted_D = zero_ints(num_devices)
-        self.first_B = zero_ints(_DIGITS + 1)
-        self.num_sent, self.busiest, self.lowest = 0, 0, 0
+        self.num_sent, self.num_open, self.busiest, self.lowest = 0, 0, 0, 0
 
     @cython.inner
-    def run(self, case: Int, num_left_out: Index, num_steps: Index) -> Index:
+    def run(self, case: Int, num_left_out: Index, num_steps: Index, last: Index) -> Index:
         """Search once; returns the number of steps of all cases so far.
 
         Args:
             case: Number of the case, from 1.
             num_left_out: Number of devices to which a selected expert is not sent.
             num_steps: Number of steps of the cases before.
+            last: Most steps of these cases and this one.
         """
         self.scan_loads()
         most_received: Int = self.most_received()
         while self.computed_D[self.busiest] - self.lowest >= self.tolerance:
+            # Further steps would send nothing, and so change nothing but the number of selected experts.
+            if num_steps == last or self.num_open == 0:
+                break
             owner: Index = self.busiest
             selected: Index = self.most_loaded_expert(owner, case)
             if selected < 0:
@@ -134,6 +141,8 @@ class _Search:
             self.computed_D[owner] -= tokens
             self.received_D[owner] -= tokens
             self.left_D[device] -= 1
+            if self.left_D[device] == 0:
+                self.num_open -= 1
             self.expert_P[self.num_sent] = expert
             self.device_P[self.num_sent] = device
             self.num_sent += 1
@@ -173,6 +182,7 @@ def greedy_steps(
     load_E: ReadInts,
     counts_DE: ReadInts2,
     left_out: ReadInts,
+    most_steps: ReadInts,
     tolerance: Real,
     slots: Int,
     computed_D: ReadInts,
@@ -197,6 +207,7 @@ def greedy_steps(
         counts_DE: Inputs by source device and expert, int64 ``[D, E]``.
         left_out: Number of devices to which a selected expert is not sent, in each case, int64.
             They have the fewest inputs for it, and of equal ones those with the lowest numbers are left out.
+        most_steps: Most steps of each case, int64.
         tolerance: The load is balanced if the highest and the lowest load of a device differ by less.
         slots: Most replicas on a device.
         computed_D: Inputs that each device computes before the first step, int64 ``[D]``.
@@ -226,6 +237,7 @@ def greedy_steps(
                 search.left_D[device] = slots
                 search.computed_D[device] = computed_D[device]
                 search.received_D[device] = received_D[device]
-            end = search.run(case + 1, left_out[case], num_steps)
+            search.num_open = computed_D.shape[0] if slots > 0 else 0
+            end = search.run(case + 1, left_out[case], num_steps, num_steps + most_steps[case])
             case_steps[case] = end - num_steps
             num_steps = end

@@ -1,7 +1,6 @@
 """Kernels of dispatch by quotas: one rank's row and column of the dispatch.
 
-``kernels/parts/expert_quotas.py`` says how quotas are kept. The arguments up to ``first_N`` are those of
-:class:`megatron_fssdp.planning.kernels.parts.expert_quotas.ExpertQuotas`.
+``kernels/parts/expert_quotas.py`` says how quotas are kept, and what the arguments up to ``first_N`` are.
 
 Shape letters: E experts, D devices, N nodes, G experts present on a device, P pairs of expert and device.
 """
@@ -14,11 +13,7 @@ from megatron_fssdp.planning.native.work_arrays import zero_ints
 
 def quota_row(
     counts_DE: ReadInts2,
-    expert_P: ReadInts,
-    device_P: ReadInts,
-    own_P: ReadInts,
-    near_P: ReadInts,
-    far_P: ReadInts,
+    quotas: ReadInts,
     node_D: ReadInts,
     by_node_D: ReadInts,
     first_N: ReadInts,
@@ -33,11 +28,7 @@ def quota_row(
 
     Args:
         counts_DE: Counts.
-        expert_P: Experts.
-        device_P: Devices.
-        own_P: Quotas for own tokens.
-        near_P: Near quotas.
-        far_P: Far quotas.
+        quotas: Quotas of all pairs.
         node_D: Nodes.
         by_node_D: Devices by node.
         first_N: First devices of nodes.
@@ -51,7 +42,7 @@ def quota_row(
     Returns:
         Number of chunks.
     """
-    quotas = ExpertQuotas(counts_DE, expert_P, device_P, own_P, near_P, far_P, node_D, by_node_D, first_N)
+    of_expert = ExpertQuotas(counts_DE, quotas, node_D, by_node_D, first_N)
     before_E: Ints = zero_ints(counts_DE.shape[1])
     next_D: Ints = zero_ints(node_D.shape[0] + 1)
     with cython.nogil:
@@ -59,7 +50,7 @@ def quota_row(
             for expert in range(counts_DE.shape[1]):
                 before_E[expert] += counts_DE[device, expert]
         num_chunks = _find_chunks(
-            quotas, source, before_E, sent_expert_P, sent_device_P, sent_tokens_P, next_D, send_D
+            of_expert, source, before_E, sent_expert_P, sent_device_P, sent_tokens_P, next_D, send_D
         )
         for device in range(node_D.shape[0]):
             next_D[device + 1] += next_D[device]
@@ -128,11 +119,7 @@ def _find_chunks(
 
 def quota_column(
     counts_DE: ReadInts2,
-    expert_P: ReadInts,
-    device_P: ReadInts,
-    own_P: ReadInts,
-    near_P: ReadInts,
-    far_P: ReadInts,
+    quotas: ReadInts,
     node_D: ReadInts,
     by_node_D: ReadInts,
     first_N: ReadInts,
@@ -144,11 +131,7 @@ def quota_column(
 
     Args:
         counts_DE: Counts.
-        expert_P: Experts.
-        device_P: Devices.
-        own_P: Quotas for own tokens.
-        near_P: Near quotas.
-        far_P: Far quotas.
+        quotas: Quotas of all pairs.
         node_D: Nodes.
         by_node_D: Devices by node.
         first_N: First devices of nodes.
@@ -156,32 +139,32 @@ def quota_column(
         expert_G: Experts whose tokens are wanted, ascending, int64 ``[G]``.
         received_DG: Gets the tokens by source and these experts, int64 ``[D, G]``.
     """
-    quotas = ExpertQuotas(counts_DE, expert_P, device_P, own_P, near_P, far_P, node_D, by_node_D, first_N)
+    of_expert = ExpertQuotas(counts_DE, quotas, node_D, by_node_D, first_N)
     home: Index = node_D[device]
     with cython.nogil:
         for place in range(expert_G.shape[0]):
             expert: Index = expert_G[place]
-            quotas.turn_to(expert)
+            of_expert.turn_to(expert)
             near_at: Int = 0
             near_left: Int = 0
             far_at: Int = 0
             far_left: Int = 0
-            for pair in range(quotas.first, quotas.end):
-                if device_P[pair] == device:
-                    near_left = near_P[pair]
-                    far_left = far_P[pair]
+            for pair in range(of_expert.first, of_expert.end):
+                if of_expert.device_P[pair] == device:
+                    near_left = of_expert.near_P[pair]
+                    far_left = of_expert.far_P[pair]
                     break
-                far_at += far_P[pair]
-                if node_D[device_P[pair]] == home:
-                    near_at += near_P[pair]
+                far_at += of_expert.far_P[pair]
+                if node_D[of_expert.device_P[pair]] == home:
+                    near_at += of_expert.near_P[pair]
             for source in range(node_D.shape[0]):
                 # Here near_N has the near quotas that the sources before have not filled.
                 node: Index = node_D[source]
-                far: Int = counts_DE[source, expert] - quotas.own_D[source]
-                near: Int = min(far, quotas.near_N[node])
-                quotas.near_N[node] -= near
+                far: Int = counts_DE[source, expert] - of_expert.own_D[source]
+                near: Int = min(far, of_expert.near_N[node])
+                of_expert.near_N[node] -= near
                 far -= near
-                tokens: Int = quotas.own_D[device] if source == device else 0
+                tokens: Int = of_expert.own_D[device] if source == device else 0
                 if node == home:
                     passed: Int = min(near, near_at)
                     near_at -= passed

@@ -28,6 +28,8 @@ class _Spilling:
         left_D: Experts of other owners that each device may still take.
         expert_P: Experts of which tokens spill; so do the device and the number of tokens.
         num_spilled: Number of such entries.
+        work: Memory of all work arrays, of which the first ``num_used`` are in use. One allocation takes less
+            time than many.
         is_sorted_E: 1 for experts whose devices are sorted in ``nearest_ED``.
         size_N: Number of devices of each node.
         load_N: Tokens of the present expert in each node.
@@ -50,6 +52,8 @@ class _Spilling:
     device_P: Ints
     tokens_P: Ints
     num_spilled: Index
+    work: Ints
+    num_used: Index
     nearest_ED: Ints2
     is_sorted_E: Ints
     size_N: Ints
@@ -74,15 +78,27 @@ class _Spilling:
         self.load_E, self.load_D, self.load_NE = load_E, load_D, load_NE
         self.by_owner_E, self.first_D, self.busiest_first_D = by_owner_E, first_D, busiest_first_D
         self.node_D, self.slots, self.nearest_ED = node_D, slots, nearest_ED
-        self.room_D, self.left_D = zero_ints(load_D.shape[0]), zero_ints(load_D.shape[0])
-        self.expert_P, self.device_P, self.tokens_P = zero_ints(room), zero_ints(room), zero_ints(room)
         self.num_spilled = 0
-        self.is_sorted_E = zero_ints(load_E.shape[0])
+        self.num_used = 0
+        num_devices: Index = load_D.shape[0]
+        num_experts: Index = load_E.shape[0]
         num_nodes: Index = load_NE.shape[0]
-        self.size_N, self.load_N, self.sorted_N = (zero_ints(num_nodes) for _ in range(3))
-        self.counter_N, self.next_N = zero_ints(num_nodes), zero_ints(num_nodes)
+        self.work = zero_ints(2 * num_devices + num_experts + 5 * num_nodes + 3 * room)
+        self.room_D, self.left_D = self.new_ints(num_devices), self.new_ints(num_devices)
+        self.expert_P, self.device_P = self.new_ints(room), self.new_ints(room)
+        self.tokens_P, self.is_sorted_E = self.new_ints(room), self.new_ints(num_experts)
+        self.size_N, self.load_N = self.new_ints(num_nodes), self.new_ints(num_nodes)
+        self.sorted_N, self.counter_N = self.new_ints(num_nodes), self.new_ints(num_nodes)
+        self.next_N = self.new_ints(num_nodes)
         for device in range(node_D.shape[0]):
             self.size_N[node_D[device]] += 1
+
+    @cython.cfunc
+    def new_ints(self, size: Index) -> Ints:
+        """The next part of ``work``: zeros."""
+        first = self.num_used
+        self.num_used += size
+        return self.work[first : first + size]
 
     @cython.inner
     def fits_below(self, ceiling: Int) -> Flag:

@@ -1,44 +1,32 @@
 """Kernels of dispatch by quotas: fills quotas with tokens, checks them, and sums what devices send.
 
-``kernels/parts/expert_quotas.py`` says how quotas are kept.
+``kernels/parts/expert_quotas.py`` says how quotas are kept, and what the arguments of all functions are.
 
 Shape letters: E experts, D devices, N nodes, P pairs of expert and device.
 """
 
 from megatron_fssdp.planning.kernels.parts.expert_quotas import ExpertQuotas
 from megatron_fssdp.planning.native import compiler_marks as cython
-from megatron_fssdp.planning.native.kernel_types import Flag, Index, Ints, ReadInts, ReadInts2
+from megatron_fssdp.planning.native.kernel_types import Flag, Index, Int, Ints, Ints2, ReadInts, ReadInts2
 from megatron_fssdp.planning.native.work_arrays import zero_ints
 
 
 def are_fillable(
-    counts_DE: ReadInts2,
-    expert_P: ReadInts,
-    device_P: ReadInts,
-    own_P: ReadInts,
-    near_P: ReadInts,
-    far_P: ReadInts,
-    node_D: ReadInts,
-    by_node_D: ReadInts,
-    first_N: ReadInts,
+    counts_DE: ReadInts2, quotas: ReadInts, node_D: ReadInts, by_node_D: ReadInts, first_N: ReadInts
 ) -> Flag:
     """Whether no quota is negative and the quotas add up to the tokens that are there.
 
     Args:
-        counts_DE: The arguments of all functions are those of :class:`ExpertQuotas`.
-        expert_P: Experts.
-        device_P: Devices.
-        own_P: Quotas for own tokens.
-        near_P: Near quotas.
-        far_P: Far quotas.
+        counts_DE: Counts.
+        quotas: Quotas of all pairs.
         node_D: Nodes.
         by_node_D: Devices by node.
         first_N: First devices of nodes.
     """
-    quotas = ExpertQuotas(counts_DE, expert_P, device_P, own_P, near_P, far_P, node_D, by_node_D, first_N)
+    of_expert = ExpertQuotas(counts_DE, quotas, node_D, by_node_D, first_N)
     left_E: Ints = zero_ints(counts_DE.shape[1])
     with cython.nogil:
-        is_fillable = _are_fillable(quotas, left_E)
+        is_fillable = _are_fillable(of_expert, left_E)
     return is_fillable
 
 
@@ -68,84 +56,83 @@ def _are_fillable(quotas: ExpertQuotas, left_E: Ints) -> Flag:
     return True
 
 
-def sum_near_tokens(
+def sum_quota_tokens(
     counts_DE: ReadInts2,
-    expert_P: ReadInts,
-    device_P: ReadInts,
-    own_P: ReadInts,
-    near_P: ReadInts,
-    far_P: ReadInts,
+    quotas: ReadInts,
     node_D: ReadInts,
     by_node_D: ReadInts,
     first_N: ReadInts,
-    near_out_D: Ints,
+    sums: Ints2,
 ) -> None:
-    """Count the tokens that every device sends to other devices of its node.
+    """Sum the tokens that every device keeps, sends and receives.
 
     Args:
-        counts_DE: As in :func:`are_fillable`, and so are the arguments up to ``first_N``.
-        expert_P: Experts.
-        device_P: Devices.
-        own_P: Quotas for own tokens.
-        near_P: Near quotas.
-        far_P: Far quotas.
+        counts_DE: Counts.
+        quotas: Quotas of all pairs.
         node_D: Nodes.
         by_node_D: Devices by node.
         first_N: First devices of nodes.
-        near_out_D: Zeros; gets the tokens, int64 ``[D]``.
+        sums: Zeros; gets the sums, int64 ``[5, D]``, see ``kernels/traffic_sums.py``.
     """
-    quotas = ExpertQuotas(counts_DE, expert_P, device_P, own_P, near_P, far_P, node_D, by_node_D, first_N)
+    of_expert = ExpertQuotas(counts_DE, quotas, node_D, by_node_D, first_N)
     with cython.nogil:
+        for device in range(node_D.shape[0]):
+            tokens: Int = 0
+            for expert in range(counts_DE.shape[1]):
+                tokens += counts_DE[device, expert]
+            sums[3, device] = tokens
         for expert in range(counts_DE.shape[1]):
-            quotas.turn_to(expert)
-            for pair in range(quotas.first, quotas.end):
-                node: Index = node_D[device_P[pair]]
+            of_expert.turn_to(expert)
+            for pair in range(of_expert.first, of_expert.end):
+                holder: Index = of_expert.device_P[pair]
+                sums[0, holder] += of_expert.own_P[pair]
+                sums[2, holder] += of_expert.near_P[pair]
+                sums[4, holder] += of_expert.far_P[pair]
+                sums[3, holder] -= of_expert.own_P[pair]
+                node: Index = node_D[holder]
                 for i in range(first_N[node], first_N[node + 1]):
-                    if quotas.near_N[node] == 0:  # all near quotas of the node are filled
+                    if of_expert.near_N[node] == 0:  # all near quotas of the node are filled
                         break
-                    device: Index = by_node_D[i]
-                    near = min(counts_DE[device, expert] - quotas.own_D[device], quotas.near_N[node])
-                    quotas.near_N[node] -= near
-                    near_out_D[device] += near
+                    source: Index = by_node_D[i]
+                    near = min(counts_DE[source, expert] - of_expert.own_D[source], of_expert.near_N[node])
+                    of_expert.near_N[node] -= near
+                    sums[1, source] += near
+                    sums[3, source] -= near
 
 
 def fill_quotas(
-    counts_DE: ReadInts2,
-    expert_P: ReadInts,
-    device_P: ReadInts,
-    own_P: Ints,
-    near_P: Ints,
-    far_P: Ints,
-    node_D: ReadInts,
-    by_node_D: ReadInts,
-    first_N: ReadInts,
+    counts_DE: ReadInts2, quotas: Ints, node_D: ReadInts, by_node_D: ReadInts, first_N: ReadInts
 ) -> None:
     """Fill each device's quota with its own tokens first, then with those of its node, then with all others.
 
     Args:
-        counts_DE: As in :func:`are_fillable`, and so are the arguments that are not described.
-        expert_P: Experts.
-        device_P: Devices.
-        own_P: Tokens of its expert that each device computes; gets the device's own tokens among them.
-        near_P: Zeros; gets the tokens of other devices of the node.
-        far_P: Zeros; gets the tokens of other nodes.
+        counts_DE: Counts.
+        quotas: Quotas of all pairs. Own quotas are all tokens of the expert that the device computes, near
+            and far quotas are zeros; changed in place.
         node_D: Nodes.
         by_node_D: Devices by node.
         first_N: First devices of nodes.
     """
-    for pair in range(expert_P.shape[0]):
-        own = min(own_P[pair], counts_DE[device_P[pair], expert_P[pair]])
-        far_P[pair] = own_P[pair] - own
-        own_P[pair] = own
-    quotas = ExpertQuotas(counts_DE, expert_P, device_P, own_P, near_P, far_P, node_D, by_node_D, first_N)
+    size: Index = quotas.shape[0] // 5
+    own_P: Ints = quotas[2 * size : 3 * size]
+    near_P: Ints = quotas[3 * size : 4 * size]
+    far_P: Ints = quotas[4 * size :]
+    of_expert = ExpertQuotas(counts_DE, quotas, node_D, by_node_D, first_N)
     with cython.nogil:
+        for pair in range(size):
+            holder: Index = of_expert.device_P[pair]
+            expert: Index = of_expert.expert_P[pair]
+            own = min(own_P[pair], counts_DE[holder, expert])
+            far_P[pair] = own_P[pair] - own
+            own_P[pair] = own
         for expert in range(counts_DE.shape[1]):
-            quotas.turn_to(expert)
-            for pair in range(quotas.first, quotas.end):
+            of_expert.turn_to(expert)
+            for pair in range(of_expert.first, of_expert.end):
                 if far_P[pair] == 0:
                     continue
-                node: Index = node_D[device_P[pair]]
-                near = min(far_P[pair], quotas.leaving(node, node_D.shape[0]) - quotas.near_N[node])
-                quotas.near_N[node] += near
+                node: Index = node_D[of_expert.device_P[pair]]
+                left = of_expert.leaving(node, node_D.shape[0]) - of_expert.near_N[node]
+                near = min(far_P[pair], left)
+                of_expert.near_N[node] += near
                 near_P[pair] = near
                 far_P[pair] -= near

@@ -172,10 +172,11 @@ def level_out(amount: Int, load_U: ReadInts, room_U: ReadInts, part_U: Ints) -> 
         part_U: Gets the part of each receiver, int64 ``[U]``.
     """
     filling = WaterFilling(load_U.shape[0])
-    for i in range(load_U.shape[0]):
-        filling.rising_U[i] = i
-        filling.load_U[i] = load_U[i]
-        filling.room_U[i] = room_U[i]
-    filling.divide(amount, load_U.shape[0])
-    for i in range(load_U.shape[0]):
-        part_U[i] = filling.part_U[i]
+    with cython.nogil:
+        for i in range(load_U.shape[0]):
+            filling.rising_U[i] = i
+            filling.load_U[i] = load_U[i]
+            filling.room_U[i] = room_U[i]
+        filling.divide(amount, load_U.shape[0])
+        for i in range(load_U.shape[0]):
+            part_U[i] = filling.part_U[i]

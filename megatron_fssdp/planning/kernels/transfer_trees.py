@@ -8,7 +8,7 @@ Shape letters: E experts, D devices, N nodes, P pairs of expert and device.
 
 from megatron_fssdp.planning.kernels.parts.two_level_trees import TwoLevelTrees
 from megatron_fssdp.planning.native import compiler_marks as cython
-from megatron_fssdp.planning.native.kernel_types import Flag, Index, Int, Ints, ReadInts, ReadInts2
+from megatron_fssdp.planning.native.kernel_types import Flag, Index, Int, Ints, Ints2, ReadInts, ReadInts2
 from megatron_fssdp.planning.native.work_arrays import zero_ints
 
 
@@ -33,13 +33,13 @@ def two_level_edges(
             of the plan. The number is ``(((2 depth + inside) E + expert) D + source) D + destination``, where
             ``inside`` is 1 inside a node and 0 between nodes.
     """
-    trees = TwoLevelTrees(holder_P, owner_E, node_D, by_node_D, first_N)
+    trees = TwoLevelTrees(holder_P, node_D, by_node_D, first_N)
     num_experts: Index = owner_E.shape[0]
     num_devices: Index = node_D.shape[0]
     with cython.nogil:
         num_edges: Index = 0
         for expert in range(num_experts):
-            trees.find(expert)
+            trees.find(expert, owner_E[expert])
             for i in range(trees.num_edges):
                 key = (trees.depth[i] * num_experts + expert) * num_devices + trees.source[i]
                 key_P[num_edges] = key * num_devices + trees.target[i]
@@ -49,20 +49,30 @@ def two_level_edges(
 def first_wrong_edge(
     edges: ReadInts2, num_devices: Index, num_experts: Index, is_rooted: Flag, depth: Ints
 ) -> Index:
-    """Position of the first edge that does not belong to a tree, or -1.
+    """Position of the first edge that has a wrong number or does not belong to a tree, or -1.
 
     Args:
-        edges: The edges, int64, four columns. Experts and devices are below their numbers.
+        edges: The edges, int64, four columns. Experts are below their number.
         num_devices: Number of devices, D.
         num_experts: Number of experts, E.
         is_rooted: Whether each expert has one tree, which starts at the source of its first edge.
         depth: Zeros, or 1 where an expert was before; int64 ``[E * D]``. Changed in place.
     """
     is_begun: Ints = zero_ints(num_experts)
+    with cython.nogil:
+        wrong = _first_wrong(edges, num_devices, is_rooted, is_begun, depth)
+    return wrong
+
+
+@cython.inner
+def _first_wrong(edges: ReadInts2, num_devices: Index, is_rooted: Flag, is_begun: Ints, depth: Ints) -> Index:
     for i in range(edges.shape[0]):
         expert: Index = edges[i, 0]
-        source = expert * num_devices + edges[i, 1]
-        target = expert * num_devices + edges[i, 2]
+        lowest: Int = min(min(edges[i, 0], edges[i, 3]), min(edges[i, 1], edges[i, 2]))
+        if lowest < 0 or max(edges[i, 1], edges[i, 2]) >= num_devices:
+            return i
+        source: Index = expert * num_devices + edges[i, 1]
+        target: Index = expert * num_devices + edges[i, 2]
         if depth[source] == 0:
             if not is_rooted or is_begun[expert] != 0:
                 return i
@@ -86,7 +96,7 @@ class _EdgeSums:
         far_hops: Hops between nodes to each holder. A hop between nodes takes longer than a hop inside a
             node, so they count first.
         near_hops: Hops inside a node to each holder.
-        found: The results, as in :func:`sum_edges`.
+        found: The results of :func:`sum_edges` so far.
     """
 
     node_D: ReadInts
@@ -97,8 +107,8 @@ class _EdgeSums:
     near_hops: Ints
     found: Ints
 
-    def __init__(self, node_D: ReadInts, num_nodes: Index, num_holders: Index, found: Ints) -> None:
-        self.node_D, self.found = node_D, found
+    def __init__(self, node_D: ReadInts, num_nodes: Index, num_holders: Index) -> None:
+        self.node_D, self.found = node_D, zero_ints(7)
         size: Index = 2 * node_D.shape[0]
         work: Ints = zero_ints(2 * size + 2 * num_nodes)
         self.near_D, self.far_D, self.far_N = work[:size], work[size : 2 * size], work[2 * size :]
@@ -135,16 +145,22 @@ class _EdgeSums:
             far_hops[after] += 1
 
     @cython.inner
-    def find_busiest(self) -> cython.void:
-        """Write the highest sums into ``found``."""
+    def move_to(self, found: Ints2, row: Index) -> cython.void:
+        """Write the sums into a row, and start again with nothing."""
         for i in range(self.near_D.shape[0]):
             self.found[0] = max(self.found[0], self.near_D[i])
             self.found[1] = max(self.found[1], self.far_D[i])
+            self.near_D[i] = 0
+            self.far_D[i] = 0
         for i in range(self.far_N.shape[0]):
             self.found[2] = max(self.found[2], self.far_N[i])
+            self.far_N[i] = 0
+        for i in range(7):
+            found[row, i] = self.found[i]
+            self.found[i] = 0
 
 
-def sum_edges(edges: ReadInts2, num_experts: Index, node_D: ReadInts, num_nodes: Index, found: Ints) -> None:
+def sum_edges(edges: ReadInts2, num_experts: Index, node_D: ReadInts, num_nodes: Index, found: Ints2) -> None:
     """Count the experts on the busiest links, and the hops of the longest path.
 
     Args:
@@ -152,18 +168,18 @@ def sum_edges(edges: ReadInts2, num_experts: Index, node_D: ReadInts, num_nodes:
         num_experts: Number above all experts of the edges.
         node_D: Node of each device, int64 ``[D]``.
         num_nodes: Number of nodes, N.
-        found: Zeros, int64, seven of them. Gets the experts between the busiest device and its node, between
-            the busiest device and other nodes, between the busiest node and others, and between nodes in all.
-            Then, for the path before the last hop that takes longest, its hops between nodes and inside a
-            node. Then the highest depth.
+        found: Gets a row of seven numbers, int64: the experts between the busiest device and its node,
+            between the busiest device and other nodes, between the busiest node and others, and between nodes
+            in all. Then, for the path before the last hop that takes longest, its hops between nodes and
+            inside a node. Then the highest depth.
     """
     num_devices: Index = node_D.shape[0]
-    sums = _EdgeSums(node_D, num_nodes, num_experts * num_devices, found)
+    sums = _EdgeSums(node_D, num_nodes, num_experts * num_devices)
     with cython.nogil:
         for i in range(edges.shape[0]):
             base = edges[i, 0] * num_devices
             sums.add(edges[i, 1], edges[i, 2], base + edges[i, 1], base + edges[i, 2], edges[i, 3])
-        sums.find_busiest()
+        sums.move_to(found, 0)
 
 
 def sum_two_level_edges(
@@ -172,27 +188,31 @@ def sum_two_level_edges(
     node_D: ReadInts,
     by_node_D: ReadInts,
     first_N: ReadInts,
-    found: Ints,
+    found: Ints2,
 ) -> None:
     """The sums of :func:`sum_edges` for the edges of :func:`two_level_edges`, without a table of the edges.
 
     Args:
-        holder_P: As in :func:`two_level_edges`, and so are the arguments up to ``first_N``.
+        holder_P: As in :func:`two_level_edges`, for several placements with the same owners. The experts of
+            the second placement have the numbers from E on, and so forth.
         owner_E: Owners.
         node_D: Nodes.
         by_node_D: Devices by node.
         first_N: First devices of nodes.
-        found: As in :func:`sum_edges`.
+        found: Gets a row for each placement, as in :func:`sum_edges`.
     """
-    trees = TwoLevelTrees(holder_P, owner_E, node_D, by_node_D, first_N)
-    sums = _EdgeSums(node_D, first_N.shape[0] - 1, node_D.shape[0], found)
+    trees = TwoLevelTrees(holder_P, node_D, by_node_D, first_N)
+    sums = _EdgeSums(node_D, first_N.shape[0] - 1, node_D.shape[0])
+    num_experts: Index = owner_E.shape[0]
     with cython.nogil:
-        for expert in range(owner_E.shape[0]):
-            trees.find(expert)
-            sums.far_hops[owner_E[expert]] = 0
-            sums.near_hops[owner_E[expert]] = 0
-            for i in range(trees.num_edges):
-                source: Index = trees.source[i]
-                to: Index = trees.target[i]
-                sums.add(source, to, source, to, trees.depth[i] // 2)
-        sums.find_busiest()
+        for case in range(found.shape[0]):
+            trees.forget_owners()
+            for expert in range(num_experts):
+                trees.find(case * num_experts + expert, owner_E[expert])
+                sums.far_hops[owner_E[expert]] = 0
+                sums.near_hops[owner_E[expert]] = 0
+                for i in range(trees.num_edges):
+                    source: Index = trees.source[i]
+                    to: Index = trees.target[i]
+                    sums.add(source, to, source, to, trees.depth[i] // 2)
+            sums.move_to(found, case)

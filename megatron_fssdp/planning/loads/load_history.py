@@ -66,7 +66,8 @@ class LoadHistory:
         kept = frozen_array(counts, np.int64)
         self.num_seen += 1
         load_E = kept.sum(axis=0)
-        if self._num_settled:
+        # A window of one iteration has one forecast: the last counts.
+        if self._num_settled and self.window > 1:
             settled_IE = np.stack(list(self._load_E)[-self._num_settled :])
             if has_jumped(load_E, settled_IE.sum(axis=0)):
                 # No forecast expects a jump, so the jump tells nothing about them.

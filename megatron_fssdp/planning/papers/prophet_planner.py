@@ -6,6 +6,7 @@ Shape letters: E experts, D devices, P pairs of expert and device.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from megatron_fssdp.planning.native.kernel import Kernel
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 
 greedy_steps = Kernel(prophet_search.greedy_steps)
+
+ROUNDING = 1e-9
+"""More than the relative rounding error of modelled seconds."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class ProphetModel:
         Args:
             received_D: Inputs that each device receives from other devices, ``R``, ``[..., D]``.
         """
-        return received_D.max(axis=-1) * self.input_bytes / self.bytes_per_s
+        return self._exchange_s(received_D.max(axis=-1))
 
     def expert_s(self, computed_D: np.ndarray) -> np.ndarray:
         """Seconds of the experts' forward pass, ``T_FEC = max_i H_i / t`` (Eq. 2).
@@ -109,14 +113,35 @@ class ProphetModel:
             num_selected: Number of selected experts, ``s``, ``[...]``.
             num_left_out: Number of devices to which a selected expert is not sent, ``n``, ``[...]``.
         """
-        forward_s = self.expert_s(computed_D)
+        most = received_D.max(axis=-1), computed_D.max(axis=-1)
+        return self.step_s(*most, num_selected, num_left_out)
+
+    def step_s(
+        self,
+        most_received: Any,
+        most_computed: Any,
+        num_selected: int | np.ndarray,
+        num_left_out: int | np.ndarray,
+    ) -> np.ndarray:
+        """:meth:`layer_s`, from the most inputs that a device receives and computes.
+
+        Args:
+            most_received: The most inputs that a device receives from other devices, a number or ``[...]``.
+            most_computed: The most inputs that a device computes, a number or ``[...]``.
+            num_selected: As in :meth:`layer_s`.
+            num_left_out: As in :meth:`layer_s`.
+        """
+        forward_s = most_computed / self.inputs_per_s
         trans_s = self.transfer_s(num_selected, self.expert_bytes, num_left_out)
         agg_s = self.transfer_s(num_selected, self.gradient_bytes, num_left_out)
         if self.overlaps:
             trans_s = exposed_s(trans_s, forward_s + self.non_expert_s)
             agg_s = exposed_s(agg_s, BACKWARD_PER_FORWARD * (forward_s + self.non_expert_s))
-        moved_s = NUM_ALL_TO_ALLS * self.all_to_all_s(received_D)
-        return moved_s + (1 + BACKWARD_PER_FORWARD) * forward_s + trans_s + agg_s
+        moved_s = NUM_ALL_TO_ALLS * self._exchange_s(most_received)
+        return np.asarray(moved_s + (1 + BACKWARD_PER_FORWARD) * forward_s + trans_s + agg_s)
+
+    def _exchange_s(self, most_received: Any) -> Any:
+        return most_received * self.input_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,14 +249,18 @@ def plan_layers(
     )
     received_D = computed_D - own_D
     most_replicas = num_experts if slots is None else min(slots, num_experts)
+    plain_s = float(model.layer_s(received_D, computed_D, 0, 0))
+    most_steps = _most_steps(model, load_E, left_out, plain_s)
     steps = np.empty(len(left_out), np.int64)
-    end_of_step, received_after, computed_after = np.empty((3, len(left_out) * num_experts), np.int64)
-    expert_P, device_P = np.empty((2, len(left_out) * num_devices * most_replicas), np.int64)
+    end_of_step, received_after, computed_after = np.empty((3, int(most_steps.sum())), np.int64)
+    room = num_devices * int(np.minimum(most_steps, most_replicas).sum())
+    expert_P, device_P = np.empty((2, room), np.int64)
     greedy_steps(
         owner,
         load_E,
         counts,
         np.array(left_out, np.int64),
+        most_steps,
         balance * int(load_E.sum()) / num_experts,
         most_replicas,
         computed_D,
@@ -247,13 +276,12 @@ def plan_layers(
     total = int(steps.sum())
     first_step = np.cumsum(steps) - steps
     number_of_step = np.arange(1, total + 1) - np.repeat(first_step, steps)
-    step_s = model.layer_s(
-        received_after[:total, None],
-        computed_after[:total, None],
+    step_s = model.step_s(
+        received_after[:total],
+        computed_after[:total],
         number_of_step,
         np.repeat(left_out, steps),
     )
-    plain_s = float(model.layer_s(received_D, computed_D, 0, 0))
     found = []
     for first, num_steps in zip(first_step.tolist(), steps.tolist(), strict=True):
         begin = end = int(end_of_step[first - 1]) if first else 0
@@ -265,3 +293,26 @@ def plan_layers(
         replicas = expert_P[begin:end], device_P[begin:end]
         found.append(PlannedLayer(owner, num_devices, *replicas, seconds, slots))
     return found
+
+
+def _most_steps(
+    model: ProphetModel, load_E: np.ndarray, left_out: Sequence[int], plain_s: float
+) -> np.ndarray:
+    """The most steps of each search that can pay, int64.
+
+    With more steps, the layer would take longer than without replicas, even if these steps left no all-to-all
+    and perfectly even loads: the seconds of transfers only grow with the steps.
+
+    Args:
+        model: The performance model of the layer.
+        load_E: Inputs of every expert, int64 ``[E]``.
+        left_out: The numbers of devices to which a selected expert is not sent.
+        plain_s: Modelled seconds of the layer without replicas.
+    """
+    even_s = model.step_s(
+        0.0,
+        load_E.sum() / model.num_devices,
+        np.arange(1, len(load_E) + 1),
+        np.array(left_out)[:, None],
+    )
+    return np.asarray((even_s * (1 - ROUNDING) < plain_s).sum(axis=1))

@@ -7,7 +7,13 @@ from numpy.typing import ArrayLike
 
 
 def frozen_array(values: ArrayLike, dtype: Any) -> np.ndarray:
-    """Copy ``values`` into a read-only, C-ordered array of data type ``dtype``."""
+    """Return ``values`` as a read-only, C-ordered array of data type ``dtype``.
+
+    Values are copied, except those of an array that is such an array already and has memory of its own.
+    """
+    if isinstance(values, np.ndarray) and values.base is None and values.dtype == dtype:
+        if values.flags.c_contiguous and not values.flags.writeable:
+            return values
     array = np.array(values, dtype=dtype, order="C", copy=True)
     array.setflags(write=False)
     return array

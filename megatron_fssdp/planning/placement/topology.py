@@ -113,6 +113,11 @@ class Topology:
         """Where the devices of each node begin in ``by_node_D``, then D; int64 ``[N + 1]``, read-only."""
         return frozen_array([0, *np.cumsum(np.bincount(self.node_of_device_D))], np.int64)
 
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """``node_of_device_D``, ``by_node_D`` and ``first_N``, as kernels take them."""
+        return self.node_of_device_D, self.by_node_D, self.first_N
+
     @cached_property
     def smallest_and_largest_node(self) -> tuple[int, int]:
         """Number of devices of the smallest and of the largest node."""

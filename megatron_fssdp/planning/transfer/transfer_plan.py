@@ -51,13 +51,9 @@ class TransferPlan:
         if not isinstance(self.edges, EdgeTable):
             object.__setattr__(self, "edges", EdgeTable(self.edges))
         table, num_devices = self.table, self.num_devices
+        if not len(table):
+            return
         present = self.present_before or ()
-        wrong = (table < 0).any(axis=1) | (table[:, 1:3] >= num_devices).any(axis=1)
-        if wrong.any():
-            raise ValueError(
-                f"{self.edges[int(wrong.argmax())]} leaves the plan: wanted devices from 0 to "
-                f"{num_devices - 1}, and an expert and a depth of 0 or more"
-            )
         num_experts = 1 + max([int(table[:, 0].max(initial=0)), *(expert for expert, _ in present)])
         depth = np.zeros(num_experts * num_devices, np.int64)
         depth[[expert * num_devices + device for expert, device in present]] = 1
@@ -73,6 +69,12 @@ class TransferPlan:
             depth: What the kernel knows before this edge, for each expert and device: 0 if the device does
                 not have the expert, otherwise 2 more than the depth of the edge that brings it.
         """
+        most = self.num_devices - 1
+        if min(edge) < 0 or max(edge.source, edge.destination) > most:
+            return (
+                f"{edge} leaves the plan: wanted devices from 0 to {most}, and an expert and a depth of 0 or "
+                "more"
+            )
         at_source = int(depth[edge.expert * self.num_devices + edge.source])
         if not at_source:
             before = "present_before" if self.present_before is not None else "the owner's tree"
@@ -102,6 +104,8 @@ class TransferPlan:
         Raises:
             ValueError: An edge starts on a wrong device, or an expert reaches a wrong set of devices.
         """
+        if not len(self.edges) and not placement.num_replicas:
+            return
         expert_P, source_P, destination_P, depth_P = self.table.T
         got_ED = np.zeros_like(placement.present_ED)
         got_ED[np.arange(placement.num_experts), placement.owner_E] = True
@@ -276,7 +280,7 @@ def tree_arguments(
     """
     holder_P = expert_P * topology.num_devices + topology.place_D[device_P]
     holder_P.sort()
-    return holder_P, owner_E, topology.node_of_device_D, topology.by_node_D, topology.first_N
+    return holder_P, owner_E, *topology.arrays
 
 
 def _plan_of(

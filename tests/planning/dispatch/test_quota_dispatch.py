@@ -48,8 +48,7 @@ def dispatch_of(counts_DE, own_DE, near_DE, far_DE, topology):
     """The dispatch with the quotas of three tables."""
     expert_P, device_P = np.nonzero(((own_DE != 0) | (near_DE != 0) | (far_DE != 0)).T)
     quotas = [table_DE[device_P, expert_P] for table_DE in (own_DE, near_DE, far_DE)]
-    pairs = (np.ascontiguousarray(expert_P), np.ascontiguousarray(device_P), *quotas)
-    return QuotaDispatch(counts_DE, *pairs, topology)
+    return QuotaDispatch(counts_DE, np.stack([expert_P, device_P, *quotas]), topology)
 
 
 def near_tokens_D(counts_DE, own_DE, near_DE, topology):
@@ -75,7 +74,7 @@ def test_rows_and_columns_belong_to_one_tensor_and_fill_the_quotas(case):
         np.testing.assert_array_equal(dispatch.to_device(device), full[:, :, device])
     np.testing.assert_array_equal(full.sum(axis=2), counts_DE)
     np.testing.assert_array_equal(dispatch.device_tokens_D(), full.sum(axis=(0, 1)))
-    np.testing.assert_array_equal(dispatch.near_out_D(), near_tokens_D(counts_DE, own_DE, near_DE, topology))
+    np.testing.assert_array_equal(dispatch.sums()[1], near_tokens_D(counts_DE, own_DE, near_DE, topology))
     node_D = np.array(topology.node_of_device)
     for device in devices:
         from_DE = full[:, :, device]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning.balanced import quota_planner
-from megatron_fssdp.planning.cost import layer_traffic, owner_traffic
+from megatron_fssdp.planning.cost import dispatch_sums, layer_traffic, owner_traffic
 from megatron_fssdp.planning.papers import prophet_planner
 from megatron_fssdp.planning.papers.prophet_planner import ProphetModel
 from megatron_fssdp.planning.transfer import transfer_plan
@@ -24,7 +24,8 @@ KERNELS = [
     (layer_traffic, "sum_two_level_edges"),
     (owner_traffic, "sum_owner_tokens"),
     (owner_traffic, "keep_replicas_tokens"),
-    (owner_traffic, "find_busiest"),
+    (owner_traffic, "busiest_of_cases"),
+    (dispatch_sums, "find_busiest"),
 ]
 
 
@@ -45,15 +46,29 @@ def plans(is_compiled, placement, topology, counts_DE, seed):
         expert_P, device_P = np.nonzero(placement.present_ED)
         is_replica_P = device_P != placement.owner_E[expert_P]
         replicas = expert_P[is_replica_P], device_P[is_replica_P]
+        several = [replicas, tuple(pairs[:0] for pairs in replicas), replicas]
+        traffic = owner_traffic.OwnerTraffic(counts_DE, placement.owner_E, topology)
         return (
             quota_planner.quota_assignment(placement.owner_E, counts_DE, topology, slots=seed % 4).tolist(),
             planned.seconds,
             planned.placement,
             transfer.edges,
             layer_traffic._transfer_traffic(transfer, topology),
-            layer_traffic.two_level_traffic(placement.owner_E, [replicas], topology),
-            owner_traffic.OwnerTraffic(counts_DE, placement.owner_E, topology).busiest(*replicas).tolist(),
+            _lists(layer_traffic.two_level_traffic(placement.owner_E, several, topology)),
+            traffic.busiest(several).tolist(),
+            traffic.of(placement).busiest,
         )
+
+
+def _lists(traffic):
+    """The numbers of several transfers, so that they can be compared."""
+    fields = (
+        *vars(traffic.busiest).values(),
+        *traffic.fill_hops,
+        traffic.num_hops,
+        traffic.num_between_nodes,
+    )
+    return [np.asarray(field).tolist() for field in fields]
 
 
 @needs_compiled

@@ -20,13 +20,16 @@ from megatron_fssdp.planning.native.work_arrays import zero_ints
 class ExpertQuotas:
     """The quotas of one expert at a time.
 
+    It is made from ``counts_DE``, from the quotas of all pairs (int64 ``[5 P]``: all experts, then all
+    devices, own, near and far quotas) and from three arrays of the nodes.
+
     Attributes:
         counts_DE: (token, k) pairs by source device and expert, int64 ``[D, E]``.
-        expert_P: Expert of each pair, ascending, int64 ``[P]``.
-        device_P: Device of each pair, ascending for each expert, int64 ``[P]``.
-        own_P: Quotas for own tokens, int64 ``[P]``.
-        near_P: Quotas for tokens of other devices in the same node, int64 ``[P]``.
-        far_P: Quotas for tokens of other nodes, int64 ``[P]``.
+        expert_P: Expert of each pair, ascending.
+        device_P: Device of each pair, ascending for each expert.
+        own_P: Quotas for own tokens.
+        near_P: Quotas for tokens of other devices in the same node.
+        far_P: Quotas for tokens of other nodes.
         node_D: Node of each device, int64 ``[D]``.
         by_node_D: The devices by node, then number, int64 ``[D]``.
         first_N: Where the devices of each node begin in ``by_node_D``, then D; int64 ``[N + 1]``.
@@ -57,21 +60,22 @@ class ExpertQuotas:
     def __init__(
         self,
         counts_DE: ReadInts2,
-        expert_P: ReadInts,
-        device_P: ReadInts,
-        own_P: ReadInts,
-        near_P: ReadInts,
-        far_P: ReadInts,
+        quotas: ReadInts,
         node_D: ReadInts,
         by_node_D: ReadInts,
         first_N: ReadInts,
     ) -> None:
-        self.counts_DE, self.expert_P, self.device_P = counts_DE, expert_P, device_P
-        self.own_P, self.near_P, self.far_P = own_P, near_P, far_P
+        size: Index = quotas.shape[0] // 5
+        self.counts_DE, self.expert_P, self.device_P = counts_DE, quotas[:size], quotas[size : 2 * size]
+        self.own_P, self.near_P = quotas[2 * size : 3 * size], quotas[3 * size : 4 * size]
+        self.far_P = quotas[4 * size :]
         self.node_D, self.by_node_D, self.first_N = node_D, by_node_D, first_N
         self.expert, self.first, self.end = -1, 0, 0
-        self.own_D = zero_ints(node_D.shape[0])
-        self.near_N, self.far_N = zero_ints(first_N.shape[0]), zero_ints(first_N.shape[0])
+        num_devices: Index = node_D.shape[0]
+        num_nodes: Index = first_N.shape[0] - 1
+        work: Ints = zero_ints(num_devices + 2 * num_nodes)  # one array, because each takes a microsecond
+        self.own_D, self.near_N = work[:num_devices], work[num_devices : num_devices + num_nodes]
+        self.far_N = work[num_devices + num_nodes :]
 
     @cython.inner
     def turn_to(self, expert: Index) -> cython.void:
