@@ -1,6 +1,6 @@
 """Pro-Prophet: replicates experts on a subset of the devices, planned from an earlier iteration (§IV, §V)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.calibration import doubling
-from megatron_fssdp.planning.papers.prophet_planner import PlannedLayer, ProphetModel, plan_layers
+from megatron_fssdp.planning.papers.prophet_planner import PlannedLayers, ProphetModel, plan_layers
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
@@ -75,16 +75,14 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
             balance=self.settings.balance,
             slots=self.slots(context),
         )
-        if left_out is None:
-            found = [planned for planned in found if len(planned.expert_P)]
         seconds, split = self._seconds(found, counts_DE, context, profile)
         best = int(seconds.argmin()) if left_out is None else 1
         if best == 0:
             return LayerPlan.owners_only(context)
-        return self._plan_of(found[best - 1].placement, split.of_case(best), context)
+        return self._plan_of(found.placement(best - 1), split.of_case(best), context)
 
     def _seconds(
-        self, found: list[PlannedLayer], counts_DE: np.ndarray, context: LayerContext, profile: LayerProfile
+        self, found: PlannedLayers, counts_DE: np.ndarray, context: LayerContext, profile: LayerProfile
     ) -> tuple[np.ndarray, TransferSplit]:
         """Modelled seconds of the layer without replicas, and then with those that each search has found.
 
@@ -100,8 +98,8 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
             context: Data of the layer.
             profile: Measured costs.
         """
-        topology, none = context.topology, np.zeros(0, np.int64)
-        replicas = [(none, none), *((planned.expert_P, planned.device_P) for planned in found)]
+        topology = context.topology
+        replicas = replace(found.replicas, ends=np.concatenate([[0], found.replicas.ends]))
         tokens = OwnerTraffic(counts_DE, context.owner_E, topology)
         most_tokens, near, far_of_device, far_of_node, far = tokens.busiest(replicas).astype(np.float64).T
         transfers = two_level_traffic(context.owner_E, replicas, topology)

@@ -38,12 +38,10 @@ def test_prices_of_all_searches_are_those_of_their_plans(overlap: bool, split: b
     context = LayerContext(1, owner_E, topology, profile)
     strategy = prophet.ProphetStrategy(ProphetSettings(overlap=overlap, split=split, slots=2))
     model = prophet._model(profile, topology, overlaps=overlap)
-    searches = plan_layers(owner_E, counts_DE, model, [0, 1, 2, 4], balance=0.1, slots=2)
-    found = [planned for planned in searches if len(planned.expert_P)]
+    found = plan_layers(owner_E, counts_DE, model, [0, 1, 2, 4], balance=0.1, slots=2)
     priced, shares = strategy._seconds(found, counts_DE, context, profile)
     plans = [
-        strategy._plan_of(planned.placement, shares.of_case(1 + case), context)
-        for case, planned in enumerate(found)
+        strategy._plan_of(found.placement(search), shares.of_case(1 + search), context) for search in range(4)
     ]
     seconds = [plan_seconds(plan, counts_DE, context) for plan in (LayerPlan.owners_only(context), *plans)]
     assert priced.tolist() == seconds

@@ -134,6 +134,22 @@ def transfer_times(
         messages: How a transfer divides an expert into messages.
         adds: Whether the transfer is a SparseReduceScatter, which adds what arrives.
     """
+    if isinstance(expert_bytes, np.ndarray):
+        return _transfer_times(links, traffic, expert_bytes, messages, adds)
+    # Prices and splits of a plan ask the same question. The traffic keeps the answers for the latest links.
+    kept = traffic.__dict__.get("_kept_times")
+    if kept is None or kept[0] is not links or kept[1] is not messages:
+        kept = traffic.__dict__["_kept_times"] = (links, messages, {})
+    answers: dict[tuple[int, bool], LinkTimes] = kept[2]
+    if (expert_bytes, adds) not in answers:
+        answers[expert_bytes, adds] = _transfer_times(links, traffic, expert_bytes, messages, adds)
+    return answers[expert_bytes, adds]
+
+
+def _transfer_times(
+    links: LinkSet, traffic: TransferTraffic, expert_bytes: Any, messages: MessageRule, adds: bool
+) -> LinkTimes:
+    """Compute :func:`transfer_times`."""
     num_hops: Any = traffic.num_hops
     num_stages = reduction_stages(num_hops) if adds else gather_stages(num_hops)
     message = messages.message_bytes(expert_bytes, num_stages)
@@ -348,12 +364,18 @@ def _exposed_seconds(
 def counts_seconds(profile: LayerProfile, topology: Topology, num_experts: int) -> float:
     """Seconds in which every device gets the router counts of all others, with the link costs of a profile.
 
+    Every price asks for them, so the profile keeps them for the next call.
+
     Args:
         profile: Measured costs.
         topology: Nodes of the devices.
         num_experts: Number of experts, E.
     """
-    return plain_links(profile.cluster).gather_counts_s(topology, num_experts)
+    kept = profile.__dict__.get("_kept_counts_s")
+    if kept is None or kept[0] is not topology or kept[1] != num_experts:
+        counts_s = plain_links(profile.cluster).gather_counts_s(topology, num_experts)
+        kept = profile.__dict__["_kept_counts_s"] = (topology, num_experts, counts_s)
+    return float(kept[2])
 
 
 def placement_seconds(

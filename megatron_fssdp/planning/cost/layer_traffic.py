@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_fssdp.planning.cost.dispatch_sums import UNUSED, BusiestLinks, DispatchTraffic, summed_traffic
-from megatron_fssdp.planning.cost.owner_traffic import OwnerTraffic, Replicas
+from megatron_fssdp.planning.cost.owner_traffic import OwnerTraffic
 from megatron_fssdp.planning.dispatch.even_dispatch import even_pair_tokens
 from megatron_fssdp.planning.dispatch.quota_dispatch import QuotaDispatch
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy, plan_dispatch
@@ -20,8 +20,9 @@ from megatron_fssdp.planning.kernels import transfer_trees
 from megatron_fssdp.planning.native.kernel import Kernel
 from megatron_fssdp.planning.placement.kept_results import kept_on
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.replica_sets import ReplicaSets
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, tree_arguments
+from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 
 __all__ = [
     "NO_TRANSFER",
@@ -106,27 +107,21 @@ def _transfer_traffic(plan: TransferPlan, topology: Topology) -> TransferTraffic
     return _traffic_of(found[0].tolist(), len(plan.edges), topology)
 
 
-def two_level_traffic(owner_E: np.ndarray, replicas: Replicas, topology: Topology) -> TransferTraffic:
+def two_level_traffic(owner_E: np.ndarray, replicas: ReplicaSets, topology: Topology) -> TransferTraffic:
     """Traffic of the two-level transfers of several placements, without their plans.
 
     Args:
         owner_E: Owner of every expert, int64 ``[E]``.
-        replicas: Experts and devices of each placement's replicas, int64 ``[P]`` each.
+        replicas: Replicas of the placements.
         topology: Nodes of the devices.
 
     Returns:
         One object whose fields are arrays with an entry for each placement.
     """
-    num_experts = len(owner_E)
-    found = np.empty((len(replicas), 7), np.int64)
-    firsts = range(0, len(replicas) * num_experts, num_experts)
-    expert_P = [first + experts for first, (experts, _) in zip(firsts, replicas, strict=True)]
-    holders = (
-        np.concatenate([*expert_P, np.arange(found.shape[0] * num_experts)]),
-        np.concatenate([*(devices for _, devices in replicas), np.tile(owner_E, len(replicas))]),
-    )
-    sum_two_level_edges(*tree_arguments(owner_E, *holders, topology), found)
-    return _traffic_of(found.T, np.array([len(expert_P) for expert_P, _ in replicas]), topology)
+    found = np.empty((len(replicas.ends), 7), np.int64)
+    pairs = (replicas.expert_P, replicas.device_P, replicas.ends)
+    sum_two_level_edges(*pairs, owner_E, *topology.arrays, found)
+    return _traffic_of(found.T, replicas.sizes, topology)
 
 
 def _traffic_of(found: Any, num_experts: Any, topology: Topology) -> TransferTraffic:

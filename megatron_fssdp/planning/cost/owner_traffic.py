@@ -7,22 +7,18 @@ entries than the counts.
 Shape letters: E experts, D devices, P pairs of expert and device.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from megatron_fssdp.planning.cost.dispatch_sums import DispatchTraffic, summed_traffic
 from megatron_fssdp.planning.kernels import traffic_sums
 from megatron_fssdp.planning.native.kernel import Kernel
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.replica_sets import ReplicaSets
 from megatron_fssdp.planning.placement.topology import Topology
 
 busiest_of_cases = Kernel(traffic_sums.busiest_of_cases)
 keep_replicas_tokens = Kernel(traffic_sums.keep_replicas_tokens)
 sum_owner_tokens = Kernel(traffic_sums.sum_owner_tokens)
-
-Replicas = Sequence[tuple[np.ndarray, np.ndarray]]
-"""Replicas of several placements: experts and devices of each one's pairs."""
 
 
 class OwnerTraffic:
@@ -57,21 +53,30 @@ class OwnerTraffic:
         keep_replicas_tokens(self._counts_DE, self._owner_E, node_D, *replicas, sums)
         return summed_traffic(sums, self._topology)
 
-    def busiest(self, replicas: Replicas) -> np.ndarray:
+    def busiest(self, replicas: ReplicaSets) -> np.ndarray:
         """The most loaded device and the busiest links, if the tokens of devices with replicas stay there.
 
         Args:
-            replicas: Experts and devices of each placement's replicas, int64 ``[P]`` each.
+            replicas: Replicas of several placements.
 
         Returns:
             A row for each placement: tokens that the most loaded device computes; tokens between the busiest
             device and its node, between the busiest device and other nodes, and between the busiest node and
             others; and all tokens between nodes. int64, five in a row.
         """
-        found = np.empty((len(replicas), 5), np.int64)
-        expert_P, device_P = (np.concatenate(parts) for parts in zip(*replicas, strict=True))
-        ends = np.cumsum([len(experts) for experts, _ in replicas])
-        node_D = self._topology.node_of_device_D
-        arguments = (self._counts_DE, self._owner_E, node_D, expert_P, device_P, ends)
-        busiest_of_cases(*arguments, self._sums, found)
+        topology = self._topology
+        found = np.empty((len(replicas.ends), 5), np.int64)
+        busiest_of_cases(
+            self._counts_DE,
+            self._owner_E,
+            topology.node_of_device_D,
+            topology.num_nodes,
+            replicas.expert_P,
+            replicas.device_P,
+            replicas.ends,
+            self._sums,
+            np.empty_like(self._sums),
+            np.empty(self._counts_DE.shape[::-1], np.int64),
+            found,
+        )
         return found

@@ -34,21 +34,20 @@ class TransferSplit:
 
     def __post_init__(self) -> None:
         for name in ("gather", "reduce"):
-            if not (np.min(getattr(self, name)) >= 0 and np.max(getattr(self, name)) <= 1):
+            share = getattr(self, name)
+            is_array = isinstance(share, np.ndarray)
+            if not ((share.min() if is_array else share) >= 0 and (share.max() if is_array else share) <= 1):
                 raise ValueError(f"{name} is {getattr(self, name)}: wanted a share from 0 to 1")
 
     def of_case(self, case: int) -> "TransferSplit":
         """The split of one case.
 
         Args:
-            case: Position in the arrays. Shares that are numbers hold for all cases.
+            case: Position in both arrays. Shares that are numbers hold for all cases.
         """
-        return TransferSplit(
-            *(
-                float(np.atleast_1d(share)[case if np.ndim(share) else 0])
-                for share in (self.gather, self.reduce)
-            )
-        )
+        if not isinstance(self.gather, np.ndarray):
+            return self
+        return TransferSplit(float(self.gather[case]), float(self.reduce[case]))
 
 
 WHOLE = TransferSplit()

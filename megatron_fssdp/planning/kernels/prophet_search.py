@@ -57,7 +57,7 @@ class _Search:
         self.left_D, self.computed_D = work[:size], work[size : 2 * size]
         self.received_D, self.sorted_D = work[2 * size : 3 * size], work[3 * size : 4 * size]
         self.first_B = work[4 * size :]
-        self.used_E, self.is_sorted_E = zero_ints(owner_E.shape[0]), zero_ints(owner_E.shape[0])
+        self.used_E = zero_ints(owner_E.shape[0])
         self.num_sent, self.num_open, self.busiest, self.lowest = 0, 0, 0, 0
 
     @cython.inner
@@ -143,8 +143,9 @@ class _Search:
             self.left_D[device] -= 1
             if self.left_D[device] == 0:
                 self.num_open -= 1
-            self.expert_P[self.num_sent] = expert
-            self.device_P[self.num_sent] = device
+            if self.num_sent < self.expert_P.shape[0]:
+                self.expert_P[self.num_sent] = expert
+                self.device_P[self.num_sent] = device
             self.num_sent += 1
 
     @cython.inner
@@ -187,6 +188,7 @@ def greedy_steps(
     slots: Int,
     computed_D: ReadInts,
     received_D: ReadInts,
+    is_sorted_E: Ints,
     fewest_first_ED: Ints2,
     tokens_ED: Ints2,
     case_steps: Ints,
@@ -212,18 +214,21 @@ def greedy_steps(
         slots: Most replicas on a device.
         computed_D: Inputs that each device computes before the first step, int64 ``[D]``.
         received_D: Inputs that each device receives before the first step, int64 ``[D]``.
-        fewest_first_ED: Work array for the devices in the order of their inputs, int64 ``[E, D]``.
-        tokens_ED: Work array for the counts of selected experts, int64 ``[E, D]``.
+        is_sorted_E: Zeros; gets 1 for experts whose rows in the next two arrays are known, int64 ``[E]``.
+            Another search with the same counts can go on with the three arrays.
+        fewest_first_ED: Gets the devices in the order of their inputs for an expert, int64 ``[E, D]``.
+        tokens_ED: Gets these inputs by expert and device, int64 ``[E, D]``.
         case_steps: Gets the number of steps of each case, int64.
         end_of_step: Gets the number of replicas of all cases after each step, int64 with room for
             E steps of each case.
         received_after: Gets the most inputs that a device receives after each step.
         computed_after: Gets the most inputs that a device computes after each step.
-        expert_P: Gets the experts of the replicas, in the order of the steps; int64 with room for all.
+        expert_P: Gets the experts of the replicas, in the order of the steps, int64. Replicas for which
+            there is no room are only counted.
         device_P: Gets the devices of the replicas, in the same order.
     """
     search = _Search(owner_E, load_E, counts_DE, tolerance)
-    search.fewest_first_ED, search.tokens_ED = fewest_first_ED, tokens_ED
+    search.is_sorted_E, search.fewest_first_ED, search.tokens_ED = is_sorted_E, fewest_first_ED, tokens_ED
     search.end_of_step, search.received_after, search.computed_after = (
         end_of_step,
         received_after,

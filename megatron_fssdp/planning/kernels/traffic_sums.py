@@ -74,69 +74,72 @@ def keep_replicas_tokens(
         sums: The sums without these replicas, int64 ``[5, D]``; changed in place.
     """
     with cython.nogil:
-        _keep(counts_DE, owner_E, node_D, expert_P, device_P, 0, expert_P.shape[0], 1, sums)
+        for pair in range(expert_P.shape[0]):
+            expert: Index = expert_P[pair]
+            device: Index = device_P[pair]
+            _keep(counts_DE[device, expert], device, owner_E[expert], node_D, sums)
 
 
 @cython.inner
-def _keep(
-    counts_DE: ReadInts2,
-    owner_E: ReadInts,
-    node_D: ReadInts,
-    expert_P: ReadInts,
-    device_P: ReadInts,
-    first: Index,
-    end: Index,
-    sign: Int,
-    sums: Ints2,
-) -> cython.void:
-    """Let the replicas from ``first`` to ``end`` keep their devices' tokens; with ``sign`` -1, no longer."""
-    for pair in range(first, end):
-        expert: Index = expert_P[pair]
-        device: Index = device_P[pair]
-        owner: Index = owner_E[expert]
-        tokens = sign * counts_DE[device, expert]
-        sums[0, device] += tokens
-        if node_D[device] == node_D[owner]:
-            sums[1, device] -= tokens
-            sums[2, owner] -= tokens
-        else:
-            sums[3, device] -= tokens
-            sums[4, owner] -= tokens
+def _keep(tokens: Int, device: Index, owner: Index, node_D: ReadInts, sums: Ints2) -> cython.void:
+    """Let a device with a replica keep its tokens, which the owner computed before."""
+    sums[0, device] += tokens
+    if node_D[device] == node_D[owner]:
+        sums[1, device] -= tokens
+        sums[2, owner] -= tokens
+    else:
+        sums[3, device] -= tokens
+        sums[4, owner] -= tokens
 
 
 def busiest_of_cases(
     counts_DE: ReadInts2,
     owner_E: ReadInts,
     node_D: ReadInts,
+    num_nodes: Index,
     expert_P: ReadInts,
     device_P: ReadInts,
     ends: ReadInts,
+    plain_sums: ReadInts2,
     sums: Ints2,
+    counts_ED: Ints2,
     found: Ints2,
 ) -> None:
     """Find the most loaded device and the busiest links for several choices of replicas.
 
     Args:
-        counts_DE: As in :func:`keep_replicas_tokens`, and so are the arguments up to ``device_P``.
+        counts_DE: As in :func:`keep_replicas_tokens`.
         owner_E: Owners.
         node_D: Nodes.
+        num_nodes: Number of nodes, N.
         expert_P: Experts of the replicas of all cases, one case after the other.
         device_P: Their devices.
         ends: Where the replicas of each case end, int64.
-        sums: The sums without replicas, int64 ``[5, D]``. They are the same afterwards.
+        plain_sums: The sums without replicas, int64 ``[5, D]``.
+        sums: Work array for the sums of a case, int64 ``[5, D]``.
+        counts_ED: Work array for the counts of replicated experts, int64 ``[E, D]``. The devices of an expert
+            come in any order, and one row of counts is small enough for a cache.
         found: Gets the results of :func:`find_busiest` for each case, a row of five, int64.
     """
-    num_nodes: Index = 0
-    for device in range(node_D.shape[0]):
-        num_nodes = max(num_nodes, node_D[device] + 1)
+    num_devices: Index = node_D.shape[0]
     far_N: Ints = zero_ints(2 * num_nodes)
+    is_known_E: Ints = zero_ints(owner_E.shape[0])
     with cython.nogil:
-        first: Index = 0
+        pair: Index = 0
         for case in range(ends.shape[0]):
-            _keep(counts_DE, owner_E, node_D, expert_P, device_P, first, ends[case], 1, sums)
+            for row in range(5):
+                for device in range(num_devices):
+                    sums[row, device] = plain_sums[row, device]
+            while pair < ends[case]:
+                expert: Index = expert_P[pair]
+                if is_known_E[expert] == 0:
+                    is_known_E[expert] = 1
+                    for device in range(num_devices):
+                        counts_ED[expert, device] = counts_DE[device, expert]
+                holder: Index = device_P[pair]
+                _keep(counts_ED[expert, holder], holder, owner_E[expert], node_D, sums)
+                pair += 1
             _find_busiest(sums, node_D, far_N, case, found)
-            _keep(counts_DE, owner_E, node_D, expert_P, device_P, first, ends[case], -1, sums)
-            first = ends[case]
 
 
 def find_busiest(sums: ReadInts2, node_D: ReadInts, num_nodes: Index, found: Ints2) -> None:

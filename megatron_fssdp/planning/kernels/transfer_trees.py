@@ -33,13 +33,13 @@ def two_level_edges(
             of the plan. The number is ``(((2 depth + inside) E + expert) D + source) D + destination``, where
             ``inside`` is 1 inside a node and 0 between nodes.
     """
-    trees = TwoLevelTrees(holder_P, node_D, by_node_D, first_N)
+    trees = TwoLevelTrees(holder_P, owner_E, node_D, by_node_D, first_N)
     num_experts: Index = owner_E.shape[0]
     num_devices: Index = node_D.shape[0]
     with cython.nogil:
         num_edges: Index = 0
         for expert in range(num_experts):
-            trees.find(expert, owner_E[expert])
+            trees.find(expert)
             for i in range(trees.num_edges):
                 key = (trees.depth[i] * num_experts + expert) * num_devices + trees.source[i]
                 key_P[num_edges] = key * num_devices + trees.target[i]
@@ -93,9 +93,6 @@ class _EdgeSums:
         near_D: Experts inside nodes that each device sends, then those that each device receives.
         far_D: The same between nodes.
         far_N: Experts that each node sends to other nodes, then those that it receives.
-        far_hops: Hops between nodes to each holder. A hop between nodes takes longer than a hop inside a
-            node, so they count first.
-        near_hops: Hops inside a node to each holder.
         found: The results of :func:`sum_edges` so far.
     """
 
@@ -103,46 +100,41 @@ class _EdgeSums:
     near_D: Ints
     far_D: Ints
     far_N: Ints
-    far_hops: Ints
-    near_hops: Ints
     found: Ints
 
-    def __init__(self, node_D: ReadInts, num_nodes: Index, num_holders: Index) -> None:
-        self.node_D, self.found = node_D, zero_ints(7)
+    def __init__(self, node_D: ReadInts, num_nodes: Index) -> None:
+        self.node_D = node_D
         size: Index = 2 * node_D.shape[0]
-        work: Ints = zero_ints(2 * size + 2 * num_nodes)
-        self.near_D, self.far_D, self.far_N = work[:size], work[size : 2 * size], work[2 * size :]
-        self.far_hops, self.near_hops = zero_ints(num_holders), zero_ints(num_holders)
+        work: Ints = zero_ints(2 * size + 2 * num_nodes + 7)
+        self.near_D, self.far_D = work[:size], work[size : 2 * size]
+        self.far_N, self.found = work[2 * size : 2 * size + 2 * num_nodes], work[2 * size + 2 * num_nodes :]
 
     @cython.inner
-    def add(self, source: Index, to: Index, before: Index, after: Index, depth: Int) -> cython.void:
-        """Count an edge.
+    def add_near(self, source: Index, to: Index) -> cython.void:
+        """Count an edge inside a node."""
+        self.near_D[source] += 1
+        self.near_D[self.node_D.shape[0] + to] += 1
 
-        Args:
-            source: Device that sends.
-            to: Device that receives.
-            before: Position in ``far_hops`` of the expert on ``source``.
-            after: Position in ``far_hops`` of the expert on ``to``.
-            depth: Depth of the edge.
+    @cython.inner
+    def add_far(self, source: Index, to: Index) -> cython.void:
+        """Count an edge between nodes."""
+        self.found[3] += 1
+        self.far_D[source] += 1
+        self.far_D[self.node_D.shape[0] + to] += 1
+        self.far_N[self.node_D[source]] += 1
+        self.far_N[self.far_N.shape[0] // 2 + self.node_D[to]] += 1
+
+    @cython.inner
+    def add_path(self, far_hops: Int, near_hops: Int, depth: Int) -> cython.void:
+        """Note the hops before an edge, and the depth of the edge.
+
+        A hop between nodes takes longer than a hop inside a node, so these hops count first.
         """
-        found, far_hops, near_hops = self.found, self.far_hops, self.near_hops
-        if far_hops[before] > found[4] or (far_hops[before] == found[4] and near_hops[before] > found[5]):
-            found[4] = far_hops[before]
-            found[5] = near_hops[before]
+        found = self.found
+        if far_hops > found[4] or (far_hops == found[4] and near_hops > found[5]):
+            found[4] = far_hops
+            found[5] = near_hops
         found[6] = max(found[6], depth)
-        far_hops[after] = far_hops[before]
-        near_hops[after] = near_hops[before]
-        if self.node_D[source] == self.node_D[to]:
-            self.near_D[source] += 1
-            self.near_D[self.node_D.shape[0] + to] += 1
-            near_hops[after] += 1
-        else:
-            found[3] += 1
-            self.far_D[source] += 1
-            self.far_D[self.node_D.shape[0] + to] += 1
-            self.far_N[self.node_D[source]] += 1
-            self.far_N[self.far_N.shape[0] // 2 + self.node_D[to]] += 1
-            far_hops[after] += 1
 
     @cython.inner
     def move_to(self, found: Ints2, row: Index) -> cython.void:
@@ -174,45 +166,142 @@ def sum_edges(edges: ReadInts2, num_experts: Index, node_D: ReadInts, num_nodes:
             inside a node. Then the highest depth.
     """
     num_devices: Index = node_D.shape[0]
-    sums = _EdgeSums(node_D, num_nodes, num_experts * num_devices)
+    sums = _EdgeSums(node_D, num_nodes)
+    far_hops: Ints = zero_ints(num_experts * num_devices)  # to each holder
+    near_hops: Ints = zero_ints(num_experts * num_devices)
     with cython.nogil:
         for i in range(edges.shape[0]):
-            base = edges[i, 0] * num_devices
-            sums.add(edges[i, 1], edges[i, 2], base + edges[i, 1], base + edges[i, 2], edges[i, 3])
+            source: Index = edges[i, 1]
+            to: Index = edges[i, 2]
+            before: Index = edges[i, 0] * num_devices + source
+            after: Index = edges[i, 0] * num_devices + to
+            sums.add_path(far_hops[before], near_hops[before], edges[i, 3])
+            far_hops[after] = far_hops[before]
+            near_hops[after] = near_hops[before]
+            if node_D[source] == node_D[to]:
+                sums.add_near(source, to)
+                near_hops[after] += 1
+            else:
+                sums.add_far(source, to)
+                far_hops[after] += 1
         sums.move_to(found, 0)
 
 
+@cython.cclass
+class _TwoLevelSums:
+    """Counts the edges of two-level transfers, one expert at a time. Attributes are arguments of the kernel.
+
+    Attributes:
+        sums: Sums of the edges.
+        rank_E: Number of experts of the same owner before each expert.
+        place_D: Position of each device in ``by_node_D``.
+        has_D: 1 where the present expert is, by position in ``by_node_D``.
+        inside: Holders of one node, in the order in which they get the expert.
+    """
+
+    owner_E: ReadInts
+    node_D: ReadInts
+    by_node_D: ReadInts
+    first_N: ReadInts
+    sums: _EdgeSums
+    rank_E: Ints
+    place_D: Ints
+    has_D: Ints
+    inside: Ints
+
+    def __init__(self, owner_E: ReadInts, node_D: ReadInts, by_node_D: ReadInts, first_N: ReadInts) -> None:
+        size: Index = node_D.shape[0]
+        self.owner_E, self.node_D, self.by_node_D, self.first_N = owner_E, node_D, by_node_D, first_N
+        self.sums = _EdgeSums(node_D, first_N.shape[0] - 1)
+        work: Ints = zero_ints(3 * size + owner_E.shape[0])
+        self.place_D, self.has_D, self.inside = work[:size], work[size : 2 * size], work[2 * size : 3 * size]
+        self.rank_E = work[3 * size :]
+        owned_D: Ints = zero_ints(size)
+        for i in range(size):
+            self.place_D[by_node_D[i]] = i
+        for expert in range(owner_E.shape[0]):
+            owner: Index = owner_E[expert]
+            self.rank_E[expert] = owned_D[owner]
+            owned_D[owner] += 1
+
+    @cython.inner
+    def add(self, expert: Index, num_holders: Index) -> cython.void:
+        """Count the edges of an expert whose holders, with the owner, are marked in ``has_D``."""
+        leader: Index = self.owner_E[expert]
+        node: Index = self.node_D[leader]
+        start: Index = self.place_D[leader]
+        begin: Index = start - self.first_N[node] + self.rank_E[expert]
+        hops: Int = 0
+        while num_holders > 0:
+            size = self.line_up(node, start)
+            if size > 0:
+                if hops > 0:
+                    self.sums.add_far(leader, self.inside[0])
+                    self.sums.add_path(hops - 1, 0, hops - 1)
+                    leader = self.inside[0]
+                levels: Int = 0
+                while size >> (levels + 1):
+                    levels += 1
+                if levels > 0:
+                    self.sums.add_path(hops, levels - 1, hops + levels - 1)
+                for i in range(1, size):
+                    self.sums.add_near(self.inside[(i - 1) // 2], self.inside[i])
+                num_holders -= size
+                hops += 1
+            node = node + 1 if node + 2 < self.first_N.shape[0] else 0
+            start = self.first_N[node] + begin % (self.first_N[node + 1] - self.first_N[node])
+
+    @cython.inner
+    def line_up(self, node: Index, start: Index) -> Index:
+        """Write the holders of a node into ``inside``, in a ring from a position on; returns how many."""
+        size: Index = 0
+        for at in range(start, self.first_N[node + 1]):
+            if self.has_D[at] != 0:
+                self.inside[size] = self.by_node_D[at]
+                size += 1
+        for at in range(self.first_N[node], start):
+            if self.has_D[at] != 0:
+                self.inside[size] = self.by_node_D[at]
+                size += 1
+        return size
+
+
 def sum_two_level_edges(
-    holder_P: ReadInts,
+    expert_P: ReadInts,
+    device_P: ReadInts,
+    ends: ReadInts,
     owner_E: ReadInts,
     node_D: ReadInts,
     by_node_D: ReadInts,
     first_N: ReadInts,
     found: Ints2,
 ) -> None:
-    """The sums of :func:`sum_edges` for the edges of :func:`two_level_edges`, without a table of the edges.
+    """The sums of :func:`sum_edges` for two-level transfers of several placements, without tables of edges.
 
     Args:
-        holder_P: As in :func:`two_level_edges`, for several placements with the same owners. The experts of
-            the second placement have the numbers from E on, and so forth.
-        owner_E: Owners.
+        expert_P: Expert of each replica, int64 ``[P]``, one placement after the other. In a placement, the
+            replicas of an expert come one after the other.
+        device_P: Device of each replica, int64 ``[P]``.
+        ends: Where the replicas of each placement end, int64.
+        owner_E: As in :func:`two_level_edges`, and so are the arguments up to ``first_N``.
         node_D: Nodes.
         by_node_D: Devices by node.
         first_N: First devices of nodes.
         found: Gets a row for each placement, as in :func:`sum_edges`.
     """
-    trees = TwoLevelTrees(holder_P, node_D, by_node_D, first_N)
-    sums = _EdgeSums(node_D, first_N.shape[0] - 1, node_D.shape[0])
-    num_experts: Index = owner_E.shape[0]
+    trees = _TwoLevelSums(owner_E, node_D, by_node_D, first_N)
     with cython.nogil:
-        for case in range(found.shape[0]):
-            trees.forget_owners()
-            for expert in range(num_experts):
-                trees.find(case * num_experts + expert, owner_E[expert])
-                sums.far_hops[owner_E[expert]] = 0
-                sums.near_hops[owner_E[expert]] = 0
-                for i in range(trees.num_edges):
-                    source: Index = trees.source[i]
-                    to: Index = trees.target[i]
-                    sums.add(source, to, source, to, trees.depth[i] // 2)
-            sums.move_to(found, case)
+        pair: Index = 0
+        for case in range(ends.shape[0]):
+            while pair < ends[case]:
+                expert: Index = expert_P[pair]
+                first: Index = pair
+                while pair < ends[case] and expert_P[pair] == expert:
+                    trees.has_D[trees.place_D[device_P[pair]]] = 1
+                    pair += 1
+                trees.has_D[trees.place_D[owner_E[expert]]] = 1
+                trees.add(expert, pair - first + 1)
+                trees.has_D[trees.place_D[owner_E[expert]]] = 0
+                for i in range(first, pair):
+                    trees.has_D[trees.place_D[device_P[i]]] = 0
+            trees.sums.move_to(found, case)

@@ -5,7 +5,6 @@ Shape letters: E experts, D devices, P pairs of expert and device.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from megatron_fssdp.planning.kernels import prophet_search
 from megatron_fssdp.planning.loads.checked_loads import checked_counts
 from megatron_fssdp.planning.native.kernel import Kernel
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.replica_sets import ReplicaSets
 
 greedy_steps = Kernel(prophet_search.greedy_steps)
 
@@ -145,32 +145,47 @@ class ProphetModel:
 
 
 @dataclass(frozen=True, eq=False)
-class PlannedLayer:
-    """Result of a search.
+class PlannedLayers:
+    """Results of several searches for one layer.
 
     Attributes:
         owner_E: Owner of every expert, int64 ``[E]``.
         num_devices: Number of devices, D.
-        expert_P: Expert of each replica, int64 ``[P]``.
-        device_P: Device of each replica, int64 ``[P]``.
-        seconds: Modelled seconds of the layer with the counts from which the replicas were planned.
+        replicas: Replicas that each search has found.
+        seconds: Modelled seconds of the layer after each search, with the counts from which it was planned.
         slots: Most replicas that a device may hold. None means no limit.
     """
 
     owner_E: np.ndarray
     num_devices: int
-    expert_P: np.ndarray
-    device_P: np.ndarray
-    seconds: float
+    replicas: ReplicaSets
+    seconds: list[float]
     slots: int | None
 
-    @cached_property
-    def placement(self) -> ExpertPlacement:
-        """Owners and replicas of the experts."""
+    def placement(self, search: int) -> ExpertPlacement:
+        """Owners and replicas of the experts after one of the searches.
+
+        Args:
+            search: Number of the search, from 0.
+        """
+        first, end = self.replicas.ends[search - 1] if search else 0, self.replicas.ends[search]
         present_ED = np.zeros((len(self.owner_E), self.num_devices), np.bool_)
         present_ED[np.arange(len(self.owner_E)), self.owner_E] = True
-        present_ED[self.expert_P, self.device_P] = True
+        present_ED[self.replicas.expert_P[first:end], self.replicas.device_P[first:end]] = True
         return ExpertPlacement(self.owner_E, present_ED, slots=self.slots)
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedLayer:
+    """Result of one search.
+
+    Attributes:
+        placement: Owners and replicas of the experts.
+        seconds: Modelled seconds of the layer with the counts from which the replicas were planned.
+    """
+
+    placement: ExpertPlacement
+    seconds: float
 
 
 def plan_layer(
@@ -195,8 +210,8 @@ def plan_layer(
     Raises:
         ValueError: An argument is out of range, or the counts do not match the owners and devices.
     """
-    (planned,) = plan_layers(owner_E, counts_DE, model, [num_left_out], balance=balance, slots=slots)
-    return planned
+    planned = plan_layers(owner_E, counts_DE, model, [num_left_out], balance=balance, slots=slots)
+    return PlannedLayer(planned.placement(0), planned.seconds[0])
 
 
 def plan_layers(
@@ -207,7 +222,7 @@ def plan_layers(
     *,
     balance: float = 0.5,
     slots: int | None = None,
-) -> list[PlannedLayer]:
+) -> PlannedLayers:
     """Plan one layer by the greedy search, once for each of several numbers ``n`` (Pro-Prophet, Alg. 1).
 
     Each step takes the most loaded device, and of its experts the most loaded one that has not been selected
@@ -248,51 +263,50 @@ def plan_layers(
         for tokens_E in (load_E, counts[owner, np.arange(num_experts)])
     )
     received_D = computed_D - own_D
-    most_replicas = num_experts if slots is None else min(slots, num_experts)
     plain_s = float(model.layer_s(received_D, computed_D, 0, 0))
     most_steps = _most_steps(model, load_E, left_out, plain_s)
-    steps = np.empty(len(left_out), np.int64)
-    end_of_step, received_after, computed_after = np.empty((3, int(most_steps.sum())), np.int64)
-    room = num_devices * int(np.minimum(most_steps, most_replicas).sum())
-    expert_P, device_P = np.empty((2, room), np.int64)
-    greedy_steps(
-        owner,
-        load_E,
-        counts,
-        np.array(left_out, np.int64),
-        most_steps,
-        balance * int(load_E.sum()) / num_experts,
-        most_replicas,
-        computed_D,
-        received_D,
-        *np.empty((2, num_experts, num_devices), np.int64),
-        steps,
-        end_of_step,
-        received_after,
-        computed_after,
-        expert_P,
-        device_P,
-    )
-    total = int(steps.sum())
+    is_sorted_E, tables = np.zeros(num_experts, np.int64), np.empty((2, num_experts, num_devices), np.int64)
+
+    def searched(most_steps: np.ndarray, num_replicas: int) -> tuple[np.ndarray, ...]:
+        """Steps of each search, what is known after each step, and up to a number of replicas."""
+        steps = np.empty(len(left_out), np.int64)
+        after = np.empty((3, int(most_steps.sum())), np.int64)
+        pairs = np.empty((2, num_replicas), np.int64)
+        greedy_steps(
+            owner,
+            load_E,
+            counts,
+            np.array(left_out, np.int64),
+            most_steps,
+            balance * int(load_E.sum()) / num_experts,
+            num_experts if slots is None else min(slots, num_experts),
+            computed_D,
+            received_D,
+            is_sorted_E,
+            *tables,
+            steps,
+            *after,
+            *pairs,
+        )
+        return steps, *after[:, : int(steps.sum())], *pairs
+
+    steps, num_sent, most_received, most_computed, *_ = searched(most_steps, 0)
     first_step = np.cumsum(steps) - steps
-    number_of_step = np.arange(1, total + 1) - np.repeat(first_step, steps)
-    step_s = model.step_s(
-        received_after[:total],
-        computed_after[:total],
-        number_of_step,
-        np.repeat(left_out, steps),
-    )
-    found = []
-    for first, num_steps in zip(first_step.tolist(), steps.tolist(), strict=True):
-        begin = end = int(end_of_step[first - 1]) if first else 0
-        seconds = plain_s
+    number_of_step = np.arange(1, len(most_received) + 1) - np.repeat(first_step, steps)
+    numbers_left_out = np.repeat(left_out, steps)
+    step_s = model.step_s(most_received, most_computed, number_of_step, numbers_left_out)
+    best_steps, sizes = np.zeros((2, len(left_out)), np.int64)
+    seconds = [plain_s] * len(left_out)
+    for search, (first, num_steps) in enumerate(zip(first_step.tolist(), steps.tolist(), strict=True)):
         if num_steps:
             best = first + int(step_s[first : first + num_steps].argmin())
             if step_s[best] < plain_s:
-                end, seconds = int(end_of_step[best]), float(step_s[best])
-        replicas = expert_P[begin:end], device_P[begin:end]
-        found.append(PlannedLayer(owner, num_devices, *replicas, seconds, slots))
-    return found
+                best_steps[search], seconds[search] = best + 1 - first, float(step_s[best])
+                sizes[search] = num_sent[best] - (num_sent[first - 1] if first else 0)
+    # The replicas of other steps are not needed. In large groups, writing them would take most of the time.
+    ends = np.cumsum(sizes)
+    *_, expert_P, device_P = searched(best_steps, int(ends[-1]))
+    return PlannedLayers(owner, num_devices, ReplicaSets(expert_P, device_P, ends), seconds, slots)
 
 
 def _most_steps(

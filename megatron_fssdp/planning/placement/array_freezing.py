@@ -11,8 +11,9 @@ def frozen_array(values: ArrayLike, dtype: Any) -> np.ndarray:
 
     Values are copied, except those of an array that is such an array already and has memory of its own.
     """
-    if isinstance(values, np.ndarray) and values.base is None and values.dtype == dtype:
-        if values.flags.c_contiguous and not values.flags.writeable:
+    if isinstance(values, np.ndarray) and values.base is None:
+        flags = values.flags
+        if values.dtype == dtype and flags.c_contiguous and not flags.writeable:
             return values
     array = np.array(values, dtype=dtype, order="C", copy=True)
     array.setflags(write=False)

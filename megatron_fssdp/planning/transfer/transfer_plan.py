@@ -255,7 +255,9 @@ def _two_level_transfer(placement: ExpertPlacement, topology: Topology) -> Trans
         )
     key_P = np.empty(placement.num_replicas, np.int64)
     expert_P, device_P = np.divmod(np.flatnonzero(placement.present_ED), num_devices)
-    two_level_edges(*tree_arguments(placement.owner_E, expert_P, device_P, topology), key_P)
+    holder_P = expert_P * num_devices + topology.place_D[device_P]
+    holder_P.sort()
+    two_level_edges(holder_P, placement.owner_E, *topology.arrays, key_P)
     key_P.sort()
     table = np.empty((len(key_P), 4), np.int64)
     rest_P, table[:, 2] = np.divmod(key_P, num_devices)
@@ -264,23 +266,6 @@ def _two_level_transfer(placement: ExpertPlacement, topology: Topology) -> Trans
     table[:, 3] = rest_P // 2
     table.setflags(write=False)
     return TransferPlan(num_devices, EdgeTable(table))
-
-
-def tree_arguments(
-    owner_E: np.ndarray, expert_P: np.ndarray, device_P: np.ndarray, topology: Topology
-) -> tuple[np.ndarray, ...]:
-    """Owners, holders and nodes, as the kernels take them that find the edges of two-level transfers.
-
-    Args:
-        owner_E: Owner of every expert, int64 ``[E]``.
-        expert_P: Expert of every pair of an expert and a holder, which is its owner or has a replica; int64
-            ``[P]``.
-        device_P: Device of each pair, int64 ``[P]``.
-        topology: Nodes of the devices.
-    """
-    holder_P = expert_P * topology.num_devices + topology.place_D[device_P]
-    holder_P.sort()
-    return holder_P, owner_E, *topology.arrays
 
 
 def _plan_of(

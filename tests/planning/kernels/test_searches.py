@@ -9,6 +9,7 @@ from megatron_fssdp.planning.balanced import quota_planner
 from megatron_fssdp.planning.cost import dispatch_sums, layer_traffic, owner_traffic
 from megatron_fssdp.planning.papers import prophet_planner
 from megatron_fssdp.planning.papers.prophet_planner import ProphetModel
+from megatron_fssdp.planning.placement.replica_sets import ReplicaSets
 from megatron_fssdp.planning.transfer import transfer_plan
 from tests.drawn_examples import examples
 
@@ -46,7 +47,7 @@ def plans(is_compiled, placement, topology, counts_DE, seed):
         expert_P, device_P = np.nonzero(placement.present_ED)
         is_replica_P = device_P != placement.owner_E[expert_P]
         replicas = expert_P[is_replica_P], device_P[is_replica_P]
-        several = [replicas, tuple(pairs[:0] for pairs in replicas), replicas]
+        several = ReplicaSets(*np.tile(replicas, 2), np.array([1, 1, 2]) * len(replicas[0]))
         traffic = owner_traffic.OwnerTraffic(counts_DE, placement.owner_E, topology)
         return (
             quota_planner.quota_assignment(placement.owner_E, counts_DE, topology, slots=seed % 4).tolist(),

@@ -17,6 +17,7 @@ class TwoLevelTrees:
 
     Attributes:
         holder_P: The owner and the replicas of each expert as numbers ``expert D + place``, ascending.
+        owner_E: Owner of every expert.
         node_D: Node of each device.
         by_node_D: The devices by node, then number.
         first_N: Where the devices of each node begin in ``by_node_D``, then D.
@@ -31,6 +32,7 @@ class TwoLevelTrees:
     """
 
     holder_P: ReadInts
+    owner_E: ReadInts
     node_D: ReadInts
     by_node_D: ReadInts
     first_N: ReadInts
@@ -43,10 +45,12 @@ class TwoLevelTrees:
     depth: Ints
     num_edges: Index
 
-    def __init__(self, holder_P: ReadInts, node_D: ReadInts, by_node_D: ReadInts, first_N: ReadInts) -> None:
+    def __init__(
+        self, holder_P: ReadInts, owner_E: ReadInts, node_D: ReadInts, by_node_D: ReadInts, first_N: ReadInts
+    ) -> None:
         num_devices: Index = node_D.shape[0]
-        self.holder_P, self.node_D = holder_P, node_D
-        self.by_node_D, self.first_N = by_node_D, first_N
+        self.holder_P, self.owner_E = holder_P, owner_E
+        self.node_D, self.by_node_D, self.first_N = node_D, by_node_D, first_N
         work: Ints = zero_ints(6 * num_devices)  # one array, because each one takes a microsecond to make
         self.owned_D, self.place_D = work[:num_devices], work[num_devices : 2 * num_devices]
         self.inside, self.source = (
@@ -59,13 +63,7 @@ class TwoLevelTrees:
             self.place_D[by_node_D[i]] = i - first_N[node_D[by_node_D[i]]]
 
     @cython.inner
-    def forget_owners(self) -> cython.void:
-        """Count the experts of each owner anew, for the next placement."""
-        for device in range(self.owned_D.shape[0]):
-            self.owned_D[device] = 0
-
-    @cython.inner
-    def find(self, expert: Index, owner: Index) -> cython.void:
+    def find(self, expert: Index) -> cython.void:
         """Find the edges of the next expert. Experts must come in ascending order."""
         num_devices: Index = self.node_D.shape[0]
         base = expert * num_devices
@@ -73,6 +71,7 @@ class TwoLevelTrees:
         while self.end < self.holder_P.shape[0] and self.holder_P[self.end] < base + num_devices:
             self.end += 1
         self.num_edges = 0
+        owner: Index = self.owner_E[expert]
         begin: Index = self.place_D[owner] + self.owned_D[owner]
         self.owned_D[owner] += 1
         if self.end - first == 1:
