@@ -62,6 +62,7 @@ class Setting:
         num_experts: Number of experts of a layer.
         top_k: Number of experts of a token.
         sequences: Number of sequences of a device in an iteration.
+        flops_per_s: Throughput of a GPU on experts and on other compute. None for the cluster's description.
         num_iterations: Number of simulated iterations.
         leaving_share: Share of a source's tokens that the topology-aware gate sends to other nodes at most.
             None without this gate.
@@ -75,6 +76,7 @@ class Setting:
     num_experts: int
     top_k: int
     sequences: int
+    flops_per_s: tuple[float, float] | None = None
     num_iterations: int = 24
     leaving_share: float | None = None
     precision: str = "fp16"
@@ -88,6 +90,9 @@ class Setting:
     def description(self) -> ClusterDescription:
         """Description of the cluster, with the number of nodes that the devices fill."""
         cluster = load_cluster(self.cluster)
+        if self.flops_per_s is not None:
+            paced = zip(("expert_flops_per_s", "non_expert_flops_per_s"), self.flops_per_s, strict=True)
+            cluster = cluster.model_copy(update=dict(paced))
         num_nodes = max(1, self.num_devices // cluster.devices_per_node)
         return cluster.model_copy(update={"num_nodes": num_nodes})
 
