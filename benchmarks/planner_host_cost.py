@@ -18,7 +18,8 @@ from megatron_fssdp.planning.cost.layer_traffic import dispatch_traffic, transfe
 from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch, plan_dispatch
 from megatron_fssdp.planning.native import kernel
 from megatron_fssdp.planning.native.kernel import KernelForm, kernel_form
-from megatron_fssdp.planning.papers.prophet_planner import ProphetModel, plan_layer
+from megatron_fssdp.planning.papers.prophet_model import ProphetModel
+from megatron_fssdp.planning.papers.prophet_planner import plan_layer
 from megatron_fssdp.planning.papers.sparse_materialization import sparse_materialization
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology

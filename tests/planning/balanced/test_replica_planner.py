@@ -23,7 +23,8 @@ from megatron_fssdp.planning.cost.layer_seconds import placement_seconds
 from megatron_fssdp.planning.dispatch.even_dispatch import expected_device_load_D
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.calibration import doubling
-from megatron_fssdp.planning.papers.prophet_planner import ProphetModel, plan_layer
+from megatron_fssdp.planning.papers.prophet_model import ProphetModel
+from megatron_fssdp.planning.papers.prophet_planner import plan_layer
 from megatron_fssdp.planning.papers.shadow_selection import ShadowingCosts, select_shadows
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megatron_fssdp.planning.balanced import quota_planner
 from megatron_fssdp.planning.cost import dispatch_sums, layer_traffic, owner_traffic
 from megatron_fssdp.planning.papers import prophet_planner
-from megatron_fssdp.planning.papers.prophet_planner import ProphetModel
+from megatron_fssdp.planning.papers.prophet_model import ProphetModel
 from megatron_fssdp.planning.placement.replica_sets import ReplicaSets
 from megatron_fssdp.planning.transfer import transfer_plan
 from tests.drawn_examples import examples

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fssdp.planning.papers.prophet_planner import ProphetModel, plan_layer
+from megatron_fssdp.planning.papers.prophet_model import ProphetModel
+from megatron_fssdp.planning.papers.prophet_planner import plan_layer
 from megatron_fssdp.planning.placement.placement import even_owners
 
 # Pro-Prophet's Fig. 6: 5, 2 and 2 inputs are for the experts of devices 0, 1 and 2. Device 1 has two for
