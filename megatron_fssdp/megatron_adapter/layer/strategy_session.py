@@ -30,7 +30,6 @@ from megatron_fssdp.megatron_adapter.support.supported_features import (
     refuse,
 )
 from megatron_fssdp.planning.native.kernel import kernel_form, use_plain_kernels
-from megatron_fssdp.planning.placement.group_ring import GroupRing
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
@@ -138,7 +137,7 @@ class StrategySession:
                 topology,
                 transfers,
                 peers,
-                self._ring(expert_parallel, topology, peers),
+                self.strategy.ring(expert_parallel.rank(), topology),
                 parts if peers is not None else None,
                 tensor_parallel,
                 tuple(devices),
@@ -174,22 +173,6 @@ class StrategySession:
             )
         return self._selectors[name]
 
-    def _ring(
-        self, expert_parallel: dist.ProcessGroup, topology: Topology, peers: dist.ProcessGroup | None
-    ) -> GroupRing | None:
-        """Return the ring of device groups of FasterMoE's smart schedule; ``None`` without it."""
-        try:
-            ring = self.strategy.ring(expert_parallel.rank(), topology)
-        except ValueError as error:
-            raise ConfigurationError(str(error)) from None
-        if ring is not None and peers is not None:
-            raise ConfigurationError(
-                f"smart_schedule: got {str(self.strategy.smart_schedule).lower()} with expert tensor "
-                f"parallelism over {peers.size()} ranks, wanted whole experts; use smart_schedule=false or "
-                "--expert-tensor-parallel-size 1"
-            )
-        return ring
-
     def check_model(self, config: Any) -> None:
         """Refuse a model that the strategy does not support, or settings that do not fit the model.
 
@@ -205,8 +188,25 @@ class StrategySession:
         if self.settings.router == "topology_aware":
             check_gate(config)
         self._check_equal_tokens(config)
+        self._check_steps(config)
         num_experts = getattr(config, "num_moe_experts", None) or config.num_experts
         self.settings.check_num_experts(num_experts)
+
+    def _check_steps(self, config: Any) -> None:
+        """Refuse a smart schedule that does not fit the ranks."""
+        num_devices = getattr(config, "expert_model_parallel_size", 1) or 1
+        try:
+            ring = self.strategy.ring(0, Topology.uniform(num_devices, 1))
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from None
+        n_mp = getattr(config, "tensor_model_parallel_size", 1) or 1
+        n_esp = getattr(config, "expert_tensor_parallel_size", None) or n_mp
+        if ring is not None and n_esp > 1:
+            raise ConfigurationError(
+                f"smart_schedule: got {str(self.strategy.smart_schedule).lower()} with expert tensor "
+                f"parallelism over {n_esp} ranks, wanted whole experts; use smart_schedule=false or "
+                "--expert-tensor-parallel-size 1"
+            )
 
     def _check_equal_tokens(self, config: Any) -> None:
         """Refuse features that fail if tensor-parallel ranks have the same tokens."""

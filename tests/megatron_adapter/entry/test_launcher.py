@@ -65,6 +65,15 @@ def forbid_the_plugins_layer() -> None:
             "biases of experts under sequence parallelism",
         ),
         ("--moe-strategy ep --moe-paged-stash", "--moe-paged-stash"),
+        (
+            "--moe-strategy ep --moe-strategy-set smart_schedule=by_price --expert-tensor-parallel-size 2 "
+            "--disable-bias-linear",
+            "wanted whole experts; use smart_schedule=false or --expert-tensor-parallel-size 1",
+        ),
+        (
+            "--moe-strategy ep --moe-strategy-set smart_schedule=true --moe-strategy-set group_size=3",
+            "wanted a divisor of the 2 expert-parallel ranks",
+        ),
         ("--context-parallel-size 2", "Transformer Engine"),
     ],
 )
