@@ -279,7 +279,7 @@ def drawn_counts(
 ) -> np.ndarray:
     """Return the loads of the testbed: int64 ``[I, L, D, E]``."""
     from benchmarks.testbed.__main__ import _counts
-    from benchmarks.testbed.layer_stack import StackSize
+    from benchmarks.testbed.stack_inputs import StackSize
 
     iterations = options.warm_up + options.repetitions
     counts_LIDE = _counts(options, workload, StackSize(**size), world_size, iterations)

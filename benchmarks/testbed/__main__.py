@@ -223,13 +223,13 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
 
     from benchmarks.testbed import correctness, measurement, report
     from benchmarks.testbed.expert_moves import MOMENTS
-    from benchmarks.testbed.layer_stack import (
+    from benchmarks.testbed.processes import run_on_nodes
+    from benchmarks.testbed.stack_inputs import (
         Pace,
         StackSize,
         nominal_cluster,
         third_of_balanced_iteration_s,
     )
-    from benchmarks.testbed.processes import run_on_nodes
     from megatron_fssdp.config.cluster_files import load_cluster
     from megatron_fssdp.planning.cost.cluster_cost import cluster_cost
     from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices

@@ -10,18 +10,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.testbed.layer_stack import (
-    IterationInput,
-    IterationResult,
-    LayerStack,
-    MegatronStack,
-    Pace,
-    RuntimeStack,
-    StackSize,
-    make_parameters,
-)
+from benchmarks.testbed.layer_stack import IterationResult, LayerStack, make_parameters
 from benchmarks.testbed.links import INTERFACE, sent_and_received_bytes
 from benchmarks.testbed.pacing import Timeline
+from benchmarks.testbed.stack_inputs import IterationInput, Pace, StackSize
+from benchmarks.testbed.stack_variants import MegatronStack, RuntimeStack
 from megatron_fssdp.config.strategy_settings import PlacementSettings
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.placement.placement import even_owners

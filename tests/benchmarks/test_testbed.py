@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.testbed import processes  # noqa: E402
-from benchmarks.testbed.layer_stack import LayerInput  # noqa: E402
 from benchmarks.testbed.links import Nodes, parse_rate, payload_bytes_per_s  # noqa: E402
 from benchmarks.testbed.measurement import Sample  # noqa: E402
 from benchmarks.testbed.report import (  # noqa: E402
@@ -28,6 +27,7 @@ from benchmarks.testbed.report import (  # noqa: E402
     quartiles,
     summaries,
 )
+from benchmarks.testbed.stack_inputs import LayerInput  # noqa: E402
 from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape  # noqa: E402
 
 SIZES = {"nodes": 2, "ranks-per-node": 1, "hidden": 16, "ffn": 32, "tokens": 32, "experts": 8, "layers": 2}

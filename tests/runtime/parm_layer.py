@@ -24,7 +24,7 @@ from megatron_fssdp.runtime.experts.grouped_ffn import grouped_ffn
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import LayerContext
 
-from .rank_layer import ACTIVATIONS
+from .layer_case import ACTIVATIONS
 
 TOKENS, MODEL_DIM, FFN_DIM, EXPERTS = 16, 8, 16, 4
 PEERS = 2

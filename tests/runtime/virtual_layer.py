@@ -11,8 +11,9 @@ from megatron_fssdp.planning.cost.transfer_split import TransferSplit
 from megatron_fssdp.testing.virtual_cuda import virtual_cuda
 
 from .execution.test_split_transfer_execution import run_stack
+from .layer_case import LayerCase
 from .parm_layer import parm_groups, run_parm_layer
-from .rank_layer import LayerCase, run_case, transfer_group
+from .rank_layer import run_case, transfer_group
 
 
 @dataclass

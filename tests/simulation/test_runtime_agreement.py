@@ -18,8 +18,9 @@ from megatron_fssdp.simulation.replay import replay_strategy
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import LayerPlan
 from megatron_fssdp.testing import run_ranks
+from tests.runtime.layer_case import ACTIVATIONS
 from tests.runtime.one_layer import one_layer
-from tests.runtime.rank_layer import ACTIVATIONS, moe_forward
+from tests.runtime.rank_layer import moe_forward
 
 NUM_EXPERTS, NUM_TOKENS, NUM_ITERATIONS, WORLD = 8, 64, 6, 4
 LINK = LinkCost(0.0, 1e-9)

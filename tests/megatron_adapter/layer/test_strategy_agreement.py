@@ -28,7 +28,8 @@ from megatron_fssdp.simulation.replay import replay_strategy
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 from megatron_fssdp.testing import run_megatron_ranks
-from tests.runtime.rank_layer import ACTIVATIONS, moe_forward
+from tests.runtime.layer_case import ACTIVATIONS
+from tests.runtime.rank_layer import moe_forward
 
 EXAMPLE = "second_home"
 EXAMPLE_FOLDER = Path(__file__).parents[3] / "docs" / "examples" / EXAMPLE

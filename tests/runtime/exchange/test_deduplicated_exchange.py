@@ -7,7 +7,8 @@ import torch
 
 from megatron_fssdp.testing import run_ranks
 
-from ..rank_layer import CaseResult, LayerCase, compare_with_reference
+from ..layer_case import CaseResult, LayerCase
+from ..rank_layer import compare_with_reference
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 

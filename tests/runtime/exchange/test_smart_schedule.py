@@ -14,7 +14,8 @@ from megatron_fssdp.runtime.exchange import smart_schedule
 from megatron_fssdp.runtime.exchange.smart_schedule import SmartSchedule
 from megatron_fssdp.testing import run_ranks
 
-from ..rank_layer import CaseResult, LayerCase, compare_with_reference
+from ..layer_case import CaseResult, LayerCase
+from ..rank_layer import compare_with_reference
 from ..replicas.test_materialization import CASES, TOLERANCE
 
 SMART = [

@@ -13,7 +13,9 @@ from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 from megatron_fssdp.testing import run_ranks
 
-from ..rank_layer import ACTIVATIONS, DrawnPlacements, LayerCase, build_layer, draw_inputs, moe_forward
+from ..drawn_placements import DrawnPlacements
+from ..layer_case import ACTIVATIONS, LayerCase, draw_inputs
+from ..rank_layer import build_layer, moe_forward
 from ..reference_layer import draw_weights
 
 CASE = LayerCase("dropped iteration", placement="everywhere", transfers="once")

@@ -13,7 +13,7 @@ from megatron_fssdp.runtime.execution.early_plan import EarlyPlan
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 
-from ..rank_layer import PROFILE
+from ..drawn_placements import PROFILE
 
 DEVICES, EXPERTS = 4, 8
 TOPOLOGY = Topology.uniform(DEVICES, 2)

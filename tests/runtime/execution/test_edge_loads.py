@@ -5,7 +5,8 @@ import torch
 
 from megatron_fssdp.testing import run_ranks
 
-from ..rank_layer import LayerCase, compare_with_reference
+from ..layer_case import LayerCase
+from ..rank_layer import compare_with_reference
 
 NOBODY = (0, 0, 1, 1, 2, 2, 0, 1)  # owners of eight experts; rank 3 owns none
 

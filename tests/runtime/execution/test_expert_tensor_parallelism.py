@@ -24,7 +24,8 @@ from megatron_fssdp.runtime.experts.grouped_ffn import grouped_ffn
 from megatron_fssdp.strategies.strategy import LayerContext
 from megatron_fssdp.testing import run_ranks
 
-from ..rank_layer import ACTIVATIONS, FFN_DIM, MODEL_DIM, DrawnPlacements, Inputs, LayerCase, draw_inputs
+from ..drawn_placements import DrawnPlacements
+from ..layer_case import ACTIVATIONS, FFN_DIM, MODEL_DIM, Inputs, LayerCase, draw_inputs
 from ..reference_layer import draw_weights, reference_forward
 
 PEERS = 2

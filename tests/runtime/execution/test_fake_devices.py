@@ -34,7 +34,8 @@ from megatron_fssdp.runtime.experts.grouped_ffn import grouped_ffn
 from megatron_fssdp.strategies.strategy import LayerContext
 from megatron_fssdp.testing import run_ranks
 
-from ..rank_layer import ACTIVATIONS, DrawnPlacements, LayerCase
+from ..drawn_placements import DrawnPlacements
+from ..layer_case import ACTIVATIONS, LayerCase
 
 DEVICES, RANK, EXPERTS, TOKENS, TOP_K = 8, 1, 16, 256, 2
 MODEL_DIM, FFN_DIM = 2048, 1408

@@ -9,8 +9,9 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.testing import run_ranks
 
+from ..layer_case import ACTIVATIONS
 from ..one_layer import one_layer
-from ..rank_layer import ACTIVATIONS, moe_forward
+from ..rank_layer import moe_forward
 
 NUM_EXPERTS, NUM_TOKENS, WINDOW = 8, 2048, 2
 

@@ -28,19 +28,9 @@ from megatron_fssdp.runtime.replicas.local_experts import LocalExperts
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 from megatron_fssdp.testing import run_ranks
 
-from ..rank_layer import (
-    ACTIVATIONS,
-    FFN_DIM,
-    MODEL_DIM,
-    DrawnPlacements,
-    Inputs,
-    LayerCase,
-    build_layer,
-    draw_inputs,
-    draw_weights,
-    moe_forward,
-    strategy_of,
-)
+from ..drawn_placements import DrawnPlacements, strategy_of
+from ..layer_case import ACTIVATIONS, FFN_DIM, MODEL_DIM, Inputs, LayerCase, draw_inputs
+from ..rank_layer import build_layer, draw_weights, moe_forward
 
 RANDOM = LayerCase("executor", biases=True, num_nodes=2)
 EXPERT_BYTES = 8 * (2 * FFN_DIM * MODEL_DIM + MODEL_DIM * FFN_DIM + 2 * FFN_DIM + MODEL_DIM)

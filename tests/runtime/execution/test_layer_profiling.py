@@ -15,7 +15,9 @@ from megatron_fssdp.runtime.execution.layer_stopwatch import LayerStopwatch, _Pa
 from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
 from megatron_fssdp.testing import run_ranks
 
-from ..rank_layer import FFN_DIM, MODEL_DIM, DrawnPlacements, LayerCase, build_layer
+from ..drawn_placements import DrawnPlacements
+from ..layer_case import FFN_DIM, MODEL_DIM, LayerCase
+from ..rank_layer import build_layer
 from ..reference_layer import draw_weights
 
 CASE = LayerCase("profiled", dtype=torch.float32)

@@ -10,7 +10,7 @@ from megatron_fssdp.planning.transfer.message_size import PipelinedMessages
 from megatron_fssdp.runtime.execution import layer_iteration
 from megatron_fssdp.testing import run_ranks
 
-from ..rank_layer import LayerCase
+from ..layer_case import LayerCase
 from ..virtual_layer import VirtualResult, run_layers, run_stacks
 
 WORLD = 4

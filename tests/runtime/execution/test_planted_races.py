@@ -21,8 +21,9 @@ from megatron_fssdp.runtime.exchange import arrival_order, chunk_permutation
 from megatron_fssdp.testing import run_ranks
 from megatron_fssdp.testing.virtual_cuda import DeviceEvent, Finding, FindingKind, VirtualDevice, virtual_cuda
 
+from ..layer_case import LayerCase
 from ..parm_layer import parm_groups, run_parm_layer
-from ..rank_layer import LayerCase, run_case, transfer_group
+from ..rank_layer import run_case, transfer_group
 
 WORLD = 4
 ONCE = LayerCase("planted", transfers="once", num_nodes=2, num_iterations=1, device="cuda")

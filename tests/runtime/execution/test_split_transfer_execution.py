@@ -18,15 +18,9 @@ from megatron_fssdp.runtime.experts.expert_layout import ParametersByExpert
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 from megatron_fssdp.testing import run_ranks
 
-from ..rank_layer import (
-    ACTIVATIONS,
-    DrawnPlacements,
-    LayerCase,
-    build_layer,
-    draw_inputs,
-    moe_forward,
-    placed,
-)
+from ..drawn_placements import DrawnPlacements
+from ..layer_case import ACTIVATIONS, LayerCase, draw_inputs, placed
+from ..rank_layer import build_layer, moe_forward
 from ..reference_layer import draw_weights
 
 WORLD, LAYERS = 4, 3

@@ -16,7 +16,7 @@ from megatron_fssdp.planning.cost.tensor_schedules import SCHEDULES, Schedule
 from megatron_fssdp.planning.cost.transfer_split import TransferSplit
 from megatron_fssdp.testing import run_ranks
 
-from ..rank_layer import LayerCase
+from ..layer_case import LayerCase
 from ..virtual_layer import VirtualResult, run_layers, run_schedules, run_stacks
 
 WORLD = 4

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from ..rank_layer import ACTIVATIONS as RUNTIME
+from ..layer_case import ACTIVATIONS as RUNTIME
 from ..reference_layer import ACTIVATIONS as REFERENCE
 
 F = 6

@@ -18,7 +18,7 @@ from megatron_fssdp.runtime.experts.grouped_ffn import (
 )
 from megatron_fssdp.runtime.experts.grouped_kernel import device_has_grouped_kernel
 
-from ..rank_layer import ACTIVATIONS
+from ..layer_case import ACTIVATIONS
 from ..reference_layer import draw_weights, reference_forward
 
 M, F = 8, 16  # rows of 16 bytes in bf16, as grouped_mm requires

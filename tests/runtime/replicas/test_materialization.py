@@ -19,15 +19,9 @@ from megatron_fssdp.runtime.replicas.materialization import Materialization
 from megatron_fssdp.runtime.replicas.replica_weights import ReplicaWeights, WeightState
 from megatron_fssdp.testing import run_ranks
 
-from ..rank_layer import (
-    ACTIVATIONS,
-    DrawnPlacements,
-    LayerCase,
-    build_layer,
-    compare_with_reference,
-    draw_inputs,
-    moe_forward,
-)
+from ..drawn_placements import DrawnPlacements
+from ..layer_case import ACTIVATIONS, LayerCase, draw_inputs
+from ..rank_layer import build_layer, compare_with_reference, moe_forward
 from ..reference_layer import draw_weights
 
 NOBODY = (0, 0, 2, 2, 2, 3, 3, 0)  # rank 1 owns nothing
