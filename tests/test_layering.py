@@ -65,7 +65,8 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "balanced": {"", *KERNELS, "placement", "memory", "loads", "transfer", "dispatch", "cost", "papers"},
     },
     "config": {"": set(), "run": {""}, "sweep": {"", "run"}},
-    "strategies": {"": set(), "auto": {""}, "fssdp": {""}},
+    "strategies": {"": set(), "papers": {""}, "auto": {""}, "fssdp": {""}},
+    "simulation": {"": {"timeline"}, "timeline": set()},
     "collectives": {"": set(), "sparse": {""}, "rows": {""}, "probes": {"", "rows"}},
     "runtime": {
         "": set(),

@@ -28,7 +28,7 @@ from megatron_fssdp.planning.cost.tensor_schedules import (
     ScheduledLayer,
     best_schedule,
 )
-from megatron_fssdp.simulation.tensor_schedule_timeline import ScheduledSeconds, scheduled_seconds
+from megatron_fssdp.simulation.timeline.tensor_schedule_timeline import ScheduledSeconds, scheduled_seconds
 
 BATCHES = (2, 4, 8)
 LENGTHS = (512, 1024, 2048)

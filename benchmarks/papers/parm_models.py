@@ -19,7 +19,7 @@ from benchmarks.papers.parm_layers import COLUMNS, seconds_of
 from benchmarks.papers.parm_testbeds import AS_TAKEN, Assumptions, Testbed
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.planning.cost.tensor_schedules import ScheduledLayer
-from megatron_fssdp.simulation.tensor_schedule_timeline import NUM_PASSES
+from megatron_fssdp.simulation.timeline.tensor_schedule_timeline import NUM_PASSES
 
 N_MP = N_ESP = 4
 SEQUENCES = 8

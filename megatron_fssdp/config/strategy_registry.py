@@ -286,7 +286,7 @@ STRATEGIES = StrategyRegistry(
         RegisteredStrategy(
             "prophet",
             ProphetSettings,
-            "megatron_fssdp.strategies.prophet:ProphetStrategy",
+            "megatron_fssdp.strategies.papers.prophet:ProphetStrategy",
             "Pro-Prophet: hot experts on some of the devices, planned ahead",
             "#CC79A7",
             is_candidate=True,
@@ -294,7 +294,7 @@ STRATEGIES = StrategyRegistry(
         RegisteredStrategy(
             "fastermoe",
             FastermoeSettings,
-            "megatron_fssdp.strategies.fastermoe:FastermoeStrategy",
+            "megatron_fssdp.strategies.papers.fastermoe:FastermoeStrategy",
             "FasterMoE: the hottest experts of each micro-batch on all devices",
             "#009E73",
             is_candidate=True,
@@ -310,7 +310,7 @@ STRATEGIES = StrategyRegistry(
         RegisteredStrategy(
             "smartmoe",
             SmartmoeSettings,
-            "megatron_fssdp.strategies.smartmoe:SmartmoeStrategy",
+            "megatron_fssdp.strategies.papers.smartmoe:SmartmoeStrategy",
             "SmartMoE: owners are exchanged among devices, nothing is replicated",
             "#56B4E9",
             is_candidate=True,
@@ -318,7 +318,7 @@ STRATEGIES = StrategyRegistry(
         RegisteredStrategy(
             "flexmoe",
             FlexmoeSettings,
-            "megatron_fssdp.strategies.flexmoe:FlexmoeStrategy",
+            "megatron_fssdp.strategies.papers.flexmoe:FlexmoeStrategy",
             "FlexMoE: resident replicas with optimizer states of their own",
             "#E69F00",
         ),

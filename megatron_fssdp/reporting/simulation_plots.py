@@ -8,7 +8,7 @@ import numpy as np
 from megatron_fssdp.reporting.colours import TIME_PARTS, distinct_colours
 from megatron_fssdp.reporting.figures import DPI, new_figure
 from megatron_fssdp.reporting.simulation_report import RankedStrategy, SimulationReport
-from megatron_fssdp.simulation.iteration_timeline import PARTS
+from megatron_fssdp.simulation.timeline.iteration_timeline import PARTS
 
 DASHES = ("-", "--", "-.", ":")
 """Styles of curves, in turn. Curves that coincide stay visible, as later ones are thinner and dashed."""

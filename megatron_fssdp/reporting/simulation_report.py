@@ -15,8 +15,8 @@ from rich.table import Table
 
 from megatron_fssdp.reporting.units import format_memory
 from megatron_fssdp.simulation.break_even import BreakEven
-from megatron_fssdp.simulation.iteration_timeline import PARTS
 from megatron_fssdp.simulation.simulator import StrategyOutcome
+from megatron_fssdp.simulation.timeline.iteration_timeline import PARTS
 
 RANKING_FILE = "ranking.json"
 ITERATIONS_FILE = "iterations.csv"

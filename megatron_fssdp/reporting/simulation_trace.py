@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from megatron_fssdp.reporting.chrome_trace import TraceSpan, write_chrome_trace
-from megatron_fssdp.simulation.iteration_timeline import COMPUTE
 from megatron_fssdp.simulation.simulator import StrategyOutcome
+from megatron_fssdp.simulation.timeline.iteration_timeline import COMPUTE
 
 MOST_DEVICES = 64
 """Maximum number of devices in a trace. Viewers open larger files slowly."""

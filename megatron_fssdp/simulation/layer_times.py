@@ -16,10 +16,10 @@ from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.memory.memory_accounting import FP32_BYTES
 from megatron_fssdp.planning.transfer.message_size import gather_stages, num_batches, reduction_stages
-from megatron_fssdp.simulation.iteration_timeline import PARTS, IterationTimeline, OnSpan
 from megatron_fssdp.simulation.layer_ledger import LayerLedger, TransferColumns
-from megatron_fssdp.simulation.layer_parts import LayerSeconds
 from megatron_fssdp.simulation.moe_job import MoeJob
+from megatron_fssdp.simulation.timeline.iteration_timeline import PARTS, IterationTimeline, OnSpan
+from megatron_fssdp.simulation.timeline.layer_parts import LayerSeconds
 
 NO_HOST_WORK = HostWork()
 

@@ -23,9 +23,9 @@ from megatron_fssdp.config.strategy_registry import BASELINE, SHIPPED, STRATEGIE
 from megatron_fssdp.config.strategy_settings import StrategySettings
 from megatron_fssdp.planning.cost.link_seconds import topology_of
 from megatron_fssdp.reporting.colours import TIME_PARTS
-from megatron_fssdp.simulation.iteration_timeline import ALL_TO_ALL, COMPUTE, TRANSFER
 from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run
 from megatron_fssdp.simulation.simulator import StrategyOutcome, simulate
+from megatron_fssdp.simulation.timeline.iteration_timeline import ALL_TO_ALL, COMPUTE, TRANSFER
 from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
 from megatron_fssdp.strategies.strategy import LayerPlan
 

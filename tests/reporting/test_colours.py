@@ -1,7 +1,7 @@
 from megatron_fssdp.config.strategy_registry import STRATEGIES
 from megatron_fssdp.reporting.colours import TIME_PARTS, distinct_colours, strategy_colours
 from megatron_fssdp.reporting.page.time_section import MEASURED_PARTS
-from megatron_fssdp.simulation.iteration_timeline import PARTS
+from megatron_fssdp.simulation.timeline.iteration_timeline import PARTS
 
 
 def test_every_strategy_has_a_colour_of_its_own() -> None:

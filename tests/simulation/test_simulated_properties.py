@@ -15,8 +15,8 @@ from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from megatron_fssdp.simulation.iteration_timeline import ALL_TO_ALL, COMPUTE, TRANSFER
 from megatron_fssdp.simulation.simulator import StrategyOutcome, layer_profile, simulate
+from megatron_fssdp.simulation.timeline.iteration_timeline import ALL_TO_ALL, COMPUTE, TRANSFER
 from tests.drawn_examples import examples
 from tests.planning.cost.dense_traffic import pairs_traffic
 from tests.simulation.small_jobs import cluster_of, job_of, loads, settings_of

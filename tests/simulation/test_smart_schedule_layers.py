@@ -2,8 +2,8 @@ import numpy as np
 
 from megatron_fssdp.planning.cost.link_seconds import LinkTimes
 from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
-from megatron_fssdp.simulation.iteration_timeline import IterationTimeline
-from megatron_fssdp.simulation.layer_parts import LayerSeconds
+from megatron_fssdp.simulation.timeline.iteration_timeline import IterationTimeline
+from megatron_fssdp.simulation.timeline.layer_parts import LayerSeconds
 
 
 def times(near_s: float, far_s: float) -> LinkTimes:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.planning.cost.link_seconds import LinkTimes
-from megatron_fssdp.simulation.iteration_timeline import IterationTimeline
-from megatron_fssdp.simulation.layer_parts import LayerSeconds
+from megatron_fssdp.simulation.timeline.iteration_timeline import IterationTimeline
+from megatron_fssdp.simulation.timeline.layer_parts import LayerSeconds
 
 NOTHING = LinkTimes(np.zeros(1), np.zeros(1))
 # 3 s of attention, 2 s of experts, 5 s of transfers either way; rows travel for 1 s.

@@ -11,8 +11,8 @@ from megatron_fssdp.config.paper_strategy_settings import FlexmoeSettings, Smart
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.strategies.flexmoe import FlexmoeStrategy
-from megatron_fssdp.strategies.smartmoe import SmartmoeStrategy
+from megatron_fssdp.strategies.papers.flexmoe import FlexmoeStrategy
+from megatron_fssdp.strategies.papers.smartmoe import SmartmoeStrategy
 from megatron_fssdp.strategies.strategy import LayerContext
 
 MEGA = 10**6

@@ -6,7 +6,7 @@ from megatron_fssdp.reporting.colours import TIME_PARTS
 from megatron_fssdp.reporting.page.section import GREY, Figure, Section, Table, titled
 from megatron_fssdp.reporting.simulation_report import SimulationReport, warm_up_text
 from megatron_fssdp.reporting.units import format_memory
-from megatron_fssdp.simulation.iteration_timeline import PARTS
+from megatron_fssdp.simulation.timeline.iteration_timeline import PARTS
 
 _TITLE = "What if: strategies ranked on a cluster"
 _NOT_ASKED = (

@@ -138,7 +138,7 @@ def shadow_and_measure() -> None:
     from megatron_fssdp.megatron_adapter.training.memory_report import account_memory
     from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
     from megatron_fssdp.runtime.replicas.replica_weights import ReplicaWeights
-    from megatron_fssdp.strategies import fastermoe as dynamic_shadowing
+    from megatron_fssdp.strategies.papers import fastermoe as dynamic_shadowing
 
     dynamic_shadowing.select_shadows = lambda *_, most, **__: tuple(range(most))
     start, end = LayerExecutor.while_rows_travel, IterationDriver.end

@@ -13,7 +13,7 @@ from megatron_fssdp.planning.cost.tensor_schedules import (
     ScheduleCosts,
     ScheduledLayer,
 )
-from megatron_fssdp.simulation.tensor_schedule_timeline import ScheduledSeconds, scheduled_seconds
+from megatron_fssdp.simulation.timeline.tensor_schedule_timeline import ScheduledSeconds, scheduled_seconds
 
 LAYER = ScheduledLayer(num_tokens=8, hidden_size=16, num_rows=10, n_mp=2, n_esp=2, n_ep=2, element_bytes=4)
 COSTS: ScheduleCosts = {

@@ -30,7 +30,7 @@ import numpy as np
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.planning.cost.link_seconds import LinkTimes
 from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
-from megatron_fssdp.simulation.layer_parts import LayerSeconds
+from megatron_fssdp.simulation.timeline.layer_parts import LayerSeconds
 
 COMPUTE, ALL_TO_ALL, TRANSFER, HOST = "compute", "all-to-all", "transfer", "host"
 

@@ -1,0 +1,1 @@
+"""Strategies that papers describe: FasterMoE, FlexMoE, Pro-Prophet and SmartMoE."""
