@@ -21,7 +21,7 @@ cd "$folder"
 step() { echo "== $((SECONDS / 60)):$(printf %02d $((SECONDS % 60))) $1"; }
 fail() { echo "$1" >&2 && exit 1; }
 
-step "install"
+step "install (without DEPENDENCIES, pip downloads torch and its CUDA libraries: several GB)"
 "$python" -m venv venv
 if [[ -n "${DEPENDENCIES:-}" ]]; then
   venv/bin/pip install --quiet --disable-pip-version-check --no-deps "$wheel"
