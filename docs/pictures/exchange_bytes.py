@@ -10,7 +10,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
-from megatron_fssdp.reporting.figures import COLOURS, DPI, new_figure
+from megatron_fssdp.reporting.figures import DPI, new_figure
 
 NODES, TOP_K = (2, 4, 8), range(1, 9)
 EXPERTS = {16: "-", 256: ":"}
@@ -18,6 +18,7 @@ EXPERTS = {16: "-", 256: ":"}
 MEASURED = {2: 0.905, 4: 0.736, 8: 0.492}
 """Bytes of the busiest interface by top-k, relative to ``ep``: 4 nodes × 2 ranks, balanced, docs/log.md."""
 
+COLOURS = ("#0072b2", "#d55e00", "#009e73")  # of 2, 4 and 8 nodes
 RECORD = Path(__file__).parents[2] / "benchmarks/testbed/gpt_moe_tiny_16_experts_top8_loads.npz"
 
 
