@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -249,11 +250,11 @@ def _groups(sweep: Sweep, states: dict[PlannedRun, RunState]) -> list[RunGroup]:
 
 def _table(groups: Sequence[RunGroup]) -> Table:
     header, rows = group_table(groups)
-    table = Table(title="median (quartiles) of repeated runs")
+    table = Table(title="median (quartiles) of repeated runs", box=box.SIMPLE_HEAD)
     for position, name in enumerate(header):
         table.add_column(name, justify="right" if position else "left")
-    for row in rows:
-        table.add_row(*row)
+    for row in rows:  # quartiles on a line of their own, so that the table fits into 80 columns
+        table.add_row(*(cell.replace(" (", "\n(").replace(" to ", "–") for cell in row))
     return table
 
 

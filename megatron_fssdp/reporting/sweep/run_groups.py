@@ -69,16 +69,14 @@ class RepeatedFigure:
     of: Callable[[RecordedRun], float | None]
 
 
-LOSS = RepeatedFigure("last_loss", "last loss", ".4f", lambda run: float(run.losses[-1]))
+LOSS = RepeatedFigure("last_loss", "last loss", ".3f", lambda run: float(run.losses[-1]))
 LOAD = RepeatedFigure(
     "load_max_over_mean",
-    "busiest device / mean load",
+    "max/mean device load",
     ".3f",
     lambda run: float(run.load_IL.mean()) if run.layers else None,
 )
-SPEED = RepeatedFigure(
-    "tokens_per_s", "tokens per second (median of iterations)", ",.0f", lambda run: speed_of(run.metrics)[1]
-)
+SPEED = RepeatedFigure("tokens_per_s", "tokens/s", ",.0f", lambda run: speed_of(run.metrics)[1])
 FIGURES = (LOSS, LOAD, SPEED)
 
 

@@ -1,6 +1,6 @@
 """The page of a sweep: all groups with their spread, and below one run of each group in detail."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megatron_fssdp.reporting.colours import distinct_colours
@@ -75,10 +75,8 @@ def sweep_headline(groups: Sequence[RunGroup], unfinished: Sequence[str] = ()) -
     count = sum(len(group.runs) for group in groups)
     tiles = [Tile("finished runs", str(count), f"of {count + len(unfinished)}, in {len(groups)} groups")]
     for figure, words, best in ((LOAD, "most even", min), (SPEED, "fastest", max)):
-        medians = {group.name: spread for group in groups if (spread := group.spread(figure)) is not None}
-        if medians and not (figure is SPEED and obstacle):
-            name = best(medians, key=lambda one: medians[one].median)
-            tiles.append(Tile(f"{words}: {name}", medians[name].text(figure.form), figure.label))
+        if not (figure is SPEED and obstacle):
+            tiles += _best(groups, figure, words, best)
     return Headline("; ".join(clause for clause in clauses if clause) + ".", tuple(tiles))
 
 
@@ -103,8 +101,8 @@ def repeated_section(groups: Sequence[RunGroup], unfinished: Sequence[str] = ())
         notes.append(f"The sections below show the first {MOST_DETAILED} of {len(groups)} groups.")
     lead = (
         "Runs in a row differ only in seed and repetition. Circles are runs. The diamond is their median, "
-        "and the bar reaches from the lower to the upper quartile. The sections below show the first run of "
-        "each row."
+        "and the bar reaches from the lower to the upper quartile. The speed of a run is the median of its "
+        "iterations. The sections below show the first run of each row."
     )
     table = Table(header, tuple(rows))
     return Section("repeated", "Repeated runs", lead, tuple(figures), table=table, notes=tuple(notes))
@@ -121,6 +119,21 @@ def _against(first: RunGroup, group: RunGroup, *, with_speed: bool) -> str:
         change = f"{before.median:.2f} → " if before is not None and group is not first else ""
         clauses.append(f"busiest device {change}{load.median:.2f} × mean load")
     return f"{group.name}: {', '.join(clauses)}" if clauses else ""
+
+
+def _best(
+    groups: Sequence[RunGroup], figure: RepeatedFigure, words: str, best: Callable[..., str]
+) -> list[Tile]:
+    """Return the tile of the best group. None if its quartiles overlap with another's."""
+    spreads = {group.name: spread for group in groups if (spread := group.spread(figure)) is not None}
+    if not spreads:
+        return []
+    name = best(spreads, key=lambda one: spreads[one].median)
+    low, median, high = spreads[name].quartiles
+    if any(spread.overlaps(spreads[name]) for other, spread in spreads.items() if other != name):
+        return []
+    hint = f"{figure.label}; quartiles {low:{figure.form}} to {high:{figure.form}}"
+    return [Tile(f"{words}: {name}", f"{median:{figure.form}}", hint)]
 
 
 def _dots(groups: Sequence[RunGroup], figure: RepeatedFigure) -> Figure:

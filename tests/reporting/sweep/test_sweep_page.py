@@ -84,5 +84,9 @@ def test_the_first_sentence_compares_with_the_first_group(groups: list[RunGroup]
     speeds = [group.spread(SPEED).median for group in groups]
     assert re.match(rf"fssdp: {speeds[1] / speeds[0]:.2f} × ep", headline.sentence)
     assert headline.sentence.endswith("; 1 run is missing.")
+    spreads = [group.spread(SPEED) for group in groups]
+    labels = {tile.label for tile in headline.tiles}
+    assert any(label.startswith("fastest") for label in labels) is not spreads[0].overlaps(spreads[1])
+    assert "most even: fssdp" in labels
     alone = sweep_headline(groups[:1]).sentence
     assert alone.startswith("ep: busiest device ")
