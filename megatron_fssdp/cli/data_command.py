@@ -8,6 +8,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import unknown_name
+from megatron_fssdp.config.written_files import refuse_non_folder
 from megatron_fssdp.data.corpus import corpus_from_paths, default_corpus
 from megatron_fssdp.data.indexed_builder import build_data
 from megatron_fssdp.data.json_lines import TEXT_KEY
@@ -49,6 +50,7 @@ def build_with_progress(
     Returns:
         The manifest of the data.
     """
+    refuse_non_folder(out_dir, "--out")
     corpus = corpus_from_paths(paths, json_key) if paths else default_corpus(with_tests)
     if tokenizer not in _KINDS and difflib.get_close_matches(tokenizer, _KINDS, n=1):
         raise ConfigurationError(f"--tokenizer: {unknown_name('tokenizer', tokenizer, _KINDS)}")

@@ -11,6 +11,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy_registry import STRATEGIES
 from megatron_fssdp.config.written_files import refuse_special_file
 from megatron_fssdp.reporting.comparison_table import comparison_table, settings_table
+from megatron_fssdp.reporting.device_load_plot import check_picture, draw_device_loads
 from megatron_fssdp.reporting.page.headline import headline_of
 from megatron_fssdp.reporting.page.report_page import page_html, page_sections, write_page
 from megatron_fssdp.reporting.page.reported_run import ReportedRun, read_reported_runs
@@ -87,7 +88,7 @@ def compare_runs(request: ReportRequest, png: Path | None, console: Console) -> 
     path = request.out or request.runs[0] / COMPARISON_FILE
     refuse_special_file(path, "--out")
     if png is not None:
-        refuse_special_file(png, "--png")
+        check_picture(png)
     runs = read_reported_runs(request.runs)
     records = [run.records for run in runs]
     if (table := settings_table(records)) is not None:
@@ -102,8 +103,6 @@ def compare_runs(request: ReportRequest, png: Path | None, console: Console) -> 
     console.print(comparison_table(*records, with_losses=not request.loads_only, what_if=what_if))
     _say_where(path, console)
     if png is not None:  # a picture that fails does not cost the page and the table
-        from megatron_fssdp.reporting.device_load_plot import draw_device_loads
-
         draw_device_loads(records, png)
     return path
 

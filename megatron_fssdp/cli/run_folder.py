@@ -10,7 +10,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.renamed_settings import RECORDED_RUN_HEADER
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.run.training_settings import TrainingSettings
-from megatron_fssdp.config.written_files import written_whole
+from megatron_fssdp.config.written_files import refuse_non_folder, written_whole
 from megatron_fssdp.config.yaml_text import format_yaml
 from megatron_fssdp.reporting.records.array_files import file_of_earlier_versions
 from megatron_fssdp.reporting.records.load_records import LOADS_FILE
@@ -71,8 +71,7 @@ class RunFolder:
             ConfigurationError: The folder already holds a run, or it has no checkpoint to resume from, or the
                 run in it is finished.
         """
-        if self.path.exists() and not self.path.is_dir():
-            raise ConfigurationError(f"--out {self.path}: is a file, wanted a folder; give another path")
+        refuse_non_folder(self.path, "--out")
         if resume and overwrite:
             raise ConfigurationError(
                 "--resume and --overwrite exclude each other: one continues the run in the folder, the other "

@@ -21,7 +21,7 @@ from megatron_fssdp.config.strategy_registry import BASELINE, STRATEGIES
 from megatron_fssdp.config.strategy_selection import strategy_settings
 from megatron_fssdp.config.strategy_settings import EpSettings, StrategySettings
 from megatron_fssdp.config.written_files import written_whole
-from megatron_fssdp.reporting.records.job_records import loads_for_job, with_recorded_choices
+from megatron_fssdp.reporting.records.job_records import loads_for_job, unknown_loads, with_recorded_choices
 from megatron_fssdp.reporting.records.load_records import RecordedLoads
 from megatron_fssdp.reporting.records.recorded_settings import SETTINGS_FILE
 from megatron_fssdp.reporting.simulation_plots import draw_simulation
@@ -279,8 +279,10 @@ def recorded_settings(loads: str) -> list[Path]:
         ConfigurationError: The loads are no recorded run, or the run has no ``config.yaml``.
     """
     path = Path(loads)
+    if loads not in WORKLOADS and not path.exists():
+        raise ConfigurationError(unknown_loads(loads))
     file = (path if path.is_dir() else path.parent) / SETTINGS_FILE
-    if loads in WORKLOADS or not path.exists() or not file.is_file():
+    if loads in WORKLOADS or not file.is_file():
         raise ConfigurationError(
             f"--model: --loads {loads} has no {SETTINGS_FILE} that describes the model; name a run's YAML"
         )

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from megatron_fssdp.cli.ranks.failure_report import failure_reason
 from megatron_fssdp.cli.ranks.rank_processes import exit_code_after
+from megatron_fssdp.cli.run_folder import RunFolder
 from megatron_fssdp.cli.sweep_state import RunState, state_of
 from megatron_fssdp.cli.train_command import check_startable, train
 from megatron_fssdp.cli.train_request import TrainRequest
@@ -24,7 +25,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.sweep.planned_runs import PlannedRun, planned_runs
 from megatron_fssdp.config.sweep.sweep_config import load_sweep
-from megatron_fssdp.config.written_files import cannot_write, written_file
+from megatron_fssdp.config.written_files import cannot_write, refuse_non_folder, written_file
 from megatron_fssdp.reporting.page.report_page import write_page
 from megatron_fssdp.reporting.records.recorded_run import read_run
 from megatron_fssdp.reporting.sweep.run_groups import RunGroup, group_records, group_table
@@ -86,8 +87,12 @@ def prepare(request: SweepRequest) -> Sweep:
     Raises:
         ConfigurationError: The sweep or a run is invalid, or a folder holds a run with other settings.
     """
-    if request.folder.exists() and not request.folder.is_dir():
-        raise ConfigurationError(f"--out {request.folder}: is a file, wanted a folder; give another path")
+    refuse_non_folder(request.folder, "--out")
+    if taken := RunFolder(request.folder).taken():
+        raise ConfigurationError(
+            f"--out {request.folder}: holds a single run ({', '.join(taken)}), wanted a folder for all; give "
+            "another one"
+        )
     config = load_sweep(request.file)
     sweep = Sweep(request.file.stem, request.folder, {})
     for run in planned_runs(config):

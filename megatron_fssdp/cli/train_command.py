@@ -14,6 +14,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.megatron_arguments import Installation, TokenizedData, megatron_arguments
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.run.training_settings import DataSettings
+from megatron_fssdp.config.written_files import refuse_non_folder
 from megatron_fssdp.data.corpus import default_corpus
 from megatron_fssdp.data.manifest import DATA_NAME, MANIFEST_FILE, read_manifest
 from megatron_fssdp.data.tokenizer import MIN_VOCAB_SIZE
@@ -36,6 +37,7 @@ def dry_run(request: TrainRequest) -> str:
         ConfigurationError: The input is invalid, or the folder has no checkpoint to resume from.
     """
     config, folder = request.resolve(), request.folder
+    refuse_non_folder(folder.path, "--out")
     if request.resume:
         folder.check(config.training, resume=True, overwrite=request.overwrite)
     if config.data.external:

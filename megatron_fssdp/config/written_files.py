@@ -25,8 +25,7 @@ def written_whole(folder: Path | str, asked_by: str) -> Iterator[Path]:
             the same name that is no regular file. No file was replaced, unless the final renaming failed.
     """
     folder = Path(folder)
-    if os.path.exists(folder) and not os.path.isdir(folder):
-        raise ConfigurationError(f"{asked_by} {folder}: is not a folder; give the path of a folder")
+    refuse_non_folder(folder, asked_by)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as scratch:
@@ -70,8 +69,32 @@ def refuse_special_file(path: Path | str, asked_by: str) -> None:
         ConfigurationError: The path exists and is no regular file.
     """
     if os.path.exists(path) and not os.path.isfile(path):
-        kind = "a folder" if os.path.isdir(path) else "a device or a pipe"
-        raise ConfigurationError(f"{asked_by} {path}: is {kind}, wanted a file; give another path")
+        raise ConfigurationError(f"{asked_by} {path}: is {_kind(path)}, wanted a file; give another path")
+
+
+def refuse_non_folder(path: Path | str, asked_by: str) -> None:
+    """Refuse a path that cannot be a folder, because it or a part of it is something else.
+
+    Args:
+        path: The folder. It does not have to exist.
+        asked_by: The option or setting that names the folder. The error message starts with it.
+
+    Raises:
+        ConfigurationError: The path or a part of it exists and is no folder.
+    """
+    path = Path(path)
+    for part in (path, *path.parents):
+        if os.path.exists(part) and not os.path.isdir(part):
+            which = "" if part == path else f"{part} "
+            raise ConfigurationError(
+                f"{asked_by} {path}: {which}is not a folder but {_kind(part)}; give another path"
+            )
+
+
+def _kind(path: Path | str) -> str:
+    if os.path.isdir(path):
+        return "a folder"
+    return "a file" if os.path.isfile(path) else "a device or a pipe"
 
 
 def cannot_write(path: Path | str, asked_by: str, error: OSError) -> ConfigurationError:

@@ -1,13 +1,14 @@
 """Draws the device loads of several runs into one picture."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.written_files import written_file
+from megatron_fssdp.config.written_files import refuse_non_folder, refuse_special_file, written_file
 from megatron_fssdp.reporting.colours import distinct_colours
 from megatron_fssdp.reporting.figures import DPI, new_figure
 from megatron_fssdp.reporting.records.recorded_run import RecordedRun, distinct_names
@@ -46,13 +47,26 @@ def draw_device_loads(runs: Sequence[RecordedRun], png: Path) -> None:
         strip.tick_params(labelbottom=row == len(runs))
     strip.set_xlabel("iteration")
     figure.colorbar(mesh, ax=figure.axes[1:], label="max / mean", pad=0.01, aspect=14)
-    kinds = figure.canvas.get_supported_filetypes()
-    if png.suffix[1:].lower() not in kinds:
-        raise ConfigurationError(
-            f"--png {png}: got the suffix '{png.suffix}', wanted one of {', '.join(sorted(kinds))}"
-        )
     with written_file(png, "--png") as partial:
         figure.savefig(partial, dpi=DPI)
+
+
+def check_picture(png: Path) -> None:
+    """Refuse a file that cannot be a picture, before the work for it begins.
+
+    Raises:
+        ConfigurationError: The file has no suffix of a picture, or cannot be a regular file.
+    """
+    refuse_special_file(png, "--png")
+    refuse_non_folder(png.parent, "--png")
+    with suppress(ImportError):  # a page does not need matplotlib; drawing says that it is missing
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        kinds = FigureCanvasBase.get_supported_filetypes()
+        if png.suffix[1:].lower() not in kinds:
+            raise ConfigurationError(
+                f"--png {png}: got the suffix '{png.suffix}', wanted one of {', '.join(sorted(kinds))}"
+            )
 
 
 def _draw_curve(axes: Any, run: RecordedRun, name: str, colour: str) -> None:

@@ -168,10 +168,10 @@ def test_a_damaged_strategy_file_is_refused(place: Path, name: str) -> None:
         (("version", "--long"), "--long"),
         (("frobnicate",), "No such command 'frobnicate'"),
         # outputs that cannot be written
-        (train("--out", "run.yaml"), "--out run.yaml: is a file"),
+        (train("--out", "run.yaml"), "--out run.yaml: is not a folder but a file"),
         (train("--out", "run.yaml/below"), "run.yaml/below"),
         ((*SIMULATE, "--out", "run.yaml"), "--out run.yaml: is not a folder"),
-        ((*SIMULATE, "--out", "run.yaml/below"), "--out run.yaml/below: cannot be written"),
+        ((*SIMULATE, "--out", "run.yaml/below"), "--out run.yaml/below: run.yaml is not a folder but a file"),
         ((*ROOFLINE, "--out", "run.yaml"), "--out run.yaml: is not a folder"),
         ((*COMPARE, "--png", "run.yaml/loads.png"), "--png run.yaml: is not a folder"),
         ((*COMPARE, "--png", "done"), "--png done"),

@@ -80,6 +80,10 @@ class Composition:
         if isinstance(result, RunConfig):
             return result
         source = " + ".join(map(str, self.files))
+        if "run" in data and "strategies" in data:
+            raise ConfigurationError(
+                f"{source}: got a sweep, wanted a run; `megatron-fssdp sweep {source}` trains all its runs"
+            )
         absent = [section for section in _SECTIONS_OF_A_RUN if data.get(section) is None]
         if absent and (complete := complete_run(self.files[0])):
             raise ConfigurationError(

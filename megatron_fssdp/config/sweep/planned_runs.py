@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.sweep.sweep_config import SweepConfig, SweptStrategy
+from megatron_fssdp.config.yaml_text import parse_yaml
 
 _MOST_CHARACTERS = 40
 """Length of a value in a folder's name. Together they stay far below the 255 bytes of common file systems."""
@@ -91,9 +92,16 @@ def _short_keys(keys: dict[str, Any]) -> dict[str, str]:
 
 
 def _override(key: str, value: Any) -> str:
-    return (
-        f"{key}={json.dumps(value, ensure_ascii=False)}"  # options read values as YAML, which has JSON in it
-    )
+    """Return ``key=value`` as options take it: they read the value as YAML, and JSON is YAML."""
+    is_plain = isinstance(value, str) and _is_plain(value)
+    return f"{key}={value if is_plain else json.dumps(value, ensure_ascii=False)}"
+
+
+def _is_plain(text: str) -> bool:
+    try:
+        return bool(parse_yaml(text, "") == text)
+    except ConfigurationError:
+        return False
 
 
 def _plain(value: Any) -> str:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import load_yaml, validate
 
 _OWN_KEYS = {
@@ -114,7 +115,13 @@ def load_sweep(file: Path) -> SweepConfig:
     Raises:
         ConfigurationError: The file cannot be read, or its settings are invalid.
     """
-    sweep = validate(SweepConfig, load_yaml(file), str(file))
+    data = load_yaml(file)
+    if sections := [name for name in ("model", "training") if name in data]:
+        raise ConfigurationError(
+            f"{file}: got a run (it has {' and '.join(sections)}), wanted a sweep (with run and strategies); "
+            f"`megatron-fssdp train {file}` trains it"
+        )
+    sweep = validate(SweepConfig, data, str(file))
     beside = [file.parent / name for name in sweep.run]
     names = [str(path) if path.exists() else name for path, name in zip(beside, sweep.run, strict=True)]
     return sweep.model_copy(update={"run": tuple(names)})

@@ -102,7 +102,7 @@ class ProfileSettings:
         if world_size < 2:
             raise ConfigurationError(
                 f"number of ranks: got {world_size}, wanted at least 2, because a link connects two ranks; "
-                "start more ranks with torchrun's --nproc-per-node"
+                "start more with --nproc or torchrun's --nproc-per-node"
             )
         if self.num_nodes is not None:
             check_declared_nodes(self.num_nodes, world_size)

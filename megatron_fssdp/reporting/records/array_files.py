@@ -159,6 +159,8 @@ def unreadable(path: Path, error: Exception) -> ConfigurationError:
     """
     if isinstance(error, FileNotFoundError):
         return ConfigurationError(f"{path}: no such file; give the folder of a run that recorded its loads")
+    if isinstance(error, NotADirectoryError):
+        return ConfigurationError(f"{path.parent}: is a file, wanted the folder of a run")
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return ConfigurationError(
         f"{path}: damaged, incomplete or not a record of a run ({reason}); record the run again"

@@ -50,9 +50,7 @@ def loads_for_job(
         return loads, f"loads: generated workload {source}, {WORKLOADS[source].description}"
     path = Path(source)
     if not path.exists():
-        raise ConfigurationError(
-            f"--loads: {unknown_name('workload or run', source, WORKLOADS)}; or give the folder of a run"
-        )
+        raise ConfigurationError(unknown_loads(source))
     if path.is_file() and path.name not in _NAMES_OF_LOADS:
         raise ConfigurationError(
             f"--loads {source}: is a file of another name, wanted the folder of a run or its {LOADS_FILE}"
@@ -65,6 +63,11 @@ def loads_for_job(
         None if array is None else array[:most] for array in (found.by_nodes_ILN, found.by_devices_ILD)
     )
     return RecordedLoads(counts, found.iterations[:most], found.layers, *histograms), note
+
+
+def unknown_loads(source: str) -> str:
+    """Return the message for loads that are neither a run nor the name of a workload."""
+    return f"--loads: {unknown_name('workload or run', source, WORKLOADS)}; or give the folder of a run"
 
 
 def with_recorded_choices(

@@ -107,6 +107,23 @@ def test_mistakes_are_named(settings: dict, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_run_is_no_sweep_and_a_sweep_is_no_run(tmp_path: Path) -> None:
+    run, sweep = ROOT / "configs" / "gpt_moe_tiny.yaml", ROOT / "examples" / "sweep" / "sweep.yaml"
+    with pytest.raises(ConfigurationError, match=r"got a run .it has model and training., wanted a sweep"):
+        load_sweep(run)
+    with pytest.raises(ConfigurationError, match="got a sweep, wanted a run; `megatron-fssdp sweep "):
+        load_run([sweep])
+
+
+def test_texts_are_written_as_a_user_types_them() -> None:
+    settings = {"data.tokenizer": "bytes", "data.split": "1,0,0", "a.b": "true", "a.c": "[", "a.d": ""}
+    (run, *_) = planned_runs(sweep_of(settings=settings))
+    assert run.overrides[:-1] == (
+        *("data.tokenizer=bytes", "data.split=1,0,0"),
+        *('a.b="true"', 'a.c="["', 'a.d=""'),
+    )
+
+
 def test_files_beside_the_sweep_are_found(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("training: {lr: 0.5}")
     (tmp_path / "sweep.yaml").write_text("run: [gpt_moe_tiny, mine.yaml]\nstrategies: [ep]")
