@@ -202,8 +202,8 @@ def _settings_text(path: Path) -> str:
         raise ConfigurationError(f"{path}: no such file; give the path of a YAML file") from None
     except IsADirectoryError:
         inside = path / "config.yaml"
-        file = str(inside) if inside.exists() else "the path of a YAML file"
-        raise ConfigurationError(f"{path}: is a folder, wanted a YAML file; give {file}") from None
+        instead = str(inside) if inside.exists() else "the path of a YAML file"
+        raise ConfigurationError(f"{path}: is a folder, wanted a YAML file; give {instead}") from None
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read ({error.strerror}); give a readable file") from None
     except ValueError as error:  # the file name contains a null byte

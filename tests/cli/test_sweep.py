@@ -216,7 +216,7 @@ def test_the_listing_has_the_state_and_the_command_of_every_run(sweep, tmp_path:
         (("fssdp]", "fsdp]"), "run fsdp-seed1: .*did you mean 'fssdp'"),
         (
             ("settings: {", "settings: {training.lr: fast, "),
-            "--set training.lr=\"fast\": training.lr: got 'fast'",
+            "--set training.lr=fast: training.lr: got 'fast'",
         ),
         (
             ("settings: {", "settings: {parallelism.num_nodes: 2, training.global_batch_size: 32, "),
