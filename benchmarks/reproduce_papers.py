@@ -39,7 +39,11 @@ def rows_of(key: str, sigma: float) -> list[Row]:
     """
     relations = track(module_of(key).RELATIONS, PAPERS[key], console=Console(stderr=True), transient=True)
     return [
-        Row(relation, None if relation.simulated is None else relation.simulated(sigma))
+        Row(
+            relation,
+            None if relation.simulated is None else relation.simulated(sigma),
+            relation.beside(sigma) if relation.beside else "",
+        )
         for relation in relations
     ]
 

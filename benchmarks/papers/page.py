@@ -24,10 +24,12 @@ class Row:
     Attributes:
         relation: Statement of the paper.
         values: Simulated values, or None if it cannot be simulated.
+        beside: What stands beside the ratio, near or not.
     """
 
     relation: Relation
     values: list[float] | None
+    beside: str = ""
 
     @property
     def ratio(self) -> float | None:
@@ -41,9 +43,10 @@ class Row:
             return f"not reproduced: {self.relation.why_not}"
         if self.relation.is_input:
             return "input of the simulation, not counted"
-        if is_near(self.ratio) or self.relation.where == OURS:
-            return ""
-        return self.relation.explained or "open"
+        is_missed = not is_near(self.ratio) and self.relation.where != OURS
+        return "; ".join(
+            filter(None, (self.beside, (self.relation.explained or "open") if is_missed else ""))
+        )
 
 
 def module_of(key: str) -> ModuleType:

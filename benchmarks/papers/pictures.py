@@ -4,12 +4,17 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.papers import fastermoe, hecate, parm, pro_prophet
+from benchmarks.papers import fastermoe, hecate, parm
+from benchmarks.papers import fastermoe_systems as systems
+from benchmarks.papers import pro_prophet_cells as pro_prophet
 from benchmarks.papers.parm_layers import COLUMNS, PAIRS
+from benchmarks.papers.setting import Setting
 from benchmarks.papers.skews import SKEWS
+from megatron_fssdp.simulation.ddl_roofline import ideal_flops_per_s, semi_ideal_flops_per_s
 
 PAPER, SIMULATED = "#444444", "#4477aa"
 OTHERS = ("#66ccee", "#228833", "#ccbb44", "#ee6677")
@@ -81,12 +86,15 @@ def _parm() -> Figure:
 
 
 def _fastermoe() -> Figure:
-    sigma, models = SKEWS["fastermoe"].sigma, list(fastermoe.MODELS)
-    last_johnny = len(fastermoe.ON_JOHNNY) - 1
-    figure = Figure((10, 6), layout="constrained")
-    upper, lower = figure.subplots(2, 1)
+    sigma, models = SKEWS["fastermoe"].sigma, list(systems.MODELS)
+    last_johnny = len(systems.ON_JOHNNY) - 1
+    latency = fastermoe.AS_STATED
+    figure = Figure((10, 9), layout="constrained")
+    upper, lower, lowest = figure.subplots(3, 1)
     zero = {
-        f"over ZeRO stage {stage}": [fastermoe.over_zero(model, sigma, stage) for model in models]
+        f"over ZeRO stage {stage}": [
+            systems.over_zero(model, sigma, stage, systems.both(latency)) for model in models
+        ]
         for stage in (1, 2, 3)
     }
     _groups(upper, models, zero)
@@ -95,14 +103,14 @@ def _fastermoe() -> Figure:
     _marked(upper, last_johnny + 1, len(models) - 1, 17.87, "paper, stage 3, trevor, at most 17.87")
     upper.set_title("Fig. 10: speed-up of FasterMoE (paper: only its largest values are in the text)")
     parts = {
-        "shadowing": fastermoe.SHADOWING,
-        "smart schedule": fastermoe.SMART_SCHEDULE,
-        "both": fastermoe.BOTH,
+        "shadowing": systems.shadowing(latency),
+        "smart schedule": systems.SMART_SCHEDULE,
+        "both": systems.both(latency),
     }
     _groups(
         lower,
         models,
-        {name: [fastermoe.speedup(model, sigma, *key) for model in models] for name, key in parts.items()},
+        {name: [systems.speedup(model, sigma, system) for model in models] for name, system in parts.items()},
     )
     _marked(lower, 0, last_johnny, 1.95, "paper, shadowing, 1.95", below=True)
     _marked(lower, 0, last_johnny, 2.20, "paper, both, 2.20")
@@ -112,7 +120,28 @@ def _fastermoe() -> Figure:
     for axes in (upper, lower):
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
         axes.set_ylabel("speed-up")
+    _roofline(lowest, systems.setting_of("MoE-GPT", sigma), {"FastMoE": systems.FASTMOE, **parts})
     return figure
+
+
+def _roofline(axes: Axes, setting: Setting, simulated: dict[str, systems.System]) -> None:
+    """Draw the DDL-Roofline with the points of parallelisms and systems."""
+    ratio = np.geomspace(0.02, 10, 200)
+    axes.plot(ratio, ideal_flops_per_s(ratio, 1.0), color=PAPER, linewidth=1, label="ideal (Eq. 5)")
+    even = semi_ideal_flops_per_s(ratio, 1.0)
+    axes.plot(ratio, even, color=PAPER, linewidth=1, linestyle="--", label="semi-ideal (Eq. 6)")
+    places = {
+        **systems.data_and_model_parallelism(setting),
+        **{name: systems.place_of(system, setting) for name, system in simulated.items()},
+    }
+    for index, (name, place) in enumerate(places.items()):
+        color = (*OTHERS, SIMULATED)[index % 5]
+        axes.plot(place.ratio, place.share_of_peak, "osD^vPX"[index], color=color, markersize=7, label=name)
+    axes.set_xscale("log")
+    axes.set_xlabel("computation over communication, R_CC")
+    axes.set_ylabel("share of the peak")
+    axes.set_title("Fig. 5: the DDL-Roofline of MoE-GPT on johnny, simulated and calculated")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _pro_prophet() -> Figure:

@@ -67,6 +67,8 @@ class Setting:
         leaving_share: Share of a source's tokens that the topology-aware gate sends to other nodes at most.
             None without this gate.
         precision: Precision of parameters and tokens.
+        layer: Index of the only simulated layer, whose loads are those that it has in the whole model. None:
+            all layers.
     """
 
     model: Model
@@ -80,6 +82,7 @@ class Setting:
     num_iterations: int = 24
     leaving_share: float | None = None
     precision: str = "fp16"
+    layer: int | None = None
 
     @property
     def job(self) -> MoeJob:
@@ -96,9 +99,19 @@ class Setting:
         num_nodes = max(1, self.num_devices // cluster.devices_per_node)
         return cluster.model_copy(update={"num_nodes": num_nodes})
 
+    @property
+    def counts_ILDE(self) -> np.ndarray:
+        """(token, k) pairs that each source device sends to each expert, int32 ``[I, L, D, E]``."""
+        return _counts(self)
+
     def run(self, name: str, **keys: object) -> StrategyOutcome:
         """Simulate a strategy with some settings. The result is cached."""
         return _run(self, name, tuple(sorted(keys.items())))
+
+    def moe_s_I(self, name: str, **keys: object) -> np.ndarray:
+        """Return the seconds of the MoE layers in each iteration, float64 ``[I]``."""
+        parts_s = self.run(name, **keys).parts_s
+        return np.asarray(sum(parts_s[part] for part in OF_MOE_LAYERS))
 
     def iteration_s(self, name: str, **keys: object) -> float:
         """Return the mean seconds of an iteration after strategies have measured costs."""
@@ -106,8 +119,7 @@ class Setting:
 
     def moe_s(self, name: str, **keys: object) -> float:
         """Return the mean seconds of the MoE layers in an iteration."""
-        parts_s = self.run(name, **keys).parts_s
-        return float(sum(parts_s[part][PROFILED:].mean() for part in OF_MOE_LAYERS))
+        return float(self.moe_s_I(name, **keys)[PROFILED:].mean())
 
 
 @dataclass(frozen=True)
@@ -126,6 +138,7 @@ class Relation:
         why_not: Reason why the statement cannot be simulated.
         explained: What explains a ratio that is not :data:`NEAR`. "Open" if the cause is not known.
         is_input: Whether the simulation takes this number from the paper, so that its ratio proves nothing.
+        beside: Function of a spread that returns what stands beside the ratio, near or not.
     """
 
     where: str
@@ -136,6 +149,7 @@ class Relation:
     why_not: str = ""
     explained: str = ""
     is_input: bool = False
+    beside: Callable[[float], str] | None = None
 
     @property
     def counts(self) -> bool:
@@ -161,7 +175,7 @@ def _job(setting: Setting) -> MoeJob:
     model, per_node = setting.model, setting.description.devices_per_node
     data = {
         "model": {
-            "num_layers": model.layers,
+            "num_layers": model.layers if setting.layer is None else 1,
             "hidden_size": model.hidden,
             "ffn_hidden_size": model.ffn * model.hidden,
             "num_attention_heads": model.hidden // 64,
@@ -202,14 +216,24 @@ def _loads(num_layers: int, num_devices: int, num_experts: int, iterations: int,
 
 
 @cache
-def _run(setting: Setting, name: str, keys: tuple[tuple[str, object], ...]) -> StrategyOutcome:
+def _counts(setting: Setting) -> np.ndarray:
     job = setting.job
-    recorded = _loads(job.num_layers, job.num_devices, job.num_experts, setting.num_iterations, setting.sigma)
+    recorded = _loads(
+        setting.model.layers, job.num_devices, job.num_experts, setting.num_iterations, setting.sigma
+    )
+    if setting.layer is not None:
+        recorded = recorded[:, setting.layer : setting.layer + 1]
     counts, _ = fitted_loads(recorded, job)
     if setting.leaving_share is not None:
         topology = Topology.uniform(job.num_devices, job.num_devices // setting.description.devices_per_node)
         counts = kept_in_nodes(counts, topology, setting.leaving_share)
-    return simulate(name, strategy_settings(name, dict(keys), name), counts, setting.description, job)
+    return counts
+
+
+@cache
+def _run(setting: Setting, name: str, keys: tuple[tuple[str, object], ...]) -> StrategyOutcome:
+    settings = strategy_settings(name, dict(keys), name)
+    return simulate(name, settings, setting.counts_ILDE, setting.description, setting.job)
 
 
 def kept_in_nodes(counts_ILDE: np.ndarray, topology: Topology, leaving_share: float) -> np.ndarray:

@@ -1,13 +1,15 @@
 """Settings and relations of the papers' tables: loads under FasterMoE's gate, ZeRO's volume, figures."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.papers import fastermoe, hecate, parm, pro_prophet
-from benchmarks.papers.page import PAPERS, count, module_of, page_of, spread_of_paper
-from benchmarks.papers.setting import Model, Setting, is_near, kept_in_nodes
+from benchmarks.papers import fastermoe, hecate, parm, pro_prophet, pro_prophet_model
+from benchmarks.papers import fastermoe_systems as systems
+from benchmarks.papers.page import PAPERS, Row, count, module_of, page_of, spread_of_paper
+from benchmarks.papers.setting import Model, Relation, Setting, is_near, kept_in_nodes
 from benchmarks.papers.skews import SKEWS, share_of_top, spread_of
 from benchmarks.reproduce_papers import rows_of
 from megatron_fssdp.planning.placement.topology import Topology
@@ -41,9 +43,39 @@ def test_seconds_of_zero_equal_those_worked_out_by_hand() -> None:
     assert job.expert_bytes == 4 * job.expert_elements
     forward_s = (128 * 2) * job.expert_flops_per_token / cluster.expert_flops_per_s
     moved_s = 15 * job.expert_bytes / cluster.inter_node.bandwidth_bytes_per_s
-    assert fastermoe.zero_s(setting, 3) == pytest.approx(2 * (3 * forward_s + 3 * moved_s))
-    assert fastermoe.zero_s(setting, 2) == pytest.approx(2 * (forward_s + moved_s + moved_s))
-    assert fastermoe.zero_s(setting, 2) < fastermoe.zero_s(setting, 1) < fastermoe.zero_s(setting, 3)
+    assert systems.zero_s(setting, 3) == pytest.approx(2 * (3 * forward_s + 3 * moved_s))
+    assert systems.zero_s(setting, 2) == pytest.approx(2 * (forward_s + moved_s + moved_s))
+    assert systems.zero_s(setting, 2) < systems.zero_s(setting, 1) < systems.zero_s(setting, 3)
+
+
+def test_parallelisms_lie_in_the_roofline_where_figure_5_has_them() -> None:
+    """§3.3: data parallelism has the poorest ratio; overlap lifts it above the semi-ideal curve."""
+    setting = systems.setting_of("MoE-GPT", 0.0)
+    places = systems.data_and_model_parallelism(setting)
+    data, hidden, model = places.values()
+    # α·H / B: 2 · 2048 over the 2 · 1024 pairs that a device computes.
+    assert model.ratio == pytest.approx(data.ratio * 2)
+    for place in (data, model):
+        assert place.share_of_peak == pytest.approx(place.ratio / (1 + place.ratio)), "semi-ideal, Eq. 6"
+    assert data.share_of_peak < hidden.share_of_peak <= min(1.0, hidden.ratio), "at most ideal, Eq. 5"
+    experts = systems.place_of(systems.FASTMOE, setting)
+    assert experts.ratio > model.ratio, "expert parallelism communicates least"
+
+
+def test_a_layer_alone_has_the_loads_that_it_has_in_the_model() -> None:
+    whole = Setting(Model(128, 64, 3), "johnny", 1.5, 16, 16, 2, 1, num_iterations=4, precision="fp32")
+    alone = [dataclasses.replace(whole, layer=layer) for layer in range(3)]
+    tokens = [setting.run("ep").ledger.tokens_ILD for setting in (whole, *alone)]
+    assert np.array_equal(tokens[0], np.concatenate(tokens[1:], axis=1))
+    assert whole.moe_s("ep") == pytest.approx(sum(setting.moe_s("ep") for setting in alone))
+
+
+def test_the_bound_of_figure_12_is_that_of_each_pass() -> None:
+    """Forward has half the backward's compute, so both all-to-alls are hidden in at most one pass."""
+    found, bounds = systems.of_layers(SKEWS["fastermoe"].sigma)
+    assert len(found) == len(bounds) == 12 + 12 + 24 + 24
+    assert (found <= bounds).all()
+    assert bounds.max() <= 7 / 4 + 1e-6
 
 
 def test_spreads_have_the_shares_that_the_papers_state() -> None:
@@ -83,7 +115,25 @@ def test_pro_prophet_beats_expert_parallelism_in_one_cell_of_table_v() -> None:
     plain, prophet = small.iteration_s("ep"), small.iteration_s("prophet")
     assert 0 < prophet <= plain * 1.001
     assert small.moe_s("ep") < plain
-    assert len(pro_prophet.RELATIONS) == 5 + 4 + 3 * (10 + 8) + 1 + 4 + 2 + 4
+    assert len(pro_prophet.RELATIONS) == 5 + 4 + 3 * (10 + 8) + 1 + 2 + 1 + 8 + 4 + 2 + 4
+
+
+def test_pro_prophets_equations_know_compute_but_not_which_link_tokens_take() -> None:
+    """Eq. 2 equals the simulator. In Eq. 1, a node's link is too fast and a device's share too slow."""
+    setting = Setting(Model(1024, 1024, 2), "hpwnv", 1.25, 16, 16, 2, 1, num_iterations=5)
+    for bandwidth, is_slower in (("a device's share", True), ("a node's link", False)):
+        found = pro_prophet_model.compared(setting, bandwidth)
+        assert all(len(pairs) for pairs in found.values())
+        modelled_s, simulated_s = found["EC"].T
+        assert modelled_s == pytest.approx(simulated_s)
+        modelled_s, simulated_s = found["A2A"].T
+        assert ((modelled_s > simulated_s) == is_slower).all()
+
+
+def test_what_stands_beside_a_row_is_shown_even_if_the_row_is_near() -> None:
+    relation = Relation("Table 1", "speed-up", 2, 2, lambda _: [2.1], beside=lambda _: "even loads: 2.5")
+    assert Row(relation, [2.1], "even loads: 2.5").note == "even loads: 2.5"
+    assert Row(relation, [9.0], "even loads: 2.5").note == "even loads: 2.5; open"
 
 
 def test_the_page_has_a_row_for_every_statement_and_says_why_one_is_missed() -> None:
