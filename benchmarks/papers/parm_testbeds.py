@@ -42,8 +42,8 @@ ALL_TO_ALL_SLOWDOWN_ON_A = 2.0
 """Time of a byte of an all-to-all on testbed A, divided by that of a byte of an all-gather.
 
 Derived from Table V: Parm's MoE layers of BERT-Base take 567 - 203 = 364 ms on testbed A
-(``parm.published_outside_ms``), and the simulated ones take 364 ms with a slowdown of 2.0, and 250 ms with
-1.0. A reason exists: the published beta is that of an MP group, whose four ranks lie on one of two CPU
+(``parm_tables.published_outside_ms``), and the simulated ones take 364 ms with a slowdown of 2.0, and 250 ms
+with 1.0. A reason exists: the published beta is that of an MP group, whose four ranks lie on one of two CPU
 sockets, and GPUs of this kind have no peer-to-peer access. The number of tokens is assumed
 (``parm_models``); testbed B's milliseconds of MoE layers agree with it within 11 %. Table IV is not used,
 apart from its one cell in the 203 ms.
@@ -55,7 +55,7 @@ class Assumptions:
     """Assumptions about values that the paper does not state.
 
     ``slowdown_of_all_to_all`` was derived from one published time. The other defaults come from published
-    sentences where one exists. ``parm.OTHERWISE`` shows what each of them changes.
+    sentences where one exists. ``parm_tables.OTHERWISE`` shows what each of them changes.
 
     Attributes:
         element_bytes: Bytes of a number. The paper does not mention mixed precision, so this is fp32.

@@ -8,15 +8,26 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.papers import fastermoe, hecate, parm
+from benchmarks.papers import fastermoe, hecate
 from benchmarks.papers import fastermoe_systems as systems
+from benchmarks.papers import parm_tables as parm
 from benchmarks.papers import pro_prophet_cells as pro_prophet
-from benchmarks.papers.parm_layers import COLUMNS, PAIRS
+from benchmarks.papers.parm_layers import COLUMNS, PAIRS, cell_of
+from benchmarks.papers.parm_testbeds import Testbed
 from benchmarks.papers.setting import Setting
 from benchmarks.papers.skews import SKEWS
+from megatron_fssdp.planning.cost.tensor_schedules import Group, Kind
 from megatron_fssdp.simulation.ddl_roofline import ideal_flops_per_s, semi_ideal_flops_per_s
 
 PAPER, SIMULATED = "#444444", "#4477aa"
+OF_FIGURE_6: tuple[tuple[Kind, Group], ...] = (
+    ("all_gather", "mp"),
+    ("all_reduce", "esp"),
+    ("all_to_all", "ep"),
+    ("all_to_all", "ep_esp"),
+)
+"""Collectives of Fig. 6. Only the costs of the first are published."""
+
 OTHERS = ("#66ccee", "#228833", "#ccbb44", "#ee6677")
 
 
@@ -69,8 +80,10 @@ def _marked(axes: Axes, first: float, last: float, value: float, words: str, *, 
 
 
 def _parm() -> Figure:
-    figure = Figure((10, 6), layout="constrained")
-    for axes, (name, rows) in zip(figure.subplots(3, 1, sharex=True), parm.TABLE_IV.items(), strict=True):
+    figure = Figure((10, 9), layout="constrained")
+    upper, lower = figure.subfigures(2, 1, height_ratios=(2, 1))
+    tables = upper.subplots(3, 1, sharex=True)
+    for axes, (name, rows) in zip(tables, parm.TABLE_IV.items(), strict=True):
         labels = [f"{column}\n{n_mp}, {n_esp}" for column in COLUMNS for n_mp, n_esp in PAIRS]
         paper = [rows[pair][index] for index in range(len(COLUMNS)) for pair in PAIRS]
         simulated = [parm.speedup(name, pair, column) for column in COLUMNS for pair in PAIRS]
@@ -80,9 +93,32 @@ def _parm() -> Figure:
         for label in axes.get_xticklabels():
             label.set_horizontalalignment("center")
     axes.set_xlabel("testbed and number of GPUs; N_MP, N_ESP")
-    figure.axes[0].legend(loc="upper left")
-    figure.suptitle("Table IV: speed-up over DeepSpeed-MoE")
+    tables[0].legend(loc="upper left")
+    upper.suptitle("Table IV: speed-up over DeepSpeed-MoE")
+    *of_figure_6, of_figure_7 = lower.subplots(1, 3)
+    for axes, column in zip(of_figure_6, ("T-A", "T-B 32"), strict=True):
+        _collectives(axes, column)
+    speedups = [layer.speedup("parm") for layer in cell_of("T-B 32", (4, 4))]
+    of_figure_7.hist(speedups, bins=20, range=(3, 7), color=SIMULATED, label="simulated")
+    of_figure_7.axvline(4.91, color=PAPER, linestyle="--", label="paper, mean")
+    of_figure_7.set_title("Fig. 7: layers of T-B 32, (4, 4)")
+    of_figure_7.set_xlabel("Parm over DeepSpeed-MoE")
+    of_figure_7.set_ylabel("layers")
+    of_figure_7.legend(loc="upper left")
     return figure
+
+
+def _collectives(axes: Axes, column: str) -> None:
+    """Draw the assumed seconds of collectives over their sizes (Fig. 6), N_MP = N_ESP = 4."""
+    costs = Testbed(*COLUMNS[column]).costs(4, 4)
+    millions = np.linspace(0, 16, 50)
+    for (kind, group), color in zip(OF_FIGURE_6, (PAPER, *OTHERS), strict=False):
+        seconds = [costs[kind, group].time_s(4e6 * number) for number in millions]
+        axes.plot(millions, [1e3 * value for value in seconds], color=color, label=f"{kind}, {group}")
+    axes.set_title(f"Fig. 6: collectives of {column}")
+    axes.set_xlabel("million numbers")
+    axes.set_ylabel("milliseconds")
+    axes.legend(loc="upper left")
 
 
 def _fastermoe() -> Figure:

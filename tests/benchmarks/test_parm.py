@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from benchmarks.papers import parm
+from benchmarks.papers import parm, parm_tables
 from benchmarks.papers.parm_layers import ALL_PAIRS, COLUMNS, ConfiguredLayer, cell_of, layer_on, layers_of
 from benchmarks.papers.parm_models import MODELS, TrainedModel, moe_s, outside_s
 from benchmarks.papers.parm_testbeds import AS_TAKEN, Assumptions, Span, Testbed, spans_of
@@ -107,17 +107,17 @@ def test_the_schedules_do_not_always_pay_without_esp() -> None:
 
 def test_all_but_two_cells_of_table_iv_are_close_to_the_papers() -> None:
     """docs/papers.md names the two, and how many there are under other assumptions."""
-    missed = {cell for cell, ratio in parm.ratios_of_table_iv().items() if not is_near(ratio)}
+    missed = {cell for cell, ratio in parm_tables.ratios_of_table_iv().items() if not is_near(ratio)}
     assert missed == set(parm.OF_CELLS)
     plain = Assumptions(slowdown_of_all_to_all=1.0)
-    others = {cell for cell, ratio in parm.ratios_of_table_iv(plain).items() if not is_near(ratio)}
+    others = {cell for cell, ratio in parm_tables.ratios_of_table_iv(plain).items() if not is_near(ratio)}
     assert {column for _, _, column in others - missed} == {"T-A"}
 
 
 def test_both_models_spend_the_same_time_outside_moe_layers() -> None:
     """The paper's own numbers say so, although it does not (Tables IV and V)."""
     on_a, on_b = (
-        [parm.published_outside_ms(model, column) for model in MODELS] for column in ("T-A", "T-B 32")
+        [parm_tables.published_outside_ms(model, column) for model in MODELS] for column in ("T-A", "T-B 32")
     )
     assert on_a == pytest.approx([203, 203], abs=0.5)
     assert on_b == pytest.approx([319, 313], abs=0.5)
@@ -125,7 +125,9 @@ def test_both_models_spend_the_same_time_outside_moe_layers() -> None:
 
 def test_the_slowdown_on_testbed_a_is_the_one_that_table_v_gives() -> None:
     """The one calibrated number: Parm's milliseconds of BERT-Base in MoE layers on T-A."""
-    published = parm.TABLE_V["BERT-Base", "T-A"][1] - parm.published_outside_ms("BERT-Base", "T-A")
+    published = parm_tables.TABLE_V["BERT-Base", "T-A"][1] - parm_tables.published_outside_ms(
+        "BERT-Base", "T-A"
+    )
     assert 1e3 * moe_s(MODELS["BERT-Base"], "T-A", "parm") == pytest.approx(published, rel=0.01)
     others = [relation.what for relation in parm.RELATIONS if relation.is_input]
     assert others == [
