@@ -111,7 +111,7 @@ def _parm() -> Figure:
 def _collectives(axes: Axes, column: str) -> None:
     """Draw the assumed seconds of collectives over their sizes (Fig. 6), N_MP = N_ESP = 4."""
     costs = Testbed(*COLUMNS[column]).costs(4, 4)
-    millions = np.linspace(0, 16, 50)
+    millions = np.linspace(0.2, 16, 50)
     for (kind, group), color in zip(OF_FIGURE_6, (PAPER, *OTHERS), strict=False):
         seconds = [costs[kind, group].time_s(4e6 * number) for number in millions]
         axes.plot(millions, [1e3 * value for value in seconds], color=color, label=f"{kind}, {group}")
