@@ -126,12 +126,27 @@ def _section(key: str, rows: list[Row]) -> list[str]:
         f"{near} of {total} rows are within {NEAR:.0%}.",
         f"![{PAPERS[key]}: numbers of the paper and of the simulator](pictures/papers_{key}.svg)",
         _assumptions(module),
+        _figures(module, rows),
         _table(
             ("where", "statement", "paper", "simulated", "ratio", "why, if it is missed"),
             [_cells(row) for row in rows],
         ),
         _table(("not reproduced", "why"), list(module.NOT_REPRODUCED.items())),
     ]
+
+
+def _figures(module: ModuleType, rows: list[Row]) -> str:
+    """One line for each figure and table with rows: how many are near, and what only they assume."""
+    of_figure: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.relation.where != OURS:
+            of_figure.setdefault(row.relation.where.split(",")[0], []).append(row)
+    lines = []
+    for figure, its_rows in of_figure.items():
+        near, total = count(its_rows)
+        assumed = getattr(module, "ASSUMED", {}).get(figure, "")
+        lines.append((figure, f"{near} of {total}" if total else "none counts", assumed))
+    return _table(("figure or table", f"rows within {NEAR:.0%}", "assumed, apart from the above"), lines)
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -153,3 +153,10 @@ def test_the_page_has_a_row_for_every_statement_and_says_why_one_is_missed() -> 
 @pytest.mark.parametrize("key", PAPERS)
 def test_every_figure_that_is_not_reproduced_has_a_reason(key: str) -> None:
     assert all(reason for reason in module_of(key).NOT_REPRODUCED.values())
+
+
+@pytest.mark.parametrize("key", PAPERS)
+def test_assumptions_belong_to_figures_that_have_rows(key: str) -> None:
+    module = module_of(key)
+    figures = {relation.where.split(",")[0] for relation in module.RELATIONS}
+    assert set(getattr(module, "ASSUMED", {})) <= figures
