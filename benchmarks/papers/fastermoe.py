@@ -142,7 +142,7 @@ OF_BERT = (
     "the BERT models have the skew of §2.4 here, which is that of one layer of one model; the largest of the "
     "GPT models is 1.96"
 )
-OF_LAYER_12 = "the loads of layer 12 of MoE-BERT-Deep are not published; the mean of its 24 layers here"
+OF_LAYER_12 = "the loads of layer 12 of MoE-BERT-Deep are not published; all of its 24 layers are taken here"
 
 
 def _one(where: str, what: str, value: float, simulated: Values, explained: str = "") -> Relation:
