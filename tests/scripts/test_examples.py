@@ -28,7 +28,7 @@ def run(words: list[str], folder: Path, **variables: str) -> str:
 
 def test_the_list_names_every_example() -> None:
     text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
-    files = [path for path in EXAMPLES.rglob("*") if path.suffix in (".sh", ".py")]
+    files = [path for path in EXAMPLES.rglob("*") if path.suffix in (".sh", ".py", ".yaml")]
     assert files
     assert all(f"({path.relative_to(EXAMPLES)})" in text for path in files)
 
@@ -46,12 +46,3 @@ def test_the_python_api_trains_without_the_launcher(tmp_path: Path) -> None:
 def test_own_data_becomes_a_run_with_a_page(tmp_path: Path) -> None:
     run(["bash", str(EXAMPLES / "own_data" / "run.sh")], tmp_path, ITERS="3")
     assert (tmp_path / "runs" / "own_data" / "run" / "report.html").is_file()
-
-
-@pytest.mark.slow
-def test_a_sweep_is_compared_and_not_repeated(tmp_path: Path) -> None:
-    words = ["bash", str(EXAMPLES / "sweep" / "run.sh")]
-    variables = {"STRATEGIES": "ep fssdp", "SEEDS": "1", "ITERS": "3"}
-    run(words, tmp_path, **variables)
-    assert (tmp_path / "runs" / "sweep" / "comparison.html").is_file()
-    assert "starting" not in run(words, tmp_path, **variables)
