@@ -168,7 +168,7 @@ class PricedLayer(Layer):
 
     @cython.inner
     def most_moved(self, expert: Index, node: Index) -> Int:
-        """Most experts on a link of a holder in a node, with the one that is out; see ``count_in_node``."""
+        """Most experts on a link of a holder in a node, with the one that is out; see ``count_tree``."""
         row = expert * self.num_devices
         at: Index = self.leader_place(expert, node)
         children = self.holders_EN[expert * self.num_nodes + node] - 1

@@ -243,6 +243,7 @@ class Layer:
     def count(self, expert: Index, sign: Int) -> cython.void:
         """Add the traffic of an expert with its present holders to the sums, or subtract it."""
         far = self.unserved_E[expert] / self.holders_E[expert]
+        self.count_pairs(expert, far, sign)
         hops: Int = 0
         fill: Int = 0
         position: Int = 0  # place of the node in the chain between nodes, which begins at the owner
@@ -260,13 +261,38 @@ class Layer:
                     self.gets_N[node] += sign
                 if left > 0:
                     self.sends_N[node] += sign
-                self.count_in_node(expert, node, far, sign)
+                if count > 1:
+                    self.count_tree(expert, node, sign)
                 hops = max(hops, self.hops_to(position, count))
                 fill = max(fill, self.fill_to(position, count, left))
                 position += 1
             node = node + 1 if node + 1 < self.num_nodes else 0
         self.hops_E[expert] = hops if sign > 0 else 0
         self.fill_E[expert] = fill if sign > 0 else 0
+
+    @cython.inner
+    def count_pairs(self, expert: Index, far: Real, sign: Int) -> cython.void:
+        """Add the pairs that devices compute and exchange in their nodes to the sums, or subtract them.
+
+        Args:
+            expert: The expert.
+            far: Pairs of other nodes that each holder computes.
+            sign: 1 to add, -1 to subtract.
+        """
+        row = expert * self.num_devices
+        for node in range(self.num_nodes):
+            if self.holders_EN[expert * self.num_nodes + node]:
+                for i in range(self.first_N[node], self.first_N[node + 1]):
+                    device: Index = self.member_D[i]
+                    self.out_D[device] += sign * self.load_ED[row + device]
+        for i in range(self.holders_E[expert]):
+            holder: Index = self.holder_ED[row + i]
+            at = expert * self.num_nodes + self.node_D[holder]
+            own = self.load_ED[row + holder]
+            share = self.rest_EN[at] / self.holders_EN[at]
+            self.load_D[holder] += sign * (own + share + far)
+            self.in_D[holder] += sign * share
+            self.out_D[holder] -= sign * own
 
     @cython.inner
     def hops_to(self, position: Int, count: Int) -> Int:
@@ -292,35 +318,24 @@ class Layer:
         return first + place % (self.first_N[node + 1] - first)
 
     @cython.inner
-    def count_in_node(self, expert: Index, node: Index, far: Real, sign: Int) -> cython.void:
-        """Add the traffic of an expert inside a node that has holders to the sums, or subtract it.
+    def count_tree(self, expert: Index, node: Index, sign: Int) -> cython.void:
+        """Add the experts that holders of an expert pass on in a node to the sums, or subtract them.
 
-        Args:
-            expert: The expert.
-            node: The node.
-            far: Pairs of other nodes that each holder computes.
-            sign: 1 to add, -1 to subtract.
+        They pass them on in a binary tree, in cyclic order from the leader on.
         """
         row = expert * self.num_devices
         first: Index = self.first_N[node]
         end: Index = self.first_N[node + 1]
-        count = self.holders_EN[expert * self.num_nodes + node]
-        share = self.rest_EN[expert * self.num_nodes + node] / count
-        # Holders pass the expert on in a binary tree, in cyclic order from the leader on.
-        children = count - 1
+        children = self.holders_EN[expert * self.num_nodes + node] - 1
         is_first: Int = 1
         at: Index = self.leader_place(expert, node)
         for _ in range(end - first):
             device: Index = self.member_D[at]
             if self.present_ED[row + device]:
-                self.load_D[device] += sign * (self.load_ED[row + device] + share + far)
-                self.in_D[device] += sign * share
                 if is_first == 0:
                     self.gets_D[device] += sign
                 if children > 0:
                     self.sends_D[device] += sign * min(children, 2)
                 children -= 2
                 is_first = 0
-            else:
-                self.out_D[device] += sign * self.load_ED[row + device]
             at = at + 1 if at + 1 < end else first

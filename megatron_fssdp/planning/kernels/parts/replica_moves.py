@@ -119,21 +119,22 @@ class MovingLayer(SmoothLayer):
                 ``at``, 4 sent by it.
             at: The device or node.
         """
-        far = self.unserved_E[expert] / self.holders_E[expert]
         if kind > 2:
             row = expert * self.num_nodes + at
-            if kind == 3:
-                return far * self.holders_EN[row]
-            return 0.0 if self.holders_EN[row] else self.load_EN[row]
+            if kind == 4:
+                return 0.0 if self.holders_EN[row] else self.load_EN[row]
+            if self.holders_EN[row] == 0:
+                return 0.0
+            return self.unserved_E[expert] / self.holders_E[expert] * self.holders_EN[row]
         own = self.load_ED[expert * self.num_devices + at]
+        is_present = self.present_ED[expert * self.num_devices + at]
         row = expert * self.num_nodes + self.node_D[at]
-        held = self.holders_EN[row]
-        if self.present_ED[expert * self.num_devices + at] == 0:
-            return own if kind == 2 and held else 0.0
         if kind == 2:
+            return 0.0 if is_present or self.holders_EN[row] == 0 else own
+        if is_present == 0:
             return 0.0
-        near = self.rest_EN[row] / held
-        return near if kind == 1 else own + near + far
+        near = self.rest_EN[row] / self.holders_EN[row]
+        return near if kind == 1 else own + near + self.unserved_E[expert] / self.holders_E[expert]
 
     @cython.inner
     def choose_largest(self, kind: Index, at: Index, number: Index) -> cython.void:
