@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
+from rich.progress import track
 
 from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.config.run.composition import load_run
@@ -201,7 +203,8 @@ def main() -> None:
     print(f"{len(cases)} cases, {given.slots} slots, {given.iterations} iterations", flush=True)
     run = partial(compared, slots=given.slots, iterations=given.iterations, with_host=given.host)
     with ProcessPoolExecutor(given.processes) as pool:
-        print(report(list(pool.map(run, cases, chunksize=8)), given.least))
+        found = track(pool.map(run, cases, chunksize=8), total=len(cases), console=Console(stderr=True))
+        print(report(list(found), given.least))
 
 
 if __name__ == "__main__":
