@@ -45,13 +45,15 @@ class FssdpSettings(MeasuringSettings):
             "is never worse than plain expert parallelism, while that of Alg. 1 can be."
         ),
     )
-    dispatch_policy: Literal["even", "balanced"] = Field(
-        default="even",
+    dispatch_policy: Literal["even", "balanced"] | None = Field(
+        default=None,
         description=(
             "How an expert's tokens are divided among its holders. 'even' is the paper's policy: equal parts "
             "for the nearest holders. 'balanced' is our policy: it uses the exact counts to send the most "
             "tokens to those of the nearest holders that have the fewest. It takes host time in every "
-            "micro-batch."
+            "micro-batch. Default: each layer's placement is dispatched balanced if this saves more modelled "
+            "seconds than its host time, where modelled seconds decide (planner 'balanced' without "
+            "overlap_degree); otherwise evenly."
         ),
     )
     overlap: bool = Field(

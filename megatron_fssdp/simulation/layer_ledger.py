@@ -95,6 +95,7 @@ class LayerLedger:
             holders.
         in_steps_IL: bool ``[I, L]``. Whether the layer runs in the steps of the smart schedule.
         deduplicated_IL: bool ``[I, L]``. Whether tokens travel by the deduplicated exchange.
+        balanced_IL: bool ``[I, L]``. Whether tokens are split by balanced dispatch.
         replicas_IL: int64 ``[I, L]``. Number of replicas on all devices together.
         most_replicas_IL: int64 ``[I, L]``. Number of replicas on the device that has the most.
         most_owned_IL: int64 ``[I, L]``. Number of experts of the layer on the device that owns the most.
@@ -121,6 +122,7 @@ class LayerLedger:
         self.most_replicas_IL, self.most_owned_IL = np.zeros((2, *shape), np.int64)
         self.ahead_IL, self.rematerialize_IL, self.each_pass_IL = np.zeros((3, *shape), bool)
         self.resident_IL, self.in_steps_IL, self.deduplicated_IL = np.zeros((3, *shape), bool)
+        self.balanced_IL = np.zeros(shape, bool)
         self.gather_early_IL, self.reduce_late_IL = np.zeros((2, *shape))
         self.reshard = LinkColumns(self.num_iterations, 1)
         self.reshard_experts_I = np.zeros(self.num_iterations, np.int64)
@@ -161,6 +163,7 @@ class LayerLedger:
         if placement.num_replicas:
             self.reduce.put(iteration, layer, reduce)
             self.addition.put(iteration, layer, addition)
+            self.balanced_IL[iteration, layer] = plan.dispatch_policy == "balanced"
             self.replicas_IL[iteration, layer] = placement.num_replicas
             self.most_replicas_IL[iteration, layer] = placement.replicas_per_device_D.max()
         self.ahead_IL[iteration, layer] = plan.gather_ahead

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
-from megatron_fssdp.planning.cost.host_seconds import HostWork
+from megatron_fssdp.planning.cost.host_seconds import HostWork, balanced_dispatch_s
 from megatron_fssdp.planning.cost.layer_seconds import exchange_times, expert_seconds, transfer_times
 from megatron_fssdp.planning.cost.link_seconds import ClusterLinks, LinkTimes
 from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
@@ -90,6 +90,9 @@ class LayerTimes:
         # Split transfers cannot be combined with the smart schedule.
         splits = steps is None
         each_pass_s = host.dispatch_s + host.after_gate_s * ledger.each_pass_IL
+        if host != NO_HOST_WORK:
+            balancing_s = balanced_dispatch_s(job.num_experts, ledger.topology.num_devices)
+            each_pass_s = each_pass_s + balancing_s * ledger.balanced_IL
         first_pass_s = host.after_gate_s * ~ledger.each_pass_IL
         self._layers = [
             LayerSeconds(

@@ -102,5 +102,9 @@ class LayerPlanner:
         for group in (self.groups.expert_parallel, self.groups.expert_tensor_parallel):
             if group is not None:
                 check_agreement(
-                    plan.placement.digest() + bytes([plan.in_steps, plan.deduplicated]), group, what
+                    plan.placement.digest()
+                    + bytes([plan.in_steps, plan.deduplicated])
+                    + plan.dispatch_policy.encode(),
+                    group,
+                    what,
                 )

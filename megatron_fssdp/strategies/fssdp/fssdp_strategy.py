@@ -22,6 +22,7 @@ from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.fssdp.corrected_plan import ExactCounts, ExpectedSeconds, unplanned
 from megatron_fssdp.strategies.fssdp.kept_placements import KeptPlacements
 from megatron_fssdp.strategies.fssdp.planning_moment import ForecastPlan, PlanningMoment
+from megatron_fssdp.strategies.fssdp.priced_dispatch import PricedDispatch
 from megatron_fssdp.strategies.fssdp.priced_reshard import ReshardClock, paying_owners
 from megatron_fssdp.strategies.owner_moves import exchange_s
 from megatron_fssdp.strategies.replica_limits import described_slots, slots_of
@@ -39,6 +40,7 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         )
         self._moment = PlanningMoment(settings.window)
         self._kept = KeptPlacements(2 * settings.window)
+        self._dispatch = PricedDispatch()
         self._num_since_jump: dict[int, int | None] = {}
         self._clock = ReshardClock(settings.window, settings.reshard_interval)
 
@@ -179,6 +181,8 @@ class FssdpStrategy(Strategy[FssdpSettings]):
                 slots=self.slots(context),
             )
         plan = self._plan_of(placement, context)
+        if forecast is not None and settings.dispatch_policy is None:
+            plan = replace(plan, dispatch_policy=self._dispatch.policy(plan, context, history))
         if self._splits and placement.num_replicas:
             plan = replace(plan, split=split_of(plan.transfer, float(history.mean_E().sum()), context))
         if forecast is None or not self._corrects(context) or history.is_empty:
@@ -221,7 +225,7 @@ class FssdpStrategy(Strategy[FssdpSettings]):
             profile=profile,
             life=plan.life,
             num_micro_batches=num_micro_batches,
-            dispatch_policy=self.settings.dispatch_policy,
+            dispatch_policy=plan.dispatch_policy,
             hides=plan.gather_ahead,
         )
         return plan if placement is None else self._plan_of(placement, context)
@@ -252,5 +256,5 @@ class FssdpStrategy(Strategy[FssdpSettings]):
             two_level_transfer(placement, context.topology),
             gather_ahead=self.settings.overlap,
             rematerialize=self.settings.rematerialize,
-            dispatch_policy=self.settings.dispatch_policy,
+            dispatch_policy=self.settings.dispatch_policy or "even",
         )

@@ -1,0 +1,89 @@
+"""Balanced dispatch is used where it saves more modelled seconds than the host takes."""
+
+import dataclasses
+
+import numpy as np
+
+from megatron_fssdp.config.strategy_settings import FssdpSettings
+from megatron_fssdp.planning.cost.host_seconds import balanced_dispatch_s
+from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
+from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
+from megatron_fssdp.strategies.fssdp.priced_dispatch import PricedDispatch, saved_by_balance_s
+from megatron_fssdp.strategies.plan_seconds import plan_seconds
+from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
+
+from .test_corrected_plan import CONTEXT, DEVICES, EXPERTS, PROFILE, hot_counts_DE
+
+SLOW = dataclasses.replace(CONTEXT, profile=dataclasses.replace(PROFILE, flops_per_token=1e9))
+"""Experts that compute for so long that the host's time hardly counts."""
+
+
+def plan_with(*replicas: tuple[int, int]) -> LayerPlan:
+    plain = LayerPlan.owners_only(CONTEXT)
+    placement = plain.placement.with_replicas(replicas)
+    return dataclasses.replace(
+        plain, placement=placement, transfer=two_level_transfer(placement, CONTEXT.topology)
+    )
+
+
+# Expert 3 belongs to device 1, which also has expert 2. Device 5 has the experts 10 and 11, with little load.
+SHARED = plan_with((3, 5))
+UNEVEN = hot_counts_DE(3, 2)
+
+
+def history_of(*counts: np.ndarray) -> LoadHistory:
+    history = LoadHistory(3, DEVICES, EXPERTS)
+    for counts_DE in counts:
+        history.append(counts_DE)
+    return history
+
+
+def test_the_saving_is_the_difference_of_both_prices_without_the_hosts_time() -> None:
+    times = 4
+    context = dataclasses.replace(CONTEXT, profile=dataclasses.replace(PROFILE, num_micro_batches=times))
+    even_s, balanced_s = (
+        plan_seconds(
+            dataclasses.replace(SHARED, dispatch_policy=policy), UNEVEN, context, num_micro_batches=times
+        )
+        for policy in ("even", "balanced")
+    )
+    assert balanced_s < even_s
+    host_s = times * balanced_dispatch_s(EXPERTS, DEVICES)
+    assert saved_by_balance_s(SHARED, UNEVEN, context) == even_s - balanced_s - host_s
+
+
+def policy_of(plan: LayerPlan, context: LayerContext, *counts: np.ndarray) -> str:
+    return PricedDispatch().policy(plan, context, history_of(*counts))
+
+
+def test_it_is_used_where_it_pays() -> None:
+    assert policy_of(SHARED, SLOW, UNEVEN) == "balanced"
+    small = dataclasses.replace(PROFILE, flops_per_token=1.0, token_bytes=1)
+    fast = dataclasses.replace(CONTEXT, profile=small)
+    assert policy_of(SHARED, fast, UNEVEN // 10) == "even", "the host is slower"
+    assert policy_of(LayerPlan.owners_only(CONTEXT), SLOW, UNEVEN) == "even", "there is nothing to split"
+    assert policy_of(SHARED, SLOW) == "even", "no loads are known"
+
+
+def test_a_placement_is_decided_once() -> None:
+    dispatch = PricedDispatch()
+    assert dispatch.policy(SHARED, SLOW, history_of(UNEVEN)) == "balanced"
+    assert dispatch.policy(SHARED, SLOW, history_of(np.full_like(UNEVEN, 7))) == "balanced"
+    assert dispatch.policy(plan_with((3, 5)), SLOW, history_of(np.zeros_like(UNEVEN))) == "even"
+
+
+def test_the_strategy_decides_unless_the_policy_or_the_limits_are_given() -> None:
+    def policy(context: LayerContext = SLOW, **settings: object) -> str:
+        strategy = FssdpStrategy(FssdpSettings(slots=1, **settings))
+        rng = np.random.default_rng(0)
+        counts_DE = rng.integers(0, 100, (DEVICES, EXPERTS)) * (1 + 9 * (np.arange(EXPERTS) < 4))
+        plan = strategy.before_gate(context, history_of(counts_DE))
+        assert plan.placement.num_replicas
+        return plan.dispatch_policy
+
+    assert policy() == "balanced"
+    assert policy(dispatch_policy="even") == "even"
+    assert policy(overlap_degree=4) == "even"
+    assert policy(planner="hecate") == "even"
+    assert policy(overlap_degree=4, dispatch_policy="balanced") == "balanced"
