@@ -50,7 +50,7 @@ class ReportRequest:
 
 
 def write_report_page(request: ReportRequest, console: Console) -> Path:
-    """Write the page of one run.
+    """Write the page of one run, and print its figures.
 
     Returns:
         Path of the page.
@@ -61,7 +61,9 @@ def write_report_page(request: ReportRequest, console: Console) -> Path:
     """
     path = request.out or request.runs[0] / REPORT_FILE
     refuse_special_file(path, "--out")
-    _write(request, read_reported_runs(request.runs), path, console)
+    runs = read_reported_runs(request.runs)
+    what_if = _write(request, runs, path, console)
+    console.print(comparison_table(*(run.records for run in runs), what_if=what_if))
     _say_where(path, console)
     return path
 

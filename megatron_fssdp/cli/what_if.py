@@ -56,7 +56,8 @@ def ranking_on(cluster_name: str, runs: Sequence[ReportedRun], strategies: Seque
     record, note = _last_loads(run, job)
     first_number, last_number = record.iterations[0], record.iterations[-1]
     title = f"Loads of {run.name}, iterations {first_number} to {last_number}, on {cluster.name}"
-    return ranked_strategies(title, record, cluster, job, settings, note=note)
+    report = ranked_strategies(title, record, cluster, job, settings, note=note)
+    return replace(report, of_own_model=True)
 
 
 def cost_on_a_cluster(runs: Sequence[ReportedRun]) -> SimulationReport | None:

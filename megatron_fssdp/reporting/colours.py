@@ -19,13 +19,16 @@ class TimePart:
     colour: str
 
 
-# Compute is blue, tokens are green, and what waits for transfers is red or orange. The simulator divides the
-# passes, which a run measures as one part.
+# Compute is blue, tokens are green, and what waits for transfers is red or orange. "passes" is
+# undivided in runs that measured no parts of layers. Dispatch and combine together are the all-to-alls.
 TIME_PARTS = {
     "passes": TimePart("forward and backward passes", "#4E79A7"),
+    "outside": TimePart("passes outside of these layers", "#C9D8EA"),
     "other compute": TimePart("attention, gate, dense", "#A0BCDB"),
     "experts": TimePart("experts", "#2F5A88"),
     "all-to-all": TimePart("tokens to experts and back (all-to-all)", "#76B7B2"),
+    "dispatch": TimePart("dispatch: tokens to experts", "#59A89F"),
+    "combine": TimePart("combine: results back", "#2F7F78"),
     "waiting for spAG": TimePart("waiting for weights (spAG)", "#D55E00"),
     "waiting for spRS": TimePart("waiting for gradients (spRS)", "#E69F00"),
     "re-sharding": TimePart("experts move to new owners (re-sharding)", "#CC79A7"),

@@ -5,9 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 from rich.table import Table
 
+from megatron_fssdp.reporting.colours import TIME_PARTS
+from megatron_fssdp.reporting.records.device_speed import speed_of_devices
 from megatron_fssdp.reporting.records.recorded_run import RecordedRun, distinct_names, loss_differences
 from megatron_fssdp.reporting.records.run_parts import not_comparable, parts_of, progress_of, speed_text
 from megatron_fssdp.reporting.records.run_settings import differing_settings
+from megatron_fssdp.reporting.records.time_parts import has_layer_parts, mean_parts_s
 from megatron_fssdp.reporting.simulation_report import SimulationReport
 from megatron_fssdp.reporting.units import format_bytes
 
@@ -96,11 +99,29 @@ def _figures(run: RecordedRun) -> dict[str, str]:
         "loss: last": f"{run.losses[-1]:.4f}",
         **_load_figures(run),
         SPEED: speed_text(run.metrics),
+        **_device_figures(run),
+        **_time_figures(run),
         "bytes moved: weights (spAG)": format_bytes(run.total("spag_bytes")),
         "bytes moved: gradients (spRS)": format_bytes(run.total("sprs_bytes")),
         **_node_figures(run),
         **_transfer_figures(run),
         **_reshard_figures(run),
+    }
+
+
+def _device_figures(run: RecordedRun) -> dict[str, str]:
+    speed = speed_of_devices(run)
+    return {} if speed is None else {"TFLOP/s of a device: median": speed.text}
+
+
+def _time_figures(run: RecordedRun) -> dict[str, str]:
+    """Return the mean milliseconds of an iteration's parts, if the run measured those of its layers."""
+    if not has_layer_parts(run):
+        return {}
+    return {
+        f"ms of an iteration: {TIME_PARTS[part].name}": f"{1e3 * seconds:.4g}"
+        for part, seconds in mean_parts_s(run).items()
+        if seconds
     }
 
 

@@ -51,6 +51,8 @@ class SimulationReport:
         ceiling_s: Seconds of an iteration under plain expert parallelism with balanced routing.
         iterations: Numbers of the iterations, int64 ``[I]``.
         notes: Sentences on how the loads were scaled and what the simulation leaves out.
+        of_own_model: Whether the layers have the sizes of the recorded run, so that its measured parts can
+            stand beside the simulated ones.
     """
 
     title: str
@@ -59,6 +61,7 @@ class SimulationReport:
     ceiling_s: float
     iterations: np.ndarray
     notes: tuple[str, ...] = ()
+    of_own_model: bool = False
 
     @property
     def warm_up(self) -> int:

@@ -1,6 +1,6 @@
 from megatron_fssdp.config.strategy_registry import STRATEGIES
 from megatron_fssdp.reporting.colours import TIME_PARTS, distinct_colours, strategy_colours
-from megatron_fssdp.reporting.page.time_section import MEASURED_PARTS
+from megatron_fssdp.reporting.records.time_parts import MEASURED_PARTS, PASS_PARTS
 from megatron_fssdp.simulation.timeline.iteration_timeline import PARTS
 
 
@@ -18,6 +18,6 @@ def test_a_strategy_keeps_its_colour_and_the_others_differ_from_it() -> None:
 
 
 def test_parts_of_time_have_one_name_and_colour_wherever_they_come_from() -> None:
-    assert set(TIME_PARTS) == {*PARTS, *MEASURED_PARTS}
+    assert set(TIME_PARTS) == {*PARTS, *MEASURED_PARTS, *PASS_PARTS}
     assert len({part.name for part in TIME_PARTS.values()}) == len(TIME_PARTS)
     assert len({part.colour for part in TIME_PARTS.values()}) == len(TIME_PARTS)

@@ -125,6 +125,7 @@ class StrategyMoELayer(MoELayer):
             self._index = session.slots.add_layer(self.executor, self.experts, local)
             follow_owners(self.experts, self._index, session.stage_owners)
         in_segments = config.overlap_moe_expert_parallel_comm
+        session.runtime.timer.is_usable = not in_segments
         dispatcher = SegmentedTokenDispatcher if in_segments else PlacementTokenDispatcher
         self.token_dispatcher = dispatcher(self.executor, config, pg_collection)
         if self.shared_expert_overlap:
@@ -217,6 +218,6 @@ class StrategyMoELayer(MoELayer):
         if dispatcher.has_smart_schedule:
             return dispatcher.run_smart_schedule(hidden_states, probs, self._compute), None
         rows, rows_per_expert, row_probs = dispatcher.dispatch_postprocess(hidden_states, probs)
-        with self.executor.computing(rows.shape[0], rows.device):
+        with self.executor.computing(rows):
             output = self._compute(rows, row_probs, rows_per_expert.tolist(), dispatcher.take_experts())
         return dispatcher.combine_preprocess(self.executor.computed(output)), None

@@ -122,9 +122,10 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
         if known is not None:
             exchange = known.exchange
         self._exchange = exchange
-        tokens, probs, routing_map = exchange.gather(
-            hidden_states.reshape(-1, hidden_states.shape[-1]), probs, routing_map
-        )
+        # A tensor of the dispatch alone: the gradient of the hidden states waits for the gate, too.
+        own = hidden_states.reshape(-1, hidden_states.shape[-1])
+        self.executor.timer.passes(own, "dispatch", "other")
+        tokens, probs, routing_map = exchange.gather(own, probs, routing_map)
         self._micro_batch = self.executor.begin_micro_batch(routing_map, exchange, known)
         return exchange.permute(self._materialize_before(tokens), probs)
 
@@ -226,6 +227,7 @@ class PlacementTokenDispatcher(MoETokenDispatcher):
         output = self._release_after(self.exchange.unpermute(hidden_states))
         self._exchange = self._micro_batch = None
         output = output.view(self._hidden_shape)
+        self.executor.timer.passes(output, None, "combine")
         if self._divided_among is not None:
             output = gather_tokens(output, self._divided_among)
         return output if self._shared is None else output + self._shared.output()

@@ -136,6 +136,12 @@ _TRAINING_SEAMS = (
     Seam("megatron.training.training", "train_step", "begins and ends iterations", _EVERY_RUN),
     Seam(
         "megatron.training.training",
+        "num_floating_point_operations",
+        "records the operations of an iteration",
+        _EVERY_RUN,
+    ),
+    Seam(
+        "megatron.training.training",
         "get_forward_backward_func",
         "detects that an iteration is repeated",
         _PLACEMENT,

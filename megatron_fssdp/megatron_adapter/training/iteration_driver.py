@@ -38,6 +38,7 @@ from megatron_fssdp.runtime.execution.layer_profiling import profile_layers
 from megatron_fssdp.runtime.execution.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.execution.strategy_selector import StrategySelector
 from megatron_fssdp.strategies.priced_exchange import exchange_seconds
+from megatron_fssdp.strategies.selection_report import SelectionReport
 from megatron_fssdp.strategies.strategy import LayerContext
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class IterationDriver:
     Attributes:
         held: How many replicas exist at the same time on this rank.
         reshard: What was moved before the running iteration; ``None`` if nothing was.
+        selection: What ``auto`` selected before the running iteration; ``None`` if it did not reconsider.
 
     Raises:
         ConfigurationError: The strategy moves owners or keeps resident replicas, and the slots cannot be
@@ -74,6 +76,7 @@ class IterationDriver:
         self._args = args
         self.held = held_replicas(session, model, args)
         self.reshard: ReshardReport | None = None
+        self.selection: SelectionReport | None = None
         self._iterations_to_measure = 0
         self._measured_replicas_bytes = 0
         self._passes_begun = 0
@@ -144,8 +147,9 @@ class IterationDriver:
             self._iterations_to_measure -= 1
         elif session.runtime.layers and session.runtime.layers[0].stopwatch is not None:
             self._profile(num_micro_batches)
+        self.selection = None
         if self._selector is not None:
-            self._select_strategies(self._selector, iteration)
+            self.selection = self._select_strategies(self._selector, iteration)
         resharding = session.strategy.moves_owners and session.strategy.reshards_at(iteration)
         self.reshard = self._reshard() if resharding else self._replicate(iteration)
         session.runtime.begin_iteration(num_micro_batches, iteration + 1)
@@ -187,7 +191,7 @@ class IterationDriver:
             exchange_seconds(layer.context, layer.history, layer.plan_iteration()) for layer in executors
         ]
         if _reports_for_stage():
-            logger.warning(
+            logger.info(
                 f"[fssdp] exchange by price, iteration {self._session.runtime.clock.iteration}: layers "
                 f"{', '.join(str(layer.context.layer) for layer in executors)} send each token once to a "
                 f"node; modelled seconds {sum(one.deduplicated_s for one in priced if one):.4g} instead of "
@@ -267,7 +271,7 @@ class IterationDriver:
         slots.adopt(new)
         return report
 
-    def _select_strategies(self, selector: StrategySelector, iteration: int) -> None:
+    def _select_strategies(self, selector: StrategySelector, iteration: int) -> SelectionReport | None:
         """Let ``auto`` reconsider the strategy of every layer if this iteration is one at which it does.
 
         Layers of multi-token prediction keep their strategy.
@@ -276,6 +280,7 @@ class IterationDriver:
         if report is not None and _reports_for_stage():
             for line in report.describe():
                 logger.info(f"[fssdp] auto, after iteration {iteration}: {line}")
+        return report
 
     def _replicate(self, iteration: int) -> ReshardReport | None:
         """Let the strategy reconsider the resident replicas if this iteration is one at which it does."""

@@ -2,10 +2,10 @@
 
 import atexit
 import math
-import resource
 import socket
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +18,25 @@ from megatron.training.global_vars import get_args
 
 from megatron_fssdp.megatron_adapter.experts.resharding import ReshardReport
 from megatron_fssdp.megatron_adapter.support.host_cores import usable_cores
+from megatron_fssdp.megatron_adapter.training.stage_records import (
+    StageRecord,
+    gather,
+    gather_peaks,
+    gather_stages,
+)
 from megatron_fssdp.megatron_adapter.training.training_boards import write_to_boards
 from megatron_fssdp.planning.loads.load_statistics import balance_ratio, load_similarity, max_over_mean
 from megatron_fssdp.reporting.records.load_records import LoadsWriter
+from megatron_fssdp.reporting.records.pass_metrics import PassMetrics
 from megatron_fssdp.reporting.records.placement_records import PlacementsWriter
 from megatron_fssdp.reporting.records.run_records import IterationMetrics, LayerMetrics, MetricsWriter
 from megatron_fssdp.reporting.records.run_session import RunSession
+from megatron_fssdp.reporting.records.selection_metrics import SeenGain, SelectionMetrics
 from megatron_fssdp.runtime.execution.layer_load import LayerLoad
+from megatron_fssdp.runtime.execution.pass_timer import PassSeconds
+from megatron_fssdp.strategies.selection_report import SelectionReport
 
 _KIND_OF_MEMORY = {True: "allocated", False: "resident"}
-
-
-@dataclass(frozen=True, eq=False)
-class _StageRecord:
-    """What one rank reports of an iteration for its pipeline stage.
-
-    Attributes:
-        loss: Loss of the language model; ``None`` on stages that do not compute it.
-        loads: Loads of the stage's layers.
-        reshard: What was re-sharded before the iteration.
-    """
-
-    loss: float | None
-    loads: list[LayerLoad]
-    reshard: ReshardReport
 
 
 @dataclass(frozen=True)
@@ -111,10 +106,20 @@ class RunRecorder:
     Args:
         record_dir: Folder of the run's files; ``None`` writes no files.
         strategy: Name of the run's strategy.
+        operations: Megatron's formula of the floating-point operations of an iteration, from its arguments
+            and the global batch size.
         to_boards: Whether to write to the boards at Megatron's log interval.
     """
 
-    def __init__(self, record_dir: Path | None, strategy: str, *, to_boards: bool = False) -> None:
+    def __init__(
+        self,
+        record_dir: Path | None,
+        strategy: str,
+        operations: Callable[[Any, int], float],
+        *,
+        to_boards: bool = False,
+    ) -> None:
+        self._operations = operations
         self._strategy = strategy
         self._has_begun = False
         self._writes_files = record_dir is not None
@@ -137,6 +142,7 @@ class RunRecorder:
         loads: list[LayerLoad],
         times: StepTimes,
         reshard: ReshardReport | None = None,
+        selection: SelectionReport | None = None,
     ) -> None:
         """Record one iteration if :attr:`wants_iteration` is true. Collective: all ranks call it.
 
@@ -145,6 +151,7 @@ class RunRecorder:
             loads: Loads of this rank's layers.
             times: Seconds of the step on this rank.
             reshard: What was re-sharded before the step; ``None`` if nothing was.
+            selection: What ``auto`` selected before the step; ``None`` if it did not reconsider.
         """
         if not self.wants_iteration:
             return
@@ -152,15 +159,18 @@ class RunRecorder:
         iteration, is_logged = args.curr_iteration + 1, _is_logged()
         losses, grad_norm = step_result[0], step_result[5]
         loss = float(next(iter(losses.values()))) if losses else None
-        stages = _gather_stages(_StageRecord(loss, loads, reshard or ReshardReport(0, 0, 0.0)))
+        stages = gather_stages(
+            StageRecord(loss, loads, reshard or ReshardReport(0, 0, 0.0), _selection_metrics(selection))
+        )
         # Peaks are also recorded in the first and the last iteration, so that a short run has them.
-        peaks = _gather_peaks() if is_logged or iteration in (1, args.train_iters) else ()
+        peaks = gather_peaks() if is_logged or iteration in (1, args.train_iters) else ()
         session = None if self._has_begun else _session(self._strategy)
         self._has_begun = True
         metrics: IterationMetrics | None = None
         all_loads = sorted((load for stage in stages for load in stage.loads), key=lambda load: load.layer)
         if dist.get_rank() == 0:
-            tokens = get_current_global_batch_size() * args.seq_length
+            batch_size = get_current_global_batch_size()
+            tokens = batch_size * args.seq_length
             metrics = IterationMetrics(
                 iteration=iteration,
                 lm_loss=next((stage.loss for stage in reversed(stages) if stage.loss is not None), math.nan),
@@ -174,7 +184,9 @@ class RunRecorder:
                 passes_s=times.passes_s,
                 rank_peak_bytes=peaks,
                 rank_memory=_KIND_OF_MEMORY[torch.cuda.is_available()] if peaks else None,
+                flops=self._operations(args, batch_size),
                 session=session,
+                selections=tuple(stage.selection for stage in stages if stage.selection is not None),
             )
             self._last_load_E = {load.layer: load.counts_DE.sum(axis=0) for load in all_loads}
             if self._files is not None:
@@ -199,94 +211,21 @@ def _session(strategy: str) -> RunSession | None:
     cores = 0 if torch.cuda.is_available() else usable_cores()
     everyone = dist.group.WORLD
     assert everyone is not None  # training has begun
-    found: list[tuple[str, int]] = _gather((socket.gethostname(), cores), everyone)
+    found: list[tuple[str, int]] = gather((socket.gethostname(), cores), everyone)
     if not found:
         return None
     ranks_of = Counter(host for host, _ in found)
     host, cores = min(found, key=lambda one: one[1] / ranks_of[one[0]])
-    return RunSession(strategy, int(get_args().train_iters or 0), ranks_of[host], cores)
-
-
-def _gather_stages(own: _StageRecord) -> list[_StageRecord]:
-    """Return the record of each pipeline stage on global rank 0, and an empty list on other ranks."""
-    # Every rank of an expert-parallel group knows the loads of the whole group, so device 0 reports.
-    if parallel_state.get_expert_model_parallel_rank() != 0:
-        return []
-    copies: list[_StageRecord] = _gather(own, parallel_state.get_expert_data_parallel_group())
-    if not copies:
-        return []
-    num_peers = parallel_state.get_expert_tensor_parallel_world_size()
-    first = copies[0]
-    # Every expert-data-parallel copy moves the same experts, and every expert-tensor-parallel peer moves its
-    # part of them.
-    moved_bytes = num_peers * sum(copy.reshard.bytes_moved for copy in copies)
-    stage = _StageRecord(
-        first.loss,
-        [_side_by_side(loads) for loads in zip(*(copy.loads for copy in copies), strict=True)],
-        ReshardReport(first.reshard.experts_moved, moved_bytes, max(copy.reshard.seconds for copy in copies)),
+    args = get_args()
+    return RunSession(
+        strategy,
+        int(args.train_iters or 0),
+        ranks_of[host],
+        cores,
+        devices=dist.get_world_size(),
+        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+        precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
     )
-    return _gather(stage, parallel_state.get_pipeline_model_parallel_group())
-
-
-def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Return the values of all ranks on the group's first rank, and an empty list on other ranks."""
-    if group.size() == 1:
-        return [value]
-    gathered: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
-    dist.gather_object(value, gathered, dst=dist.get_global_rank(group, 0), group=group)
-    return gathered or []
-
-
-def _gather_peaks() -> tuple[int, ...]:
-    """Return the peak memory of each rank in bytes on global rank 0; empty on other ranks. Collective."""
-    if torch.cuda.is_available():
-        device, peak = torch.device("cuda", torch.cuda.current_device()), torch.cuda.max_memory_allocated()
-    else:
-        # Linux reports this number in KiB.
-        device, peak = torch.device("cpu"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    own = torch.tensor([peak], dtype=torch.int64, device=device)
-    if dist.get_backend() == "gloo":
-        own = own.cpu()
-    ranks = range(dist.get_world_size())
-    gathered = [torch.empty_like(own) for _ in ranks] if dist.get_rank() == 0 else None
-    dist.gather(own, gathered, dst=0)
-    return tuple(int(one.item()) for one in gathered or ())
-
-
-def _side_by_side(loads: tuple[LayerLoad, ...]) -> LayerLoad:
-    """Combine the loads of a layer in several expert-parallel groups as if they were one group."""
-    # Only one of the expert-tensor-parallel peers reports, and all of them move equally large parts.
-    num_peers = parallel_state.get_expert_tensor_parallel_world_size()
-    return LayerLoad(
-        layer=loads[0].layer,
-        counts_DE=np.concatenate([load.counts_DE for load in loads]),
-        owner_D=np.concatenate([load.owner_D for load in loads]),
-        device_D=np.concatenate([load.device_D for load in loads]),
-        by_nodes_N=_summed([load.by_nodes_N for load in loads]),
-        by_devices_D=_summed([load.by_devices_D for load in loads]),
-        num_replicas=sum(load.num_replicas for load in loads),
-        spag_bytes=num_peers * sum(load.spag_bytes for load in loads),
-        sprs_bytes=num_peers * sum(load.sprs_bytes for load in loads),
-        cross_node_tokens=sum(load.cross_node_tokens for load in loads),
-        spag_s=_mean([load.spag_s for load in loads]),
-        spag_exposed_s=_mean([load.spag_exposed_s for load in loads]),
-        sprs_s=_mean([load.sprs_s for load in loads]),
-        sprs_exposed_s=_mean([load.sprs_exposed_s for load in loads]),
-        placements=tuple(placement for load in loads for placement in load.placements),
-        schedule=loads[0].schedule,
-        schedule_predicted_s=loads[0].schedule_predicted_s,
-        strategy=loads[0].strategy,
-    )
-
-
-def _summed(histograms: list[np.ndarray]) -> np.ndarray:
-    """Sum histograms; the expert-parallel groups of a stage may be on different numbers of nodes."""
-    length = max(map(len, histograms))
-    return np.sum([np.pad(one, (0, length - len(one))) for one in histograms], axis=0)
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _layer_metrics(load: LayerLoad, before_E: np.ndarray | None) -> LayerMetrics:
@@ -307,4 +246,25 @@ def _layer_metrics(load: LayerLoad, before_E: np.ndarray | None) -> LayerMetrics
         schedule=load.schedule,
         schedule_predicted_s=load.schedule_predicted_s or None,
         strategy=load.strategy,
+        forward=_pass_metrics(load.forward),
+        backward=_pass_metrics(load.backward),
+    )
+
+
+def _pass_metrics(seconds: PassSeconds) -> PassMetrics | None:
+    return PassMetrics(**asdict(seconds)) if seconds.is_measured else None
+
+
+def _selection_metrics(report: SelectionReport | None) -> SelectionMetrics | None:
+    if report is None:
+        return None
+    seen = report.seen
+    return SelectionMetrics(
+        parallel_state.get_pipeline_model_parallel_rank(),
+        tuple(change.layer for change in report.changes),
+        report.saving_s,
+        None if report.measured is None else report.measured.median_s,
+        None
+        if seen is None
+        else SeenGain(seen.predicted_s, seen.before.median_s, seen.after.median_s, seen.is_slower),
     )

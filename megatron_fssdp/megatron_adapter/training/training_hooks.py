@@ -83,7 +83,8 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
                 describe_run(requested.settings.record_dir, built[0], requested)
             if requested.settings.record_dir is not None or to_boards:
                 record_dir = requested.settings.record_dir
-                recorder.append(RunRecorder(record_dir, requested.name, to_boards=to_boards))
+                operations = training.num_floating_point_operations
+                recorder.append(RunRecorder(record_dir, requested.name, operations, to_boards=to_boards))
         return built
 
     @wraps(step)
@@ -107,9 +108,9 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
         if recorder and recorder[0].wants_iteration and not refused:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # The step's kernels must be in its time.
-            reshard = driver.reshard if driver is not None else None
+            moved, selected = (None, None) if driver is None else (driver.reshard, driver.selection)
             times = StepTimes(time.perf_counter() - started_s, passes.seconds)
-            recorder[0].record(result, loads, times, reshard)
+            recorder[0].record(result, loads, times, moved, selected)
         return result
 
     # Megatron's rerun state machine may repeat an iteration's passes inside train_step, so the beginning of

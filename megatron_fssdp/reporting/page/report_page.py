@@ -50,7 +50,7 @@ def page_sections(
         settings_section(runs),
         parts_section(runs),
         loss_section(runs) if with_losses else None,
-        time_section(runs),
+        time_section(runs, what_if),
         device_load_section(runs),
         expert_load_section(runs),
         placement_section(runs),

@@ -1,71 +1,53 @@
-"""Page section on the time of an iteration and its parts.
-
-Shape letters: I iterations.
-"""
+"""Page section on the time of an iteration and its parts."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_fssdp.reporting.colours import TIME_PARTS
 from megatron_fssdp.reporting.page.iteration_bins import IterationBins
 from megatron_fssdp.reporting.page.part_marks import with_part_marks
 from megatron_fssdp.reporting.page.reported_run import ReportedRun, most_iterations
-from megatron_fssdp.reporting.page.section import Figure, Section, iteration_axis, packed, titled
-from megatron_fssdp.reporting.records.recorded_run import RecordedRun
+from megatron_fssdp.reporting.page.section import Figure, Section, Table, iteration_axis, packed, titled
 from megatron_fssdp.reporting.records.run_parts import not_comparable
+from megatron_fssdp.reporting.records.time_parts import (
+    MEASURED_PARTS,
+    Pass,
+    has_layer_parts,
+    layer_parts,
+    mean_parts_s,
+    time_parts,
+)
+from megatron_fssdp.reporting.simulation_report import SimulationReport
 
 MOST_POINTS = 600
 
-MEASURED_PARTS = ("passes", "waiting for spAG", "waiting for spRS", "re-sharding", "rest")
-"""Keys of the parts that a run measures, in ``TIME_PARTS``."""
 
-
-def time_parts(run: RecordedRun) -> dict[str, NDArray[np.float64]]:
-    """Divide the seconds of each iteration into parts, which add up to the whole iteration.
-
-    Args:
-        run: Records of the run.
-
-    Returns:
-        Seconds of each part, float64 ``[I]``, by the keys in :data:`MEASURED_PARTS`. If the seconds of the
-        passes were not recorded, they are included in the last part.
-    """
-    whole_I = np.array([record.iteration_s for record in run.metrics])
-    passes_I = np.array([record.passes_s for record in run.metrics])
-    gather_I, reduce_I = (
-        np.array([sum(getattr(layer, field) for layer in record.layers) for record in run.metrics])
-        for field in ("spag_exposed_s", "sprs_exposed_s")
-    )
-    reshard_I = np.array([record.reshard_s for record in run.metrics])
-    # Pipeline stages wait at the same time, so the sum of their waits can exceed the time of the passes.
-    waits_I = np.maximum(gather_I + reduce_I, 1e-12)
-    share_I = np.minimum(1.0, np.where(passes_I > 0, passes_I, whole_I - reshard_I) / waits_I)
-    gather_I, reduce_I = gather_I * share_I, reduce_I * share_I
-    inner_I = np.where(passes_I > 0, passes_I - gather_I - reduce_I, 0.0)
-    rest_I = whole_I - reshard_I - inner_I - gather_I - reduce_I
-    return dict(
-        zip(MEASURED_PARTS, (inner_I, gather_I, reduce_I, reshard_I, np.maximum(rest_I, 0.0)), strict=True)
-    )
-
-
-def time_section(runs: Sequence[ReportedRun]) -> Section:
-    """Make the section: the mean parts of every run's iterations, and the time of each iteration.
+def time_section(runs: Sequence[ReportedRun], what_if: SimulationReport | None = None) -> Section:
+    """Make the section: the mean parts of every run's iterations, of its layers, and of each iteration.
 
     Args:
         runs: Runs of the page.
+        what_if: Results of a simulation of the loads, or None. Its parts stand beside the measured ones.
     """
     figures = [_means(runs)]
     if len(runs) == 1:
+        figures += [_layers(runs[0], which) for which in ("forward", "backward") if _has_parts(runs[0])]
         figures.append(_stacked(runs[0]))
     else:
         figures.append(_iterations(runs))
     notes = [
         "Waits are measured on the first device of each expert-parallel group, averaged over the groups, and "
-        "summed over layers. Passes include the dispatch of tokens and the reduction of gradients."
+        "summed over layers. The other parts are means over the ranks, except for the experts of a whole "
+        "iteration, which are those of the slowest rank. The all-to-alls of an iteration do not include the "
+        "wait for this rank, but the combine of a layer does."
     ]
+    if any(not _has_parts(run) for run in runs):
+        notes.append(
+            "At least one run did not measure the parts of its layers: it is of an earlier version, its "
+            "strategy is none, or it ran Megatron's combined 1F1B schedule. There, all passes are one part."
+        )
     if any(not any(record.passes_s for record in run.records.metrics) for run in runs):
         notes.append(
             "At least one run did not record the seconds of its passes. There, the passes are part of "
@@ -76,21 +58,39 @@ def time_section(runs: Sequence[ReportedRun]) -> Section:
             0, f"{reason[0].upper()}{reason[1:]}. A rank with little work lends its core to a busy one."
         )
     lead = (
-        "Seconds of an iteration on the first rank. Transfers of weights and gradients count only while "
-        "compute waits for them. Transfers that are hidden under compute cost no time."
+        "Transfers of weights and gradients count only while compute waits for them. Transfers that compute "
+        "hides cost no time."
     )
-    return Section("time", "Iteration time", lead, tuple(figures), notes=tuple(notes))
+    return Section("time", "Iteration time", lead, tuple(figures), _table(runs, what_if), notes=tuple(notes))
+
+
+def _has_parts(run: ReportedRun) -> bool:
+    return has_layer_parts(run.records)
+
+
+def _table(runs: Sequence[ReportedRun], what_if: SimulationReport | None) -> Table:
+    """Milliseconds of the parts of an iteration: measured in every run, and simulated for its strategy."""
+    columns = {f"{run.name}, measured": mean_parts_s(run.records) for run in runs}
+    if what_if is not None and what_if.of_own_model:
+        names = [run.records.strategy for run in runs]
+        for row in what_if.rows:
+            if row.label in names:
+                columns[f"{row.label}, simulated"] = what_if.steady_parts_s(row.outcome)
+    rows = [
+        (TIME_PARTS[part].name, *(_milliseconds(found.get(part)) for found in columns.values()))
+        for part in TIME_PARTS
+        if any(found.get(part) for found in columns.values())
+    ]
+    total = ("whole iteration", *(_milliseconds(sum(found.values())) for found in columns.values()))
+    return Table(("milliseconds of an iteration", *columns), (*rows, total))
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return f"{1e3 * seconds:.4g}" if seconds else "–"
 
 
 def _means(runs: Sequence[ReportedRun]) -> Figure:
-    # The first iteration also allocates and compiles, so the mean leaves it out. The curves below show it.
-    parts = [
-        {
-            name: float(values[1:].mean() if len(values) > 1 else values.mean())
-            for name, values in found.items()
-        }
-        for found in (time_parts(run.records) for run in runs)
-    ]
+    parts = [mean_parts_s(run.records) for run in runs]
     traces: list[dict[str, Any]] = [
         {
             "type": "bar",
@@ -113,7 +113,30 @@ def _means(runs: Sequence[ReportedRun]) -> Figure:
         "yaxis": {"autorange": "reversed", "automargin": True},
         "bargap": 0.35,
     }
-    return Figure("time-means", traces, layout, 170 + 40 * len(runs))
+    return Figure("time-means", traces, layout, 200 + 40 * len(runs))
+
+
+def _layers(run: ReportedRun, which: Pass) -> Figure:
+    """Mean milliseconds of the parts of every layer in an iteration."""
+    traces: list[dict[str, Any]] = [
+        {
+            "type": "bar",
+            "name": TIME_PARTS[part].name,
+            "x": [str(layer) for layer in run.records.layers],
+            "y": packed(1e3 * seconds_L),
+            "marker": {"color": TIME_PARTS[part].colour},
+            "hovertemplate": "layer %{x}: %{y:.4g} ms<extra>" + TIME_PARTS[part].name + "</extra>",
+        }
+        for part, seconds_L in layer_parts(run.records, which).items()
+    ]
+    layout = {
+        "title": {"text": f"{which.capitalize()} passes of every MoE layer and its transformer layer"},
+        "barmode": "stack",
+        "bargap": 0.35,
+        "xaxis": titled("layer", type="category"),
+        "yaxis": titled("milliseconds of an iteration", rangemode="tozero"),
+    }
+    return Figure(f"time-{which}", traces, layout, 280)
 
 
 def _stacked(run: ReportedRun) -> Figure:

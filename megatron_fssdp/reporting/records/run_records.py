@@ -17,7 +17,9 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.json_records import Count, parse_record
 from megatron_fssdp.config.written_files import cannot_write
 from megatron_fssdp.reporting.records.array_files import unreadable
+from megatron_fssdp.reporting.records.pass_metrics import PassMetrics
 from megatron_fssdp.reporting.records.run_session import RunSession
+from megatron_fssdp.reporting.records.selection_metrics import SelectionMetrics
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -52,6 +54,8 @@ class LayerMetrics:
         schedule_predicted_s: Modelled seconds of a forward pass's collectives under each schedule, by
             schedule, if several schedules were compared.
         strategy: Strategy that ``auto`` selected for the layer. None under other strategies.
+        forward: Seconds of the parts of the forward passes. None if they were not measured.
+        backward: Seconds of the parts of the backward passes. None if they were not measured.
     """
 
     layer: Count
@@ -70,6 +74,8 @@ class LayerMetrics:
     schedule: str | None = None
     schedule_predicted_s: dict[str, _Figure] | None = None
     strategy: str | None = None
+    forward: PassMetrics | None = None
+    backward: PassMetrics | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +100,11 @@ class IterationMetrics:
             this iteration.
         rank_memory: Kind of memory of ``rank_peak_bytes``: ``allocated`` by torch on the GPU, or ``resident``
             in the host's memory, libraries included.
+        flops: Floating-point operations of the iteration over all devices, by Megatron's own formula, which
+            counts those of the model and no recomputation. 0 if they were not recorded.
         session: The start of the training, in its first iteration. None in all others.
+        selections: What ``auto`` selected before the iteration, one for each pipeline stage that reconsidered
+            its strategies.
     """
 
     iteration: Count
@@ -109,7 +119,9 @@ class IterationMetrics:
     passes_s: _Figure = 0.0
     rank_peak_bytes: tuple[Count, ...] = ()
     rank_memory: str | None = None
+    flops: _Figure = 0.0
     session: RunSession | None = None
+    selections: tuple[SelectionMetrics, ...] = ()
 
 
 class MetricsWriter:

@@ -14,12 +14,18 @@ class RunSession:
         iterations: Number of iterations that the run was asked to train, those before its start included.
         ranks: Number of ranks on the host that has the fewest cores per rank.
         cores: Number of cores that these ranks can use. 0 if ranks compute on GPUs.
+        devices: Number of ranks of the whole run, each with a device of its own. 0 if it was not recorded.
+        device: Name of the GPU of global rank 0. Empty if ranks compute on CPUs.
+        precision: Data type of parameters and compute: fp32, bf16 or fp16. Empty if it was not recorded.
     """
 
     strategy: str
     iterations: Count
     ranks: Count = 0
     cores: Count = 0
+    devices: Count = 0
+    device: str = ""
+    precision: str = ""
 
     @property
     def shared_cores(self) -> str:

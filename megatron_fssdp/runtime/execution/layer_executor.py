@@ -1,7 +1,7 @@
 """Executes a strategy's plans for one MoE layer.
 
-Shape letters: T tokens, D devices, E experts, G experts present on a device, X expert-tensor-parallel
-peers.
+Shape letters: T tokens, D devices, E experts, G experts present on a device, R rows that a
+device computes, M model dimension, X expert-tensor-parallel peers.
 """
 
 from collections.abc import Sequence
@@ -29,6 +29,7 @@ from megatron_fssdp.runtime.execution.layer_iteration import LayerIteration
 from megatron_fssdp.runtime.execution.layer_load import LayerLoad
 from megatron_fssdp.runtime.execution.layer_planner import LayerPlanner
 from megatron_fssdp.runtime.execution.layer_stopwatch import LayerStopwatch
+from megatron_fssdp.runtime.execution.pass_timer import LayerTimer, PassTimer
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertWeights, ParametersByExpert
 from megatron_fssdp.runtime.replicas.local_experts import LocalExperts
 from megatron_fssdp.runtime.replicas.materialization import (
@@ -79,6 +80,7 @@ class LayerExecutor:
             the memory of row indices.
         fuses_gradients: Whether the experts' backward pass adds the gradients of weights to the attribute
             ``main_grad`` of the weights' tensors, see :class:`Materialization`.
+        timer: Timer of the parts of this layer's passes.
         planner: Makes the layer's plans, and keeps the loads of the last iterations.
         load: Loads, bytes and times of the running iteration.
         stopwatch: Stopwatch of the layer; ``None`` while the layer is not measured.
@@ -96,6 +98,7 @@ class LayerExecutor:
     is_first: bool = True
     most_choices: int | None = None
     fuses_gradients: bool = False
+    timer: LayerTimer = field(default_factory=lambda: LayerTimer(PassTimer()))
     planner: LayerPlanner = field(init=False)
     load: LayerLoad = field(init=False)
     stopwatch: LayerStopwatch | None = field(init=False, default=None)
@@ -186,6 +189,7 @@ class LayerExecutor:
                 and num_micro_batches is not None,
                 # On CUDA, the host must wait for a transfer's times, so they are read only for reports.
                 journal=self._journal if self.measure else None,
+                waiting=self.timer.waiting,
             )
         return self._iteration.plan
 
@@ -236,6 +240,7 @@ class LayerExecutor:
         Returns:
             ``hidden``.
         """
+        self.timer.passes(hidden, "other", None)
         if self.context.num_devices == 1:
             return hidden
         plan = self.plan_iteration()
@@ -388,8 +393,10 @@ class LayerExecutor:
             rows_per_expert: Sequence[int],
             experts: Sequence[ExpertWeights],
         ) -> torch.Tensor:
-            with self.computing(rows.shape[0], rows.device):
-                return compute(rows, probs, rows_per_expert, experts)
+            with self.computing(rows):
+                results = compute(rows, probs, rows_per_expert, experts)
+            self.timer.passes(results, "dispatch", "experts")
+            return results
 
         return SmartSchedule(
             micro_batch.exchange,
@@ -401,19 +408,19 @@ class LayerExecutor:
             travels_G,
         )
 
-    def computing(self, num_rows: int, device: torch.device) -> AbstractContextManager[None]:
+    def computing(self, rows: torch.Tensor) -> AbstractContextManager[None]:
         """Context manager for the experts' forward pass; it measures the pass if the layer has a stopwatch.
 
         It also starts the first part of the following layer's SparseAllGather, which travels while the
         experts compute (Pro-Prophet §V-B).
 
         Args:
-            num_rows: Number of rows that the experts compute.
-            device: Device of the rows.
+            rows: Rows that the experts compute, ``[R, M]``.
         """
         if self._next is not None and not in_backward():
-            self._next._running.start_first_part(device)
-        return nullcontext() if self.stopwatch is None else self.stopwatch.experts(num_rows, device)
+            self._next._running.start_first_part(rows.device)
+        self.timer.passes(rows, "experts", "dispatch")
+        return nullcontext() if self.stopwatch is None else self.stopwatch.experts(rows.shape[0], rows.device)
 
     def computed(self, rows: torch.Tensor) -> torch.Tensor:
         """Thread the experts' results through the node at which their backward pass begins.
@@ -424,6 +431,7 @@ class LayerExecutor:
         Args:
             rows: Results of the present experts, ``[R, M]``.
         """
+        self.timer.passes(rows, "combine", "experts")
         self.advance_transfers(rows)
         following = None if self._next is None else self._next._running
         if following is None or not following.splits:
@@ -466,6 +474,7 @@ class LayerExecutor:
         for started in self._journal:
             load.add(started)
         self._journal.clear()
+        load.forward, load.backward = self.timer.take()
         if self.stopwatch is not None:
             self.stopwatch.iteration_ends()
         self.load = LayerLoad.empty(self.context.layer, len(load.by_nodes_N), *load.counts_DE.shape)

@@ -1,6 +1,7 @@
 """The running iteration of one layer: its plan, and the weights and gradients of its replicas."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -30,6 +31,7 @@ class LayerIteration:
         num_micro_batches: Number of backward passes of the iteration; ``None`` if the loop does not tell it.
         may_split: Whether parts of a transfer may travel beside the experts of another layer.
         journal: List to which every started transfer is appended; ``None`` without measurement.
+        waiting: Function that returns a context manager, which is entered around waits for transfers.
         gradients: Gradients of the replicas, summed here or in transfer to the owners.
         is_final: Whether the strategy has already seen the exact counts of a micro-batch.
         transfer: Transfer of all replicas of the plan; it is created at its first use.
@@ -45,6 +47,7 @@ class LayerIteration:
     num_micro_batches: int | None = None
     may_split: bool = False
     journal: list[StartedTransfer] | None = None
+    waiting: Callable[[], AbstractContextManager[object]] = nullcontext
     gradients: ReplicaGradients = field(default_factory=ReplicaGradients)
     is_final: bool = False
     transfer: SparseTransfer | None = field(init=False, default=None)
@@ -92,7 +95,7 @@ class LayerIteration:
         if self.plan.resident:
             self.weights = ReplicaWeights.present(self.experts.layout(), self.experts.all_parameters)
             return self.weights
-        weights = ReplicaWeights(self.experts.layout(), self.experts.parameters)
+        weights = ReplicaWeights(self.experts.layout(), self.experts.parameters, self.waiting)
         weights.start(self.whole_transfer(device))
         if self.num_micro_batches is not None and not self.plan.rematerialize:
             self.weights = weights
@@ -104,14 +107,14 @@ class LayerIteration:
         The Parameters on this rank have the values of the last optimizer step after this call.
         """
         self.experts.await_parameters()
-        return ReplicaWeights(self.experts.layout(), self.experts.parameters)
+        return ReplicaWeights(self.experts.layout(), self.experts.parameters, self.waiting)
 
     def start_first_part(self, device: torch.device) -> None:
         """Start the part of SparseAllGather that runs beside the experts of the layer before."""
         if self.weights is None and self.splits and (part := self._part(self.plan.split.gather)):
             # The layer before this one is running, so nothing has waited for this layer's Parameters yet.
             self.experts.await_parameters()
-            self.weights = ReplicaWeights(self.experts.layout(), self.experts.parameters)
+            self.weights = ReplicaWeights(self.experts.layout(), self.experts.parameters, self.waiting)
             self.weights.start(self._bind(self.plan.transfer, device, part))
 
     def drop(self) -> None:
@@ -161,21 +164,24 @@ class LayerIteration:
 
         The caller uses a moment in which other compute has hidden the transfers.
         """
-        self.gradients.settle()
-        if self.sums is not None:
-            self.sums.advance()
+        with self.waiting():
+            self.gradients.settle()
+            if self.sums is not None:
+                self.sums.advance()
 
     def finish_gradients(self) -> None:
         """Bring all remaining gradients to the owners and wait; every rank of the group must call it."""
         if self.sums is not None:
-            self.sums.finish()
+            with self.waiting():
+                self.sums.finish()
         elif self.transfer is not None:
             layout = self.experts.layout()
             self.gradients.send_sums(
                 [self.transfer], layout, self.experts.parameters, accumulation_dtype(layout.dtype)
             )
         self.gradients.send_rest()
-        self.gradients.settle()
+        with self.waiting():
+            self.gradients.settle()
 
     def _send_home(self, gradients: GradientsOfExperts, device: torch.device) -> None:
         num_micro_batches, layout = self.num_micro_batches, self.experts.layout()
@@ -188,7 +194,8 @@ class LayerIteration:
         if self.gradients.num_unsent >= num_passes:
             self.gradients.send_sums(self._parts_home(device), layout, self.experts.parameters, dtype)
         if num_micro_batches is None or self.groups.transfers is None:
-            self.gradients.settle()
+            with self.waiting():
+                self.gradients.settle()
 
     def _parts_home(self, device: torch.device) -> list[SparseTransfer]:
         later = self._part(self.plan.split.reduce) if self.splits else 0

@@ -11,6 +11,7 @@ import numpy as np
 from megatron_fssdp.collectives.sparse.sparse_transfer import StartedTransfer
 from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.runtime.execution.pass_timer import PassSeconds
 
 
 @dataclass
@@ -40,6 +41,8 @@ class LayerLoad:
         schedule: Order of collectives in the last forward pass (Parm); ``None`` if it was not recorded.
         schedule_predicted_s: Modelled seconds of every schedule in the comparison that selected ``schedule``.
         strategy: The strategy that ``auto`` selected for the layer; ``None`` under other strategies.
+        forward: Seconds of the forward passes on this rank.
+        backward: Seconds of the backward passes on this rank.
     """
 
     layer: int
@@ -60,6 +63,8 @@ class LayerLoad:
     schedule: str | None = None
     schedule_predicted_s: dict[str, float] = field(default_factory=dict)
     strategy: str | None = None
+    forward: PassSeconds = field(default_factory=PassSeconds)
+    backward: PassSeconds = field(default_factory=PassSeconds)
 
     def measure(
         self,

@@ -71,7 +71,7 @@ def run_layer(
         rows, experts = materialization.apply(rows)
     rows, row_probs = micro_batch.arrivals.sort_by_expert(*exchange.gather_peers(rows, row_probs))
     materialization.await_weights()
-    with executor.computing(rows.shape[0], rows.device):
+    with executor.computing(rows):
         rows = compute(rows, row_probs, record.rows_per_expert, experts)
     rows = materialization.end_use(executor.computed(rows))
     rows = exchange.sum_peers(micro_batch.arrivals.sort_by_source(rows), rows.dtype)

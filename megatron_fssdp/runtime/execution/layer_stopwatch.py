@@ -1,12 +1,12 @@
 """Measures the compute before a layer and of its experts in forward passes, on the device's clock."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
+from megatron_fssdp.runtime.execution.device_clock import Moment, now, seconds_between
 from megatron_fssdp.runtime.replicas.materialization import in_backward
 
 
@@ -16,29 +16,16 @@ class _Span:
 
     Attributes:
         is_cuda: Whether the compute runs on a CUDA device, so that events measure it.
-        begin: Begin, in seconds of ``time.perf_counter`` or as a CUDA event.
-        end: End, in the same form.
+        begin: Begin of the interval.
+        end: End of the interval.
     """
 
     is_cuda: bool
-    begin: "float | torch.cuda.Event" = 0.0
-    end: "float | torch.cuda.Event" = 0.0
+    begin: Moment = 0.0
+    end: Moment = 0.0
 
     def seconds(self) -> float:
-        if isinstance(self.begin, float) or isinstance(self.end, float):
-            assert isinstance(self.begin, float)
-            assert isinstance(self.end, float)
-            return self.end - self.begin
-        self.end.synchronize()
-        return self.begin.elapsed_time(self.end) / 1e3
-
-
-def _now(is_cuda: bool) -> "float | torch.cuda.Event":
-    if not is_cuda:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+        return seconds_between(self.begin, self.end)
 
 
 @dataclass(eq=False)
@@ -82,12 +69,12 @@ class LayerStopwatch:
         CUDA, the device's wait for the host count as compute.
         """
         is_cuda = device.type == "cuda"
-        self._open = None if in_backward() else _Span(is_cuda, _now(is_cuda))
+        self._open = None if in_backward() else _Span(is_cuda, now(is_cuda))
 
     def tokens_ready(self) -> None:
         """Mark the end of the compute before the layer, which includes the gate."""
         if self._open is not None:
-            self._open.end = _now(self._open.is_cuda)
+            self._open.end = now(self._open.is_cuda)
             self._running.before.append(self._open)
             self._open = None
 
@@ -95,10 +82,10 @@ class LayerStopwatch:
     def experts(self, num_rows: int, device: torch.device) -> Iterator[None]:
         """Context manager around the experts' forward pass on ``num_rows`` rows."""
         is_cuda = device.type == "cuda"
-        span = _Span(is_cuda, _now(is_cuda))
+        span = _Span(is_cuda, now(is_cuda))
         yield
         if not in_backward():
-            span.end = _now(is_cuda)
+            span.end = now(is_cuda)
             self._running.experts.append(span)
             self._running.num_rows += num_rows
 

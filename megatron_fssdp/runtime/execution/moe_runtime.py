@@ -8,6 +8,7 @@ from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.execution.iteration_clock import IterationClock
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
 from megatron_fssdp.runtime.execution.layer_load import LayerLoad
+from megatron_fssdp.runtime.execution.pass_timer import LayerTimer, PassTimer
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
 from megatron_fssdp.runtime.replicas.local_experts import LocalExperts
 from megatron_fssdp.strategies.strategy import LayerContext, Strategy
@@ -21,7 +22,8 @@ class MoERuntime:
 
     Args:
         strategy: Strategy that plans every layer.
-        measure: Whether the first device of each group keeps the device loads, bytes and times for reports.
+        measure: Whether the first device of each group keeps the device loads, bytes and times of transfers
+            for reports, and every rank the seconds of its passes.
         check_plans: Whether to compare every plan across ranks.
     """
 
@@ -31,6 +33,7 @@ class MoERuntime:
         self.check_plans = check_plans
         self.layers: list[LayerExecutor] = []
         self.clock = IterationClock()
+        self.timer = PassTimer()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MoERuntime":
         # Layer specs contain the runtime, and Megatron deep-copies specs. All layers of a model must still
@@ -76,6 +79,7 @@ class MoERuntime:
             check_plans=self.check_plans,
             most_choices=most_choices,
             fuses_gradients=fuses_gradients,
+            timer=LayerTimer(self.timer),
         )
         if self.layers:
             self.layers[-1].following = executor
@@ -92,11 +96,13 @@ class MoERuntime:
             iteration: Number of the iteration, for messages.
         """
         self.clock.driven = True
+        self.timer.stop()
         for layer in self.layers:
             layer.end_iteration()
         self.clock.num_micro_batches = num_micro_batches
         self.clock.iteration = iteration
         self.clock.latest = None
+        self._start_timer()
 
     def repeat_iteration(self) -> None:
         """Mark that the running iteration starts again with the same parameters and the same data.
@@ -106,6 +112,11 @@ class MoERuntime:
         for layer in self.layers:
             layer.drop_iteration()
         self.clock.latest = None
+        self._start_timer()
+
+    def _start_timer(self) -> None:
+        if self.measure:
+            self.timer.start()
 
     def finish_gradients(self) -> None:
         """Bring all replicas' gradients to the owners; every rank calls it after the last backward pass."""
@@ -117,4 +128,5 @@ class MoERuntime:
         self.clock.num_micro_batches = None
         self.clock.iteration = None
         self.clock.latest = None
+        self.timer.stop()
         return [layer.end_iteration() for layer in self.layers]

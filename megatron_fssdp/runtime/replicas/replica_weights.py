@@ -1,6 +1,7 @@
 """Weights of one layer's replicas on this device, which are gathered, used, released and gathered again."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
 
 import torch
@@ -39,9 +40,15 @@ class ReplicaWeights:
     Args:
         layout: Shapes of one expert's tensors.
         parameters: Parameters of the experts that are not gathered, usually those that this rank owns.
+        waiting: Function that returns a context manager, which is entered around waits for transfers.
     """
 
-    def __init__(self, layout: ExpertLayout, parameters: ParametersByExpert) -> None:
+    def __init__(
+        self,
+        layout: ExpertLayout,
+        parameters: ParametersByExpert,
+        waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self.layout = layout
         self.parameters = parameters
         self.state = WeightState.OWNED
@@ -49,6 +56,7 @@ class ReplicaWeights:
         self._sent: dict[int, torch.Tensor] = {}
         self._num_started = 0
         self._pending: list[PendingTransfer] = []
+        self._waiting = waiting
 
     @classmethod
     def present(cls, layout: ExpertLayout, parameters: ParametersByExpert) -> "ReplicaWeights":
@@ -100,7 +108,8 @@ class ReplicaWeights:
         for expert in [expert for expert in self._flat if expert not in kept]:
             del self._flat[expert]
         self._make_room(transfer)
-        self._start(transfer, slice(None)).wait()
+        with self._waiting():
+            self._start(transfer, slice(None)).wait()
         self._sent.clear()
 
     def wait(self) -> None:
@@ -124,8 +133,11 @@ class ReplicaWeights:
         A transfer writes into the replicas' memory and reads the copies to send. Both must stay until it is
         over, also when the replicas are not needed any more.
         """
-        for pending in self._pending:
-            pending.wait()
+        if not self._pending:
+            return
+        with self._waiting():
+            for pending in self._pending:
+                pending.wait()
         self._pending.clear()
 
     def tensors(self, present: Sequence[int], *, wait: bool = True) -> list[torch.Tensor]:

@@ -41,7 +41,8 @@ def test_all_devices_and_layers_are_recorded(
     )
     metrics, loads = read_metrics(tmp_path), read_loads(tmp_path)
     assert [entry.iteration for entry in metrics] == [1, 2, 3]
-    assert [entry.session for entry in metrics] == [RunSession("fssdp", 3, 4, usable_cores()), None, None]
+    session = RunSession("fssdp", 3, 4, usable_cores(), devices=4, precision="fp32")
+    assert [entry.session for entry in metrics] == [session, None, None]
     assert relative_difference(tuple(entry.lm_loss for entry in metrics), run.losses) == 0
     assert relative_difference(tuple(entry.grad_norm or 0 for entry in metrics), run.grad_norms) <= 1e-6
     assert all([layer.layer for layer in entry.layers] == [1, 2] for entry in metrics)
@@ -68,11 +69,29 @@ def test_all_devices_and_layers_are_recorded(
         assert 0 <= layer.spag_exposed_s <= layer.spag_s
         assert 0 <= layer.sprs_exposed_s <= layer.sprs_s
     assert all(0 < entry.passes_s < entry.iteration_s for entry in metrics)
+    check_passes(metrics, num_stages=2 if "pipeline" in layout else 1)
+    # 6 operations per weight and token, of at least the selected experts.
+    least = 6 * batch * 16 * 2 * (2 * 2 * 32 * 64)
+    assert all(least < entry.flops < 20 * least for entry in metrics)
     # Megatron logs no iteration here, so memory is recorded only in the first and the last one.
     assert [len(entry.rank_peak_bytes) for entry in metrics] == [4, 0, 4]
     assert min(metrics[0].rank_peak_bytes) > 2**20
     check_placements(tmp_path, metrics, num_sources)
     assert all(entry.resharded_experts == entry.reshard_bytes == entry.reshard_s == 0 for entry in metrics)
+
+
+def check_passes(metrics: list[IterationMetrics], num_stages: int) -> None:
+    """Check the parts of every layer's passes."""
+    for entry in metrics:
+        inside_s = 0.0
+        for layer in entry.layers:
+            for one in (layer.forward, layer.backward):
+                assert one is not None
+                assert min(one.other_s, one.dispatch_s, one.experts_s, one.combine_s) > 0
+                assert one.experts_slowest_s >= one.experts_s
+                inside_s += one.other_s + one.dispatch_s + one.experts_s + one.combine_s
+        # The parts are means over ranks, and the passes are those of one rank.
+        assert inside_s / num_stages < 1.2 * entry.passes_s
 
 
 def check_placements(record_dir: Path, metrics: list[IterationMetrics], num_devices: int) -> None:

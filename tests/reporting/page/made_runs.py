@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_fssdp.reporting.records.load_records import LoadsWriter
+from megatron_fssdp.reporting.records.pass_metrics import PassMetrics
 from megatron_fssdp.reporting.records.placement_records import PlacementsWriter
 from megatron_fssdp.reporting.records.run_records import IterationMetrics, LayerMetrics, MetricsWriter
 
@@ -19,6 +20,7 @@ def write_made_run(
     num_experts: int = 8,
     num_devices: int = 4,
     seed: int = 0,
+    has_parts: bool = True,
 ) -> Path:
     """Write ``metrics.jsonl``, ``loads.npy``, ``placements.npy`` and a log's memory line."""
     rng = np.random.default_rng(seed)
@@ -68,6 +70,10 @@ def write_made_run(
                             spag_exposed_s=0.001 * replicas_L[i],
                             sprs_s=0.01 * replicas_L[i],
                             sprs_exposed_s=0.002 * replicas_L[i],
+                            forward=PassMetrics(0.02 + 0.01 * i, 0.015, 0.02, 0.025, 0.03)
+                            if has_parts
+                            else None,
+                            backward=PassMetrics(0.06, 0.02, 0.04, 0.05, 0.045) if has_parts else None,
                         )
                         for i, layer in enumerate(layers)
                     ),

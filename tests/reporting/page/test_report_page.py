@@ -12,7 +12,6 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.reporting.colours import TIME_PARTS
 from megatron_fssdp.reporting.page.report_page import page_html, page_sections, write_page
 from megatron_fssdp.reporting.page.reported_run import read_reported_runs
-from megatron_fssdp.reporting.page.time_section import MEASURED_PARTS, time_parts
 from megatron_fssdp.reporting.records.load_records import read_loads
 from megatron_fssdp.reporting.records.placement_records import read_placements
 from megatron_fssdp.reporting.records.run_records import (
@@ -21,6 +20,7 @@ from megatron_fssdp.reporting.records.run_records import (
     MetricsWriter,
     read_metrics,
 )
+from megatron_fssdp.reporting.records.time_parts import MEASURED_PARTS, time_parts
 
 from .made_runs import write_made_run
 from .page_parts import PageParts, unpacked
@@ -123,8 +123,30 @@ def test_parts_of_an_iteration_s_time_add_up(folder: Path, page: PageParts) -> N
     replicas = 2 * 3  # of two layers
     np.testing.assert_allclose(parts["waiting for spRS"], 0.002 * replicas)
     shown = {trace["name"]: unpacked(trace["y"]) for trace in page.figures["time"]["data"]}
-    assert set(shown) == {TIME_PARTS[part].name for part in MEASURED_PARTS}
+    assert set(shown) == {TIME_PARTS[part].name for part in MEASURED_PARTS if part != "passes"}
     np.testing.assert_allclose(sum(shown.values()), whole, rtol=1e-6)
+
+
+def test_parts_of_layers_equal_the_records(page: PageParts) -> None:
+    names = ["attention, gate, dense", "dispatch: tokens to experts", "experts", "combine: results back"]
+    for which, seconds_LP in (
+        ("forward", [[20, 15, 20, 25], [30, 15, 20, 25]]),
+        ("backward", [[60, 20, 40, 50]] * 2),
+    ):
+        shown = page.figures[f"time-{which}"]["data"]
+        assert [trace["name"] for trace in shown] == names
+        np.testing.assert_allclose([unpacked(trace["y"]) for trace in shown], np.transpose(seconds_LP))
+    # The slowest experts of both passes and layers: 2 × (30 + 45) ms.
+    assert "experts150" in page.texts["time"]
+
+
+def test_a_run_without_parts_of_layers_shows_its_passes_undivided(tmp_path: Path) -> None:
+    page = page_of(write_made_run(tmp_path / "old", has_parts=False))
+    assert "time-forward" not in page.figures
+    names = {trace["name"] for trace in page.figures["time"]["data"]}
+    assert TIME_PARTS["passes"].name in names
+    assert not names & {TIME_PARTS[part].name for part in ("outside", "experts", "all-to-all")}
+    assert "did not measure the parts of its layers" in page.texts["time"]
 
 
 def test_runs_are_compared_with_the_first(tmp_path: Path) -> None:

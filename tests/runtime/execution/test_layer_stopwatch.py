@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fssdp.runtime.execution import layer_stopwatch
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
 from megatron_fssdp.runtime.execution.layer_stopwatch import LayerStopwatch
+from megatron_fssdp.runtime.execution.pass_timer import LayerTimer, PassTimer
 
 CPU = torch.device("cpu")
 
@@ -26,7 +27,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(layer_stopwatch, "_now", lambda is_cuda: clock.now_s)
+    monkeypatch.setattr(layer_stopwatch, "now", lambda is_cuda: clock.now_s)
     return clock
 
 
@@ -86,6 +87,7 @@ def test_planning_and_posting_are_not_compute_before_the_layer(has_transfers: bo
         context=SimpleNamespace(num_devices=2),
         groups=SimpleNamespace(transfers=object() if has_transfers else None),
         stopwatch=watch,
+        timer=LayerTimer(PassTimer()),
         clock=SimpleNamespace(latest=None),
         plan_iteration=plan,
         _running=SimpleNamespace(start_weights=lambda device: clock.passes(32)),

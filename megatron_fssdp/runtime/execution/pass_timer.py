@@ -1,0 +1,180 @@
+"""Measures how long each part of a layer's forward and backward passes takes, on the device's clock.
+
+A rank runs its passes as one sequence of parts, so the moments at which parts begin are enough: a part ends
+where the next one begins. The backward pass marks the same places in reverse order, by hooks on tensors whose
+gradients are complete there::
+
+    forward    other ──► dispatch ──► experts ──► combine ──► (outside of the layer)
+    backward   other ◄── dispatch ◄── experts ◄── combine ◄── (outside of the layer)
+
+Moments in which compute waits for replicas' weights or gradients belong to no part: the timers of transfers
+measure them (``TransferTiming.exposed_s``).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Literal
+
+import torch
+
+from megatron_fssdp.runtime.execution.device_clock import Moment, now, seconds_between
+from megatron_fssdp.runtime.replicas.materialization import in_backward
+
+Part = Literal["other", "dispatch", "experts", "combine"]
+
+
+@dataclass
+class PassSeconds:
+    """Seconds of the parts of one layer, summed over the forward or the backward passes of an iteration.
+
+    Attributes:
+        other_s: Seconds from the beginning of the transformer layer to the dispatch: attention, the gate, and
+            shared experts that do not overlap.
+        dispatch_s: Seconds from the exchange of counts to the sorted rows, the plan of the layer included.
+            Under a schedule in steps, this also includes the combine.
+        experts_s: Seconds of the experts on this rank.
+        combine_s: Seconds from the experts' results to the layer's output. This includes the wait for ranks
+            whose experts take longer.
+        experts_slowest_s: Seconds of the experts on the slowest of the ranks that were combined.
+    """
+
+    other_s: float = 0.0
+    dispatch_s: float = 0.0
+    experts_s: float = 0.0
+    combine_s: float = 0.0
+    experts_slowest_s: float = 0.0
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether any part took time."""
+        return any(getattr(self, field.name) for field in fields(self))
+
+    @staticmethod
+    def combined(of_ranks: "Sequence[PassSeconds]") -> "PassSeconds":
+        """Return the means over ranks, and the slowest experts.
+
+        Args:
+            of_ranks: Seconds of the same passes on at least one rank.
+        """
+        means = {
+            field.name: sum(getattr(one, field.name) for one in of_ranks) / len(of_ranks)
+            for field in fields(PassSeconds)
+        }
+        return PassSeconds(**means | {"experts_slowest_s": max(one.experts_slowest_s for one in of_ranks)})
+
+    def add(self, part: Part, seconds: float) -> None:
+        """Add seconds to a part."""
+        name = f"{part}_s"
+        setattr(self, name, getattr(self, name) + seconds)
+        if part == "experts":
+            self.experts_slowest_s = self.experts_s
+
+
+class PassTimer:
+    """The sequence of parts that all layers of a rank share. It runs from the begin to the end of iterations.
+
+    Attributes:
+        is_usable: Whether the passes of this rank are one sequence. Megatron's combined 1F1B schedule runs
+            segments of two micro-batches in turn, on two streams, so there is nothing to measure.
+    """
+
+    def __init__(self) -> None:
+        self.is_usable = True
+        self._is_running = False
+        self._is_cuda = False
+        self._marks: list[tuple[PassSeconds | None, Part | None, Moment]] = []
+
+    @property
+    def is_running(self) -> bool:
+        """Whether parts are measured now."""
+        return self._is_running
+
+    def start(self) -> None:
+        """Begin to measure an iteration; what was measured since the last start is dropped."""
+        self._marks.clear()
+        self._is_running = self.is_usable
+
+    def stop(self) -> None:
+        """End the iteration, and add the seconds of every part to its layer.
+
+        On CUDA, the host waits until the device has reached the last mark.
+        """
+        self._is_running = False
+        for (total, part, begin), (_, _, end) in pairwise(self._marks):
+            if total is not None and part is not None:
+                total.add(part, seconds_between(begin, end))
+        self._marks.clear()
+
+    def enter(self, total: PassSeconds | None, part: Part | None, is_cuda: bool | None = None) -> None:
+        """Mark that a part begins now, and that the part before it ends.
+
+        Args:
+            total: Seconds to which the part is added; ``None`` for what is outside of all parts.
+            part: The part; ``None`` for what is outside of all parts.
+            is_cuda: Whether the part runs on a CUDA device; ``None`` if it runs where the last one ran.
+        """
+        if is_cuda is not None:
+            self._is_cuda = is_cuda
+        self._marks.append((total, part, now(self._is_cuda)))
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Context manager around a wait for a transfer, which belongs to no part."""
+        if not self._is_running or not self._marks:
+            yield
+            return
+        total, part, _ = self._marks[-1]
+        self.enter(None, None)
+        yield
+        self.enter(total, part)
+
+
+class LayerTimer:
+    """The parts of one layer on the timer of its rank.
+
+    Args:
+        timer: Timer that all layers of the rank share.
+    """
+
+    def __init__(self, timer: PassTimer) -> None:
+        self._timer = timer
+        self._forward = PassSeconds()
+        self._backward = PassSeconds()
+
+    def passes(self, tensor: torch.Tensor, forward: Part | None, backward: Part | None) -> None:
+        """Mark a border between two parts, in this pass and in the backward pass to come.
+
+        A forward pass that is recomputed counts as a part of the backward pass.
+
+        Args:
+            tensor: Tensor that passes the border, any shape. Its gradient must be complete when the backward
+                pass reaches the border.
+            forward: Part that begins now; ``None`` if the layer ends here.
+            backward: Part that begins where the tensor's gradient is complete; ``None`` if the layer ends
+                there.
+        """
+        if not self._timer.is_running:
+            return
+        total = self._backward if in_backward() else self._forward
+        self._timer.enter(total, forward, tensor.is_cuda)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            tensor.register_hook(lambda gradient: self._enter_backward(backward, gradient.is_cuda))
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Context manager around a wait for a transfer, which belongs to no part."""
+        return self._timer.waiting()
+
+    def take(self) -> tuple[PassSeconds, PassSeconds]:
+        """Return the seconds of the forward and of the backward passes since the last call.
+
+        The timer of the rank must have been stopped.
+        """
+        taken = self._forward, self._backward
+        self._forward, self._backward = PassSeconds(), PassSeconds()
+        return taken
+
+    def _enter_backward(self, part: Part | None, is_cuda: bool) -> None:
+        if self._timer.is_running:
+            self._timer.enter(self._backward, part, is_cuda)

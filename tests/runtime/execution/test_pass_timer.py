@@ -1,0 +1,155 @@
+"""The timer charges every moment of a pass to the right part, forward and backward."""
+
+from dataclasses import astuple
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megatron_fssdp.runtime.execution import pass_timer
+from megatron_fssdp.runtime.execution.pass_timer import LayerTimer, PassSeconds, PassTimer
+
+
+class Clock:
+    """A clock that advances only when work is done."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(pass_timer, "now", lambda is_cuda: clock.now_s)
+    return clock
+
+
+class _Work(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, clock: Clock, seconds: float, x: torch.Tensor) -> torch.Tensor:
+        ctx.clock, ctx.seconds = clock, seconds
+        clock.now_s += seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        ctx.clock.now_s += 2 * ctx.seconds
+        return None, None, gradients[0]
+
+
+class Layer:
+    """A layer with a gate, whose gradient reaches the hidden states beside that of the dispatch."""
+
+    def __init__(self, timer: PassTimer, clock: Clock) -> None:
+        self.timer = LayerTimer(timer)
+        self.rank, self.clock = timer, clock
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.timer.passes(x, "other", None)
+        x = _Work.apply(self.clock, 1.0, x)
+        probs = _Work.apply(self.clock, 0.5, x)
+        own = x.reshape(-1)
+        self.timer.passes(own, "dispatch", "other")
+        rows = _Work.apply(self.clock, 2.0, own)
+        with self.rank.waiting():
+            self.clock.now_s += 64.0
+        rows = _Work.apply(self.clock, 0.25, rows)
+        self.timer.passes(rows, "experts", "dispatch")
+        rows = _Work.apply(self.clock, 4.0, rows)
+        self.timer.passes(rows, "combine", "experts")
+        rows = _Work.apply(self.clock, 8.0, rows)
+        output = (rows * probs.reshape(-1)).view(x.shape)
+        self.timer.passes(output, None, "combine")
+        return output
+
+
+FORWARD = PassSeconds(1.5, 2.25, 4.0, 8.0, 4.0)
+BACKWARD = PassSeconds(3.0, 4.5, 8.0, 16.0, 8.0)
+
+
+def test_every_part_gets_its_seconds_in_both_passes(clock: Clock) -> None:
+    timer = PassTimer()
+    layers = [Layer(timer, clock) for _ in range(2)]
+    timer.start()
+    x = torch.ones(3, requires_grad=True)
+    for layer in layers:
+        x = _Work.apply(clock, 32.0, layer(x))  # work between the layers belongs to none of them
+    x.sum().backward()
+    clock.now_s += 128.0  # the optimizer
+    timer.stop()
+    for layer in layers:
+        assert layer.timer.take() == (FORWARD, BACKWARD)
+        assert layer.timer.take() == (PassSeconds(), PassSeconds())
+
+
+def test_micro_batches_add_up_and_an_iteration_that_starts_again_does_not(clock: Clock) -> None:
+    timer = PassTimer()
+    layer = Layer(timer, clock)
+    for _ in range(2):
+        timer.start()
+        for _ in range(3):
+            layer(torch.ones(3, requires_grad=True)).sum().backward()
+    timer.stop()
+    assert [astuple(one) for one in layer.timer.take()] == [
+        tuple(3 * seconds for seconds in astuple(of_pass)) for of_pass in (FORWARD, BACKWARD)
+    ]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_recomputed_pass_is_a_part_of_the_backward_pass(use_reentrant: bool, clock: Clock) -> None:
+    timer = PassTimer()
+    layer = Layer(timer, clock)
+    timer.start()
+    x = torch.ones(3, requires_grad=True)
+    checkpoint(layer, x, use_reentrant=use_reentrant).sum().backward()
+    timer.stop()
+    forward, backward = layer.timer.take()
+    assert forward == FORWARD
+    if use_reentrant:
+        assert backward == PassSeconds(
+            *(a + b for a, b in zip(astuple(FORWARD), astuple(BACKWARD), strict=True))
+        )
+    else:  # the recomputation stops where the last saved tensor is known, so its combine may be shorter
+        assert (backward.other_s, backward.experts_s) == (4.5, 12.0)
+
+
+def test_without_an_iteration_nothing_is_marked(clock: Clock) -> None:
+    timer = PassTimer()
+    layer = Layer(timer, clock)
+    x = torch.ones(3, requires_grad=True)
+    layer(x).sum().backward()
+    timer.start()
+    timer.stop()
+    layer(x).sum().backward()  # an evaluation
+    timer.is_usable = False
+    timer.start()
+    layer(x).sum().backward()
+    timer.stop()
+    assert layer.timer.take() == (PassSeconds(), PassSeconds())
+
+
+def test_ranks_are_combined_by_means_and_the_slowest_experts() -> None:
+    combined = PassSeconds.combined([PassSeconds(1, 2, 3, 4, 3), PassSeconds(3, 4, 7, 0, 7)])
+    assert combined == PassSeconds(2, 3, 5, 2, 7)
+    assert combined.is_measured
+    assert not PassSeconds().is_measured
+
+
+@pytest.mark.gpu
+def test_gpu_work_is_timed_on_the_device_without_a_wait_of_the_host() -> None:
+    timer = PassTimer()
+    layer = LayerTimer(timer)
+    x = torch.randn(2048, 2048, device="cuda", requires_grad=True)
+    torch.cuda.synchronize()
+    timer.start()
+    layer.passes(x, "experts", None)
+    y = x
+    for _ in range(20):
+        y = y @ x
+    layer.passes(y, "combine", "experts")
+    layer.passes(y.sin(), None, None)
+    torch.cuda.synchronize()
+    timer.stop()
+    forward, _ = layer.take()
+    assert forward.experts_s > forward.combine_s > 0
