@@ -1,7 +1,7 @@
 """Executes a strategy's plans for one MoE layer.
 
 Shape letters: T tokens, D devices, E experts, G experts present on a device, R rows that a
-device computes, M model dimension, X expert-tensor-parallel peers.
+rank receives, M model dimension, X expert-tensor-parallel peers.
 """
 
 from collections.abc import Sequence
