@@ -13,9 +13,11 @@ from megatron_fssdp.config.run.training_settings import TrainingSettings
 from megatron_fssdp.config.written_files import refuse_non_folder, written_whole
 from megatron_fssdp.config.yaml_text import format_yaml
 from megatron_fssdp.reporting.records.array_files import file_of_earlier_versions
+from megatron_fssdp.reporting.records.evaluations import EVALUATIONS_FILE
 from megatron_fssdp.reporting.records.load_records import LOADS_FILE
 from megatron_fssdp.reporting.records.placement_records import PLACEMENTS_FILE
 from megatron_fssdp.reporting.records.recorded_run import run_config_of
+from megatron_fssdp.reporting.records.run_log import STOP_MARK
 from megatron_fssdp.reporting.records.run_records import METRICS_FILE
 
 # A checkpoint's optimizer states are valid only with the same values of these keys.
@@ -48,6 +50,16 @@ class RunFolder:
     def log(self) -> Path:
         """File with the output of all ranks."""
         return self.path / "log.txt"
+
+    def note_stop(self, iteration: int, reason: str) -> None:
+        """Write to the log that the ranks ended before the run was complete; pages show it.
+
+        Args:
+            iteration: Number of the last complete iteration; 0 if there was none.
+            reason: Why they ended, in one line.
+        """
+        with self.log.open("a", encoding="utf-8") as log:
+            log.write(f"{STOP_MARK} {iteration}: {reason}\n")
 
     @property
     def checkpoints(self) -> Path:
@@ -102,10 +114,10 @@ class RunFolder:
     def _files_of_a_run(self) -> list[Path]:
         arrays = [self.path / name for name in (LOADS_FILE, PLACEMENTS_FILE)]
         return [
-            *(self.config, self.overrides, self.metrics),
+            *(self.config, self.overrides, self.metrics, self.path / EVALUATIONS_FILE),
             *arrays,
             *map(file_of_earlier_versions, arrays),
-            *(self.log, self.checkpoints, self.path / "tensorboard"),
+            *(self.log, self.checkpoints, self.path / "tensorboard", self.path / "torch_profile"),
         ]
 
     def taken(self) -> list[str]:

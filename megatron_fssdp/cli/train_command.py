@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -11,7 +12,12 @@ from megatron_fssdp.cli.ranks.rank_command import RankCommand
 from megatron_fssdp.cli.run_folder import has_checkpoint
 from megatron_fssdp.cli.train_request import TrainRequest
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.run.megatron_arguments import Installation, TokenizedData, megatron_arguments
+from megatron_fssdp.config.run.megatron_arguments import (
+    Installation,
+    TokenizedData,
+    megatron_arguments,
+    trace_folder,
+)
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.run.training_settings import DataSettings
 from megatron_fssdp.config.written_files import refuse_non_folder
@@ -20,8 +26,13 @@ from megatron_fssdp.data.manifest import DATA_NAME, MANIFEST_FILE, read_manifest
 from megatron_fssdp.data.tokenizer import MIN_VOCAB_SIZE
 from megatron_fssdp.data.wordpiece import SEP, SPECIAL_TOKENS
 
+if TYPE_CHECKING:
+    from megatron_fssdp.cli.ranks.training_progress import TrainingProgress
+
 _DEVICE_VARIABLE = "MEGATRON_FSSDP_DEVICE"
 _DEFAULT_SHARDS = 4
+_SIGNALS = {130: "Ctrl-C", 143: "SIGTERM"}
+"""Names of what interrupted a run, by the exit code of the command."""
 
 
 def dry_run(request: TrainRequest) -> str:
@@ -96,9 +107,10 @@ def train(request: TrainRequest, console: Console) -> int:
             f"settings of earlier options are kept ({folder.overrides})", highlight=False, soft_wrap=True
         )
     nproc, iterations = config.parallelism.nproc_per_node, config.training.iterations
+    saves = config.training.save_checkpoints
+    progress = TrainingProgress(folder.metrics, iterations, nproc, console, saves=saves)
     try:
-        saves = config.training.save_checkpoints
-        with TrainingProgress(folder.metrics, iterations, nproc, console, saves=saves) as progress:
+        with progress:
             code = run_ranks(command, folder.log, progress.update)
     except KeyboardInterrupt as interrupt:
         checkpoints = config.training.checkpoint_dir or folder.checkpoints
@@ -107,21 +119,29 @@ def train(request: TrainRequest, console: Console) -> int:
             if has_checkpoint(checkpoints)
             else "no checkpoint yet, start again with --overwrite"
         )
+        code = exit_code_after(interrupt)
+        folder.note_stop(_reached(progress), f"interrupted by {_SIGNALS[code]}")
         console.print(f"interrupted; all ranks have ended; {again}", highlight=False)
-        return exit_code_after(interrupt)
+        return code
     if code != 0 or progress.last is None:
         reason = failure_reason(folder.log, log_start)
+        folder.note_stop(_reached(progress), reason)
         console.print(
             f"error: training failed: {reason}", style="red", highlight=False, markup=False, soft_wrap=True
         )
         console.print(f"all output: {folder.log}", highlight=False, soft_wrap=True)
         return code if code > 0 else 1
     if progress.last.iteration < iterations:
+        folder.note_stop(progress.last.iteration, "an exit option asked for it")
         console.print(
             "the ranks stopped before the last iteration, as an exit option asked; the reason is in "
             f"{folder.log}",
             highlight=False,
             soft_wrap=True,
+        )
+    for trace in sorted(trace_folder(config.training, folder.path).glob("rank-*.json.gz")):
+        console.print(
+            f"profiler's trace: {trace}; open it in https://ui.perfetto.dev", highlight=False, soft_wrap=True
         )
     console.print(
         f"done: {progress.last.iteration} iterations, loss {progress.last.lm_loss:.4f}; next: "
@@ -148,6 +168,10 @@ def check_startable(config: RunConfig) -> None:
             f"training.tensorboard {config.training.tensorboard}: the package tensorboard is not installed; "
             "install it with `pip install tensorboard`, or set it to false"
         )
+
+
+def _reached(progress: "TrainingProgress") -> int:
+    return 0 if progress.last is None else progress.last.iteration
 
 
 def _command(config: RunConfig, data: TokenizedData | None, out_dir: Path, resume: bool) -> RankCommand:

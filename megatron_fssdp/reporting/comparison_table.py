@@ -97,6 +97,7 @@ def _figures(run: RecordedRun) -> dict[str, str]:
         **_part_figures(run),
         "loss: first": f"{run.losses[0]:.4f}",
         "loss: last": f"{run.losses[-1]:.4f}",
+        **_evaluation_figures(run),
         **_load_figures(run),
         SPEED: speed_text(run.metrics),
         **_device_figures(run),
@@ -106,6 +107,15 @@ def _figures(run: RecordedRun) -> dict[str, str]:
         **_node_figures(run),
         **_transfer_figures(run),
         **_reshard_figures(run),
+    }
+
+
+def _evaluation_figures(run: RecordedRun) -> dict[str, str]:
+    found = {data: run.last_loss_on(data) for data in ("validation", "test")}
+    return {
+        f"loss: {data} (after iteration)": f"{one.loss:.4f} ({one.iteration:,})"
+        for data, one in found.items()
+        if one is not None
     }
 
 

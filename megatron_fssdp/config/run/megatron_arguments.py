@@ -98,6 +98,7 @@ def megatron_arguments(
         *_parallelism_arguments(config.parallelism, bool(config.model.num_experts)),
         *_training_arguments(config.training),
         *_board_arguments(config.training, out_dir),
+        *_profile_arguments(config.training, out_dir, resume),
         *_checkpoint_arguments(config, out_dir, resume),
         *_device_arguments(config, installation),
         *strategy_arguments(config, out_dir),
@@ -275,6 +276,28 @@ def _board_arguments(training: TrainingSettings, out_dir: Path) -> list[str]:
     return _pairs(
         tensorboard_dir=out_dir / "tensorboard" if training.tensorboard is True else training.tensorboard
     )
+
+
+def trace_folder(training: TrainingSettings, out_dir: Path) -> Path:
+    """Return the folder to which Megatron writes the profiler's traces: ``torch_profile`` beside the board.
+
+    Args:
+        training: Training settings of the run.
+        out_dir: Output folder of the run.
+    """
+    board = training.tensorboard
+    return (board.parent if isinstance(board, Path) else out_dir) / "torch_profile"
+
+
+def _profile_arguments(training: TrainingSettings, out_dir: Path, resume: bool) -> list[str]:
+    profile = training.profile
+    if profile is None or resume:  # Megatron would count the iterations from the start of the resumed run.
+        return []
+    # Megatron's end is the iteration at which it writes the traces. It writes them beside the board's folder.
+    steps = _pairs(profile_step_start=profile.start, profile_step_end=profile.end + 1)
+    board = [] if training.tensorboard else _pairs(tensorboard_dir=out_dir / "tensorboard")
+    ranks = ["--profile-ranks", *map(str, profile.ranks)]
+    return ["--profile", "--use-pytorch-profiler", *steps, *ranks, *board]
 
 
 def _checkpoint_arguments(config: RunConfig, out_dir: Path, resume: bool) -> list[str]:

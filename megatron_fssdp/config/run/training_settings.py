@@ -44,6 +44,32 @@ class DataSettings(BaseModel):
     )
 
 
+class ProfileSettings(BaseModel):
+    """Iterations that torch's profiler records."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    start: int = Field(ge=1, description="First profiled iteration, counted from 1.")
+    end: int = Field(
+        ge=1, description="Last profiled iteration. The run must train at least one iteration after it."
+    )
+    ranks: tuple[int, ...] = Field(
+        default=(0,), min_length=1, description="Global ranks that write a trace of their own."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.end < self.start:
+            raise ValueError(
+                f"training.profile.end {self.end} is before training.profile.start {self.start}; raise end"
+            )
+        if min(self.ranks) < 0:
+            raise ValueError(
+                f"training.profile.ranks {list(self.ranks)}: wanted numbers of ranks, from 0; change them"
+            )
+        return self
+
+
 class TrainingSettings(BaseModel):
     """Batch sizes, optimizer, precision, logs and checkpoints."""
 
@@ -98,6 +124,13 @@ class TrainingSettings(BaseModel):
             "folder. A path: into that folder."
         ),
     )
+    profile: ProfileSettings | None = Field(
+        default=None,
+        description=(
+            "Iterations that torch's profiler records into the folder torch_profile of the run, by flags of "
+            "Megatron. A resumed run records none. Default: no profiler."
+        ),
+    )
     save_interval: int | None = Field(
         default=None,
         ge=1,
@@ -128,6 +161,12 @@ class TrainingSettings(BaseModel):
             raise ValueError(
                 f"training.warmup_iterations {self.warmup_iterations} must be smaller than "
                 f"training.iterations {self.iterations}; lower it"
+            )
+        if self.profile is not None and self.profile.end >= self.iterations:
+            # Megatron writes the traces when the iteration after the last profiled one begins.
+            raise ValueError(
+                f"training.profile.end {self.profile.end} must be smaller than training.iterations "
+                f"{self.iterations}; lower it, or train longer"
             )
         if self.min_lr > self.lr:
             raise ValueError(

@@ -1,7 +1,9 @@
 """Registers the plugin and then runs an unmodified Megatron training script."""
 
+import os
 import runpy
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +25,7 @@ def launch(arguments: Sequence[str]) -> None:
     Raises:
         SystemExit: The input is invalid. One line says why, and the exit code is 2.
     """
+    show_warnings_once()
     try:
         if not arguments:
             raise ConfigurationError(f"{USAGE}; the script's own help: -m megatron_fssdp SCRIPT.py --help")
@@ -43,6 +46,19 @@ def launch(arguments: Sequence[str]) -> None:
     except ConfigurationError as error:
         report(error)
         sys.exit(EXIT_BAD_INPUT)
+
+
+def show_warnings_once() -> None:
+    """Leave the warnings that Megatron and torch repeat on every rank to rank 0.
+
+    Errors of all ranks are shown, and so are warnings on numbers (RuntimeWarning) and those of other modules.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        return
+    for category in (UserWarning, FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=category, module=r"(megatron|torch)\.")
+    # Processes that a rank starts, such as those that write checkpoints, import Megatron again.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning")
 
 
 def _register() -> None:

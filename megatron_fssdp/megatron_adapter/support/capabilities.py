@@ -133,6 +133,8 @@ _TRAINING_SEAMS = (
         _PLACEMENT,
     ),
     Seam("megatron.training.training", "train", "reports where a run stopped", _PLACEMENT),
+    Seam("megatron.training.training", "evaluate", "records validation losses", _EVERY_RUN),
+    Seam("megatron.training.training", "evaluate_and_print_results", "records validation losses", _EVERY_RUN),
     Seam("megatron.training.training", "train_step", "begins and ends iterations", _EVERY_RUN),
     Seam(
         "megatron.training.training",

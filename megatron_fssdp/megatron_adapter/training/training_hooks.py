@@ -23,6 +23,7 @@ from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.megatron_adapter.layer.launch_hooks import install_launch_hooks
 from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy
+from megatron_fssdp.megatron_adapter.training.evaluation_records import wrap_evaluation
 from megatron_fssdp.megatron_adapter.training.iteration_driver import IterationDriver
 from megatron_fssdp.megatron_adapter.training.run_recorder import RunRecorder, StepTimes
 from megatron_fssdp.megatron_adapter.training.stopped_training import reporting_stop
@@ -137,6 +138,11 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
         with reporting_stop(get_args()) if drivers else nullcontext():
             return train(*args, **kwargs)
 
+    def record_dir() -> Path | None:
+        requested = requested_strategy()
+        return None if requested is None else requested.settings.record_dir
+
+    wrap_evaluation(training, record_dir)
     training.setup_model_and_optimizer = setup_model_and_optimizer
     training.train_step = train_step
     training.get_forward_backward_func = get_forward_backward_func

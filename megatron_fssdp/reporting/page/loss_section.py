@@ -12,6 +12,8 @@ from megatron_fssdp.reporting.records.recorded_run import loss_differences
 
 MOST_POINTS = 2000
 
+_SYMBOLS = {"validation": "circle-open", "test": "diamond-open"}
+
 
 def loss_section(runs: Sequence[ReportedRun]) -> Section:
     """Make the section with the losses of all runs. With several runs, it also shows their differences.
@@ -22,7 +24,7 @@ def loss_section(runs: Sequence[ReportedRun]) -> Section:
     figures = [
         Figure(
             "loss",
-            [_curve(run, i) for i, run in enumerate(runs)],
+            [*(_curve(run, i) for i, run in enumerate(runs)), *_evaluated(runs)],
             with_part_marks(_layout("loss", most_iterations(runs)), runs),
         )
     ]
@@ -42,6 +44,8 @@ def loss_section(runs: Sequence[ReportedRun]) -> Section:
                 )
             )
     lead = "Language-model loss of each iteration, as Megatron reports it."
+    if any(run.records.evaluations for run in runs):
+        lead += " Points: losses on data that is not trained."
     if len(runs) > 1:
         lead += (
             " Runs with the same seed and the same data should have the same curve, because placement "
@@ -77,6 +81,27 @@ def _curve(run: ReportedRun, number: int) -> dict[str, object]:
         },
         "hovertemplate": "iteration %{x:.0f}: %{y:.4f}<extra>" + run.name + "</extra>",
     }
+
+
+def _evaluated(runs: Sequence[ReportedRun]) -> list[dict[str, object]]:
+    """Points of the losses on validation and test data."""
+    traces: list[dict[str, object]] = []
+    for run in runs:
+        for data in dict.fromkeys(one.data for one in run.records.evaluations):
+            found = [one for one in run.records.evaluations if one.data == data]
+            traces.append(
+                {
+                    "type": "scatter",
+                    "mode": "markers",
+                    "name": f"{run.name}, {data}",
+                    "showlegend": True,
+                    "x": [one.iteration for one in found],
+                    "y": [one.loss for one in found],
+                    "marker": {"color": run.colour, "size": 9, "symbol": _SYMBOLS.get(data, "square-open")},
+                    "hovertemplate": "after iteration %{x}: %{y:.4f}<extra>" + f"{run.name}, {data}</extra>",
+                }
+            )
+    return traces
 
 
 def _difference(first: ReportedRun, run: ReportedRun) -> dict[str, object] | None:

@@ -49,7 +49,7 @@ def settings_section(runs: Sequence[ReportedRun]) -> Section | None:
 
 
 def parts_section(runs: Sequence[ReportedRun]) -> Section | None:
-    """Make the section with the parts of resumed runs, or None if no run was resumed.
+    """Make the section with the parts of resumed and interrupted runs, or None if there are none.
 
     Args:
         runs: Runs of the page.
@@ -58,7 +58,7 @@ def parts_section(runs: Sequence[ReportedRun]) -> Section | None:
     reason = not_comparable([run.records for run in runs])
     for run in runs:
         parts = parts_of(run.records)
-        for part in parts if len(parts) > 1 else ():
+        for part in parts if len(parts) > 1 or run.stops else ():
             loads = [layer.load_max_over_mean for record in part.records for layer in record.layers]
             rows.append(
                 (
@@ -76,7 +76,8 @@ def parts_section(runs: Sequence[ReportedRun]) -> Section | None:
         "A run that was resumed has one part for each start. Dotted lines in the figures mark the starts. "
         "A resumed run repeats the iterations after its last checkpoint, and only the repetition is shown."
     )
-    return Section("parts", "Parts of the run", lead, table=Table(header, tuple(rows)))
+    stops = tuple(f"{run.name}: stopped after iteration {stop}" for run in runs for stop in run.stops)
+    return Section("parts", "Parts and interruptions", lead, table=Table(header, tuple(rows)), notes=stops)
 
 
 def model_line(run: ReportedRun) -> str:

@@ -1,8 +1,6 @@
 """Reads all records of a run that its page shows."""
 
-import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +12,10 @@ from megatron_fssdp.reporting.records.placement_records import (
     read_placements,
 )
 from megatron_fssdp.reporting.records.recorded_run import RecordedRun, distinct_names, read_run
+from megatron_fssdp.reporting.records.run_log import read_log
 
-_LOG_FILE = "log.txt"
-_ACCOUNTED = re.compile(rb"\[fssdp\] memory of a rank: ([^\r\n]+)")
+TRACES = "torch_profile/rank-*.json.gz"
+"""Traces of torch's profiler, in Megatron's place for them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +29,8 @@ class ReportedRun:
         loads: Router counts of the run, or None if they are not written yet or were not recorded.
         placements: Placements of the run's experts, or None if they were not recorded.
         accounted: The log's statement on the memory of experts. Empty if the log has none.
+        traces: Paths of the traces that torch's profiler wrote, relative to the run's folder.
+        stops: Ends of starts before the run was complete, as the log states them (``RunLog.stops``).
     """
 
     name: str
@@ -38,6 +39,8 @@ class ReportedRun:
     loads: RecordedLoads | None = None
     placements: RecordedPlacements | None = None
     accounted: str = ""
+    stops: tuple[str, ...] = ()
+    traces: tuple[str, ...] = ()
 
     @property
     def num_iterations(self) -> int:
@@ -68,17 +71,10 @@ def read_reported_runs(paths: Sequence[Path]) -> list[ReportedRun]:
             run,
             read_loads(run.path) if has_loads(run.path) else None,
             read_placements(run.path) if has_placements(run.path) else None,
-            _accounted_memory(run.path),
+            log.accounted,
+            log.stops,
+            tuple(str(one.relative_to(run.path)) for one in sorted(run.path.glob(TRACES))),
         )
         for run, name, colour in zip(found, distinct_names(*found), colours, strict=True)
+        for log in (read_log(run.path),)
     ]
-
-
-def _accounted_memory(path: Path) -> str:
-    accounted = b""
-    with suppress(OSError), (path / _LOG_FILE).open("rb") as lines:
-        for line in lines:
-            # The last statement counts, because measured limits are known only after some iterations.
-            if found := _ACCOUNTED.search(line):
-                accounted = found[1]
-    return accounted.decode("utf-8", errors="replace")

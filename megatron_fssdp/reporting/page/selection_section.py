@@ -1,6 +1,6 @@
 """Page section on the strategies that ``auto`` selected for each layer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,7 @@ from megatron_fssdp.config.strategy_registry import STRATEGIES
 from megatron_fssdp.reporting.colours import distinct_colours
 from megatron_fssdp.reporting.page.iteration_bins import IterationBins
 from megatron_fssdp.reporting.page.reported_run import ReportedRun
-from megatron_fssdp.reporting.page.section import Figure, Section, iteration_axis, packed, titled
+from megatron_fssdp.reporting.page.section import Figure, Section, Table, iteration_axis, packed, titled
 
 MOST_POINTS = 600
 
@@ -23,15 +23,52 @@ def selection_section(runs: Sequence[ReportedRun]) -> Section | None:
     Returns:
         The section, or None if no run used ``auto``.
     """
-    figures = [_selected(run, i) for i, run in enumerate(runs) if _could_choose(run)]
+    selecting = [run for run in runs if _could_choose(run)]
+    figures = [_selected(run, i) for i, run in enumerate(selecting)]
     if not figures:
         return None
+    rows = [row for run in selecting for row in _gains(run)]
+    header = ("change before", "layers", "predicted gain", "seen gain")
+    table = Table(header, tuple(rows)) if rows else None
+    notes = (
+        "Predicted: modelled milliseconds of an iteration that the change saves. Seen: by how much the "
+        "median iteration became shorter until auto reconsidered the strategies. The loads can have changed.",
+    )
     lead = (
         "The strategy of every layer under auto. At intervals, auto reconsiders which strategy takes the "
-        "fewest seconds by its model. The run's log states the expected and the measured savings of every "
-        "change."
+        "fewest seconds by its model."
     )
-    return Section("selections", "Strategies that auto selected", lead, tuple(figures))
+    return Section(
+        "selections",
+        "Strategies that auto selected",
+        lead,
+        tuple(figures),
+        table,
+        notes=notes if rows else (),
+    )
+
+
+def _gains(run: ReportedRun) -> Iterator[tuple[str, ...]]:
+    """The changes of strategies in a run: when, which layers, and the predicted and the seen gain."""
+    selections = [(record.iteration, one) for record in run.records.metrics for one in record.selections]
+    for number, (iteration, change) in enumerate(selections):
+        if not change.changed:
+            continue
+        later = [one.seen for _, one in selections[number + 1 :] if one.stage == change.stage]
+        seen = later[0] if later else None
+        yield (
+            f"{run.name}, iteration {iteration:,}",
+            ", ".join(map(str, change.changed)),
+            _of_iteration(change.predicted_s, change.iteration_s),
+            "not known"
+            if seen is None
+            else _of_iteration(seen.seen_s, seen.before_s) + ("; taken back" if seen.is_slower else ""),
+        )
+
+
+def _of_iteration(seconds: float, iteration_s: float | None) -> str:
+    share = f" ({seconds / iteration_s:.1%})" if iteration_s else ""
+    return f"{1e3 * seconds:.3g} ms{share}"
 
 
 def _could_choose(run: ReportedRun) -> bool:

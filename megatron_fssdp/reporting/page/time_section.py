@@ -43,6 +43,12 @@ def time_section(runs: Sequence[ReportedRun], what_if: SimulationReport | None =
         "iteration, which are those of the slowest rank. The all-to-alls of an iteration do not include the "
         "wait for this rank, but the combine of a layer does."
     ]
+    notes += [
+        f"{run.name}: torch's profiler wrote {', '.join(run.traces)} in {run.records.path}; open such a "
+        "trace in https://ui.perfetto.dev."
+        for run in runs
+        if run.traces
+    ]
     if any(not _has_parts(run) for run in runs):
         notes.append(
             "At least one run did not measure the parts of its layers: it is of an earlier version, its "

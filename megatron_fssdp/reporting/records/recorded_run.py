@@ -12,6 +12,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import load_yaml, validate
 from megatron_fssdp.config.renamed_settings import with_new_spellings
 from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.reporting.records.evaluations import Evaluation, read_evaluations
 from megatron_fssdp.reporting.records.run_records import IterationMetrics, read_metrics
 
 
@@ -26,12 +27,14 @@ class RecordedRun:
         strategy: Name of the run's strategy, or the folder's name if the strategy is unknown.
         metrics: Metrics of at least one iteration, in order.
         asked_iterations: Number of the last iteration that the run was asked to train, or None if unknown.
+        evaluations: Losses on validation and test data, in the order of iterations.
     """
 
     path: Path
     strategy: str
     metrics: tuple[IterationMetrics, ...]
     asked_iterations: int | None = None
+    evaluations: tuple[Evaluation, ...] = ()
 
     @cached_property
     def iterations(self) -> NDArray[np.int64]:
@@ -55,6 +58,14 @@ class RecordedRun:
     def losses(self) -> NDArray[np.float64]:
         """Language-model losses, float64 ``[I]``."""
         return np.array([record.lm_loss for record in self.metrics])
+
+    def last_loss_on(self, data: str) -> Evaluation | None:
+        """Return the last evaluation on some data, or None if there was none.
+
+        Args:
+            data: ``validation`` or ``test``.
+        """
+        return next((one for one in reversed(self.evaluations) if one.data.startswith(data)), None)
 
     @property
     def shared_cores(self) -> str:
@@ -118,17 +129,23 @@ def read_run(path: Path) -> RecordedRun:
             "different models; record the run again"
         )
     session = next((record.session for record in reversed(metrics) if record.session is not None), None)
+    evaluations = read_evaluations(path)
     config = path / "config.yaml"
     if not config.exists():  # the command line did not start this run's script
         name = path.resolve().name if session is None else session.strategy
-        return RecordedRun(path, name, tuple(metrics), None if session is None else session.iterations)
+        asked = None if session is None else session.iterations
+        return RecordedRun(path, name, tuple(metrics), asked, evaluations)
     settings = load_yaml(config)
     training = settings.get("training")
     asked = training.get("iterations") if isinstance(training, dict) else None
     if session is not None:
         asked = session.iterations
     return RecordedRun(
-        path, _strategy_of(settings, config), tuple(metrics), asked if isinstance(asked, int) else None
+        path,
+        _strategy_of(settings, config),
+        tuple(metrics),
+        asked if isinstance(asked, int) else None,
+        evaluations,
     )
 
 

@@ -5,7 +5,12 @@ import pytest
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides, load_yaml, validate
 from megatron_fssdp.config.run.json_schema import run_config_schema_text
-from megatron_fssdp.config.run.megatron_arguments import Installation, TokenizedData, megatron_arguments
+from megatron_fssdp.config.run.megatron_arguments import (
+    Installation,
+    TokenizedData,
+    megatron_arguments,
+    trace_folder,
+)
 from megatron_fssdp.config.run.run_config import RunConfig
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -201,6 +206,33 @@ def test_a_training_board_is_written_only_where_requested():
     assert "--tensorboard-dir" not in arguments(tiny())
     assert value_of(arguments(tiny("training.tensorboard=true")), "--tensorboard-dir") == "runs/x/tensorboard"
     assert value_of(arguments(tiny("training.tensorboard=boards/y")), "--tensorboard-dir") == "boards/y"
+
+
+def test_the_profiler_records_the_given_iterations() -> None:
+    assert "--profile" not in arguments(tiny())
+    run = tiny("training.profile.start=3", "training.profile.end=5", "training.profile.ranks=[0,2]")
+    found = arguments(run)
+    assert "--profile" in found
+    assert "--use-pytorch-profiler" in found
+    # Megatron writes the trace at the end step, and into a folder beside that of the board.
+    assert (value_of(found, "--profile-step-start"), value_of(found, "--profile-step-end")) == ("3", "6")
+    ranks = found.index("--profile-ranks")
+    assert found[ranks + 1 : ranks + 3] == ["0", "2"]
+    assert value_of(found, "--tensorboard-dir") == "runs/x/tensorboard"
+    assert trace_folder(run.training, Path("runs/x")) == Path("runs/x/torch_profile")
+    board = tiny("training.profile.start=3", "training.profile.end=5", "training.tensorboard=boards/y")
+    assert value_of(arguments(board), "--tensorboard-dir") == "boards/y"
+    assert trace_folder(board.training, Path("runs/x")) == Path("boards/torch_profile")
+    for settings, message in (
+        (("training.profile.start=3", "training.profile.end=2"), "end 2 is before"),
+        (
+            ("training.profile.start=1", "training.profile.end=60"),
+            "must be smaller than training.iterations 60",
+        ),
+        (("training.profile.start=1", "training.profile.end=2", "training.profile.ranks=[-1]"), "from 0"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            tiny(*settings)
 
 
 def test_a_list_of_moe_layers_is_one_argument():

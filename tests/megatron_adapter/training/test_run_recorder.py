@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.megatron_adapter.support.host_cores import usable_cores
+from megatron_fssdp.reporting.records.evaluations import read_evaluations
 from megatron_fssdp.reporting.records.load_records import read_loads
 from megatron_fssdp.reporting.records.placement_records import read_placements
 from megatron_fssdp.reporting.records.run_records import IterationMetrics, read_metrics
@@ -78,6 +79,21 @@ def test_all_devices_and_layers_are_recorded(
     assert min(metrics[0].rank_peak_bytes) > 2**20
     check_placements(tmp_path, metrics, num_sources)
     assert all(entry.resharded_experts == entry.reshard_bytes == entry.reshard_s == 0 for entry in metrics)
+
+
+def test_evaluations_are_recorded_with_their_data(text_data: Path, tmp_path: Path) -> None:
+    train(
+        2,
+        "--expert-model-parallel-size 2 --train-iters 3 --split 40,40,20 "
+        "--eval-interval 2 --eval-iters 1 --moe-strategy ep "
+        f"--moe-strategy-set record_dir={tmp_path}",
+        text_data,
+    )
+    found = read_evaluations(tmp_path)
+    assert [(one.iteration, one.data) for one in found] == [(2, "validation"), (3, "validation"), (3, "test")]
+    losses = [entry.lm_loss for entry in read_metrics(tmp_path)]
+    # Random tokens of the same kind: the loss on other data is close to that of training.
+    assert all(abs(one.losses["lm loss"] - losses[-1]) < 0.5 for one in found)
 
 
 def check_passes(metrics: list[IterationMetrics], num_stages: int) -> None:

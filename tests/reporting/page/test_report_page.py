@@ -3,6 +3,7 @@
 import base64
 import re
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.reporting.colours import TIME_PARTS
 from megatron_fssdp.reporting.page.report_page import page_html, page_sections, write_page
 from megatron_fssdp.reporting.page.reported_run import read_reported_runs
+from megatron_fssdp.reporting.records.evaluations import Evaluation, append_evaluation
 from megatron_fssdp.reporting.records.load_records import read_loads
 from megatron_fssdp.reporting.records.placement_records import read_placements
 from megatron_fssdp.reporting.records.run_records import (
@@ -20,6 +22,7 @@ from megatron_fssdp.reporting.records.run_records import (
     MetricsWriter,
     read_metrics,
 )
+from megatron_fssdp.reporting.records.selection_metrics import SeenGain, SelectionMetrics
 from megatron_fssdp.reporting.records.time_parts import MEASURED_PARTS, time_parts
 
 from .made_runs import write_made_run
@@ -168,6 +171,41 @@ def test_runs_are_compared_with_the_first(tmp_path: Path) -> None:
         "expert-load-2",
     ]
     assert [run["name"] for run in page.placements] == ["ep", "fssdp", "again"]
+
+
+def test_validation_losses_stops_and_traces_are_shown(tmp_path: Path) -> None:
+    folder = write_made_run(tmp_path / "x")
+    for iteration, data in ((2, "validation"), (4, "validation"), (4, "test")):
+        append_evaluation(folder, Evaluation(iteration, data, {"lm loss": 5.0 + iteration}))
+    (folder / "torch_profile").mkdir()
+    (folder / "torch_profile" / "rank-3.json.gz").touch()
+    with (folder / "log.txt").open("a") as log:
+        log.write("[fssdp] stopped after iteration 3: rank 1: killed by SIGKILL\n")
+    page = page_of(folder)
+    shown = {trace["name"]: (trace["x"], trace["y"]) for trace in page.figures["loss"]["data"][1:]}
+    assert shown == {"fssdp, validation": ([2, 4], [7.0, 9.0]), "fssdp, test": ([4], [9.0])}
+    assert "stopped after iteration 3: rank 1: killed by SIGKILL" in page.texts["parts"]
+    assert "torch_profile/rank-3.json.gz" in page.texts["time"]
+    assert "9.0000 (4)" in page.texts["figures"]
+
+
+def test_predicted_and_seen_gains_of_auto_are_shown(tmp_path: Path) -> None:
+    folder = write_made_run(tmp_path / "auto", "auto")
+    records = read_metrics(folder)
+    selections = {
+        2: SelectionMetrics(0, (1, 2), 0.05, 1.0),
+        4: SelectionMetrics(0, (2,), 0.01, 0.9, SeenGain(0.05, 1.0, 0.9, is_slower=False)),
+        5: SelectionMetrics(0, (), 0.0, 1.2, SeenGain(0.01, 0.9, 1.2, is_slower=True)),
+    }
+    (folder / "metrics.jsonl").unlink()
+    with closing(MetricsWriter(folder)) as writer:
+        for record in records:
+            chosen = (selections[record.iteration],) if record.iteration in selections else ()
+            layers = tuple(replace(layer, strategy="fssdp") for layer in record.layers)
+            writer.append(replace(record, layers=layers, selections=chosen))
+    text = page_of(folder).texts["selections"]
+    assert "auto, iteration 21, 250 ms (5.0%)100 ms (10.0%)" in text
+    assert "auto, iteration 4210 ms (1.1%)-300 ms (-33.3%); taken back" in text
 
 
 def test_selections_of_auto_are_shown_by_layer(tmp_path: Path) -> None:
