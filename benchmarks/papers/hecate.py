@@ -29,10 +29,10 @@ follows from its memory in §5.3. Few iterations are simulated, with a move ever
 are spread over the interval.
 
 **Four nodes limit what balance can gain here.** A node's NICs limit an all-to-all, and with four nodes the
-busiest node has at most 4 times the traffic that it has under even loads. The paper's slowdown of 5.18 (§1),
-its all-to-alls of 12.3 times the length (Fig. 12) and its layers of up to 18.8 times (Fig. 11) are above 4.
-So its all-to-alls were limited by single GPUs, or padded to the most loaded expert. The text does not say
-which.
+busiest node has at most 4 times the traffic that it has under even loads. The paper's slowdown of 5.18 (§1)
+is above 4. Its all-to-alls, 12.3 times as fast (Fig. 12), would also need replicas that keep two thirds of
+the tokens in their nodes. So its all-to-alls were probably limited by single GPUs, or padded to the most
+loaded expert. The text does not say which.
 
 **Fig. 15 and Fig. 10 cannot both be times of whole iterations of GPT-MoE-S**: sharding alone is 1.34 to 1.42
 times as fast as EP, and both components are 3.32 times as fast as sharding alone. Together that is at least
@@ -69,7 +69,7 @@ OF_BASELINES = (
     "the paper's best baseline is slower than EP, for reasons that are not in the text; over a baseline that "
     "is as fast as EP, Hecate cannot gain more than over EP"
 )
-OF_FOUR_NODES = "more than 4, which is the most that four nodes whose NICs are the limit can give (see above)"
+OF_FOUR_NODES = "balance gives at most 4 where the NICs of four nodes are the limit (see above)"
 OF_SKEW = f"{OF_FOUR_NODES}; what the paper's layers differ in, besides their loads, is not published"
 OF_SHARDING = (
     "open: re-sharding gains more over EP here than in the paper; without it and with half of the GPU's peak "
