@@ -78,8 +78,10 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
     "reporting": {
         "": {"records"},
         "records": set(),
-        "page": {"", "records"},
-        "sweep": {"", "records", "page"},
+        "html": {"records"},
+        "page": {"", "records", "html"},
+        "simulation_page": {"", "records", "html", "page"},
+        "sweep": {"", "records", "html", "page"},
     },
     "megatron_adapter": {
         "": set(),

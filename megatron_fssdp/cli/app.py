@@ -378,7 +378,7 @@ def simulate_command(
     break_even: Annotated[
         bool, typer.Option(help="Find the batch size and bandwidth at which each strategy starts to pay.")
     ] = True,
-    plots: Annotated[bool, typer.Option(help="Draw plots.")] = True,
+    plots: Annotated[bool, typer.Option(help="Write the HTML page and the pictures.")] = True,
     seed: Annotated[int, typer.Option(min=0, help="Seed of generated loads.")] = 0,
 ) -> None:
     """Predict which strategy is fastest on a cluster, from recorded or generated loads."""

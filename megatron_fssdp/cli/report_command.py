@@ -12,8 +12,7 @@ from megatron_fssdp.config.strategy_registry import STRATEGIES
 from megatron_fssdp.config.written_files import refuse_special_file
 from megatron_fssdp.reporting.comparison_table import comparison_table, settings_table
 from megatron_fssdp.reporting.device_load_plot import check_picture, draw_device_loads
-from megatron_fssdp.reporting.page.headline import headline_of
-from megatron_fssdp.reporting.page.report_page import page_html, page_sections, write_page
+from megatron_fssdp.reporting.page.report_page import report_page
 from megatron_fssdp.reporting.page.reported_run import ReportedRun, read_reported_runs
 from megatron_fssdp.reporting.records.run_settings import loss_obstacle
 from megatron_fssdp.reporting.simulation_report import SimulationReport
@@ -118,9 +117,7 @@ def _write(
             what_if = cost_on_a_cluster(runs)
         else:
             what_if = ranking_on(request.cluster, runs, request.strategies)
-    with_losses = not request.loads_only
-    sections = page_sections(runs, what_if, with_losses=with_losses)
-    write_page(path, page_html(runs, sections, headline_of(runs, what_if, with_losses=with_losses)))
+    report_page(runs, what_if, with_losses=not request.loads_only).write(path)
     return what_if
 
 

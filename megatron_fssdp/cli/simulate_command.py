@@ -24,6 +24,7 @@ from megatron_fssdp.config.written_files import written_whole
 from megatron_fssdp.reporting.records.job_records import loads_for_job, unknown_loads, with_recorded_choices
 from megatron_fssdp.reporting.records.load_records import RecordedLoads
 from megatron_fssdp.reporting.records.recorded_settings import SETTINGS_FILE
+from megatron_fssdp.reporting.simulation_page.simulation_page import PAGE_FILE, simulation_page
 from megatron_fssdp.reporting.simulation_plots import draw_simulation
 from megatron_fssdp.reporting.simulation_report import (
     RankedStrategy,
@@ -63,7 +64,7 @@ class SimulateRequest:
         cluster_overrides: ``key=value`` changes of the cluster.
         strategy_overrides: ``key=value`` settings for all strategies that have the key.
         with_break_even: Whether to search the batch size and bandwidth at which strategies start to pay.
-        with_plots: Whether to draw plots.
+        with_plots: Whether to write the HTML page and the pictures.
         seed: Seed of generated loads.
     """
 
@@ -116,12 +117,13 @@ def run_simulation(request: SimulateRequest, console: Console) -> SimulationRepo
     for trace in request.out.glob(TRACE_FILE.format("*")):
         if trace.name not in written:  # of an earlier simulation of other strategies
             trace.unlink()
-    if request.with_plots:
-        with written_whole(request.out, "--out") as partial:  # a plot that fails does not cost the numbers
+    if request.with_plots:  # a page or a plot that fails does not cost the numbers
+        simulation_page(report, record, cluster, job).write(request.out / PAGE_FILE)
+        with written_whole(request.out, "--out") as partial:
             draw_simulation(report, partial)
+    page = f"{request.out / PAGE_FILE} (open it in a browser), plots, " if request.with_plots else ""
     console.print(
-        f"wrote tables{', plots' if request.with_plots else ''} and traces (for https://ui.perfetto.dev) to "
-        f"{request.out}",
+        f"wrote {page}tables and traces (for https://ui.perfetto.dev) to {request.out}",
         highlight=False,
         soft_wrap=True,
     )

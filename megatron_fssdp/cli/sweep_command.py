@@ -26,7 +26,6 @@ from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.sweep.planned_runs import PlannedRun, planned_runs
 from megatron_fssdp.config.sweep.sweep_config import load_sweep
 from megatron_fssdp.config.written_files import cannot_write, refuse_non_folder, written_file
-from megatron_fssdp.reporting.page.report_page import write_page
 from megatron_fssdp.reporting.records.recorded_run import read_run
 from megatron_fssdp.reporting.sweep.run_groups import RunGroup, group_records, group_table
 from megatron_fssdp.reporting.sweep.sweep_page import detailed_runs, sweep_page
@@ -238,7 +237,7 @@ def _write_page(sweep: Sweep, states: dict[PlannedRun, RunState], console: Conso
     with console.status("writing the page"):
         details = detailed_runs(groups)
         what_if = cost_on_a_cluster(details)
-        write_page(page, sweep_page(f"sweep {sweep.name}", groups, details, missing, what_if))
+        sweep_page(f"sweep {sweep.name}", groups, details, missing, what_if).write(page)
     console.print(_table(groups))
     _say(console, f"wrote {page}; open it in a browser (it works without a network)")
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from megatron_fssdp.reporting.colours import TIME_PARTS, distinct_colours
 from megatron_fssdp.reporting.figures import DPI, new_figure
+from megatron_fssdp.reporting.ranked_loads import ranked_load_D
 from megatron_fssdp.reporting.simulation_report import RankedStrategy, SimulationReport
 from megatron_fssdp.simulation.timeline.iteration_timeline import PARTS
 
@@ -100,9 +101,7 @@ def _unit(report: SimulationReport) -> tuple[float, str]:
 
 def _loads(axes: Any, report: SimulationReport) -> None:
     for i, (row, colour) in enumerate(_coloured(report)):
-        tokens_ILD = row.outcome.ledger.tokens_ILD
-        mean_IL = np.maximum(tokens_ILD.mean(axis=2, keepdims=True), 1e-12)
-        ranked_D = -np.sort(-(tokens_ILD / mean_IL), axis=2).mean(axis=(0, 1))
+        ranked_D = ranked_load_D(row.outcome.ledger.tokens_ILD)
         axes.plot(
             np.arange(1, len(ranked_D) + 1),
             ranked_D,

@@ -110,37 +110,52 @@ class SimulationReport:
         )
 
 
-def ranking_table(report: SimulationReport) -> Table:
-    """Return the ranking as a table for the terminal."""
-    table = Table(title=report.title, title_justify="left", title_style="bold")
-    table.add_column("strategy", no_wrap=True)
-    table.add_column("seconds", justify="right", no_wrap=True)
-    table.add_column("warm-up", justify="right")
-    for header in (
+def ranking_cells(report: SimulationReport) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the ranking as text: the header, and one row for each strategy from best to worst.
+
+    The break-even columns are left out if nothing was searched.
+    """
+    header = (
+        "strategy",
+        "seconds",
+        "warm-up",
         "× ep",
         "% of ceiling",
         "host ms",
         "load max/mean",
         "peak memory",
-        "pays from",
-        "pays up to",
-    ):
-        table.add_column(header, justify="right")
-    for row in report.ranked:
-        outcome = row.outcome
-        seconds, memory = report.steady_s(outcome), format_memory(outcome.memory.total_bytes)
-        table.add_row(
-            row.label,
-            f"{seconds:.4g}",
-            warm_up_text(report, row),
-            f"{report.plain_s / seconds:.2f}",
-            f"{100 * report.ceiling_s / seconds:.0f}",
-            f"{1e3 * outcome.host_s:.3g}",
-            f"{report.steady_load(outcome):.2f}",
-            f"{memory}, too much" if outcome.memory.runs_out else memory,
-            _in_words(row.tokens, "{:,.0f} tokens"),
-            _in_words(row.bandwidth, "{:.3g} Gb/s", 8e-9),
-        )
+    )
+    rows = [_cells(report, row) for row in report.ranked]
+    if all(row.tokens is None and row.bandwidth is None for row in report.rows):
+        return header, [cells[: len(header)] for cells in rows]
+    return (*header, "pays from", "pays up to"), rows
+
+
+def _cells(report: SimulationReport, row: RankedStrategy) -> tuple[str, ...]:
+    outcome = row.outcome
+    seconds, memory = report.steady_s(outcome), format_memory(outcome.memory.total_bytes)
+    return (
+        row.label,
+        f"{seconds:.4g}",
+        warm_up_text(report, row),
+        f"{report.plain_s / seconds:.2f}",
+        f"{100 * report.ceiling_s / seconds:.0f}",
+        f"{1e3 * outcome.host_s:.3g}",
+        f"{report.steady_load(outcome):.2f}",
+        f"{memory}, too much" if outcome.memory.runs_out else memory,
+        _in_words(row.tokens, "{:,.0f} tokens"),
+        _in_words(row.bandwidth, "{:.3g} Gb/s", 8e-9),
+    )
+
+
+def ranking_table(report: SimulationReport) -> Table:
+    """Return the ranking as a table for the terminal."""
+    table = Table(title=report.title, title_justify="left", title_style="bold")
+    header, rows = ranking_cells(report)
+    for i, heading in enumerate(header):
+        table.add_column(heading, justify="right" if i else "left", no_wrap=i < 2)
+    for cells in rows:
+        table.add_row(*cells)
     return table
 
 

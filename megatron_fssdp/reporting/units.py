@@ -1,4 +1,4 @@
-"""Numbers of bytes as text: traffic in decimal units, as links are specified, and memory in binary units."""
+"""Numbers as text: bytes of traffic in decimal units, as links are specified, of memory in binary ones."""
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -19,3 +19,11 @@ def format_memory(num_bytes: float) -> str:
 def memory_unit(num_bytes: float) -> tuple[float, str]:
     """Return the bytes and the name of the unit in which a number of bytes of memory is shown."""
     return (2.0**30, "GiB") if num_bytes >= 2**30 else (2.0**20, "MiB")
+
+
+def format_seconds(seconds: float) -> str:
+    """Return seconds as text with three digits, in s, ms or µs."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:,.3g} {unit}"
+    return f"{seconds * 1e6:,.3g} µs"

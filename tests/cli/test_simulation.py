@@ -15,6 +15,8 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.reporting.colours import TIME_PARTS
 from megatron_fssdp.reporting.records.load_records import LoadsWriter
 
+from ..reporting.page.page_parts import PageParts, unpacked
+
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "gpt_moe_tiny.yaml"
 BIG = ("--set", "training.micro_batch_size=64", "--set", "training.global_batch_size=256")
@@ -52,7 +54,23 @@ def test_a_workload_is_simulated_end_to_end(tmp_path: Path) -> None:
     seconds = [float(line["iteration_s"]) for line in lines if line["strategy"] == "fssdp"]
     assert ranking["warm_up_iterations"] == rows["fssdp"]["warm_up_iterations"] == 1
     assert np.mean(seconds[1:]) == pytest.approx(rows["fssdp"]["iteration_s"])
-    assert "wrote tables, plots and traces" in output
+    assert "simulation.html (open it in a browser), plots, tables and traces" in output
+    page = PageParts((tmp_path / "simulation.html").read_text())
+    assert page.anchors == [
+        *("ranking", "time", "device-load", "expert-load", "replicas", "memory", "assumptions")
+    ]
+    assert f"Simulated: fssdp {rows['fssdp']['speedup_over_ep']:.2f} × ep" in page.summary
+    traces = page.figures["ranking"]["data"]
+    shown_s = sum(np.array(trace["x"]) for trace in traces)
+    np.testing.assert_allclose(shown_s, [rows[name]["iteration_s"] for name in ("fssdp", "ep")])
+    assert {trace["marker"]["color"] for trace in traces} <= {part.colour for part in TIME_PARTS.values()}
+    times = {trace["name"]: unpacked(trace["y"]) for trace in page.figures["time"]["data"]}
+    np.testing.assert_allclose(times["ep"][1:].mean(), rows["ep"]["iteration_s"], rtol=1e-6)
+    stacked = page.figures["memory"]["data"]
+    peaks = [rows[name]["memory"]["peak_bytes"] / 2**20 for name in ("fssdp", "ep")]
+    np.testing.assert_allclose(sum(np.array(trace["x"]) for trace in stacked), peaks)
+    assert "12 GB/s, 5 µs to start" in page.texts["assumptions"]
+    assert "Pro-Prophet" in page.texts["assumptions"]  # the source of the cluster's figures
     for picture in ("iterations", "breakdown", "device_load"):
         assert (tmp_path / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
         assert "<svg" in (tmp_path / f"{picture}.svg").read_text()
@@ -83,6 +101,7 @@ def test_a_recorded_run_is_simulated(tmp_path: Path) -> None:
     with (tmp_path / "out" / "iterations.csv").open(newline="") as file:
         assert [line["iteration"] for line in csv.DictReader(file)] == ["1", "2", "3", "4"] * 2
     assert not list((tmp_path / "out").glob("*.png"))
+    assert not (tmp_path / "out" / "simulation.html").exists()
 
 
 def test_numbers_are_written_also_where_plots_cannot_be_drawn(
@@ -92,6 +111,7 @@ def test_numbers_are_written_also_where_plots_cannot_be_drawn(
     with pytest.raises(ConfigurationError, match="pip install matplotlib"):
         simulate(tmp_path, "W3", "--iterations", "3", "--no-break-even", "--strategies", "ep")
     assert json.loads((tmp_path / "ranking.json").read_text())["strategies"]
+    assert (tmp_path / "simulation.html").exists()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from megatron_fssdp.cli.gpu_check.check_outcome import CheckOutcome
 from megatron_fssdp.cli.gpu_check.check_steps import GPU_LAYER, OVERLAP
 from megatron_fssdp.cli.gpu_check.parity import BASELINE, TOLERANCES, ParityRow
 from megatron_fssdp.cli.gpu_check.step import StepResult
-from megatron_fssdp.reporting.page.section import Section, Table
+from megatron_fssdp.reporting.html.section import Section, Table
 
 NO_TIMES = "virtual devices: no times"
 

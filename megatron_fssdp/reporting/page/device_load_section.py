@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_fssdp.reporting.page.iteration_bins import IterationBins
-from megatron_fssdp.reporting.page.part_marks import with_part_marks
-from megatron_fssdp.reporting.page.reported_run import ReportedRun, most_iterations
-from megatron_fssdp.reporting.page.section import (
+from megatron_fssdp.reporting.html.curves import curve, even_load_line
+from megatron_fssdp.reporting.html.iteration_bins import IterationBins
+from megatron_fssdp.reporting.html.section import (
     GREY,
     Figure,
     Section,
@@ -22,6 +21,9 @@ from megatron_fssdp.reporting.page.section import (
     packed,
     titled,
 )
+from megatron_fssdp.reporting.page.part_marks import with_part_marks
+from megatron_fssdp.reporting.page.reported_run import ReportedRun, most_iterations
+from megatron_fssdp.reporting.ranked_loads import ranked_load_D
 
 MOST_POINTS = 600
 NO_LAYERS = (
@@ -32,6 +34,8 @@ NO_LAYERS = (
 # Even loads are dark, overloaded devices are bright. The scale works on light and dark backgrounds and does
 # not need a distinction of red and green.
 _SCALE = "Cividis"
+
+_RATIO = "%{y:.2f}"
 
 
 def device_load_section(runs: Sequence[ReportedRun]) -> Section:
@@ -77,51 +81,24 @@ def _curves(runs: Sequence[ReportedRun]) -> Figure:
         bins = IterationBins(run.records.iterations, MOST_POINTS)
         x = packed(bins.middles)
         before_IL, after_IL = load_before_IL(run), run.records.load_IL
-        mode = "lines+markers" if len(bins.middles) < 3 else "lines"
         if i == 0 and not any(_is_plain(one) for one in runs):
             mean = bins.mean(before_IL.mean(axis=1))
-            traces.append(
-                _line("before (plain EP), mean of layers", x, mean, GREY, mode, {"dash": "dash", "width": 2})
-            )
+            dashed = {"dash": "dash", "width": 2}
+            traces.append(curve("before (plain EP), mean of layers", x, mean, GREY, dashed, _RATIO))
         mean, worst = bins.mean(after_IL.mean(axis=1)), bins.mean(after_IL.max(axis=1))
         # A band fills the space between the mean and the worst layer.
-        band = _line(f"{run.name}, worst layer", x, worst, run.colour, mode, {"width": 1, "dash": "dot"})
-        line = _line(f"{run.name}, mean of layers", x, mean, run.colour, mode, {"width": 2.5})
+        dotted = {"width": 1, "dash": "dot"}
+        band = curve(f"{run.name}, worst layer", x, worst, run.colour, dotted, _RATIO)
+        line = curve(f"{run.name}, mean of layers", x, mean, run.colour, {"width": 2.5}, _RATIO)
         traces += [line, {**band, "fill": "tonexty", "fillcolor": run.colour + "22"}]
     layout = {
         "title": {"text": "Busiest device, max / mean"},
         "xaxis": iteration_axis(most_iterations(runs)),
         "yaxis": titled("max / mean device load"),
         "hovermode": "x",
-        "shapes": [_even()],
+        "shapes": [even_load_line()],
     }
     return Figure("device-load", traces, with_part_marks(layout, runs), 360)
-
-
-def _even() -> dict[str, Any]:
-    return {
-        "type": "line",
-        "xref": "paper",
-        "x0": 0,
-        "x1": 1,
-        "y0": 1,
-        "y1": 1,
-        "line": {"color": GREY, "width": 1},
-    }
-
-
-def _line(
-    name: str, x: Any, values: NDArray[np.float64], colour: str, mode: str, line: dict[str, Any]
-) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": mode,
-        "name": name,
-        "x": x,
-        "y": packed(values),
-        "line": {"color": colour, **line},
-        "hovertemplate": "%{y:.2f}<extra>" + name + "</extra>",
-    }
 
 
 def _strips(run: ReportedRun, number: int) -> Figure:
@@ -186,20 +163,6 @@ def _ranked(runs: Sequence[ReportedRun]) -> Figure:
         "bargap": 0.25,
         "xaxis": titled("device, from the busiest to the least busy", **every_tick(len(traces[0]["x"]), 16)),
         "yaxis": titled("mean of load / mean load", rangemode="tozero"),
-        "shapes": [_even()],
+        "shapes": [even_load_line()],
     }
     return Figure("device-load-ranked", traces, layout, 300)
-
-
-def ranked_load_D(tokens_ILD: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return device loads relative to the mean, sorted from busiest to least busy: float64 ``[D]``.
-
-    The devices of each iteration and layer are sorted first. Then the values are averaged over iterations and
-    layers.
-
-    Args:
-        tokens_ILD: Tokens of each device, int64 ``[I, L, D]``.
-    """
-    mean_IL = np.maximum(tokens_ILD.mean(axis=2, keepdims=True), 1e-12)
-    ranked: NDArray[np.float64] = -np.sort(-(tokens_ILD / mean_IL), axis=2).mean(axis=(0, 1))
-    return ranked

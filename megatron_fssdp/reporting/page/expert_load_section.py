@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_fssdp.reporting.html.iteration_bins import IterationBins
+from megatron_fssdp.reporting.html.section import FEW, Figure, Section, above, every_tick, packed, titled
 from megatron_fssdp.reporting.page.device_load_section import NO_LAYERS
-from megatron_fssdp.reporting.page.iteration_bins import IterationBins
 from megatron_fssdp.reporting.page.reported_run import ReportedRun
-from megatron_fssdp.reporting.page.section import FEW, Figure, Section, above, every_tick, packed, titled
 from megatron_fssdp.reporting.records.load_records import RecordedLoads
+
+_EVERY_EXPERT = "Load of every expert, × even share"
 
 MOST_COLUMNS = 300
 MOST_CELLS = 400_000
@@ -57,7 +59,8 @@ def expert_load_section(runs: Sequence[ReportedRun]) -> Section:
             continue
         shown.append(run)
         bins = bins_of(run.loads, len(runs))
-        figures.append(_heat_maps(run, run.loads, bins, i, with_name=len(runs) > 1))
+        words = f"{run.name}: load of every expert" if len(runs) > 1 else _EVERY_EXPERT
+        figures.append(expert_load_figure(f"expert-load-{i}", run.loads, bins, words))
         if sentence := bins.describe():
             notes.append(f"{run.name}: {sentence}")
     if not figures:
@@ -99,9 +102,17 @@ def _are_alike(one: RecordedLoads | None, other: RecordedLoads | None) -> bool:
     return float(difference.mean()) < SAME
 
 
-def _heat_maps(
-    run: ReportedRun, loads: RecordedLoads, bins: IterationBins, number: int, *, with_name: bool
+def expert_load_figure(
+    name: str, loads: RecordedLoads, bins: IterationBins, title: str = _EVERY_EXPERT
 ) -> Figure:
+    """Return the figure with one heat map of expert loads for each layer.
+
+    Args:
+        name: Name of the figure on its page.
+        loads: Router counts.
+        bins: Groups of the iterations, from :func:`bins_of`.
+        title: Title of the figure.
+    """
     load_BLE = bins.mean(relative_load_ILE(loads))
     num_layers, num_experts = load_BLE.shape[1:]
     num_columns = min(num_layers, 2 if num_layers <= 4 else 3)
@@ -136,7 +147,7 @@ def _heat_maps(
         layout[f"xaxis{axis}"] = {
             **titled("iteration" if is_last else "", domain=[left, left + width_x], anchor=f"y{axis}"),
             **({"matches": "x"} if layer else {}),
-            **every_tick(len(loads.iterations), FEW),
+            **every_tick(len(loads.iterations), FEW // num_columns),
             "showgrid": False,
         }
         layout[f"yaxis{axis}"] = {
@@ -146,13 +157,12 @@ def _heat_maps(
             "showgrid": False,
         }
         annotations.append(above(f"layer {int(loads.layers[layer])}", left, top))
-    words = f"{run.name}: load of every expert" if with_name else "Load of every expert, × even share"
     return Figure(
-        f"expert-load-{number}",
+        name,
         traces,
         {
             **layout,
-            "title": {"text": words},
+            "title": {"text": title},
             "annotations": annotations,
             "coloraxis": {
                 "colorscale": _scale(highest),

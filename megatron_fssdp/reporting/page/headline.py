@@ -1,10 +1,10 @@
 """The top of a page: one sentence and the most important numbers, computed from the records."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_fssdp.reporting.html.html_page import Headline, Tile
 from megatron_fssdp.reporting.page.device_load_section import load_before_IL
 from megatron_fssdp.reporting.page.memory_section import peak_memory
 from megatron_fssdp.reporting.page.reported_run import ReportedRun
@@ -12,34 +12,6 @@ from megatron_fssdp.reporting.records.recorded_run import RecordedRun, loss_diff
 from megatron_fssdp.reporting.records.run_parts import not_comparable, progress_of, speed_of
 from megatron_fssdp.reporting.simulation_report import SimulationReport
 from megatron_fssdp.reporting.units import format_bytes, format_memory
-
-
-@dataclass(frozen=True)
-class Tile:
-    """One large number at the top of the page.
-
-    Attributes:
-        label: Name of the number.
-        value: The number with its unit.
-        hint: Another number to compare it with, or an explanation.
-    """
-
-    label: str
-    value: str
-    hint: str = ""
-
-
-@dataclass(frozen=True)
-class Headline:
-    """What stands at the top of a page.
-
-    Attributes:
-        sentence: The result in one sentence.
-        tiles: The most important numbers.
-    """
-
-    sentence: str
-    tiles: tuple[Tile, ...]
 
 
 def headline_of(

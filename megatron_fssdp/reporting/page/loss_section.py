@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_fssdp.reporting.page.iteration_bins import IterationBins
+from megatron_fssdp.reporting.html.iteration_bins import IterationBins
+from megatron_fssdp.reporting.html.section import Figure, Section, iteration_axis, packed, titled
 from megatron_fssdp.reporting.page.part_marks import with_part_marks
 from megatron_fssdp.reporting.page.reported_run import ReportedRun, most_iterations
-from megatron_fssdp.reporting.page.section import Figure, Section, iteration_axis, packed, titled
 from megatron_fssdp.reporting.records.recorded_run import loss_differences
 
 MOST_POINTS = 2000

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from megatron_fssdp.reporting.html.section import Figure, Section, every_tick, titled
 from megatron_fssdp.reporting.page.reported_run import ReportedRun
-from megatron_fssdp.reporting.page.section import Figure, Section, every_tick, titled
 from megatron_fssdp.reporting.records.recorded_run import RecordedRun
 from megatron_fssdp.reporting.units import memory_unit
 
@@ -53,7 +53,7 @@ def memory_section(runs: Sequence[ReportedRun]) -> Section:
     layout = {
         "barmode": "group",
         "bargap": 0.35,
-        "xaxis": titled("global rank", **every_tick(num_ranks, 32)),
+        "xaxis": titled("global rank", **every_tick(num_ranks, 16)),
         "yaxis": titled(f"peak, {word}", rangemode="tozero"),
     }
     kinds = {_WORDS.get(kind, kind) for found, kind in peaks.values() if found}

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from megatron_fssdp.reporting.comparison_table import compared_figures
+from megatron_fssdp.reporting.html.section import Section, Table
 from megatron_fssdp.reporting.page.reported_run import ReportedRun
-from megatron_fssdp.reporting.page.section import Section, Table
 from megatron_fssdp.reporting.records.run_parts import not_comparable, parts_of, progress_of, speed_text
 from megatron_fssdp.reporting.records.run_settings import differing_settings
 from megatron_fssdp.reporting.simulation_report import SimulationReport

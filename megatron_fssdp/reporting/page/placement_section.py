@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_fssdp.reporting.html.section import Section
 from megatron_fssdp.reporting.page.device_load_section import NO_LAYERS
 from megatron_fssdp.reporting.page.reported_run import ReportedRun
-from megatron_fssdp.reporting.page.section import Section
 
 MOST_ITERATIONS = 200
 MOST_BYTES = 2_000_000

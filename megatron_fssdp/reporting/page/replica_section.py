@@ -5,10 +5,12 @@ from typing import Any
 
 import numpy as np
 
+from megatron_fssdp.reporting.html.curves import curve
+from megatron_fssdp.reporting.html.iteration_bins import IterationBins
+from megatron_fssdp.reporting.html.section import Figure, Section, iteration_axis, packed, titled
 from megatron_fssdp.reporting.page.device_load_section import NO_LAYERS
-from megatron_fssdp.reporting.page.iteration_bins import IterationBins
+from megatron_fssdp.reporting.page.part_marks import with_part_marks
 from megatron_fssdp.reporting.page.reported_run import ReportedRun, most_iterations
-from megatron_fssdp.reporting.page.section import Figure, Section, above, iteration_axis, packed, titled
 
 MOST_POINTS = 600
 
@@ -23,7 +25,7 @@ def replica_section(runs: Sequence[ReportedRun]) -> Section:
     recorded = [run for run in runs if run.records.layers]
     if not recorded:
         return Section("replicas", title, "", missing=NO_LAYERS)
-    figures = [_curves(recorded)]
+    figures = [_replicas(recorded), _bytes(recorded)]
     figures += [_by_layer(run, i) for i, run in enumerate(recorded) if run.records.total("num_replicas") > 0]
     notes = [
         f"{run.name}: experts moved to new owners before {len(run.records.reshards)} iterations (marked by "
@@ -41,43 +43,11 @@ def replica_section(runs: Sequence[ReportedRun]) -> Section:
     return Section("replicas", title, lead, tuple(figures), notes=tuple(notes))
 
 
-def _curves(runs: Sequence[ReportedRun]) -> Figure:
+def _replicas(runs: Sequence[ReportedRun]) -> Figure:
     traces: list[dict[str, Any]] = []
     for run in runs:
-        metrics = run.records.metrics
-        bins = IterationBins(run.records.iterations, MOST_POINTS)
-        x, mode = packed(bins.middles), "lines+markers" if len(bins.middles) < 3 else "lines"
-        totals = {
-            field: np.array([sum(getattr(layer, field) for layer in record.layers) for record in metrics])
-            for field in ("num_replicas", "spag_bytes", "sprs_bytes")
-        }
-        line = {"color": run.colour, "width": 2}
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": mode,
-                "name": run.name,
-                "legendgroup": run.name,
-                "x": x,
-                "y": packed(bins.mean(totals["num_replicas"])),
-                "line": {**line, "shape": "hv"},
-                "hovertemplate": "iteration %{x:.0f}: %{y:.4g} replicas<extra>" + run.name + "</extra>",
-            }
-        )
-        for field, word, dash in (("spag_bytes", "spAG", "solid"), ("sprs_bytes", "spRS", "dot")):
-            traces.append(
-                {
-                    "type": "scatter",
-                    "mode": mode,
-                    "name": f"{run.name}, {word}",
-                    "x": x,
-                    "y": packed(bins.mean(totals[field])),
-                    "xaxis": "x2",
-                    "yaxis": "y2",
-                    "line": {**line, "dash": dash},
-                    "hovertemplate": "iteration %{x:.0f}: %{y:.4s}B<extra>" + f"{run.name}, {word}</extra>",
-                }
-            )
+        stepped = {"width": 2, "shape": "hv"}
+        traces.append(_curve(run, run.name, "num_replicas", stepped, "iteration %{x:.0f}: %{y:.4g} replicas"))
         if run.records.reshards:
             traces.append(
                 {
@@ -93,24 +63,38 @@ def _curves(runs: Sequence[ReportedRun]) -> Figure:
                     + "</extra>",
                 }
             )
-    moves = any(run.records.total("spag_bytes") + run.records.total("sprs_bytes") for run in runs)
     layout = {
-        "xaxis": iteration_axis(most_iterations(runs), domain=[0, 0.46]),
-        "xaxis2": iteration_axis(most_iterations(runs), domain=[0.54, 1], anchor="y2", matches="x"),
-        "yaxis": titled("replicas, all layers", rangemode="tozero"),
-        "yaxis2": titled(
-            "bytes per iteration",
-            anchor="x2",
-            rangemode="tozero",
-            tickformat="~s",
-            ticksuffix="B",
-            **({} if moves else {"tickvals": [0]}),
-        ),
-        "margin": {"t": 84},
-        "legend": {"y": 1.12},
-        "annotations": [above("Replicas", 0, 1), above("Bytes between devices", 0.54, 1)],
+        "title": {"text": "Replicas of all layers"},
+        "xaxis": iteration_axis(most_iterations(runs)),
+        "yaxis": titled("replicas", rangemode="tozero"),
     }
-    return Figure("replicas", traces, layout, 340)
+    return Figure("replicas", traces, with_part_marks(layout, runs), 280)
+
+
+def _bytes(runs: Sequence[ReportedRun]) -> Figure:
+    form = "iteration %{x:.0f}: %{y:.4s}B"
+    traces = [
+        _curve(run, f"{run.name}, {word}", field, {"width": 2, "dash": dash}, form)
+        for run in runs
+        for field, word, dash in (("spag_bytes", "spAG", "solid"), ("sprs_bytes", "spRS", "dot"))
+    ]
+    moves = any(run.records.total("spag_bytes") + run.records.total("sprs_bytes") for run in runs)
+    y_axis = titled("bytes of an iteration", rangemode="tozero", tickformat="~s", ticksuffix="B")
+    layout = {
+        "title": {"text": "Bytes between devices: weights (spAG) and gradients (spRS)"},
+        "xaxis": iteration_axis(most_iterations(runs)),
+        "yaxis": y_axis if moves else y_axis | {"tickvals": [0]},
+    }
+    return Figure("moved-bytes", traces, layout, 280)
+
+
+def _curve(run: ReportedRun, name: str, field: str, line: dict[str, Any], form: str) -> dict[str, Any]:
+    """Return the trace of a field of the layers' metrics, summed over layers."""
+    bins = IterationBins(run.records.iterations, MOST_POINTS)
+    totals_I = np.array(
+        [sum(getattr(layer, field) for layer in record.layers) for record in run.records.metrics]
+    )
+    return curve(name, packed(bins.middles), bins.mean(totals_I), run.colour, line, form)
 
 
 def _by_layer(run: ReportedRun, number: int) -> Figure:

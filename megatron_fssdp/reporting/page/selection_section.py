@@ -7,9 +7,9 @@ import numpy as np
 
 from megatron_fssdp.config.strategy_registry import STRATEGIES
 from megatron_fssdp.reporting.colours import distinct_colours
-from megatron_fssdp.reporting.page.iteration_bins import IterationBins
+from megatron_fssdp.reporting.html.iteration_bins import IterationBins
+from megatron_fssdp.reporting.html.section import Figure, Section, Table, iteration_axis, packed, titled
 from megatron_fssdp.reporting.page.reported_run import ReportedRun
-from megatron_fssdp.reporting.page.section import Figure, Section, Table, iteration_axis, packed, titled
 
 MOST_POINTS = 600
 

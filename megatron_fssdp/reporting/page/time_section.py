@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from megatron_fssdp.reporting.colours import TIME_PARTS
-from megatron_fssdp.reporting.page.iteration_bins import IterationBins
+from megatron_fssdp.reporting.html.iteration_bins import IterationBins
+from megatron_fssdp.reporting.html.section import Figure, Section, Table, iteration_axis, packed, titled
 from megatron_fssdp.reporting.page.part_marks import with_part_marks
 from megatron_fssdp.reporting.page.reported_run import ReportedRun, most_iterations
-from megatron_fssdp.reporting.page.section import Figure, Section, Table, iteration_axis, packed, titled
 from megatron_fssdp.reporting.records.run_parts import not_comparable
 from megatron_fssdp.reporting.records.time_parts import (
     MEASURED_PARTS,

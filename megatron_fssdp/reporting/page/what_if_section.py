@@ -3,12 +3,14 @@
 from typing import Any
 
 from megatron_fssdp.reporting.colours import TIME_PARTS
-from megatron_fssdp.reporting.page.section import GREY, Figure, Section, Table, titled
-from megatron_fssdp.reporting.simulation_report import SimulationReport, warm_up_text
-from megatron_fssdp.reporting.units import format_memory
+from megatron_fssdp.reporting.html.section import GREY, Figure, Section, Table, titled
+from megatron_fssdp.reporting.simulation_report import SimulationReport, ranking_cells
 from megatron_fssdp.simulation.timeline.iteration_timeline import PARTS
 
 _TITLE = "What if: strategies ranked on a cluster"
+CEILING = "ep with balanced routing"
+"""Name of the line at the seconds of plain expert parallelism with balanced routing."""
+
 _NOT_ASKED = (
     "No cluster was given, so nothing was simulated. To rank all strategies on a cluster with this run's "
     "loads, give --cluster NAME (`megatron-fssdp configs` lists the names) or --cluster FILE.yaml "
@@ -24,6 +26,21 @@ def what_if_section(report: SimulationReport | None) -> Section:
     """
     if report is None:
         return Section("what-if", _TITLE, "", missing=_NOT_ASKED)
+    lead = (
+        f"{report.title}. These times are simulated, not measured: every strategy decides from the recorded "
+        "loads, and the cluster's description gives the time of its decisions. The fastest is first."
+    )
+    figure, table = ranking_figure(report, "what-if"), ranking_page_table(report)
+    return Section("what-if", _TITLE, lead, (figure,), table, notes=report.notes)
+
+
+def ranking_figure(report: SimulationReport, name: str) -> Figure:
+    """Return the figure with the parts of an iteration's time under every strategy, the fastest first.
+
+    Args:
+        report: Results of the simulation.
+        name: Name of the figure on its page.
+    """
     ranked = report.ranked
     parts_s = [report.steady_parts_s(row.outcome) for row in ranked]
     traces: list[dict[str, Any]] = [
@@ -40,6 +57,7 @@ def what_if_section(report: SimulationReport | None) -> Section:
         if any(found[part] for found in parts_s)
     ]
     ceiling = {"xref": "x", "x0": report.ceiling_s, "x1": report.ceiling_s, "yref": "paper", "y0": 0, "y1": 1}
+    line = {"color": GREY, "dash": "dash", "width": 1.5}
     layout = {
         "barmode": "stack",
         "bargap": 0.3,
@@ -47,40 +65,12 @@ def what_if_section(report: SimulationReport | None) -> Section:
             "simulated time of an iteration", rangemode="tozero", tickformat="~s", ticksuffix="s"
         ),
         "yaxis": {"autorange": "reversed", "automargin": True},
-        "margin": {"t": 84},
-        "legend": {"y": 1.1},
-        "shapes": [{"type": "line", **ceiling, "line": {"color": GREY, "dash": "dash", "width": 1.5}}],
-        "annotations": [
-            {
-                "text": "balanced routing",
-                "x": report.ceiling_s,
-                "y": 1,
-                "yref": "paper",
-                "yanchor": "bottom",
-                "showarrow": False,
-                "font": {"size": 11},
-            }
-        ],
+        "shapes": [{"type": "line", **ceiling, "line": line, "showlegend": True, "name": CEILING}],
     }
-    table = Table(
-        ("strategy", "seconds", "warm-up", "× ep", "% of ceiling", "load max/mean", "peak memory"),
-        tuple(
-            (
-                row.label,
-                f"{report.steady_s(row.outcome):.4g}",
-                warm_up_text(report, row),
-                f"{report.plain_s / report.steady_s(row.outcome):.2f}",
-                f"{100 * report.ceiling_s / report.steady_s(row.outcome):.0f}",
-                f"{report.steady_load(row.outcome):.2f}",
-                format_memory(row.outcome.memory.total_bytes)
-                + (", too much" if row.outcome.memory.runs_out else ""),
-            )
-            for row in ranked
-        ),
-    )
-    lead = (
-        f"{report.title}. These times are simulated, not measured: every strategy decides from the recorded "
-        "loads, and the cluster's description gives the time of its decisions. The fastest is first."
-    )
-    figure = Figure("what-if", traces, layout, 170 + 34 * len(ranked))
-    return Section("what-if", _TITLE, lead, (figure,), table, notes=report.notes)
+    return Figure(name, traces, layout, 170 + 34 * len(ranked))
+
+
+def ranking_page_table(report: SimulationReport) -> Table:
+    """Return the ranking as a table for a page."""
+    header, rows = ranking_cells(report)
+    return Table(header, tuple(rows))

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megatron_fssdp.reporting.colours import distinct_colours
-from megatron_fssdp.reporting.page.headline import Headline, Tile
-from megatron_fssdp.reporting.page.report_page import page_html, page_sections
+from megatron_fssdp.reporting.html.html_page import Headline, HtmlPage, Tile
+from megatron_fssdp.reporting.html.section import GREY, Figure, Section, Table, titled
+from megatron_fssdp.reporting.page.report_page import report_page
 from megatron_fssdp.reporting.page.reported_run import ReportedRun, read_reported_runs
-from megatron_fssdp.reporting.page.section import GREY, Figure, Section, Table, titled
 from megatron_fssdp.reporting.records.run_settings import loss_obstacle
 from megatron_fssdp.reporting.simulation_report import SimulationReport
 from megatron_fssdp.reporting.sweep.run_groups import (
@@ -41,8 +41,8 @@ def sweep_page(
     details: Sequence[ReportedRun],
     unfinished: Sequence[str] = (),
     what_if: SimulationReport | None = None,
-) -> str:
-    """Return the page of a sweep as HTML text.
+) -> HtmlPage:
+    """Return the page of a sweep.
 
     Args:
         title: Name of the sweep.
@@ -52,11 +52,14 @@ def sweep_page(
         what_if: Results of a simulation of the runs' loads, or None.
     """
     with_losses = not loss_obstacle([run.records for run in details])
-    sections = [
-        repeated_section(groups, unfinished),
-        *page_sections(details, what_if, with_losses=with_losses),
-    ]
-    return page_html(details, sections, sweep_headline(groups, unfinished), title=title)
+    page = report_page(details, what_if, with_losses=with_losses)
+    return replace(
+        page,
+        kind="sweep",
+        title=title,
+        headline=sweep_headline(groups, unfinished),
+        sections=[repeated_section(groups, unfinished), *page.sections],
+    )
 
 
 def sweep_headline(groups: Sequence[RunGroup], unfinished: Sequence[str] = ()) -> Headline:

@@ -1,5 +1,6 @@
 """Run folders with made-up records of every kind, in which all numbers differ."""
 
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from megatron_fssdp.reporting.records.load_records import LoadsWriter
 from megatron_fssdp.reporting.records.pass_metrics import PassMetrics
 from megatron_fssdp.reporting.records.placement_records import PlacementsWriter
 from megatron_fssdp.reporting.records.run_records import IterationMetrics, LayerMetrics, MetricsWriter
+from megatron_fssdp.reporting.records.run_session import RunSession
 
 
 def write_made_run(
@@ -21,8 +23,20 @@ def write_made_run(
     num_devices: int = 4,
     seed: int = 0,
     has_parts: bool = True,
+    starts: Mapping[int, RunSession] | None = None,
 ) -> Path:
-    """Write ``metrics.jsonl``, ``loads.npy``, ``placements.npy`` and a log's memory line."""
+    """Write ``metrics.jsonl``, ``loads.npy``, ``placements.npy`` and a log's memory line.
+
+    Args:
+        folder: Folder to write.
+        strategy: Name of the strategy.
+        num_iterations: Number of iterations.
+        num_layers: Number of MoE layers.
+        num_experts: Number of experts of a layer.
+        num_devices: Number of devices.
+        seed: Seed of the loads.
+        starts: What each start of the training records, by its first iteration. Default: nothing.
+    """
     rng = np.random.default_rng(seed)
     owner_E = np.arange(num_experts) * num_devices // num_experts
     owned_ED = owner_E[:, None] == np.arange(num_devices)
@@ -83,6 +97,7 @@ def write_made_run(
                     passes_s=0.8,
                     rank_peak_bytes=tuple(2**30 + 2**26 * rank for rank in range(num_devices)),
                     rank_memory="allocated",
+                    session=(starts or {}).get(iteration),
                 )
             )
     (folder / "log.txt").write_text("[default0]:[fssdp] memory of a rank: experts 3.6 MiB: parameters 1 B\n")

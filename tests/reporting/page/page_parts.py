@@ -19,6 +19,7 @@ class PageParts(HTMLParser):
         figures: Figures by name, as they are given to plotly.
         placements: Data of the placement viewer.
         texts: Words of each section.
+        summary: The sentence at the top of the page.
     """
 
     def __init__(self, html: str) -> None:
@@ -28,6 +29,7 @@ class PageParts(HTMLParser):
         self.scripts: dict[str, str] = {}
         self.styles: list[str] = []
         self.texts: dict[str, str] = {}
+        self.summary = ""
         self._open: list[tuple[str, dict[str, str | None]]] = []
         self.feed(html)
         self.close()
@@ -53,6 +55,8 @@ class PageParts(HTMLParser):
             self.styles.append(data)
         elif tag == "script" and attributes.get("type") == "application/json":
             self.scripts[attributes["id"] or ""] = data
+        elif attributes.get("class") == "summary":
+            self.summary = data
         elif tag != "script" and "section" in [opened for opened, _ in self._open]:
             self.texts[self.anchors[-1]] = self.texts.get(self.anchors[-1], "") + data
 

@@ -11,7 +11,8 @@ import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.reporting.colours import TIME_PARTS
-from megatron_fssdp.reporting.page.report_page import page_html, page_sections, write_page
+from megatron_fssdp.reporting.html.html_page import Headline, HtmlPage
+from megatron_fssdp.reporting.page.report_page import report_page
 from megatron_fssdp.reporting.page.reported_run import read_reported_runs
 from megatron_fssdp.reporting.records.evaluations import Evaluation, append_evaluation
 from megatron_fssdp.reporting.records.load_records import read_loads
@@ -35,8 +36,7 @@ SECTIONS = [
 
 
 def page_of(*folders: Path) -> PageParts:
-    runs = read_reported_runs(folders)
-    return PageParts(page_html(runs, page_sections(runs)))
+    return PageParts(report_page(read_reported_runs(folders)).html)
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +87,11 @@ def test_heat_maps_of_experts_show_the_router_counts(page: PageParts, folder: Pa
 
 def test_replicas_memory_and_figures_equal_the_records(page: PageParts, folder: Path) -> None:
     metrics = read_metrics(folder)
-    replicas, gathered, *_ = page.figures["replicas"]["data"]
+    replicas, moved = page.figures["replicas"]["data"]
+    gathered, _ = page.figures["moved-bytes"]["data"]
     wanted = [sum(layer.num_replicas for layer in entry.layers) for entry in metrics]
     np.testing.assert_array_equal(unpacked(replicas["y"]), wanted)
     np.testing.assert_array_equal(unpacked(gathered["y"]), 1000 * np.array(wanted))
-    moved = page.figures["replicas"]["data"][-1]
     assert (moved["x"], moved["customdata"]) == ([4], [3])
     peaks = np.array(metrics[-1].rank_peak_bytes) / 2**30
     np.testing.assert_allclose(page.figures["memory"]["data"][0]["y"], peaks)
@@ -237,9 +237,9 @@ def test_a_run_of_one_iteration_has_a_page(tmp_path: Path) -> None:
 def test_pages_of_long_runs_stay_small(tmp_path: Path) -> None:
     sizes = {"num_iterations": 900, "num_layers": 3, "num_experts": 64, "num_devices": 16}
     runs = read_reported_runs([write_made_run(tmp_path / "long", **sizes)])
-    html = page_html(runs, page_sections(runs))
+    html = report_page(runs).html
     short = read_reported_runs([write_made_run(tmp_path / "short", num_iterations=1)])
-    assert len(html) - len(page_html(short, page_sections(short))) < 6e6
+    assert len(html) - len(report_page(short).html) < 6e6
     page = PageParts(html)
     heat_map = page.figures["expert-load-0"]["data"][0]
     assert unpacked(heat_map["z"]).shape == (64, 300)
@@ -287,16 +287,20 @@ def test_names_are_escaped_in_the_page(tmp_path: Path) -> None:
 
 def test_a_page_is_written_completely_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "new" / "report.html"
-    write_page(target, "first")
-    assert target.read_text() == "first"
+
+    def write(title: str, path: Path) -> None:
+        HtmlPage("report", title, (), Headline("", ()), ()).write(path)
+
+    write("first", target)
+    assert "<h1>first</h1>" in target.read_text()
 
     def fails(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.replace", fails)
     with pytest.raises(ConfigurationError, match="No space left on device"):
-        write_page(target, "second")
+        write("second", target)
     assert [path.name for path in target.parent.iterdir()] == ["report.html"]
-    assert target.read_text() == "first"
+    assert "<h1>first</h1>" in target.read_text()
     with pytest.raises(ConfigurationError, match="is not a folder"):
-        write_page(target / "below.html", "x")
+        write("x", target / "below.html")

@@ -16,7 +16,7 @@ from rich.console import Console
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.data.manifest import MANIFEST_FILE, BuiltFile, DataManifest, read_manifest
 from megatron_fssdp.reporting.comparison_table import comparison_table
-from megatron_fssdp.reporting.page.report_page import page_html, page_sections
+from megatron_fssdp.reporting.page.report_page import report_page
 from megatron_fssdp.reporting.page.reported_run import read_reported_runs
 from megatron_fssdp.reporting.records.load_records import LOADS_FILE, read_loads
 from megatron_fssdp.reporting.records.placement_records import (
@@ -228,7 +228,7 @@ def test_a_page_of_any_valid_metrics_can_be_built(data: st.DataObject) -> None:
         except ConfigurationError as error:
             refused_in_one_line(error, Path(folder))
             return
-        assert "</html>" in page_html(runs, page_sections(runs))
+        assert "</html>" in report_page(runs).html
 
 
 @given(CHANGES)

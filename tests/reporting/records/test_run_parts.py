@@ -9,7 +9,7 @@ import pytest
 from megatron_fssdp.reporting.comparison_table import SPEED, compared_figures
 from megatron_fssdp.reporting.page.headline import headline_of
 from megatron_fssdp.reporting.page.overview_section import parts_section
-from megatron_fssdp.reporting.page.report_page import page_sections
+from megatron_fssdp.reporting.page.report_page import report_page
 from megatron_fssdp.reporting.page.reported_run import read_reported_runs
 from megatron_fssdp.reporting.records.recorded_run import RecordedRun, read_run
 from megatron_fssdp.reporting.records.run_parts import not_comparable, parts_of, progress_of
@@ -74,14 +74,14 @@ def test_a_resumed_run_has_parts_with_medians_of_their_own(tmp_path: Path) -> No
         ("ep", "2.0000 → 2.0000", "2.00", "2 (2 to 2)"),
         ("fssdp", "2.0000 → 2.0000", "1.00", "7 (6 to 8)"),
     ]
-    sections = page_sections(read_reported_runs([tmp_path]))
+    sections = report_page(read_reported_runs([tmp_path])).sections
     marked = [
         figure.name
         for shown in sections
         for figure in shown.figures
         if any(shape["x0"] == 3.5 for shape in figure.layout.get("shapes", ()))
     ]
-    assert marked == ["loss", "time", "device-load"]
+    assert marked == ["loss", "time", "device-load", "replicas"]
     _, rows = compared_figures([run], ["run"])
     assert rows["parts"] == ("1–3 ep, 4–10 fssdp",)
 

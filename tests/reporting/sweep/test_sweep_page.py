@@ -68,7 +68,7 @@ def test_the_table_has_the_median_of_the_runs(groups: list[RunGroup]) -> None:
 
 
 def test_the_page_opens_with_the_groups_and_details_one_run_of_each(groups: list[RunGroup]) -> None:
-    html = sweep_page("sweep x", groups, detailed_runs(groups), ["ep-seed4"])
+    html = sweep_page("sweep x", groups, detailed_runs(groups), ["ep-seed4"]).html
     page = PageParts(html)
     assert page.anchors[0] == "repeated"
     assert "ep-seed4" in page.texts["repeated"]

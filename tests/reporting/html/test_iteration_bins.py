@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fssdp.reporting.page.iteration_bins import IterationBins
+from megatron_fssdp.reporting.html.iteration_bins import IterationBins
 
 
 @given(st.integers(1, 400), st.integers(1, 60), st.integers(0, 1000))

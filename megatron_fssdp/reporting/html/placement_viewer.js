@@ -81,11 +81,13 @@ function placementViewer() {
       return mostTokens(array.subarray(begin, begin + length));
     }));
     const highest = Math.max(mostOfLayer(run.before, run.devices), mostOfLayer(run.after, run.devices));
-    const few = (count) => (count <= 32 ? { dtick: 1 } : {});
+    // A tick label needs about 20 pixels.
+    const width = document.getElementById("placement-figure").clientWidth;
+    const few = (count, room) => (20 * count <= room ? { dtick: 1 } : {});
     const layout = {
       template: pageTheme.template(), barmode: "overlay", bargap: 0.25, margin: { l: 70, r: 24, t: 40, b: 52 },
-      xaxis: { domain: [0, 0.76], anchor: "y", title: { text: "expert" }, range: [-0.5, run.experts - 0.5], showgrid: false, zeroline: false, ...few(run.experts) },
-      yaxis: { domain: [0, 0.74], title: { text: "device" }, range: [run.devices - 0.5, -0.5], showgrid: false, zeroline: false, ...few(run.devices) },
+      xaxis: { domain: [0, 0.76], anchor: "y", title: { text: "expert" }, range: [-0.5, run.experts - 0.5], showgrid: false, zeroline: false, ...few(run.experts, 0.6 * width) },
+      yaxis: { domain: [0, 0.74], title: { text: "device" }, range: [run.devices - 0.5, -0.5], showgrid: false, zeroline: false, ...few(run.devices, 640) },
       yaxis2: { domain: [0.78, 1], anchor: "x", title: { text: "tokens" }, range: [0, 1.05 * mostOfLayer(run.expert, run.experts)], nticks: 4 },
       xaxis2: { domain: [0.79, 1], anchor: "y", title: { text: "tokens" }, range: [0, 1.05 * highest], nticks: 5 },
     };

@@ -6,6 +6,7 @@ const pageTheme = {
     const [ink, soft, line, grid, card] = ["--ink", "--soft", "--line", "--grid", "--card"].map(this.colour);
     const axis = {
       gridcolor: grid, zerolinecolor: grid, linecolor: line, automargin: true,
+      ticks: "outside", ticklen: 4, tickcolor: "rgba(0,0,0,0)", // Keeps the two labels at the origin apart.
       title: { font: { size: 12.5, color: soft }, standoff: 8 }, tickfont: { size: 11.5, color: soft },
     };
     const bar = { outlinewidth: 0, tickfont: { size: 11.5, color: soft }, title: { font: { size: 12.5, color: soft } } };

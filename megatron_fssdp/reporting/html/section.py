@@ -54,10 +54,12 @@ class Table:
     Attributes:
         header: Names of the columns.
         rows: Cells of each row, as text. The first cell is the row's name.
+        prose: Names of the columns that hold words. All columns but the first hold numbers otherwise.
     """
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    prose: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
