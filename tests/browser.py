@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -134,6 +135,13 @@ class Browser:
         found = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
+
+    def wait_for(self, condition: str, most_s: float = 30.0) -> None:
+        """Wait until a script's value is true; fail after ``most_s`` seconds."""
+        end = time.monotonic() + most_s
+        while not self.evaluate(f"Boolean({condition})"):
+            assert time.monotonic() < end, f"not seen within {most_s} s: {condition}"
+            time.sleep(0.05)
 
     def faults(self) -> list[str]:
         """Return what is wrong with the open page: overlapping or cut texts, sideways scrolling, errors."""

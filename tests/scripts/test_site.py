@@ -1,13 +1,14 @@
 """The site builds strictly and loads nothing from elsewhere, and its generated parts are up to date."""
 
+import html
 import importlib
-import os
 import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from urllib.parse import unquote
 from xml.etree import ElementTree
 
 import pytest
@@ -15,9 +16,17 @@ import pytest
 from megatron_fssdp.config.run.model_settings import ModelSettings
 from megatron_fssdp.config.strategy_registry import STRATEGIES
 
+from ..browser import WIDTHS, needs_browser, opened_browser
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts" / "docs"
 PICTURES = ROOT / "docs" / "pictures"
+# Finds elements of the page, those of its search (which keeps them to itself) included.
+DEEP = """((selector) => {
+  const inner = [...document.querySelectorAll("*")].map((one) => one.shadowRoot).filter(Boolean);
+  const roots = [document, ...inner];
+  return roots.flatMap((root) => [...root.querySelectorAll(selector)]);
+})"""
 # Addresses on other hosts that a browser fetches when it shows a page.
 LOADED_FROM_ELSEWHERE = re.compile(
     r"<(?:script|img|iframe|source|link|object|video|audio)\s[^>]*?(?:src|href|data)=[\"']?(?:https?:)?//[^>]*>"
@@ -28,15 +37,13 @@ LOADED_FROM_ELSEWHERE = re.compile(
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
-        cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        [sys.executable, SCRIPTS / "build_site.py", folder / "site"],
         capture_output=True,
         text=True,
         timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder
+    return folder / "site"
 
 
 @pytest.fixture
@@ -58,6 +65,50 @@ def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
     for style in site.rglob("*.css"):
         text = style.read_text(encoding="utf-8")
         assert not re.search(r"(@import|url\()\s*[\"']?(https?:)?//", text), style
+
+
+def test_every_link_leads_to_a_place_that_exists(site: Path) -> None:
+    pages = {
+        page: page.read_text(encoding="utf-8") for page in site.rglob("*.html") if page.name != "404.html"
+    }
+    places = {
+        page: set(re.findall(r"\s(?:id|name)=[\"']?([^\"'\s>]+)", text)) for page, text in pages.items()
+    }
+    lost = []
+    for page, text in pages.items():
+        for address in re.findall(r"<a\s[^>]*?href=[\"']?([^\"'\s>]+)", text):
+            path, _, place = unquote(html.unescape(address)).partition("#")
+            if "://" in path or path.startswith("mailto:"):
+                continue
+            target = (page.parent / path).resolve() if path else page
+            if not target.exists() or (place and target in places and place not in places[target]):
+                lost.append(f"{page.relative_to(site)}: {address}")
+    assert lost == []
+
+
+@needs_browser
+def test_pages_are_drawn_and_searched_as_files(site: Path) -> None:
+    with opened_browser() as browser:
+        for name in ("index.html", "compatibility.html", "reference/settings.html"):
+            for width in WIDTHS:
+                assert browser.open(site / name, width).faults() == [], f"{name}, {width} px"
+        assert browser.open(site / "index.html", scheme="dark").faults() == []
+        browser.evaluate("document.querySelector('.md-search__button').click()")
+        browser.wait_for(f"{DEEP}('input[aria-label=Search]').length")
+        browser.call("Input.insertText", text="rematerialize")
+        browser.wait_for(
+            f"{DEEP}('a[href*=\"settings.html\"], a[href*=\"fssdp.html\"]').some((a) => a.closest('ol, ul'))"
+        )
+        assert browser.console == []
+
+
+@needs_browser
+@pytest.mark.slow
+def test_nothing_overlaps_on_any_page(site: Path) -> None:
+    with opened_browser() as browser:
+        for page in sorted(site.rglob("*.html")):
+            for width in WIDTHS:
+                assert browser.open(page, width).faults() == [], f"{page.name}, {width} px"
 
 
 def test_every_setting_is_in_the_reference(site: Path) -> None:
