@@ -28,8 +28,7 @@ def replica_section(runs: Sequence[ReportedRun]) -> Section:
     figures = [_replicas(recorded), _bytes(recorded)]
     figures += [_by_layer(run, i) for i, run in enumerate(recorded) if run.records.total("num_replicas") > 0]
     notes = [
-        f"{run.name}: experts moved to new owners before {len(run.records.reshards)} iterations (marked by "
-        "triangles)."
+        f"{run.name}: experts moved to new owners {_times(len(run.records.reshards))} (marked by triangles)."
         for run in recorded
         if run.records.reshards
     ]
@@ -41,6 +40,10 @@ def replica_section(runs: Sequence[ReportedRun]) -> Section:
         "gradients (spRS) that were moved between devices."
     )
     return Section("replicas", title, lead, tuple(figures), notes=tuple(notes))
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number:,} times"
 
 
 def _replicas(runs: Sequence[ReportedRun]) -> Figure:

@@ -13,8 +13,8 @@ CEILING = "ep with balanced routing"
 
 _NOT_ASKED = (
     "No cluster was given, so nothing was simulated. To rank all strategies on a cluster with this run's "
-    "loads, give --cluster NAME (`megatron-fssdp configs` lists the names) or --cluster FILE.yaml "
-    "(`megatron-fssdp profile` measures a cluster and writes the file)."
+    "loads, give --cluster NAME (“megatron-fssdp configs” lists the names) or --cluster FILE.yaml "
+    "(“megatron-fssdp profile” measures a cluster and writes the file)."
 )
 
 
@@ -67,7 +67,7 @@ def ranking_figure(report: SimulationReport, name: str) -> Figure:
         "yaxis": {"autorange": "reversed", "automargin": True},
         "shapes": [{"type": "line", **ceiling, "line": line, "showlegend": True, "name": CEILING}],
     }
-    return Figure(name, traces, layout, 170 + 34 * len(ranked))
+    return Figure(name, traces, layout, 230 + 34 * len(ranked))
 
 
 def ranking_page_table(report: SimulationReport) -> Table:
