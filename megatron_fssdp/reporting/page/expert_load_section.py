@@ -155,6 +155,7 @@ def expert_load_figure(
             **({"matches": "y"} if layer else {}),
             **every_tick(num_experts, 8),
             "showgrid": False,
+            "showticklabels": column == 0,
         }
         annotations.append(above(f"layer {int(loads.layers[layer])}", left, top))
     return Figure(
