@@ -9,7 +9,7 @@
     let [left, top, right, bottom] = [rect.left, rect.top, rect.right, rect.bottom];
     for (let box = element; box && box !== document.documentElement; box = box.parentElement) {
       const style = getComputedStyle(box);
-      if (style.display === "contents" || style.display === "inline") continue;
+      if (style.display === "contents" || (style.display === "inline" && box.localName !== "svg")) continue;
       if (style.overflowX === "visible" && style.overflowY === "visible") continue;
       const edge = box.getBoundingClientRect();
       if (style.overflowX !== "visible") [left, right] = [Math.max(left, edge.left), Math.min(right, edge.right)];
