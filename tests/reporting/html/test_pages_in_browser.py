@@ -116,7 +116,7 @@ def test_what_a_reader_cannot_see_is_no_fault(browser: Browser, tmp_path: Path) 
     hidden = (
         "<p style='margin-top: -26px; opacity: 0'>two</p><p style='margin-top: -26px; display: none'>x</p>"
     )
-    turned = "<text x=9 y=60 transform='rotate(-45 9 60)'>corner</text><text x=32 y=68>x</text>"
+    turned = "<text x=30 y=60 transform='rotate(-45 30 60)'>corner</text><text x=53 y=68>x</text>"
     turned = f"<svg width=90 height=90>{turned}</svg>"
     scrolled = "<pre style='overflow: auto; width: 90px; float: left'>longer than its box</pre>beside"
     path.write_text(f"<!doctype html><body><p>one</p>{hidden}{turned}<div>{scrolled}</div>")
