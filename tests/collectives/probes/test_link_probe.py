@@ -1,5 +1,7 @@
 """Costs of links, measured with real messages and fitted to planted times."""
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -72,6 +74,33 @@ def test_a_class_of_links_has_the_costs_of_its_slowest_link(
         assert intra.beta_s_per_byte == pytest.approx(slowest_inside * 1e-9)
         assert inter.alpha_s == pytest.approx(slowest_between * 1e-2)
         assert inter.beta_s_per_byte == pytest.approx(slowest_between * 1e-8)
+
+
+def measure_disturbed(rank: int, world_size: int, disturbed_rounds: int) -> LinkCost:
+    """In the first rounds, another process delays rank 0's small messages by a second."""
+    counted: Counter[int] = Counter()
+
+    def given_s(group: dist.ProcessGroup, ring: list[int], num_bytes: int, device: torch.device) -> float:
+        counted[num_bytes] += 1
+        is_disturbed = rank == 0 and counted[num_bytes] <= disturbed_rounds * link_probe._REPETITIONS
+        return 1e-3 + 1e-9 * num_bytes + (is_disturbed and num_bytes < 1 << 22)
+
+    link_probe._exchange_s = given_s
+    # Rank 2 is alone in its node, so it only takes part in the reduction over ranks.
+    return measure_links(dist.group.WORLD, Topology((0, 0, 1)), torch.device("cpu"))[0]
+
+
+@pytest.mark.parametrize("disturbed_rounds", [0, 1, 7])
+def test_rounds_in_which_larger_messages_were_faster_are_repeated(disturbed_rounds: int) -> None:
+    for cost in run_ranks(measure_disturbed, 3, disturbed_rounds):
+        assert cost.alpha_s == pytest.approx(1e-3)
+        assert cost.beta_s_per_byte == pytest.approx(1e-9)
+
+
+def test_bytes_are_never_free() -> None:
+    for cost in run_ranks(measure_disturbed, 3, 8):
+        assert cost.alpha_s == 0
+        assert cost.beta_s_per_byte == pytest.approx((1e-3 + 1e-9 * (1 << 22)) / (1 << 22))
 
 
 def measure_alone(rank: int, world_size: int) -> tuple[LinkCost, LinkCost]:
