@@ -13,9 +13,10 @@ from megatron_fssdp.planning.placement.topology import Topology
 _MESSAGE_BYTES = (1 << 16, 1 << 19, 1 << 22)
 _REPETITIONS = 4
 _MOST_ROUNDS = 8
-"""A round is repeated while its larger messages take no longer than its smaller ones.
+"""Limit of the repetitions of a round in which the fit finds no cost for bytes.
 
-Other processes on the same cores can delay all messages of a round. Most machines need one round.
+Other processes on the same cores can delay the small messages of a round as much as the large ones. The
+shortest times of all rounds count, so each further round can only come closer to an undisturbed one.
 """
 
 
@@ -26,7 +27,9 @@ def measure_links(
 
     All ranks of the group call it. During a measurement, all links of a class are busy at the same time, in a
     ring, as they are in a dispatch. If the group has no link of one class, that class gets the cost of the
-    other one. A group of one rank gets zero latency and the lowest beta.
+    other one. A group of one rank gets zero latency and the lowest beta. If a disturbed machine shows no
+    difference between small and large messages, it is measured again. After the last attempt, all the time of
+    the largest message counts as the cost of its bytes.
 
     Args:
         group: Process group of the expert-parallel ranks.
