@@ -26,8 +26,8 @@ def exchange(
     """Start all messages of an all-to-all exchange of CPU tensors, and copy this rank's own part.
 
     In gloo's own collectives, ranks wait for each other in turn. Messages that are all posted at once keep
-    all links busy (docs/log.md). Each rank sends to the next rank first, so that the ranks do not all send
-    to the same rank first.
+    all links busy (docs/log-2026-11-21.md). Each rank sends to the next rank first, so that the ranks do not
+    all send to the same rank first.
 
     Args:
         outgoing: For every rank of the group, this one included, the contiguous tensor to send to it. Empty
