@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.simulator_time import HISTORY_ITERATIONS, drifting_loads, job_of, names
 from megatron_fssdp.config.cluster_files import load_cluster
-from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.cost import host_seconds
 from megatron_fssdp.planning.cost.host_seconds import SIZES
 from megatron_fssdp.planning.cost.link_seconds import topology_of

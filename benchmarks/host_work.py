@@ -30,7 +30,7 @@ from benchmarks import transfer_host_cost
 from benchmarks.host_counts.counted_layers import CASES, RANKS, count_on_rank
 from benchmarks.host_counts.counted_passes import CountedPasses, most_of
 from benchmarks.planner_time import DEVICES_PER_NODE, PROFILE, TOKENS_PER_DEVICE, cases
-from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.placement.placement import even_owners

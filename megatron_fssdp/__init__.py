@@ -49,8 +49,8 @@ def register_strategy(
     candidate: bool = False,
     ranked: bool = True,
 ) -> None:
-    """Make a strategy of your own known by its name; see ``config.strategy_registry.register_strategy``."""
-    from megatron_fssdp.config import strategy_registry
+    """Make a strategy of your own known by its name; see ``strategy_registry.register_strategy``."""
+    from megatron_fssdp.config.strategy import strategy_registry
 
     strategy_registry.register_strategy(
         name,

@@ -64,7 +64,7 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "papers": {"", *KERNELS, "placement", "memory", "loads", "transfer", "dispatch", "cost"},
         "balanced": {"", *KERNELS, "placement", "memory", "loads", "transfer", "dispatch", "cost", "papers"},
     },
-    "config": {"": set(), "run": {""}, "sweep": {"", "run"}},
+    "config": {"": set(), "strategy": {""}, "run": {"", "strategy"}, "sweep": {"", "strategy", "run"}},
     "strategies": {"": set(), "papers": {""}, "auto": {""}, "fssdp": {""}},
     "simulation": {"": {"timeline"}, "timeline": set()},
     "collectives": {"": set(), "sparse": {""}, "rows": {""}, "probes": {"", "rows"}},

@@ -21,7 +21,7 @@ if not __package__:  # run as a file
 from benchmarks.papers.pro_prophet_cells import setting_of
 from benchmarks.papers.setting import PROFILED, Setting
 from benchmarks.papers.skews import SKEWS
-from megatron_fssdp.config.strategy_selection import strategy_settings
+from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
 from megatron_fssdp.planning.papers.prophet_planner import ProphetModel
 from megatron_fssdp.simulation.simulator import simulate
 from megatron_fssdp.strategies.strategy import LayerPlan

@@ -356,8 +356,8 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
 
 def _variant(text: str) -> Any:
     from benchmarks.testbed.measurement import Variant
-    from megatron_fssdp.config.strategy_selection import resolve_strategy
-    from megatron_fssdp.config.strategy_settings import PlacementSettings
+    from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
+    from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 
     name, _, given = text.partition(":")
     overrides = [one for one in given.split(";") if one]

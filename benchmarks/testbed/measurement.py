@@ -15,7 +15,7 @@ from benchmarks.testbed.links import INTERFACE, sent_and_received_bytes
 from benchmarks.testbed.pacing import Timeline
 from benchmarks.testbed.stack_inputs import IterationInput, Pace, StackSize
 from benchmarks.testbed.stack_variants import MegatronStack, RuntimeStack
-from megatron_fssdp.config.strategy_settings import PlacementSettings
+from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology

@@ -22,7 +22,7 @@ from benchmarks.testbed.pacing import Timeline, paced_experts
 from benchmarks.testbed.report import quartiles
 from megatron_fssdp.collectives.rows.gathered_counts import gather_counts
 from megatron_fssdp.collectives.rows.model_parallel import gather_tokens, split_tokens
-from megatron_fssdp.config.strategy_settings import EpSettings
+from megatron_fssdp.config.strategy.strategy_settings import EpSettings
 from megatron_fssdp.planning.cost.tensor_schedules import (
     Schedule,
     ScheduledLayer,

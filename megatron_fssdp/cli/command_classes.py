@@ -20,7 +20,7 @@ class NamingCommand(TyperCommand):
         for param in params:
             text = getattr(param, "help", None) or ""
             if PLACE in text:
-                from megatron_fssdp.config.strategy_registry import STRATEGIES  # needs pydantic
+                from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES  # needs pydantic
 
                 param.help = text.replace(PLACE, ", ".join(STRATEGIES))  # type: ignore[attr-defined]
         return params

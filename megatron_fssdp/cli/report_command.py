@@ -8,7 +8,7 @@ from rich.console import Console
 
 from megatron_fssdp.cli.what_if import cost_on_a_cluster, ranking_on
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.config.written_files import refuse_special_file
 from megatron_fssdp.reporting.comparison_table import comparison_table, settings_table
 from megatron_fssdp.reporting.device_load_plot import check_picture, draw_device_loads

@@ -17,9 +17,9 @@ from megatron_fssdp.config.loading import apply_overrides, validate
 from megatron_fssdp.config.renamed_settings import refuse_renamed_settings
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.config.strategy_registry import BASELINE, STRATEGIES
-from megatron_fssdp.config.strategy_selection import strategy_settings
-from megatron_fssdp.config.strategy_settings import EpSettings, StrategySettings
+from megatron_fssdp.config.strategy.strategy_registry import BASELINE, STRATEGIES
+from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
+from megatron_fssdp.config.strategy.strategy_settings import EpSettings, StrategySettings
 from megatron_fssdp.config.written_files import written_whole
 from megatron_fssdp.reporting.records.job_records import loads_for_job, unknown_loads, with_recorded_choices
 from megatron_fssdp.reporting.records.load_records import RecordedLoads

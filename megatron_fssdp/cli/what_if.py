@@ -7,9 +7,9 @@ from pathlib import Path
 from megatron_fssdp.cli.simulate_command import described_cluster, ranked_strategies, settings_of
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.composition import load_run
-from megatron_fssdp.config.strategy_registry import BASELINE, STRATEGIES
-from megatron_fssdp.config.strategy_selection import strategy_settings
-from megatron_fssdp.config.strategy_settings import StrategySettings
+from megatron_fssdp.config.strategy.strategy_registry import BASELINE, STRATEGIES
+from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
+from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.reporting.page.reported_run import ReportedRun
 from megatron_fssdp.reporting.records.job_records import loads_for_job
 from megatron_fssdp.reporting.records.load_records import RecordedLoads

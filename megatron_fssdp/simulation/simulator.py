@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
-from megatron_fssdp.config.strategy_settings import (
+from megatron_fssdp.config.strategy.strategy_settings import (
     EpSettings,
     PlacementSettings,
     StrategySettings,

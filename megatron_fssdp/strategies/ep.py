@@ -1,6 +1,6 @@
 """Plain expert parallelism: every expert stays with its owner."""
 
-from megatron_fssdp.config.strategy_settings import MeasuringSettings, PlacementSettings
+from megatron_fssdp.config.strategy.strategy_settings import MeasuringSettings, PlacementSettings
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
 

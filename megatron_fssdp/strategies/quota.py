@@ -5,7 +5,7 @@ The strategy is ours, after ECHO and UltraEP.
 
 import numpy as np
 
-from megatron_fssdp.config.own_strategy_settings import QuotaSettings
+from megatron_fssdp.config.strategy.own_strategy_settings import QuotaSettings
 from megatron_fssdp.planning.balanced.quota_planner import quota_assignment
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife

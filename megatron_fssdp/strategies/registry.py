@@ -3,8 +3,8 @@
 import importlib
 from typing import Any
 
-from megatron_fssdp.config.strategy_registry import STRATEGIES
-from megatron_fssdp.config.strategy_settings import StrategySettings
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.strategies.strategy import Strategy
 
 

@@ -1,7 +1,7 @@
 """The largest number of replicas on a device, from the settings or from measured memory."""
 
-from megatron_fssdp.config.own_strategy_settings import QuotaSettings
-from megatron_fssdp.config.paper_strategy_settings import FastermoeSettings, ProphetSettings
+from megatron_fssdp.config.strategy.own_strategy_settings import QuotaSettings
+from megatron_fssdp.config.strategy.paper_strategy_settings import FastermoeSettings, ProphetSettings
 from megatron_fssdp.strategies.strategy import LayerContext, Strategy
 
 

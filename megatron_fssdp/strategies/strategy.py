@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_fssdp.config.strategy_settings import (
+from megatron_fssdp.config.strategy.strategy_settings import (
     CollectiveSchedule,
     ExchangeUse,
     PlacementSettings,

@@ -12,7 +12,7 @@ from scale_table import Model
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.cluster_files import load_cluster
-from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.simulation.job_loads import generated_loads
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import simulate

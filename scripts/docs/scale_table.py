@@ -12,7 +12,7 @@ import numpy as np
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.config.run.composition import load_run
-from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.simulation.job_loads import generated_loads
 from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run
 from megatron_fssdp.simulation.simulator import StrategyOutcome, simulate

@@ -13,8 +13,8 @@ from pydantic_core import PydanticUndefined
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.config.strategy_registry import STRATEGIES
-from megatron_fssdp.config.strategy_settings import StrategySettings
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 
 _KINDS = {
     int: "whole number",

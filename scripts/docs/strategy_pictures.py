@@ -19,8 +19,8 @@ from matplotlib.patches import Patch
 from megatron_fssdp.cli.simulate_command import described_cluster
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.run.composition import load_run
-from megatron_fssdp.config.strategy_registry import BASELINE, SHIPPED, STRATEGIES
-from megatron_fssdp.config.strategy_settings import StrategySettings
+from megatron_fssdp.config.strategy.strategy_registry import BASELINE, SHIPPED, STRATEGIES
+from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.planning.cost.link_seconds import topology_of
 from megatron_fssdp.reporting.colours import TIME_PARTS
 from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run

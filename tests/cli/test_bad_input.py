@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy_selection import resolve_strategy
+from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
 from megatron_fssdp.data.manifest import BuiltFile, DataManifest
 from megatron_fssdp.megatron_adapter.entry.launcher import launch
 from megatron_fssdp.reporting.records.load_records import LoadsWriter

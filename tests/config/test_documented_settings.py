@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROW = re.compile(r"^\| `(?P<key>\w+)` \| `(?P<default>[^`]*)`[^|]*\| (?P<meaning>[^|]+) \|$", re.MULTILINE)

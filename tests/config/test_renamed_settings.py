@@ -10,8 +10,8 @@ from megatron_fssdp.cli.run_folder import RunFolder
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.renamed_settings import RECORDED_RUN_HEADER
 from megatron_fssdp.config.run.composition import load_run
-from megatron_fssdp.config.strategy_registry import STRATEGIES
-from megatron_fssdp.config.strategy_selection import resolve_strategy
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
 from megatron_fssdp.reporting.records.recorded_run import run_config_of
 
 TINY = Path(__file__).parents[2] / "configs" / "gpt_moe_tiny.yaml"

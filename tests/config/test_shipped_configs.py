@@ -13,7 +13,7 @@ from megatron_fssdp.config.loading import apply_overrides, validate
 from megatron_fssdp.config.run.composition import compose, lay_over, load_run
 from megatron_fssdp.config.run.megatron_arguments import Installation, TokenizedData, megatron_arguments
 from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.simulation.parameter_count import ParameterCount, count_parameters
 
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides, load_yaml, validate
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.config.strategy_registry import STRATEGIES
-from megatron_fssdp.config.strategy_selection import strategy_settings
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
 from megatron_fssdp.config.yaml_text import format_yaml, parse_yaml
 from tests.drawn_examples import examples
 

@@ -8,7 +8,7 @@ from typing import get_args
 
 import numpy as np
 
-from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile

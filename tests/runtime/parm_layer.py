@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fssdp.collectives.rows.model_parallel import gather_tokens, split_tokens
-from megatron_fssdp.config.strategy_settings import EpSettings
+from megatron_fssdp.config.strategy.strategy_settings import EpSettings
 from megatron_fssdp.planning.cost.tensor_schedules import Schedule
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology

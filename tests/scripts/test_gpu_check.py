@@ -23,7 +23,7 @@ from megatron_fssdp.cli.gpu_check.machine_facts import MachineFacts, shown_envir
 from megatron_fssdp.cli.gpu_check.parity import CASES, TOLERANCES, compared, records_of
 from megatron_fssdp.cli.gpu_check.step import Step, StepResult, StepVerdict
 from megatron_fssdp.cli.gpu_check.step_runner import run_step
-from megatron_fssdp.config.strategy_registry import SHIPPED, STRATEGIES
+from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
 from megatron_fssdp.reporting.records.run_records import METRICS_FILE, IterationMetrics
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron_fssdp.config.run.model_settings import ModelSettings
-from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 
 from ..browser import WIDTHS, needs_browser, opened_browser
 

@@ -3,8 +3,8 @@
 import numpy as np
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
-from megatron_fssdp.config.strategy_selection import strategy_settings
-from megatron_fssdp.config.strategy_settings import StrategySettings
+from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
+from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.simulation.moe_job import MoeJob
 
 

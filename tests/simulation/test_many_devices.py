@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.papers.heterogeneous_sharding import heterogeneous_sharding
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.topology import Topology

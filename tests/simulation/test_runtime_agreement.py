@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_fssdp.config.strategy_selection import strategy_settings
+from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.placement.placement import ExpertPlacement

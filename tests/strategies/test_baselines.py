@@ -7,7 +7,7 @@ import dataclasses
 
 import numpy as np
 
-from megatron_fssdp.config.paper_strategy_settings import FlexmoeSettings, SmartmoeSettings
+from megatron_fssdp.config.strategy.paper_strategy_settings import FlexmoeSettings, SmartmoeSettings
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.placement.topology import Topology

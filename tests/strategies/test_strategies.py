@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fssdp.config.fssdp_settings import FssdpSettings
-from megatron_fssdp.config.strategy_registry import STRATEGIES
-from megatron_fssdp.config.strategy_settings import EpSettings
+from megatron_fssdp.config.strategy.fssdp_settings import FssdpSettings
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_settings import EpSettings
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.dispatch.even_dispatch import expected_device_load_D

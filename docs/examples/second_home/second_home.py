@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field
 
 import megatron_fssdp
-from megatron_fssdp.config.strategy_settings import ScheduleSettings
+from megatron_fssdp.config.strategy.strategy_settings import ScheduleSettings
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer

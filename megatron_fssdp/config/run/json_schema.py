@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_fssdp.config.run.composition import INCLUDE_KEY
 from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 
 DIALECT = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
 """What stands at the top of a schema."""

@@ -9,7 +9,7 @@ from megatron_fssdp.config.run.model_settings import ModelSettings
 from megatron_fssdp.config.run.parallelism_settings import ParallelismSettings
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.run.training_settings import TrainingSettings
-from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 
 # Megatron's fused kernels and Transformer Engine run on GPUs only.
 _CPU_ARGUMENTS = (

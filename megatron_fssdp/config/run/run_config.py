@@ -7,8 +7,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from megatron_fssdp.config.run.model_settings import ModelSettings
 from megatron_fssdp.config.run.parallelism_settings import ParallelismSettings
 from megatron_fssdp.config.run.training_settings import DataSettings, TrainingSettings
-from megatron_fssdp.config.strategy_selection import strategy_settings
-from megatron_fssdp.config.strategy_settings import StrategySettings
+from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
+from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 
 # Megatron's arguments for pipeline stages with different numbers of layers.
 _UNEVEN_STAGES = frozenset(

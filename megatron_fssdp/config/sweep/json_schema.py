@@ -3,7 +3,7 @@
 from typing import Any
 
 from megatron_fssdp.config.run.json_schema import DIALECT, choose_strategy_settings, schema_text
-from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.config.sweep.sweep_config import SweepConfig
 
 RUN_SCHEMA = "schema.json"

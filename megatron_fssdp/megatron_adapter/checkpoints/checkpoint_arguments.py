@@ -3,7 +3,7 @@
 from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy_settings import KEEP_OWNERS
+from megatron_fssdp.config.strategy.strategy_settings import KEEP_OWNERS
 
 
 def check_checkpoint_arguments(args: Any) -> None:

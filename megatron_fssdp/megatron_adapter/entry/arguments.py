@@ -3,9 +3,9 @@
 import argparse
 from typing import Any
 
-from megatron_fssdp.config.strategy_registry import STRATEGIES
-from megatron_fssdp.config.strategy_selection import resolve_strategy
-from megatron_fssdp.config.strategy_settings import StrategySettings
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
+from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 
 
 def add_strategy_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -14,8 +14,8 @@ from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy_selection import strategy_settings
-from megatron_fssdp.config.strategy_settings import PlacementSettings
+from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
+from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.megatron_adapter.entry.registration import requested_strategy
 from megatron_fssdp.megatron_adapter.layer.bert_layers import stock_spec, with_experts

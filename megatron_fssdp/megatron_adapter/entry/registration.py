@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy_settings import PlacementSettings
+from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 from megatron_fssdp.megatron_adapter.checkpoints import optimizer_repairs, overwritten_checkpoint
 from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_arguments import check_checkpoint_arguments
 from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import CheckpointHint, wrap_checkpointing

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy_settings import KEEP_OWNERS
+from megatron_fssdp.config.strategy.strategy_settings import KEEP_OWNERS
 from megatron_fssdp.megatron_adapter.experts.slot_states import (
     A_TENSOR,
     PARAMETERS,

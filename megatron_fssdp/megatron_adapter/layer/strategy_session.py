@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_fssdp.collectives.plan_agreement import all_ranks_can, check_agreement
 from megatron_fssdp.collectives.rows.gathered_counts import gather_counts
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy_settings import PlacementSettings, StrategySettings
+from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, StrategySettings
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.experts.stage_owners import StageOwners
 from megatron_fssdp.megatron_adapter.layer.schedule_selector import ScheduleSelector

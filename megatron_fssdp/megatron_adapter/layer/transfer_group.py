@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 
 from megatron_fssdp.collectives.connections import connect_pairs
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy_settings import CollectiveOrder
+from megatron_fssdp.config.strategy.strategy_settings import CollectiveOrder
 from megatron_fssdp.config.yaml_text import parse_yaml
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
 

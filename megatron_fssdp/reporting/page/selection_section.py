@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.reporting.colours import distinct_colours
 from megatron_fssdp.reporting.html.iteration_bins import IterationBins
 from megatron_fssdp.reporting.html.section import Figure, Section, Table, iteration_axis, packed, titled

@@ -1,6 +1,6 @@
 """The top of a simulation's page: the result in one sentence, and its most important numbers."""
 
-from megatron_fssdp.config.strategy_registry import BASELINE
+from megatron_fssdp.config.strategy.strategy_registry import BASELINE
 from megatron_fssdp.reporting.html.html_page import Headline, Tile
 from megatron_fssdp.reporting.simulation_report import RankedStrategy, SimulationReport
 from megatron_fssdp.reporting.units import format_memory, format_seconds

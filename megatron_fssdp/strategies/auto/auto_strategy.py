@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_fssdp.config.own_strategy_settings import AutoSettings
-from megatron_fssdp.config.strategy_registry import BASELINE
+from megatron_fssdp.config.strategy.own_strategy_settings import AutoSettings
+from megatron_fssdp.config.strategy.strategy_registry import BASELINE
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.owner_map import OwnerMap

@@ -2,9 +2,9 @@
 
 import logging
 
-from megatron_fssdp.config.own_strategy_settings import AutoSettings
-from megatron_fssdp.config.strategy_registry import SHIPPED, STRATEGIES
-from megatron_fssdp.config.strategy_settings import StrategySettings
+from megatron_fssdp.config.strategy.own_strategy_settings import AutoSettings
+from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
+from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy

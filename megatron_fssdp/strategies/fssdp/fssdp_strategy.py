@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from megatron_fssdp.config.fssdp_settings import FssdpSettings
+from megatron_fssdp.config.strategy.fssdp_settings import FssdpSettings
 from megatron_fssdp.planning.balanced.replica_planner import plan_materialization
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife

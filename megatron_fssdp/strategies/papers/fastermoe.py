@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_fssdp.config.paper_strategy_settings import FastermoeSettings
+from megatron_fssdp.config.strategy.paper_strategy_settings import FastermoeSettings
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.shadow_selection import ShadowingCosts, select_shadows

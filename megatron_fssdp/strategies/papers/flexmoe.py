@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_fssdp.config.paper_strategy_settings import FlexmoeSettings
+from megatron_fssdp.config.strategy.paper_strategy_settings import FlexmoeSettings
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.flexmoe_planner import ReplicaPrice, next_resident_placement

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_fssdp.config.paper_strategy_settings import ProphetSettings
+from megatron_fssdp.config.strategy.paper_strategy_settings import ProphetSettings
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import LayerWork, counts_seconds, layer_seconds
 from megatron_fssdp.planning.cost.layer_traffic import BusiestLinks, two_level_traffic

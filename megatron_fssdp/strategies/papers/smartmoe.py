@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_fssdp.config.paper_strategy_settings import SmartmoeSettings
+from megatron_fssdp.config.strategy.paper_strategy_settings import SmartmoeSettings
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import placement_seconds
 from megatron_fssdp.planning.loads.load_history import LoadHistory

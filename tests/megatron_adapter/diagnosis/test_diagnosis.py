@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 
 from megatron_fssdp.config.run.parallelism_settings import ParallelismSettings
 from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.config.strategy_registry import BrokenStrategy
+from megatron_fssdp.config.strategy.strategy_registry import BrokenStrategy
 from megatron_fssdp.megatron_adapter.diagnosis import checkpoint_folder, installed_packages
 from megatron_fssdp.megatron_adapter.diagnosis.checkpoint_folder import (
     FolderState,

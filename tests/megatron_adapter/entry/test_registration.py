@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.megatron_adapter.checkpoints import overwritten_checkpoint
 from megatron_fssdp.megatron_adapter.entry import registration
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.paper_strategy_settings import FlexmoeSettings, SmartmoeSettings
+from megatron_fssdp.config.strategy.paper_strategy_settings import FlexmoeSettings, SmartmoeSettings
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 
 from ..training.test_strategy_parity import cheap_links

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.planning.native import kernel
 from megatron_fssdp.planning.native.kernel import KernelForm, kernel_form

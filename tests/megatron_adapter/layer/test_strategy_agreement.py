@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.config.strategy_registry import STRATEGIES
-from megatron_fssdp.config.strategy_selection import strategy_settings
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fssdp.collectives.rows.model_parallel import gather_tokens, split_tokens
-from megatron_fssdp.config.strategy_settings import EpSettings
+from megatron_fssdp.config.strategy.strategy_settings import EpSettings
 from megatron_fssdp.planning.cost.tensor_schedules import (
     SCHEDULES,
     Schedule,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.placement.group_ring import GroupRing
 from megatron_fssdp.runtime.exchange import smart_schedule
 from megatron_fssdp.runtime.exchange.smart_schedule import SmartSchedule

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology

@@ -9,7 +9,7 @@ import functools
 import pytest
 import torch
 
-from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.testing import RankError, run_ranks
 
 from ..layer_case import CaseResult, LayerCase

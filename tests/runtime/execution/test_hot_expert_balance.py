@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.testing import run_ranks

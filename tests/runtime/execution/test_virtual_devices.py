@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_fssdp.config.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.cost.tensor_schedules import SCHEDULES, Schedule
 from megatron_fssdp.planning.cost.transfer_split import TransferSplit
 from megatron_fssdp.testing import run_ranks

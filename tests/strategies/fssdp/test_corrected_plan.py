@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fssdp.config.fssdp_settings import FssdpSettings
+from megatron_fssdp.config.strategy.fssdp_settings import FssdpSettings
 from megatron_fssdp.planning.cost.cluster_cost import ClusterCost
 from megatron_fssdp.planning.cost.cost_model import LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from megatron_fssdp.config.fssdp_settings import FssdpSettings
+from megatron_fssdp.config.strategy.fssdp_settings import FssdpSettings
 from megatron_fssdp.planning.cost.host_seconds import balanced_dispatch_s
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fssdp.config.paper_strategy_settings import ProphetSettings
+from megatron_fssdp.config.strategy.paper_strategy_settings import ProphetSettings
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.papers.prophet_planner import plan_layers

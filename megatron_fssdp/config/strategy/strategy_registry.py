@@ -14,16 +14,16 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.fssdp_settings import FssdpSettings
-from megatron_fssdp.config.own_strategy_settings import AutoSettings, QuotaSettings
-from megatron_fssdp.config.paper_strategy_settings import (
+from megatron_fssdp.config.strategy.fssdp_settings import FssdpSettings
+from megatron_fssdp.config.strategy.own_strategy_settings import AutoSettings, QuotaSettings
+from megatron_fssdp.config.strategy.paper_strategy_settings import (
     FastermoeSettings,
     FlexmoeSettings,
     ParmSettings,
     ProphetSettings,
     SmartmoeSettings,
 )
-from megatron_fssdp.config.strategy_settings import (
+from megatron_fssdp.config.strategy.strategy_settings import (
     EpSettings,
     NoneSettings,
     PlacementSettings,
@@ -239,7 +239,7 @@ def _check(entry: RegisteredStrategy) -> None:
     if not (isinstance(entry.settings, type) and issubclass(entry.settings, PlacementSettings)):
         raise ConfigurationError(
             f"{what}: got settings {entry.settings!r}, wanted a subclass of PlacementSettings from "
-            "megatron_fssdp.config.strategy_settings"
+            "megatron_fssdp.config.strategy.strategy_settings"
         )
     needed = [key for key, field in entry.settings.model_fields.items() if field.is_required()]
     if needed:

@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from megatron_fssdp.config.strategy_settings import MeasuringSettings
+from megatron_fssdp.config.strategy.strategy_settings import MeasuringSettings
 
 
 class FssdpSettings(MeasuringSettings):

@@ -1,10 +1,10 @@
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.fssdp_settings import FssdpSettings
-from megatron_fssdp.config.strategy_registry import STRATEGIES
-from megatron_fssdp.config.strategy_selection import resolve_strategy
-from megatron_fssdp.config.strategy_settings import EpSettings, NoneSettings
+from megatron_fssdp.config.strategy.fssdp_settings import FssdpSettings
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
+from megatron_fssdp.config.strategy.strategy_settings import EpSettings, NoneSettings
 
 
 def test_every_strategy_has_defaults():

@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from megatron_fssdp.config.strategy_settings import (
+from megatron_fssdp.config.strategy.strategy_settings import (
     CollectiveOrder,
     CollectiveSchedule,
     MeasuringSettings,

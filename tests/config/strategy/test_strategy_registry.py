@@ -10,14 +10,14 @@ import pytest
 from pydantic import Field
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy_registry import (
+from megatron_fssdp.config.strategy.strategy_registry import (
     STRATEGIES,
     RegisteredStrategy,
     StrategyRegistry,
     register_strategy,
 )
-from megatron_fssdp.config.strategy_selection import strategy_settings
-from megatron_fssdp.config.strategy_settings import EpSettings, NoneSettings, PlacementSettings
+from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
+from megatron_fssdp.config.strategy.strategy_settings import EpSettings, NoneSettings, PlacementSettings
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
 
@@ -117,11 +117,11 @@ def run_python(folder: Path, code: str, **environment: str) -> subprocess.Comple
     )
 
 
-LIST = "from megatron_fssdp.config.strategy_registry import STRATEGIES; print(*STRATEGIES)"
+LIST = "from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES; print(*STRATEGIES)"
 SHIPPED_NAMES = "none ep fssdp prophet fastermoe quota smartmoe flexmoe parm auto"
 REGISTER = """
 import megatron_fssdp
-from megatron_fssdp.config.strategy_settings import PlacementSettings
+from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 class {name}Settings(PlacementSettings):
     pass
 def register():
@@ -145,7 +145,7 @@ def test_a_broken_package_is_named_once_and_breaks_nothing_else(
 ) -> None:
     write_package(tmp_path, "brittle", strategy, body)
     write_package(tmp_path, "sound", "sound", REGISTER.format(name="sound"))
-    code = f"{LIST}\nfrom megatron_fssdp.config.strategy_selection import resolve_strategy\n"
+    code = f"{LIST}\nfrom megatron_fssdp.config.strategy.strategy_selection import resolve_strategy\n"
     done = run_python(tmp_path, f"{code}resolve_strategy('fssdp'); resolve_strategy('sound')")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [*SHIPPED_NAMES.split(), "sound"]
@@ -160,7 +160,7 @@ def test_a_broken_package_is_named_once_and_breaks_nothing_else(
 def test_asking_for_a_broken_strategy_says_whose_it_is(tmp_path: Path) -> None:
     write_package(tmp_path, "brittle", "lost", "import a_module_that_is_not_there")
     code = (
-        "from megatron_fssdp.config.strategy_selection import resolve_strategy\n"
+        "from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy\n"
         "from megatron_fssdp.config.errors import ConfigurationError\n"
         "try:\n    resolve_strategy('lost')\nexcept ConfigurationError as error:\n    print(error)"
     )
@@ -172,7 +172,7 @@ def test_importing_the_package_and_the_table_loads_no_plugin_and_no_torch(tmp_pa
     write_package(tmp_path, "brittle", "lost", "print('loaded')")
     code = (
         "import sys, megatron_fssdp; megatron_fssdp.register_strategy\n"
-        "from megatron_fssdp.config import strategy_registry\n"
+        "from megatron_fssdp.config.strategy import strategy_registry\n"
         "assert not {'torch', 'numpy', 'brittle'} & set(sys.modules)"
     )
     done = run_python(tmp_path, code)

@@ -7,8 +7,8 @@ from typing import Any
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides, load_yaml, unknown_name, validate
 from megatron_fssdp.config.renamed_settings import refuse_renamed_settings
-from megatron_fssdp.config.strategy_registry import STRATEGIES
-from megatron_fssdp.config.strategy_settings import StrategySettings
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 
 
 def resolve_strategy(

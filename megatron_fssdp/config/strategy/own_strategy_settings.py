@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, create_model, model_validator
 
-from megatron_fssdp.config.strategy_settings import (
+from megatron_fssdp.config.strategy.strategy_settings import (
     CollectiveSchedule,
     EpSettings,
     MeasuringSettings,
