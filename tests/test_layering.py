@@ -98,10 +98,14 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
     "testing": {"": set(), "virtual_cuda": {""}},
     # The scripts that ranks run are started by their paths.
     "cli": {
-        "": {"ranks"},
+        "": {"declarations"},
         "ranks": set(),
-        "pretraining": {"", "ranks"},
-        "gpu_check": {"", "ranks", "pretraining"},
+        "analysis": set(),
+        "training": {"ranks", "analysis"},
+        "machine": {"ranks", "training"},
+        "declarations": {"analysis", "training", "machine"},
+        "pretraining": set(),
+        "gpu_check": {"ranks", "pretraining"},
     },
 }
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_fssdp.cli.simulate_command import SimulateRequest, run_simulation
+from megatron_fssdp.cli.analysis.simulate_command import SimulateRequest, run_simulation
 from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_fssdp.cli.run_folder import RunFolder
+from megatron_fssdp.cli.training.run_folder import RunFolder
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.renamed_settings import RECORDED_RUN_HEADER
 from megatron_fssdp.config.run.composition import load_run

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_fssdp.cli.data_command import build_with_progress
+from megatron_fssdp.cli.training.data_command import build_with_progress
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.data.corpus import corpus_from_paths
 from megatron_fssdp.data.indexed_builder import build_data

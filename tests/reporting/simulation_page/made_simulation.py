@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from megatron_fssdp.cli.simulate_command import described_cluster, ranked_strategies, settings_of
+from megatron_fssdp.cli.analysis.simulation_inputs import described_cluster, settings_of
+from megatron_fssdp.cli.analysis.strategy_ranking import ranked_strategies
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.reporting.html.html_page import HtmlPage
 from megatron_fssdp.reporting.records.job_records import loads_for_job

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from megatron_fssdp.cli import simulation_progress
-from megatron_fssdp.cli.simulation_progress import SimulationProgress
+from megatron_fssdp.cli.analysis import simulation_progress
+from megatron_fssdp.cli.analysis.simulation_progress import SimulationProgress
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 

@@ -15,9 +15,9 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.reporting.colours import TIME_PARTS
 from megatron_fssdp.reporting.records.load_records import LoadsWriter
 
-from ..reporting.page.page_parts import PageParts, unpacked
+from ...reporting.page.page_parts import PageParts, unpacked
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TINY = ROOT / "configs" / "gpt_moe_tiny.yaml"
 BIG = ("--set", "training.micro_batch_size=64", "--set", "training.global_batch_size=256")
 

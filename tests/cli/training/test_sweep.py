@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_fssdp.cli.sweep_command import (
+from megatron_fssdp.cli.training.sweep_command import (
     PAGE_FILE,
     RESULTS_FILE,
     SweepRequest,
@@ -21,13 +21,13 @@ from megatron_fssdp.cli.sweep_command import (
     prepare,
     run_sweep,
 )
-from megatron_fssdp.cli.train_request import TrainRequest
+from megatron_fssdp.cli.training.train_request import TrainRequest
 from megatron_fssdp.config.errors import ConfigurationError
 
-from ..reporting.page.made_runs import write_made_run
-from ..reporting.page.page_parts import PageParts
+from ...reporting.page.made_runs import write_made_run
+from ...reporting.page.page_parts import PageParts
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SWEEP = """
 run: [gpt_moe_tiny]
 strategies: [ep, fssdp]

@@ -2,8 +2,8 @@
 
 from typing import Any, Literal
 
-from megatron_fssdp.cli.run_folder import RunFolder, has_checkpoint, last_checkpoint
-from megatron_fssdp.cli.train_request import TrainRequest
+from megatron_fssdp.cli.training.run_folder import RunFolder, has_checkpoint, last_checkpoint
+from megatron_fssdp.cli.training.train_request import TrainRequest
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.reporting.records.recorded_run import run_config_of

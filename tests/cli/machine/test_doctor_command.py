@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
-from megatron_fssdp.cli import app, doctor_command
+from megatron_fssdp.cli import app
+from megatron_fssdp.cli.machine import doctor_command
 from megatron_fssdp.megatron_adapter.diagnosis.checkpoint_folder import look_at_folder
 from megatron_fssdp.megatron_adapter.diagnosis.devices import Backends, Devices
 from megatron_fssdp.megatron_adapter.diagnosis.examination import Facts
 from megatron_fssdp.megatron_adapter.diagnosis.installed_packages import InstalledPackage
 from megatron_fssdp.megatron_adapter.diagnosis.seam_checks import Seams
 
-TINY = Path(__file__).parents[2] / "configs" / "gpt_moe_tiny.yaml"
+TINY = Path(__file__).parents[3] / "configs" / "gpt_moe_tiny.yaml"
 HERE = Path("/site-packages/[it]")
 HEALTHY = Facts(
     python_version="3.12.1",
@@ -123,7 +124,7 @@ def test_the_command_imports_torch_and_megatron_late_and_an_old_python_can_read_
     code = (
         "import ast, sys\n"
         "from megatron_fssdp.cli import app\n"
-        "from megatron_fssdp.cli import doctor_command\n"
+        "from megatron_fssdp.cli.machine import doctor_command\n"
         "from megatron_fssdp.megatron_adapter.diagnosis.examination import gather_facts\n"
         "heavy = {'torch', 'megatron', 'transformer_engine', 'apex'} & set(sys.modules)\n"
         "if heavy: sys.exit(f'imported {heavy}')\n"

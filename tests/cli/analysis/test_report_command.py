@@ -11,10 +11,10 @@ from megatron_fssdp.cli.app import app
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.reporting.colours import TIME_PARTS
 
-from ..reporting.page.made_runs import write_made_run
-from ..reporting.page.page_parts import PageParts, unpacked
+from ...reporting.page.made_runs import write_made_run
+from ...reporting.page.page_parts import PageParts, unpacked
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TINY = ROOT / "configs" / "gpt_moe_tiny.yaml"
 NAMES_AND_COLOURS = {(part.name, part.colour) for part in TIME_PARTS.values()}
 CLUSTER = str(ROOT / "configs" / "clusters" / "hpwnv.yaml")
@@ -74,7 +74,7 @@ def test_a_picture_that_fails_does_not_cost_the_page(
     def fail(*_: object) -> None:
         raise ConfigurationError("no picture")
 
-    monkeypatch.setattr("megatron_fssdp.cli.report_command.draw_device_loads", fail)
+    monkeypatch.setattr("megatron_fssdp.cli.analysis.report_command.draw_device_loads", fail)
     ep = write_made_run(tmp_path / "plain", "ep", num_iterations=4, num_layers=4)
     words = ["compare", str(ep), str(run), "--png", str(tmp_path / "loads.png")]
     with pytest.raises(ConfigurationError, match="no picture"):

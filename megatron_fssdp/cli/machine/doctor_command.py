@@ -53,7 +53,7 @@ class DoctorRequest:
         folders = [("--checkpoints", self.checkpoints)] if self.checkpoints is not None else []
         if not self.config_paths:
             return None, folders
-        from megatron_fssdp.cli.train_request import TrainRequest
+        from megatron_fssdp.cli.training.train_request import TrainRequest
 
         request = TrainRequest(self.config_paths)
         run = request.resolve()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_fssdp.cli.simulate_command import described_cluster, settings_of
+from megatron_fssdp.cli.analysis.simulation_inputs import described_cluster, settings_of
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.written_files import written_whole
 from megatron_fssdp.reporting.records.job_records import loads_for_job, with_recorded_choices

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_fssdp.cli.simulate_command import described_cluster, ranked_strategies, settings_of
+from megatron_fssdp.cli.analysis.simulation_inputs import described_cluster, settings_of
+from megatron_fssdp.cli.analysis.strategy_ranking import ranked_strategies
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.strategy.strategy_registry import BASELINE, STRATEGIES

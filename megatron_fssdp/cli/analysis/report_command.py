@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_fssdp.cli.what_if import cost_on_a_cluster, ranking_on
+from megatron_fssdp.cli.analysis.what_if import cost_on_a_cluster, ranking_on
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.config.written_files import refuse_special_file

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from megatron_fssdp.cli.ranks.rank_command import RankCommand
-from megatron_fssdp.cli.run_folder import has_checkpoint
-from megatron_fssdp.cli.train_request import TrainRequest
+from megatron_fssdp.cli.training.run_folder import has_checkpoint
+from megatron_fssdp.cli.training.train_request import TrainRequest
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.megatron_arguments import (
     Installation,
@@ -231,7 +231,7 @@ def _built_data(config: RunConfig, out_dir: Path, console: Console) -> Tokenized
         return None
     folder = _data_dir(settings, out_dir)
     if settings.path is None and not (folder / MANIFEST_FILE).exists():
-        from megatron_fssdp.cli.data_command import build_with_progress
+        from megatron_fssdp.cli.training.data_command import build_with_progress
 
         build_with_progress(
             [], folder, settings.tokenizer, settings.vocab_size, _DEFAULT_SHARDS, False, False, console

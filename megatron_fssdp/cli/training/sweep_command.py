@@ -14,13 +14,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from megatron_fssdp.cli.analysis.what_if import cost_on_a_cluster
 from megatron_fssdp.cli.ranks.failure_report import failure_reason
 from megatron_fssdp.cli.ranks.rank_processes import exit_code_after
-from megatron_fssdp.cli.run_folder import RunFolder
-from megatron_fssdp.cli.sweep_state import RunState, state_of
-from megatron_fssdp.cli.train_command import check_startable, train
-from megatron_fssdp.cli.train_request import TrainRequest
-from megatron_fssdp.cli.what_if import cost_on_a_cluster
+from megatron_fssdp.cli.training.run_folder import RunFolder
+from megatron_fssdp.cli.training.sweep_state import RunState, state_of
+from megatron_fssdp.cli.training.train_command import check_startable, train
+from megatron_fssdp.cli.training.train_request import TrainRequest
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.sweep.planned_runs import PlannedRun, planned_runs

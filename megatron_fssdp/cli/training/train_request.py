@@ -6,7 +6,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from megatron_fssdp.cli.run_folder import RunFolder
+from megatron_fssdp.cli.training.run_folder import RunFolder
 from megatron_fssdp.config.loading import apply_overrides
 from megatron_fssdp.config.run.composition import Composition, compose, lay_over
 from megatron_fssdp.config.run.run_config import RunConfig

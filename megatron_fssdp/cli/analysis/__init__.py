@@ -1,0 +1,1 @@
+"""Commands that read records or simulate: ``simulate``, ``roofline``, ``report`` and ``compare``."""

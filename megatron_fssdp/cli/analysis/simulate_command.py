@@ -1,0 +1,130 @@
+"""``megatron-fssdp simulate``: predicts which strategy is fastest on a cluster.
+
+The loads of the experts come from a recorded run or are generated.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_fssdp.cli.analysis.simulation_inputs import described_cluster, settings_of
+from megatron_fssdp.cli.analysis.simulation_progress import SimulationProgress
+from megatron_fssdp.cli.analysis.strategy_ranking import ranked_strategies
+from megatron_fssdp.config.cluster_description import ClusterDescription
+from megatron_fssdp.config.cluster_files import cluster_yaml
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.run.composition import load_run
+from megatron_fssdp.config.written_files import written_whole
+from megatron_fssdp.reporting.records.job_records import loads_for_job
+from megatron_fssdp.reporting.records.load_records import RecordedLoads
+from megatron_fssdp.reporting.simulation_page.simulation_page import PAGE_FILE, simulation_page
+from megatron_fssdp.reporting.simulation_plots import draw_simulation
+from megatron_fssdp.reporting.simulation_report import SimulationReport, ranking_table, write_report
+from megatron_fssdp.reporting.simulation_trace import write_simulation_trace
+from megatron_fssdp.simulation.moe_job import job_of_run
+
+TRACE_FILE = "trace_{}.json"
+
+
+@dataclass(frozen=True)
+class SimulateRequest:
+    """Options of ``megatron-fssdp simulate``.
+
+    Attributes:
+        loads: Output folder of a run, its ``loads.npy``, or the name of a workload.
+        cluster: YAML file or name of a cluster.
+        models: YAML files of a training run. Later files win.
+        strategies: Names of the strategies to simulate.
+        out: Folder to write the results to.
+        iterations: Number of iterations to generate, or maximum number to use of a record. None for the
+            default.
+        overrides: ``key=value`` settings that win over the run's files.
+        cluster_overrides: ``key=value`` changes of the cluster.
+        strategy_overrides: ``key=value`` settings for all strategies that have the key.
+        with_break_even: Whether to search the batch size and bandwidth at which strategies start to pay.
+        with_plots: Whether to write the HTML page and the pictures.
+        seed: Seed of generated loads.
+    """
+
+    loads: str
+    cluster: str
+    models: Sequence[Path]
+    strategies: tuple[str, ...]
+    out: Path
+    iterations: int | None = None
+    overrides: Sequence[str] = ()
+    cluster_overrides: Sequence[str] = ()
+    strategy_overrides: Sequence[str] = ()
+    with_break_even: bool = True
+    with_plots: bool = True
+    seed: int = 0
+
+
+def run_simulation(request: SimulateRequest, console: Console) -> SimulationReport:
+    """Simulate the strategies, print the ranking, and write the files.
+
+    Raises:
+        ConfigurationError: A file or name does not exist, or loads, run and cluster do not fit together.
+    """
+    if not request.strategies:
+        raise ConfigurationError(
+            "--strategies: got no name; give names separated by commas, such as ep,fssdp"
+        )
+    run = load_run(request.models, request.overrides)
+    job, cluster = job_of_run(run), described_cluster(request.cluster, request.cluster_overrides)
+    settings = {name: settings_of(name, run, request.strategy_overrides) for name in request.strategies}
+    record, note = loads_for_job(request.loads, job, request.iterations, request.seed)
+    models = " + ".join(path.name for path in request.models)
+    title = f"{request.loads} on {cluster.name}: {len(record.iterations)} iterations, {models}"
+    with written_whole(request.out, "--out") as partial:  # checked first, because the search takes minutes
+        with SimulationProgress(
+            console, len(record.iterations), len(settings), searches=request.with_break_even
+        ) as progress:
+            report = ranked_strategies(
+                title,
+                record,
+                cluster,
+                job,
+                settings,
+                note=note,
+                with_break_even=request.with_break_even,
+                progress=progress,
+            )
+        _show_and_write(report, request, record, cluster, partial, console)
+        written = {path.name for path in partial.iterdir()}
+    for trace in request.out.glob(TRACE_FILE.format("*")):
+        if trace.name not in written:  # of an earlier simulation of other strategies
+            trace.unlink()
+    if request.with_plots:  # a page or a plot that fails does not cost the numbers
+        simulation_page(report, record, cluster, job).write(request.out / PAGE_FILE)
+        with written_whole(request.out, "--out") as partial:
+            draw_simulation(report, partial)
+    page = f"{request.out / PAGE_FILE} (open it in a browser), plots, " if request.with_plots else ""
+    console.print(
+        f"wrote {page}tables and traces (for https://ui.perfetto.dev) to {request.out}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return report
+
+
+def _show_and_write(
+    report: SimulationReport,
+    request: SimulateRequest,
+    record: RecordedLoads,
+    cluster: ClusterDescription,
+    folder: Path,
+    console: Console,
+) -> None:
+    console.print(ranking_table(report))
+    for line in report.notes:
+        console.print(line, highlight=False, soft_wrap=True)
+    write_report(report, folder)
+    (folder / "cluster.yaml").write_text(cluster_yaml(cluster), encoding="utf-8")
+    for row in report.rows:
+        # In the middle of the run, strategies have a history and have finished measuring.
+        write_simulation_trace(
+            folder / TRACE_FILE.format(row.label), row.outcome, len(record.iterations) // 2
+        )

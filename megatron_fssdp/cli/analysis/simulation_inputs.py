@@ -1,0 +1,66 @@
+"""What a simulation starts from: a described cluster, settings of strategies, the model of a recorded run."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_fssdp.config.cluster_description import ClusterDescription
+from megatron_fssdp.config.cluster_files import load_cluster
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.loading import apply_overrides, validate
+from megatron_fssdp.config.renamed_settings import refuse_renamed_settings
+from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
+from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
+from megatron_fssdp.reporting.records.job_records import unknown_loads
+from megatron_fssdp.reporting.records.recorded_settings import SETTINGS_FILE
+from megatron_fssdp.simulation.workloads import WORKLOADS
+
+
+def recorded_settings(loads: str) -> list[Path]:
+    """Return the ``config.yaml`` of the recorded run that ``--loads`` names, in the place of ``--model``.
+
+    Raises:
+        ConfigurationError: The loads are no recorded run, or the run has no ``config.yaml``.
+    """
+    path = Path(loads)
+    if loads not in WORKLOADS and not path.exists():
+        raise ConfigurationError(unknown_loads(loads))
+    file = (path if path.is_dir() else path.parent) / SETTINGS_FILE
+    if loads in WORKLOADS or not file.is_file():
+        raise ConfigurationError(
+            f"--model: --loads {loads} has no {SETTINGS_FILE} that describes the model; name a run's YAML"
+        )
+    return [file]
+
+
+def described_cluster(source: str, overrides: Sequence[str] = ()) -> ClusterDescription:
+    """Read a cluster description and change some of its values.
+
+    Args:
+        source: YAML file or name of a cluster.
+        overrides: ``key=value`` changes.
+
+    Raises:
+        ConfigurationError: The cluster does not exist, or a value is invalid.
+    """
+    cluster = load_cluster(source)
+    if not overrides:
+        return cluster
+    data = apply_overrides(cluster.model_dump(mode="json", exclude_none=True), overrides, "--cluster-set")
+    return validate(ClusterDescription, data, "--cluster-set")
+
+
+def settings_of(name: str, run: RunConfig, overrides: Sequence[str] = ()) -> StrategySettings:
+    """Return a strategy's settings for a simulation.
+
+    The settings come from the run if it uses this strategy. Overrides win over them. Overrides whose key the
+    strategy does not have are ignored.
+
+    Raises:
+        ConfigurationError: The strategy is unknown, or its settings are invalid.
+    """
+    data = dict(run.strategy.settings) if run.strategy.name == name else {}
+    refuse_renamed_settings(apply_overrides({}, overrides, "--moe-strategy-set"), "--moe-strategy-set")
+    known = set(type(strategy_settings(name, {}, "--strategies")).model_fields)
+    known_overrides = [override for override in overrides if override.partition("=")[0].strip() in known]
+    return strategy_settings(name, apply_overrides(data, known_overrides), f"--strategies {name}")

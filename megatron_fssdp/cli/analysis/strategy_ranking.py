@@ -1,0 +1,147 @@
+"""Simulates strategies on the same loads and makes the report that ranks them."""
+
+from collections.abc import Mapping, Sequence
+
+from megatron_fssdp.cli.analysis.simulation_progress import SimulationProgress
+from megatron_fssdp.config.cluster_description import ClusterDescription
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy.strategy_registry import BASELINE, STRATEGIES
+from megatron_fssdp.config.strategy.strategy_settings import EpSettings, StrategySettings
+from megatron_fssdp.reporting.records.job_records import with_recorded_choices
+from megatron_fssdp.reporting.records.load_records import RecordedLoads
+from megatron_fssdp.reporting.simulation_report import RankedStrategy, SimulationReport
+from megatron_fssdp.reporting.units import format_memory
+from megatron_fssdp.simulation.break_even import break_even_bandwidth, break_even_tokens
+from megatron_fssdp.simulation.moe_job import MoeJob
+from megatron_fssdp.simulation.replay import OnPlan
+from megatron_fssdp.simulation.simulator import StrategyOutcome, ceiling_s, simulate
+
+SAMPLE_ITERATIONS = 6
+"""Number of iterations that the break-even search simulates. It plans them again for each value it tries."""
+
+HISTORY_ITERATIONS = 16
+"""Number of iterations before the sample, which strategies can use as their history."""
+
+
+def ranked_strategies(
+    title: str,
+    record: RecordedLoads,
+    cluster: ClusterDescription,
+    job: MoeJob,
+    settings: Mapping[str, StrategySettings],
+    *,
+    note: str = "",
+    with_break_even: bool = False,
+    progress: SimulationProgress | None = None,
+) -> SimulationReport:
+    """Simulate strategies on the same loads.
+
+    Args:
+        title: Title of the report, which names loads, cluster and model in one line.
+        record: Loads of the job's experts.
+        cluster: Link and compute costs of the cluster.
+        job: Sizes and parallelism of the training job.
+        settings: Settings of each strategy to simulate, by name.
+        note: Sentence about how the loads were adapted to the job, or an empty string.
+        with_break_even: Whether to search the batch size and bandwidth at which strategies start to pay.
+        progress: Display of the progress, or None.
+
+    Returns:
+        The simulated outcomes of all strategies.
+
+    Raises:
+        ConfigurationError: The job does not fit the cluster.
+    """
+    on_plan = None if progress is None else progress.planned
+    outcomes: dict[str, StrategyOutcome] = {}
+    rows: list[RankedStrategy] = []
+    try:
+        job, distinct = with_recorded_choices(job, record, cluster)
+        for name, given in settings.items():
+            if progress is not None:
+                progress.begin(name)
+            outcomes[name] = simulate(
+                name,
+                given,
+                record.counts_ILDE,
+                cluster,
+                job,
+                layer_numbers=record.layers.tolist(),
+                on_plan=on_plan,
+            )
+        plain = outcomes.get("ep") or simulate("ep", EpSettings(), record.counts_ILDE, cluster, job)
+        for name, outcome in outcomes.items():
+            if progress is not None and with_break_even:
+                progress.search(name)
+            rows.append(_row(name, outcome, settings[name], record, cluster, job, with_break_even, on_plan))
+        balanced_s = ceiling_s(record.counts_ILDE, cluster, job)
+    except ValueError as error:
+        raise ConfigurationError(f"simulate: {error}") from None
+    return SimulationReport(
+        title,
+        tuple(rows),
+        plain,
+        balanced_s,
+        record.iterations,
+        _notes(note, rows, with_break_even, distinct),
+    )
+
+
+def _notes(
+    note: str, rows: Sequence[RankedStrategy], with_break_even: bool, distinct: str
+) -> tuple[str, ...]:
+    pays = (
+        "pays from, pays up to: the strategy is more than 1 % faster than ep if a rank has at least this "
+        "many tokens, and if a node's network has at most this bandwidth (searched from 1/64 to 64 times the "
+        "job's own value, on the last iterations). "
+    )
+    notes = [note] if note else []
+    notes.append(
+        "ceiling: the same job under ep with balanced routing. A strategy whose replicas save traffic can "
+        "exceed it. " + (pays if with_break_even else "") + "Not simulated: optimizer step, data loading, "
+        "launches of kernels."
+    )
+    notes.append(
+        "host ms: milliseconds in which a rank's host plans and posts messages of transfers in an iteration, "
+        "as measured on one core (docs/simulator.md). The device waits for a part of them."
+    )
+    notes.append(
+        "seconds: mean of the iterations after the longest warm-up, the same ones for all strategies. "
+        "warm-up: first iterations in which a strategy measures, has no past loads, or waits for its first "
+        "turn, with their mean seconds (all: it never gets further, and is ranked after those that do)."
+    )
+    shares = {row.label: float(row.outcome.ledger.deduplicated_IL.mean()) for row in rows}
+    if any(shares.values()):
+        described = ", ".join(f"{label} {100 * share:.0f} %" for label, share in shares.items())
+        notes.append(
+            f"deduplicated exchange, share of layers and iterations: {described}. Different nodes and "
+            f"devices of a token: {distinct}."
+        )
+    notes += [
+        f"{row.label}: runs out of memory. It needs {format_memory(row.outcome.memory.total_bytes)}, and a "
+        f"device has {format_memory(row.outcome.memory.capacity_bytes)}"
+        for row in rows
+        if row.outcome.memory.runs_out and row.outcome.memory.capacity_bytes is not None
+    ]
+    return tuple(notes)
+
+
+def _row(
+    name: str,
+    outcome: StrategyOutcome,
+    settings: StrategySettings,
+    record: RecordedLoads,
+    cluster: ClusterDescription,
+    job: MoeJob,
+    with_break_even: bool,
+    on_plan: OnPlan | None,
+) -> RankedStrategy:
+    if not with_break_even or name == BASELINE or STRATEGIES[name].strategy is None:
+        return RankedStrategy(name, outcome)
+    counts_ILDE = record.counts_ILDE
+    first = max(0, len(counts_ILDE) - SAMPLE_ITERATIONS)
+    sample, past = counts_ILDE[first:], counts_ILDE[max(0, first - HISTORY_ITERATIONS) : first]
+    arguments = (name, settings, sample, cluster, job, past if len(past) else None, on_plan)
+    spans_nodes = outcome.ledger.topology.num_nodes > 1
+    bandwidth = break_even_bandwidth(*arguments) if spans_nodes else None
+    return RankedStrategy(name, outcome, break_even_tokens(*arguments), bandwidth)

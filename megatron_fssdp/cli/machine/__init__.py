@@ -1,0 +1,1 @@
+"""Commands about a machine or a cluster: ``doctor`` and ``profile``."""

@@ -1,0 +1,1 @@
+"""Commands that prepare, start and continue trainings: ``data build``, ``train`` and ``sweep``."""
