@@ -69,7 +69,8 @@ def _refuse_keys_of_other_strategies(name: str, data: dict[str, Any], source: st
             continue
         plans_nothing = STRATEGIES[name].strategy is None
         reason = ", which runs Megatron's own dispatcher and plans nothing" if plans_nothing else ""
+        which = "that strategy" if len(owners) == 1 else "one of these strategies"
         raise ConfigurationError(
             f"{source}: key '{key}' has no meaning under strategy '{name}'{reason}; it belongs to "
-            f"{', '.join(owners)}; set --moe-strategy {owners[-1]} or remove the key"
+            f"{', '.join(owners)}; remove the key, or select {which} with --moe-strategy"
         )

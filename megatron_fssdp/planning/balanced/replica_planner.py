@@ -208,42 +208,6 @@ def plan_materialization(
     return layer.best_placement(slots=slots, most_replicated=overlap_degree)[0]
 
 
-def modelled_seconds(
-    placement: ExpertPlacement,
-    load_DE: np.ndarray,
-    topology: Topology,
-    profile: LayerProfile,
-    *,
-    rematerialize: bool = False,
-    hides: bool = True,
-    after_gate: bool = False,
-) -> float:
-    """Modelled seconds of a layer in an iteration, as the search counts them.
-
-    Tokens are split evenly among holders, without rounding to whole tokens. Balanced dispatch does not cost
-    more.
-
-    Args:
-        placement: Owners and replicas.
-        load_DE: (token, k) pairs of an iteration by source device and expert, ``[D, E]``.
-        topology: Nodes of the devices.
-        profile: Measured costs of the layer and the links.
-        rematerialize: Whether replicas are gathered and reduced with every micro-batch.
-        hides: Whether transfers run beside compute.
-        after_gate: Whether gathers start after the gate. Nothing hides them then.
-    """
-    layer = layer_search(
-        placement.owner_E,
-        load_DE,
-        topology,
-        profile,
-        rematerialize=rematerialize,
-        hides=hides,
-        after_gate=after_gate,
-    )
-    return layer.seconds(placement)
-
-
 def layer_search(
     owner_E: np.ndarray,
     load_DE: np.ndarray,

@@ -11,7 +11,6 @@ from megatron_fssdp.planning.balanced.replica_planner import (
     LEAST_SAVING,
     LayerSearch,
     layer_search,
-    modelled_seconds,
     plan_materialization,
     plan_replicas,
     search_replicas,
@@ -53,6 +52,21 @@ NEARLY = 1e-3
 """Seconds that probabilities and router counts take at most in the layers below."""
 PLAIN = ExpertPlacement.owners_only(OWNERS, 4)
 SHARED = PLAIN.with_replicas([(0, 2)])
+
+
+def modelled_seconds(
+    placement: ExpertPlacement,
+    load_DE: np.ndarray,
+    topology: Topology,
+    profile: LayerProfile,
+    *,
+    rematerialize: bool = False,
+    hides: bool = True,
+    after_gate: bool = False,
+) -> float:
+    """Seconds of a layer under a placement, as the search counts them."""
+    gathering = {"rematerialize": rematerialize, "hides": hides, "after_gate": after_gate}
+    return layer_search(placement.owner_E, load_DE, topology, profile, **gathering).seconds(placement)
 
 
 def seconds(placement: ExpertPlacement, profile: LayerProfile = PROFILE, **settings: bool) -> float:
