@@ -51,7 +51,8 @@ class Row:
 
 def module_of(key: str) -> ModuleType:
     """Return the module with a paper's statements."""
-    return importlib.import_module(f"benchmarks.papers.{key.replace('-', '_')}")
+    room = key.replace("-", "_")
+    return importlib.import_module(f"benchmarks.papers.{room}.{room}_statements")
 
 
 def spread_of_paper(key: str) -> float:

@@ -8,12 +8,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.papers import fastermoe, hecate
-from benchmarks.papers import fastermoe_systems as systems
-from benchmarks.papers import parm_tables as parm
-from benchmarks.papers import pro_prophet_cells as pro_prophet
-from benchmarks.papers.parm_layers import COLUMNS, PAIRS, cell_of
-from benchmarks.papers.parm_testbeds import Testbed
+from benchmarks.papers.fastermoe import fastermoe_statements as fastermoe
+from benchmarks.papers.fastermoe import fastermoe_systems as systems
+from benchmarks.papers.hecate import hecate_runs as hecate
+from benchmarks.papers.parm import parm_tables as parm
+from benchmarks.papers.parm.parm_layers import COLUMNS, PAIRS, cell_of
+from benchmarks.papers.parm.parm_testbeds import Testbed
+from benchmarks.papers.pro_prophet import pro_prophet_cells as pro_prophet
 from benchmarks.papers.setting import Setting
 from benchmarks.papers.skews import SKEWS
 from megatron_fssdp.planning.cost.tensor_schedules import Group, Kind

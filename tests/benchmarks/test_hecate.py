@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.papers.hecate_runs import (
+from benchmarks.papers.hecate.hecate_runs import (
     BASELINES,
     EP,
     FLEXMOE_SLOTS,

@@ -6,9 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.papers import fastermoe, hecate, parm, pro_prophet, pro_prophet_model
-from benchmarks.papers import fastermoe_systems as systems
+from benchmarks.papers.fastermoe import fastermoe_statements as fastermoe
+from benchmarks.papers.fastermoe import fastermoe_systems as systems
+from benchmarks.papers.hecate import hecate_statements as hecate
 from benchmarks.papers.page import PAPERS, Row, count, module_of, page_of, spread_of_paper
+from benchmarks.papers.parm import parm_statements as parm
+from benchmarks.papers.pro_prophet import pro_prophet_model
+from benchmarks.papers.pro_prophet import pro_prophet_statements as pro_prophet
 from benchmarks.papers.setting import Model, Relation, Setting, is_near, kept_in_nodes
 from benchmarks.papers.skews import SKEWS, share_of_top, spread_of
 from benchmarks.reproduce_papers import rows_of

@@ -4,10 +4,18 @@ import itertools
 
 import pytest
 
-from benchmarks.papers import parm, parm_tables
-from benchmarks.papers.parm_layers import ALL_PAIRS, COLUMNS, ConfiguredLayer, cell_of, layer_on, layers_of
-from benchmarks.papers.parm_models import MODELS, TrainedModel, moe_s, outside_s
-from benchmarks.papers.parm_testbeds import AS_TAKEN, Assumptions, Span, Testbed, spans_of
+from benchmarks.papers.parm import parm_statements as parm
+from benchmarks.papers.parm import parm_tables
+from benchmarks.papers.parm.parm_layers import (
+    ALL_PAIRS,
+    COLUMNS,
+    ConfiguredLayer,
+    cell_of,
+    layer_on,
+    layers_of,
+)
+from benchmarks.papers.parm.parm_models import MODELS, TrainedModel, moe_s, outside_s
+from benchmarks.papers.parm.parm_testbeds import AS_TAKEN, Assumptions, Span, Testbed, spans_of
 from benchmarks.papers.setting import is_near
 
 B_32 = Testbed("parm-b", 32)

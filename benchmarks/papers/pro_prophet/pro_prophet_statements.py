@@ -13,7 +13,7 @@ balancing can. The ratios to FasterMoE do not depend on that baseline.
 from collections.abc import Callable
 from functools import partial
 
-from benchmarks.papers.pro_prophet_cells import (
+from benchmarks.papers.pro_prophet.pro_prophet_cells import (
     FASTERMOE,
     IN_TURN,
     SHAPES,
@@ -28,7 +28,7 @@ from benchmarks.papers.pro_prophet_cells import (
     setting_of,
     speedup,
 )
-from benchmarks.papers.pro_prophet_model import BANDWIDTHS, OPERATIONS, Bandwidth, mean_difference
+from benchmarks.papers.pro_prophet.pro_prophet_model import BANDWIDTHS, OPERATIONS, Bandwidth, mean_difference
 from benchmarks.papers.setting import OURS, Relation
 
 

@@ -1,6 +1,6 @@
 """Simulated runs of Hecate's evaluation: its models, its clusters and the systems that it compares.
 
-``hecate.py`` says what is assumed and why.
+``hecate_statements.py`` says what is assumed and why.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """Compares Pro-Prophet's Eq. 1 to 5 with the simulator, operation by operation (the counterpart of Fig. 13).
 
-Run it as ``python -m benchmarks.papers.pro_prophet_model``. The paper compares its equations with
+Run it as ``python -m benchmarks.papers.pro_prophet.pro_prophet_model``. The paper compares its equations with
 measurements on its cluster. Here the simulator takes the place of the measurements: it knows start-ups, both
 kinds of links, and that a transfer crosses a node's link only once, where the equations have one mean
 bandwidth. Experts are sent to all devices (n = 0), and operations run one after the other.
@@ -16,9 +16,9 @@ from typing import Literal
 import numpy as np
 
 if not __package__:  # run as a file
-    sys.path.insert(0, str(Path(__file__).parents[2]))
+    sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from benchmarks.papers.pro_prophet_cells import setting_of
+from benchmarks.papers.pro_prophet.pro_prophet_cells import setting_of
 from benchmarks.papers.setting import PROFILED, Setting
 from benchmarks.papers.skews import SKEWS
 from megatron_fssdp.config.strategy.strategy_selection import strategy_settings

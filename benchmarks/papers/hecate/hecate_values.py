@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from benchmarks.papers.hecate_runs import (
+from benchmarks.papers.hecate.hecate_runs import (
     BASELINES,
     EP,
     HECATE,

@@ -39,10 +39,8 @@ times as fast as EP, and both components are 3.32 times as fast as sharding alon
 4.4, where Fig. 10 has at most 1.70. The text does not say what Fig. 15 measures.
 """
 
-from benchmarks.papers.hecate_runs import BASELINES, FLEXMOE_SLOTS, FLOPS_PER_S, HECATE, REMATERIALIZED
-from benchmarks.papers.hecate_runs import MODELS as MODELS
-from benchmarks.papers.hecate_runs import speedups as speedups
-from benchmarks.papers.hecate_values import (
+from benchmarks.papers.hecate.hecate_runs import BASELINES, FLEXMOE_SLOTS, FLOPS_PER_S, HECATE, REMATERIALIZED
+from benchmarks.papers.hecate.hecate_values import (
     all_to_all,
     both_over,
     collectives,

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from benchmarks.papers.parm_testbeds import AS_TAKEN, Assumptions, Testbed
+from benchmarks.papers.parm.parm_testbeds import AS_TAKEN, Assumptions, Testbed
 from megatron_fssdp.planning.cost.tensor_schedules import (
     Schedule,
     ScheduleCosts,

@@ -18,8 +18,8 @@ norms and the reduction of gradients. Table V therefore takes the published time
 
 from dataclasses import dataclass
 
-from benchmarks.papers.parm_layers import COLUMNS, seconds_of
-from benchmarks.papers.parm_testbeds import AS_TAKEN, Assumptions, Testbed
+from benchmarks.papers.parm.parm_layers import COLUMNS, seconds_of
+from benchmarks.papers.parm.parm_testbeds import AS_TAKEN, Assumptions, Testbed
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.planning.cost.tensor_schedules import ScheduledLayer
 from megatron_fssdp.simulation.timeline.tensor_schedule_timeline import NUM_PASSES

@@ -31,7 +31,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from benchmarks.papers.fastermoe_systems import (
+from benchmarks.papers.fastermoe.fastermoe_systems import (
     FASTMOE,
     MODELS,
     ON_JOHNNY,

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from benchmarks.papers.parm_layers import ALL_PAIRS, COLUMNS, cell_of
-from benchmarks.papers.parm_models import MODELS, N_ESP, N_MP, moe_s
-from benchmarks.papers.parm_testbeds import AS_TAKEN, Assumptions
+from benchmarks.papers.parm.parm_layers import ALL_PAIRS, COLUMNS, cell_of
+from benchmarks.papers.parm.parm_models import MODELS, N_ESP, N_MP, moe_s
+from benchmarks.papers.parm.parm_testbeds import AS_TAKEN, Assumptions
 
 TABLE_IV = {  # N_MP and N_ESP: speed-ups in the order of COLUMNS
     "s1": {

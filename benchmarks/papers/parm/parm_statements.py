@@ -11,9 +11,9 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.papers.parm_layers import ALL_PAIRS, COLUMNS, PAIRS, LayerSeconds, cell_of
-from benchmarks.papers.parm_models import MODELS, N_ESP, N_MP, outside_s
-from benchmarks.papers.parm_tables import (
+from benchmarks.papers.parm.parm_layers import ALL_PAIRS, COLUMNS, PAIRS, LayerSeconds, cell_of
+from benchmarks.papers.parm.parm_models import MODELS, N_ESP, N_MP, outside_s
+from benchmarks.papers.parm.parm_tables import (
     NAMES,
     OTHERWISE,
     TABLE_IV,
@@ -24,7 +24,7 @@ from benchmarks.papers.parm_tables import (
     ratios_of_table_iv,
     speedup,
 )
-from benchmarks.papers.parm_testbeds import AS_TAKEN, Assumptions
+from benchmarks.papers.parm.parm_testbeds import AS_TAKEN, Assumptions
 from benchmarks.papers.setting import NEAR, OURS, Relation
 
 OF_FIGURE_1 = (

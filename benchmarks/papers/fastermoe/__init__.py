@@ -1,0 +1,1 @@
+"""Rows of FasterMoE: the statements of its text, and its systems."""
