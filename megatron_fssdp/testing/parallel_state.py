@@ -17,7 +17,12 @@ MEGATRON_PRELOAD = (
     "megatron.training.training",
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.tokenizers.text",
+    "megatron_fssdp.testing.option_texts:keep_option_texts",
     "megatron_fssdp.megatron_adapter.training.training_hooks",
+    "megatron_fssdp.megatron_adapter.entry.launcher",
+    "megatron_fssdp.megatron_adapter.entry.registration",
+    "megatron_fssdp.strategies.fssdp.fssdp_strategy",
+    "megatron_fssdp.strategies.auto.auto_strategy",
 )
 
 
