@@ -5,6 +5,8 @@ import re
 from dataclasses import dataclass
 from types import ModuleType
 
+from benchmarks.papers.claims import Answer
+from benchmarks.papers.in_short import IN_SHORT
 from benchmarks.papers.setting import NEAR, OURS, Relation, is_near
 from benchmarks.papers.skews import SKEWS
 
@@ -78,6 +80,13 @@ def page_of(rows_by_paper: dict[str, list[Row]]) -> str:
     Args:
         rows_by_paper: Rows of the papers of the page, by key of ``PAPERS``.
     """
+    answers = {
+        key: [
+            Answer(claim, claim.pairs(spread_of_paper(key)))
+            for claim in getattr(module_of(key), "CLAIMS", ())
+        ]
+        for key in rows_by_paper
+    }
     counts = {key: count(rows) for key, rows in rows_by_paper.items()}
     near, total = (sum(numbers) for numbers in zip(*counts.values(), strict=True))
     names = ", ".join(PAPERS[key] for key in rows_by_paper)
@@ -86,7 +95,12 @@ def page_of(rows_by_paper: dict[str, list[Row]]) -> str:
         f"{near} of {total} numbers of {names} come within {NEAR:.0%} in the simulator, where nothing is "
         "fitted to what it predicts. This page has a row for each of them, and the reason where one is "
         "missed or cannot be simulated. A reason that starts with 'open' means that the cause is not "
-        "known.",
+        "known. The next table has the main statements of each paper; 'direction' means that the same side "
+        "is faster, by another factor.",
+        _table(
+            ("paper", "main statement", "paper", "simulated", "reproduced?", "if not, why"),
+            [line for key, rows in rows_by_paper.items() for line in _in_short(key, rows)],
+        ),
         _table(
             ("paper", f"rows within {NEAR:.0%}", "loads"),
             [
@@ -116,17 +130,41 @@ def page_of(rows_by_paper: dict[str, list[Row]]) -> str:
         ),
     ]
     for key, rows in rows_by_paper.items():
-        blocks += _section(key, rows)
+        blocks += _section(key, rows, answers[key])
     return "\n\n".join(blocks) + "\n"
 
 
-def _section(key: str, rows: list[Row]) -> list[str]:
+def _in_short(key: str, rows: list[Row]) -> list[tuple[str, ...]]:
+    """Lines of the first table: a paper's main statements, whether each is reproduced, and why not."""
+    by_place, lines = {(row.relation.where, row.relation.what): row for row in rows}, []
+    for place, (statement, why) in IN_SHORT[key].items():
+        row = by_place[place]
+        if row.values is None or row.ratio is None:
+            raise ValueError(f"{key}: {place!r} is not simulated; wanted a simulated row in IN_SHORT")
+        stated = [row.relation.low, row.relation.high]
+        same_side = (min(stated) > 1) == (min(row.values) > 1) == (max(row.values) > 1)
+        verdict = "yes" if is_near(row.ratio) else "direction" if same_side else "no"
+        reason = "" if verdict == "yes" else why
+        lines.append((PAPERS[key], statement, words(stated), words(row.values), verdict, reason))
+    return lines
+
+
+def _claims(answers: list[Answer]) -> list[str]:
+    """The table of statements without a number, or nothing if a paper has none here."""
+    if not answers:
+        return []
+    headers = ("where", "statement without a number", "holds in", "first over second", "why not everywhere")
+    return [_table(headers, [answer.cells for answer in answers])]
+
+
+def _section(key: str, rows: list[Row], answers: list[Answer]) -> list[str]:
     module, (near, total) = module_of(key), count(rows)
     return [
         f"## {PAPERS[key]}",
         f"{near} of {total} rows are within {NEAR:.0%}.",
         f"![{PAPERS[key]}: numbers of the paper and of the simulator](pictures/papers_{key}.svg)",
         _assumptions(module),
+        *_claims(answers),
         _figures(module, rows),
         _table(
             ("where", "statement", "paper", "simulated", "ratio", "why, if it is missed"),

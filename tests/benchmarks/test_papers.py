@@ -6,9 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.papers.claims import Answer, Claim
 from benchmarks.papers.fastermoe import fastermoe_statements as fastermoe
 from benchmarks.papers.fastermoe import fastermoe_systems as systems
 from benchmarks.papers.hecate import hecate_statements as hecate
+from benchmarks.papers.hecate.hecate_values import IMPLIED_SHARE
+from benchmarks.papers.in_short import IN_SHORT
 from benchmarks.papers.page import PAPERS, Row, count, module_of, page_of, spread_of_paper
 from benchmarks.papers.parm import parm_statements as parm
 from benchmarks.papers.pro_prophet import pro_prophet_model
@@ -138,6 +141,27 @@ def test_what_stands_beside_a_row_is_shown_even_if_the_row_is_near() -> None:
     relation = Relation("Table 1", "speed-up", 2, 2, lambda _: [2.1], beside=lambda _: "even loads: 2.5")
     assert Row(relation, [2.1], "even loads: 2.5").note == "even loads: 2.5"
     assert Row(relation, [9.0], "even loads: 2.5").note == "even loads: 2.5; open"
+
+
+def test_a_claim_says_why_only_where_it_does_not_hold_in_all_cases() -> None:
+    def pairs(_: float) -> list[tuple[float, float]]:
+        return [(3.0, 2.0), (1.0, 2.0), (2.0, 2.0)]
+
+    claim = Claim("§1", "the first is faster", pairs, "the others wait")
+    assert Answer(claim, pairs(0)).cells[2:] == ("1 of 3", "0.50–1.50", "the others wait")
+    assert Answer(claim, pairs(0)[:1]).cells[2:] == ("1 of 1", "1.50–1.50", "")
+
+
+@pytest.mark.parametrize("key", PAPERS)
+def test_main_statements_are_rows_that_are_simulated(key: str) -> None:
+    by_place = {(relation.where, relation.what): relation for relation in module_of(key).RELATIONS}
+    for place in IN_SHORT[key]:
+        assert by_place[place].counts
+
+
+def test_hecates_share_of_moe_layers_gives_the_papers_speedup() -> None:
+    """With this share, layers that are 11.87 times as fast make an iteration 1.70 times as fast."""
+    assert pytest.approx(1.70) == 1 / (1 - IMPLIED_SHARE + IMPLIED_SHARE / 11.87)
 
 
 def test_the_page_has_a_row_for_every_statement_and_says_why_one_is_missed() -> None:

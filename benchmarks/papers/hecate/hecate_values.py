@@ -13,6 +13,7 @@ from benchmarks.papers.hecate.hecate_runs import (
     HECATE,
     MODELS,
     REMATERIALIZED,
+    SETTLED,
     System,
     geometric_mean,
     over_best,
@@ -20,12 +21,18 @@ from benchmarks.papers.hecate.hecate_runs import (
     setting_of,
     speedups,
 )
-from benchmarks.papers.setting import OF_MOE_LAYERS
+from benchmarks.papers.setting import OF_MOE_LAYERS, Setting
 
 Values = Callable[[float], list[float]]
 
 PLACES = (("hecate-a", 16), ("hecate-a", 32), ("hecate-b", 32))
 """Clusters and numbers of GPUs of Fig. 9 and 10."""
+
+IMPLIED_SHARE = (1 - 1 / 1.70) / (1 - 1 / 11.87)
+"""Largest share of EP's iteration in MoE layers that the paper's numbers allow, GPT-MoE-S on cluster B: 0.45.
+
+The layers are 11.87 times as fast (Fig. 11) and the iteration is at most 1.70 times as fast (Fig. 10).
+"""
 
 COMPARED = ("GPT-MoE-S", "BERT-MoE")
 """Models with which single causes are varied."""
@@ -46,6 +53,53 @@ def of_models(cluster: str, devices: int, system: System = HECATE) -> Values:
     return lambda sigma: [over_ep(setting_of(model, cluster, sigma, devices), system) for model in MODELS]
 
 
+def even_loads(cluster: str, devices: int) -> Callable[[float], str]:
+    """Words on what EP would gain from perfectly even loads, smallest and largest of the models."""
+
+    def bound(sigma: float) -> str:
+        found = [
+            EP.seconds(setting_of(model, cluster, sigma, devices))
+            / EP.seconds(setting_of(model, cluster, 0.0, devices))
+            for model in MODELS
+        ]
+        return f"even loads without replicas: {min(found):.2f}–{max(found):.2f}"
+
+    return bound
+
+
+def _moe_s(setting: Setting, system: System) -> float:
+    return float(setting.moe_s_I(system.strategy, **system.keys)[SETTLED:].mean())
+
+
+def share_of_moe(sigma: float) -> list[float]:
+    """Share of EP's iteration in the MoE layers, GPT-MoE-S on cluster B."""
+    setting = setting_of("GPT-MoE-S", "hecate-b", sigma)
+    return [_moe_s(setting, EP) / EP.seconds(setting)]
+
+
+def with_share_of_moe(cluster: str, devices: int) -> Values:
+    """Hecate over EP for each model, if EP's MoE layers took :data:`IMPLIED_SHARE` of its iteration."""
+
+    def ratios(sigma: float) -> list[float]:
+        settings = [setting_of(model, cluster, sigma, devices) for model in MODELS]
+        gains = [_moe_s(setting, EP) / _moe_s(setting, HECATE) for setting in settings]
+        return [1 / (1 - IMPLIED_SHARE + IMPLIED_SHARE / gain) for gain in gains]
+
+    return ratios
+
+
+def baseline_over_ep(name: str) -> Values:
+    """Smallest and largest speed-up of a baseline over EP on 16 and 32 GPUs of cluster A."""
+
+    def ratios(sigma: float) -> list[float]:
+        found = [
+            value for devices in (16, 32) for value in of_models("hecate-a", devices, BASELINES[name])(sigma)
+        ]
+        return [min(found), max(found)]
+
+    return ratios
+
+
 def over_best_of_models(devices: int) -> Values:
     """Geometric mean over models on cluster A: seconds of the fastest baseline divided by Hecate's."""
     return lambda sigma: [over_best([setting_of(model, "hecate-a", sigma, devices) for model in MODELS])]
@@ -55,6 +109,7 @@ def over_best_with(
     ours: System = HECATE,
     baselines: Mapping[str, Mapping[str, object]] | None = None,
     spread: float | None = None,
+    without: tuple[str, ...] = (),
     **others: object,
 ) -> Values:
     """Seconds of the fastest baseline divided by Hecate's, on 16 and 32 GPUs of cluster A, after a change.
@@ -63,9 +118,14 @@ def over_best_with(
         ours: Hecate's system.
         baselines: Changed settings of baselines, by name.
         spread: Another spread of the loads.
+        without: Names of baselines that are left out.
         others: Changed attributes of the setting.
     """
-    changed = {name: one.having(**(baselines or {}).get(name, {})) for name, one in BASELINES.items()}
+    changed = {
+        name: one.having(**(baselines or {}).get(name, {}))
+        for name, one in BASELINES.items()
+        if name not in without
+    }
 
     def ratios(sigma: float) -> list[float]:
         return [

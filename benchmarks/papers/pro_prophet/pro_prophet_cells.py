@@ -47,6 +47,9 @@ TABLE_I = {  # Place and Reduce, percent of an iteration
     "MoE-GPT-DS": (13.8, 13.9),
     "MoE-GPT-DM": (16.1, 14.9),
 }
+OF_WAITING = ("waiting for spAG", "waiting for spRS")
+"""Parts of an iteration in which devices wait for experts or gradients."""
+
 FASTERMOE: tuple[str, dict[str, object]] = ("fastermoe", {"latency": "paper"})
 SYSTEMS = {"FasterMoE": FASTERMOE, "Pro-Prophet": ("prophet", {})}
 
@@ -78,6 +81,15 @@ def bound(table: str, top_k: int, model: str, sigma: float) -> float:
     """Return the speed-up over ``ep`` that perfectly even loads would give, without any cost."""
     skewed, even = (of_cell(table, top_k, model, value).iteration_s("ep") for value in (sigma, 0.0))
     return skewed / even
+
+
+def without_waiting(table: str, top_k: int, model: str, sigma: float, system: str) -> float:
+    """Return a system's speed-up over ``ep`` if no device ever waited for experts or their gradients."""
+    setting = of_cell(table, top_k, model, sigma)
+    name, keys = SYSTEMS[system]
+    parts_s = setting.run(name, **keys).parts_s
+    waiting_s = sum(float(parts_s[part][PROFILED:].mean()) for part in OF_WAITING)
+    return setting.iteration_s("ep") / (setting.iteration_s(name, **keys) - waiting_s)
 
 
 def mean_balance_L(plain: StrategyOutcome, balanced: StrategyOutcome) -> np.ndarray:
@@ -115,7 +127,7 @@ def moved_percent(model: str, sigma: float) -> float:
     setting = setting_of(model, "hpwnv", 16, 16384, 1, sigma)
     name, keys = FASTERMOE
     parts_s = setting.run(name, **keys, **IN_TURN).parts_s
-    waiting_s = sum(parts_s[part][PROFILED:].mean() for part in ("waiting for spAG", "waiting for spRS"))
+    waiting_s = sum(parts_s[part][PROFILED:].mean() for part in OF_WAITING)
     return 100 * float(waiting_s) / setting.iteration_s(name, **keys, **IN_TURN)
 
 
