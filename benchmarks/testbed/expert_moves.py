@@ -6,7 +6,7 @@ Shape letters: L layers, D devices, E experts, N slots, C elements of a piece.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -98,7 +98,8 @@ class ExpertMoves:
     def _reshard(self) -> None:
         layers = self._runtime.layers
         load_LE = np.stack([layer.history.mean_E() for layer in layers])
-        new = self._strategy.reshard([layer.context for layer in layers], load_LE, self._owners)
+        contexts = [replace(layer.context, num_since_jump=layer.history.num_since_jump) for layer in layers]
+        new = self._strategy.reshard(contexts, load_LE, self._owners)
         self._exchange(self._owners.moves_to(new))
         self._owners = new
         for index, layer in enumerate(layers):

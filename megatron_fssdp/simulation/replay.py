@@ -153,6 +153,10 @@ def _reshard(
     iteration: int,
 ) -> OwnerMap:
     load_LE = np.stack([history.mean_E() for history in histories])
+    contexts = [
+        replace(context, num_since_jump=history.num_since_jump)
+        for context, history in zip(contexts, histories, strict=True)
+    ]
     new = strategy.reshard(contexts, load_LE, owners)
     moves = owners.device_LE != new.device_LE
     _move(ledger, iteration, owners.device_LE[moves], new.device_LE[moves])

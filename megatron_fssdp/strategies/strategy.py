@@ -45,6 +45,9 @@ class LayerContext:
         topology: Nodes of the layer's expert-parallel ranks.
         profile: Measured costs; ``None`` before they are measured.
         resident: Placement of owners and resident replicas; ``None`` if there are no resident replicas.
+        num_since_jump: Number of iterations since the layer's loads jumped; ``None`` if they did not jump
+            lately. Only :meth:`Strategy.reshard` and :meth:`Strategy.replicate` get it. Ranks with copies of
+            the same experts all get the smallest of their numbers.
     """
 
     layer: int
@@ -52,6 +55,7 @@ class LayerContext:
     topology: Topology
     profile: LayerProfile | None = None
     resident: ExpertPlacement | None = None
+    num_since_jump: int | None = None
 
     @property
     def num_experts(self) -> int:
@@ -389,7 +393,9 @@ class Strategy[Settings: PlacementSettings](ABC):
     def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
         """New owners for all layers of a pipeline stage, or the present ones.
 
-        The default calls :meth:`reshard_layer` for each layer.
+        The default calls :meth:`reshard_layer` for each layer. Ranks with copies of the same experts must
+        decide alike, but their histories differ. The answer can therefore depend on the arguments and on
+        earlier answers, and not on what :meth:`before_gate` got.
 
         Args:
             contexts: Data of the layers, in the order of the map.

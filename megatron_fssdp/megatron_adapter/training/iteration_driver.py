@@ -324,14 +324,21 @@ class IterationDriver:
         """Return the contexts of all layers with the topology of the first expert-data-parallel copy.
 
         Expert-parallel groups with copies of the same experts must decide alike, so all of them plan with
-        the same topology.
+        the same topology, and with the latest jump of the loads of any of them.
         """
         executors = self._session.slots.executors
         copies = parallel_state.get_expert_data_parallel_group()
         nodes = torch.tensor(executors[0].context.topology.node_of_device, device=self._device)
         dist.broadcast(nodes, src=dist.get_global_rank(copies, 0), group=copies)
         topology = Topology(tuple(nodes.tolist()))
-        return [replace(executor.context, topology=topology) for executor in executors]
+        num_known = len(executors[0].history)
+        since_L = [executor.history.num_since_jump for executor in executors]
+        settled_L = torch.tensor([num_known if n is None else n for n in since_L], device=self._device)
+        dist.all_reduce(settled_L, op=dist.ReduceOp.MIN, group=copies)
+        return [
+            replace(executor.context, topology=topology, num_since_jump=n if n < num_known else None)
+            for executor, n in zip(executors, settled_L.tolist(), strict=True)
+        ]
 
 
 def _described_profile(context: LayerContext, strategy: Any) -> str:

@@ -41,7 +41,6 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         self._moment = PlanningMoment(settings.window)
         self._kept = KeptPlacements(2 * settings.window)
         self._dispatch = PricedDispatch()
-        self._num_since_jump: dict[int, int | None] = {}
         self._clock = ReshardClock(settings.window, settings.reshard_interval)
 
     @property
@@ -127,7 +126,7 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         lasting = self._clock.lasting_iterations
 
         def layer_s(layer: int, owner_E: np.ndarray) -> float:
-            since_jump = self._num_since_jump.get(contexts[layer].layer)
+            since_jump = contexts[layer].num_since_jump
             share = 1.0 if since_jump is None else min(1.0, since_jump / lasting)
             return share * self._seconds(contexts[layer], owner_E, load_LE[layer])
 
@@ -163,7 +162,6 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         of the highest device load. If there is no load history, every expert stays only with its owner.
         """
         settings = self.settings
-        self._num_since_jump[context.layer] = history.num_since_jump
         # Alg. 1 is the paper's algorithm, so it gets the paper's prediction: the plain mean of the window.
         load_DE = history.forecast_DE() if settings.planner == "balanced" else history.mean_DE()
         forecast, promised_s = None, 0.0

@@ -137,7 +137,8 @@ def test_owners_stay_where_hot_experts_keep_moving() -> None:
         new = owners
         for iteration in range(20):
             if fssdp.reshards_at(iteration):
-                new = fssdp.reshard([context], history.mean_E()[None], new)
+                settled = dataclasses.replace(context, num_since_jump=history.num_since_jump)
+                new = fssdp.reshard([settled], history.mean_E()[None], new)
             device = iteration // period % DEVICES
             fssdp.before_gate(dataclasses.replace(context, owner_E=new.device_LE[0]), history)
             history.append(hot_counts_DE(2 * device, 2 * device + 1, pairs=1_000))
