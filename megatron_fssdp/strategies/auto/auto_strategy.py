@@ -49,14 +49,20 @@ class AutoStrategy(Strategy[AutoSettings]):
     Args:
         settings: Settings of ``auto``, which contain those of the candidates.
         candidates: The candidates by name, built from these settings; ``ep`` is the first one.
+        priced: The same candidates, built once more. Each rank prices only a part of the layers, and
+            candidates remember what they have planned. If they also made the plans of the next iterations,
+            the plans of the ranks would differ.
     """
 
     replica_life = ReplicaLife.SELECTED
     selects = True
 
-    def __init__(self, settings: AutoSettings, candidates: Mapping[str, Strategy]) -> None:
+    def __init__(
+        self, settings: AutoSettings, candidates: Mapping[str, Strategy], priced: Mapping[str, Strategy]
+    ) -> None:
         super().__init__(settings)
         self.candidates = dict(candidates)
+        self._priced = dict(priced)
         self._selected: dict[int, str] = {}
         self._has_selected = False
         self._reshard_due: set[int] = set()
@@ -224,7 +230,7 @@ class AutoStrategy(Strategy[AutoSettings]):
     def _price(self, name: str, context: LayerContext, history: LoadHistory) -> float:
         if not self.serves(name, context):
             return float("inf")
-        candidate, profile = self.candidates[name], context.profile
+        candidate, profile = self._priced[name], context.profile
         assert profile is not None
         moving_s = 0.0
         if candidate.moves_owners:

@@ -24,10 +24,10 @@ def build_auto(settings: AutoSettings) -> AutoStrategy:
     Raises:
         Exception: Whatever a shipped candidate raises while it is built.
     """
-    candidates = {}
+    candidates, priced = {}, {}
     for name, keys in settings.candidates.items():
         try:
-            candidates[name] = _candidate(name, keys)
+            candidates[name], priced[name] = _candidate(name, keys), _candidate(name, keys)
         except Exception as error:
             package = STRATEGIES[name].package
             if package == SHIPPED:
@@ -36,7 +36,7 @@ def build_auto(settings: AutoSettings) -> AutoStrategy:
                 f"[fssdp] auto: candidate '{name}' of package {package} is left out: {error}; update the "
                 f"package, or leave the candidate out with --moe-strategy-set {name}=false"
             )
-    return AutoStrategy(settings, candidates)
+    return AutoStrategy(settings, candidates, priced)
 
 
 def _candidate(name: str, settings: StrategySettings) -> Strategy:

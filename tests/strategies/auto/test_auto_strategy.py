@@ -120,6 +120,24 @@ def test_plans_equal_those_of_the_selected_strategy() -> None:
         assert plan.placement == wanted.placement
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_ranks_that_price_other_layers_make_equal_plans(seed: int) -> None:
+    """Each rank prices only some layers, and gets the seconds of the others from the other ranks."""
+    others = dict.fromkeys(("fastermoe", "prophet", "quota", "smartmoe"), False)
+    pricing, other = automatic(**others), automatic(**others)
+    rng = np.random.default_rng(seed)
+    counts = [np.rint(HOT * rng.uniform(0.8, 1.2, size=(4, 8))).astype(np.int64) for _ in range(8)]
+    seconds_LC = pricing.price([CONTEXT], [history_of(pricing, *counts[:4])])
+    for strategy in (pricing, other):
+        strategy.select([1], seconds_LC, None)
+        assert strategy.selected(1) == "fssdp"
+    for number in range(4, len(counts)):
+        history = history_of(pricing, *counts[:number])
+        one, two = (strategy.before_gate(CONTEXT, history) for strategy in (pricing, other))
+        assert one.placement == two.placement
+        assert one.dispatch_policy == two.dispatch_policy
+
+
 def test_moving_experts_counts_in_the_price() -> None:
     """Two hot experts are on one device; moving one pays if it saves enough until the next selection."""
     hot = EVEN + 600 * np.isin(np.arange(8), (2, 3))
