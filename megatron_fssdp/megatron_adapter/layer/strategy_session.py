@@ -30,10 +30,12 @@ from megatron_fssdp.megatron_adapter.support.supported_features import (
     refuse,
 )
 from megatron_fssdp.planning.native.kernel import kernel_form, use_plain_kernels
+from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
 from megatron_fssdp.strategies.registry import build_strategy
+from megatron_fssdp.strategies.strategy import LayerContext
 
 
 class StrategySession:
@@ -191,6 +193,18 @@ class StrategySession:
         self._check_steps(config)
         num_experts = getattr(config, "num_moe_experts", None) or config.num_experts
         self.settings.check_num_experts(num_experts)
+        self._check_layer(config, num_experts)
+
+    def _check_layer(self, config: Any, num_experts: int) -> None:
+        """Refuse layers that the strategy cannot serve. Their nodes are not known yet."""
+        num_devices = getattr(config, "expert_model_parallel_size", 1) or 1
+        if num_experts % num_devices:  # Megatron refuses it with its own message.
+            return
+        owner_E = even_owners(num_experts, num_devices)
+        try:
+            self.strategy.check(LayerContext(1, owner_E, Topology.uniform(num_devices, 1)))
+        except ValueError as error:
+            raise ConfigurationError(f"--moe-strategy {self.strategy_name}: {error}") from None
 
     def _check_steps(self, config: Any) -> None:
         """Refuse a smart schedule that does not fit the ranks."""

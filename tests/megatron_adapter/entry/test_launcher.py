@@ -74,6 +74,10 @@ def forbid_the_plugins_layer() -> None:
             "--moe-strategy ep --moe-strategy-set smart_schedule=true --moe-strategy-set group_size=3",
             "wanted a divisor of the 2 expert-parallel ranks",
         ),
+        (
+            "--moe-strategy smartmoe --num-experts 2",
+            "--moe-strategy smartmoe: every device owns one expert: wanted two or more",
+        ),
         ("--context-parallel-size 2", "Transformer Engine"),
     ],
 )
