@@ -46,8 +46,8 @@ class LayerContext:
         profile: Measured costs; ``None`` before they are measured.
         resident: Placement of owners and resident replicas; ``None`` if there are no resident replicas.
         num_since_jump: Number of iterations since the layer's loads jumped; ``None`` if they did not jump
-            lately. Only :meth:`Strategy.reshard` and :meth:`Strategy.replicate` get it. Ranks with copies of
-            the same experts all get the smallest of their numbers.
+            lately. Only :meth:`Strategy.reshard` may rely on it; elsewhere it may be ``None``. Ranks with
+            copies of the same experts all get the smallest of their numbers.
     """
 
     layer: int
