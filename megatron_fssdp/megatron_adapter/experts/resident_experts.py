@@ -2,8 +2,8 @@
 
 The Parameters belong to no module of the model. The model's norms, number of parameters and checkpoints are
 therefore the same as without replicas. DDP and optimizer are second instances of Megatron's classes, with
-the model's settings. Replicas get their owners' gradients, clipped by the model's norm, so that their
-contents stay equal to the owners' up to rounding::
+the model's settings. Replicas get their owners' gradients, divided by the number of tokens where the model's
+are, and clipped by the model's norm. So their contents stay equal to the owners' up to rounding::
 
                       owned slots of a device          resident slots of a device
     Parameters of     Megatron's model                 this module
@@ -78,6 +78,7 @@ class ResidentExperts:
                 "resident replicas: got experts with frozen parameters, wanted trained ones; use another "
                 "--moe-strategy"
             )
+        self._token_factor: float | torch.Tensor | None = None
         self._parameters = [_like(template) for template in templates for _ in range(slots)]
         first = model_chunks[0]
         self._ddp = DistributedDataParallel(
@@ -111,6 +112,8 @@ class ResidentExperts:
         _start_states_like(optimizer, self._resident_optimizer)
         self._quantities()  # This only checks that slots can be exchanged, before the training begins.
         optimizer.step = self._stepping(optimizer.step)
+        # Megatron scales all model chunks by one factor.
+        first.scale_gradients = self._noting(first.scale_gradients)
         self._map = ResidentMap.empty(num_layers, owned.owners.num_devices, slots)
 
     @property
@@ -121,6 +124,7 @@ class ResidentExperts:
     def zero_gradients(self) -> None:
         """Set the replicas' gradients to zero before an iteration's passes."""
         self._ddp.zero_grad_buffer()
+        self._token_factor = None
 
     @torch.no_grad()
     def hold(self, placements: Sequence[ExpertPlacement]) -> ReshardReport | None:
@@ -170,10 +174,26 @@ class ResidentExperts:
             expert_data_parallel=self._expert_data_parallel,
         )
 
+    def _noting(self, scale_gradients: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Wrap the model's scaling of gradients and keep its factor for the replicas.
+
+        Under ``--calculate-per-token-loss``, Megatron sums gradients over the data-parallel ranks and divides
+        the sums by the number of tokens, which it knows only after the last backward pass.
+        """
+
+        @wraps(scale_gradients)
+        def scale_and_note(factor: float | torch.Tensor) -> None:
+            self._token_factor = factor
+            scale_gradients(factor)
+
+        return scale_and_note
+
     def _stepping(self, step: Callable[[], Any]) -> Callable[[], Any]:
         @wraps(step)
         def step_both() -> Any:
             self._ddp.finish_grad_sync()
+            if self._token_factor is not None:
+                self._ddp.scale_gradients(self._token_factor)
             success, grad_norm, num_zeros = result = step()
             del num_zeros
             if success:

@@ -174,11 +174,6 @@ RESIDENT_REFUSALS: tuple[Refusal, ...] = (
         lambda value: bool(value("fp16")),
         "its resident replicas have an optimizer step of their own: use --bf16 or fp32",
     ),
-    (
-        "--calculate-per-token-loss",
-        lambda value: bool(value("calculate_per_token_loss")),
-        "gradients of its resident replicas are scaled before the number of tokens is known: remove the flag",
-    ),
 )
 """Features that strategies with resident replicas do not support either."""
 

@@ -103,9 +103,7 @@ def compare_strategies(layout: Layout, data: Path, folder: Path, model: Model = 
         experts = 4 if "--num-experts 4" in layout.arguments else 8
         if strategy == "smartmoe" and experts <= layout.ep:
             continue  # refused: one expert for each device
-        if strategy == "flexmoe" and any(
-            flag in layout.arguments for flag in ("--fp16", "--calculate-per-token-loss")
-        ):
+        if strategy == "flexmoe" and "--fp16" in layout.arguments:
             continue  # refused
         if "smart_schedule" in settings and _has_parts(layout):
             continue  # refused: expert tensor parallelism
