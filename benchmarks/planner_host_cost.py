@@ -19,7 +19,7 @@ from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch, plan_
 from megatron_fssdp.planning.native import kernel
 from megatron_fssdp.planning.native.kernel import KernelForm, kernel_form
 from megatron_fssdp.planning.papers.prophet_model import ProphetModel
-from megatron_fssdp.planning.papers.prophet_planner import plan_layer
+from megatron_fssdp.planning.papers.prophet_planner import plan_layers
 from megatron_fssdp.planning.papers.sparse_materialization import sparse_materialization
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
@@ -69,7 +69,7 @@ def calls_of(num_experts: int, num_devices: int) -> dict[str, Callable[[], objec
         transfer_traffic(plan, topology)
 
     return {
-        "Pro-Prophet's plan": lambda: plan_layer(owner_E, counts_DE, prophet, 0, slots=SLOTS),
+        "Pro-Prophet's plan": lambda: plan_layers(owner_E, counts_DE, prophet, [0], slots=SLOTS),
         "quota: plan and rows": quota,
         "balanced dispatch: plan and rows": lambda: rows(
             plan_dispatch("balanced", counts_DE, placement, topology), placement

@@ -20,7 +20,7 @@ from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.dispatch.even_dispatch import EvenDispatch, expected_device_load_D
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy, plan_dispatch
 from megatron_fssdp.planning.papers.prophet_model import ProphetModel
-from megatron_fssdp.planning.papers.prophet_planner import plan_layer
+from megatron_fssdp.planning.papers.prophet_planner import plan_layers
 from megatron_fssdp.planning.papers.shadow_selection import ShadowingCosts, select_shadows
 from megatron_fssdp.planning.papers.sparse_materialization import sparse_materialization
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
@@ -189,7 +189,7 @@ def measure(num_experts: int, num_devices: int, slots: int, num_cases: int, min_
     )
     row("quota_assignment", lambda i: quota_assignment(owner_E, counts[i], topology, slots=slots))
     row("select_shadows", lambda i: select_shadows(owner_E, counts[i], shadowing))
-    row("Pro-Prophet's plan_layer", lambda i: plan_layer(owner_E, counts[i], prophet, 0, slots=slots))
+    row("Pro-Prophet's plan_layers", lambda i: plan_layers(owner_E, counts[i], prophet, [0], slots=slots))
     row(
         "plan_replicas",
         lambda i: plan_replicas(owner_E, loads[i], topology, slots=slots, profile=PROFILE),

@@ -16,9 +16,9 @@ from benchmarks.testbed.expert_moves import ExpertMoves
 from benchmarks.testbed.layer_stack import IterationResult, LayerStack
 from benchmarks.testbed.pacing import Timeline
 from benchmarks.testbed.stack_inputs import Pace, StackSize
-from megatron_fssdp.planning.cost.cost_model import dispatch_tokens_DD
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.dispatch.even_dispatch import EvenDispatch
+from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.runtime.exchange.exchange_selection import exchange_of
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
@@ -28,6 +28,18 @@ from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.execution.strategy_selector import StrategySelector
 from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights, ParametersByExpert
 from megatron_fssdp.strategies.strategy import LayerContext, Strategy
+
+
+def dispatch_tokens_DD(dispatch: TokenDispatch, num_devices: int) -> np.ndarray:
+    """(token, k) pairs that each device sends to each device, int64 ``[D, D]``.
+
+    The pairs on the diagonal stay on their device.
+
+    Args:
+        dispatch: The dispatch.
+        num_devices: Number of devices, D.
+    """
+    return np.stack([dispatch.from_source(source).sum(axis=0) for source in range(num_devices)])
 
 
 class MegatronStack(LayerStack):

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_fssdp.planning.cost.layer_seconds import LayerPrice, LayerWork, counts_seconds, layer_seconds
-from megatron_fssdp.planning.cost.layer_traffic import DispatchTraffic
 from megatron_fssdp.planning.cost.transfer_split import WHOLE
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer
 from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
@@ -21,7 +20,6 @@ def plan_price(
     *,
     num_micro_batches: int = 1,
     planned: LayerPlan | None = None,
-    traffic: DispatchTraffic | None = None,
 ) -> LayerPrice:
     """Modelled seconds of a layer in an iteration under a plan, divided into their causes.
 
@@ -31,7 +29,6 @@ def plan_price(
         context: Data of the layer, with a profile.
         num_micro_batches: Number of micro-batches in the iteration; each has an equal part of the counts.
         planned: Plan before the gate, if ``after_gate`` replaced it by ``plan``.
-        traffic: Traffic of the plan's dispatches, if the caller has computed it.
 
     Raises:
         ValueError: The layer has no profile.
@@ -46,9 +43,9 @@ def plan_price(
     addition = None
     if planned is not plan and not plan.each_micro_batch:
         addition = additional_transfer(planned.placement, plan.placement, topology)
-    choices = profile.sent_choices if traffic is None else None  # The caller's traffic counts pairs.
+    choices = profile.sent_choices
     work = LayerWork.of(
-        traffic or plan.traffic(counts_DE, topology, num_micro_batches, choices),
+        plan.traffic(counts_DE, topology, num_micro_batches, choices),
         plan.transfer,
         topology,
         planned=planned.transfer,
@@ -72,7 +69,6 @@ def plan_seconds(
     *,
     num_micro_batches: int = 1,
     planned: LayerPlan | None = None,
-    traffic: DispatchTraffic | None = None,
 ) -> float:
     """Total seconds of :func:`plan_price`: both passes of the layer and the compute before it.
 
@@ -82,9 +78,6 @@ def plan_seconds(
         context: Data of the layer, with a profile.
         num_micro_batches: Number of micro-batches in the iteration; each has an equal part of the counts.
         planned: Plan before the gate, if ``after_gate`` replaced it by ``plan``.
-        traffic: Traffic of the plan's dispatches, if the caller has computed it.
     """
-    price = plan_price(
-        plan, counts_DE, context, num_micro_batches=num_micro_batches, planned=planned, traffic=traffic
-    )
+    price = plan_price(plan, counts_DE, context, num_micro_batches=num_micro_batches, planned=planned)
     return float(price.seconds)

@@ -28,10 +28,22 @@ from benchmarks.testbed.report import (  # noqa: E402
     summaries,
 )
 from benchmarks.testbed.stack_inputs import LayerInput  # noqa: E402
+from benchmarks.testbed.stack_variants import dispatch_tokens_DD  # noqa: E402
+from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch  # noqa: E402
+from megatron_fssdp.planning.placement.placement import ExpertPlacement  # noqa: E402
+from megatron_fssdp.planning.placement.topology import Topology  # noqa: E402
 from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape  # noqa: E402
 
 SIZES = {"nodes": 2, "ranks-per-node": 1, "hidden": 16, "ffn": 32, "tokens": 32, "experts": 8, "layers": 2}
 TOY = [f"--{key}={value}" for key, value in SIZES.items()] + ["--workloads=W3", "--warm-up=2"]
+
+
+def test_dispatched_tokens_follow_the_placement() -> None:
+    placement = ExpertPlacement(np.array([0]), np.array([[True, True, False]]))
+    tokens_DD = dispatch_tokens_DD(
+        plan_dispatch("even", np.array([[3], [4], [6]]), placement, Topology.uniform(3, 1)), 3
+    )
+    assert tokens_DD.tolist() == [[3, 0, 0], [0, 4, 0], [3, 3, 0]]
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch
-
 NUM_ALL_TO_ALLS = 4
 """All-to-alls of a layer: dispatch and combine, in the forward and the backward pass (FasterMoE, Eq. 7)."""
 
@@ -123,18 +121,6 @@ class ClusterCost:
             raise ValueError(
                 f"expert_flops_per_s is {self.expert_flops_per_s}: wanted a positive throughput in flops/s"
             )
-
-
-def dispatch_tokens_DD(dispatch: TokenDispatch, num_devices: int) -> np.ndarray:
-    """(token, k) pairs that each device sends to each device, int64 ``[D, D]``.
-
-    The pairs on the diagonal stay on their device.
-
-    Args:
-        dispatch: The dispatch.
-        num_devices: Number of devices, D.
-    """
-    return np.stack([dispatch.from_source(source).sum(axis=0) for source in range(num_devices)])
 
 
 def overlap_degree(non_moe_s: float, bandwidth_bytes_per_s: float, expert_bytes: int) -> int:

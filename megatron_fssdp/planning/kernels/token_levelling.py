@@ -9,7 +9,6 @@ among an expert's holders.
 """
 
 from megatron_fssdp.planning.kernels.parts.token_deals import TokenDeals
-from megatron_fssdp.planning.kernels.parts.water_filling import WaterFilling
 from megatron_fssdp.planning.native import compiler_marks as cython
 from megatron_fssdp.planning.native.kernel_types import Flag, Index, Int, Ints, ReadInts, ReadInts2, Real
 from megatron_fssdp.planning.native.work_arrays import zero_ints
@@ -160,23 +159,3 @@ def _lower(
                         seen_D[holder] = turn
                         waiting_D[num_waiting] = holder
                         num_waiting += 1
-
-
-def level_out(amount: Int, load_U: ReadInts, room_U: ReadInts, part_U: Ints) -> None:
-    """Divide an amount into whole parts so that the highest load is as low as possible (water filling).
-
-    Args:
-        amount: The amount to divide, at most the sum of ``room_U``.
-        load_U: Load of each receiver before, 0 or more, int64 ``[U]``.
-        room_U: Most that each receiver may get, 0 or more, int64 ``[U]``.
-        part_U: Gets the part of each receiver, int64 ``[U]``.
-    """
-    filling = WaterFilling(load_U.shape[0])
-    with cython.nogil:
-        for i in range(load_U.shape[0]):
-            filling.rising_U[i] = i
-            filling.load_U[i] = load_U[i]
-            filling.room_U[i] = room_U[i]
-        filling.divide(amount, load_U.shape[0])
-        for i in range(load_U.shape[0]):
-            part_U[i] = filling.part_U[i]

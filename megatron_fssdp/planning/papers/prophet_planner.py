@@ -52,45 +52,6 @@ class PlannedLayers:
         return ExpertPlacement(self.owner_E, present_ED, slots=self.slots)
 
 
-@dataclass(frozen=True, eq=False)
-class PlannedLayer:
-    """Result of one search.
-
-    Attributes:
-        placement: Owners and replicas of the experts.
-        seconds: Modelled seconds of the layer with the counts from which the replicas were planned.
-    """
-
-    placement: ExpertPlacement
-    seconds: float
-
-
-def plan_layer(
-    owner_E: np.ndarray,
-    counts_DE: np.ndarray,
-    model: ProphetModel,
-    num_left_out: int,
-    *,
-    balance: float = 0.5,
-    slots: int | None = None,
-) -> PlannedLayer:
-    """Plan one layer by one greedy search (:func:`plan_layers`).
-
-    Args:
-        owner_E: Owner of every expert, integers ``[E]``.
-        counts_DE: (token, k) pairs of an iteration by source device and expert, integers ``[D, E]``.
-        model: The performance model of the layer.
-        num_left_out: Number of devices to which a selected expert is not sent, ``n``.
-        balance: ``α`` of Eq. 7.
-        slots: Most replicas that a device may hold. None means no limit, as in the paper.
-
-    Raises:
-        ValueError: An argument is out of range, or the counts do not match the owners and devices.
-    """
-    planned = plan_layers(owner_E, counts_DE, model, [num_left_out], balance=balance, slots=slots)
-    return PlannedLayer(planned.placement(0), planned.seconds[0])
-
-
 def plan_layers(
     owner_E: np.ndarray,
     counts_DE: np.ndarray,

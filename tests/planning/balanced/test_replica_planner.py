@@ -23,7 +23,7 @@ from megatron_fssdp.planning.dispatch.even_dispatch import expected_device_load_
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.calibration import doubling
 from megatron_fssdp.planning.papers.prophet_model import ProphetModel
-from megatron_fssdp.planning.papers.prophet_planner import plan_layer
+from megatron_fssdp.planning.papers.prophet_planner import plan_layers
 from megatron_fssdp.planning.papers.shadow_selection import ShadowingCosts, select_shadows
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
@@ -168,7 +168,7 @@ def prophets(
     """Pro-Prophet's choices for every number of devices that are left out."""
     most = len(counts_DE) - 1
     return [
-        plan_layer(
+        plan_layers(
             owner_E,
             counts_DE,
             ProphetModel(
@@ -181,9 +181,9 @@ def prophets(
                 non_expert_s=profile.non_moe_s,
                 overlaps=True,
             ),
-            number,
+            [number],
             slots=slots,
-        ).placement
+        ).placement(0)
         for number in [0, *doubling(most)]
     ]
 

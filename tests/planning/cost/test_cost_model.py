@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,9 +10,6 @@ from megatron_fssdp.planning.cost.cost_model import (
     LinkFit,
     fit_link_cost,
 )
-from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
-from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.planning.placement.topology import Topology
 
 FAST = ClusterCost(LinkCost(0.0, 1.0), LinkCost(0.0, 10.0), expert_flops_per_s=100.0)
 
@@ -92,14 +88,6 @@ def test_r_squared_is_computed_from_seconds():
     residual = sum((a - b) ** 2 for a, b in zip(fitted, (1.0, 3.0, 2.0), strict=True))
     assert fit.r_squared == pytest.approx(1 - residual / 2)
     assert LinkFit.of((1, 2), (1.0, 1.0)).r_squared == pytest.approx(1)
-
-
-def test_dispatched_tokens_follow_the_placement():
-    placement = ExpertPlacement(np.array([0]), np.array([[True, True, False]]))
-    tokens_DD = cost_model.dispatch_tokens_DD(
-        plan_dispatch("even", np.array([[3], [4], [6]]), placement, Topology.uniform(3, 1)), 3
-    )
-    assert tokens_DD.tolist() == [[3, 0, 0], [0, 4, 0], [3, 3, 0]]
 
 
 def test_the_overlap_degree_is_rounded_down():

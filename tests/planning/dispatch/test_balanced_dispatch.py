@@ -10,15 +10,13 @@ from megatron_fssdp.planning.dispatch import balanced_dispatch
 from megatron_fssdp.planning.dispatch.balanced_dispatch import ENOUGH
 from megatron_fssdp.planning.dispatch.even_dispatch import EvenDispatch
 from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
-from megatron_fssdp.planning.kernels import token_levelling
-from megatron_fssdp.planning.native.kernel import Kernel
+from megatron_fssdp.planning.kernels.parts.water_filling import WaterFilling
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from tests.drawn_examples import examples
 
 from ..placement_cases import placements, random_counts_DE
 
-LEVEL_OUT = Kernel(token_levelling.level_out)
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -126,14 +124,15 @@ def test_without_replicas_the_dispatch_is_even_dispatch():
 
 @examples(200)
 @given(st.data())
-def test_level_out_assigns_all_tokens_and_minimizes_the_highest_load(data):
+def test_water_filling_assigns_all_tokens_and_minimizes_the_highest_load(data):
     size = data.draw(st.integers(1, 6))
     loads = data.draw(st.lists(st.integers(0, 50), min_size=size, max_size=size))
     room = data.draw(st.lists(st.integers(0, 30), min_size=size, max_size=size))
     amount = data.draw(st.integers(0, sum(room)))
-    parts_U = np.zeros(size, np.int64)
-    LEVEL_OUT(amount, np.array(loads), np.array(room), parts_U)
-    parts = parts_U.tolist()
+    filling = WaterFilling(size)
+    filling.rising_U[:], filling.load_U[:], filling.room_U[:] = map(np.array, (range(size), loads, room))
+    filling.divide(amount, size)
+    parts = filling.part_U.tolist()
     assert sum(parts) == amount
     assert all(0 <= part <= most for part, most in zip(parts, room, strict=True))
     # No single token could move to a device whose load is lower by more than one token.

@@ -40,8 +40,8 @@ def plans(is_compiled, placement, topology, counts_DE, seed):
             kernel = type(getattr(module, name))(getattr(module, name).plain)
             kernel.select_form(is_compiled)
             patch.setattr(module, name, kernel)
-        planned = prophet_planner.plan_layer(
-            placement.owner_E, counts_DE, model, left_out, balance=0.1, slots=seed % 3
+        planned = prophet_planner.plan_layers(
+            placement.owner_E, counts_DE, model, [left_out], balance=0.1, slots=seed % 3
         )
         transfer = transfer_plan._two_level_transfer(placement, topology)
         expert_P, device_P = np.nonzero(placement.present_ED)
@@ -52,7 +52,7 @@ def plans(is_compiled, placement, topology, counts_DE, seed):
         return (
             quota_planner.quota_assignment(placement.owner_E, counts_DE, topology, slots=seed % 4).tolist(),
             planned.seconds,
-            planned.placement,
+            planned.placement(0),
             transfer.edges,
             layer_traffic._transfer_traffic(transfer, topology),
             _lists(layer_traffic.two_level_traffic(placement.owner_E, several, topology)),

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_fssdp.planning.kernels import token_levelling
+from megatron_fssdp.planning.kernels import even_split
 from megatron_fssdp.planning.native import kernel as kernel_module
 from megatron_fssdp.planning.native.kernel import Kernel, KernelForm, kernel_form, use_plain_kernels
 from megatron_fssdp.planning.native.kernel_files import KERNELS, kernel_files, source_for_cython
@@ -74,22 +74,22 @@ def test_a_compiled_file_that_cannot_be_loaded_leaves_plain_python(undecided, tm
 
 
 def test_all_kernels_turn_to_plain_python_together(undecided):
-    level_out = Kernel(token_levelling.level_out)
+    even_row = Kernel(even_split.even_row)
     use_plain_kernels("another rank has no compiled kernels")
-    parts_U = np.zeros(2, np.int64)
-    level_out(4, np.array([2, 0]), np.array([9, 9]), parts_U)
-    assert parts_U.tolist() == [1, 3]
-    assert level_out._run == level_out._run_plain
+    pairs, tokens_P, send_D = np.arange(2), np.zeros(2, np.int64), np.zeros(2, np.int64)
+    even_row(np.array([3]), np.zeros(2, np.int64), pairs, np.array([2]), pairs, tokens_P, send_D)
+    assert tokens_P.tolist() == send_D.tolist() == [2, 1]
+    assert even_row._run == even_row._run_plain
     assert str(kernel_form()) == "plain Python (another rank has no compiled kernels)"
 
 
 def test_plain_kernels_refuse_what_compiled_ones_refuse():
-    level_out = Kernel(token_levelling.level_out)
-    level_out.select_form(is_compiled=False)
+    even_row = Kernel(even_split.even_row)
+    even_row.select_form(is_compiled=False)
     wanted, strided, small = np.zeros(2, np.int64), np.zeros(4, np.int64)[::2], np.zeros(2, np.int32)
     for wrong in (strided, small):
         with pytest.raises(ValueError, match="int64, float64 or uint8 in C order"):
-            level_out(4, wanted, wrong, wanted)
+            even_row(*[wanted] * 6, wrong)
 
 
 @pytest.mark.parametrize("file", kernel_files(), ids=lambda file: file.source.stem)
