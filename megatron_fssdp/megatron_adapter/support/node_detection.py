@@ -12,8 +12,9 @@ from megatron_fssdp.planning.placement.topology import Topology
 def detect_topology(group: dist.ProcessGroup, declared_nodes: int | None) -> Topology:
     """Return the nodes of a process group's ranks.
 
-    Without a declared number of nodes, torchrun's ``LOCAL_WORLD_SIZE`` decides, and host names if it is not
-    set. Host names are gathered by a collective over the group.
+    Without a declared number of nodes, the variables that torchrun sets on each node decide, and host names
+    if they are not set. Both are gathered by a collective over the group, because nodes may have different
+    numbers of ranks, and then no rank alone knows the nodes of the others.
 
     Args:
         group: Expert-parallel group.
@@ -28,12 +29,20 @@ def detect_topology(group: dist.ProcessGroup, declared_nodes: int | None) -> Top
         check_declared_nodes(declared_nodes, dist.get_world_size())
         per_node = dist.get_world_size() // declared_nodes
         return Topology.from_labels([rank // per_node for rank in ranks])
+    nodes: list[str] = [""] * len(ranks)
+    dist.all_gather_object(nodes, _own_node(), group=group)
+    return Topology.from_labels(nodes)
+
+
+def _own_node() -> str:
+    """Return a name of this rank's node that all ranks of the node have."""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
-    if local_world_size:
-        return Topology.from_labels([rank // local_world_size for rank in ranks])
-    hosts: list[str] = [""] * len(ranks)
-    dist.all_gather_object(hosts, socket.gethostname(), group=group)
-    return Topology.from_labels(hosts)
+    if not local_world_size:
+        return socket.gethostname()
+    rank = dist.get_rank()
+    # The ranks of a node are consecutive, so its first rank names it.
+    local_rank = int(os.environ.get("LOCAL_RANK", rank % local_world_size))
+    return f"node that begins with rank {rank - local_rank}"
 
 
 def check_declared_nodes(declared_nodes: int, world_size: int) -> None:
