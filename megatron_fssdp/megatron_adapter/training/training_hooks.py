@@ -79,7 +79,9 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
             if requested.session is not None:
                 report_installation(built[0], requested)
                 install_launch_hooks(built[0])
-                drivers.append(IterationDriver(requested.session, built[0], built[1], get_args()))
+                # Without an optimizer (--skip-train) the model is only evaluated: no owner ever moves.
+                if built[1] is not None:
+                    drivers.append(IterationDriver(requested.session, built[0], built[1], get_args()))
             if requested.settings.record_dir is not None and dist.get_rank() == 0:
                 describe_run(requested.settings.record_dir, built[0], requested)
             if requested.settings.record_dir is not None or to_boards:

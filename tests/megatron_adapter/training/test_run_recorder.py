@@ -96,6 +96,24 @@ def test_evaluations_are_recorded_with_their_data(text_data: Path, tmp_path: Pat
     assert all(abs(one.losses["lm loss"] - losses[-1]) < 0.5 for one in found)
 
 
+def test_skipped_training_only_evaluates(text_data: Path, tmp_path: Path) -> None:
+    layout = (
+        "--expert-model-parallel-size 2 --train-iters 4 --split 40,40,20 --eval-interval 100 --eval-iters 1 "
+        "--ckpt-format torch_dist --moe-strategy"
+    )
+    moving = "fssdp --moe-strategy-set slots=2 --moe-strategy-set reshard_interval=2"
+    folder = tmp_path / "checkpoints"
+    train(2, f"{layout} {moving} --save {folder} --save-interval 4", text_data)
+    losses = []
+    for name in ("ep", moving, "flexmoe --moe-strategy-set slots=2"):
+        records = tmp_path / name.split()[0]
+        chosen = f"{name} --moe-strategy-set record_dir={records}"
+        train(2, f"{layout} {chosen} --skip-train --load {folder}", text_data)
+        losses.append([one.losses["lm loss"] for one in read_evaluations(records)])
+    assert len(losses[0]) == 2
+    assert all(found == pytest.approx(losses[0], rel=1e-6) for found in losses)
+
+
 def check_passes(metrics: list[IterationMetrics], num_stages: int) -> None:
     """Check the parts of every layer's passes."""
     for entry in metrics:
