@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fssdp.planning.placement.group_ring import GroupRing
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.runtime.exchange.deduplicated_exchange import DeduplicatedExchange
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.exchange.row_exchanges import MegatronExchange
+from megatron_fssdp.runtime.exchange.row_exchanges.deduplicated_exchange import DeduplicatedExchange
+from megatron_fssdp.runtime.exchange.row_exchanges.megatron_exchange import MegatronExchange
 from megatron_fssdp.runtime.exchange.token_exchange import DispatchRecord
 from megatron_fssdp.runtime.execution.kept_exchanges import RecomputedFunction
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor

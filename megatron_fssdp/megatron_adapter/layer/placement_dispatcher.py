@@ -16,7 +16,7 @@ from megatron_fssdp.megatron_adapter.layer.overlapped_shared_experts import (
     OverlappedSharedExperts,
     tell_without_overlap,
 )
-from megatron_fssdp.runtime.exchange.row_exchanges import MegatronExchange
+from megatron_fssdp.runtime.exchange.row_exchanges.megatron_exchange import MegatronExchange
 from megatron_fssdp.runtime.exchange.smart_schedule import ExpertCompute
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor, MicroBatch
 from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights

@@ -1,14 +1,12 @@
 """The exchange of one forward pass, by the name of its schedule."""
 
 from megatron_fssdp.planning.cost.tensor_schedules import Schedule
-from megatron_fssdp.runtime.exchange.deduplicated_exchange import DeduplicatedExchange
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.exchange.row_exchanges import (
-    BaselineExchange,
-    MegatronExchange,
-    S1Exchange,
-    S2Exchange,
-)
+from megatron_fssdp.runtime.exchange.row_exchanges.baseline_exchange import BaselineExchange
+from megatron_fssdp.runtime.exchange.row_exchanges.deduplicated_exchange import DeduplicatedExchange
+from megatron_fssdp.runtime.exchange.row_exchanges.megatron_exchange import MegatronExchange
+from megatron_fssdp.runtime.exchange.row_exchanges.s1_exchange import S1Exchange
+from megatron_fssdp.runtime.exchange.row_exchanges.s2_exchange import S2Exchange
 
 
 def exchange_of(

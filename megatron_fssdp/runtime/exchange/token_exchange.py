@@ -1,7 +1,7 @@
 """Computes where the rows of one micro-batch go and come from, from data that every rank has.
 
 A frozen :class:`DispatchRecord` carries everything that a micro-batch needs, because micro-batches interleave
-under pipeline parallelism. ``row_exchanges.py`` moves the rows. Under expert tensor parallelism, the ranks
+under pipeline parallelism. ``row_exchanges`` moves the rows. Under expert tensor parallelism, the ranks
 that share an expert exchange tokens over different expert-parallel groups, and then gather each other's rows.
 
 Shape letters: T tokens of this rank, A rows that a rank sends, R rows that a rank receives,

@@ -12,7 +12,7 @@ import torch
 from megatron_fssdp.collectives.rows.gathered_counts import start_counts
 from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.runtime.exchange.row_exchanges import MegatronExchange
+from megatron_fssdp.runtime.exchange.row_exchanges.megatron_exchange import MegatronExchange
 from megatron_fssdp.runtime.exchange.selected_pairs import SelectedPairs
 from megatron_fssdp.runtime.exchange.token_exchange import plan_exchange
 from megatron_fssdp.runtime.exchange.token_spread import token_spread

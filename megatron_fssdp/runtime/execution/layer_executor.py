@@ -19,7 +19,7 @@ from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.runtime.exchange.arrival_order import ArrivalOrder
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.exchange.row_exchanges import MegatronExchange
+from megatron_fssdp.runtime.exchange.row_exchanges.megatron_exchange import MegatronExchange
 from megatron_fssdp.runtime.exchange.smart_schedule import ExpertCompute, SmartSchedule
 from megatron_fssdp.runtime.exchange.token_exchange import DispatchRecord
 from megatron_fssdp.runtime.execution import kept_exchanges

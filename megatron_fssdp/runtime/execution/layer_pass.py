@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import Tensor
 
-from megatron_fssdp.runtime.exchange.row_exchanges import MegatronExchange
+from megatron_fssdp.runtime.exchange.row_exchanges.megatron_exchange import MegatronExchange
 from megatron_fssdp.runtime.exchange.smart_schedule import ExpertCompute
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor, MicroBatch
 

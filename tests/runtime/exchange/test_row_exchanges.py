@@ -24,9 +24,9 @@ from megatron_fssdp.planning.cost.tensor_schedules import (
 )
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.runtime.exchange import row_exchanges
 from megatron_fssdp.runtime.exchange.exchange_selection import exchange_of
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.exchange.row_exchanges import s2_exchange
 from megatron_fssdp.runtime.execution.layer_pass import run_layer
 from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
 from megatron_fssdp.strategies.registry import build_strategy
@@ -74,7 +74,7 @@ def journal_of(rank: int, world_size: int, schedule: Schedule) -> tuple[Journal,
     )
     for_all = noting(
         "saa",
-        row_exchanges.results_for_all,
+        s2_exchange.results_for_all,
         lambda x, route: (
             sum(route.own.send_D) * PARTS * x[0][:1].nbytes + 1j * sum(route.rows_Y) * x[0][:1].nbytes
         ),
@@ -89,9 +89,9 @@ def journal_of(rank: int, world_size: int, schedule: Schedule) -> tuple[Journal,
     reduce = noting("all_reduce", dist.all_reduce, hidden_bytes)
     with (
         patch.object(SHARDED, "send_to_parts", to_parts),
-        patch.object(row_exchanges, "send_to_parts", to_parts),
+        patch.object(s2_exchange, "send_to_parts", to_parts),
         patch.object(SHARDED, "sum_from_parts", from_parts),
-        patch.object(row_exchanges, "results_for_all", for_all),
+        patch.object(s2_exchange, "results_for_all", for_all),
         patch.object(EXCHANGES, "exchange_rows", rows),
         patch.object(GATHERS, "gather_rows", gather),
         patch.object(MODEL_PARALLEL, "gather_rows", gather),

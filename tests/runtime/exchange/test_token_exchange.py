@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy, plan_dispatch
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.exchange.arrival_order import ArrivalOrder
-from megatron_fssdp.runtime.exchange.row_exchanges import MegatronExchange
+from megatron_fssdp.runtime.exchange.row_exchanges.megatron_exchange import MegatronExchange
 from megatron_fssdp.runtime.exchange.selected_pairs import SelectedPairs
 from megatron_fssdp.runtime.exchange.token_exchange import plan_exchange
 from megatron_fssdp.testing.random_placement import random_placement

@@ -27,7 +27,7 @@ from megatron_fssdp.planning.dispatch.two_hops import TwoHops
 from megatron_fssdp.planning.placement.holder_groups import holder_groups
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.exchange.row_exchanges import MegatronExchange
+from megatron_fssdp.runtime.exchange.row_exchanges.megatron_exchange import MegatronExchange
 from megatron_fssdp.runtime.exchange.selected_pairs import SelectedPairs, true_positions
 from megatron_fssdp.runtime.exchange.token_choices import Choices, on_device
 from megatron_fssdp.runtime.exchange.token_exchange import DispatchRecord
