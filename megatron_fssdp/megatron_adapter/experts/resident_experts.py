@@ -194,6 +194,8 @@ class ResidentExperts:
             self._ddp.finish_grad_sync()
             if self._token_factor is not None:
                 self._ddp.scale_gradients(self._token_factor)
+            # Some optimizers count their steps in these settings, so the model's step changes them.
+            self._copy_settings()
             success, grad_norm, num_zeros = result = step()
             del num_zeros
             if success:
@@ -209,7 +211,6 @@ class ResidentExperts:
             share = most / (float(grad_norm) + 1e-6)
             if share < 1:
                 self._ddp.scale_gradients(share)
-        self._copy_settings()
         # The optimizer's whole step would compute a norm over all pipeline stages, and some of them may have
         # no replicas.
         self._resident_optimizer.prepare_grads()

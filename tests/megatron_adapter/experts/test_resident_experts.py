@@ -72,6 +72,19 @@ def test_per_token_losses_equal_plain_expert_parallelism(text_data: Path) -> Non
     assert relative_difference(run.grad_norms, wanted.grad_norms) <= 1e-4
 
 
+def test_replicas_count_the_steps_of_their_owners(text_data: Path, tmp_path: Path) -> None:
+    train(
+        2,
+        f"--expert-model-parallel-size 2 {CHANGING} --train-iters 6 {FLEXMOE}",
+        text_data,
+        before=compare_under_adam_of_groups,
+        env={"MEASURED": str(tmp_path)},
+    )
+    of_ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert sum(found["compared"] for found in of_ranks) > 4, "there were hardly any replicas"
+    assert max(found["difference"] for found in of_ranks) <= 1e-6
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"])
 def test_checkpoints_hold_each_expert_once(optimizer: str, text_data: Path, tmp_path: Path) -> None:
@@ -169,6 +182,39 @@ def compare_in_training() -> None:
         return loads
 
     IterationDriver.end = end_and_compare
+
+
+class AdamOfGroups(torch.optim.Optimizer):
+    """Adam that counts its steps in parameter groups, as Transformer Engine's and Apex's do."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, settings)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                state, gradient = self.state[parameter], parameter.grad
+                if gradient is None:
+                    continue
+                for moment, beta, value in zip(
+                    ("exp_avg", "exp_avg_sq"), group["betas"], (gradient, gradient**2), strict=True
+                ):
+                    state.setdefault(moment, torch.zeros_like(parameter)).lerp_(value, 1 - beta)
+                mean, square = (
+                    state[moment] / (1 - beta ** group["step"])
+                    for moment, beta in zip(("exp_avg", "exp_avg_sq"), group["betas"], strict=True)
+                )
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.sub_(group["lr"] * mean / (square.sqrt() + group["eps"]))
+
+
+def compare_under_adam_of_groups() -> None:
+    from megatron.core import optimizer
+
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = AdamOfGroups, False
+    compare_in_training()
 
 
 def _state_bytes(optimizer: Any) -> int:
