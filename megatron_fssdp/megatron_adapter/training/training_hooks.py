@@ -23,6 +23,7 @@ from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.megatron_adapter.layer.launch_hooks import install_launch_hooks
 from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy
+from megatron_fssdp.megatron_adapter.training.equal_settings import check_equal_settings
 from megatron_fssdp.megatron_adapter.training.evaluation_records import wrap_evaluation
 from megatron_fssdp.megatron_adapter.training.iteration_driver import IterationDriver
 from megatron_fssdp.megatron_adapter.training.run_recorder import RunRecorder, StepTimes
@@ -72,6 +73,8 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         requested = requested_strategy()
         to_boards = requested is not None and boards_are_asked_for()
+        if requested is not None:
+            check_equal_settings(requested, to_boards=to_boards)
         if to_boards and requested is not None and requested.session is not None:
             requested.session.runtime.measure = True  # Layers read this when they are built.
         built = setup(*args, **kwargs)
