@@ -17,7 +17,7 @@ from megatron_fssdp.config.strategy.fssdp_settings import FssdpSettings
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
-from megatron_fssdp.strategies.strategy import LayerContext
+from megatron_fssdp.strategies.layer_plan import LayerContext
 
 SIZES = [(16, 8), (64, 32), (256, 64)]
 DRIFTS = (0.0, 0.005, 0.05)

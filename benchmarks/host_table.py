@@ -25,8 +25,8 @@ from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.native.kernel import kernel_form
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.simulation.simulator import layer_profile
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.registry import build_strategy
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 PARTS = ("before_gate_ms", "after_gate_ms", "dispatch_ms")
 NOTHING_MS = 0.02

@@ -37,8 +37,9 @@ from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.exchange.selected_pairs import SelectedPairs
 from megatron_fssdp.runtime.exchange.token_exchange import plan_exchange
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.registry import build_strategy
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
+from megatron_fssdp.strategies.strategy import Strategy
 from megatron_fssdp.testing import run_ranks
 
 SIZES = ((64, 8), (64, 32), (256, 64))

@@ -31,8 +31,9 @@ from megatron_fssdp.runtime.execution.layer_pass import run_layer
 from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.experts.expert_activation import ExpertActivation
 from megatron_fssdp.runtime.experts.grouped_ffn import grouped_ffn
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.registry import build_strategy
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
+from megatron_fssdp.strategies.strategy import Strategy
 from megatron_fssdp.testing.virtual_cuda import VirtualDevice, virtual_cuda
 
 RANKS, NUM_LAYERS, NUM_ITERATIONS, NUM_MICRO_BATCHES = 4, 2, 4, 2

@@ -41,8 +41,8 @@ from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.experts.expert_activation import ExpertActivation
 from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights
 from megatron_fssdp.runtime.experts.grouped_ffn import grouped_ffn
+from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.strategies.registry import build_strategy
-from megatron_fssdp.strategies.strategy import LayerContext
 
 ELEMENT_BYTES = 4  # fp32
 TOLERANCE = 1e-5

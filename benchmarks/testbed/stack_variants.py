@@ -27,7 +27,8 @@ from megatron_fssdp.runtime.execution.layer_pass import run_layer
 from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.execution.strategy_selector import StrategySelector
 from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights, ParametersByExpert
-from megatron_fssdp.strategies.strategy import LayerContext, Strategy
+from megatron_fssdp.strategies.layer_plan import LayerContext
+from megatron_fssdp.strategies.strategy import Strategy
 
 
 def dispatch_tokens_DD(dispatch: TokenDispatch, num_devices: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from megatron_fssdp.planning.cost.layer_traffic import (
     TransferTraffic,
 )
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.strategies.strategy import LayerPlan
+from megatron_fssdp.strategies.layer_plan import LayerPlan
 
 _LINKS = tuple(field.name for field in fields(BusiestLinks))
 

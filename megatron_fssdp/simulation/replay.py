@@ -21,8 +21,9 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer
 from megatron_fssdp.simulation.layer_ledger import LayerLedger
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.stepped_plans import plan_after_gate, plan_before_gate
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
+from megatron_fssdp.strategies.strategy import Strategy
 
 OnPlan = Callable[[int, int, LayerPlan], None]
 

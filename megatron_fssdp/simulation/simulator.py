@@ -30,8 +30,9 @@ from megatron_fssdp.simulation.layer_times import LayerTimes
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.replay import OnPlan, replay_strategy
 from megatron_fssdp.simulation.warm_up import warm_up_iterations
+from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.strategies.registry import build_strategy
-from megatron_fssdp.strategies.strategy import LayerContext, Strategy
+from megatron_fssdp.strategies.strategy import Strategy
 
 
 @dataclass(frozen=True, eq=False)

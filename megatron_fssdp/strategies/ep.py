@@ -2,7 +2,8 @@
 
 from megatron_fssdp.config.strategy.strategy_settings import MeasuringSettings, PlacementSettings
 from megatron_fssdp.planning.loads.load_history import LoadHistory
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.strategy import Strategy
 
 
 class EpStrategy(Strategy[PlacementSettings]):

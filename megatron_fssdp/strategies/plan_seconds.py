@@ -10,7 +10,7 @@ import numpy as np
 from megatron_fssdp.planning.cost.layer_seconds import LayerPrice, LayerWork, counts_seconds, layer_seconds
 from megatron_fssdp.planning.cost.transfer_split import WHOLE
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 
 
 def plan_price(

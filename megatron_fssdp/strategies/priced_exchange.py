@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_seconds import plan_seconds
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
+from megatron_fssdp.strategies.strategy import Strategy
 
 LEAST_GAIN = 0.08
 """Share of a layer's modelled seconds that the deduplicated exchange must save.

@@ -2,7 +2,8 @@
 
 from megatron_fssdp.config.strategy.own_strategy_settings import QuotaSettings
 from megatron_fssdp.config.strategy.paper_strategy_settings import FastermoeSettings, ProphetSettings
-from megatron_fssdp.strategies.strategy import LayerContext, Strategy
+from megatron_fssdp.strategies.layer_plan import LayerContext
+from megatron_fssdp.strategies.strategy import Strategy
 
 
 def slots_of(given: int | None, context: LayerContext) -> int:

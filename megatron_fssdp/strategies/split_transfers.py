@@ -7,7 +7,7 @@ from megatron_fssdp.planning.cost.link_seconds import plain_links
 from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit, split_transfers
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
-from megatron_fssdp.strategies.strategy import LayerContext
+from megatron_fssdp.strategies.layer_plan import LayerContext
 
 
 def split_of(transfer: TransferPlan, num_pairs: float, context: LayerContext) -> TransferSplit:

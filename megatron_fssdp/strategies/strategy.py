@@ -1,12 +1,11 @@
 """The base class of strategies: abilities that a strategy declares, and questions that it answers with plans.
 
-Shape letters: D devices, E experts, L MoE layers, C candidate strategies, X expert-tensor-parallel peers.
+Shape letters: D devices, E experts, L MoE layers, C candidate strategies.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,222 +16,15 @@ from megatron_fssdp.config.strategy.strategy_settings import (
     SmartScheduleUse,
     SteppedSettings,
 )
-from megatron_fssdp.planning.balanced.quota_planner import quota_dispatch, split_among_peers
-from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices, expected_hops, hops_traffic
-from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.layer_traffic import DispatchTraffic, dispatch_traffic, quota_traffic
-from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
-from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy, TokenDispatch, plan_dispatch
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.group_ring import GroupRing
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 from megatron_fssdp.strategies.iteration_spread import IterationSpread
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.selection_report import SelectionReport
-
-
-@dataclass(frozen=True, eq=False)
-class LayerContext:
-    """The data of one MoE layer that a strategy may use.
-
-    Attributes:
-        layer: Megatron's layer number, counted from 1 over the whole model.
-        owner_E: Owner of each expert, int64 ``[E]``: the device that keeps its parameters and optimizer
-            state.
-        topology: Nodes of the layer's expert-parallel ranks.
-        profile: Measured costs; ``None`` before they are measured.
-        resident: Placement of owners and resident replicas; ``None`` if there are no resident replicas.
-        num_since_jump: Number of iterations since the layer's loads jumped; ``None`` if they did not jump
-            lately. Only :meth:`Strategy.reshard` may rely on it; elsewhere it may be ``None``. Ranks with
-            copies of the same experts all get the smallest of their numbers.
-    """
-
-    layer: int
-    owner_E: np.ndarray
-    topology: Topology
-    profile: LayerProfile | None = None
-    resident: ExpertPlacement | None = None
-    num_since_jump: int | None = None
-
-    @property
-    def num_experts(self) -> int:
-        """Number of routed experts of the layer, E."""
-        return len(self.owner_E)
-
-    @property
-    def num_devices(self) -> int:
-        """Number of ranks in the expert-parallel group, D."""
-        return self.topology.num_devices
-
-    @property
-    def placement(self) -> ExpertPlacement:
-        """The devices on which each expert has Parameters: its owner and its resident replicas."""
-        return self.resident or self.owners
-
-    @cached_property
-    def owners(self) -> ExpertPlacement:
-        """The placement in which every expert is only on its owner."""
-        return ExpertPlacement.owners_only(self.owner_E, self.num_devices)
-
-    @cached_property
-    def plain_plans(self) -> dict[bool, "LayerPlan"]:
-        """What :meth:`LayerPlan.owners_only` has planned so far, by its ``each_micro_batch``."""
-        return {}
-
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """The plan of one layer for one iteration; the runtime and the simulator both carry it out.
-
-    Attributes:
-        placement: Owners and replicas of the layer's experts.
-        transfer: Edges along which weights travel to the replicas. Gradients travel to the owners along the
-            same edges in the opposite direction.
-        gather_ahead: Whether transfers run beside compute. The gather then starts before the compute that
-            precedes the layer, instead of when the layer's tokens are ready for the dispatch. The reduction
-            runs beside the backward pass of that compute.
-        rematerialize: Whether to release the replicas between the forward and the backward pass, and to
-            gather weights and reduce gradients in every micro-batch (Hecate §4.2). Otherwise both happen once
-            in an iteration.
-        dispatch_policy: How each micro-batch's tokens are split among the holders of their experts.
-        each_micro_batch: Whether to ask :meth:`Strategy.after_gate` again with the counts of every
-            micro-batch. The replicas of its answer are gathered beside the dispatch and reduced for that
-            micro-batch alone. The plan of the iteration then has no replicas.
-        split: Shares of the transfers that run beside the experts of the layer before, instead of the compute
-            between the two layers. It applies to weights that stay for an iteration, and not under the smart
-            schedule.
-        tokens_ED: Number of pairs of each expert that each device computes in this micro-batch, int64
-            ``[E, D]``. It replaces the dispatch policy. ``None`` uses the policy.
-        resident: Whether the replicas are resident. They have Parameters of their own, so no weights travel.
-            An iteration's gradients are summed at the owners and given back to the replicas.
-        in_steps: Whether dispatch, experts and combine run in the steps of the smart schedule. Strategies do
-            not set it; ``strategies/stepped_plans.py`` does.
-        deduplicated: Whether tokens travel by the deduplicated exchange. Strategies do not set it, either.
-    """
-
-    placement: ExpertPlacement
-    transfer: TransferPlan
-    gather_ahead: bool = True
-    rematerialize: bool = False
-    dispatch_policy: DispatchPolicy = "even"
-    each_micro_batch: bool = False
-    split: TransferSplit = WHOLE
-    tokens_ED: np.ndarray | None = None
-    resident: bool = False
-    in_steps: bool = False
-    deduplicated: bool = False
-
-    def __post_init__(self) -> None:
-        self.transfer.check_serves(self.placement)
-
-    @property
-    def life(self) -> ReplicaLife:
-        """How long the plan's replicas stay on their devices."""
-        if self.resident:
-            return ReplicaLife.RESIDENT
-        if self.each_micro_batch:
-            return ReplicaLife.MICRO_BATCH
-        return ReplicaLife.LAYER_PASS if self.rematerialize else ReplicaLife.ITERATION
-
-    @property
-    def is_split(self) -> bool:
-        """Whether a part of the transfers runs beside the experts of the layer before, if there is one."""
-        return self.gather_ahead and self.life is ReplicaLife.ITERATION and self.split != WHOLE
-
-    @classmethod
-    def owners_only(cls, context: LayerContext, *, each_micro_batch: bool = False) -> "LayerPlan":
-        """A plan without replicas. The context keeps it for the next call.
-
-        Args:
-            context: Data of the layer.
-            each_micro_batch: Whether to ask the strategy again with the counts of every micro-batch.
-        """
-        plans = context.plain_plans
-        if each_micro_batch not in plans:
-            transfer = TransferPlan(context.num_devices, ())
-            plans[each_micro_batch] = cls(context.owners, transfer, each_micro_batch=each_micro_batch)
-        return plans[each_micro_batch]
-
-    @property
-    def evenly_split(self) -> ExpertPlacement | None:
-        """The placement if a source's split of its tokens follows from its own counts; otherwise ``None``."""
-        is_even = self.dispatch_policy == "even" or not self.placement.num_replicas
-        return self.placement if is_even and self.tokens_ED is None and not self.each_micro_batch else None
-
-    def dispatch(
-        self, counts_XDE: Sequence[np.ndarray] | np.ndarray, topology: Topology
-    ) -> list[TokenDispatch]:
-        """Dispatch one micro-batch's tokens to devices.
-
-        Args:
-            counts_XDE: (token, k) pairs by expert-tensor-parallel peer, source and expert, int64
-                ``[X, D, E]``.
-            topology: Nodes of the devices.
-
-        Returns:
-            One dispatch for each peer.
-        """
-        if self.tokens_ED is None:
-            return [
-                plan_dispatch(self.dispatch_policy, counts_DE, self.placement, topology)
-                for counts_DE in counts_XDE
-            ]
-        load_XE = np.stack([counts_DE.sum(axis=0) for counts_DE in counts_XDE])
-        quotas_XED = split_among_peers(self.tokens_ED, load_XE)
-        return [
-            quota_dispatch(tokens_ED, counts_DE, topology)
-            for tokens_ED, counts_DE in zip(quotas_XED, counts_XDE, strict=True)
-        ]
-
-    def traffic(
-        self,
-        counts_DE: np.ndarray,
-        topology: Topology,
-        num_micro_batches: int = 1,
-        choices: TokenChoices | None = None,
-    ) -> DispatchTraffic:
-        """Load of an iteration's dispatches on devices and links.
-
-        Args:
-            counts_DE: (token, k) pairs of the iteration by source and expert, int64 ``[D, E]``. Every
-                micro-batch is assumed to have an equal part of them. If the array is read-only, the plan
-                keeps the traffic for the next call with the same array.
-            topology: Nodes of the devices.
-            num_micro_batches: Number of micro-batches in the iteration.
-            choices: What is known about the experts of the tokens, if these travel by the deduplicated
-                exchange. Links then carry estimated numbers of different tokens. ``None``: the usual one.
-        """
-        question = (counts_DE, topology, num_micro_batches, choices)
-        known: tuple[tuple[object, ...], DispatchTraffic] | None = self.__dict__.get("_known_traffic")
-        if known is not None and all(a is b for a, b in zip(known[0], question, strict=True)):
-            return known[1]
-        traffic = self._traffic(*question)
-        if not counts_DE.flags.writeable:
-            self.__dict__["_known_traffic"] = (question, traffic)
-        return traffic
-
-    def _traffic(
-        self,
-        counts_DE: np.ndarray,
-        topology: Topology,
-        num_micro_batches: int,
-        choices: TokenChoices | None,
-    ) -> DispatchTraffic:
-        """Compute :meth:`traffic`."""
-        if self.tokens_ED is None:
-            traffic = dispatch_traffic(self.dispatch_policy, counts_DE, self.placement, topology)
-        else:
-            # The quotas belong to one micro-batch, and all micro-batches are assumed to be equal.
-            one = quota_dispatch(self.tokens_ED, counts_DE // num_micro_batches, topology)
-            traffic = quota_traffic(one).times(num_micro_batches)
-        if choices is None:
-            return traffic
-        # Other dispatches than the even one are estimated like it: they differ in few of the tokens.
-        hops = expected_hops(counts_DE, self.placement, topology, choices)
-        return replace(traffic, busiest=hops_traffic(hops), cross_node=round(hops.tokens_between_nodes))
 
 
 class Strategy[Settings: PlacementSettings](ABC):

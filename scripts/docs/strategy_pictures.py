@@ -27,7 +27,7 @@ from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run
 from megatron_fssdp.simulation.simulator import StrategyOutcome, simulate
 from megatron_fssdp.simulation.timeline.iteration_timeline import ALL_TO_ALL, COMPUTE, TRANSFER
 from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
-from megatron_fssdp.strategies.strategy import LayerPlan
+from megatron_fssdp.strategies.layer_plan import LayerPlan
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "pictures"

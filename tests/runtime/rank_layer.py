@@ -27,7 +27,8 @@ from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.experts.expert_activation import ExpertActivation
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
 from megatron_fssdp.runtime.experts.grouped_ffn import grouped_ffn
-from megatron_fssdp.strategies.strategy import LayerContext, Strategy
+from megatron_fssdp.strategies.layer_plan import LayerContext
+from megatron_fssdp.strategies.strategy import Strategy
 
 from .drawn_placements import DrawnPlacements, profile_of, strategy_of
 from .layer_case import ACTIVATIONS, CaseResult, Inputs, LayerCase, draw_inputs, placed

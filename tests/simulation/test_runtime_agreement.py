@@ -15,8 +15,8 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor, MicroBatch
 from megatron_fssdp.simulation.replay import replay_strategy
+from megatron_fssdp.strategies.layer_plan import LayerPlan
 from megatron_fssdp.strategies.registry import build_strategy
-from megatron_fssdp.strategies.strategy import LayerPlan
 from megatron_fssdp.testing import run_ranks
 from tests.runtime.layer_case import ACTIVATIONS
 from tests.runtime.one_layer import one_layer

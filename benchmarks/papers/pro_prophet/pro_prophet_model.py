@@ -24,7 +24,7 @@ from benchmarks.papers.skews import SKEWS
 from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
 from megatron_fssdp.planning.papers.prophet_planner import ProphetModel
 from megatron_fssdp.simulation.simulator import simulate
-from megatron_fssdp.strategies.strategy import LayerPlan
+from megatron_fssdp.strategies.layer_plan import LayerPlan
 
 OPERATIONS = {"A2A": "dispatch", "EC": "experts", "Trans": "spAG", "Agg": "spRS"}
 """Operations of Fig. 13, and how the simulator's timeline names them."""

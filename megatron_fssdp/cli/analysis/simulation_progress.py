@@ -6,7 +6,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from megatron_fssdp.strategies.strategy import LayerPlan
+from megatron_fssdp.strategies.layer_plan import LayerPlan
 
 _LIVE_INTERVAL_S = 0.2
 _PLAIN_INTERVAL_S = 10.0

@@ -28,7 +28,7 @@ from megatron_fssdp.megatron_adapter.routing.topology_aware_router import instal
 from megatron_fssdp.megatron_adapter.support.replaced_settings import DISPATCH_REPLACEMENTS, replace_settings
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.runtime.exchange.exchange_selection import exchange_of
-from megatron_fssdp.strategies.strategy import LayerContext
+from megatron_fssdp.strategies.layer_plan import LayerContext
 
 
 class StrategyMoELayer(MoELayer):

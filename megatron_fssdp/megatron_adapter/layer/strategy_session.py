@@ -34,8 +34,8 @@ from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
+from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.strategies.registry import build_strategy
-from megatron_fssdp.strategies.strategy import LayerContext
 
 
 class StrategySession:

@@ -37,9 +37,9 @@ from megatron_fssdp.runtime.execution.layer_load import LayerLoad
 from megatron_fssdp.runtime.execution.layer_profiling import profile_layers
 from megatron_fssdp.runtime.execution.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.execution.strategy_selector import StrategySelector
+from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.strategies.priced_exchange import exchange_seconds
 from megatron_fssdp.strategies.selection_report import SelectionReport
-from megatron_fssdp.strategies.strategy import LayerContext
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.stepped_plans import plan_before_gate
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
+from megatron_fssdp.strategies.strategy import Strategy
 
 
 @dataclass(frozen=True, eq=False)

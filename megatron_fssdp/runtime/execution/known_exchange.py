@@ -16,7 +16,7 @@ from megatron_fssdp.runtime.exchange.row_exchanges.megatron_exchange import Mega
 from megatron_fssdp.runtime.exchange.selected_pairs import SelectedPairs
 from megatron_fssdp.runtime.exchange.token_exchange import plan_exchange
 from megatron_fssdp.runtime.exchange.token_spread import token_spread
-from megatron_fssdp.strategies.strategy import LayerPlan
+from megatron_fssdp.strategies.layer_plan import LayerPlan
 
 
 @dataclass(frozen=True, eq=False)

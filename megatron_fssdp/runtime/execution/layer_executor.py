@@ -39,7 +39,8 @@ from megatron_fssdp.runtime.replicas.materialization import (
     in_backward,
 )
 from megatron_fssdp.runtime.replicas.replica_weights import ReplicaWeights
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.strategy import Strategy
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from megatron_fssdp.runtime.replicas.materialization import GradientsOfExperts
 from megatron_fssdp.runtime.replicas.replica_gradients import ReplicaGradients
 from megatron_fssdp.runtime.replicas.replica_weights import ReplicaWeights
 from megatron_fssdp.runtime.replicas.resident_gradients import ResidentGradients
-from megatron_fssdp.strategies.strategy import LayerPlan
+from megatron_fssdp.strategies.layer_plan import LayerPlan
 
 
 @dataclass(eq=False)

@@ -11,7 +11,8 @@ from megatron_fssdp.runtime.execution.layer_load import LayerLoad
 from megatron_fssdp.runtime.execution.pass_timer import LayerTimer, PassTimer
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
 from megatron_fssdp.runtime.replicas.local_experts import LocalExperts
-from megatron_fssdp.strategies.strategy import LayerContext, Strategy
+from megatron_fssdp.strategies.layer_plan import LayerContext
+from megatron_fssdp.strategies.strategy import Strategy
 
 
 class MoERuntime:

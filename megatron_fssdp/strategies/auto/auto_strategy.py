@@ -18,11 +18,12 @@ from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.strategies.auto.selection_by_seconds import select_by_seconds
 from megatron_fssdp.strategies.iteration_spread import LEAST_SEEN, IterationSpread
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.owner_moves import exchange_s
 from megatron_fssdp.strategies.plan_seconds import plan_seconds
 from megatron_fssdp.strategies.priced_exchange import with_exchange
 from megatron_fssdp.strategies.selection_report import LayerSelection, SeenSaving, SelectionReport
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
+from megatron_fssdp.strategies.strategy import Strategy
 
 BARRED_SELECTIONS = 5
 """Number of selections in which a layer cannot change to a strategy that made iterations slower."""

@@ -20,8 +20,8 @@ from megatron_fssdp.planning.cost.transfer_split import WHOLE
 from megatron_fssdp.planning.native.kernel import kernel_form
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_seconds import plan_seconds
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 COMPILED_SEARCH_S, PLAIN_SEARCH_S = 45e-6, 1e-3
 """Seconds of a correction for each expert and each device, with compiled and with plain kernels.

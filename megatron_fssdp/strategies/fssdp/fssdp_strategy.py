@@ -24,10 +24,11 @@ from megatron_fssdp.strategies.fssdp.kept_placements import KeptPlacements
 from megatron_fssdp.strategies.fssdp.planning_moment import ForecastPlan, PlanningMoment
 from megatron_fssdp.strategies.fssdp.priced_dispatch import PricedDispatch
 from megatron_fssdp.strategies.fssdp.priced_reshard import ReshardClock, paying_owners
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.owner_moves import exchange_s
 from megatron_fssdp.strategies.replica_limits import described_slots, slots_of
 from megatron_fssdp.strategies.split_transfers import split_of
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
+from megatron_fssdp.strategies.strategy import Strategy
 
 
 class FssdpStrategy(Strategy[FssdpSettings]):

@@ -15,7 +15,7 @@ import numpy as np
 from megatron_fssdp.planning.balanced.replica_planner import LEAST_SAVING
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.strategies.fssdp.corrected_plan import ExactCounts, ExpectedSeconds, unplanned
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 
 
 @dataclass(frozen=True, eq=False)

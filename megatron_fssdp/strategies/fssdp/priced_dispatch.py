@@ -14,8 +14,8 @@ from megatron_fssdp.planning.cost.host_seconds import balanced_dispatch_s
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_seconds import plan_seconds
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 
 def saved_by_balance_s(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext) -> float:

@@ -8,8 +8,8 @@ from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.shadow_selection import ShadowingCosts, select_shadows
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.replica_limits import MeasuredReplicas
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 
 class FastermoeStrategy(MeasuredReplicas[FastermoeSettings]):

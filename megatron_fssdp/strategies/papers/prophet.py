@@ -18,9 +18,9 @@ from megatron_fssdp.planning.papers.prophet_planner import PlannedLayers, plan_l
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.replica_limits import MeasuredReplicas
 from megatron_fssdp.strategies.split_transfers import split_of_traffic
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,8 +10,9 @@ from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.expert_permutation import check_exchangeable, permuted_owners
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.owner_moves import exchange_s
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
+from megatron_fssdp.strategies.strategy import Strategy
 
 
 class SmartmoeStrategy(Strategy[SmartmoeSettings]):

@@ -9,7 +9,7 @@ from rich.console import Console
 from megatron_fssdp.cli.analysis import simulation_progress
 from megatron_fssdp.cli.analysis.simulation_progress import SimulationProgress
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 
 PLAN = LayerPlan.owners_only(LayerContext(1, np.zeros(2, np.int64), Topology.uniform(2, 1)))
 

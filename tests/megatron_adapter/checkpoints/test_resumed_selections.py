@@ -8,7 +8,7 @@ import pytest
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.reporting.records.run_records import read_metrics
 from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
-from megatron_fssdp.strategies.strategy import LayerContext
+from megatron_fssdp.strategies.layer_plan import LayerContext
 
 from ..training_run import relative_difference, train, train_on_all_ranks
 

@@ -25,8 +25,9 @@ from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor, MicroBatch
 from megatron_fssdp.runtime.execution.strategy_selector import StrategySelector
 from megatron_fssdp.simulation.replay import replay_strategy
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.registry import build_strategy
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
+from megatron_fssdp.strategies.strategy import Strategy
 from megatron_fssdp.testing import run_megatron_ranks
 from tests.runtime.layer_case import ACTIVATIONS
 from tests.runtime.rank_layer import moe_forward

@@ -16,7 +16,8 @@ from megatron_fssdp.planning.cost.transfer_split import TransferSplit
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.reporting.records.run_records import read_metrics
 from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.strategy import Strategy
 
 from ..training_run import GPT, Model, TrainingRun, relative_difference, train_on_all_ranks
 from .test_parity_matrix import DEFAULT, MORE, Layout

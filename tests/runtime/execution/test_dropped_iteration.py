@@ -10,7 +10,7 @@ from megatron_fssdp.planning.cost.transfer_split import TransferSplit
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.testing import run_ranks
 
 from ..drawn_placements import DrawnPlacements

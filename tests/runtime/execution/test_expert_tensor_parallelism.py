@@ -21,7 +21,7 @@ from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
 from megatron_fssdp.runtime.execution.layer_pass import run_layer
 from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.experts.grouped_ffn import grouped_ffn
-from megatron_fssdp.strategies.strategy import LayerContext
+from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.testing import run_ranks
 
 from ..drawn_placements import DrawnPlacements

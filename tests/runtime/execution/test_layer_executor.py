@@ -25,7 +25,8 @@ from megatron_fssdp.runtime.execution.kept_exchanges import RecomputedFunction
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
 from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.replicas.local_experts import LocalExperts
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan, Strategy
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.strategy import Strategy
 from megatron_fssdp.testing import run_ranks
 
 from ..drawn_placements import DrawnPlacements, strategy_of

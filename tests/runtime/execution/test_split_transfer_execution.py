@@ -15,7 +15,7 @@ from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.runtime.execution import layer_iteration
 from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.experts.expert_layout import ParametersByExpert
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.testing import run_ranks
 
 from ..drawn_placements import DrawnPlacements

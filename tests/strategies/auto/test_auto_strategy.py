@@ -18,9 +18,9 @@ from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies.auto.auto_strategy import BARRED_SELECTIONS, AutoStrategy
 from megatron_fssdp.strategies.iteration_spread import IterationSpread
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_seconds import plan_seconds
 from megatron_fssdp.strategies.registry import build_strategy
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 from tests.drawn_examples import examples
 
 TOPOLOGY = Topology.uniform(4, 2)

@@ -16,8 +16,8 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_seconds import plan_seconds
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 from tests.drawn_examples import examples
 
 DEVICES, EXPERTS = 8, 16

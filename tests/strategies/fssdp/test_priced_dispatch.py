@@ -10,8 +10,8 @@ from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 from megatron_fssdp.strategies.fssdp.priced_dispatch import PricedDispatch, saved_by_balance_s
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_seconds import plan_seconds
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 
 from .test_corrected_plan import CONTEXT, DEVICES, EXPERTS, PROFILE, hot_counts_DE
 

@@ -11,9 +11,9 @@ from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.papers.prophet_planner import plan_layers
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGES, HOST_MESSAGES
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.papers import prophet
 from megatron_fssdp.strategies.plan_seconds import plan_seconds
-from megatron_fssdp.strategies.strategy import LayerContext, LayerPlan
 from tests.drawn_examples import examples
 
 
