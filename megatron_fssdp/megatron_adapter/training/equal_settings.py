@@ -51,7 +51,10 @@ def _facts(requested: RequestedStrategy, to_boards: bool) -> dict[str, Any]:
         "whether --moe-strategy-set record_dir is given": is_recorded,
         "whether --tensorboard-dir or --wandb-project is given": to_boards,
     }
-    if requested.session is not None:  # The order in which a rank issues its messages depends on it.
+    if requested.session is not None:
+        # A candidate of another package is left out on ranks on which it cannot be built.
+        facts["candidates of auto"] = list(getattr(requested.session.strategy, "candidates", ()))
+        # The order in which a rank issues its messages depends on it.
         facts["whether CUDA_DEVICE_MAX_CONNECTIONS is 1"] = (
             os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
         )

@@ -203,9 +203,10 @@ class AutoStrategy(Strategy[AutoSettings]):
 
     def reshards_at(self, iteration: int) -> bool:
         """Whether a selected strategy reconsiders owners now, or a layer has just got such a strategy."""
-        return bool(self._reshard_due) or any(
-            self.candidates[name].reshards_at(iteration) for name in set(self._selected.values())
-        )
+        # Candidates may remember when they were asked. All selected ones are therefore asked, on all ranks.
+        selected = set(self._selected.values())
+        due = [c.reshards_at(iteration) for name, c in self.candidates.items() if name in selected]
+        return bool(self._reshard_due) or any(due)
 
     def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
         """New owners for the layers whose strategies move owners."""

@@ -212,6 +212,18 @@ def test_selections_happen_at_their_interval_once_costs_are_known() -> None:
     assert strategy.selects_at(20, 9)
 
 
+def test_all_selected_candidates_are_asked_about_owners() -> None:
+    """A candidate may remember when it was asked, and sets of names have another order on each rank."""
+    strategy = automatic()
+    names = list(strategy.candidates)[1:4]
+    strategy.resume(dict(enumerate(names)))
+    asked = []
+    for name in strategy.candidates:
+        strategy.candidates[name].reshards_at = lambda _, name=name: not asked.append(name)  # type: ignore
+    assert strategy.reshards_at(7)
+    assert asked == names
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
