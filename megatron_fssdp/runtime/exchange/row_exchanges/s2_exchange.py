@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_fssdp.collectives.rows.sharded_all_to_all import (
-    send_to_parts,
-)
+from megatron_fssdp.collectives.rows.sharded_all_to_all import send_to_parts
 from megatron_fssdp.collectives.rows.simultaneous_gather import SharedRoute, results_for_all
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
