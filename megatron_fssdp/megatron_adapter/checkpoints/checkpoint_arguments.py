@@ -38,6 +38,12 @@ def check_checkpoint_arguments(args: Any) -> None:
             "--non-persistent-ckpt-type: got local, which stores experts by rank and slot, wanted global; "
             "use --non-persistent-ckpt-type global"
         )
+    for name in ("save_params_interval", "save_wgrads_interval"):
+        if value(name) is not None:
+            raise _refusal(
+                f"--{name.replace('_', '-')}: got {value(name)}, which saves tensors by the names of "
+                "Parameters, but a moved expert is in another expert's Parameters; remove the option"
+            )
 
 
 def _refusal(message: str) -> ConfigurationError:

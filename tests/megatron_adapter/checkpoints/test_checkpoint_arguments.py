@@ -32,6 +32,8 @@ SAFE = {
         ({"ckpt_format": "torch_dcp"}, "use --ckpt-format torch_dist"),
         ({"ckpt_convert_format": "torch", "save": None}, "--moe-strategy none"),
         ({"non_persistent_ckpt_type": "local"}, "--non-persistent-ckpt-type global"),
+        ({"save_params_interval": 5}, "--save-params-interval: got 5"),
+        ({"save_wgrads_interval": 5}, "--save-wgrads-interval: got 5"),
     ],
 )
 def test_unsafe_checkpoint_arguments_are_refused(options: dict[str, Any], match: str) -> None:
