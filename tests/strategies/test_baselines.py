@@ -10,6 +10,7 @@ import numpy as np
 from megatron_fssdp.config.strategy.paper_strategy_settings import FlexmoeSettings, SmartmoeSettings
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.strategies.papers.flexmoe import FlexmoeStrategy
@@ -43,6 +44,13 @@ def test_smartmoe_moves_where_that_does_not_pay_only_if_it_is_told_to() -> None:
     assert np.array_equal(moving.reshard_layer(measuring, LOAD), OWNERS), (
         "nothing moves before costs are known"
     )
+
+
+def test_smartmoe_makes_the_owners_of_a_resumed_run_even_first() -> None:
+    strategy = SmartmoeStrategy(SmartmoeSettings())
+    uneven = OwnerMap.even(2, 4, 2).with_owners(np.array([[0, 1, 1, 1], [0, 0, 0, 1]]))
+    new = strategy.reshard([LAYER, LAYER], np.tile(LOAD, (2, 1)), uneven)
+    assert [np.bincount(owner_E).tolist() for owner_E in new.device_LE] == [[2, 2], [2, 2]]
 
 
 def test_flexmoe_replicates_where_that_does_not_pay_only_if_it_is_told_to() -> None:

@@ -1,5 +1,7 @@
 """SmartMoE: exchanges owners at an interval of iterations, by default only if that pays off until then."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from megatron_fssdp.config.strategy.paper_strategy_settings import SmartmoeSettings
@@ -8,6 +10,7 @@ from megatron_fssdp.planning.cost.layer_seconds import placement_seconds
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.expert_permutation import check_exchangeable, permuted_owners
+from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
@@ -57,6 +60,20 @@ class SmartmoeStrategy(Strategy[SmartmoeSettings]):
     def reshards_at(self, iteration: int) -> bool:
         """Whether ``iteration`` is a multiple of ``reshard_interval`` and not 0."""
         return iteration > 0 and iteration % self.settings.reshard_interval == 0
+
+    def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
+        """New owners for all layers; the devices own equally many experts of each layer afterwards.
+
+        A resumed run has the owners of its checkpoint, and ``fssdp`` gives devices different numbers of
+        experts. All such layers become even at one time, so that no device needs more slots.
+        """
+        device_LE = owners.device_LE.copy()
+        for owner_E in device_LE:
+            if np.ptp(np.bincount(owner_E, minlength=owners.num_devices)):
+                owner_E[:] = np.arange(owners.num_experts) * owners.num_devices // owners.num_experts
+        if not np.array_equal(device_LE, owners.device_LE):
+            return owners.with_owners(device_LE)
+        return super().reshard(contexts, load_LE, owners)
 
     def reshard_layer(self, context: LayerContext, load_E: np.ndarray) -> np.ndarray:
         """New owners of one layer, or the present ones if an exchange must pay off and would not.
