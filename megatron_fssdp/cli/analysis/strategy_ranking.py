@@ -83,8 +83,22 @@ def ranked_strategies(
         plain,
         balanced_s,
         record.iterations,
-        _notes(note, rows, with_break_even, distinct),
+        (*_notes(note, rows, with_break_even, distinct), *_changed_settings(settings)),
     )
+
+
+def _changed_settings(settings: Mapping[str, StrategySettings]) -> list[str]:
+    """A line for each strategy with settings of the run or of the command line; the table has names only."""
+    changed = {
+        name: given.model_dump(mode="json", exclude_defaults=True, exclude={"record_dir"})
+        for name, given in settings.items()
+    }
+    return [
+        f"{name} has settings that are not its defaults: "
+        + ", ".join(f"{key} {value}" for key, value in keys.items())
+        for name, keys in changed.items()
+        if keys
+    ]
 
 
 def _notes(
