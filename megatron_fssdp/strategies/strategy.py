@@ -82,9 +82,14 @@ class Strategy[Settings: PlacementSettings](ABC):
         return 0
 
     @property
+    def candidate_names(self) -> tuple[str, ...]:
+        """Names of the strategies among which this one selects for each layer; empty if it selects none."""
+        return ()
+
+    @property
     def selects(self) -> bool:
         """Whether this strategy selects another strategy for each layer and reconsiders it at an interval."""
-        return False
+        return bool(self.candidate_names)
 
     def may_replicate(self, layer: int) -> bool:
         """Whether a layer can have replicas until the strategy changes its selection, for any loads.

@@ -28,16 +28,15 @@ def check_equal_settings(requested: RequestedStrategy, *, to_boards: bool) -> No
     of_ranks: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(of_ranks, _facts(requested, to_boards))
     first = of_ranks[0]
-    different = _differing(of_ranks)
-    if not different:
-        return
-    name = different[0]  # Other strategies have other settings, so the strategy comes first.
-    rank = next(rank for rank, facts in enumerate(of_ranks) if facts.get(name) != first.get(name))
-    raise ConfigurationError(
-        f"{name}: got {first.get(name)} on rank 0 and {of_ranks[rank].get(name)} on rank {rank}, wanted the "
-        "same on all ranks, because every rank plans alone; start all of them with the same options, files "
-        "and environment"
-    )
+    # Other strategies have other settings, so a rank may lack a fact. The strategy is the first fact.
+    for name in dict.fromkeys(name for facts in of_ranks for name in facts):
+        for rank, facts in enumerate(of_ranks):
+            if facts.get(name) != first.get(name):
+                raise ConfigurationError(
+                    f"{name}: got {first.get(name)} on rank 0 and {facts.get(name)} on rank {rank}, wanted "
+                    "the same on all ranks, because every rank plans alone; start all of them with the same "
+                    "options, files and environment"
+                )
 
 
 def _facts(requested: RequestedStrategy, to_boards: bool) -> dict[str, Any]:
@@ -53,7 +52,7 @@ def _facts(requested: RequestedStrategy, to_boards: bool) -> dict[str, Any]:
     }
     if requested.session is not None:
         # A candidate of another package is left out on ranks on which it cannot be built.
-        facts["candidates of auto"] = list(getattr(requested.session.strategy, "candidates", ()))
+        facts["strategies to select from"] = requested.session.strategy.candidate_names
         # The order in which a rank issues its messages depends on it.
         facts["whether CUDA_DEVICE_MAX_CONNECTIONS is 1"] = (
             os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
@@ -67,9 +66,3 @@ def _own_version() -> str | None:
         return version("megatron-fssdp")
     except PackageNotFoundError:
         return None
-
-
-def _differing(of_ranks: list[dict[str, Any]]) -> list[str]:
-    """Return the names of the facts that are not equal on all ranks, in the order of the facts."""
-    names = dict.fromkeys(name for facts in of_ranks for name in facts)
-    return [name for name in names if any(facts.get(name) != of_ranks[0].get(name) for facts in of_ranks)]

@@ -24,7 +24,7 @@ def cfunc[F: Callable[..., Any]](function: F) -> F:
 
 
 def inner[F: Callable[..., Any]](function: F) -> F:
-    """Stand for ``cfunc``, ``nogil`` and ``exceptval(check=False)`` together."""
+    """Stand for ``final``, ``cfunc``, ``nogil`` and ``exceptval(check=False)`` together."""
     return function
 
 

@@ -53,7 +53,8 @@ A kernel imports a part in one line, and Cython reads the part's text in place o
 _PART = re.compile(r"^from megatron_fssdp\.planning\.kernels\.parts\.(\w+) import .*\n", re.MULTILINE)
 _CONSTANT = re.compile(r"^(_[A-Z][A-Z_]*) = (-?[0-9][0-9.e-]*)(?: *#.*)?$", re.MULTILINE)
 _INNER = re.compile(r"^( *)@cython\.inner$", re.MULTILINE)
-_INNER_MARKS = r"\1@cython.cfunc\n\1@cython.nogil\n\1@cython.exceptval(check=False)"
+# Final methods are called directly, so the C compiler can put them in line.
+_INNER_MARKS = r"\1@cython.final\n\1@cython.cfunc\n\1@cython.nogil\n\1@cython.exceptval(check=False)"
 _DIGEST_BYTES = 8
 
 
@@ -79,7 +80,8 @@ def kernel_files(sources: Path = KERNELS, compiled: Path = COMPILED) -> tuple[Ke
         sources: Folder of the sources.
         compiled: Folder of the compiled modules.
     """
-    recipe = repr((sorted(DIRECTIVES.items()), COMPILE_ARGUMENTS)).encode() + TYPES.read_bytes()
+    marks = sorted(REPLACED_IMPORTS.items()), _INNER_MARKS
+    recipe = repr((sorted(DIRECTIVES.items()), COMPILE_ARGUMENTS, marks)).encode() + TYPES.read_bytes()
     paths = sorted(path for path in sources.glob("*.py") if path.name != "__init__.py")
     return tuple(_kernel_file(path, compiled, recipe) for path in paths)
 

@@ -56,7 +56,6 @@ class AutoStrategy(Strategy[AutoSettings]):
     """
 
     replica_life = ReplicaLife.SELECTED
-    selects = True
 
     def __init__(
         self, settings: AutoSettings, candidates: Mapping[str, Strategy], priced: Mapping[str, Strategy]
@@ -69,6 +68,11 @@ class AutoStrategy(Strategy[AutoSettings]):
         self._reshard_due: set[int] = set()
         self._change: _Change | None = None
         self._barred: dict[tuple[int, str], int] = {}
+
+    @property
+    def candidate_names(self) -> tuple[str, ...]:
+        """Names of the candidates, ``ep`` first."""
+        return tuple(self.candidates)
 
     @property
     def window(self) -> int:

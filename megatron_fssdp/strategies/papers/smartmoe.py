@@ -11,7 +11,7 @@ from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.expert_permutation import check_exchangeable, permuted_owners
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
-from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.owner_moves import exchange_s
@@ -70,7 +70,7 @@ class SmartmoeStrategy(Strategy[SmartmoeSettings]):
         device_LE = owners.device_LE.copy()
         for owner_E in device_LE:
             if np.ptp(np.bincount(owner_E, minlength=owners.num_devices)):
-                owner_E[:] = np.arange(owners.num_experts) * owners.num_devices // owners.num_experts
+                owner_E[:] = even_owners(owners.num_experts, owners.num_devices)
         if not np.array_equal(device_LE, owners.device_LE):
             return owners.with_owners(device_LE)
         return super().reshard(contexts, load_LE, owners)

@@ -15,16 +15,15 @@ from megatron_fssdp.megatron_adapter.diagnosis.checkpoint_folder import look_at_
 from megatron_fssdp.megatron_adapter.diagnosis.devices import Backends, Devices
 from megatron_fssdp.megatron_adapter.diagnosis.examination import Facts
 from megatron_fssdp.megatron_adapter.diagnosis.installed_packages import InstalledPackage
-from megatron_fssdp.megatron_adapter.diagnosis.seam_checks import Seams
+
+from ...megatron_adapter.diagnosis import machine_examples
 
 TINY = Path(__file__).parents[3] / "configs" / "gpt_moe_tiny.yaml"
 HERE = Path("/site-packages/[it]")
-HEALTHY = Facts(
-    python_version="3.12.1",
-    executable="/usr/bin/python3",
+HEALTHY = replace(
+    machine_examples.HEALTHY,
     torch=InstalledPackage("2.6.0", HERE),
     megatron=InstalledPackage("0.19.2", HERE),
-    seams=Seams(25),
     devices=Devices(num_cores=4, memory_bytes=8 << 30),
     backends=Backends(has_gloo=True, has_nccl=False),
 )

@@ -29,6 +29,13 @@ CHANGING = (
 )
 
 
+def comparisons(folder: Path, num_ranks: int) -> list[dict[str, Any]]:
+    """What each rank measured; there must have been replicas."""
+    of_ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+    assert sum(found["compared"] for found in of_ranks) > 2 * num_ranks, "there were hardly any replicas"
+    return of_ranks
+
+
 @pytest.mark.parametrize(
     "layout",
     [
@@ -53,8 +60,7 @@ def test_resident_replicas_stay_equal_to_their_owners(layout: str, text_data: Pa
         before=compare_in_training,
         env={"MEASURED": str(tmp_path)},
     )
-    of_ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
-    assert sum(found["compared"] for found in of_ranks) > 8, "there were hardly any replicas"
+    of_ranks = comparisons(tmp_path, 4)
     for found in of_ranks:
         # Sums over data-parallel ranks can be formed in another order for a replica.
         assert found["difference"] <= (1e-2 if "bf16" in layout else 1e-6)
@@ -80,9 +86,7 @@ def test_replicas_count_the_steps_of_their_owners(text_data: Path, tmp_path: Pat
         before=compare_under_adam_of_groups,
         env={"MEASURED": str(tmp_path)},
     )
-    of_ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert sum(found["compared"] for found in of_ranks) > 4, "there were hardly any replicas"
-    assert max(found["difference"] for found in of_ranks) <= 1e-6
+    assert max(found["difference"] for found in comparisons(tmp_path, 2)) <= 1e-6
 
 
 @pytest.mark.slow

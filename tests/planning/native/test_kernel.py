@@ -12,6 +12,7 @@ import pytest
 
 from megatron_fssdp.planning.kernels import even_split
 from megatron_fssdp.planning.native import kernel as kernel_module
+from megatron_fssdp.planning.native import kernel_files as kernel_files_module
 from megatron_fssdp.planning.native.kernel import Kernel, KernelForm, kernel_form, use_plain_kernels
 from megatron_fssdp.planning.native.kernel_files import KERNELS, kernel_files, source_for_cython
 
@@ -65,6 +66,12 @@ def test_an_edited_source_is_never_served_by_what_was_compiled_before(undecided,
         file.write("# changed\n")
     assert not kernel_form().is_compiled
     assert "other sources" in kernel_form().reason or names[0] in kernel_form().reason
+
+
+def test_another_way_of_compiling_gives_all_kernels_other_names(monkeypatch):
+    before = {file.module for file in kernel_files()}
+    monkeypatch.setattr(kernel_files_module, "_INNER_MARKS", r"\1@cython.cfunc")
+    assert not before & {file.module for file in kernel_files()}
 
 
 def test_a_compiled_file_that_cannot_be_loaded_leaves_plain_python(undecided, tmp_path):
