@@ -96,7 +96,7 @@ def apply_overrides(
         path = key.strip().split(".")
         if not separator or not all(path):
             raise ConfigurationError(
-                f"{asked_by} '{override}': wanted key=value with a dotted key, such as training.iterations=50"
+                f"{asked_by} '{override}': wanted key=value, such as slots=2 or training.iterations=50"
             )
         value = parse_yaml(text, f"{asked_by} '{override}'")
         target = result

@@ -27,6 +27,7 @@ from megatron_fssdp.megatron_adapter.training.equal_settings import check_equal_
 from megatron_fssdp.megatron_adapter.training.evaluation_records import wrap_evaluation
 from megatron_fssdp.megatron_adapter.training.iteration_driver import IterationDriver
 from megatron_fssdp.megatron_adapter.training.run_recorder import RunRecorder, StepTimes
+from megatron_fssdp.megatron_adapter.training.shared_refusal import refused_together
 from megatron_fssdp.megatron_adapter.training.stopped_training import reporting_stop
 from megatron_fssdp.megatron_adapter.training.training_boards import boards_are_asked_for
 from megatron_fssdp.planning.native.kernel import kernel_form
@@ -85,12 +86,13 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
                 # Without an optimizer (--skip-train) the model is only evaluated: no owner ever moves.
                 if built[1] is not None:
                     drivers.append(IterationDriver(requested.session, built[0], built[1], get_args()))
-            if requested.settings.record_dir is not None and dist.get_rank() == 0:
-                describe_run(requested.settings.record_dir, built[0], requested)
             if requested.settings.record_dir is not None or to_boards:
                 record_dir = requested.settings.record_dir
                 operations = training.num_floating_point_operations
-                recorder.append(RunRecorder(record_dir, requested.name, operations, to_boards=to_boards))
+                with refused_together():  # Only rank 0 writes files, so only it finds that it cannot.
+                    if record_dir is not None and dist.get_rank() == 0:
+                        describe_run(record_dir, built[0], requested)
+                    recorder.append(RunRecorder(record_dir, requested.name, operations, to_boards=to_boards))
         return built
 
     @wraps(step)
