@@ -375,7 +375,7 @@ def _counts(options: argparse.Namespace, name: str, size: Any, world_size: int, 
     import numpy as np
 
     from megatron_fssdp.config.errors import ConfigurationError
-    from megatron_fssdp.reporting.records.load_records import read_loads
+    from megatron_fssdp.reporting.records.arrays.load_records import read_loads
     from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape, replay
 
     shape = WorkloadShape(world_size, size.num_experts, size.tokens_per_rank, size.top_k, iterations)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fssdp.reporting.records.load_records import read_loads
+from megatron_fssdp.reporting.records.arrays.load_records import read_loads
 from megatron_fssdp.reporting.records.run_records import read_metrics
 
 from .two_nodes import ROOT, TwoNodes

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.cli.analysis.strategy_ranking import ranked_strategies
-from megatron_fssdp.reporting.records.load_records import RecordedLoads
+from megatron_fssdp.reporting.records.arrays.load_records import RecordedLoads
 from megatron_fssdp.reporting.simulation_report import SimulationReport, ranking_data, warm_up_text
 from megatron_fssdp.simulation.warm_up import warm_up_iterations
 from megatron_fssdp.strategies.registry import build_strategy

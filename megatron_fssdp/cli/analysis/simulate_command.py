@@ -17,8 +17,8 @@ from megatron_fssdp.config.cluster_files import cluster_yaml
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.written_files import written_whole
+from megatron_fssdp.reporting.records.arrays.load_records import RecordedLoads
 from megatron_fssdp.reporting.records.job_records import loads_for_job
-from megatron_fssdp.reporting.records.load_records import RecordedLoads
 from megatron_fssdp.reporting.simulation_page.simulation_page import PAGE_FILE, simulation_page
 from megatron_fssdp.reporting.simulation_plots import draw_simulation
 from megatron_fssdp.reporting.simulation_report import SimulationReport, ranking_table, write_report

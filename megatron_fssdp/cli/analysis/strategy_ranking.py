@@ -7,8 +7,8 @@ from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_registry import BASELINE, STRATEGIES
 from megatron_fssdp.config.strategy.strategy_settings import EpSettings, StrategySettings
+from megatron_fssdp.reporting.records.arrays.load_records import RecordedLoads
 from megatron_fssdp.reporting.records.job_records import with_recorded_choices
-from megatron_fssdp.reporting.records.load_records import RecordedLoads
 from megatron_fssdp.reporting.simulation_report import RankedStrategy, SimulationReport
 from megatron_fssdp.reporting.units import format_memory
 from megatron_fssdp.simulation.break_even import break_even_bandwidth, break_even_tokens

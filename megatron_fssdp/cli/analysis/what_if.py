@@ -12,8 +12,8 @@ from megatron_fssdp.config.strategy.strategy_registry import BASELINE, STRATEGIE
 from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.reporting.page.reported_run import ReportedRun
+from megatron_fssdp.reporting.records.arrays.load_records import RecordedLoads
 from megatron_fssdp.reporting.records.job_records import loads_for_job
-from megatron_fssdp.reporting.records.load_records import RecordedLoads
 from megatron_fssdp.reporting.records.recorded_run import run_config_of
 from megatron_fssdp.reporting.records.run_parts import not_comparable
 from megatron_fssdp.reporting.simulation_report import SimulationReport

@@ -12,10 +12,10 @@ from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.run.training_settings import TrainingSettings
 from megatron_fssdp.config.written_files import refuse_non_folder, written_whole
 from megatron_fssdp.config.yaml_text import format_yaml
-from megatron_fssdp.reporting.records.array_files import file_of_earlier_versions
+from megatron_fssdp.reporting.records.arrays.array_files import file_of_earlier_versions
+from megatron_fssdp.reporting.records.arrays.load_records import LOADS_FILE
+from megatron_fssdp.reporting.records.arrays.placement_records import PLACEMENTS_FILE
 from megatron_fssdp.reporting.records.evaluations import EVALUATIONS_FILE
-from megatron_fssdp.reporting.records.load_records import LOADS_FILE
-from megatron_fssdp.reporting.records.placement_records import PLACEMENTS_FILE
 from megatron_fssdp.reporting.records.recorded_run import run_config_of
 from megatron_fssdp.reporting.records.run_log import STOP_MARK
 from megatron_fssdp.reporting.records.run_records import METRICS_FILE

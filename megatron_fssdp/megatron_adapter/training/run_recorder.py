@@ -26,9 +26,9 @@ from megatron_fssdp.megatron_adapter.training.stage_records import (
 )
 from megatron_fssdp.megatron_adapter.training.training_boards import write_to_boards
 from megatron_fssdp.planning.loads.load_statistics import balance_ratio, load_similarity, max_over_mean
-from megatron_fssdp.reporting.records.load_records import LoadsWriter
+from megatron_fssdp.reporting.records.arrays.load_records import LoadsWriter
+from megatron_fssdp.reporting.records.arrays.placement_records import PlacementsWriter
 from megatron_fssdp.reporting.records.pass_metrics import PassMetrics
-from megatron_fssdp.reporting.records.placement_records import PlacementsWriter
 from megatron_fssdp.reporting.records.run_records import IterationMetrics, LayerMetrics, MetricsWriter
 from megatron_fssdp.reporting.records.run_session import RunSession
 from megatron_fssdp.reporting.records.selection_metrics import SeenGain, SelectionMetrics

@@ -13,7 +13,7 @@ from megatron_fssdp.reporting.html.iteration_bins import IterationBins
 from megatron_fssdp.reporting.html.section import FEW, Figure, Section, above, every_tick, packed, titled
 from megatron_fssdp.reporting.page.device_load_section import NO_LAYERS
 from megatron_fssdp.reporting.page.reported_run import ReportedRun
-from megatron_fssdp.reporting.records.load_records import RecordedLoads
+from megatron_fssdp.reporting.records.arrays.load_records import RecordedLoads
 
 _EVERY_EXPERT = "Load of every expert, × even share"
 

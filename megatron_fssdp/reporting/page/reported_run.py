@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_fssdp.reporting.colours import distinct_colours
-from megatron_fssdp.reporting.records.load_records import RecordedLoads, has_loads, read_loads
-from megatron_fssdp.reporting.records.placement_records import (
+from megatron_fssdp.reporting.records.arrays.load_records import RecordedLoads, has_loads, read_loads
+from megatron_fssdp.reporting.records.arrays.placement_records import (
     RecordedPlacements,
     has_placements,
     read_placements,

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.json_records import Count, parse_record
 from megatron_fssdp.config.written_files import cannot_write
-from megatron_fssdp.reporting.records.array_files import unreadable
+from megatron_fssdp.reporting.records.arrays.array_files import unreadable
 from megatron_fssdp.reporting.records.run_records import without_nan
 
 EVALUATIONS_FILE = "evaluations.jsonl"

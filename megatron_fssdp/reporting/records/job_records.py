@@ -9,8 +9,8 @@ from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import unknown_name
 from megatron_fssdp.planning.cost.link_seconds import topology_of
-from megatron_fssdp.reporting.records.array_files import file_of_earlier_versions
-from megatron_fssdp.reporting.records.load_records import LOADS_FILE, RecordedLoads, read_loads
+from megatron_fssdp.reporting.records.arrays.array_files import file_of_earlier_versions
+from megatron_fssdp.reporting.records.arrays.load_records import LOADS_FILE, RecordedLoads, read_loads
 from megatron_fssdp.simulation.job_loads import fitted_loads, generated_loads, recorded_choices
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.workloads import WORKLOADS

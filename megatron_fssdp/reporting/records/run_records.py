@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.json_records import Count, parse_record
 from megatron_fssdp.config.written_files import cannot_write
-from megatron_fssdp.reporting.records.array_files import unreadable
+from megatron_fssdp.reporting.records.arrays.array_files import unreadable
 from megatron_fssdp.reporting.records.pass_metrics import PassMetrics
 from megatron_fssdp.reporting.records.run_session import RunSession
 from megatron_fssdp.reporting.records.selection_metrics import SelectionMetrics

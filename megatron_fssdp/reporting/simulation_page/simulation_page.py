@@ -6,7 +6,7 @@ from megatron_fssdp.reporting.html.html_page import HtmlPage, Subject
 from megatron_fssdp.reporting.html.section import Section
 from megatron_fssdp.reporting.page.expert_load_section import bins_of, expert_load_figure
 from megatron_fssdp.reporting.page.what_if_section import ranking_figure, ranking_page_table
-from megatron_fssdp.reporting.records.load_records import RecordedLoads
+from megatron_fssdp.reporting.records.arrays.load_records import RecordedLoads
 from megatron_fssdp.reporting.simulation_page.assumptions_section import assumptions_section
 from megatron_fssdp.reporting.simulation_page.course_sections import (
     device_load_section,

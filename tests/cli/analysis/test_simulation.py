@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from megatron_fssdp.cli.app import app
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.reporting.colours import TIME_PARTS
-from megatron_fssdp.reporting.records.load_records import LoadsWriter
+from megatron_fssdp.reporting.records.arrays.load_records import LoadsWriter
 
 from ...reporting.page.page_parts import PageParts, unpacked
 

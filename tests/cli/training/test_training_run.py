@@ -14,7 +14,7 @@ import pytest
 
 from megatron_fssdp.config.loading import load_yaml, validate
 from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.reporting.records.load_records import read_loads
+from megatron_fssdp.reporting.records.arrays.load_records import read_loads
 from megatron_fssdp.reporting.records.recorded_run import read_run
 
 RUN = """

@@ -15,7 +15,7 @@ from megatron_fssdp.megatron_adapter.routing.topology_aware_router import (
     install_gate,
 )
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.reporting.records.load_records import read_loads
+from megatron_fssdp.reporting.records.arrays.load_records import read_loads
 from megatron_fssdp.reporting.records.run_records import read_metrics
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 

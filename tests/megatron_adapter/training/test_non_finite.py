@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_fssdp.reporting.records.load_records import read_loads
+from megatron_fssdp.reporting.records.arrays.load_records import read_loads
 from megatron_fssdp.testing.ranks import RankError
 
 from ..training_run import TrainingRun, relative_difference, train, train_on_all_ranks

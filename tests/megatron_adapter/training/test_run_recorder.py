@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.megatron_adapter.support.host_cores import usable_cores
+from megatron_fssdp.reporting.records.arrays.load_records import read_loads
+from megatron_fssdp.reporting.records.arrays.placement_records import read_placements
 from megatron_fssdp.reporting.records.evaluations import read_evaluations
-from megatron_fssdp.reporting.records.load_records import read_loads
-from megatron_fssdp.reporting.records.placement_records import read_placements
 from megatron_fssdp.reporting.records.run_records import IterationMetrics, read_metrics
 from megatron_fssdp.reporting.records.run_session import RunSession
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_fssdp.reporting.records.load_records import read_loads
+from megatron_fssdp.reporting.records.arrays.load_records import read_loads
 from megatron_fssdp.reporting.records.recorded_run import read_run, run_config_of
 from megatron_fssdp.reporting.records.run_records import read_metrics
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_fssdp.reporting.records.load_records import LoadsWriter
+from megatron_fssdp.reporting.records.arrays.load_records import LoadsWriter
+from megatron_fssdp.reporting.records.arrays.placement_records import PlacementsWriter
 from megatron_fssdp.reporting.records.pass_metrics import PassMetrics
-from megatron_fssdp.reporting.records.placement_records import PlacementsWriter
 from megatron_fssdp.reporting.records.run_records import IterationMetrics, LayerMetrics, MetricsWriter
 from megatron_fssdp.reporting.records.run_session import RunSession
 

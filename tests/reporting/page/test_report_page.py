@@ -14,9 +14,9 @@ from megatron_fssdp.reporting.colours import TIME_PARTS
 from megatron_fssdp.reporting.html.html_page import Headline, HtmlPage
 from megatron_fssdp.reporting.page.report_page import report_page
 from megatron_fssdp.reporting.page.reported_run import read_reported_runs
+from megatron_fssdp.reporting.records.arrays.load_records import read_loads
+from megatron_fssdp.reporting.records.arrays.placement_records import read_placements
 from megatron_fssdp.reporting.records.evaluations import Evaluation, append_evaluation
-from megatron_fssdp.reporting.records.load_records import read_loads
-from megatron_fssdp.reporting.records.placement_records import read_placements
 from megatron_fssdp.reporting.records.run_records import (
     IterationMetrics,
     LayerMetrics,

@@ -18,8 +18,8 @@ from megatron_fssdp.data.manifest import MANIFEST_FILE, BuiltFile, DataManifest,
 from megatron_fssdp.reporting.comparison_table import comparison_table
 from megatron_fssdp.reporting.page.report_page import report_page
 from megatron_fssdp.reporting.page.reported_run import read_reported_runs
-from megatron_fssdp.reporting.records.load_records import LOADS_FILE, read_loads
-from megatron_fssdp.reporting.records.placement_records import (
+from megatron_fssdp.reporting.records.arrays.load_records import LOADS_FILE, read_loads
+from megatron_fssdp.reporting.records.arrays.placement_records import (
     PLACEMENTS_FILE,
     PlacementsWriter,
     read_placements,

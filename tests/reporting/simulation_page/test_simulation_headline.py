@@ -3,7 +3,7 @@
 import numpy as np
 
 from megatron_fssdp.cli.analysis.strategy_ranking import ranked_strategies
-from megatron_fssdp.reporting.records.load_records import RecordedLoads
+from megatron_fssdp.reporting.records.arrays.load_records import RecordedLoads
 from megatron_fssdp.reporting.simulation_page.simulation_headline import simulation_headline
 from megatron_fssdp.reporting.simulation_report import SimulationReport
 

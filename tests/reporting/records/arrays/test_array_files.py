@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.reporting.records.array_files import file_of_earlier_versions
-from megatron_fssdp.reporting.records.load_records import LOADS_FILE, LoadsWriter, read_loads
-from megatron_fssdp.reporting.records.placement_records import (
+from megatron_fssdp.reporting.records.arrays.array_files import file_of_earlier_versions
+from megatron_fssdp.reporting.records.arrays.load_records import LOADS_FILE, LoadsWriter, read_loads
+from megatron_fssdp.reporting.records.arrays.placement_records import (
     PLACEMENTS_FILE,
     PlacementsWriter,
     read_placements,
 )
 
-from .row_files import rows_in, save_rows
+from ..row_files import rows_in, save_rows
 
 NUM_LAYERS, NUM_DEVICES, NUM_EXPERTS = 2, 3, 4
 LAYERS = [1, 3]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.reporting.records.load_records import LoadsWriter, RecordedLoads, read_loads
+from megatron_fssdp.reporting.records.arrays.load_records import LoadsWriter, RecordedLoads, read_loads
 
 
 def counts(seed: int) -> np.ndarray:

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.reporting.records.load_records import LoadsWriter
-from megatron_fssdp.reporting.records.placement_records import PlacementsWriter, read_placements
+from megatron_fssdp.reporting.records.arrays.load_records import LoadsWriter
+from megatron_fssdp.reporting.records.arrays.placement_records import PlacementsWriter, read_placements
 
 # 11 devices do not fill a whole number of bytes.
 NUM_LAYERS, NUM_EXPERTS, NUM_DEVICES = 2, 5, 11

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.reporting.records.array_files import (
+from megatron_fssdp.reporting.records.arrays.array_files import (
     ArrayFormat,
     file_of_earlier_versions,
     read_arrays,
     recorded_file,
 )
-from megatron_fssdp.reporting.records.growing_arrays import GrowingArrays
+from megatron_fssdp.reporting.records.arrays.growing_arrays import GrowingArrays
 
 LAYERS = np.array([2, 5])
 FORMATS = {"values": ArrayFormat(np.int64, 3)}

@@ -14,8 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_fssdp.reporting.records.array_files import ArrayFormat, read_arrays, recorded_file, unreadable
-from megatron_fssdp.reporting.records.growing_arrays import GrowingArrays
+from megatron_fssdp.reporting.records.arrays.array_files import (
+    ArrayFormat,
+    read_arrays,
+    recorded_file,
+    unreadable,
+)
+from megatron_fssdp.reporting.records.arrays.growing_arrays import GrowingArrays
 
 LOADS_FILE = "loads.npy"
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.written_files import cannot_write, written_file
-from megatron_fssdp.reporting.records.array_files import ITERATIONS, LAYERS, file_of_earlier_versions
+from megatron_fssdp.reporting.records.arrays.array_files import ITERATIONS, LAYERS, file_of_earlier_versions
 
 _ASKED_BY = "record_dir"
 
