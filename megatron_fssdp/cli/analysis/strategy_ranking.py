@@ -14,7 +14,7 @@ from megatron_fssdp.reporting.units import format_memory
 from megatron_fssdp.simulation.break_even import break_even_bandwidth, break_even_tokens
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.replay import OnPlan
-from megatron_fssdp.simulation.simulator import StrategyOutcome, ceiling_s, simulate
+from megatron_fssdp.simulation.simulator import StrategyOutcome, ceiling_s, check_strategy, simulate
 
 SAMPLE_ITERATIONS = 6
 """Number of iterations that the break-even search simulates. It plans them again for each value it tries."""
@@ -50,13 +50,15 @@ def ranked_strategies(
         The simulated outcomes of all strategies.
 
     Raises:
-        ConfigurationError: The job does not fit the cluster.
+        ConfigurationError: The job does not fit the cluster, or a strategy cannot train it.
     """
     on_plan = None if progress is None else progress.planned
     outcomes: dict[str, StrategyOutcome] = {}
     rows: list[RankedStrategy] = []
     try:
         job, distinct = with_recorded_choices(job, record, cluster)
+        for name, given in settings.items():  # a simulation takes long, so all of them are checked first
+            check_strategy(name, given, cluster, job)
         for name, given in settings.items():
             if progress is not None:
                 progress.begin(name)

@@ -123,6 +123,10 @@ def test_numbers_are_written_also_where_plots_cannot_be_drawn(
         (("--set", "parallelism.expert=1", "--set", "model.num_experts=null"), "num_experts"),
         (("--cluster-set", "num_nodes=1"), "whole nodes"),
         (("--model", "nowhere.yaml"), "nowhere.yaml"),
+        (
+            ("--strategies", "ep,smartmoe", "--set", "model.num_experts=4", "--set", "parallelism.expert=4"),
+            "strategy smartmoe: every device owns one expert",
+        ),
     ],
 )
 def test_wrong_arguments_of_simulate_are_refused(
