@@ -1,5 +1,6 @@
 """Shows a measured cluster as a table for the terminal."""
 
+from rich import box
 from rich.table import Table
 
 from megatron_fssdp.config.cluster_description import ClusterDescription, FittedLink, LinkDescription
@@ -27,8 +28,15 @@ def cluster_table(cluster: ClusterDescription) -> Table:
     if cluster.memory_bytes is not None:
         compute.append(f"memory {cluster.memory_bytes / 2**30:,.1f} GiB")
     title = f"{cluster.name}: {cluster.num_nodes} × {cluster.devices_per_node} devices; {', '.join(compute)}"
-    table = Table(title=title, title_justify="left", caption=_doubts(cluster), caption_justify="left")
-    table.add_column("", no_wrap=True)
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption=_doubts(cluster),
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("measured", no_wrap=True)
     for heading in ("link", "start-up µs", "GB/s", "R²", "worst error"):
         table.add_column(heading, justify="left" if heading == "link" else "right", no_wrap=True)
     for link_class, link in (("intra_node", cluster.intra_node), ("inter_node", cluster.inter_node)):

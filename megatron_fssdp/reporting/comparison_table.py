@@ -28,16 +28,15 @@ def comparison_table(
         with_losses: Whether losses can be compared.
         what_if: Results of a simulation of the runs' loads, or None.
     """
-    below = [sentence for sentence in (not_comparable(runs),) if sentence]
+    below = ["load: tokens of the busiest device over those of an average one; 1 is even"]
+    below += [sentence for sentence in (not_comparable(runs),) if sentence]
     if what_if is not None:
         below.append(f"simulated, not measured: {what_if.title}")
-    table = Table(
-        title="load: max/mean device load; 1 is even", caption="\n".join(below), caption_justify="left"
-    )
-    table.add_column("")
+    table = Table(caption="\n".join(below), caption_justify="left")
+    table.add_column("figure", overflow="fold", min_width=18)
     columns, rows = compared_figures(runs, distinct_names(*runs), with_losses=with_losses, what_if=what_if)
     for name in columns:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold", min_width=min(len(name), 12))
     for label, cells in rows.items():
         table.add_row(label, *cells)
     return table
@@ -49,9 +48,9 @@ def settings_table(runs: Sequence[RecordedRun]) -> Table | None:
     if not differing:
         return None
     table = Table(title="settings that differ")
-    table.add_column("")
+    table.add_column("setting", overflow="fold")
     for name in distinct_names(*runs):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for key, values in differing.items():
         table.add_row(key, *values)
     return table
@@ -81,14 +80,27 @@ def compared_figures(
             column[SPEED] = "not comparable"
     if what_if is not None:
         columns = [column | _simulated(run, what_if) for run, column in zip(runs, columns, strict=True)]
-    labels = dict.fromkeys(label for column in columns for label in column)
-    rows = {label: tuple(column.get(label, "–") for column in columns) for label in labels}
+    rows = {label: tuple(column.get(label, "–") for column in columns) for label in _merged(columns)}
     if not with_losses:
         rows = {label: cells for label, cells in rows.items() if not label.startswith("loss")}
     elif len(runs) > 1:
         others = tuple(_loss_difference(runs[0], run) for run in runs[1:])
         rows["loss: largest difference"] = ("", *others)
     return tuple(names), rows
+
+
+def _merged(columns: Sequence[dict[str, str]]) -> list[str]:
+    """Return all labels. One that the first run lacks stands where the run that has it shows it."""
+    labels: list[str] = []
+    for column in columns:
+        position = 0
+        for label in column:
+            if label in labels:
+                position = labels.index(label) + 1
+            else:
+                labels.insert(position, label)
+                position += 1
+    return labels
 
 
 def _figures(run: RecordedRun) -> dict[str, str]:

@@ -6,12 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich import box
 from rich.table import Table
 
 from megatron_fssdp.reporting.colours import distinct_colours
 from megatron_fssdp.reporting.figures import DPI, new_figure
 from megatron_fssdp.simulation.ddl_roofline import RooflinePoint, ideal_flops_per_s, semi_ideal_flops_per_s
 
+_LEGEND = (
+    "R_CC: compute seconds over communication seconds. ideal: the throughput if communication ran entirely "
+    "beside compute. semi-ideal: with even loads, and nothing beside compute. peak: of a device on experts' "
+    "matrix products."
+)
 _MARKERS = "osD^vP*X"
 _UNITS = ((1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"), (1.0, "FLOP/s"))
 
@@ -35,7 +41,13 @@ class Roofline:
 def roofline_table(roofline: Roofline) -> Table:
     """Return a table with one row for each strategy."""
     scale, unit = _unit(roofline.peak_flops_per_s)
-    table = Table(title=roofline.title, title_justify="left")
+    table = Table(
+        title=roofline.title,
+        title_justify="left",
+        caption=_LEGEND,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
     table.add_column("strategy")
     for heading in ("R_CC", f"{unit} per device", "% of peak", "% of semi-ideal", "% of ideal"):
         table.add_column(heading, justify="right")

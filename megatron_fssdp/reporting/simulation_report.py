@@ -1,4 +1,4 @@
-"""Results of a simulation: a ranking of strategies, written as a table, JSON and CSV.
+"""Results of a simulation: a ranking of strategies, written as JSON and CSV.
 
 Shape letters: I iterations, L MoE layers.
 """
@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
-from megatron_fssdp.reporting.units import format_memory
 from megatron_fssdp.simulation.break_even import BreakEven
 from megatron_fssdp.simulation.simulator import StrategyOutcome
 from megatron_fssdp.simulation.timeline.iteration_timeline import PARTS
@@ -108,73 +106,6 @@ class SimulationReport:
                 self.steady_s(row.outcome),
             ),
         )
-
-
-def ranking_cells(report: SimulationReport) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the ranking as text: the header, and one row for each strategy from best to worst.
-
-    The break-even columns are left out if nothing was searched.
-    """
-    header = (
-        "strategy",
-        "seconds",
-        "warm-up",
-        "× ep",
-        "% of ceiling",
-        "host ms",
-        "load max/mean",
-        "peak memory",
-    )
-    rows = [_cells(report, row) for row in report.ranked]
-    if all(row.tokens is None and row.bandwidth is None for row in report.rows):
-        return header, [cells[: len(header)] for cells in rows]
-    return (*header, "pays from", "pays up to"), rows
-
-
-def _cells(report: SimulationReport, row: RankedStrategy) -> tuple[str, ...]:
-    outcome = row.outcome
-    seconds, memory = report.steady_s(outcome), format_memory(outcome.memory.total_bytes)
-    return (
-        row.label,
-        f"{seconds:.4g}",
-        warm_up_text(report, row),
-        f"{report.plain_s / seconds:.2f}",
-        f"{100 * report.ceiling_s / seconds:.0f}",
-        f"{1e3 * outcome.host_s:.3g}",
-        f"{report.steady_load(outcome):.2f}",
-        f"{memory}, too much" if outcome.memory.runs_out else memory,
-        _in_words(row.tokens, "{:,.0f} tokens"),
-        _in_words(row.bandwidth, "{:.3g} Gb/s", 8e-9),
-    )
-
-
-def ranking_table(report: SimulationReport) -> Table:
-    """Return the ranking as a table for the terminal."""
-    table = Table(title=report.title, title_justify="left", title_style="bold")
-    header, rows = ranking_cells(report)
-    for i, heading in enumerate(header):
-        table.add_column(heading, justify="right" if i else "left", no_wrap=i < 2)
-    for cells in rows:
-        table.add_row(*cells)
-    return table
-
-
-def warm_up_text(report: SimulationReport, row: RankedStrategy) -> str:
-    """Return the number of a strategy's warm-up iterations and their mean seconds as text."""
-    count = row.outcome.warm_up
-    if not count:
-        return "–"
-    if not report.is_settled(row):
-        return f"all {count}"
-    return f"{count} × {row.outcome.iteration_s[:count].mean():.3g} s"
-
-
-def _in_words(found: BreakEven | None, form: str, unit: float = 1.0) -> str:
-    if found is None:
-        return "–"
-    if found.value is None:
-        return "always" if found.pays_now else "never"
-    return form.format(found.value * unit)
 
 
 def ranking_data(report: SimulationReport) -> dict[str, Any]:

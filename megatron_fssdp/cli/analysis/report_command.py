@@ -12,6 +12,7 @@ from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.config.written_files import refuse_special_file
 from megatron_fssdp.reporting.comparison_table import comparison_table, settings_table
 from megatron_fssdp.reporting.device_load_plot import check_picture, draw_device_loads
+from megatron_fssdp.reporting.page.headline import headline_of
 from megatron_fssdp.reporting.page.report_page import report_page
 from megatron_fssdp.reporting.page.reported_run import ReportedRun, read_reported_runs
 from megatron_fssdp.reporting.records.run_settings import loss_obstacle
@@ -62,6 +63,7 @@ def write_report_page(request: ReportRequest, console: Console) -> Path:
     refuse_special_file(path, "--out")
     runs = read_reported_runs(request.runs)
     what_if = _write(request, runs, path, console)
+    _say(headline_of(runs, what_if).sentence, console)
     console.print(comparison_table(*(run.records for run in runs), what_if=what_if))
     _say_where(path, console)
     return path
@@ -92,8 +94,6 @@ def compare_runs(request: ReportRequest, png: Path | None, console: Console) -> 
         check_picture(png)
     runs = read_reported_runs(request.runs)
     records = [run.records for run in runs]
-    if (table := settings_table(records)) is not None:
-        console.print(table)
     obstacle = loss_obstacle(records)
     if obstacle and not request.loads_only:
         raise ConfigurationError(
@@ -101,6 +101,9 @@ def compare_runs(request: ReportRequest, png: Path | None, console: Console) -> 
             f"because the runs have {obstacle}; add --loads-only to compare everything else"
         )
     what_if = _write(request, runs, path, console)
+    _say(headline_of(runs, what_if, with_losses=not request.loads_only).sentence, console)
+    if (table := settings_table(records)) is not None:
+        console.print(table)
     console.print(comparison_table(*records, with_losses=not request.loads_only, what_if=what_if))
     _say_where(path, console)
     if png is not None:  # a picture that fails does not cost the page and the table
@@ -122,6 +125,8 @@ def _write(
 
 
 def _say_where(path: Path, console: Console) -> None:
-    console.print(
-        f"wrote {path}; open it in a browser (it works without a network)", highlight=False, soft_wrap=True
-    )
+    _say(f"wrote {path}; open it in a browser (it works without a network)", console)
+
+
+def _say(sentence: str, console: Console) -> None:
+    console.print(sentence, highlight=False, soft_wrap=not console.is_terminal)

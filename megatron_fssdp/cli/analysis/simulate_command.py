@@ -17,11 +17,13 @@ from megatron_fssdp.config.cluster_files import cluster_yaml
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.written_files import written_whole
+from megatron_fssdp.reporting.ranking_table import ranking_tables
 from megatron_fssdp.reporting.records.arrays.load_records import RecordedLoads
 from megatron_fssdp.reporting.records.job_records import loads_for_job
+from megatron_fssdp.reporting.simulation_page.simulation_headline import simulation_headline
 from megatron_fssdp.reporting.simulation_page.simulation_page import PAGE_FILE, simulation_page
 from megatron_fssdp.reporting.simulation_plots import draw_simulation
-from megatron_fssdp.reporting.simulation_report import SimulationReport, ranking_table, write_report
+from megatron_fssdp.reporting.simulation_report import SimulationReport, write_report
 from megatron_fssdp.reporting.simulation_trace import write_simulation_trace
 from megatron_fssdp.simulation.moe_job import job_of_run
 
@@ -118,9 +120,13 @@ def _show_and_write(
     folder: Path,
     console: Console,
 ) -> None:
-    console.print(ranking_table(report))
+    wraps = console.is_terminal  # a log keeps each sentence on one line, so that a search finds it
+    console.print(simulation_headline(report).sentence, highlight=False, soft_wrap=not wraps)
+    console.print()
+    for table in ranking_tables(report):
+        console.print(table)
     for line in report.notes:
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(f"• {line}", highlight=False, soft_wrap=not wraps)
     write_report(report, folder)
     (folder / "cluster.yaml").write_text(cluster_yaml(cluster), encoding="utf-8")
     for row in report.rows:

@@ -109,22 +109,26 @@ def _notes(
     pays = (
         "pays from, pays up to: the strategy is more than 1 % faster than ep if a rank has at least this "
         "many tokens, and if a node's network has at most this bandwidth (searched from 1/64 to 64 times the "
-        "job's own value, on the last iterations). "
+        "job's own value, on the last iterations)."
     )
     notes = [note] if note else []
     notes.append(
-        "ceiling: the same job under ep with balanced routing. A strategy whose replicas save traffic can "
-        "exceed it. " + (pays if with_break_even else "") + "Not simulated: optimizer step, data loading, "
-        "launches of kernels."
+        "× ep: how many times as fast as plain expert parallelism. ceiling: the speed of the same job under "
+        "ep with balanced routing. A strategy whose replicas save traffic can exceed it. "
+        "load max/mean: tokens of the busiest device over those of an average one; 1 is even. Not simulated: "
+        "optimizer step, data loading, launches of kernels."
     )
     notes.append(
         "host ms: milliseconds in which a rank's host plans and posts messages of transfers in an iteration, "
         "as measured on one core (docs/simulator.md). The device waits for a part of them."
     )
+    if with_break_even:
+        notes.append(pays)
     notes.append(
-        "seconds: mean of the iterations after the longest warm-up, the same ones for all strategies. "
-        "warm-up: first iterations in which a strategy measures, has no past loads, or waits for its first "
-        "turn, with their mean seconds (all: it never gets further, and is ranked after those that do)."
+        "ms of an iteration: mean of the iterations after the longest warm-up, the same ones for all "
+        "strategies. warm-up: first iterations in which a strategy measures, has no past loads, or waits for "
+        "its first turn, with their mean time (all: it never gets further, and is ranked after those that "
+        "do)."
     )
     shares = {row.label: float(row.outcome.ledger.deduplicated_IL.mean()) for row in rows}
     if any(shares.values()):

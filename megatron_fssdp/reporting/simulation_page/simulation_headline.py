@@ -4,6 +4,7 @@ from megatron_fssdp.config.strategy.strategy_registry import BASELINE
 from megatron_fssdp.reporting.html.html_page import Headline, Tile
 from megatron_fssdp.reporting.simulation_report import RankedStrategy, SimulationReport
 from megatron_fssdp.reporting.units import format_memory, format_seconds
+from megatron_fssdp.simulation.break_even import LEAST_GAIN
 
 _WAITS = ("waiting for spAG", "waiting for spRS")
 
@@ -24,13 +25,20 @@ def simulation_headline(report: SimulationReport) -> Headline:
         clauses = [
             f"no simulated strategy is faster than {BASELINE}, which takes {format_seconds(report.plain_s)}"
         ]
+    elif ratio <= 1 + LEAST_GAIN:
+        clauses = [
+            f"no simulated strategy is more than {100 * LEAST_GAIN:.0f} % faster than {BASELINE}, which "
+            f"takes {format_seconds(report.plain_s)}"
+        ]
     else:
         clauses = [
-            f"{best.label} {ratio:.2f} × {BASELINE} ({format_seconds(report.plain_s)} → "
+            f"{best.label} is {ratio:.2f} × as fast as {BASELINE} ({format_seconds(report.plain_s)} → "
             f"{format_seconds(seconds)} for an iteration)",
             f"busiest device {plain_load:.2f} → {load:.2f} × mean load",
             f"it waits {format_seconds(waits_s) if waits_s else '0 ms'} for weights and gradients",
         ]
+    if waiting := [row.label for row in report.rows if not report.is_settled(row)]:
+        clauses.append(f"simulate more iterations to rank {', '.join(waiting)}, still in the warm-up")
     clauses.append(f"balanced routing would take {format_seconds(report.ceiling_s)}")
     tiles = (
         Tile(f"fastest: {best.label}", f"{ratio:.2f} × {BASELINE}", "simulated, not measured"),

@@ -28,7 +28,7 @@ def test_a_faster_strategy_is_named_with_its_factor_and_loads() -> None:
     headline = simulation_headline(report)
     ratio = report.plain_s / report.steady_s(best.outcome)
     load = f"{report.steady_load(plain.outcome):.2f} → {report.steady_load(best.outcome):.2f} × mean load"
-    assert headline.sentence.startswith(f"Simulated: prophet {ratio:.2f} × ep (")
+    assert headline.sentence.startswith(f"Simulated: prophet is {ratio:.2f} × as fast as ep (")
     assert load in headline.sentence
     assert headline.tiles[0].value == f"{ratio:.2f} × ep"
 
