@@ -33,10 +33,10 @@ def comparison_table(
     if what_if is not None:
         below.append(f"simulated, not measured: {what_if.title}")
     table = Table(caption="\n".join(below), caption_justify="left")
-    table.add_column("figure", overflow="fold", min_width=18)
+    table.add_column("figure", overflow="fold")
     columns, rows = compared_figures(runs, distinct_names(*runs), with_losses=with_losses, what_if=what_if)
     for name in columns:
-        table.add_column(name, justify="right", overflow="fold", min_width=min(len(name), 12))
+        table.add_column(name, justify="right", overflow="fold")
     for label, cells in rows.items():
         table.add_row(label, *cells)
     return table
