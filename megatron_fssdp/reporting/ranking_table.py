@@ -71,7 +71,7 @@ def _cells(report: SimulationReport, row: RankedStrategy) -> dict[str, str]:
     outcome = row.outcome
     seconds, memory = report.steady_s(outcome), format_memory(outcome.memory.total_bytes)
     return {
-        "strategy": row.label,
+        "strategy": f"{row.label} *" if row.changed else row.label,  # a note explains the star
         "ms of an iteration": f"{1e3 * seconds:,.0f}" if seconds >= 1 else f"{1e3 * seconds:.4g}",
         "warm-up": warm_up_text(report, row),
         "× ep": f"{report.plain_s / seconds:.2f}",

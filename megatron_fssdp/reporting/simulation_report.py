@@ -30,12 +30,14 @@ class RankedStrategy:
         tokens: Tokens per rank and iteration from which the strategy pays, or None if they were not searched.
         bandwidth: Bandwidth of a node's network up to which the strategy pays, in bytes per second, or None
             if it was not searched.
+        changed: Settings that are not the strategy's defaults, such as ``planner hecate``.
     """
 
     label: str
     outcome: StrategyOutcome
     tokens: BreakEven | None = None
     bandwidth: BreakEven | None = None
+    changed: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +121,7 @@ def ranking_data(report: SimulationReport) -> dict[str, Any]:
         "strategies": [
             {
                 "strategy": row.label,
+                "changed_settings": row.changed,
                 "iteration_s": report.steady_s(row.outcome),
                 "speedup_over_ep": report.plain_s / report.steady_s(row.outcome),
                 "percent_of_ceiling": 100 * report.ceiling_s / report.steady_s(row.outcome),

@@ -85,22 +85,14 @@ def ranked_strategies(
         plain,
         balanced_s,
         record.iterations,
-        (*_notes(note, rows, with_break_even, distinct), *_changed_settings(settings)),
+        _notes(note, rows, with_break_even, distinct),
     )
 
 
-def _changed_settings(settings: Mapping[str, StrategySettings]) -> list[str]:
-    """A line for each strategy with settings of the run or of the command line; the table has names only."""
-    changed = {
-        name: given.model_dump(mode="json", exclude_defaults=True, exclude={"record_dir"})
-        for name, given in settings.items()
-    }
-    return [
-        f"{name} has settings that are not its defaults: "
-        + ", ".join(f"{key} {value}" for key, value in keys.items())
-        for name, keys in changed.items()
-        if keys
-    ]
+def _changed_settings(settings: StrategySettings) -> str:
+    """The settings of the run or of the command line that are not the strategy's defaults."""
+    changed = settings.model_dump(mode="json", exclude_defaults=True, exclude={"record_dir"})
+    return ", ".join(f"{key} {value}" for key, value in changed.items())
 
 
 def _notes(
@@ -111,7 +103,12 @@ def _notes(
         "many tokens, and if a node's network has at most this bandwidth (searched from 1/64 to 64 times the "
         "job's own value, on the last iterations)."
     )
-    notes = [note] if note else []
+    notes = [
+        f"{row.label} *: with settings that are not its defaults, {row.changed}"
+        for row in rows
+        if row.changed
+    ]
+    notes += [note] if note else []
     notes.append(
         "× ep: how many times as fast as plain expert parallelism. ceiling: the speed of the same job under "
         "ep with balanced routing. A strategy whose replicas save traffic can exceed it. "
@@ -157,11 +154,12 @@ def _row(
     on_plan: OnPlan | None,
 ) -> RankedStrategy:
     if not with_break_even or name == BASELINE or STRATEGIES[name].strategy is None:
-        return RankedStrategy(name, outcome)
+        return RankedStrategy(name, outcome, changed=_changed_settings(settings))
     counts_ILDE = record.counts_ILDE
     first = max(0, len(counts_ILDE) - SAMPLE_ITERATIONS)
     sample, past = counts_ILDE[first:], counts_ILDE[max(0, first - HISTORY_ITERATIONS) : first]
     arguments = (name, settings, sample, cluster, job, past if len(past) else None, on_plan)
     spans_nodes = outcome.ledger.topology.num_nodes > 1
     bandwidth = break_even_bandwidth(*arguments) if spans_nodes else None
-    return RankedStrategy(name, outcome, break_even_tokens(*arguments), bandwidth)
+    tokens = break_even_tokens(*arguments)
+    return RankedStrategy(name, outcome, tokens, bandwidth, _changed_settings(settings))

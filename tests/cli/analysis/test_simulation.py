@@ -150,10 +150,12 @@ def test_a_model_of_several_files_is_simulated(tmp_path: Path) -> None:
 def test_the_output_names_settings_that_are_not_defaults(tmp_path: Path) -> None:
     (tmp_path / "alg1.yaml").write_text("strategy: {name: fssdp, settings: {planner: hecate}}")
     arguments = ("--iterations", "3", "--no-plots", "--no-break-even", "--strategies", "ep,fssdp", *BIG)
-    simulate(tmp_path / "out", "W3", *arguments, "--model", str(tmp_path / "alg1.yaml"))
+    printed = simulate(tmp_path / "out", "W3", *arguments, "--model", str(tmp_path / "alg1.yaml"))
+    assert "fssdp * " in printed
+    assert "ep * " not in printed
     notes = json.loads((tmp_path / "out" / "ranking.json").read_text())["notes"]
     (changed,) = (line for line in notes if "not its defaults" in line)
-    assert changed.startswith("fssdp has settings that are not its defaults: ")
+    assert changed.startswith("fssdp *: with settings that are not its defaults, ")
     assert "planner hecate" in changed
 
 
