@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.testbed.links import Nodes, parse_rate
+from benchmarks.testbed.nodes.links import Nodes, parse_rate
+from benchmarks.testbed.nodes.processes import run_on_nodes
 from benchmarks.testbed.pacing import Timeline, paced
-from benchmarks.testbed.processes import run_on_nodes
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 
 HIDDEN, EXPERTS, TOP_K = 512, 16, 2

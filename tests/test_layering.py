@@ -73,7 +73,8 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "experts": {""},
         "exchange": {"", "experts"},
         "replicas": {"", "experts"},
-        "execution": {"", "experts", "exchange", "replicas"},
+        "clocks": {"", "replicas"},
+        "execution": {"", "experts", "exchange", "replicas", "clocks"},
     },
     "reporting": {
         "": {"records"},

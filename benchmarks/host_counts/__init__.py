@@ -1,1 +1,1 @@
-"""Counts of a forward pass's host work on a virtual CUDA device; ``benchmarks/host_work.py`` prints them."""
+"""What the host does in a forward pass, counted on a virtual device (``benchmarks/host/host_work.py``)."""

@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-LOADS = Path(__file__).parent / "gpt_moe_tiny_16_experts_loads.npz"
+LOADS = Path(__file__).parent / "recorded_loads" / "gpt_moe_tiny_16_experts_loads.npz"
 FSSDP_DEFAULTS = {"slots": 2, "reshard_interval": 0}
 CONTROL = "none again"
 
@@ -23,7 +23,7 @@ CONTROL = "none again"
 def main() -> int:
     """Parse the options, enter private namespaces, and run the testbed."""
     options = _parser().parse_args()
-    from benchmarks.testbed import processes
+    from benchmarks.testbed.nodes import processes
 
     if options.loopback or processes.is_inside():
         return run(options)
@@ -91,8 +91,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def run(options: argparse.Namespace) -> int:
     """Build the nodes, measure, and write the results."""
-    from benchmarks.testbed import processes
-    from benchmarks.testbed.links import Nodes, parse_rate, payload_bytes_per_s
+    from benchmarks.testbed.nodes import processes
+    from benchmarks.testbed.nodes.links import Nodes, parse_rate, payload_bytes_per_s
     from megatron_fssdp.config.errors import ConfigurationError
 
     try:
@@ -132,7 +132,7 @@ def _prepare_imports() -> None:
 
 
 def _run_transfers(options: argparse.Namespace, nodes: Any, payload: float) -> None:
-    from benchmarks.testbed.processes import run_on_nodes
+    from benchmarks.testbed.nodes.processes import run_on_nodes
     from benchmarks.testbed.report import host_facts
     from benchmarks.testbed.transfer_bench import measure_transfers, transfer_table
 
@@ -155,7 +155,7 @@ def _run_transfers(options: argparse.Namespace, nodes: Any, payload: float) -> N
 def _run_schedules(options: argparse.Namespace, nodes: Any) -> None:
     import psutil
 
-    from benchmarks.testbed.processes import run_on_nodes
+    from benchmarks.testbed.nodes.processes import run_on_nodes
     from benchmarks.testbed.report import cpu_shares, host_facts
     from benchmarks.testbed.schedule_bench import GRID, Plan, measure_schedule_grid, schedule_table
 
@@ -198,7 +198,7 @@ def _run_schedules(options: argparse.Namespace, nodes: Any) -> None:
 
 def _run_profile(options: argparse.Namespace, nodes: Any) -> None:
     """Measure the links between the nodes as ``megatron-fssdp profile`` does. Compute has the stated pace."""
-    from benchmarks.testbed.processes import run_on_nodes
+    from benchmarks.testbed.nodes.processes import run_on_nodes
     from benchmarks.testbed.transfer_bench import profile_nodes
     from megatron_fssdp.config.cluster_files import cluster_yaml
 
@@ -223,7 +223,7 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
 
     from benchmarks.testbed import correctness, measurement, report
     from benchmarks.testbed.expert_moves import MOMENTS
-    from benchmarks.testbed.processes import run_on_nodes
+    from benchmarks.testbed.nodes.processes import run_on_nodes
     from benchmarks.testbed.stack_inputs import (
         Pace,
         StackSize,

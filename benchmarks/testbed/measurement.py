@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.testbed.layer_stack import IterationResult, LayerStack, make_parameters
-from benchmarks.testbed.links import INTERFACE, sent_and_received_bytes
+from benchmarks.testbed.nodes.links import INTERFACE, sent_and_received_bytes
 from benchmarks.testbed.pacing import Timeline
 from benchmarks.testbed.stack_inputs import IterationInput, Pace, StackSize
 from benchmarks.testbed.stack_variants import MegatronStack, RuntimeStack

@@ -19,7 +19,8 @@ MEASURED = {2: 0.905, 4: 0.736, 8: 0.492}
 """Bytes of the busiest interface by top-k, relative to ``ep``: 4 nodes × 2 ranks, balanced, docs/log.md."""
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73")  # of 2, 4 and 8 nodes
-RECORD = Path(__file__).parents[2] / "benchmarks/testbed/gpt_moe_tiny_16_experts_top8_loads.npz"
+LOADS = Path(__file__).parents[2] / "benchmarks/testbed/recorded_loads"
+RECORD = LOADS / "gpt_moe_tiny_16_experts_top8_loads.npz"
 
 
 def share(num_experts: int, num_nodes: int, top_k: int) -> float:

@@ -16,9 +16,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.testbed import processes  # noqa: E402
-from benchmarks.testbed.links import Nodes, parse_rate, payload_bytes_per_s  # noqa: E402
 from benchmarks.testbed.measurement import Sample  # noqa: E402
+from benchmarks.testbed.nodes import processes  # noqa: E402
+from benchmarks.testbed.nodes.links import Nodes, parse_rate, payload_bytes_per_s  # noqa: E402
 from benchmarks.testbed.report import (  # noqa: E402
     AgainstBest,
     against_best,

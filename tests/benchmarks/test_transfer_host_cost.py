@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.transfer_host_cost import EXPERT_BYTES, plans, transfer_host_cost
+from benchmarks.host.transfer_host_cost import EXPERT_BYTES, plans, transfer_host_cost
 from megatron_fssdp.planning.transfer.message_size import FixedMessages
 
 

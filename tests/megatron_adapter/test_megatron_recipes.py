@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from . import recipes
-from .training.test_grouped_experts import build_grouped_experts
-from .training.test_strategy_parity import cheap_links
+from .training.parity.test_grouped_experts import build_grouped_experts
+from .training.parity.test_strategy_parity import cheap_links
 from .training_run import TrainingRun, relative_difference, train_on_all_ranks
 
 CHECKOUT = recipes.checkout()

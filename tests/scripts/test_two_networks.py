@@ -21,9 +21,9 @@ from .two_nodes import ROOT, TwoNodes
 
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.testbed.links import INTERFACE, Nodes
-from benchmarks.testbed.node_commands import NodeCommands, built_nodes
-from benchmarks.testbed.processes import namespaces_refusal
+from benchmarks.testbed.nodes.links import INTERFACE, Nodes
+from benchmarks.testbed.nodes.node_commands import NodeCommands, built_nodes
+from benchmarks.testbed.nodes.processes import namespaces_refusal
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -123,7 +123,7 @@ def _overlap(plan: CheckPlan) -> Step:
 
 
 def _host_work(plan: CheckPlan) -> Step:
-    script = plan.root / "benchmarks" / "host_work.py"
+    script = plan.root / "benchmarks" / "host" / "host_work.py"
     return Step(
         HOST_WORK,
         "host synchronizations and operators of a layer, counted on virtual devices",

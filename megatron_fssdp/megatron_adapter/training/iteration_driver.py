@@ -33,9 +33,9 @@ from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.memory.materialization_limits import held_replicas_bytes
 from megatron_fssdp.planning.memory.memory_accounting import FP32_BYTES
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.execution.layer_load import LayerLoad
 from megatron_fssdp.runtime.execution.layer_profiling import profile_layers
-from megatron_fssdp.runtime.execution.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.execution.strategy_selector import StrategySelector
 from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.strategies.priced_exchange import exchange_seconds

@@ -1,7 +1,7 @@
 """Seconds that the host of a rank takes to plan a layer, from a table of measurements.
 
-``python -m benchmarks.host_table`` asks every strategy at several sizes, as the runtime does, and prints the
-tables at the end of this file. Between two sizes, the logarithm of the seconds is interpolated along the
+``python -m benchmarks.host.host_table`` asks every strategy at several sizes, as the runtime does, and prints
+the tables at the end of this file. Between two sizes, the logarithm of the seconds is interpolated along the
 logarithm of ``E * D``, because kernels go through tables of experts and devices. Beyond the largest size, the
 slope of the last two sizes goes on. Below the smallest size, the seconds are those of the smallest size.
 

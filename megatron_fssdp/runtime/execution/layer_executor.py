@@ -17,19 +17,19 @@ from megatron_fssdp.collectives.stream_lane import advance_transfers
 from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.runtime.clocks.iteration_clock import IterationClock
+from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
+from megatron_fssdp.runtime.clocks.pass_timer import LayerTimer, PassTimer
 from megatron_fssdp.runtime.exchange.arrival_order import ArrivalOrder
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.exchange.row_exchanges.megatron_exchange import MegatronExchange
 from megatron_fssdp.runtime.exchange.smart_schedule import ExpertCompute, SmartSchedule
 from megatron_fssdp.runtime.exchange.token_exchange import DispatchRecord
 from megatron_fssdp.runtime.execution import kept_exchanges
-from megatron_fssdp.runtime.execution.iteration_clock import IterationClock
 from megatron_fssdp.runtime.execution.known_exchange import ExchangedCounts, KnownExchange
 from megatron_fssdp.runtime.execution.layer_iteration import LayerIteration
 from megatron_fssdp.runtime.execution.layer_load import LayerLoad
 from megatron_fssdp.runtime.execution.layer_planner import LayerPlanner
-from megatron_fssdp.runtime.execution.layer_stopwatch import LayerStopwatch
-from megatron_fssdp.runtime.execution.pass_timer import LayerTimer, PassTimer
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertWeights, ParametersByExpert
 from megatron_fssdp.runtime.replicas.local_experts import LocalExperts
 from megatron_fssdp.runtime.replicas.materialization import (

@@ -11,7 +11,7 @@ import numpy as np
 from megatron_fssdp.collectives.sparse.sparse_transfer import StartedTransfer
 from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.runtime.execution.pass_timer import PassSeconds
+from megatron_fssdp.runtime.clocks.pass_timer import PassSeconds
 
 
 @dataclass

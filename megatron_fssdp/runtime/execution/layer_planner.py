@@ -9,9 +9,9 @@ import numpy as np
 
 from megatron_fssdp.collectives.plan_agreement import check_agreement
 from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.runtime.clocks.iteration_clock import IterationClock
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.execution.early_plan import EarlyPlan
-from megatron_fssdp.runtime.execution.iteration_clock import IterationClock
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.stepped_plans import plan_after_gate, plan_before_gate
 from megatron_fssdp.strategies.strategy import Strategy

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from megatron_fssdp.runtime.clocks.iteration_clock import IterationClock
+from megatron_fssdp.runtime.clocks.pass_timer import LayerTimer, PassTimer
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.execution.iteration_clock import IterationClock
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
 from megatron_fssdp.runtime.execution.layer_load import LayerLoad
-from megatron_fssdp.runtime.execution.pass_timer import LayerTimer, PassTimer
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
 from megatron_fssdp.runtime.replicas.local_experts import LocalExperts
 from megatron_fssdp.strategies.layer_plan import LayerContext

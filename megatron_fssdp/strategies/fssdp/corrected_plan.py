@@ -28,8 +28,8 @@ COMPILED_SEARCH_S, PLAIN_SEARCH_S = 45e-6, 1e-3
 
 Measured at (16, 8), (64, 32) and (256, 64) experts and devices: 1.7, 4.1 and 11.5 ms compiled, with a search
 that was slower than the present one. Half or more of it are the prices of the candidates. Plain kernels
-search 10 to 150 times as long (``benchmarks/planner_host_cost.py``). The device waits for a correction. All
-ranks use this number in place of a measured one, because they must make equal plans.
+search 10 to 150 times as long (``benchmarks/host/planner_host_cost.py``). The device waits for a correction.
+All ranks use this number in place of a measured one, because they must make equal plans.
 """
 
 

@@ -15,7 +15,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.paper_strategy_settings import FlexmoeSettings, SmartmoeSettings
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 
-from ..training.test_strategy_parity import cheap_links
+from ..training.parity.test_strategy_parity import cheap_links
 from ..training_run import relative_difference, train
 
 FLEXMOE = (

@@ -1,6 +1,6 @@
 """Times what the host plans for one layer, with compiled kernels and with the same kernels as plain Python.
 
-Run: ``python -m benchmarks.planner_host_cost``. It prints CPU milliseconds of one process: median, 10th and
+``python -m benchmarks.host.planner_host_cost`` prints CPU milliseconds of one process: median, 10th and
 90th percentile. Compiled and plain calls take turns, so that both see the same machine. Loads, owners and
 costs are those of ``planner_time.py``. Shape letters: E experts, D devices.
 """

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ..training_run import BERT, relative_difference, train, train_on_all_ranks
+from ...training_run import BERT, relative_difference, train, train_on_all_ranks
 from .test_parity_matrix import (
     AUX_LOSS,
     DISTRIBUTED,

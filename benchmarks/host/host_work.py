@@ -1,6 +1,6 @@
 """Prints what the host does in a forward pass of an MoE layer, under every strategy and in Megatron.
 
-Run: ``python benchmarks/host_work.py``. No GPU is needed. A virtual device (``docs/virtual-cuda.md``)
+Run: ``python benchmarks/host/host_work.py``. No GPU is needed. A virtual device (``docs/virtual-cuda.md``)
     executes the CUDA code paths on four CPU ranks and notes every operator, collective and host
     synchronization. Megatron's own all-to-all dispatcher is counted in the same way. A virtual device has no
     times. The second table therefore has host times of the decisions between the synchronization and the
@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 if not __package__:  # run as a file
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks import transfer_host_cost
+from benchmarks.host import transfer_host_cost
 from benchmarks.host_counts.counted_layers import CASES, RANKS, count_on_rank
 from benchmarks.host_counts.counted_passes import CountedPasses, most_of
 from benchmarks.planner_time import DEVICES_PER_NODE, PROFILE, TOKENS_PER_DEVICE, cases

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from benchmarks.testbed.links import INTERFACE, Nodes, enter_node
+from benchmarks.testbed.nodes.links import INTERFACE, Nodes, enter_node
 
 _INSIDE = "TESTBED_INSIDE"
 

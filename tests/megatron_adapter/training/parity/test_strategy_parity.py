@@ -19,7 +19,7 @@ from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.strategy import Strategy
 
-from ..training_run import GPT, Model, TrainingRun, relative_difference, train_on_all_ranks
+from ...training_run import GPT, Model, TrainingRun, relative_difference, train_on_all_ranks
 from .test_parity_matrix import DEFAULT, MORE, Layout
 
 STRATEGIES = {

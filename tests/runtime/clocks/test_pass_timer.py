@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fssdp.runtime.execution import pass_timer
-from megatron_fssdp.runtime.execution.pass_timer import LayerTimer, PassSeconds, PassTimer
+from megatron_fssdp.runtime.clocks import pass_timer
+from megatron_fssdp.runtime.clocks.pass_timer import LayerTimer, PassSeconds, PassTimer
 
 
 class Clock:

@@ -10,7 +10,7 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.simulation.job_loads import recorded_choices
 from megatron_fssdp.simulation.simulator import simulate
 
-from .small_jobs import cluster_of, job_of, loads, settings_of
+from ..small_jobs import cluster_of, job_of, loads, settings_of
 
 DEVICES, EXPERTS, TOKENS = 4, 8, 16
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_fssdp.reporting.records.run_records import read_metrics
 
-from ..training_run import TrainingRun, relative_difference, train_on_all_ranks
+from ...training_run import TrainingRun, relative_difference, train_on_all_ranks
 from .test_strategy_parity import cheap_links
 
 NO_BIAS = "--disable-bias-linear"

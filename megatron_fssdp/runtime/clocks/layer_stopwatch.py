@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_fssdp.runtime.execution.device_clock import Moment, now, seconds_between
+from megatron_fssdp.runtime.clocks.device_clock import Moment, now, seconds_between
 from megatron_fssdp.runtime.replicas.materialization import in_backward
 
 

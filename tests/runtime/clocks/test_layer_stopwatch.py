@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fssdp.runtime.execution import layer_stopwatch
+from megatron_fssdp.runtime.clocks import layer_stopwatch
+from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
+from megatron_fssdp.runtime.clocks.pass_timer import LayerTimer, PassTimer
 from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
-from megatron_fssdp.runtime.execution.layer_stopwatch import LayerStopwatch
-from megatron_fssdp.runtime.execution.pass_timer import LayerTimer, PassTimer
 
 CPU = torch.device("cpu")
 

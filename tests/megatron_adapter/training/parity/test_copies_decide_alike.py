@@ -8,7 +8,7 @@ import pytest
 from megatron_fssdp.strategies.fssdp import fssdp_strategy
 from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 
-from ..training_run import train, train_on_all_ranks
+from ...training_run import train, train_on_all_ranks
 
 ARGUMENTS = "--expert-model-parallel-size 2 --train-iters 8 --global-batch-size 16"
 SETTINGS = "window=3 profile_iterations=1 slots=0 reshard_interval=3 check_plans=true"

@@ -11,9 +11,9 @@ from pathlib import Path
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.run.megatron_arguments import Installation, TokenizedData, megatron_arguments
 
-from ..training_run import SCRIPT, Model, TrainingRun, relative_difference, train_on_all_ranks
+from ...training_run import SCRIPT, Model, TrainingRun, relative_difference, train_on_all_ranks
 
-EXPERIMENT = Path(__file__).parents[3] / "configs" / "experiments" / "tiny-deepseek-v3.yaml"
+EXPERIMENT = Path(__file__).parents[4] / "configs" / "experiments" / "tiny-deepseek-v3.yaml"
 OVERRIDES = (
     "model.seq_length=16",
     "parallelism.nproc_per_node=2",

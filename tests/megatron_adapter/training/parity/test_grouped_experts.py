@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ..grouped_linear import grouped_experts
-from ..training_run import relative_difference, train
+from ...grouped_linear import grouped_experts
+from ...training_run import relative_difference, train
 
 GROUPED = "--expert-model-parallel-size 2 --train-iters 6 --global-batch-size 16"
 FSSDP = "--moe-strategy fssdp --moe-strategy-set slots=2 --moe-strategy-set overlap_degree=4"

@@ -1,6 +1,6 @@
 """Measures the host's time for each batch of messages of a transfer, as it is posted between GPUs.
 
-    python -m benchmarks.transfer_host_cost
+    python -m benchmarks.host.transfer_host_cost
 
 No GPU is needed. A fake process group takes the messages, so the benchmark measures what Python and torch's
 distributed package do for a batch: divide, check and pass on the messages. NCCL's own launch, which comes on

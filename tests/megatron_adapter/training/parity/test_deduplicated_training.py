@@ -8,7 +8,7 @@ import pytest
 
 from megatron_fssdp.strategies import priced_exchange
 
-from ..training_run import relative_difference, train_on_all_ranks
+from ...training_run import relative_difference, train_on_all_ranks
 from .test_parity_matrix import DEFAULT, DROPPING, MORE, NO_BIAS, Layout, compare
 
 # Layouts of the matrix whose features meet the exchange of rows.

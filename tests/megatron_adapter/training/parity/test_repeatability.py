@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ..training_run import train
+from ...training_run import train
 
 FSSDP = (
     "--moe-strategy fssdp --moe-strategy-set slots=2 --moe-strategy-set overlap_degree=4 "

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_fssdp.reporting.records.run_records import read_metrics
 
-from ..training_run import GPT, Model, TrainingRun, relative_difference, train_on_all_ranks
+from ...training_run import GPT, Model, TrainingRun, relative_difference, train_on_all_ranks
 
 Record = Callable[[str, object], None]
 

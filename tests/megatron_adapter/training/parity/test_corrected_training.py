@@ -12,7 +12,7 @@ from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.fssdp.corrected_plan import Correction, ExactCounts, ExpectedSeconds
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
-from ..training_run import TrainingRun, relative_difference, train_on_all_ranks
+from ...training_run import TrainingRun, relative_difference, train_on_all_ranks
 from .test_parity_matrix import INTERLEAVED, NO_BIAS, OVERLAPS, PP2, RECOMPUTE, RECOMPUTE_MOE
 
 FOUR_MICRO_BATCHES = "--global-batch-size 16"

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.testbed.links import Nodes
+from benchmarks.testbed.nodes.links import Nodes
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 _READY = b"ready\n"
 
 

@@ -1,6 +1,6 @@
 """Measures what the host of a rank plans for a layer under every strategy.
 
-Run: ``python -m benchmarks.host_table``. It prints ``MEASURED`` of ``planning/cost/host_seconds.py``, with
+``python -m benchmarks.host.host_table`` prints ``MEASURED`` of ``planning/cost/host_seconds.py``, with
 which the simulator counts host time; ``--write`` puts it there. Every strategy has its default settings and
 plans one iteration after another, for the loads and costs of ``simulator_time.py``. Times are medians of CPU
 milliseconds of one process.
