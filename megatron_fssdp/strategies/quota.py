@@ -7,23 +7,15 @@ import numpy as np
 
 from megatron_fssdp.config.strategy.own_strategy_settings import QuotaSettings
 from megatron_fssdp.planning.balanced.quota_planner import quota_assignment
-from megatron_fssdp.planning.loads.load_history import LoadHistory
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_seconds import plan_seconds
-from megatron_fssdp.strategies.replica_limits import MeasuredReplicas
+from megatron_fssdp.strategies.replica_limits import ReplicasAfterGate
 
 
-class QuotaStrategy(MeasuredReplicas[QuotaSettings]):
+class QuotaStrategy(ReplicasAfterGate[QuotaSettings]):
     """``quota``: minimizes the highest device load of each micro-batch, if that saves modelled seconds."""
-
-    replica_life = ReplicaLife.MICRO_BATCH
-
-    def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
-        """A plan without replicas, because the exact counts are not known before the gate."""
-        return LayerPlan.owners_only(context, each_micro_batch=True)
 
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int

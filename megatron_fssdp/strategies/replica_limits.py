@@ -2,7 +2,9 @@
 
 from megatron_fssdp.config.strategy.own_strategy_settings import QuotaSettings
 from megatron_fssdp.config.strategy.paper_strategy_settings import FastermoeSettings, ProphetSettings
-from megatron_fssdp.strategies.layer_plan import LayerContext
+from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.strategy import Strategy
 
 
@@ -48,3 +50,13 @@ class MeasuredReplicas[Settings: (FastermoeSettings, ProphetSettings, QuotaSetti
     def limits(self, context: LayerContext) -> str:
         """The largest number of replicas on a device, as a text for the log."""
         return described_slots(self.settings.slots, context)
+
+
+class ReplicasAfterGate[Settings: (FastermoeSettings, QuotaSettings)](MeasuredReplicas[Settings]):
+    """Selects the replicas of every micro-batch after the gate, from its exact counts."""
+
+    replica_life = ReplicaLife.MICRO_BATCH
+
+    def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
+        """A plan without replicas, because the exact counts are not known before the gate."""
+        return LayerPlan.owners_only(context, each_micro_batch=True)

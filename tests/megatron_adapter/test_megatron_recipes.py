@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from . import recipes
+from . import recipe_copies, recipes
 from .training.parity.test_grouped_experts import build_grouped_experts
 from .training.parity.test_strategy_parity import cheap_links
 from .training_run import TrainingRun, relative_difference, train_on_all_ranks
@@ -57,12 +57,12 @@ def test_every_flag_of_every_recipe_is_known() -> None:
     assert not {name: flags for name, flags in unknown.items() if flags}
 
 
-def _small_copies() -> dict[str, recipes.SmallCopy]:
+def _small_copies() -> dict[str, recipe_copies.SmallCopy]:
     """The different small copies, by the name of the first recipe with each of them."""
-    names: dict[recipes.SmallCopy, str] = {}
+    names: dict[recipe_copies.SmallCopy, str] = {}
     for recipe in FOUND:
         if recipes.obstacle(recipe) is None:
-            names.setdefault(recipes.small_copy(recipe), recipe.name)
+            names.setdefault(recipe_copies.small_copy(recipe), recipe.name)
     return {name: copy for copy, name in names.items()}
 
 
@@ -101,7 +101,7 @@ def test_a_small_copy_trains_with_stock_losses(
         assert difference <= TOLERANCE[is_half], strategy
 
 
-def _train(copy: recipes.SmallCopy, more: str, data: Path) -> TrainingRun:
+def _train(copy: recipe_copies.SmallCopy, more: str, data: Path) -> TrainingRun:
     before = partial(_prepare, grouped=copy.has_grouped_experts)
     runs = train_on_all_ranks(copy.num_ranks, f"{copy.arguments} {more}", data, before=before, timeout_s=600)
     failed = next((run for run in runs if run.exit_code), None)

@@ -3,26 +3,18 @@
 import numpy as np
 
 from megatron_fssdp.config.strategy.paper_strategy_settings import FastermoeSettings
-from megatron_fssdp.planning.loads.load_history import LoadHistory
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.shadow_selection import ShadowingCosts, select_shadows
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.replica_limits import MeasuredReplicas
+from megatron_fssdp.strategies.replica_limits import ReplicasAfterGate
 
 
-class FastermoeStrategy(MeasuredReplicas[FastermoeSettings]):
+class FastermoeStrategy(ReplicasAfterGate[FastermoeSettings]):
     """``fastermoe``: selects shadows after the gate, from the exact counts.
 
     A shadow is an expert that has replicas on all devices.
     """
-
-    replica_life = ReplicaLife.MICRO_BATCH
-
-    def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
-        """A plan without replicas, because the exact counts are not known before the gate."""
-        return LayerPlan.owners_only(context, each_micro_batch=True)
 
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
