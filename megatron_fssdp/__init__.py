@@ -1,8 +1,9 @@
 """Load-balanced MoE training strategies for stock Megatron-LM.
 
-There are three ways to use the plugin:
+There are four ways to use the plugin:
 
 - The launcher (``torchrun … -m megatron_fssdp pretrain_gpt.py …``) runs an unmodified training script.
+- ``scripts/apply_patches.sh`` adds the flag ``--moe-strategy`` to a checkout of Megatron-LM.
 - :func:`register` adds the plugin inside your own script.
 - The spec functions (:func:`get_gpt_decoder_block_spec` and its siblings) serve models that are built from
   megatron-core's layer specs, without a command line.

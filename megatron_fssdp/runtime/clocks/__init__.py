@@ -1,1 +1,1 @@
-"""Clocks of an iteration and of its layers: moments on a device, stopwatches, and the times of passes."""
+"""Which iteration it is, moments on a device, stopwatches of layers, and the times of passes."""

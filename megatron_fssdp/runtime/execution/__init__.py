@@ -1,1 +1,1 @@
-"""Carries out plans: layer executors, iterations, measurements, and the runtime of a model."""
+"""Carries out plans: layer executors, iterations, profiling, and the runtime of a model."""
