@@ -36,6 +36,7 @@ from megatron_fssdp.megatron_adapter.experts.resharding import (
     synchronized_s,
 )
 from megatron_fssdp.megatron_adapter.experts.slot_quantities import PartedQuantity, slot_quantities
+from megatron_fssdp.megatron_adapter.experts.slot_states import is_layer_wise
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.resident_map import ResidentMap
 from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
@@ -56,7 +57,8 @@ class ResidentExperts:
         expert_data_parallel: Process group of the ranks that hold the same experts as this rank.
 
     Raises:
-        ConfigurationError: Experts are not trained, or an optimizer keeps a state that cannot be copied.
+        ConfigurationError: Experts are not trained, the optimizer is layer-wise, or an optimizer keeps a
+            state that cannot be copied.
     """
 
     def __init__(
@@ -67,6 +69,12 @@ class ResidentExperts:
         optimizer: Any,
         expert_data_parallel: dist.ProcessGroup,
     ) -> None:
+        if is_layer_wise(optimizer):
+            # It cannot be built for replicas, because it expects parameters that are not of experts.
+            raise ConfigurationError(
+                "resident replicas: got Megatron's layer-wise optimizer, wanted one that is not; use "
+                "--optimizer muon without --use-distributed-optimizer, or another --moe-strategy"
+            )
         self._owned, self._model_chunks, self._optimizer = owned, model_chunks, optimizer
         self._expert_data_parallel = expert_data_parallel
         # A stage without MoE layers also builds DDP and an optimizer, because Megatron compares parameter
@@ -262,10 +270,16 @@ def _members(optimizer: Any) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def _groups(optimizer: Any) -> Iterator[dict[str, Any]]:
+def _optimizers(optimizer: Any) -> Iterator[Any]:
+    """Yield torch's optimizers inside Megatron's optimizer."""
     for member in _members(optimizer):
         if not getattr(member, "is_stub_optimizer", False):
-            yield from member.optimizer.param_groups
+            yield member.optimizer
+
+
+def _groups(optimizer: Any) -> Iterator[dict[str, Any]]:
+    for inner in _optimizers(optimizer):
+        yield from inner.param_groups
 
 
 def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -275,27 +289,27 @@ def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
 def _start_states_like(model: Any, residents: Any) -> None:
     """Create optimizer states for resident slots if the model's optimizer has loaded states already.
 
-    Tensors are zero, and counters equal the model's.
+    Tensors are zero, and counters equal the model's. Muon leaves biases to Adam, so a parameter gets the
+    states of a group with the same settings.
     """
-    states = [
-        state
-        for member in _members(model)
-        if not getattr(member, "is_stub_optimizer", False)
-        for state in member.optimizer.state.values()
-    ]
-    example = next((state for state in states if state), None)
-    if example is None:
-        return
-    for member in _members(residents):
-        if getattr(member, "is_stub_optimizer", False):
-            continue
-        for group in member.optimizer.param_groups:
+    examples: dict[tuple[Any, ...], Mapping[str, Any]] = {}
+    for optimizer in _optimizers(model):
+        for group in optimizer.param_groups:
             for parameter in group["params"]:
-                member.optimizer.state[parameter] = {
+                if state := optimizer.state.get(parameter):
+                    examples.setdefault(_identity(group), state)
+    if not examples:
+        return
+    # This rank's part of a distributed optimizer may have no parameter of a group.
+    some = next(iter(examples.values()))
+    for optimizer in _optimizers(residents):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.state[parameter] = {
                     name: torch.zeros_like(parameter)
                     if torch.is_tensor(value) and value.dim()
                     else value.clone()
                     if torch.is_tensor(value)
                     else value
-                    for name, value in example.items()
+                    for name, value in examples.get(_identity(group), some).items()
                 }

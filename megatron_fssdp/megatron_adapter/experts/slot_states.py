@@ -97,7 +97,7 @@ def parameter_states(slots: Sequence[ExpertParameters], optimizer: Any) -> list[
     """
     optimizers = list(_members(optimizer))
     entries = {parameter: entry for member in optimizers for parameter, entry in _entries(member)}
-    if _is_layer_wise(optimizer):
+    if is_layer_wise(optimizer):
         elsewhere = (parameter for slot in slots for parameter in slot if parameter not in entries)
         entries.update(dict.fromkeys(elsewhere))
     return [
@@ -118,10 +118,10 @@ def _members(optimizer: Any) -> Iterator[Any]:
         yield from _members(member)
 
 
-def _is_layer_wise(optimizer: Any) -> bool:
+def is_layer_wise(optimizer: Any) -> bool:
     """Whether a layer-wise optimizer is part of an optimizer, so that other ranks have some Parameters."""
     return type(optimizer).__name__ == "LayerWiseDistributedOptimizer" or any(
-        _is_layer_wise(member) for member in getattr(optimizer, "chained_optimizers", ())
+        is_layer_wise(member) for member in getattr(optimizer, "chained_optimizers", ())
     )
 
 
