@@ -15,5 +15,6 @@ check() {
 check "ruff check" ruff check .
 check "ruff format" ruff format --check .
 check "mypy" mypy
-"$VENV_PYTHON" -m pytest "$@" || status=1
+# Each worker imports torch and Megatron for its own ranks (1 GiB), so many cores do not mean many workers.
+"$VENV_PYTHON" -m pytest -n logical --maxprocesses 4 --dist loadfile "$@" || status=1
 exit "$status"
