@@ -89,6 +89,15 @@ class SimulationReport:
         return float(outcome.load_max_over_mean_IL[self.warm_up :].mean())
 
     @property
+    def stars(self) -> tuple[str, ...]:
+        """One line for each strategy that has a star in tables: its settings that are not the defaults."""
+        return tuple(
+            f"{row.label} *: with settings that are not its defaults, {row.changed}"
+            for row in self.rows
+            if row.changed
+        )
+
+    @property
     def plain_s(self) -> float:
         """Seconds of an iteration under plain expert parallelism, in the iterations that are ranked."""
         return self.steady_s(self.plain)

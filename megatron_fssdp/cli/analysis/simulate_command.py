@@ -125,7 +125,7 @@ def _show_and_write(
     console.print()
     for table in ranking_tables(report):
         console.print(table)
-    for line in report.notes:
+    for line in (*report.stars, *report.notes):
         console.print(f"• {line}", highlight=False, soft_wrap=not wraps)
     write_report(report, folder)
     (folder / "cluster.yaml").write_text(cluster_yaml(cluster), encoding="utf-8")

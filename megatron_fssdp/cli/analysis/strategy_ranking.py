@@ -103,12 +103,7 @@ def _notes(
         "many tokens, and if a node's network has at most this bandwidth (searched from 1/64 to 64 times the "
         "job's own value, on the last iterations)."
     )
-    notes = [
-        f"{row.label} *: with settings that are not its defaults, {row.changed}"
-        for row in rows
-        if row.changed
-    ]
-    notes += [note] if note else []
+    notes = [note] if note else []
     notes.append(
         "× ep: how many times as fast as plain expert parallelism. ceiling: the speed of the same job under "
         "ep with balanced routing. A strategy whose replicas save traffic can exceed it. "

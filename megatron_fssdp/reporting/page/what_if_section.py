@@ -32,7 +32,7 @@ def what_if_section(report: SimulationReport | None) -> Section:
         "loads, and the cluster's description gives the time of its decisions. The fastest is first."
     )
     figure, table = ranking_figure(report, "what-if"), ranking_page_table(report)
-    return Section("what-if", _TITLE, lead, (figure,), table, notes=report.notes)
+    return Section("what-if", _TITLE, lead, (figure,), table, notes=(*report.stars, *report.notes))
 
 
 def ranking_figure(report: SimulationReport, name: str) -> Figure:

@@ -58,7 +58,7 @@ def _ranking(report: SimulationReport) -> Section:
         "the cluster's description gives the time of its decisions. The end of the page says what counts."
     )
     figure = ranking_figure(report, "ranking")
-    return Section("ranking", "Ranking", lead, (figure,), ranking_page_table(report))
+    return Section("ranking", "Ranking", lead, (figure,), ranking_page_table(report), notes=report.stars)
 
 
 def _expert_load(loads: RecordedLoads) -> Section:

@@ -153,10 +153,13 @@ def test_the_output_names_settings_that_are_not_defaults(tmp_path: Path) -> None
     printed = simulate(tmp_path / "out", "W3", *arguments, "--model", str(tmp_path / "alg1.yaml"))
     assert "fssdp * " in printed
     assert "ep * " not in printed
-    notes = json.loads((tmp_path / "out" / "ranking.json").read_text())["notes"]
-    (changed,) = (line for line in notes if "not its defaults" in line)
-    assert changed.startswith("fssdp *: with settings that are not its defaults, ")
-    assert "planner hecate" in changed
+    assert "fssdp *: with settings that are not its defaults, " in printed
+    assert "planner hecate" in printed
+    ranking = json.loads((tmp_path / "out" / "ranking.json").read_text())["strategies"]
+    assert {row["strategy"]: "planner hecate" in row["changed_settings"] for row in ranking} == {
+        "ep": False,
+        "fssdp": True,
+    }
 
 
 def recorded_run(folder: Path) -> Path:
