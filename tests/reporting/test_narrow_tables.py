@@ -14,6 +14,7 @@ from megatron_fssdp.reporting.cluster_table import cluster_table
 from megatron_fssdp.reporting.comparison_table import comparison_table
 from megatron_fssdp.reporting.ranking_table import ranking_cells, ranking_tables
 from megatron_fssdp.reporting.records.recorded_run import read_run
+from megatron_fssdp.reporting.sweep.run_groups import RunGroup, group_terminal_table
 from megatron_fssdp.simulation.break_even import BreakEven
 
 from .page.made_runs import write_made_run
@@ -63,3 +64,14 @@ def test_a_comparison_shows_every_name(names: tuple[str, ...], tmp_path: Path) -
     runs = [read_run(write_made_run(tmp_path / name, name)) for name in names]
     text = shown(comparison_table(*runs))
     assert all(name in text for name in names)
+
+
+def test_a_sweep_shows_long_names_of_groups(tmp_path: Path) -> None:
+    names = ("fssdp-planner=hecate-rematerialize=true-slots=4", "ep")
+    groups = [
+        RunGroup(name, {(1, 1): read_run(write_made_run(tmp_path / name, "fssdp", seed=1))}) for name in names
+    ]
+    lines = shown(group_terminal_table(groups)).splitlines()
+    (heading,) = (line for line in lines if " runs " in line and "repeated" not in line)
+    first_column = "".join(line[: heading.index("runs")].strip() for line in lines)
+    assert names[0] in first_column

@@ -4,15 +4,13 @@ import fcntl
 import json
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from megatron_fssdp.cli.analysis.what_if import cost_on_a_cluster
 from megatron_fssdp.cli.ranks.failure_report import failure_reason
@@ -27,7 +25,7 @@ from megatron_fssdp.config.sweep.planned_runs import PlannedRun, planned_runs
 from megatron_fssdp.config.sweep.sweep_config import load_sweep
 from megatron_fssdp.config.written_files import cannot_write, refuse_non_folder, written_file
 from megatron_fssdp.reporting.records.recorded_run import read_run
-from megatron_fssdp.reporting.sweep.run_groups import RunGroup, group_records, group_table
+from megatron_fssdp.reporting.sweep.run_groups import RunGroup, group_records, group_terminal_table
 from megatron_fssdp.reporting.sweep.sweep_page import detailed_runs, sweep_page
 
 PAGE_FILE, RESULTS_FILE, _LOCK_FILE = "sweep.html", "sweep.json", ".sweep.lock"
@@ -238,7 +236,7 @@ def _write_page(sweep: Sweep, states: dict[PlannedRun, RunState], console: Conso
         details = detailed_runs(groups)
         what_if = cost_on_a_cluster(details)
         sweep_page(f"sweep {sweep.name}", groups, details, missing, what_if).write(page)
-    console.print(_table(groups))
+    console.print(group_terminal_table(groups))
     _say(console, f"wrote {page}; open it in a browser (it works without a network)")
 
 
@@ -250,16 +248,6 @@ def _groups(sweep: Sweep, states: dict[PlannedRun, RunState]) -> list[RunGroup]:
             recorded = read_run(sweep.requests[run].folder.path)
             groups[run.group] = RunGroup(run.group, {**known.runs, (run.seed, run.repetition): recorded})
     return list(groups.values())
-
-
-def _table(groups: Sequence[RunGroup]) -> Table:
-    header, rows = group_table(groups)
-    table = Table(title="median (quartiles) of repeated runs", box=box.SIMPLE_HEAD)
-    for position, name in enumerate(header):
-        table.add_column(name, justify="right" if position else "left")
-    for row in rows:  # quartiles on a line of their own, so that the table fits into 80 columns
-        table.add_row(*(cell.replace(" (", "\n(").replace(" to ", "–") for cell in row))
-    return table
 
 
 @contextmanager

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from rich import box
+from rich.table import Table
 
 from megatron_fssdp.reporting.records.recorded_run import RecordedRun, loss_differences
 from megatron_fssdp.reporting.records.run_parts import not_comparable, speed_of
@@ -128,7 +130,7 @@ def group_table(groups: Sequence[RunGroup]) -> tuple[tuple[str, ...], list[tuple
     Returns:
         The names of the columns, and one row for each group.
     """
-    header = ("", "runs", *(figure.label for figure in FIGURES), f"loss: difference from {groups[0].name}")
+    header = ("group", "runs", *(figure.label for figure in FIGURES), "loss: difference from the first group")
     is_hidden = {SPEED.key: "not comparable"} if speed_obstacle(groups) else {}
     rows = []
     for group in groups:
@@ -138,6 +140,21 @@ def group_table(groups: Sequence[RunGroup]) -> tuple[tuple[str, ...], list[tuple
             (group.name, str(len(group.runs)), *cells, "–" if difference is None else f"{difference:.1e}")
         )
     return header, rows
+
+
+def group_terminal_table(groups: Sequence[RunGroup]) -> Table:
+    """Return the figures of groups as a table that fits into 80 columns.
+
+    Args:
+        groups: Groups of the sweep. Losses are compared with those of the first.
+    """
+    header, rows = group_table(groups)
+    table = Table(title="median (quartiles) of repeated runs", box=box.SIMPLE_HEAD)
+    for position, name in enumerate(header):
+        table.add_column(name, justify="right" if position else "left", overflow="fold")
+    for row in rows:  # quartiles on a line of their own
+        table.add_row(*(cell.replace(" (", "\n(").replace(" to ", "–") for cell in row))
+    return table
 
 
 def group_records(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
