@@ -109,7 +109,7 @@ def simulate(
         Seconds, decisions, traffic and memory of the strategy.
 
     Raises:
-        ValueError: The loads do not have the job's sizes, or the job fits neither cluster nor strategy.
+        ValueError: The loads do not have the job's sizes, or the job does not fit cluster or strategy.
     """
     wanted = (job.num_layers, job.num_devices, job.num_experts)
     if counts_ILDE.ndim != 4 or counts_ILDE.shape[1:] != wanted or not len(counts_ILDE):
@@ -118,8 +118,7 @@ def simulate(
             f"where the last three are {wanted} as in the job"
         )
     topology = topology_of(cluster, job.num_devices)
-    check_strategy(name, settings, cluster, job)
-    strategy = _strategy(name, settings)
+    strategy = checked_strategy(name, settings, cluster, job)
     # Earlier iterations fill the history and have been measured.
     warm_up = 0 if past_ILDE is not None else warm_up_iterations(strategy, len(counts_ILDE))
     profile = layer_profile(job, cluster, strategy.replica_life)
@@ -149,27 +148,27 @@ def simulate(
     return StrategyOutcome(name, layers.parts_s(), ledger, memory, layers, warm_up)
 
 
-def check_strategy(name: str, settings: StrategySettings, cluster: ClusterDescription, job: MoeJob) -> None:
-    """Refuse a strategy that cannot train a job.
+def checked_strategy(
+    name: str, settings: StrategySettings, cluster: ClusterDescription, job: MoeJob
+) -> Strategy:
+    """Return a new strategy object, after a check that it can train a job.
 
     Args:
-        name: Name of the strategy.
+        name: Name of the strategy. ``none`` is simulated as ``ep``.
         settings: Settings of the strategy.
         cluster: Link and compute costs of the cluster.
         job: Sizes and parallelism of the training job.
 
     Raises:
-        ValueError: The job fits neither cluster nor strategy.
+        ValueError: The job does not fit the cluster or the strategy.
     """
     topology = topology_of(cluster, job.num_devices)
     strategy = _strategy(name, settings)
     try:
-        strategy.settings.check_num_experts(job.num_experts)
-        if job.num_experts % job.num_devices == 0:  # Megatron trains no other numbers; they are experiments.
-            strategy.check(LayerContext(1, even_owners(job.num_experts, job.num_devices), topology))
-        strategy.ring(0, topology)
+        strategy.check_sizes(job.num_experts, topology)
     except ValueError as error:
         raise ValueError(f"strategy {name}: {error}") from None
+    return strategy
 
 
 def balanced_counts(counts_ILDE: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.group_ring import GroupRing
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
-from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies.iteration_spread import IterationSpread
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
@@ -139,6 +139,23 @@ class Strategy[Settings: PlacementSettings](ABC):
         return GroupRing.of(device, topology, settings.group_size)
 
     # Questions about one layer.
+
+    def check_sizes(self, num_experts: int, topology: Topology) -> None:
+        """Refuse a model whose layers the strategy cannot serve when every device owns equally many experts.
+
+        Args:
+            num_experts: Number of routed experts of a layer, E.
+            topology: Nodes of the devices.
+
+        Raises:
+            ValueError: The settings or the strategy do not fit the sizes; the message has the reason and the
+                next step.
+        """
+        self.settings.check_num_experts(num_experts)
+        self.ring(0, topology)
+        # Megatron refuses other numbers of experts itself. The simulator takes them, as experiments.
+        if num_experts % topology.num_devices == 0:
+            self.check(LayerContext(1, even_owners(num_experts, topology.num_devices), topology))
 
     def check(self, context: LayerContext) -> None:  # noqa: B027
         """Refuse a layer that the strategy cannot serve.

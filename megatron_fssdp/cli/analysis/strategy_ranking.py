@@ -14,7 +14,7 @@ from megatron_fssdp.reporting.units import format_memory
 from megatron_fssdp.simulation.break_even import break_even_bandwidth, break_even_tokens
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.replay import OnPlan
-from megatron_fssdp.simulation.simulator import StrategyOutcome, ceiling_s, check_strategy, simulate
+from megatron_fssdp.simulation.simulator import StrategyOutcome, ceiling_s, checked_strategy, simulate
 
 SAMPLE_ITERATIONS = 6
 """Number of iterations that the break-even search simulates. It plans them again for each value it tries."""
@@ -58,7 +58,7 @@ def ranked_strategies(
     try:
         job, distinct = with_recorded_choices(job, record, cluster)
         for name, given in settings.items():  # a simulation takes long, so all of them are checked first
-            check_strategy(name, given, cluster, job)
+            checked_strategy(name, given, cluster, job)
         for name, given in settings.items():
             if progress is not None:
                 progress.begin(name)

@@ -30,11 +30,9 @@ from megatron_fssdp.megatron_adapter.support.supported_features import (
     refuse,
 )
 from megatron_fssdp.planning.native.kernel import kernel_form, use_plain_kernels
-from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
-from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.strategies.registry import build_strategy
 
 
@@ -190,32 +188,20 @@ class StrategySession:
         if self.settings.router == "topology_aware":
             check_gate(config)
         self._check_equal_tokens(config)
-        self._check_steps(config)
+        self._check_whole_experts(config)
         num_experts = getattr(config, "num_moe_experts", None) or config.num_experts
-        self.settings.check_num_experts(num_experts)
-        self._check_layer(config, num_experts)
-
-    def _check_layer(self, config: Any, num_experts: int) -> None:
-        """Refuse layers that the strategy cannot serve. Their nodes are not known yet."""
         num_devices = getattr(config, "expert_model_parallel_size", 1) or 1
-        if num_experts % num_devices:  # Megatron refuses it with its own message.
-            return
-        owner_E = even_owners(num_experts, num_devices)
-        try:
-            self.strategy.check(LayerContext(1, owner_E, Topology.uniform(num_devices, 1)))
+        try:  # The nodes of the devices are not known yet.
+            self.strategy.check_sizes(num_experts, Topology.uniform(num_devices, 1))
         except ValueError as error:
             raise ConfigurationError(f"--moe-strategy {self.strategy_name}: {error}") from None
 
-    def _check_steps(self, config: Any) -> None:
-        """Refuse a smart schedule that does not fit the ranks."""
-        num_devices = getattr(config, "expert_model_parallel_size", 1) or 1
-        try:
-            ring = self.strategy.ring(0, Topology.uniform(num_devices, 1))
-        except ValueError as error:
-            raise ConfigurationError(str(error)) from None
+    def _check_whole_experts(self, config: Any) -> None:
+        """Refuse a smart schedule with experts in parts."""
         n_mp = getattr(config, "tensor_model_parallel_size", 1) or 1
         n_esp = getattr(config, "expert_tensor_parallel_size", None) or n_mp
-        if ring is not None and n_esp > 1:
+        num_devices = getattr(config, "expert_model_parallel_size", 1) or 1
+        if self.strategy.smart_schedule and num_devices > 1 and n_esp > 1:
             raise ConfigurationError(
                 f"smart_schedule: got {str(self.strategy.smart_schedule).lower()} with expert tensor "
                 f"parallelism over {n_esp} ranks, wanted whole experts; use smart_schedule=false or "
