@@ -202,8 +202,8 @@ def check_supported(strategy: str, settings: Any) -> None:
         settings: Megatron's parsed arguments or a ``TransformerConfig``.
 
     Raises:
-        ConfigurationError: The settings ask for a refused feature, the model has no experts, or the experts
-            cannot be divided evenly among the expert-parallel ranks.
+        ConfigurationError: The settings ask for a refused feature, the model has no experts or fewer than a
+            token selects, or the experts cannot be divided evenly among the expert-parallel ranks.
     """
 
     def value(name: str) -> Any:
@@ -215,6 +215,12 @@ def check_supported(strategy: str, settings: Any) -> None:
         raise ConfigurationError(
             f"--moe-strategy {strategy} needs a Mixture-of-Experts model: add --num-experts, "
             "or use --moe-strategy none"
+        )
+    top_k = value("moe_router_topk") or 0
+    if top_k > num_experts:  # Megatron itself finds it in the first iteration, by an error of torch.topk.
+        raise ConfigurationError(
+            f"--moe-router-topk: got {top_k}, wanted at most the {num_experts} experts; change it or "
+            "--num-experts"
         )
     expert_parallel = value("expert_model_parallel_size") or 1
     if num_experts % expert_parallel:

@@ -36,6 +36,7 @@ def settings(**more: Any) -> SimpleNamespace:
         {**TE_GRAPHS, "cuda_graph_modules": BOTH, "tensor_model_parallel_size": 2},
         {"cuda_graph_impl": "none", "cuda_graph_modules": [Module.moe]},
         {"tensor_model_parallel_size": 2, "expert_tensor_parallel_num_weight_shards": 2},
+        {"moe_router_topk": 8},
     ],
 )
 def test_settings_that_a_strategy_can_serve_are_accepted(more: dict[str, Any]) -> None:
@@ -64,6 +65,8 @@ def test_settings_that_a_strategy_can_serve_are_accepted(more: dict[str, Any]) -
         ({"expert_tensor_parallel_num_weight_shards": 2}, "--expert-tensor-parallel-num-weight-shards"),
         ({"expert_gtp_weight_remat_size": 2}, "--expert-tensor-parallel-num-weight-shards"),
         ({"moe_expert_rank_capacity_factor": 1.5}, "--moe-expert-rank-capacity-factor"),
+        ({"num_experts": 9}, "--expert-model-parallel-size: got 2"),
+        ({"moe_router_topk": 9}, "--moe-router-topk: got 9"),
     ],
 )
 def test_other_settings_are_refused_in_one_line_with_the_next_step(more: dict[str, Any], match: str) -> None:
