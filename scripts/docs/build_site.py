@@ -1,11 +1,10 @@
 """Builds the documentation into a folder that a browser can open, without a server and without a network.
 
-usage: python scripts/docs/build_site.py [FOLDER]    (default: site)
-
 It prepares all pages in a temporary folder and runs Zensical on them. Preparing means: add the pages and the
 tables that are made from the code, and replace links to files that are not pages.
 """
 
+import argparse
 import posixpath
 import re
 import shutil
@@ -28,6 +27,7 @@ _LINK_OUT = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<target>(?:\.\./)+[^)#\s]+)(?:
 _TABLE = re.compile(r"^<!-- table: (?P<name>\w+) -->$", re.MULTILINE)
 _SNIPPET = re.compile(r'^--8<-- "(?P<path>[^":]+)', re.MULTILINE)
 _ASSETS = ("pictures", "javascripts")
+_IN_EVERY_SITE = ("404.html", "index.html", "search.json")
 
 
 def prepared_pages() -> dict[str, str]:
@@ -94,5 +94,20 @@ def build(target: Path) -> int:
         return done.returncode
 
 
+def main() -> int:
+    """Build the site into the folder that the command line names."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=ROOT / "site", help="new folder, or a site to replace"
+    )
+    target = parser.parse_args().folder
+    is_site = all((target / name).is_file() for name in _IN_EVERY_SITE)
+    if target.exists() and not is_site and not (target.is_dir() and not any(target.iterdir())):
+        parser.error(f"{target}: is neither empty nor a site that was built here; give a new folder")
+    return build(target)
+
+
 if __name__ == "__main__":
-    sys.exit(build(Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "site")))
+    sys.exit(main())

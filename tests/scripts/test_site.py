@@ -46,6 +46,18 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
+def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("mine", encoding="utf-8")
+    (tmp_path / "index.html").touch()
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "build_site.py", tmp_path], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2
+    assert f"{tmp_path}: is neither empty nor a site" in done.stderr
+    assert notes.read_text(encoding="utf-8") == "mine"
+
+
 @pytest.fixture
 def docs_scripts(monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(SCRIPTS))
