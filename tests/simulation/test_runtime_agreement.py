@@ -24,7 +24,7 @@ from tests.runtime.rank_layer import moe_forward
 
 NUM_EXPERTS, NUM_TOKENS, NUM_ITERATIONS, WORLD = 8, 64, 6, 4
 LINK = LinkCost(0.0, 1e-9)
-PROFILE = LayerProfile(1e-6, ClusterCost(LINK, LINK, 1e6), 300, 100, 50.0, 3)
+PROFILE = LayerProfile(1e-6, ClusterCost(LINK, LINK, 1e5), 300, 100, 50.0, 3)
 BY_PRICE = {"slots": 2, "profile_iterations": 2, "reshard_interval": 0}
 CASES = [
     ("ep", {}),
@@ -107,7 +107,7 @@ def test_simulated_plans_and_loads_equal_those_of_the_runtime() -> None:
             lives = {plan.life for plan in plans if plan.placement.num_replicas}
             assert lives == {strategy.replica_life}, keys
         if keys.get("calibrate") or keys == BY_PRICE:
-            assert ledger.addition.num_experts_IL.any()
+            assert ledger.addition.num_experts_IL.any(), keys
         if keys == BY_PRICE:
             brought_IL = ledger.gather.num_experts_IL + ledger.addition.num_experts_IL
             assert (brought_IL > ledger.replicas_IL).any(), "replicas are dropped after the gate"

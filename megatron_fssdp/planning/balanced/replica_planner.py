@@ -6,21 +6,23 @@ expert may save more seconds than its transfer exposes, and where a replica goes
 tokens.
 
 The search (``planning/kernels/replica_search.py``) compares all placements by one price, the seconds of
-``layer_seconds``. For a move it computes what changes, not the whole layer. It has these steps:
+``layer_seconds``. It has these steps:
 
 1. **Seeds.** Owners only; the hottest 1, 2, … experts on all devices (FasterMoE's choice); and the steps of
    Pro-Prophet's search, with 0, 1, 2, 4, … devices left out. So the result costs at most what they cost.
    The caller may add the placement of an earlier search.
 2. **Levels**, where there are several nodes: descents from the owners with at most 1, 2, … experts over each
    NIC. They lower a smooth price, with sums of fourth powers in place of highest values, and at the best
-   levels then the price. In one node there is one such descent, and more seeds: owners give load away until
-   they keep a part of the mean load.
-3. **Descent** from the best placement by the price, then by the smooth price and again by the price. It moves
-   experts of the busiest device and the busiest link only, because the price is made of highest values. An
-   expert is skipped if the layer without it costs as much: other experts decide the price then. A move adds a
-   replica, removes one, moves one to another device, or puts one in place of another one.
-4. **Kicks**: all replicas of one expert change at once, and a descent follows.
-5. Replicas without which the best placement costs no more are dropped.
+   levels then the price. In one node there is one such descent.
+3. **Even seeds.** Owners give load away until they keep a part of the mean load. With several nodes there are
+   as many seeds again in which each of these experts is in all nodes.
+4. **Descent** from the best placement by the price, then by the smooth price and again by the price. It moves
+   experts of the busiest device first and of the busiest link next, because the price is made of highest
+   values. A move adds a replica, removes one, moves one to another device, or puts one in place of another.
+   The smooth price after a move follows from the loads that the move changes. For the price, the expert is
+   taken out first. It is skipped if the layer without it costs as much: other experts decide the price then.
+5. **Kicks**: all replicas of one expert change at once, and a descent follows.
+6. Replicas without which the best placement costs no more are dropped.
 
 Without measured costs, the price is the highest device load. The search is deterministic: it stops after a
 number of prices, not seconds, so all ranks find the same placement.

@@ -8,9 +8,9 @@ smooth price, moves and seeds of a layer.
 Shape letters: D devices, E experts, N nodes.
 """
 
+from megatron_fssdp.planning.kernels.parts.kept_replicas import _GAIN
 from megatron_fssdp.planning.kernels.parts.layer_price import PricedLayer
 from megatron_fssdp.planning.kernels.parts.layer_traffic import Layer
-from megatron_fssdp.planning.kernels.parts.replica_moves import _GAIN
 from megatron_fssdp.planning.kernels.parts.replica_seeds import SeededLayer
 from megatron_fssdp.planning.native import compiler_marks as cython
 from megatron_fssdp.planning.native.kernel_types import (
@@ -29,16 +29,11 @@ _NUM_SMOOTH = 4
 _NUM_EXACT = 2
 _NUM_LAST = 4  # where nothing but the price is left to lower
 _LEAST_GAIN = 2e-4  # smallest gain of a move under the smooth price, which is an estimate
-# Parts of the mean load that owners keep in seeds. Of the parts between 0.1 and 1.1, one of these three gave
-# the best placement of nine in ten random layers in one node.
-_NUM_RATIOS = 3
-_HIGHEST_RATIO = 0.68
+# Parts of the mean load that owners keep in seeds. Of the parts between 0.1 and 1.1, these gave the best
+# placement of nearly all random layers.
+_NUM_RATIOS = 4
+_HIGHEST_RATIO = 0.82
 _RATIO_STEP = 0.14
-# With several nodes, from a little more than all to so little that most pairs stay in their nodes.
-# Links decide there: without these seeds, lognormal loads take up to 40 % longer on four nodes of H200.
-_NUM_NODE_RATIOS = 8
-_HIGHEST_NODE_RATIO = 1.1
-_NODE_RATIO_STEP = 0.14
 # Devices that Pro-Prophet's seeds leave out; with more of them, its replicas are nearly single.
 _MOST_LEFT_OUT = 16
 _KICK_PRICES = 250  # prices of all kicks; with fewer, layers of few experts get noticeably longer
@@ -47,6 +42,23 @@ _KICK_PRICES = 250  # prices of all kicks; with fewer, layers of few experts get
 @cython.cclass
 class _Search(SeededLayer):
     """The order in which seeds and moves are tried."""
+
+    @cython.inner
+    def start_from(self, present_ED: Ints) -> cython.void:
+        """Make the replicas of a placement one more seed."""
+        for expert in range(self.num_experts):
+            for device in range(self.num_devices):
+                if present_ED[expert * self.num_devices + device] and self.owner_E[expert] != device:
+                    self.start_R[self.num_start] = expert * self.num_devices + device
+                    self.num_start += 1
+
+    @cython.inner
+    def write_kept(self, present_ED: Ints) -> cython.void:
+        """Write the best placement to ``present_ED``."""
+        for i in range(self.num_start):
+            present_ED[self.start_R[i]] = 0
+        for i in range(self.num_kept):
+            present_ED[self.kept_R[i]] = 1
 
     @cython.inner
     def descend_twice(self) -> cython.void:
@@ -95,7 +107,6 @@ class _Search(SeededLayer):
     def kick(self) -> cython.void:
         """Change all replicas of one expert at once and descend; keep what gains, otherwise go back."""
         self.most_prices = self.num_prices + _KICK_PRICES
-        self.rank(0)
         turn: Index = 0
         missed: Index = 0
         while missed < 3 * self.num_experts and self.num_prices < self.most_prices:
@@ -111,29 +122,35 @@ class _Search(SeededLayer):
                 if self.keep_if_better():
                     missed = 0
                 else:
-                    self.go_to(self.kept_ED)
+                    self.go_to(self.kept_R, self.num_kept)
 
     @cython.inner
     def prune(self) -> cython.void:
         """Drop the replicas without which the kept placement costs no more."""
-        self.go_to(self.kept_ED)
-        for expert in range(self.num_experts):
-            for _ in range(self.holders_E[expert] - 1):
-                device: Index = self.holder_ED[expert * self.num_devices + 1]
-                self.count(expert, -1)
-                self.drop(expert, device)
-                self.prepare_prices(expert)
-                price = self.price_of(expert)
-                if price <= self.kept_price:
-                    self.kept_price = price
-                else:
-                    self.put(expert, device)
-                self.count(expert, 1)
+        self.go_to(self.kept_R, self.num_kept)
+        kept: Index = 0
+        for i in range(self.num_kept):
+            expert: Index = self.kept_R[i] // self.num_devices
+            device = self.kept_R[i] - expert * self.num_devices
+            self.count(expert, -1)
+            self.drop(expert, device)
+            self.prepare_prices(expert)
+            price = self.price_of(expert)
+            if price <= self.kept_price:
+                self.kept_price = price
+            else:
+                self.put(expert, device)
+                self.kept_R[kept] = self.kept_R[i]
+                kept += 1
+            self.count(expert, 1)
+        self.num_kept = kept
 
     @cython.inner
-    def run(self, start_ED: Ints, num_prices: Int, least_saving: Real, fixed_s: Real) -> cython.void:
+    def run(self, num_prices: Int, least_saving: Real, fixed_s: Real) -> cython.void:
         """Find a placement; see :func:`search_replicas`."""
+        self.line_up_owned()
         self.fill()
+        self.rank()
         plain = self.price()
         self.kept_price = 2.0 * plain + 1.0  # so that the owners are kept first
         self.keep_if_better()
@@ -149,17 +166,12 @@ class _Search(SeededLayer):
             self.climb_levels()
         else:
             self.descend_twice()
-        if self.num_nodes == 1 or self.link_weight == 0.0:
-            for turn in range(_NUM_RATIOS):
-                self.seed_evenly(_HIGHEST_RATIO - turn * _RATIO_STEP, 0)
-        if self.num_nodes > 1:
-            for turn in range(_NUM_NODE_RATIOS):
-                ratio = _HIGHEST_NODE_RATIO - turn * _NODE_RATIO_STEP
-                self.seed_evenly(ratio, 0)
-                self.seed_evenly(ratio, 1)
-        self.go_to(start_ED)
+        for turn in range(_NUM_RATIOS):
+            for in_all_nodes in range(2 if self.num_nodes > 1 else 1):
+                self.seed_evenly(_HIGHEST_RATIO - turn * _RATIO_STEP, in_all_nodes)
+        self.go_to(self.start_R, self.num_start)
         self.keep_if_better()
-        self.go_to(self.kept_ED)
+        self.go_to(self.kept_R, self.num_kept)
         self.most_prices = self.num_prices + num_prices
         self.descend(0, _NUM_LAST, _GAIN)
         self.keep_if_better()
@@ -169,11 +181,11 @@ class _Search(SeededLayer):
         self.descend(1, _NUM_EXACT, _LEAST_GAIN)
         self.descend(0, _NUM_LAST, _GAIN)
         self.keep_if_better()
-        self.go_to(self.kept_ED)
+        self.go_to(self.kept_R, self.num_kept)
         self.kick()
         self.prune()
         if self.kept_price + fixed_s > (1.0 - least_saving) * (plain + fixed_s):
-            self.clear_all()
+            self.num_kept = 0
             self.kept_price = plain
 
 
@@ -238,13 +250,13 @@ def search_replicas(
     """
     num_experts: Index = owner_E.shape[0]
     num_devices: Index = node_D.shape[0]
-    search = _Search(num_experts, num_devices, first_N.shape[0] - 1)
+    search = _Search(num_experts, num_devices, first_N.shape[0] - 1, slots)
     _describe(search, load_ED, load_EN, owner_E, node_D, first_N, member_D, costs, hop_costs)
-    search.slots, search.max_replicated = slots, max_replicated
+    search.max_replicated = max_replicated
     with cython.nogil:
-        search.run(present_ED, num_prices, least_saving, fixed_s)
-    for i in range(num_experts * num_devices):
-        present_ED[i] = search.present_ED[i]
+        search.start_from(present_ED)
+        search.run(num_prices, least_saving, fixed_s)
+        search.write_kept(present_ED)
     return search.kept_price + fixed_s
 
 
@@ -264,7 +276,7 @@ def price_replicas(
 
     The arguments are those of :func:`search_replicas`, with the placement as bytes ``[E, D]``.
     """
-    layer = PricedLayer(owner_E.shape[0], node_D.shape[0], first_N.shape[0] - 1)
+    layer = PricedLayer(owner_E.shape[0], node_D.shape[0], first_N.shape[0] - 1, 0)
     _describe(layer, load_ED, load_EN, owner_E, node_D, first_N, member_D, costs, hop_costs)
     seconds: Real = fixed_s
     with cython.nogil:

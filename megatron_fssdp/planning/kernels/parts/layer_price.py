@@ -59,8 +59,8 @@ class PricedLayer(Layer):
     sender_N: Ints
     sent_N: Reals
 
-    def __init__(self, num_experts: Index, num_devices: Index, num_nodes: Index) -> None:
-        Layer.__init__(self, num_experts, num_devices, num_nodes)
+    def __init__(self, num_experts: Index, num_devices: Index, num_nodes: Index, slots: Int) -> None:
+        Layer.__init__(self, num_experts, num_devices, num_nodes, slots)
         self.num_prices = 0
         self.most_tokens = self.most_near = self.most_far = self.least = 0.0
         self.most_moved_near = self.most_moved_far = self.most_hops = self.most_fill = 0
@@ -83,7 +83,8 @@ class PricedLayer(Layer):
         for node in range(self.num_nodes):
             far = max(far, self.far_in_N[node], self.far_out_N[node])
             moved_far = max(moved_far, self.gets_N[node], self.sends_N[node])
-        for expert in range(self.num_experts):
+        for i in range(self.num_replicated):
+            expert: Index = self.replicated_E[i]
             hops = max(hops, self.hops_E[expert])
             fill = max(fill, self.fill_E[expert])
         self.most_tokens, self.most_near, self.most_far = tokens, near, far

@@ -49,6 +49,8 @@ class Layer:
         rest_EN: Pairs of the devices of a node without the expert, if the node has a holder.
         unserved_E: Pairs of the nodes without a holder.
         used_D: Number of replicas on each device.
+        held_D: Experts whose replicas a device has, ``slots`` places for each device; the first ``used_D``.
+        replicated_E: Experts with replicas, the first ``num_replicated``.
         hops_E: Hops of the longest path of each expert's transfer; 0 while an expert is out.
         fill_E: Hops before the last one on the longest path: the far hops, shifted by ``_HOP_BITS``, plus the
             near hops.
@@ -88,6 +90,8 @@ class Layer:
     rest_EN: Reals
     unserved_E: Reals
     used_D: Ints
+    held_D: Ints
+    replicated_E: Ints
     hops_E: Ints
     fill_E: Ints
     load_D: Reals
@@ -108,14 +112,20 @@ class Layer:
     reals: Reals
     num_reals: Index
 
-    def __init__(self, num_experts: Index, num_devices: Index, num_nodes: Index) -> None:
+    def __init__(self, num_experts: Index, num_devices: Index, num_nodes: Index, slots: Int) -> None:
         self.num_experts, self.num_devices, self.num_nodes = num_experts, num_devices, num_nodes
+        self.slots = slots
         num_pairs, in_nodes = num_experts * num_devices, num_experts * num_nodes
         # One allocation of each type: many small ones would take longer than a search of a small layer.
         self.ints = zero_ints(
-            2 * num_pairs + 2 * in_nodes + 12 * num_experts + 8 * num_devices + 6 * num_nodes
+            3 * num_pairs
+            + 2 * in_nodes
+            + 14 * num_experts
+            + (10 + 3 * slots) * num_devices
+            + 6 * num_nodes
+            + 1
         )
-        self.reals = zero_reals(2 * in_nodes + 5 * num_experts + 7 * num_devices + 6 * num_nodes)
+        self.reals = zero_reals(2 * in_nodes + 5 * num_experts + 8 * num_devices + 5 * num_nodes)
         self.num_ints = self.num_reals = 0
         # What follows the replicas comes first, so that one copy of it brings a placement back.
         self.holders_EN, self.holders_E = self.new_ints(in_nodes), self.new_ints(num_experts)
@@ -131,6 +141,7 @@ class Layer:
         self.place_D, self.place_E = self.new_ints(num_devices), self.new_ints(num_experts)
         self.total_E = self.new_reals(num_experts)
         self.present_ED, self.holder_ED = self.new_ints(num_pairs), self.new_ints(num_pairs)
+        self.held_D, self.replicated_E = self.new_ints(slots * num_devices), self.new_ints(num_experts)
         self.num_replicated = 0
         self.all_pairs = 0.0
 
@@ -191,9 +202,9 @@ class Layer:
     @cython.inner
     def clear_all(self) -> cython.void:
         """Take all replicas away."""
-        for expert in range(self.num_experts):
-            row = expert * self.num_devices
-            for i in range(1, self.holders_E[expert]):
+        for n in range(self.num_replicated):
+            row = self.replicated_E[n] * self.num_devices
+            for i in range(1, self.holders_E[self.replicated_E[n]]):
                 self.present_ED[row + self.holder_ED[row + i]] = 0
         self.ints[: self.plain_ints.shape[0]] = self.plain_ints
         self.reals[: self.plain_reals.shape[0]] = self.plain_reals
@@ -212,8 +223,11 @@ class Layer:
         self.holder_ED[row + self.holders_E[expert]] = device
         self.holders_EN[at] += 1
         self.holders_E[expert] += 1
+        if self.slots > 0:
+            self.held_D[device * self.slots + self.used_D[device]] = expert
         self.used_D[device] += 1
         if self.holders_E[expert] == 2:
+            self.replicated_E[self.num_replicated] = expert
             self.num_replicated += 1
 
     @cython.inner
@@ -227,11 +241,19 @@ class Layer:
         self.holders_EN[at] -= 1
         self.holders_E[expert] -= 1
         self.used_D[device] -= 1
+        i: Index = device * self.slots
+        while self.held_D[i] != expert:
+            i += 1
+        self.held_D[i] = self.held_D[device * self.slots + self.used_D[device]]
         if self.holders_EN[at] == 0:
             self.unserved_E[expert] += self.load_EN[at]
         if self.holders_E[expert] == 1:
             self.num_replicated -= 1
-        i: Index = row
+            i = 0
+            while self.replicated_E[i] != expert:
+                i += 1
+            self.replicated_E[i] = self.replicated_E[self.num_replicated]
+        i = row
         while self.holder_ED[i] != device:
             i += 1
         end = row + self.holders_E[expert]
@@ -280,19 +302,20 @@ class Layer:
             sign: 1 to add, -1 to subtract.
         """
         row = expert * self.num_devices
+        weight: Real = sign
         for node in range(self.num_nodes):
             if self.holders_EN[expert * self.num_nodes + node]:
                 for i in range(self.first_N[node], self.first_N[node + 1]):
                     device: Index = self.member_D[i]
-                    self.out_D[device] += sign * self.load_ED[row + device]
+                    self.out_D[device] += weight * self.load_ED[row + device]
         for i in range(self.holders_E[expert]):
             holder: Index = self.holder_ED[row + i]
             at = expert * self.num_nodes + self.node_D[holder]
             own = self.load_ED[row + holder]
             share = self.rest_EN[at] / self.holders_EN[at]
-            self.load_D[holder] += sign * (own + share + far)
-            self.in_D[holder] += sign * share
-            self.out_D[holder] -= sign * own
+            self.load_D[holder] += weight * (own + share + far)
+            self.in_D[holder] += weight * share
+            self.out_D[holder] -= weight * own
 
     @cython.inner
     def hops_to(self, position: Int, count: Int) -> Int:

@@ -3,37 +3,31 @@
 Shape letters: D devices, E experts, N nodes.
 """
 
-from megatron_fssdp.planning.kernels.parts.smooth_price import SmoothLayer
+from megatron_fssdp.planning.kernels.parts.kept_replicas import _GAIN, KeptLayer
+from megatron_fssdp.planning.kernels.parts.smooth_price import _FORBIDDEN
 from megatron_fssdp.planning.native import compiler_marks as cython
 from megatron_fssdp.planning.native.kernel_types import Index, Int, Ints, Real, Reals
-from megatron_fssdp.planning.native.work_arrays import zero_ints
-
-_GAIN = 1e-9  # smallest relative gain; smaller ones are rounding errors
 
 
 @cython.cclass
-class MovingLayer(SmoothLayer):
+class MovingLayer(KeptLayer):
     """A layer whose replicas move while that lowers the price.
 
     Attributes:
         most_prices: Number of prices after which no more moves are sought.
-        kept_ED: The best placement so far, like ``present_ED``.
-        kept_price: Price of that placement.
         listed_E: 1 for the experts that had no move that gains; they are not tried again.
         chosen_E: Experts whose moves are tried, the first ``num_chosen``.
         part_E: Their parts of the busiest resource.
         threshold: Seconds that a move must gain.
-        free_N: Least loaded device of each node with a free slot and without the expert that is out; -1 if
+        free_N: Least loaded device of each node with a free slot and without the expert that moves; -1 if
             there is none.
-        best: Lowest score of the tried moves.
+        best: Lowest price of the tried moves, or lowest change of the smooth price.
         best_from: Device that loses the expert in the best move; -1 for none.
         best_to: Device that gets the expert; -1 for none.
         best_instead: Expert whose replica on that device makes room; -1 for none.
     """
 
     most_prices: Int
-    kept_ED: Ints
-    kept_price: Real
     listed_E: Ints
     chosen_E: Ints
     num_chosen: Index
@@ -45,69 +39,14 @@ class MovingLayer(SmoothLayer):
     best_to: Int
     best_instead: Int
 
-    def __init__(self, num_experts: Index, num_devices: Index, num_nodes: Index) -> None:
-        SmoothLayer.__init__(self, num_experts, num_devices, num_nodes)
-        self.kept_ED = zero_ints(num_experts * num_devices)
+    def __init__(self, num_experts: Index, num_devices: Index, num_nodes: Index, slots: Int) -> None:
+        KeptLayer.__init__(self, num_experts, num_devices, num_nodes, slots)
         self.listed_E, self.chosen_E = self.new_ints(num_experts), self.new_ints(2 * num_experts)
         self.part_E = self.new_reals(2 * num_experts)
         self.free_N = self.new_ints(num_nodes)
         self.num_chosen = 0
         self.most_prices = self.best_from = self.best_to = self.best_instead = 0
-        self.best = self.kept_price = self.threshold = 0.0
-
-    @cython.inner
-    def keep_if_better(self) -> Index:
-        """Keep the present placement if its price is lower than that of the kept one; 1 if so."""
-        price = self.price()
-        if price >= self.kept_price * (1 - _GAIN):
-            return 0
-        self.kept_price = price
-        for i in range(self.num_experts * self.num_devices):
-            self.kept_ED[i] = self.present_ED[i]
-        return 1
-
-    @cython.inner
-    def go_to(self, wanted_ED: Ints) -> cython.void:
-        """Put the experts exactly on the devices where ``wanted_ED`` is 1."""
-        for expert in range(self.num_experts):
-            row = expert * self.num_devices
-            differs: Int = 0
-            for device in range(self.num_devices):
-                differs += 1 if self.present_ED[row + device] != wanted_ED[row + device] else 0
-            if differs:
-                self.count(expert, -1)
-                for device in range(self.num_devices):
-                    if self.present_ED[row + device] > wanted_ED[row + device]:
-                        self.drop(expert, device)
-                for device in range(self.num_devices):
-                    if self.present_ED[row + device] < wanted_ED[row + device]:
-                        self.put(expert, device)
-                self.count(expert, 1)
-
-    @cython.inner
-    def may_replicate(self, expert: Index) -> Index:
-        """Whether an expert that is out may get one more replica."""
-        return 1 if self.holders_E[expert] > 1 or self.num_replicated < self.max_replicated else 0
-
-    @cython.inner
-    def least_loaded(self, expert: Index, node: Index, is_full: Int) -> Int:
-        """The least loaded device of a node without the expert; -1 if there is none.
-
-        Args:
-            expert: The expert.
-            node: The node.
-            is_full: Whether the device has no free slot, or has one.
-        """
-        found: Int = -1
-        for i in range(self.first_N[node], self.first_N[node + 1]):
-            device: Index = self.member_D[i]
-            if self.present_ED[expert * self.num_devices + device]:
-                continue
-            if (self.used_D[device] >= self.slots) != is_full:
-                continue
-            if found < 0 or self.load_D[device] < self.load_D[found]:
-                found = device
-        return found
+        self.best = self.threshold = 0.0
 
     @cython.inner
     def part_of(self, expert: Index, kind: Index, at: Index) -> Real:
@@ -137,36 +76,39 @@ class MovingLayer(SmoothLayer):
         return near if kind == 1 else own + near + self.unserved_E[expert] / self.holders_E[expert]
 
     @cython.inner
+    def offer(self, expert: Index, kind: Index, at: Index, first: Index, number: Index) -> cython.void:
+        """Choose an expert if its part is one of the ``number`` largest from place ``first`` on."""
+        if self.listed_E[expert]:
+            return
+        part = self.part_of(expert, kind, at)
+        if part <= 0.0:
+            return
+        i: Index = self.num_chosen
+        if i == first + number:
+            i -= 1
+            if self.part_E[i] >= part:
+                return
+        else:
+            self.num_chosen += 1
+        while i > first and self.part_E[i - 1] < part:
+            self.part_E[i] = self.part_E[i - 1]
+            self.chosen_E[i] = self.chosen_E[i - 1]
+            i -= 1
+        self.part_E[i] = part
+        self.chosen_E[i] = expert
+
+    @cython.inner
     def choose_largest(self, kind: Index, at: Index, number: Index) -> cython.void:
         """Choose unlisted experts with the largest parts of one resource; see :meth:`part_of`."""
         first = self.num_chosen
-        for expert in range(self.num_experts):
-            if self.listed_E[expert]:
-                continue
-            part = self.part_of(expert, kind, at)
-            if part <= 0.0:
-                continue
-            i: Index = self.num_chosen
-            if i == first + number:
-                i -= 1
-                if self.part_E[i] >= part:
-                    continue
-            else:
-                self.num_chosen += 1
-            while i > first and self.part_E[i - 1] < part:
-                self.part_E[i] = self.part_E[i - 1]
-                self.chosen_E[i] = self.chosen_E[i - 1]
-                i -= 1
-            self.part_E[i] = part
-            self.chosen_E[i] = expert
-
-    @cython.inner
-    def choose_experts(self, number: Index) -> cython.void:
-        """Choose experts on the device that computes most and on the link that takes longest."""
-        self.num_chosen = 0
-        self.weigh()
-        self.choose_largest(0, self.busiest, number)
-        self.choose_largest(self.link_kind, self.link_at, number)
+        if kind > 1:
+            for expert in range(self.num_experts):
+                self.offer(expert, kind, at, first, number)
+            return
+        for i in range(self.first_owned_D[at], self.first_owned_D[at + 1]):
+            self.offer(self.owned_E[i], kind, at, first, number)
+        for i in range(self.used_D[at]):
+            self.offer(self.held_D[at * self.slots + i], kind, at, first, number)
 
     @cython.inner
     def note(self, price: Real, source: Int, to: Int, instead: Int) -> cython.void:
@@ -175,9 +117,69 @@ class MovingLayer(SmoothLayer):
             self.best, self.best_from, self.best_to, self.best_instead = price, source, to, instead
 
     @cython.inner
-    def may_gain(self) -> Index:
-        """Whether a move of the expert that is out may gain: whether the layer without it costs less."""
-        return 1 if self.is_smooth or self.least < self.best else 0
+    def improve_smoothly(self, expert: Index) -> Index:
+        """Make the move of an expert that lowers the smooth price most; 0 if none gains."""
+        row = expert * self.num_devices
+        self.best = -self.threshold
+        self.best_from = self.best_to = self.best_instead = -1
+        may_add = self.may_replicate(expert)
+        for node in range(self.num_nodes):
+            device = self.least_loaded(expert, node, 0)
+            self.free_N[node] = device
+            if device >= 0 and may_add:
+                self.note(self.change_by(expert, device, -1), -1, device, -1)
+        if self.best_to < 0:
+            for i in range(1, self.holders_E[expert]):
+                source = self.holder_ED[row + i]
+                self.note(self.change_by(expert, -1, source), source, -1, -1)
+                for node in range(self.num_nodes):
+                    device = self.free_N[node]
+                    if device >= 0:
+                        self.note(self.change_by(expert, device, source), source, device, -1)
+        if self.best_to >= 0 or self.best_from >= 0:
+            self.move(expert, self.best_to, self.best_from)
+            return 1
+        return self.exchange_smoothly(expert) if may_add else 0
+
+    @cython.inner
+    def exchange_smoothly(self, expert: Index) -> Index:
+        """Put an expert in the place of another one if that lowers the smooth price; 0 if it does not."""
+        self.find_exchange(expert)
+        if self.best_instead < 0:
+            return 0
+        other, device = self.best_instead, self.best_to
+        change = self.change_by(other, -1, device)
+        self.move(other, -1, device)
+        change += self.change_by(expert, device, -1)
+        if change < -self.threshold:
+            self.move(expert, device, -1)
+            return 1
+        self.move(other, device, -1)
+        return 0
+
+    @cython.inner
+    def find_exchange(self, expert: Index) -> cython.void:
+        """Note the best exchange on the least loaded full device of each node, by the smooth price.
+
+        The replica that makes room is the one with the fewest pairs. The estimate adds the changes of both
+        experts; it leaves out that they may share other devices and links.
+        """
+        for node in range(self.num_nodes):
+            device = self.least_loaded(expert, node, 1)
+            if device < 0:
+                continue
+            other: Int = -1
+            least: Real = 0.0
+            for i in range(self.used_D[device]):
+                held: Index = self.held_D[device * self.slots + i]
+                part = self.part_of(held, 0, device)
+                if other < 0 or part < least:
+                    other, least = held, part
+            change = self.change_by(other, -1, device)
+            self.load_D[device] -= least
+            change += self.change_by(expert, device, -1)
+            self.load_D[device] += least
+            self.note(change, -1, device, other)
 
     @cython.inner
     def try_adding(self, expert: Index, source: Int) -> cython.void:
@@ -187,71 +189,56 @@ class MovingLayer(SmoothLayer):
                 device = self.free_N[node]
                 if device >= 0:
                     self.put(expert, device)
-                    self.note(self.score(expert), source, device, -1)
+                    self.note(self.price_of(expert), source, device, -1)
                     self.drop(expert, device)
-
-    @cython.inner
-    def try_instead(self, expert: Index) -> cython.void:
-        """Try an expert that is out in place of others, on the least loaded full device of each node."""
-        if self.may_replicate(expert) == 0:
-            return
-        for node in range(self.num_nodes):
-            device = self.least_loaded(expert, node, 1)
-            if device < 0:
-                continue
-            for other in range(self.num_experts):
-                if self.present_ED[other * self.num_devices + device] == 0 or self.owner_E[other] == device:
-                    continue
-                self.count(other, -1)
-                change: Real = 0.0
-                if self.is_smooth:
-                    self.prepare(other)
-                    change = -self.score(other)
-                self.drop(other, device)
-                if self.is_smooth:
-                    change += self.score(other)
-                self.count(other, 1)
-                self.prepare(expert)
-                if self.may_gain():
-                    self.put(expert, device)
-                    self.note(self.score(expert) + change, -1, device, other)
-                    self.drop(expert, device)
-                self.count(other, -1)
-                self.put(other, device)
-                self.count(other, 1)
 
     @cython.inner
     def improve(self, expert: Index) -> Index:
-        """Make the best move of an expert: another replica, one less, or one elsewhere. 0 if none gains."""
+        """Make the move of an expert that lowers the price most; 0 if none gains.
+
+        An expert without which the layer costs as much gains by no move.
+        """
         row = expert * self.num_devices
         self.best_from = self.best_to = self.best_instead = -1
         self.count(expert, -1)
-        self.prepare(expert)
-        self.best = self.score(expert) - self.threshold
-        others: Int = 0
-        if self.may_gain():
+        self.prepare_prices(expert)
+        before = self.price_of(expert) - self.threshold
+        self.best = before
+        may_gain: Index = 1 if self.least < before else 0
+        if may_gain:
             for node in range(self.num_nodes):
                 self.free_N[node] = self.least_loaded(expert, node, 0)
             self.try_adding(expert, -1)
-            others = 0 if self.best_to >= 0 else self.holders_E[expert] - 1
-        for _ in range(others):
-            source: Index = self.holder_ED[row + 1]
-            self.drop(expert, source)
-            self.note(self.score(expert), source, -1, -1)
-            self.try_adding(expert, source)
-            self.put(expert, source)
-        if self.best_from < 0 and self.best_to < 0:
-            self.try_instead(expert)
-        if self.best_instead >= 0:
-            self.count(self.best_instead, -1)
-            self.drop(self.best_instead, self.best_to)
-            self.count(self.best_instead, 1)
+        if self.best_to < 0:
+            for _ in range(self.holders_E[expert] - 1 if may_gain else 0):
+                source: Index = self.holder_ED[row + 1]
+                self.drop(expert, source)
+                self.note(self.price_of(expert), source, -1, -1)
+                self.try_adding(expert, source)
+                self.put(expert, source)
         if self.best_from >= 0:
             self.drop(expert, self.best_from)
         if self.best_to >= 0:
             self.put(expert, self.best_to)
         self.count(expert, 1)
-        return 1 if self.best_from >= 0 or self.best_to >= 0 else 0
+        if self.best_to >= 0 or self.best_from >= 0:
+            return 1
+        return self.exchange(expert, before) if may_gain and self.may_replicate(expert) else 0
+
+    @cython.inner
+    def exchange(self, expert: Index, before: Real) -> Index:
+        """Put an expert in the place of another one if the price is then below ``before``; 0 if it is not."""
+        self.best = _FORBIDDEN
+        self.find_exchange(expert)
+        if self.best_instead < 0:
+            return 0
+        self.move(self.best_instead, -1, self.best_to)
+        self.move(expert, self.best_to, -1)
+        if self.price() < before:
+            return 1
+        self.move(expert, -1, self.best_to)
+        self.move(self.best_instead, self.best_to, -1)
+        return 0
 
     @cython.inner
     def descend(self, is_smooth: Int, number: Index, least_gain: Real) -> cython.void:
@@ -262,16 +249,29 @@ class MovingLayer(SmoothLayer):
             number: Number of experts of each resource that are tried.
             least_gain: Smallest gain of a move, as a part of the seconds.
         """
-        self.is_smooth = is_smooth
         self.threshold = least_gain * self.kept_price
         for expert in range(self.num_experts):
             self.listed_E[expert] = 0
+        lowest_s: Real = _FORBIDDEN
+        patience: Int = 0
         moves: Index = 1
         while moves and self.num_prices < self.most_prices:
             moves = 0
-            self.choose_experts(number)
-            for i in range(self.num_chosen):
-                expert = self.chosen_E[i]
-                if moves == 0 and self.listed_E[expert] == 0:
-                    moves = self.improve(expert)
-                    self.listed_E[expert] = 1 - moves
+            self.weigh()
+            if self.highest_s < lowest_s * (1 - _GAIN):
+                lowest_s = self.highest_s
+                patience = self.num_devices + 2 * self.num_nodes
+            elif patience == 0:
+                break
+            patience -= 1
+            for kind in range(2):
+                self.num_chosen = 0
+                if kind and moves == 0:
+                    self.choose_largest(self.link_kind, self.link_at, number)
+                elif moves == 0:
+                    self.choose_largest(0, self.busiest, number)
+                for i in range(self.num_chosen):
+                    expert = self.chosen_E[i]
+                    if moves == 0 and self.listed_E[expert] == 0:
+                        moves = self.improve_smoothly(expert) if is_smooth else self.improve(expert)
+                        self.listed_E[expert] = 1 - moves

@@ -16,25 +16,29 @@ class SeededLayer(MovingLayer):
         ranked_E: The experts in descending load.
         wanted_E: Number of holders that each expert is to have.
         planned_D: Load of each device after owners have given away what they plan to.
+        relief_D: Load that the next holders of the device's most relieving expert take from it.
+        relieving_D: That expert.
         left_out_D: 1 for the devices that a seed leaves out.
     """
 
     ranked_E: Ints
     wanted_E: Ints
     planned_D: Reals
+    relief_D: Reals
+    relieving_D: Ints
     left_out_D: Ints
 
-    def __init__(self, num_experts: Index, num_devices: Index, num_nodes: Index) -> None:
-        MovingLayer.__init__(self, num_experts, num_devices, num_nodes)
+    def __init__(self, num_experts: Index, num_devices: Index, num_nodes: Index, slots: Int) -> None:
+        MovingLayer.__init__(self, num_experts, num_devices, num_nodes, slots)
         self.ranked_E, self.wanted_E = self.new_ints(num_experts), self.new_ints(num_experts)
-        self.planned_D = self.new_reals(num_devices)
-        self.left_out_D = self.new_ints(num_devices)
+        self.planned_D, self.relief_D = self.new_reals(num_devices), self.new_reals(num_devices)
+        self.left_out_D, self.relieving_D = self.new_ints(num_devices), self.new_ints(num_devices)
 
     @cython.inner
-    def rank(self, by_share: Index) -> cython.void:
-        """Write the experts to ``ranked_E`` in descending load, or in descending load of a wanted holder."""
+    def rank(self) -> cython.void:
+        """Write the experts to ``ranked_E`` in descending load."""
         for expert in range(self.num_experts):
-            load = self.total_E[expert] / self.wanted_E[expert] if by_share else self.total_E[expert]
+            load = self.total_E[expert]
             at: Index = expert
             while at > 0 and self.part_E[at - 1] < load:
                 self.part_E[at] = self.part_E[at - 1]
@@ -82,19 +86,16 @@ class SeededLayer(MovingLayer):
         """Drop the replica on a device whose expert has the least load for each holder."""
         found: Int = -1
         least: Real = 0.0
-        for expert in range(self.num_experts):
-            if self.present_ED[expert * self.num_devices + device] and self.owner_E[expert] != device:
-                share = self.total_E[expert] / self.holders_E[expert]
-                if found < 0 or share < least:
-                    found, least = expert, share
-        self.count(found, -1)
-        self.drop(found, device)
-        self.count(found, 1)
+        for i in range(self.used_D[device]):
+            expert: Index = self.held_D[device * self.slots + i]
+            share = self.total_E[expert] / self.holders_E[expert]
+            if found < 0 or share < least:
+                found, least = expert, share
+        self.move(found, -1, device)
 
     @cython.inner
     def seed_widely(self) -> cython.void:
         """Seeds: the hottest 1, 2, … experts are on all devices. Keep the best one."""
-        self.rank(0)
         for i in range(self.num_experts):
             expert: Index = self.ranked_E[i]
             self.count(expert, -1)
@@ -149,8 +150,9 @@ class SeededLayer(MovingLayer):
         """The most loaded unlisted expert of an owner; -1 if there is none."""
         found: Int = -1
         most: Real = 0.0
-        for expert in range(self.num_experts):
-            if self.owner_E[expert] == owner and self.listed_E[expert] == 0 and self.total_E[expert] > most:
+        for i in range(self.first_owned_D[owner], self.first_owned_D[owner + 1]):
+            expert: Index = self.owned_E[i]
+            if self.listed_E[expert] == 0 and self.total_E[expert] > most:
                 found, most = expert, self.total_E[expert]
         return found
 
@@ -183,12 +185,9 @@ class SeededLayer(MovingLayer):
         """
         self.clear_all()
         self.plan_holders(ratio * self.all_pairs / self.num_devices, in_all_nodes)
-        self.rank(1)
-        for i in range(self.num_experts):
-            expert: Index = self.ranked_E[i]
+        for i in range(self.num_chosen):
+            expert: Index = self.chosen_E[i]
             count = self.wanted_E[expert]
-            if count == 1:
-                continue
             in_node = (count + self.num_nodes - 1) // self.num_nodes
             self.count(expert, -1)
             device: Int = 0
@@ -204,34 +203,67 @@ class SeededLayer(MovingLayer):
     def plan_holders(self, limit: Real, in_all_nodes: Index) -> cython.void:
         """Write the number of holders of each expert to ``wanted_E``.
 
-        One by one, the expert gets more whose next holders take most load from an owner above ``limit``.
+        One by one, an owner with more than ``limit`` gives away from the expert whose next holders take most.
+        It is the owner with the most load. If all nodes get an expert, that is to save links between nodes,
+        and the owner is the one whose expert's next holders take most. The experts with replicas go to
+        ``chosen_E`` in descending load of a holder.
         """
         for device in range(self.num_devices):
             self.planned_D[device] = 0.0
         for expert in range(self.num_experts):
             self.wanted_E[expert] = 1
-            self.part_E[expert] = self.relief(expert, in_all_nodes)
             self.planned_D[self.owner_E[expert]] += self.total_E[expert]
+        for device in range(self.num_devices):
+            self.find_relief(device, in_all_nodes)
         free = self.num_devices * self.slots
-        num_wanted: Int = 0
+        self.num_chosen = 0
         while free > 0:
-            best: Real = 0.0
-            found: Int = -1
-            for expert in range(self.num_experts):
-                if self.part_E[expert] <= best or self.planned_D[self.owner_E[expert]] <= limit:
-                    continue
-                if self.wanted_E[expert] > 1 or num_wanted < self.max_replicated:
-                    found, best = expert, self.part_E[expert]
-            if found < 0:
-                return
-            count = self.wanted_E[found]
-            if count == 1:
-                num_wanted += 1
+            owner: Int = -1
+            most: Real = 0.0
+            for device in range(self.num_devices):
+                key = self.relief_D[device] if in_all_nodes else self.planned_D[device]
+                if key > most and self.planned_D[device] > limit and self.relief_D[device] > 0.0:
+                    owner, most = device, key
+            if owner < 0:
+                break
+            expert = self.relieving_D[owner]
+            count = self.wanted_E[expert]
             more = self.more_holders(count, in_all_nodes)
-            free -= more - count
-            self.planned_D[self.owner_E[found]] -= self.total_E[found] / count - self.total_E[found] / more
-            self.wanted_E[found] = more
-            self.part_E[found] = self.relief(found, in_all_nodes)
+            if count > 1 or self.num_chosen < self.max_replicated:
+                if count == 1:
+                    self.chosen_E[self.num_chosen] = expert
+                    self.num_chosen += 1
+                free -= more - count
+                self.planned_D[owner] -= self.total_E[expert] / count - self.total_E[expert] / more
+                self.wanted_E[expert] = more
+                self.find_relief(owner, in_all_nodes)
+            else:
+                self.relief_D[owner] = 0.0
+        self.sort_chosen()
+
+    @cython.inner
+    def find_relief(self, owner: Index, in_all_nodes: Index) -> cython.void:
+        """Find the expert whose next holders take most load from an owner, for each new replica."""
+        self.relief_D[owner] = 0.0
+        for i in range(self.first_owned_D[owner], self.first_owned_D[owner + 1]):
+            expert: Index = self.owned_E[i]
+            relief = self.relief(expert, in_all_nodes)
+            if relief > self.relief_D[owner]:
+                self.relief_D[owner], self.relieving_D[owner] = relief, expert
+
+    @cython.inner
+    def sort_chosen(self) -> cython.void:
+        """Sort ``chosen_E`` in descending load of a wanted holder."""
+        for i in range(self.num_chosen):
+            expert: Index = self.chosen_E[i]
+            share = self.total_E[expert] / self.wanted_E[expert]
+            at: Index = i
+            while at > 0 and self.part_E[at - 1] < share:
+                self.part_E[at] = self.part_E[at - 1]
+                self.chosen_E[at] = self.chosen_E[at - 1]
+                at -= 1
+            self.part_E[at] = share
+            self.chosen_E[at] = expert
 
     @cython.inner
     def more_holders(self, count: Int, in_all_nodes: Index) -> Int:
