@@ -1,6 +1,7 @@
 """Prints figures and tables of the papers beside the values that the simulator computes for them.
 
-Run it as ``python benchmarks/reproduce_papers.py``. ``--paper hecate`` prints only one paper. The ratios are
+Run it as ``python benchmarks/reproduce_papers.py``. ``--paper hecate`` prints only one paper. ``--pages
+docs`` also writes the pages ``docs/papers.md`` and ``docs/papers-….md`` with their pictures. The ratios are
 not measurements, because the simulations differ from the papers:
 
 * No paper publishes its loads as numbers. Three publish a sentence about their skew.
@@ -25,7 +26,9 @@ from rich.table import Table
 if not __package__:  # run as a file
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.papers.page import PAPERS, Row, count, module_of, page_of, spread_of_paper, words
+from benchmarks.papers.entry_page import entry_page
+from benchmarks.papers.paper_page import file_name, paper_page
+from benchmarks.papers.paper_rows import PAPERS, Row, count, module_of, spread_of_paper, words
 from benchmarks.papers.pictures import draw_all
 from benchmarks.papers.setting import NEAR
 
@@ -66,17 +69,27 @@ def print_rows(console: Console, name: str, rows: list[Row], sigma: float) -> No
     console.print(f"{name}: {near} of {total} rows within {NEAR:.0%}")
 
 
+def write_pages(folder: Path, rows_by_paper: dict[str, list[Row]]) -> None:
+    """Write the entry page, a page for each paper, and the pictures into ``folder/pictures``."""
+    (folder / "papers.md").write_text(entry_page(rows_by_paper), encoding="utf-8")
+    for key, rows in rows_by_paper.items():
+        (folder / file_name(key)).write_text(paper_page(key, rows), encoding="utf-8")
+    pictures = folder / "pictures"
+    pictures.mkdir(exist_ok=True)
+    draw_all(pictures, rows_by_paper)
+
+
 def main() -> None:
-    """Print the tables, or write the page."""
+    """Print the tables, and write the pages if they are wanted."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--paper", choices=list(PAPERS), nargs="*", help="papers to print; default: all")
     parser.add_argument("--sigma", type=float, help="spread of the loads; default: each paper's own")
-    parser.add_argument("--page", type=Path, help="write these papers as a page, with pictures beside it")
+    parser.add_argument("--pages", type=Path, metavar="FOLDER", help="write the pages of all papers there")
     arguments = parser.parse_args()
-    if arguments.page and arguments.sigma is not None:
-        parser.error("--page has each paper with its own spread: leave out --sigma")
+    if arguments.pages and (arguments.sigma is not None or arguments.paper):
+        parser.error("--pages writes all papers, each with its own spread: leave out --paper and --sigma")
     console = Console(width=130)
     found = {}
     for key in arguments.paper or PAPERS:
@@ -87,9 +100,8 @@ def main() -> None:
         "Ratios compare the geometric mean of the simulated values with that of the smallest and largest "
         "stated value."
     )
-    if arguments.page:
-        arguments.page.write_text(page_of(found), encoding="utf-8")
-        draw_all(arguments.page.parent / "pictures", found)
+    if arguments.pages:
+        write_pages(arguments.pages, found)
 
 
 if __name__ == "__main__":

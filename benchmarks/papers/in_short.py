@@ -1,4 +1,4 @@
-"""The main statements of each paper, in plain words, for the first table of ``docs/papers.md``."""
+"""The main statements of each paper, in plain words, for ``docs/papers.md``."""
 
 IN_SHORT = {
     "parm": {

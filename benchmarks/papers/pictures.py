@@ -1,4 +1,4 @@
-"""Pictures of ``docs/papers.md``: simulated values in the layout of the papers' figures and tables."""
+"""Pictures of ``docs/papers-….md``: simulated values in the layout of the papers' figures and tables."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -69,6 +69,7 @@ class Setting:
         precision: Precision of parameters and tokens.
         layer: Index of the only simulated layer, whose loads are those that it has in the whole model. None:
             all layers.
+        draw: Seed of the drawn popularities.
     """
 
     model: Model
@@ -83,6 +84,7 @@ class Setting:
     leaving_share: float | None = None
     precision: str = "fp16"
     layer: int | None = None
+    draw: int = 0
 
     @property
     def job(self) -> MoeJob:
@@ -202,9 +204,11 @@ def _job(setting: Setting) -> MoeJob:
 
 
 @cache
-def _loads(num_layers: int, num_devices: int, num_experts: int, iterations: int, sigma: float) -> np.ndarray:
+def _loads(
+    num_layers: int, num_devices: int, num_experts: int, iterations: int, sigma: float, seed: int
+) -> np.ndarray:
     """Draw tokens with log-normal popularities that follow a random walk: int32 ``[I, L, D, E]``."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     popularity_LE = sigma * rng.normal(size=(num_layers, num_experts))
     drawn = []
     for _ in range(iterations):
@@ -219,7 +223,12 @@ def _loads(num_layers: int, num_devices: int, num_experts: int, iterations: int,
 def _counts(setting: Setting) -> np.ndarray:
     job = setting.job
     recorded = _loads(
-        setting.model.layers, job.num_devices, job.num_experts, setting.num_iterations, setting.sigma
+        setting.model.layers,
+        job.num_devices,
+        job.num_experts,
+        setting.num_iterations,
+        setting.sigma,
+        setting.draw,
     )
     if setting.layer is not None:
         recorded = recorded[:, setting.layer : setting.layer + 1]

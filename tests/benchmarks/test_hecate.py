@@ -8,13 +8,25 @@ from benchmarks.papers.hecate.hecate_runs import (
     BASELINES,
     EP,
     FLEXMOE_SLOTS,
+    FLOPS_PER_S,
     HECATE,
+    LONGER,
+    MODELS,
     MOVES_AT,
     SETTLED,
     over_best,
     over_ep,
     setting_of,
 )
+from benchmarks.papers.hecate.hecate_trends import (
+    IN_FIGURE_13,
+    SAME_DEGREE,
+    TIMES_LONGER,
+    Change,
+    hidden_experts,
+    times_longer,
+)
+from benchmarks.papers.hecate.hecate_values import IMPLIED_SHARE
 from benchmarks.papers.setting import Setting
 from benchmarks.papers.skews import SKEWS
 
@@ -55,3 +67,40 @@ def test_longer_compute_hides_more_experts_and_a_setting_can_leave_the_throughpu
     assert held[0] > held[1] > 0
     assert over_ep(paced, HECATE) > over_ep(plain, HECATE)
     assert set(BASELINES) == {"FasterMoE", "SmartMoE", "FlexMoE"}
+
+
+def test_fewer_experts_are_hidden_on_cluster_a_and_as_many_as_in_figure_13_on_b() -> None:
+    sigma = SKEWS["hecate"].sigma
+    on_a, on_b = (
+        [hidden_experts(setting_of(model, cluster, sigma)) for model in MODELS]
+        for cluster in ("hecate-a", "hecate-b")
+    )
+    assert on_b[0] == IN_FIGURE_13
+    assert all(few < many for few, many in zip(on_a, on_b, strict=True))
+    for model, degree in zip(MODELS, on_a, strict=True):  # the simulated limit is the same
+        setting = small(model, 32)
+        as_computed = HECATE.having(overlap_degree=degree).seconds(setting)
+        assert HECATE.seconds(setting) == pytest.approx(as_computed)
+
+
+def test_compute_outside_is_so_long_that_moe_layers_take_the_share_that_figures_10_and_11_imply() -> None:
+    sigma, pace = SKEWS["hecate"].sigma, FLOPS_PER_S["hecate-b"]
+    longer = times_longer(sigma)
+    assert longer == pytest.approx(TIMES_LONGER, abs=0.05)
+    setting = setting_of("GPT-MoE-S", "hecate-b", sigma, flops_per_s=(pace, pace / (LONGER * longer)))
+    share = setting.moe_s_I("ep")[SETTLED:].mean() / EP.seconds(setting)
+    assert share == pytest.approx(IMPLIED_SHARE, rel=1e-3)
+
+
+def test_a_change_has_a_pair_for_every_draw_and_model_and_draws_differ() -> None:
+    found = Change(num_draws=2).gains("hecate-a", 16, SKEWS["hecate"].sigma)
+    assert len(found) == 2 * len(MODELS) == len(set(found))
+    unchanged = [
+        over_ep(setting_of(model, "hecate-a", SKEWS["hecate"].sigma, 16), HECATE) for model in MODELS
+    ]
+    assert found[: len(MODELS)] == unchanged
+
+
+def test_cluster_a_gains_more_than_b_if_as_many_experts_are_replicated() -> None:
+    pairs = SAME_DEGREE.slower_links(SKEWS["hecate"].sigma)
+    assert all(on_a > on_b for on_a, on_b in pairs)

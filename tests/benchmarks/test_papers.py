@@ -1,6 +1,7 @@
 """Settings and relations of the papers' tables: loads under FasterMoE's gate, ZeRO's volume, figures."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,16 +13,17 @@ from benchmarks.papers.fastermoe import fastermoe_systems as systems
 from benchmarks.papers.hecate import hecate_statements as hecate
 from benchmarks.papers.hecate.hecate_values import IMPLIED_SHARE
 from benchmarks.papers.in_short import IN_SHORT
-from benchmarks.papers.page import PAPERS, Row, count, module_of, page_of, spread_of_paper
+from benchmarks.papers.paper_page import file_name, paper_page
+from benchmarks.papers.paper_rows import PAPERS, Row, count, module_of, spread_of_paper, words
 from benchmarks.papers.parm import parm_statements as parm
 from benchmarks.papers.pro_prophet import pro_prophet_model
 from benchmarks.papers.pro_prophet import pro_prophet_statements as pro_prophet
 from benchmarks.papers.setting import Model, Relation, Setting, is_near, kept_in_nodes
 from benchmarks.papers.skews import SKEWS, share_of_top, spread_of
-from benchmarks.reproduce_papers import rows_of
+from benchmarks.reproduce_papers import main, rows_of
 from megatron_fssdp.planning.placement.topology import Topology
 
-PAGE = Path(__file__).parents[2] / "docs" / "papers.md"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize("leaving_share", [0.0, 0.2, 1.0])
@@ -164,18 +166,53 @@ def test_hecates_share_of_moe_layers_gives_the_papers_speedup() -> None:
     assert pytest.approx(1.70) == 1 / (1 - IMPLIED_SHARE + IMPLIED_SHARE / 11.87)
 
 
-def test_the_page_has_a_row_for_every_statement_and_says_why_one_is_missed() -> None:
+def shipped(name: str) -> str:
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+def test_a_papers_page_has_a_row_for_every_statement_and_says_why_one_is_missed() -> None:
     rows = rows_of("parm", spread_of_paper("parm"))
-    text = page_of({"parm": rows})
+    text = paper_page("parm", rows)
     assert count(rows)[0] >= 60
-    missed = [line for line in text.splitlines() if "**" in line]
+    missed = [line for line in text.splitlines() if line.startswith("|") and "**" in line]
     assert len(missed) == count(rows)[1] - count(rows)[0]
     assert min(len(line.split(" | ")[-1].strip(" |")) for line in missed) > 10
-    shipped = PAGE.read_text(encoding="utf-8")
-    for line in text.split("## Parm")[1].strip().splitlines():
-        assert line in shipped, "write docs/papers.md as it says"
+    assert text == shipped(file_name("parm")), "run `python benchmarks/reproduce_papers.py --pages docs`"
     for row in rows:
         assert f"| {row.relation.where} | {row.relation.what} |" in text
+
+
+@pytest.mark.parametrize("key", PAPERS)
+def test_the_shipped_pages_are_those_of_the_statements(key: str) -> None:
+    """Papers that take long to simulate: all but the simulated values is compared."""
+    module, text = module_of(key), shipped(file_name(key))
+    found = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \| .+? \| .+? \| .*\|$", text, re.MULTILINE)
+    wanted = [(one.where, one.what, words([one.low, one.high])) for one in module.RELATIONS]
+    assert found[2:] == wanted, "run `python benchmarks/reproduce_papers.py --pages docs`"
+    for claim in getattr(module, "CLAIMS", ()):
+        assert f"| {claim.where} | {claim.statement} |" in text
+    assert f"(pictures/papers_{key}.svg)" in text
+    assert (DOCS / "pictures" / f"papers_{key}.svg").is_file()
+
+
+def test_the_entry_page_and_the_pages_of_the_papers_have_the_same_counts() -> None:
+    entry, near, total = shipped("papers.md"), 0, 0
+    for key, name in PAPERS.items():
+        page = re.search(rf"\*\*(\d+) of (\d+) numbers of {name} ", shipped(file_name(key)))
+        assert page is not None
+        assert f"| [{name}]({file_name(key)}) | {page[1]} of {page[2]} |" in entry
+        near, total = near + int(page[1]), total + int(page[2])
+    assert f"**{near} of {total} numbers of the four papers " in entry
+
+
+@pytest.mark.parametrize("option", [["--paper", "parm"], ["--sigma", "1"]])
+def test_pages_are_only_written_for_all_papers_with_their_own_spreads(
+    option: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sys.argv", ["reproduce_papers.py", "--pages", str(tmp_path), *option])
+    with pytest.raises(SystemExit):
+        main()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("key", PAPERS)

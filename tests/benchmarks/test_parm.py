@@ -114,7 +114,7 @@ def test_the_schedules_do_not_always_pay_without_esp() -> None:
 
 
 def test_all_but_two_cells_of_table_iv_are_close_to_the_papers() -> None:
-    """docs/papers.md names the two, and how many there are under other assumptions."""
+    """docs/papers-parm.md names the two, and how many there are under other assumptions."""
     missed = {cell for cell, ratio in parm_tables.ratios_of_table_iv().items() if not is_near(ratio)}
     assert missed == set(parm.OF_CELLS)
     plain = Assumptions(slowdown_of_all_to_all=1.0)

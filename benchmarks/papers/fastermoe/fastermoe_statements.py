@@ -10,10 +10,11 @@ These constants come from it, and ``configs/clusters`` has those of the links an
   of the BERT models are assumed.
 * The smart schedule has groups of 2 ranks (``scripts/runme.sh``: ``FMOE_FUSE_GRAN=2``).
 * Fig. 11 shows layer 12 of MoE-BERT-Deep (``plotting/fig11.py``). Fig. 12 shows four models, and its upper
-  bound takes each pass for itself (``plotting/fig12.py``).
+  bound is calculated for the forward and the backward pass separately (``plotting/fig12.py``).
 
-The paper recorded expert selections in real trainings. Their skew is in ``skews``. Latencies are those of the
-MoE layers, as in the paper (§5.2), except for Table 3. The number of shadows has no bound, as in Alg. 1.
+The paper recorded expert selections in real trainings. ``benchmarks/papers/skews.py`` has their skew. Seconds
+are those of the MoE layers, as in the paper (§5.2), and in Table 3 those of an iteration. The number of
+shadows has no bound, as in Alg. 1.
 
 Shadows are selected by Eq. 8 (``latency=paper``). The authors' scripts have another formula, "copied from
 fmoe impl" (``plotting/fig11.py``; ``latency=authors``): it divides the transfers of a shadow by the number of
@@ -23,8 +24,8 @@ With the authors' formula all rows of Table 3 come within 15 %, and fewer of the
 ZeRO, GShard and BASE Layer are not strategies of this package. ZeRO is computed from its volume (Rajbhandari
 et al. 2020, §7): with p bytes of parameters, stage 3 moves 3p, and stages 1 and 2 move 2p, of which stage 2
 hides the reduction of gradients under the backward pass. Compute is even. GShard limits the tokens of every
-expert, and BASE Layer gives all experts equally many. Both are ``ep`` with even loads: **loads only**,
-without the time of BASE Layer's matching.
+expert, and BASE Layer gives all experts equally many. Both are simulated as ``ep`` with even loads. The row
+"loads only" leaves out the time of BASE Layer's matching.
 """
 
 from collections.abc import Callable

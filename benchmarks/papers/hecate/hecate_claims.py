@@ -11,9 +11,9 @@ from benchmarks.papers.hecate.hecate_runs import (
     REMATERIALIZED,
     SETTLED,
     System,
-    over_ep,
     setting_of,
 )
+from benchmarks.papers.hecate.hecate_trends import TRENDS
 from benchmarks.papers.setting import OF_MOE_LAYERS, Setting
 
 PLACES = (("hecate-a", 16), ("hecate-a", 32), ("hecate-b", 32))
@@ -29,18 +29,6 @@ def _fastest(sigma: float) -> Pairs:
     return [
         (min(one.seconds(it) for one in BASELINES.values()), HECATE.seconds(it)) for it in _settings(sigma)
     ]
-
-
-def _gain(model: str, cluster: str, devices: int, sigma: float) -> float:
-    return over_ep(setting_of(model, cluster, sigma, devices), HECATE)
-
-
-def _more_gpus(sigma: float) -> Pairs:
-    return [(_gain(model, "hecate-a", 32, sigma), _gain(model, "hecate-a", 16, sigma)) for model in MODELS]
-
-
-def _slower_links(sigma: float) -> Pairs:
-    return [(_gain(model, "hecate-a", 32, sigma), _gain(model, "hecate-b", 32, sigma)) for model in MODELS]
 
 
 def _slower_than_ep(sigma: float) -> Pairs:
@@ -81,20 +69,7 @@ def _memory(sigma: float) -> Pairs:
 
 CLAIMS = (
     Claim("§5.2", "Hecate is faster than every baseline (4 models; 16 and 32 GPUs of A, 32 of B)", _fastest),
-    Claim(
-        "§5.2",
-        "the speed-up over EP is larger on 32 GPUs of cluster A than on 16",
-        _more_gpus,
-        "Open: the simulated MoE layers gain 2.2 to 3.5 on 16 GPUs and 2.2 to 2.7 on 32. The paper's own "
-        "ranges, 1.40–1.58 and then 1.34–1.78, mean that it does not hold for at least one model",
-    ),
-    Claim(
-        "§5.2",
-        "the speed-up over EP is larger on cluster A than on cluster B, whose links are faster",
-        _slower_links,
-        "Cluster B has 4 times the network and, with the published throughputs, 3.5 times the compute. So "
-        "MoE layers take 86 to 92 % of EP's iteration on A, and 85 to 91 % on B",
-    ),
+    *TRENDS,
     Claim(
         "§5.2",
         "a baseline is sometimes slower than EP (4 models, 3 places, 3 baselines)",

@@ -1,9 +1,10 @@
 """Parm's Table IV cell by cell, its Table V, and the statements of its text on Fig. 1, 6 and 7 and on SAA.
 
-Fig. 1 has a row for each reading of Table III: H and M are its values times N_ESP, as assumed, or its values.
-Loads are even, because a capacity factor pads or drops tokens. So no result depends on a spread. Assumptions
-are in ``parm_testbeds``, ``parm_layers`` and ``parm_models``. Rows named "(ours)" show how much an assumption
-changes Table IV. The two rows that enter the cost of all-to-alls on testbed A are marked as inputs.
+Table III can be read in two ways: H and M are its values times N_ESP, which is assumed here, or they are its
+values. Fig. 1 has a row for each reading. Loads are even, because a capacity factor pads or drops tokens, so
+no result depends on a spread. The files ``parm_testbeds.py``, ``parm_layers.py`` and ``parm_models.py`` in
+``benchmarks/papers/parm`` have all other assumptions. Rows named "(ours)" show how much an assumption changes
+Table IV. The cost of all-to-alls on testbed A follows from two rows, which are marked as inputs.
 """
 
 from collections.abc import Callable
@@ -39,9 +40,10 @@ OUTSIDE = (
     "simulated; the published time is used for Table V"
 )
 BASELINE_ON_A = (
-    "start-ups: the one published for T-A is 6 times that of T-B, and the layers of these models are small. "
-    "The simulated MoE layers gain 3.17. It would be 3.65 if the start-up of a collective did not grow with "
-    "its ranks, and 3.93 with 16 times the tokens, which are not published. Tables IV and V imply 4.20"
+    "start-ups are long on T-A: the published one is 6 times that of T-B, and the layers of these models are "
+    "small. The simulated MoE layers become 3.17 times as fast. They would become 3.65 times as fast if the "
+    "start-up of a collective did not grow with its ranks, and 3.93 times with 16 times the tokens, whose "
+    "number is not published. Tables IV and V imply 4.20 times"
 )
 OF_CELLS = {
     ("s2", (2, 4), "T-B 16"): (

@@ -1,16 +1,18 @@
 """Pro-Prophet's Tables I, IV and V cell by cell, and its text on Fig. 10 to 16.
 
 The paper publishes the tokens of an iteration. Here each device processes one sequence. The skew of the loads
-is in ``skews``. Precision and throughput are not published (``configs/clusters`` names the assumptions).
+is in ``benchmarks/papers/skews.py``. Precision and throughput are not published; ``configs/clusters`` has
+what is assumed.
 
-FasterMoE has its plain schedule and its own Eq. 8 (``latency=paper``): §VI-A calls it "coarse-grained and
-blocked". DeepSpeed-MoE is simulated as ``ep``. Its capacity factor and its way to dispatch are not stated
-and not simulated, so nearly all ratios to it are too small here. Beside each of them stand two bounds. "Even
-loads" is what ``ep`` would gain from perfectly even loads, without any cost (:func:`bound`). In 10 of 18
-cells the paper's speed-up is above it, by up to 1.52 times, which no balancing can reach: there
-DeepSpeed-MoE must be slower than plain expert parallelism. "Transfers for nothing" is what the simulated
-system would gain if nothing waited for experts and gradients. Where the paper is below both bounds, the
-simulated transfers take the gain away. The ratios to FasterMoE do not depend on the baseline.
+FasterMoE is simulated without its smart schedule, because §VI-A calls it "coarse-grained and blocked", and
+with its own Eq. 8 (``latency=paper``). DeepSpeed-MoE is simulated as ``ep``. Its capacity factor and its way
+to dispatch are not stated and not simulated, so nearly all ratios to it are too small here. Beside each of
+these ratios stand two bounds. "Even loads" is the speed-up of ``ep`` with perfectly even loads, without any
+cost. In 10 of 18 cells the paper's speed-up is above this bound, up to 1.52 times as large. No balancing can
+reach that, so DeepSpeed-MoE must be slower than plain expert parallelism there. "Transfers for nothing" is
+the speed-up of the simulated system if nothing waited for experts and gradients. Where the paper is below
+both bounds, the simulated transfers take the gain away. The ratios to FasterMoE do not depend on the
+baseline.
 
 Table I is about the same transfers: they take 33 to 40 % of the simulated FasterMoE's iteration, and 23 to
 32 % in the paper. The simulated FasterMoE is slower than plain expert parallelism in 13 of 18 cells. The
