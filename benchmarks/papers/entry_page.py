@@ -28,9 +28,9 @@ def entry_page(rows_by_paper: Mapping[str, list[Row]]) -> str:
     blocks = [
         "# Figures and tables of the papers",
         f"**{near} of {total} numbers of the four papers come within {100 * NEAR:.0f} % in the simulator.** "
-        "They are calculated, not measured, and nothing is fitted to what it predicts. This page has the main "
-        "statements of each paper. Every paper also has a page with a row for each of its numbers, and with "
-        "the reason where a number is missed or cannot be simulated.",
+        "They are calculated, not measured, and nothing is fitted to what it predicts. This page has the "
+        "main statements of each paper. Every paper also has a page with a row for each of its numbers, and "
+        "with the reason where a number is missed or cannot be simulated.",
         markdown_table(
             ("paper", WITHIN, "loads"),
             [
@@ -53,8 +53,8 @@ def entry_page(rows_by_paper: Mapping[str, list[Row]]) -> str:
         "`python benchmarks/reproduce_papers.py --pages docs` writes this page, the pages of the papers "
         "and their pictures. Without `--pages` it prints the rows, and with `--paper hecate` those of one "
         "paper.",
-        "A ratio is the simulated value divided by the paper's. Where the paper states a range, the geometric "
-        "mean of all simulated values is divided by that of the range's two ends. Rows named "
+        "A ratio is the simulated value divided by the paper's. Where the paper states a range, the "
+        "geometric mean of all simulated values is divided by that of the range's two ends. Rows named "
         f"{OURS} are about this package or about an assumption. They are not counted. Nor are rows that are "
         "marked as inputs, because the simulation starts from them.",
         "## Skew of the loads",
