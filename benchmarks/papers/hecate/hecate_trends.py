@@ -151,10 +151,10 @@ TRENDS = (
         AS_ASSUMED.slower_links,
         "All-to-alls are a larger part of EP's iteration on A (49 to 62 %) than on B (45 to 59 %), as the "
         "paper says. But fewer experts can be replicated on A, because B has 4 times the network and, with "
-        "the throughputs that Megatron-LM's authors published, only 3.5 times the compute: t is 8, 6, 4 and 4 "
-        "on A, and 10, 7, 5 and 5 on B (in the order of Table 1). With 10 experts on both it holds, by at most "
-        "2 %, and with longer compute outside the MoE layers it holds by 2 to 4 % (next rows). The paper "
-        "publishes neither t on A nor the seconds from which t follows",
+        "the throughputs that Megatron-LM's authors published, only 3.5 times the compute: t is 8, 6, 4 and "
+        "4 on A, and 10, 7, 5 and 5 on B (in the order of Table 1). With 10 experts on both it holds, by at "
+        "most 2 %, and with longer compute outside the MoE layers it holds by 2 to 4 % (next rows). The "
+        "paper publishes neither t on A nor the seconds from which t follows",
     ),
     *(Claim(OURS, f"the same, {change.words}", change.slower_links) for change in CHANGES),
 )
