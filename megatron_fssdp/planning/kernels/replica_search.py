@@ -29,9 +29,8 @@ _NUM_SMOOTH = 4
 _NUM_EXACT = 2
 _NUM_LAST = 4  # where nothing but the price is left to lower
 _LEAST_GAIN = 2e-4  # smallest gain of a move under the smooth price, which is an estimate
-# Parts of the mean load that owners keep in seeds. Of the parts between 0.1 and 1.1, these gave the best
-# placement of nearly all random layers.
-_NUM_RATIOS = 4
+# Parts of the mean load that owners keep in seeds, between 0.82 and 0.12. The low ones need many slots.
+_NUM_RATIOS = 6
 _HIGHEST_RATIO = 0.82
 _RATIO_STEP = 0.14
 # Devices that Pro-Prophet's seeds leave out; with more of them, its replicas are nearly single.
@@ -166,9 +165,13 @@ class _Search(SeededLayer):
             self.climb_levels()
         else:
             self.descend_twice()
+        num_free: Int = 1
         for turn in range(_NUM_RATIOS):
-            for in_all_nodes in range(2 if self.num_nodes > 1 else 1):
-                self.seed_evenly(_HIGHEST_RATIO - turn * _RATIO_STEP, in_all_nodes)
+            ratio = _HIGHEST_RATIO - turn * _RATIO_STEP
+            if self.num_nodes > 1:
+                self.seed_evenly(ratio, 1)
+            if num_free > 0:  # otherwise the next lower part gives the same seed
+                num_free = self.seed_evenly(ratio, 0)
         self.go_to(self.start_R, self.num_start)
         self.keep_if_better()
         self.go_to(self.kept_R, self.num_kept)

@@ -244,6 +244,9 @@ class MovingLayer(KeptLayer):
     def descend(self, is_smooth: Int, number: Index, least_gain: Real) -> cython.void:
         """Make moves until no expert of the busiest device and link gains, or until ``most_prices``.
 
+        It also ends if the busiest ones got no shorter in as many moves as there are loads and links: the
+        weights of the smooth price change, so moves could follow each other in a circle.
+
         Args:
             is_smooth: Whether the smooth price falls, or the price.
             number: Number of experts of each resource that are tried.
@@ -260,7 +263,7 @@ class MovingLayer(KeptLayer):
             self.weigh()
             if self.highest_s < lowest_s * (1 - _GAIN):
                 lowest_s = self.highest_s
-                patience = self.num_devices + 2 * self.num_nodes
+                patience = 3 * self.num_devices + 2 * self.num_nodes
             elif patience == 0:
                 break
             patience -= 1

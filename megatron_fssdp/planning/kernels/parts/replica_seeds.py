@@ -172,7 +172,7 @@ class SeededLayer(MovingLayer):
             self.left_out_D[found] = 1
 
     @cython.inner
-    def seed_evenly(self, ratio: Real, in_all_nodes: Index) -> cython.void:
+    def seed_evenly(self, ratio: Real, in_all_nodes: Index) -> Int:
         """Seed: owners give load away until they keep ``ratio`` times the mean. Keep it if it is the best.
 
         An owner counts on what it will give away, so its room serves other owners' experts. That exchanges
@@ -182,9 +182,12 @@ class SeededLayer(MovingLayer):
             ratio: Part of the mean load that an owner keeps.
             in_all_nodes: Whether the holders of an expert are a multiple of the number of nodes. No pair for
                 such an expert leaves its node.
+
+        Returns:
+            Number of slots that were left.
         """
         self.clear_all()
-        self.plan_holders(ratio * self.all_pairs / self.num_devices, in_all_nodes)
+        num_free = self.plan_holders(ratio * self.all_pairs / self.num_devices, in_all_nodes)
         for i in range(self.num_chosen):
             expert: Index = self.chosen_E[i]
             count = self.wanted_E[expert]
@@ -198,10 +201,11 @@ class SeededLayer(MovingLayer):
                     self.planned_D[device] += self.total_E[expert] / count
             self.count(expert, 1)
         self.keep_if_better()
+        return num_free
 
     @cython.inner
-    def plan_holders(self, limit: Real, in_all_nodes: Index) -> cython.void:
-        """Write the number of holders of each expert to ``wanted_E``.
+    def plan_holders(self, limit: Real, in_all_nodes: Index) -> Int:
+        """Write the number of holders of each expert to ``wanted_E``; the number of slots that are left.
 
         One by one, an owner with more than ``limit`` gives away from the expert whose next holders take most.
         It is the owner with the most load. If all nodes get an expert, that is to save links between nodes,
@@ -240,6 +244,7 @@ class SeededLayer(MovingLayer):
             else:
                 self.relief_D[owner] = 0.0
         self.sort_chosen()
+        return free
 
     @cython.inner
     def find_relief(self, owner: Index, in_all_nodes: Index) -> cython.void:
