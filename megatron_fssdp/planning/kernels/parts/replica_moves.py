@@ -24,7 +24,8 @@ class MovingLayer(KeptLayer):
         best: Lowest price of the tried moves, or lowest change of the smooth price.
         best_from: Device that loses the expert in the best move; -1 for none.
         best_to: Device that gets the expert; -1 for none.
-        best_instead: Expert whose replica on that device makes room; -1 for none.
+        best_instead: Expert whose replica on that device makes room; -1 for none. If the expert leaves a
+            device, this one comes there.
     """
 
     most_prices: Int
@@ -139,47 +140,81 @@ class MovingLayer(KeptLayer):
         if self.best_to >= 0 or self.best_from >= 0:
             self.move(expert, self.best_to, self.best_from)
             return 1
-        return self.exchange_smoothly(expert) if may_add else 0
+        return self.exchange_smoothly(expert)
 
     @cython.inner
     def exchange_smoothly(self, expert: Index) -> Index:
-        """Put an expert in the place of another one if that lowers the smooth price; 0 if it does not."""
+        """Make the exchange of an expert that lowers the smooth price most; 0 if none does."""
         self.find_exchange(expert)
-        if self.best_instead < 0:
+        other, add, drop = self.best_instead, self.best_to, self.best_from
+        if other < 0:
             return 0
-        other, device = self.best_instead, self.best_to
-        change = self.change_by(other, -1, device)
-        self.move(other, -1, device)
-        change += self.change_by(expert, device, -1)
+        change: Real = 0.0
+        if drop >= 0:  # before the other one comes, so that slots suffice
+            change += self.change_by(expert, -1, drop)
+            self.move(expert, -1, drop)
+        change += self.change_by(other, drop, add)
+        self.move(other, drop, add)
+        change += self.change_by(expert, add, -1)
+        self.move(expert, add, -1)
         if change < -self.threshold:
-            self.move(expert, device, -1)
             return 1
-        self.move(other, device, -1)
+        self.undo_exchange(expert, other, add, drop)
         return 0
+
+    @cython.inner
+    def undo_exchange(self, expert: Index, other: Index, add: Int, drop: Int) -> cython.void:
+        """Bring both experts back after an exchange; ``add`` and ``drop`` are where the first one went."""
+        self.move(expert, -1, add)
+        self.move(other, add, drop)
+        if drop >= 0:
+            self.move(expert, drop, -1)
 
     @cython.inner
     def find_exchange(self, expert: Index) -> cython.void:
         """Note the best exchange on the least loaded full device of each node, by the smooth price.
 
-        The replica that makes room is the one with the fewest pairs. The estimate adds the changes of both
-        experts; it leaves out that they may share other devices and links.
+        The expert comes in addition, and the other one is dropped. Or both replicas exchange their devices.
         """
         for node in range(self.num_nodes):
             device = self.least_loaded(expert, node, 1)
-            if device < 0:
+            if device >= 0:
+                if self.may_replicate(expert):
+                    self.estimate_exchange(expert, device, -1)
+                for i in range(1, self.holders_E[expert]):
+                    self.estimate_exchange(expert, device, self.holder_ED[expert * self.num_devices + i])
+
+    @cython.inner
+    def estimate_exchange(self, expert: Index, device: Int, source: Int) -> cython.void:
+        """Note the exchange of an expert with the replica on a device that has the fewest pairs.
+
+        The estimate adds the changes of both experts; it leaves out that they may share other devices.
+
+        Args:
+            expert: The expert.
+            device: Device that gets the expert.
+            source: Device that gets the other one in exchange; -1 if that is dropped.
+        """
+        other: Int = -1
+        least: Real = 0.0
+        for i in range(self.used_D[device]):
+            held: Index = self.held_D[device * self.slots + i]
+            if source >= 0 and self.present_ED[held * self.num_devices + source]:
                 continue
-            other: Int = -1
-            least: Real = 0.0
-            for i in range(self.used_D[device]):
-                held: Index = self.held_D[device * self.slots + i]
-                part = self.part_of(held, 0, device)
-                if other < 0 or part < least:
-                    other, least = held, part
-            change = self.change_by(other, -1, device)
-            self.load_D[device] -= least
-            change += self.change_by(expert, device, -1)
-            self.load_D[device] += least
-            self.note(change, -1, device, other)
+            part = self.part_of(held, 0, device)
+            if other < 0 or part < least:
+                other, least = held, part
+        if other < 0:
+            return
+        change = self.change_by(other, source, device)
+        self.load_D[device] -= least
+        if source >= 0:
+            self.load_D[source] += least
+        change += self.change_by(expert, device, source)
+        self.load_D[device] += least
+        if source >= 0:
+            self.load_D[source] -= least
+        self.note(change, source, device, other)
 
     @cython.inner
     def try_adding(self, expert: Index, source: Int) -> cython.void:
@@ -223,21 +258,23 @@ class MovingLayer(KeptLayer):
         self.count(expert, 1)
         if self.best_to >= 0 or self.best_from >= 0:
             return 1
-        return self.exchange(expert, before) if may_gain and self.may_replicate(expert) else 0
+        return self.exchange(expert, before) if may_gain else 0
 
     @cython.inner
     def exchange(self, expert: Index, before: Real) -> Index:
-        """Put an expert in the place of another one if the price is then below ``before``; 0 if it is not."""
+        """Make the exchange of an expert that seems best if the price is then below ``before``; else 0."""
         self.best = _FORBIDDEN
         self.find_exchange(expert)
-        if self.best_instead < 0:
+        other, add, drop = self.best_instead, self.best_to, self.best_from
+        if other < 0:
             return 0
-        self.move(self.best_instead, -1, self.best_to)
-        self.move(expert, self.best_to, -1)
+        if drop >= 0:
+            self.move(expert, -1, drop)
+        self.move(other, drop, add)
+        self.move(expert, add, -1)
         if self.price() < before:
             return 1
-        self.move(expert, -1, self.best_to)
-        self.move(self.best_instead, self.best_to, -1)
+        self.undo_exchange(expert, other, add, drop)
         return 0
 
     @cython.inner
