@@ -12,6 +12,7 @@ from megatron_fssdp.planning.cost.layer_traffic import (
     DispatchTraffic,
     TransferTraffic,
 )
+from megatron_fssdp.planning.dispatch.token_dispatch import LEVELLING_POLICIES
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
@@ -95,7 +96,7 @@ class LayerLedger:
             holders.
         in_steps_IL: bool ``[I, L]``. Whether the layer runs in the steps of the smart schedule.
         deduplicated_IL: bool ``[I, L]``. Whether tokens travel by the deduplicated exchange.
-        balanced_IL: bool ``[I, L]``. Whether tokens are split by balanced dispatch.
+        balanced_IL: bool ``[I, L]``. Whether tokens are split by balanced or unbound dispatch.
         replicas_IL: int64 ``[I, L]``. Number of replicas on all devices together.
         most_replicas_IL: int64 ``[I, L]``. Number of replicas on the device that has the most.
         most_owned_IL: int64 ``[I, L]``. Number of experts of the layer on the device that owns the most.
@@ -163,7 +164,7 @@ class LayerLedger:
         if placement.num_replicas:
             self.reduce.put(iteration, layer, reduce)
             self.addition.put(iteration, layer, addition)
-            self.balanced_IL[iteration, layer] = plan.dispatch_policy == "balanced"
+            self.balanced_IL[iteration, layer] = plan.dispatch_policy in LEVELLING_POLICIES
             self.replicas_IL[iteration, layer] = placement.num_replicas
             self.most_replicas_IL[iteration, layer] = placement.replicas_per_device_D.max()
         self.ahead_IL[iteration, layer] = plan.gather_ahead

@@ -18,7 +18,7 @@ from megatron_fssdp.planning.dispatch.even_dispatch import even_pair_tokens
 from megatron_fssdp.planning.dispatch.quota_dispatch import QuotaDispatch
 from megatron_fssdp.planning.kernels import token_levelling
 from megatron_fssdp.planning.native.kernel import Kernel
-from megatron_fssdp.planning.placement.holder_groups import holder_groups
+from megatron_fssdp.planning.placement.holder_groups import HolderGroups, holder_groups
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 
@@ -48,12 +48,53 @@ def balanced_dispatch(counts_DE: np.ndarray, placement: ExpertPlacement, topolog
         placement: Owners and replicas of the experts.
         topology: Nodes of the devices.
     """
-    groups = holder_groups(placement, topology)
     even = even_pair_tokens(counts_DE, placement, topology)
+    groups = _level(even.own_P, even.near_P, even.far_P, placement, topology)
+    pairs = (groups.expert_P, groups.device_P, even.own_P, even.near_P, even.far_P)
+    return QuotaDispatch(counts_DE, np.stack(pairs), topology)
+
+
+def unbound_dispatch(counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> QuotaDispatch:
+    """Balanced dispatch in which any holder of an expert may compute any of its tokens.
+
+    Devices with few other tokens also take tokens from devices that have the expert themselves. Device loads
+    become more even, and more tokens travel. Each holder's part is filled with the nearest tokens.
+
+    Args:
+        counts_DE: (token, k) pairs by source device and expert, integers ``[D, E]``.
+        placement: Owners and replicas of the experts.
+        topology: Nodes of the devices.
+    """
+    even = even_pair_tokens(counts_DE, placement, topology)
+    # Tokens of other nodes may go to any holder, so the search sees only such tokens.
+    tokens_P, nothing_P = even.own_P + even.near_P + even.far_P, np.zeros_like(even.own_P)
+    groups = _level(nothing_P, nothing_P.copy(), tokens_P, placement, topology, above_even=int(tokens_P.sum()))
+    return QuotaDispatch.filled(counts_DE, groups.expert_P, groups.device_P, tokens_P, topology)
+
+
+def _level(
+    own_P: np.ndarray,
+    near_P: np.ndarray,
+    far_P: np.ndarray,
+    placement: ExpertPlacement,
+    topology: Topology,
+    above_even: int = 0,
+) -> HolderGroups:
+    """Run the kernel, which changes ``near_P`` and ``far_P``; returns the holders that the pairs belong to.
+
+    Args:
+        own_P: Tokens of the holders themselves, int64 ``[P]``.
+        near_P: Tokens that holders of one node share, int64 ``[P]``.
+        far_P: Tokens that all holders share, int64 ``[P]``.
+        placement: Owners and replicas of the experts.
+        topology: Nodes of the devices.
+        above_even: Tokens that devices and nodes may receive above the highest numbers of before.
+    """
+    groups = holder_groups(placement, topology)
     level_tokens(
-        even.own_P,
-        even.near_P,
-        even.far_P,
+        own_P,
+        near_P,
+        far_P,
         groups.expert_P,
         groups.device_P,
         groups.by_node_P,
@@ -66,7 +107,6 @@ def balanced_dispatch(counts_DE: np.ndarray, placement: ExpertPlacement, topolog
         topology.node_of_device_D,
         ENOUGH,
         MOST_DEALS,
-        0,
+        above_even,
     )
-    pairs = (groups.expert_P, groups.device_P, even.own_P, even.near_P, even.far_P)
-    return QuotaDispatch(counts_DE, np.stack(pairs), topology)
+    return groups

@@ -7,14 +7,16 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from megatron_fssdp.planning.dispatch.balanced_dispatch import balanced_dispatch
+from megatron_fssdp.planning.dispatch.balanced_dispatch import balanced_dispatch, unbound_dispatch
 from megatron_fssdp.planning.dispatch.even_dispatch import EvenDispatch
 from megatron_fssdp.planning.dispatch.owner_dispatch import owner_dispatch
 from megatron_fssdp.planning.dispatch.sent_rows import SentRows
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 
-DispatchPolicy = Literal["even", "balanced", "owner"]
+DispatchPolicy = Literal["even", "balanced", "unbound", "owner"]
+LEVELLING_POLICIES: tuple[DispatchPolicy, ...] = ("balanced", "unbound")
+"""Policies under which the host evens out device loads in every micro-batch."""
 
 
 class TokenDispatch(Protocol):
@@ -56,11 +58,12 @@ class TokenDispatch(Protocol):
 def plan_dispatch(
     policy: DispatchPolicy, counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology
 ) -> TokenDispatch:
-    """Plan the dispatch of exact counts under one of three policies.
+    """Plan the dispatch of exact counts under one of four policies.
 
     Args:
-        policy: ``even`` (Hecate §4.4, :class:`EvenDispatch`), ``balanced`` (:func:`balanced_dispatch`), or
-            ``owner`` (:func:`owner_dispatch`). Without replicas all three give the same dispatch.
+        policy: ``even`` (Hecate §4.4, :class:`EvenDispatch`), ``balanced`` (:func:`balanced_dispatch`),
+            ``unbound`` (:func:`unbound_dispatch`), or ``owner`` (:func:`owner_dispatch`). Without replicas
+            all four give the same dispatch.
         counts_DE: (token, k) pairs by source device and expert, integers ``[D, E]``.
         placement: Owners and replicas of the experts.
         topology: Nodes of the devices.
@@ -69,4 +72,6 @@ def plan_dispatch(
         return EvenDispatch(counts_DE, placement, topology)
     if policy == "owner":
         return owner_dispatch(counts_DE, placement, topology)
+    if policy == "unbound":
+        return unbound_dispatch(counts_DE, placement, topology)
     return balanced_dispatch(counts_DE, placement, topology)

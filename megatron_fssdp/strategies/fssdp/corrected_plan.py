@@ -17,11 +17,12 @@ from megatron_fssdp.planning.balanced.replica_planner import LEAST_SAVING, Layer
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.transfer_split import WHOLE
+from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.native.kernel import kernel_form
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
+from megatron_fssdp.strategies.fssdp.priced_dispatch import dispatched_seconds, fastest_dispatch
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.plan_seconds import plan_seconds
 
 COMPILED_SEARCH_S, PLAIN_SEARCH_S = 45e-6, 1e-3
 """Seconds of a correction for each expert and each device, with compiled and with plain kernels.
@@ -82,12 +83,14 @@ class ExactCounts:
         counts_DE: (token, k) pairs of the iteration by source and expert, int64 ``[D, E]``.
         num_micro_batches: Number of micro-batches in the iteration; each has an equal part of the counts.
         slots: Most replicas that a device may hold.
+        policies: How tokens may be split under a corrected plan; empty: as under the plan before the gate.
     """
 
     context: LayerContext
     counts_DE: np.ndarray
     num_micro_batches: int
     slots: int
+    policies: tuple[DispatchPolicy, ...] = ()
     _layers: dict[tuple[bool, bool, bool], LayerSearch] = field(default_factory=dict)
     _suited: list[ExpertPlacement] = field(default_factory=list)
 
@@ -117,6 +120,15 @@ class ExactCounts:
             candidate_s = self._exact_s(candidate, planned)
             if candidate_s < seconds:
                 plan, seconds = candidate, candidate_s
+        if self.policies:
+            plan, seconds = fastest_dispatch(
+                plan,
+                self.policies,
+                self.counts_DE,
+                self.context,
+                num_micro_batches=self.num_micro_batches,
+                planned=planned,
+            )
         return Correction(plan, seconds + self.search_s, has_searched=True)
 
     def savable_s(self, planned: LayerPlan, expected: ExpectedSeconds | None, now_s: float) -> float:
@@ -212,7 +224,7 @@ class ExactCounts:
         return self.context.profile
 
     def _exact_s(self, plan: LayerPlan, planned: LayerPlan) -> float:
-        return plan_seconds(
+        return dispatched_seconds(
             plan, self.counts_DE, self.context, num_micro_batches=self.num_micro_batches, planned=planned
         )
 

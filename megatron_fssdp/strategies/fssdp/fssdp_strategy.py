@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron_fssdp.config.strategy.fssdp_settings import FssdpSettings
 from megatron_fssdp.planning.balanced.replica_planner import plan_materialization
+from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.calibration import (
@@ -85,6 +86,14 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         split = self._goes_by_seconds if settings.split is None else settings.split
         # The runtime splits nothing under the smart schedule, so the price must not either.
         return split and settings.overlap and not settings.smart_schedule
+
+    @property
+    def _policies(self) -> tuple[DispatchPolicy, ...]:
+        """Ways to split tokens among which modelled seconds decide; none if the policy is given."""
+        if self.settings.dispatch_policy is not None or not self._goes_by_seconds:
+            return ()
+        # The deduplicated exchange is priced as if tokens never left their device or node without need.
+        return ("even", "balanced", "unbound") if self.exchange == "pairs" else ("even", "balanced")
 
     def _corrects(self, context: LayerContext) -> bool:
         """Whether plans may be corrected after the gate by modelled seconds."""
@@ -180,8 +189,9 @@ class FssdpStrategy(Strategy[FssdpSettings]):
                 slots=self.slots(context),
             )
         plan = self._plan_of(placement, context)
-        if forecast is not None and settings.dispatch_policy is None:
-            plan = replace(plan, dispatch_policy=self._dispatch.policy(plan, context, history))
+        if forecast is not None and self._policies:
+            policy = self._dispatch.policy(plan, self._policies, context, history)
+            plan = replace(plan, dispatch_policy=policy)
         if self._splits and placement.num_replicas:
             plan = replace(plan, split=split_of(plan.transfer, float(history.mean_E().sum()), context))
         if forecast is None or not self._corrects(context) or history.is_empty:
@@ -194,7 +204,10 @@ class FssdpStrategy(Strategy[FssdpSettings]):
     def _exact_counts(self, context: LayerContext, counts_DE: np.ndarray) -> ExactCounts:
         """Counts of an iteration ``[D, E]`` for which plans are priced and corrected."""
         assert context.profile is not None
-        return ExactCounts(context, counts_DE, context.profile.num_micro_batches, self.slots(context))
+        return self._counts(context, counts_DE, context.profile.num_micro_batches)
+
+    def _counts(self, context: LayerContext, counts_DE: np.ndarray, num_micro_batches: int) -> ExactCounts:
+        return ExactCounts(context, counts_DE, num_micro_batches, self.slots(context), self._policies)
 
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
@@ -208,9 +221,7 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         if profile is None:
             return plan
         if self._corrects(context):
-            exact = ExactCounts(
-                context, num_micro_batches * counts_DE, num_micro_batches, self.slots(context)
-            )
+            exact = self._counts(context, num_micro_batches * counts_DE, num_micro_batches)
             return exact.corrected(plan, self._moment.expected(context, plan)).plan
         if not self.settings.calibrate:
             return plan

@@ -1,51 +1,103 @@
-"""Decides for each placement whether its tokens are split evenly among holders, or balanced (ours).
+"""Decides for each placement how its tokens are split among holders: evenly, balanced or unbound (ours).
 
-Balanced dispatch is never slower on the devices and links, but the device waits while the host finds the
-split. So it is used where it would have saved more modelled seconds than this time in the last iteration.
+Balanced dispatch is never slower than even dispatch on the devices and links. Unbound dispatch evens out loads
+further, but more tokens travel. Under both, the device waits while the host finds the split. So modelled
+seconds decide, with the host's time, for the counts of the last iteration or, after the gate, for the exact
+ones.
 
 Shape letters: D devices, E experts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from megatron_fssdp.planning.cost.host_seconds import balanced_dispatch_s
-from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
+from megatron_fssdp.planning.dispatch.token_dispatch import LEVELLING_POLICIES, DispatchPolicy
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_seconds import plan_seconds
 
 
-def saved_by_balance_s(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext) -> float:
-    """Seconds that balanced dispatch saves in an iteration, less the host's time; negative if it costs more.
+def dispatched_seconds(
+    plan: LayerPlan,
+    counts_DE: np.ndarray,
+    context: LayerContext,
+    *,
+    num_micro_batches: int,
+    planned: LayerPlan | None = None,
+) -> float:
+    """Modelled seconds of a plan, with the host's time to split the tokens of every micro-batch.
 
     Args:
         plan: Plan of the layer.
         counts_DE: (token, k) pairs of an iteration by source and expert, int64 ``[D, E]``.
         context: Data of the layer; costs are measured.
+        num_micro_batches: Number of micro-batches in the iteration.
+        planned: Plan before the gate, if ``plan`` replaces it.
     """
-    assert context.profile is not None
-    times = context.profile.num_micro_batches
-    even_s, balanced_s = (
-        plan_seconds(replace(plan, dispatch_policy=policy), counts_DE, context, num_micro_batches=times)
-        for policy in ("even", "balanced")
-    )
-    return even_s - balanced_s - times * balanced_dispatch_s(context.num_experts, context.num_devices)
+    seconds = plan_seconds(plan, counts_DE, context, num_micro_batches=num_micro_batches, planned=planned)
+    if plan.dispatch_policy not in LEVELLING_POLICIES or not plan.placement.num_replicas:
+        return seconds
+    return seconds + num_micro_batches * balanced_dispatch_s(context.num_experts, context.num_devices)
+
+
+def fastest_dispatch(
+    plan: LayerPlan,
+    policies: Sequence[DispatchPolicy],
+    counts_DE: np.ndarray,
+    context: LayerContext,
+    *,
+    num_micro_batches: int,
+    planned: LayerPlan | None = None,
+) -> tuple[LayerPlan, float]:
+    """A plan with the policy of the fewest seconds, the first of equal ones, and these seconds.
+
+    Args:
+        plan: Plan of the layer.
+        policies: Policies to compare, at least one.
+        counts_DE: (token, k) pairs of an iteration by source and expert, int64 ``[D, E]``.
+        context: Data of the layer; costs are measured.
+        num_micro_batches: Number of micro-batches in the iteration.
+        planned: Plan before the gate, if ``plan`` replaces it.
+
+    Returns:
+        ``plan`` itself if its policy is the fastest one.
+    """
+    plans = [
+        plan if policy == plan.dispatch_policy else replace(plan, dispatch_policy=policy)
+        for policy in policies
+    ]
+    seconds = [
+        dispatched_seconds(
+            one, counts_DE, context, num_micro_batches=num_micro_batches, planned=planned or plan
+        )
+        for one in plans
+    ]
+    best = int(np.argmin(seconds))
+    return plans[best], seconds[best]
 
 
 @dataclass(eq=False)
 class PricedDispatch:
-    """Decides once for each placement: two prices take longer than to keep a placement."""
+    """Decides once for each placement: the prices take longer than to keep a placement."""
 
     _decided: dict[int, tuple[ExpertPlacement, DispatchPolicy]] = field(default_factory=dict)
 
-    def policy(self, plan: LayerPlan, context: LayerContext, history: LoadHistory) -> DispatchPolicy:
+    def policy(
+        self,
+        plan: LayerPlan,
+        policies: Sequence[DispatchPolicy],
+        context: LayerContext,
+        history: LoadHistory,
+    ) -> DispatchPolicy:
         """How the tokens of a plan are split among the holders of their experts.
 
         Args:
             plan: Plan of the layer.
+            policies: Policies to compare.
             context: Data of the layer; costs are measured.
             history: Loads of the iterations before.
         """
@@ -54,7 +106,8 @@ class PricedDispatch:
         known = self._decided.get(context.layer)
         if known is not None and known[0] is plan.placement:
             return known[1]
-        pays = saved_by_balance_s(plan, history.counts_DE(0), context) > 0.0
-        policy: DispatchPolicy = "balanced" if pays else "even"
-        self._decided[context.layer] = plan.placement, policy
-        return policy
+        assert context.profile is not None
+        times = context.profile.num_micro_batches
+        best, _ = fastest_dispatch(plan, policies, history.counts_DE(0), context, num_micro_batches=times)
+        self._decided[context.layer] = plan.placement, best.dispatch_policy
+        return best.dispatch_policy
