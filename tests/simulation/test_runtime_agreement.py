@@ -25,14 +25,17 @@ from tests.runtime.rank_layer import moe_forward
 NUM_EXPERTS, NUM_TOKENS, NUM_ITERATIONS, WORLD = 8, 64, 6, 4
 LINK = LinkCost(0.0, 1e-9)
 PROFILE = LayerProfile(1e-6, ClusterCost(LINK, LINK, 1e5), 300, 100, 50.0, 3)
-BY_PRICE = {"slots": 2, "profile_iterations": 2, "reshard_interval": 0}
+# Split evenly, because balanced and unbound dispatch make other replicas after the gate unnecessary here.
+BY_PRICE = {"slots": 2, "profile_iterations": 2, "reshard_interval": 0, "dispatch_policy": "even"}
 CASES = [
     ("ep", {}),
     ("fssdp", {"slots": 2, "overlap_degree": 4}),
     ("fssdp", {"planner": "hecate", "window": 2}),
     ("fssdp", {"slots": 2, "overlap_degree": 3, "calibrate": True, "profile_iterations": 2}),
     ("fssdp", {"slots": 2, "overlap_degree": 4, "dispatch_policy": "balanced"}),
+    ("fssdp", {"slots": 2, "overlap_degree": 4, "dispatch_policy": "unbound"}),
     ("fssdp", BY_PRICE),
+    ("fssdp", {**BY_PRICE, "dispatch_policy": None}),
     ("fastermoe", {"profile_iterations": 2}),
     ("prophet", {"profile_iterations": 2, "plan_interval": 2, "left_out": 1}),
     ("quota", {"profile_iterations": 2, "slots": 2}),

@@ -45,15 +45,16 @@ class FssdpSettings(MeasuringSettings):
             "is never worse than plain expert parallelism, while that of Alg. 1 can be."
         ),
     )
-    dispatch_policy: Literal["even", "balanced"] | None = Field(
+    dispatch_policy: Literal["even", "balanced", "unbound"] | None = Field(
         default=None,
         description=(
             "How an expert's tokens are divided among its holders. 'even' is the paper's policy: equal parts "
             "for the nearest holders. 'balanced' is our policy: it uses the exact counts to send the most "
-            "tokens to those of the nearest holders that have the fewest. It takes host time in every "
-            "micro-batch. Default: each layer's placement is dispatched balanced if this saves more modelled "
-            "seconds than its host time, where modelled seconds decide (planner 'balanced' without "
-            "overlap_degree); otherwise evenly."
+            "tokens to those of the nearest holders that have the fewest. 'unbound' does the same among all "
+            "holders, also those that are far away, so that more tokens travel. Both take host time in every "
+            "micro-batch. Default: each layer's placement is dispatched in the way with the fewest modelled "
+            "seconds and host seconds, where modelled seconds decide (planner 'balanced' without "
+            "overlap_degree; 'unbound' only with exchange 'pairs'); otherwise evenly."
         ),
     )
     overlap: bool = Field(

@@ -1,10 +1,13 @@
-"""Balanced dispatch: holders of an expert get unequal parts of its tokens, which evens out device loads.
+"""Balanced and unbound dispatch: unequal parts of an expert's tokens for its holders even out device loads.
 
-This dispatch is ours and goes beyond the papers. The placement is fixed and the exact counts are known. Even
+Both are ours and go beyond the papers. The placement is fixed and the exact counts are known. Even
 dispatch would split tokens evenly over holders; balanced dispatch gives more of them to the least loaded
 holders. A token never travels farther than under even dispatch: it stays on its device if the expert is
 there, otherwise in its node if a holder is there. Only the holder is selected, within the node or among all
 holders.
+
+Unbound dispatch gives up that rule. If an expert is on all devices, each of them computes its own tokens of
+the expert under the rule, however much else it has to compute.
 
 Every rank must derive the same result, so the search works with whole numbers. The kernel
 ``planning/kernels/token_levelling.py`` does it.
@@ -67,8 +70,8 @@ def unbound_dispatch(counts_DE: np.ndarray, placement: ExpertPlacement, topology
     """
     even = even_pair_tokens(counts_DE, placement, topology)
     # Tokens of other nodes may go to any holder, so the search sees only such tokens.
-    tokens_P, nothing_P = even.own_P + even.near_P + even.far_P, np.zeros_like(even.own_P)
-    groups = _level(nothing_P, nothing_P.copy(), tokens_P, placement, topology, above_even=int(tokens_P.sum()))
+    tokens_P, own_P = even.own_P + even.near_P + even.far_P, np.zeros_like(even.own_P)
+    groups = _level(own_P, own_P.copy(), tokens_P, placement, topology, above_even=int(tokens_P.sum()))
     return QuotaDispatch.filled(counts_DE, groups.expert_P, groups.device_P, tokens_P, topology)
 
 

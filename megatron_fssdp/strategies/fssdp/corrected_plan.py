@@ -1,5 +1,6 @@
 """Corrects a layer's plan after the gate, when the exact counts of the iteration are known (ours).
 
+Replicas come from a search or, where this would take longer than it saves, from ``quota``'s assignment.
 Hecate's calibration (§4.2) only adds replicas to free slots. A correction also drops replicas, so that others
 can use their slots: the runtime waits for the replicas on their way before it gathers others, so their memory
 is free by then.
@@ -13,6 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron_fssdp.planning.balanced.quota_planner import quota_assignment
 from megatron_fssdp.planning.balanced.replica_planner import LEAST_SAVING, LayerSearch, layer_search
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
@@ -21,17 +23,21 @@ from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.native.kernel import kernel_form
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from megatron_fssdp.strategies.fssdp.priced_dispatch import dispatched_seconds, fastest_dispatch
+from megatron_fssdp.strategies.fssdp.priced_dispatch import dispatched_seconds
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 
-COMPILED_SEARCH_S, PLAIN_SEARCH_S = 45e-6, 1e-3
-"""Seconds of a correction for each expert and each device, with compiled and with plain kernels.
+QUOTA_S, QUOTA_S_PER_PAIR = 4e-4, 3e-8
+SEARCH_S, SEARCH_S_PER_PAIR = 1.5e-3, 3e-7
+"""Host seconds of a correction by ``quota``'s assignment, and by the search.
 
-Measured at (16, 8), (64, 32) and (256, 64) experts and devices: 1.7, 4.1 and 11.5 ms compiled, with a search
-that was slower than the present one. Half or more of it are the prices of the candidates. Plain kernels
-search 10 to 150 times as long (``benchmarks/host/planner_host_cost.py``). The device waits for a correction.
-All ranks use this number in place of a measured one, because they must make equal plans.
+The second numbers are for each pair of expert and device. Medians in the simulator, on a machine with other
+work, at (8, 8), (64, 32), (256, 32) and (256, 64) experts and devices: 0.43, 0.58, 0.76 and 1.0 ms with the
+assignment, and 1.4, 2.3, 3.9 and 6.5 ms with the search, half or more of it for prices. The device waits for
+a correction. All ranks use these numbers in place of measured ones, because they must make equal plans.
 """
+
+PLAIN_TIMES = 50
+"""Factor of these seconds with plain kernels, which search 10 to 150 times as long."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +71,8 @@ class Correction:
 
     Attributes:
         plan: Corrected plan, or the plan before the gate itself.
-        seconds: Modelled seconds of the layer in the iteration, with the host's time for the search.
-        has_searched: Whether other replicas were searched.
+        seconds: Modelled seconds of the layer in the iteration, with the host's time for the correction.
+        has_searched: Whether other replicas were considered.
     """
 
     plan: LayerPlan
@@ -83,14 +89,14 @@ class ExactCounts:
         counts_DE: (token, k) pairs of the iteration by source and expert, int64 ``[D, E]``.
         num_micro_batches: Number of micro-batches in the iteration; each has an equal part of the counts.
         slots: Most replicas that a device may hold.
-        policies: How tokens may be split under a corrected plan; empty: as under the plan before the gate.
+        quota_policy: How tokens are split under ``quota``'s assignment; ``None``: as before the gate.
     """
 
     context: LayerContext
     counts_DE: np.ndarray
     num_micro_batches: int
     slots: int
-    policies: tuple[DispatchPolicy, ...] = ()
+    quota_policy: DispatchPolicy | None = None
     _layers: dict[tuple[bool, bool, bool], LayerSearch] = field(default_factory=dict)
     _suited: list[ExpertPlacement] = field(default_factory=list)
 
@@ -98,41 +104,45 @@ class ExactCounts:
         """The plan with the fewest modelled seconds from now on: ``planned``, or one with other replicas.
 
         The gather of ``planned`` is on its way in any case, and its reduction is not. Replicas that it lacks
-        are gathered while the layer waits. The search takes host time for which the device waits, so it runs
-        only if it can save more than this time, see :meth:`savable_s`.
+        are gathered while the layer waits. There are two ways to find other replicas: ``quota``'s assignment,
+        which is quick, and the search. The device waits for either. So nothing is done that cannot save more
+        than its host time (:meth:`savable_s`), and the search must save that much beyond the assignment.
 
         Args:
             planned: Plan whose gather has started; without replicas, the layer is planned after the gate.
             expected: What the forecast promised for ``planned``; ``None`` if there was no forecast.
         """
         now_s = self.seconds(planned)
-        least_s = self.search_s + (0.0 if planned.transfer.edges else self.least_gather_s)
-        if self.savable_s(planned, expected, now_s) <= max(least_s, LEAST_SAVING * now_s):
+        savable_s = self.savable_s(planned, expected, now_s)
+        savable_s -= 0.0 if planned.transfer.edges else self.least_gather_s
+        too_little_s = LEAST_SAVING * now_s
+        if savable_s <= max(self.quota_s, too_little_s):
             return Correction(planned, now_s, has_searched=False)
-        plan, seconds = planned, self._exact_s(planned, planned)
-        for placement in self._candidates(planned.placement, self._suited_to(planned)):
-            candidate = replace(
-                planned,
-                placement=placement,
-                transfer=two_level_transfer(placement, self.context.topology),
-                split=WHOLE,  # The shares fit the planned transfer only.
-            )
-            candidate_s = self._exact_s(candidate, planned)
-            if candidate_s < seconds:
-                plan, seconds = candidate, candidate_s
-        if self.policies:
-            plan, seconds = fastest_dispatch(
+        quotas = self._with_replicas(planned, self._quota_placement)
+        savable_s -= max(0.0, now_s - self.seconds(quotas, after_gate=True))
+        if savable_s <= max(self.search_s, too_little_s):
+            host_s = self.quota_s
+            policy = self.quota_policy or planned.dispatch_policy
+            plans = [planned, replace(quotas, dispatch_policy=policy)]
+        else:
+            host_s = self.search_s
+            placements = self._candidates(planned.placement, self._suited_to(planned))
+            plans = [planned, *(self._with_replicas(planned, placement) for placement in placements)]
+        seconds = [
+            dispatched_seconds(
                 plan,
-                self.policies,
                 self.counts_DE,
                 self.context,
                 num_micro_batches=self.num_micro_batches,
                 planned=planned,
             )
-        return Correction(plan, seconds + self.search_s, has_searched=True)
+            for plan in plans
+        ]
+        best = int(np.argmin(seconds))
+        return Correction(plans[best], seconds[best] + host_s, has_searched=True)
 
     def savable_s(self, planned: LayerPlan, expected: ExpectedSeconds | None, now_s: float) -> float:
-        """Modelled seconds that a correction can save at most, computed without a search.
+        """Modelled seconds that a correction can save at most, computed without other replicas.
 
         No plan is faster than experts on balanced devices without any traffic. With a forecast there is a
         closer bound, see :meth:`ExpectedSeconds.least_s`.
@@ -179,10 +189,18 @@ class ExactCounts:
         return min(link.time_s(num_bytes) for link in (cluster.intra, cluster.inter))
 
     @property
+    def quota_s(self) -> float:
+        """Modelled host seconds of a correction by ``quota``'s assignment."""
+        return self._host_s(QUOTA_S, QUOTA_S_PER_PAIR)
+
+    @property
     def search_s(self) -> float:
-        """Modelled host seconds of a correction: the search and the prices of its candidates."""
-        per_size_s = COMPILED_SEARCH_S if kernel_form().is_compiled else PLAIN_SEARCH_S
-        return per_size_s * (self.context.num_experts + self.context.num_devices)
+        """Modelled host seconds of a correction by the search."""
+        return self._host_s(SEARCH_S, SEARCH_S_PER_PAIR)
+
+    def _host_s(self, least_s: float, s_per_pair: float) -> float:
+        compiled_s = least_s + s_per_pair * self.context.num_experts * self.context.num_devices
+        return compiled_s if kernel_form().is_compiled else PLAIN_TIMES * compiled_s
 
     def found(
         self, *, rematerialize: bool, hides: bool, after_gate: bool = False
@@ -223,10 +241,21 @@ class ExactCounts:
         assert self.context.profile is not None
         return self.context.profile
 
-    def _exact_s(self, plan: LayerPlan, planned: LayerPlan) -> float:
-        return dispatched_seconds(
-            plan, self.counts_DE, self.context, num_micro_batches=self.num_micro_batches, planned=planned
+    def _with_replicas(self, planned: LayerPlan, placement: ExpertPlacement) -> LayerPlan:
+        """A plan with other replicas."""
+        return replace(
+            planned,
+            placement=placement,
+            transfer=two_level_transfer(placement, self.context.topology),
+            split=WHOLE,  # The shares fit the planned transfer only.
         )
+
+    @cached_property
+    def _quota_placement(self) -> ExpertPlacement:
+        """The replicas of ``quota``'s assignment, in which no device computes much more than others."""
+        context, one_DE = self.context, self.counts_DE // self.num_micro_batches
+        tokens_ED = quota_assignment(context.owner_E, one_DE, context.topology, slots=self.slots)
+        return ExpertPlacement(context.owner_E, context.owners.present_ED | (tokens_ED > 0))
 
     def _suited_to(self, planned: LayerPlan) -> ExpertPlacement:
         """The placement that suits the counts if its gather starts now, found once for all plans."""

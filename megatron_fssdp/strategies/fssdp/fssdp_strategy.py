@@ -92,7 +92,7 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         """Ways to split tokens among which modelled seconds decide; none if the policy is given."""
         if self.settings.dispatch_policy is not None or not self._goes_by_seconds:
             return ()
-        # The deduplicated exchange is priced as if tokens never left their device or node without need.
+        # The deduplicated exchange is priced as if no token left a device or node that has its expert.
         return ("even", "balanced", "unbound") if self.exchange == "pairs" else ("even", "balanced")
 
     def _corrects(self, context: LayerContext) -> bool:
@@ -207,7 +207,8 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         return self._counts(context, counts_DE, context.profile.num_micro_batches)
 
     def _counts(self, context: LayerContext, counts_DE: np.ndarray, num_micro_batches: int) -> ExactCounts:
-        return ExactCounts(context, counts_DE, num_micro_batches, self.slots(context), self._policies)
+        policy: DispatchPolicy | None = "unbound" if "unbound" in self._policies else None
+        return ExactCounts(context, counts_DE, num_micro_batches, self.slots(context), policy)
 
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int

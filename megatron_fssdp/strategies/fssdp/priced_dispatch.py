@@ -1,9 +1,8 @@
 """Decides for each placement how its tokens are split among holders: evenly, balanced or unbound (ours).
 
-Balanced dispatch is never slower than even dispatch on the devices and links. Unbound dispatch evens out loads
-further, but more tokens travel. Under both, the device waits while the host finds the split. So modelled
-seconds decide, with the host's time, for the counts of the last iteration or, after the gate, for the exact
-ones.
+Balanced dispatch is never slower than even dispatch on the devices and links. Unbound dispatch evens out
+loads further, but more tokens travel. Under both, the device waits while the host finds the split. So the
+way is used that would have taken the fewest modelled seconds in the last iteration, with the host's time.
 
 Shape letters: D devices, E experts.
 """
@@ -44,42 +43,6 @@ def dispatched_seconds(
     return seconds + num_micro_batches * balanced_dispatch_s(context.num_experts, context.num_devices)
 
 
-def fastest_dispatch(
-    plan: LayerPlan,
-    policies: Sequence[DispatchPolicy],
-    counts_DE: np.ndarray,
-    context: LayerContext,
-    *,
-    num_micro_batches: int,
-    planned: LayerPlan | None = None,
-) -> tuple[LayerPlan, float]:
-    """A plan with the policy of the fewest seconds, the first of equal ones, and these seconds.
-
-    Args:
-        plan: Plan of the layer.
-        policies: Policies to compare, at least one.
-        counts_DE: (token, k) pairs of an iteration by source and expert, int64 ``[D, E]``.
-        context: Data of the layer; costs are measured.
-        num_micro_batches: Number of micro-batches in the iteration.
-        planned: Plan before the gate, if ``plan`` replaces it.
-
-    Returns:
-        ``plan`` itself if its policy is the fastest one.
-    """
-    plans = [
-        plan if policy == plan.dispatch_policy else replace(plan, dispatch_policy=policy)
-        for policy in policies
-    ]
-    seconds = [
-        dispatched_seconds(
-            one, counts_DE, context, num_micro_batches=num_micro_batches, planned=planned or plan
-        )
-        for one in plans
-    ]
-    best = int(np.argmin(seconds))
-    return plans[best], seconds[best]
-
-
 @dataclass(eq=False)
 class PricedDispatch:
     """Decides once for each placement: the prices take longer than to keep a placement."""
@@ -97,7 +60,7 @@ class PricedDispatch:
 
         Args:
             plan: Plan of the layer.
-            policies: Policies to compare.
+            policies: Policies to compare; of equal ones, the first is taken.
             context: Data of the layer; costs are measured.
             history: Loads of the iterations before.
         """
@@ -107,7 +70,9 @@ class PricedDispatch:
         if known is not None and known[0] is plan.placement:
             return known[1]
         assert context.profile is not None
-        times = context.profile.num_micro_batches
-        best, _ = fastest_dispatch(plan, policies, history.counts_DE(0), context, num_micro_batches=times)
-        self._decided[context.layer] = plan.placement, best.dispatch_policy
-        return best.dispatch_policy
+        times, counts_DE = context.profile.num_micro_batches, history.counts_DE(0)
+        plans = [replace(plan, dispatch_policy=policy) for policy in policies]
+        seconds = [dispatched_seconds(one, counts_DE, context, num_micro_batches=times) for one in plans]
+        policy = policies[int(np.argmin(seconds))]
+        self._decided[context.layer] = plan.placement, policy
+        return policy

@@ -68,6 +68,33 @@ def test_the_highest_load_is_as_low_as_it_can_be(case, seed):
     assert bound <= highest <= max(bound + 1, ENOUGH * counts_DE.sum() / placement.num_devices)
 
 
+@examples(150)
+@given(placements(), SEEDS)
+def test_unbound_dispatch_lowers_the_highest_load_as_far_as_the_holders_allow(case, seed):
+    topology, placement = case
+    counts_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(balanced_dispatch, "MOST_DEALS", 10**6)
+        dispatch = balanced_dispatch.unbound_dispatch(counts_DE, placement, topology)
+    tokens_ED = np.zeros_like(placement.present_ED, dtype=np.int64)
+    for device in range(placement.num_devices):
+        received_DE = dispatch.to_device(device)
+        tokens_ED[:, device] = received_DE.sum(axis=0)
+        # The nearest tokens come first: its own before those of others.
+        np.testing.assert_array_equal(
+            received_DE[device], np.minimum(tokens_ED[:, device], counts_DE[device]), err_msg="own tokens"
+        )
+    assert not tokens_ED[~placement.present_ED].any()
+    np.testing.assert_array_equal(tokens_ED.sum(axis=1), counts_DE.sum(axis=0))
+    highest, mean = tokens_ED.sum(axis=0).max(), counts_DE.sum() / placement.num_devices
+    bound = max(
+        -(-int(counts_DE[:, ~placement.present_ED[:, outside].any(axis=1)].sum()) // size)
+        for size in range(1, placement.num_devices + 1)
+        for outside in map(list, combinations(range(placement.num_devices), placement.num_devices - size))
+    )
+    assert bound <= highest <= max(bound + 1, ENOUGH * mean)
+
+
 def lowest_possible(counts_DE, placement):
     """Highest mean load, over all sets of devices, that no device outside the set can take over (Hall)."""
     num_devices, num_experts = counts_DE.shape

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.config.strategy.fssdp_settings import FssdpSettings
+from megatron_fssdp.planning.balanced.replica_planner import LayerSearch
 from megatron_fssdp.planning.cost.cluster_cost import ClusterCost
 from megatron_fssdp.planning.cost.cost_model import LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
@@ -15,6 +16,7 @@ from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.strategies.fssdp.corrected_plan import ExactCounts
 from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_seconds import plan_seconds
@@ -118,6 +120,21 @@ def test_corrections_never_cost_more_and_keep_the_limits(
         ]
         assert seconds[1] <= seconds[0]
         history.append(total_DE)
+
+
+def test_the_assignment_of_quotas_suffices_where_a_search_takes_longer_than_it_could_still_save() -> None:
+    small = dataclasses.replace(PROFILE, token_bytes=40, expert_bytes=40_000, flops_per_token=1e5)
+    context = dataclasses.replace(CONTEXT, profile=small)
+    plain, counts_DE = LayerPlan.owners_only(context), hot_counts_DE(6, 7, pairs=300)
+    exact = ExactCounts(context, counts_DE, 1, slots=2, quota_policy="unbound")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LayerSearch, "best_placement", None)  # The search is not asked.
+        corrected = exact.corrected(plain, None)
+    assert corrected.has_searched
+    assert 0 < corrected.plan.placement.replicas_per_device_D.max() <= 2
+    assert corrected.seconds < plan_seconds(plain, counts_DE, context)
+    tokens_D = corrected.plan.traffic(counts_DE, context.topology).tokens_D
+    assert tokens_D.max() <= 1.01 * tokens_D.mean(), "tokens are divided as exactly as under `quota`"
 
 
 def test_all_ranks_correct_alike() -> None:

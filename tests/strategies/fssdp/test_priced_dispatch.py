@@ -1,4 +1,4 @@
-"""Balanced dispatch is used where it saves more modelled seconds than the host takes."""
+"""Balanced and unbound dispatch are used where they save more modelled seconds than the host takes."""
 
 import dataclasses
 
@@ -6,10 +6,11 @@ import numpy as np
 
 from megatron_fssdp.config.strategy.fssdp_settings import FssdpSettings
 from megatron_fssdp.planning.cost.host_seconds import balanced_dispatch_s
+from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
-from megatron_fssdp.strategies.fssdp.priced_dispatch import PricedDispatch, saved_by_balance_s
+from megatron_fssdp.strategies.fssdp.priced_dispatch import PricedDispatch, dispatched_seconds
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_seconds import plan_seconds
 
@@ -32,6 +33,9 @@ SHARED = plan_with((3, 5))
 UNEVEN = hot_counts_DE(3, 2)
 
 
+POLICIES: tuple[DispatchPolicy, ...] = ("even", "balanced", "unbound")
+
+
 def history_of(*counts: np.ndarray) -> LoadHistory:
     history = LoadHistory(3, DEVICES, EXPERTS)
     for counts_DE in counts:
@@ -39,26 +43,33 @@ def history_of(*counts: np.ndarray) -> LoadHistory:
     return history
 
 
-def test_the_saving_is_the_difference_of_both_prices_without_the_hosts_time() -> None:
+def test_the_host_splits_the_tokens_of_every_micro_batch_unless_they_are_split_evenly() -> None:
     times = 4
     context = dataclasses.replace(CONTEXT, profile=dataclasses.replace(PROFILE, num_micro_batches=times))
-    even_s, balanced_s = (
-        plan_seconds(
-            dataclasses.replace(SHARED, dispatch_policy=policy), UNEVEN, context, num_micro_batches=times
+
+    def both_s(policy: DispatchPolicy, plan: LayerPlan = SHARED) -> tuple[float, float]:
+        plan = dataclasses.replace(plan, dispatch_policy=policy)
+        return (
+            dispatched_seconds(plan, UNEVEN, context, num_micro_batches=times),
+            plan_seconds(plan, UNEVEN, context, num_micro_batches=times),
         )
-        for policy in ("even", "balanced")
-    )
-    assert balanced_s < even_s
+
     host_s = times * balanced_dispatch_s(EXPERTS, DEVICES)
-    assert saved_by_balance_s(SHARED, UNEVEN, context) == even_s - balanced_s - host_s
+    for policy in ("balanced", "unbound"):
+        with_host_s, without_s = both_s(policy)
+        assert with_host_s == without_s + host_s
+        assert without_s < both_s("even")[1]
+    assert len({*both_s("even"), *both_s("even")}) == 1
+    plain = LayerPlan.owners_only(CONTEXT)
+    assert len({*both_s("unbound", plain)}) == 1, "there is nothing to split"
 
 
 def policy_of(plan: LayerPlan, context: LayerContext, *counts: np.ndarray) -> str:
-    return PricedDispatch().policy(plan, context, history_of(*counts))
+    return PricedDispatch().policy(plan, POLICIES, context, history_of(*counts))
 
 
 def test_it_is_used_where_it_pays() -> None:
-    assert policy_of(SHARED, SLOW, UNEVEN) == "balanced"
+    assert policy_of(SHARED, SLOW, UNEVEN) == "unbound"
     small = dataclasses.replace(PROFILE, flops_per_token=1.0, token_bytes=1)
     fast = dataclasses.replace(CONTEXT, profile=small)
     assert policy_of(SHARED, fast, UNEVEN // 10) == "even", "the host is slower"
@@ -66,11 +77,25 @@ def test_it_is_used_where_it_pays() -> None:
     assert policy_of(SHARED, SLOW) == "even", "no loads are known"
 
 
+def test_an_expert_on_all_devices_is_split_unbound_if_one_device_has_more_to_compute() -> None:
+    everywhere = plan_with(*((3, device) for device in range(DEVICES) if device != 1))
+    counts_DE = hot_counts_DE(3)
+    counts_DE[:, 12] += 400  # only on its owner, device 6, which computes its own tokens of expert 3 as well
+    assert policy_of(everywhere, SLOW, counts_DE) == "unbound"
+    loads_D = {
+        policy: dataclasses.replace(everywhere, dispatch_policy=policy)
+        .dispatch([counts_DE], CONTEXT.topology)[0]
+        .device_tokens_D()
+        for policy in POLICIES
+    }
+    assert loads_D["even"].max() == loads_D["balanced"].max() > 1.05 * loads_D["unbound"].max()
+
+
 def test_a_placement_is_decided_once() -> None:
     dispatch = PricedDispatch()
-    assert dispatch.policy(SHARED, SLOW, history_of(UNEVEN)) == "balanced"
-    assert dispatch.policy(SHARED, SLOW, history_of(np.full_like(UNEVEN, 7))) == "balanced"
-    assert dispatch.policy(plan_with((3, 5)), SLOW, history_of(np.zeros_like(UNEVEN))) == "even"
+    assert dispatch.policy(SHARED, POLICIES, SLOW, history_of(UNEVEN)) == "unbound"
+    assert dispatch.policy(SHARED, POLICIES, SLOW, history_of(np.full_like(UNEVEN, 7))) == "unbound"
+    assert dispatch.policy(plan_with((3, 5)), POLICIES, SLOW, history_of(np.zeros_like(UNEVEN))) == "even"
 
 
 def test_the_strategy_decides_unless_the_policy_or_the_limits_are_given() -> None:
@@ -82,7 +107,8 @@ def test_the_strategy_decides_unless_the_policy_or_the_limits_are_given() -> Non
         assert plan.placement.num_replicas
         return plan.dispatch_policy
 
-    assert policy() == "balanced"
+    assert policy() == "unbound"
+    assert policy(exchange="deduplicated") == "balanced", "its price does not know more tokens that travel"
     assert policy(dispatch_policy="even") == "even"
     assert policy(overlap_degree=4) == "even"
     assert policy(planner="hecate") == "even"

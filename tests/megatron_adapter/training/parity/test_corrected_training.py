@@ -28,6 +28,24 @@ CASES = {
     ),
     "split": (2, 2, f"{RECOMPUTE_MOE} {FOUR_MICRO_BATCHES}", f"{SETTINGS} split=true"),
     "no_overlap": (4, 4, FOUR_MICRO_BATCHES, f"{SETTINGS} nodes=2 overlap=false dispatch_policy=balanced"),
+    "unbound": (
+        4,
+        4,
+        f"{OVERLAPS} {RECOMPUTE} {FOUR_MICRO_BATCHES}",
+        f"{SETTINGS} nodes=2 dispatch_policy=unbound check_plans=true",
+    ),
+    "unbound_in_steps_rematerialized": (
+        4,
+        2,
+        f"{PP2} {FOUR_MICRO_BATCHES}",
+        f"{SETTINGS} nodes=2 dispatch_policy=unbound smart_schedule=true rematerialize=true",
+    ),
+    "unbound_deduplicated": (
+        4,
+        4,
+        FOUR_MICRO_BATCHES,
+        f"{SETTINGS} nodes=2 dispatch_policy=unbound exchange=deduplicated",
+    ),
 }
 
 
