@@ -54,7 +54,7 @@ class FssdpSettings(MeasuringSettings):
             "holders, also those that are far away, so that more tokens travel. Both take host time in every "
             "micro-batch. Default: each layer's placement is dispatched in the way with the fewest modelled "
             "seconds and host seconds, where modelled seconds decide (planner 'balanced' without "
-            "overlap_degree; 'unbound' only with exchange 'pairs'); otherwise evenly."
+            "overlap_degree; 'unbound' not with exchange 'deduplicated'); otherwise evenly."
         ),
     )
     overlap: bool = Field(

@@ -93,7 +93,7 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         if self.settings.dispatch_policy is not None or not self._goes_by_seconds:
             return ()
         # The deduplicated exchange is priced as if no token left a device or node that has its expert.
-        return ("even", "balanced", "unbound") if self.exchange == "pairs" else ("even", "balanced")
+        return ("even", "balanced") if self.exchange == "deduplicated" else ("even", "balanced", "unbound")
 
     def _corrects(self, context: LayerContext) -> bool:
         """Whether plans may be corrected after the gate by modelled seconds."""
