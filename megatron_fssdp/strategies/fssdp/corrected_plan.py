@@ -26,14 +26,15 @@ from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.fssdp.priced_dispatch import dispatched_seconds
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 
-QUOTA_S, QUOTA_S_PER_PAIR = 4e-4, 3e-8
-SEARCH_S, SEARCH_S_PER_PAIR = 1.5e-3, 3e-7
+QUOTA_S, QUOTA_S_PER_PAIR = 4.5e-4, 5.5e-8
+SEARCH_S, SEARCH_S_PER_PAIR = 1.5e-3, 2e-7
 """Host seconds of a correction by ``quota``'s assignment, and by the search.
 
-The second numbers are for each pair of expert and device. Medians in the simulator, on a machine with other
-work, at (8, 8), (64, 32), (256, 32) and (256, 64) experts and devices: 0.43, 0.58, 0.76 and 1.0 ms with the
-assignment, and 1.4, 2.3, 3.9 and 6.5 ms with the search, half or more of it for prices. The device waits for
-a correction. All ranks use these numbers in place of measured ones, because they must make equal plans.
+The second numbers are for each pair of expert and device. Measured at (8, 8), (64, 32), (256, 64) and
+(256, 128) experts and devices: 0.42, 0.66, 1.4 and 2.2 ms with the assignment, and 1.4, 1.9, 4.5 and 8.7 ms
+with the search, half or more of it for prices (medians under loads that jump).
+The device waits for a correction. All ranks use these numbers in place of measured ones, because they must
+make equal plans.
 """
 
 PLAIN_TIMES = 50
