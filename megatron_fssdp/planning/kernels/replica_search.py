@@ -35,7 +35,9 @@ _HIGHEST_RATIO = 0.82
 _RATIO_STEP = 0.14
 # Devices that Pro-Prophet's seeds leave out; with more of them, its replicas are nearly single.
 _MOST_LEFT_OUT = 16
-_KICK_PRICES = 250  # prices of all kicks; with fewer, layers of few experts get noticeably longer
+# Prices of all kicks, times the number of experts: small layers need more kicks, and their prices take less
+# time.
+_KICK_PRICES = 20000
 
 
 @cython.cclass
@@ -105,7 +107,7 @@ class _Search(SeededLayer):
     @cython.inner
     def kick(self) -> cython.void:
         """Change all replicas of one expert at once and descend; keep what gains, otherwise go back."""
-        self.most_prices = self.num_prices + _KICK_PRICES
+        self.most_prices = self.num_prices + _KICK_PRICES // self.num_experts
         turn: Index = 0
         missed: Index = 0
         while missed < 3 * self.num_experts and self.num_prices < self.most_prices:
