@@ -50,16 +50,16 @@ class _Search(SeededLayer):
         for expert in range(self.num_experts):
             for device in range(self.num_devices):
                 if present_ED[expert * self.num_devices + device] and self.owner_E[expert] != device:
-                    self.start_R[self.num_start] = expert * self.num_devices + device
+                    self.start_P[self.num_start] = expert * self.num_devices + device
                     self.num_start += 1
 
     @cython.inner
     def write_kept(self, present_ED: Ints) -> cython.void:
         """Write the best placement to ``present_ED``."""
         for i in range(self.num_start):
-            present_ED[self.start_R[i]] = 0
+            present_ED[self.start_P[i]] = 0
         for i in range(self.num_kept):
-            present_ED[self.kept_R[i]] = 1
+            present_ED[self.kept_P[i]] = 1
 
     @cython.inner
     def descend_twice(self) -> cython.void:
@@ -123,16 +123,16 @@ class _Search(SeededLayer):
                 if self.keep_if_better():
                     missed = 0
                 else:
-                    self.go_to(self.kept_R, self.num_kept)
+                    self.go_to(self.kept_P, self.num_kept)
 
     @cython.inner
     def prune(self) -> cython.void:
         """Drop the replicas without which the kept placement costs no more."""
-        self.go_to(self.kept_R, self.num_kept)
+        self.go_to(self.kept_P, self.num_kept)
         kept: Index = 0
         for i in range(self.num_kept):
-            expert: Index = self.kept_R[i] // self.num_devices
-            device = self.kept_R[i] - expert * self.num_devices
+            expert: Index = self.kept_P[i] // self.num_devices
+            device = self.kept_P[i] - expert * self.num_devices
             self.count(expert, -1)
             self.drop(expert, device)
             self.prepare_prices(expert)
@@ -141,7 +141,7 @@ class _Search(SeededLayer):
                 self.kept_price = price
             else:
                 self.put(expert, device)
-                self.kept_R[kept] = self.kept_R[i]
+                self.kept_P[kept] = self.kept_P[i]
                 kept += 1
             self.count(expert, 1)
         self.num_kept = kept
@@ -174,9 +174,9 @@ class _Search(SeededLayer):
                 self.seed_evenly(ratio, 1)
             if num_free > 0:  # otherwise the next lower part gives the same seed
                 num_free = self.seed_evenly(ratio, 0)
-        self.go_to(self.start_R, self.num_start)
+        self.go_to(self.start_P, self.num_start)
         self.keep_if_better()
-        self.go_to(self.kept_R, self.num_kept)
+        self.go_to(self.kept_P, self.num_kept)
         self.most_prices = self.num_prices + num_prices
         self.descend(0, _NUM_LAST, _GAIN)
         self.keep_if_better()
@@ -186,7 +186,7 @@ class _Search(SeededLayer):
         self.descend(1, _NUM_EXACT, _LEAST_GAIN)
         self.descend(0, _NUM_LAST, _GAIN)
         self.keep_if_better()
-        self.go_to(self.kept_R, self.num_kept)
+        self.go_to(self.kept_P, self.num_kept)
         self.kick()
         self.prune()
         if self.kept_price + fixed_s > (1.0 - least_saving) * (plain + fixed_s):

@@ -1,6 +1,6 @@
 """Goes from one placement to another and keeps the best one. Part of the kernel of the replica search.
 
-Shape letters: D devices, E experts, N nodes, R replicas.
+Shape letters: D devices, E experts, N nodes, P pairs of expert and device.
 """
 
 from megatron_fssdp.planning.kernels.parts.smooth_price import SmoothLayer
@@ -15,18 +15,18 @@ class KeptLayer(SmoothLayer):
     """A layer that goes from one placement to another and keeps the best one.
 
     Attributes:
-        kept_R: Replicas of the best placement so far as positions in ``present_ED``, by expert; the first
+        kept_P: Replicas of the best placement so far as positions in ``present_ED``, by expert; the first
             ``num_kept``.
         kept_price: Price of that placement.
-        start_R: Replicas of the placement from which the search starts, the first ``num_start``.
+        start_P: Replicas of the placement from which the search starts, the first ``num_start``.
         wanted_ED: 1 for the replicas of the placement to which :meth:`go_to` goes, otherwise 0.
         owned_E: The experts by owner; those of a device begin at ``first_owned_D``.
     """
 
-    kept_R: Ints
+    kept_P: Ints
     num_kept: Index
     kept_price: Real
-    start_R: Ints
+    start_P: Ints
     num_start: Index
     wanted_ED: Ints
     owned_E: Ints
@@ -34,7 +34,7 @@ class KeptLayer(SmoothLayer):
 
     def __init__(self, num_experts: Index, num_devices: Index, num_nodes: Index, slots: Int) -> None:
         SmoothLayer.__init__(self, num_experts, num_devices, num_nodes, slots)
-        self.kept_R, self.start_R = self.new_ints(slots * num_devices), self.new_ints(slots * num_devices)
+        self.kept_P, self.start_P = self.new_ints(slots * num_devices), self.new_ints(slots * num_devices)
         self.wanted_ED = self.new_ints(num_experts * num_devices)
         self.owned_E, self.first_owned_D = self.new_ints(num_experts), self.new_ints(num_devices + 1)
         self.num_kept = self.num_start = 0
@@ -102,33 +102,33 @@ class KeptLayer(SmoothLayer):
         for i in range(self.num_replicated):
             row = self.replicated_E[i] * self.num_devices
             for holder in range(1, self.holders_E[self.replicated_E[i]]):
-                self.kept_R[self.num_kept] = row + self.holder_ED[row + holder]
+                self.kept_P[self.num_kept] = row + self.holder_ED[row + holder]
                 self.num_kept += 1
         return 1
 
     @cython.inner
-    def go_to(self, wanted_R: Ints, number: Index) -> cython.void:
-        """Replace the replicas by the first ``number`` of ``wanted_R``, which are in the order of experts."""
+    def go_to(self, wanted_P: Ints, number: Index) -> cython.void:
+        """Replace the replicas by the first ``number`` of ``wanted_P``, which are in the order of experts."""
         for i in range(number):
-            self.wanted_ED[wanted_R[i]] = 1
+            self.wanted_ED[wanted_P[i]] = 1
         at: Index = self.num_replicated
         while at > 0:  # from the end, because an expert that loses all replicas leaves its place to the last
             at -= 1
             self.drop_unwanted(self.replicated_E[at])
         at = 0
         while at < number:
-            expert: Index = wanted_R[at] // self.num_devices
+            expert: Index = wanted_P[at] // self.num_devices
             lacks: Int = 0
             end: Index = at
-            while end < number and wanted_R[end] // self.num_devices == expert:
-                self.wanted_ED[wanted_R[end]] = 0
-                lacks += 1 - self.present_ED[wanted_R[end]]
+            while end < number and wanted_P[end] // self.num_devices == expert:
+                self.wanted_ED[wanted_P[end]] = 0
+                lacks += 1 - self.present_ED[wanted_P[end]]
                 end += 1
             if lacks:
                 self.count(expert, -1)
                 for i in range(at, end):
-                    if self.present_ED[wanted_R[i]] == 0:
-                        self.put(expert, wanted_R[i] - expert * self.num_devices)
+                    if self.present_ED[wanted_P[i]] == 0:
+                        self.put(expert, wanted_P[i] - expert * self.num_devices)
                 self.count(expert, 1)
             at = end
 
