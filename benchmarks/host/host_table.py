@@ -21,6 +21,7 @@ from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.cost import host_seconds
 from megatron_fssdp.planning.cost.host_seconds import SIZES
 from megatron_fssdp.planning.cost.link_seconds import topology_of
+from megatron_fssdp.planning.dispatch.token_dispatch import LEVELLING_POLICIES
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.native.kernel import kernel_form
 from megatron_fssdp.planning.placement.placement import even_owners
@@ -61,8 +62,8 @@ def median_ms(name: str, num_experts: int, num_devices: int, iterations: int) ->
         times.append(time.process_time())
         plan = strategy.after_gate(context, counts_DE, plan, 1)
         times.append(time.process_time())
-        # The simulator adds the time of balanced dispatch where a plan has it.
-        policy = "even" if plan.dispatch_policy == "balanced" else plan.dispatch_policy
+        # The simulator adds the time of balanced and unbound dispatch where a plan has it.
+        policy = "even" if plan.dispatch_policy in LEVELLING_POLICIES else plan.dispatch_policy
         rank_rows(replace(plan, dispatch_policy=policy), counts_DE, context)
         times.append(time.process_time())
         found.append(np.diff(times))
