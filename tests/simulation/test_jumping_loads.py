@@ -3,6 +3,16 @@
 import pytest
 
 from benchmarks.equal_memory import Case, compared
+from megatron_fssdp.planning.cost import host_seconds
+from megatron_fssdp.planning.native.kernel import KernelForm
+from megatron_fssdp.strategies.fssdp import corrected_plan
+
+
+@pytest.fixture(autouse=True)
+def _host_times_of_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the times of plain kernels, corrections of layers of a few milliseconds would not pay."""
+    for module in (corrected_plan, host_seconds):
+        monkeypatch.setattr(module, "kernel_form", lambda: KernelForm(True))
 
 
 @pytest.mark.parametrize(

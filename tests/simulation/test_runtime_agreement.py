@@ -24,7 +24,7 @@ from tests.runtime.rank_layer import moe_forward
 
 NUM_EXPERTS, NUM_TOKENS, NUM_ITERATIONS, WORLD = 8, 64, 6, 4
 LINK = LinkCost(0.0, 1e-9)
-PROFILE = LayerProfile(1e-6, ClusterCost(LINK, LINK, 1e5), 300, 100, 50.0, 3)
+PROFILE = LayerProfile(1e-6, ClusterCost(LINK, LINK, 1e4), 300, 100, 50.0, 3)
 # Split evenly, because balanced and unbound dispatch make other replicas after the gate unnecessary here.
 BY_PRICE = {"slots": 2, "profile_iterations": 2, "reshard_interval": 0, "dispatch_policy": "even"}
 CASES = [

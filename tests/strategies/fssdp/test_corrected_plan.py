@@ -1,6 +1,7 @@
 """``fssdp`` corrects its plans after the gate, and leaves slots unplanned where forecasts do not hold."""
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -9,13 +10,16 @@ from hypothesis import strategies as st
 
 from megatron_fssdp.config.strategy.fssdp_settings import FssdpSettings
 from megatron_fssdp.planning.balanced.replica_planner import LayerSearch
+from megatron_fssdp.planning.cost import host_seconds
 from megatron_fssdp.planning.cost.cluster_cost import ClusterCost
 from megatron_fssdp.planning.cost.cost_model import LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.planning.native.kernel import KernelForm
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.strategies.fssdp import corrected_plan
 from megatron_fssdp.strategies.fssdp.corrected_plan import ExactCounts
 from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
@@ -33,6 +37,15 @@ PROFILE = LayerProfile(
     memory_capacity=4,
 )
 CONTEXT = LayerContext(1, even_owners(EXPERTS, DEVICES), Topology.uniform(DEVICES, 4), PROFILE)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _host_times_of_compiled_kernels() -> Iterator[None]:
+    """With the times of plain kernels, corrections of layers of a few milliseconds would not pay."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (corrected_plan, host_seconds):
+            patch.setattr(module, "kernel_form", lambda: KernelForm(True))
+        yield
 
 
 def hot_counts_DE(*hot: int, pairs: int = 3_000) -> np.ndarray:
