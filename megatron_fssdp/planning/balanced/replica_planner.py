@@ -18,7 +18,8 @@ The search (``planning/kernels/replica_search.py``) compares all placements by o
    as many seeds again in which each of these experts is in all nodes.
 4. **Descent** from the best placement by the price, then by the smooth price and again by the price. It moves
    experts of the busiest device first and of the busiest link next, because the price is made of highest
-   values. A move adds a replica, removes one, moves one to another device, or puts one in place of another.
+   values. A move adds a replica, removes one, moves one to another device, puts one in place of another,
+   or lets two of them exchange their devices.
    The smooth price after a move follows from the loads that the move changes. For the price, the expert is
    taken out first. It is skipped if the layer without it costs as much: other experts decide the price then.
 5. **Kicks**: all replicas of one expert change at once, and a descent follows.
@@ -103,8 +104,19 @@ class LayerSearch:
             most_replicated: Most experts that may have replicas, t.
             least_saving: Smallest saving of all replicas, as a part of the seconds without replicas.
             start: Placement within these limits, which serves as one more seed; with equal owners.
+
+        Raises:
+            ValueError: ``start`` has other owners, or a device with more than ``slots`` replicas.
         """
         shape = self.load_DE.shape[::-1]
+        # The kernel has room for ``slots`` replicas on a device, and does not look at more.
+        if start is not None and (
+            start.replicas_per_device_D.max() > slots or not np.array_equal(start.owner_E, self.owner_E)
+        ):
+            raise ValueError(
+                f"start has up to {start.replicas_per_device_D.max()} replicas on a device: wanted at most "
+                f"slots = {slots}, and the owners of the layer"
+            )
         plain = ExpertPlacement.owners_only(self.owner_E, shape[1])
         if not slots or not most_replicated or not self.load_DE.any():
             return plain, self.plain_s

@@ -32,7 +32,7 @@ SEARCH_S, SEARCH_S_PER_PAIR = 1.5e-3, 2e-7
 
 The second numbers are for each pair of expert and device. Measured at (8, 8), (64, 32), (256, 64) and
 (256, 128) experts and devices: 0.42, 0.66, 1.4 and 2.2 ms with the assignment, and 1.4, 1.9, 4.5 and 8.7 ms
-with the search, half or more of it for prices (medians under loads that jump).
+with the search, half or more of it for prices (means of the medians under two kinds of loads that jump).
 The device waits for a correction. All ranks use these numbers in place of measured ones, because they must
 make equal plans.
 """

@@ -298,6 +298,18 @@ def test_both_forms_of_the_kernel_find_the_same_placement(
     assert plain == compiled
 
 
+def test_a_start_beyond_the_limits_is_refused() -> None:
+    """The kernel would write beyond its arrays."""
+    search = layer_search(OWNERS, HOT, TOPOLOGY, PROFILE, rematerialize=False, hides=True)
+    full = PLAIN.with_replicas([(0, 2), (1, 2)])
+    assert search.best_placement(slots=2, most_replicated=8, start=full)
+    with pytest.raises(ValueError, match="wanted at most slots = 1"):
+        search.best_placement(slots=1, most_replicated=8, start=full)
+    moved = ExpertPlacement.owners_only(np.roll(OWNERS, 2), 4)
+    with pytest.raises(ValueError, match="the owners of the layer"):
+        search.best_placement(slots=2, most_replicated=8, start=moved)
+
+
 def test_bad_arguments_say_what_was_wanted() -> None:
     topology = Topology.uniform(2, 1)
     with pytest.raises(ValueError, match=r"shape \(2, 3\): wanted \(2, 2\)"):

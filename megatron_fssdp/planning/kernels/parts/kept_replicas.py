@@ -108,7 +108,7 @@ class KeptLayer(SmoothLayer):
 
     @cython.inner
     def go_to(self, wanted_P: Ints, number: Index) -> cython.void:
-        """Replace the replicas by the first ``number`` of ``wanted_P``, which are in the order of experts."""
+        """Replace the replicas by the first ``number`` of ``wanted_P``, which stand together by expert."""
         for i in range(number):
             self.wanted_ED[wanted_P[i]] = 1
         at: Index = self.num_replicated
