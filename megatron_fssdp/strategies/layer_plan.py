@@ -3,6 +3,7 @@
 Shape letters: D devices, E experts, X expert-tensor-parallel peers.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -128,6 +129,25 @@ class LayerPlan:
     def is_split(self) -> bool:
         """Whether a part of the transfers runs beside the experts of the layer before, if there is one."""
         return self.gather_ahead and self.life is ReplicaLife.ITERATION and self.split != WHOLE
+
+    def digest(self) -> bytes:
+        """A 16-byte hash of everything that decides where tokens and weights go, equal for equal plans."""
+        digest = hashlib.blake2b(self.placement.digest(), digest_size=16)
+        digest.update(self.transfer.table.tobytes())
+        digest.update(b"" if self.tokens_ED is None else self.tokens_ED.astype("<i8").tobytes())
+        ways = (
+            self.gather_ahead,
+            self.rematerialize,
+            self.dispatch_policy,
+            self.each_micro_batch,
+            float(self.split.gather),
+            float(self.split.reduce),
+            self.resident,
+            self.in_steps,
+            self.deduplicated,
+        )
+        digest.update(repr(ways).encode())
+        return digest.digest()
 
     @classmethod
     def owners_only(cls, context: LayerContext, *, each_micro_batch: bool = False) -> "LayerPlan":

@@ -198,6 +198,17 @@ class Strategy[Settings: PlacementSettings](ABC):
         """
         return plan
 
+    def asks_after_gate(self, layer: int) -> bool:
+        """Whether :meth:`after_gate` may change a plan, so that the host has to wait for the exact counts.
+
+        The default is True for strategies that override :meth:`after_gate`. Plans with ``each_micro_batch`` ask
+        in any case.
+
+        Args:
+            layer: Megatron's layer number.
+        """
+        return type(self).after_gate is not Strategy.after_gate
+
     # Owners: asked of strategies that move owners.
 
     def reshards_at(self, iteration: int) -> bool:

@@ -5,16 +5,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron_fssdp.collectives.plan_agreement import all_ranks_can, check_agreement
-from megatron_fssdp.collectives.rows.gathered_counts import gather_counts
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, StrategySettings
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.experts.stage_owners import StageOwners
-from megatron_fssdp.megatron_adapter.layer.schedule_selector import ScheduleSelector
 from megatron_fssdp.megatron_adapter.layer.transfer_group import (
     DEFAULT_OPTIONS,
     CommunicatorOptions,
@@ -26,13 +23,14 @@ from megatron_fssdp.megatron_adapter.routing.topology_aware_router import check_
 from megatron_fssdp.megatron_adapter.support.node_detection import detect_topology
 from megatron_fssdp.megatron_adapter.support.supported_features import (
     RESIDENT_REFUSALS,
+    captured_modules,
     check_supported,
     refuse,
 )
 from megatron_fssdp.planning.native.kernel import kernel_form, use_plain_kernels
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
+from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 from megatron_fssdp.strategies.registry import build_strategy
 
 
@@ -68,7 +66,6 @@ class StrategySession:
         self.slots = ExpertSlots()
         self._kernels_agree = False
         self._groups: dict[str, ExpertGroups] = {}
-        self._selectors: dict[str, ScheduleSelector] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StrategySession":
         # Megatron deep-copies layer specs. All copies must share this session.
@@ -103,9 +100,7 @@ class StrategySession:
         self,
         expert_parallel: dist.ProcessGroup,
         expert_tensor_parallel: dist.ProcessGroup,
-        *,
-        parts: dist.ProcessGroup | None = None,
-        tensor_parallel: dist.ProcessGroup | None = None,
+        everyone: dist.ProcessGroup | None = None,
     ) -> ExpertGroups:
         """Return the process groups of a layer. The first call for a group is collective over its ranks.
 
@@ -113,65 +108,44 @@ class StrategySession:
             expert_parallel: Expert-parallel group: the ranks that share the layer's experts.
             expert_tensor_parallel: Group of the ranks that share each expert. It has one rank if experts are
                 whole.
-            parts: Group of all ranks in the expert-parallel groups of all expert-tensor-parallel peers.
-            tensor_parallel: Group of the ranks with the same tokens; ``None`` if all ranks have different
-                tokens.
+            everyone: Group of all ranks in the expert-parallel groups of all expert-tensor-parallel peers.
         """
         if expert_parallel.group_name not in self._groups:
             transfers: Any = None
-            if self.strategy.overlaps and expert_parallel.size() > 1:
-                # Transfers overlap the dispatch, so they need their own process group.
+            if self._has_transfers and expert_parallel.size() > 1:
+                # Transfers run beside the dispatch, so they need their own process group.
                 transfers = create_transfer_group(expert_parallel, self.timeout, self.communicators)
             topology = detect_topology(expert_parallel, self.settings.nodes)
             peers = expert_tensor_parallel if expert_tensor_parallel.size() > 1 else None
             if peers is not None:
                 # Plans depend on the topology, and peers must have equal plans.
                 check_agreement(repr(topology).encode(), peers, "the experts' node layout")
-            devices: list[int] = []
-            if tensor_parallel is not None:
-                device = "cuda" if dist.get_backend(tensor_parallel) == "nccl" else "cpu"
-                own = torch.tensor([expert_parallel.rank()], device=device)
-                devices = gather_counts(own, tensor_parallel).view(-1).tolist()
             self._groups[expert_parallel.group_name] = ExpertGroups(
                 expert_parallel,
                 topology,
                 transfers,
                 peers,
-                self.strategy.ring(expert_parallel.rank(), topology),
-                parts if peers is not None else None,
-                tensor_parallel,
-                tuple(devices),
+                everyone if peers is not None else None,
                 one_queue=has_one_queue(expert_parallel),
             )
-            schedule = self.strategy.collective_schedule.name
-            connect_groups(self._groups[expert_parallel.group_name], schedule)
+            connect_groups([transfers])
         return self._groups[expert_parallel.group_name]
 
-    def schedule_selector(
-        self, config: Any, groups: ExpertGroups, n_mp: int, everyone: dist.ProcessGroup
-    ) -> ScheduleSelector:
-        """The selector of a layer's schedule; layers of the same groups share one.
+    @property
+    def _has_transfers(self) -> bool:
+        """Whether layers can have replicas; ``auto`` may select strategies with replicas later."""
+        strategy = self.strategy
+        return strategy.overlaps or strategy.selects or strategy.may_replicate(1)
+
+    def least_slots(self, config: Any) -> int:
+        """Replica slots that a layer has from the start: all that were given if a CUDA graph contains them.
 
         Args:
             config: Megatron's ``TransformerConfig``.
-            groups: Process groups of the layer.
-            n_mp: Number of tensor-parallel ranks.
-            everyone: Process group of all ranks of the pipeline stage.
         """
-        name = groups.expert_parallel.group_name
-        if name not in self._selectors:
-            schedule = self.strategy.collective_schedule
-            self._selectors[name] = ScheduleSelector(
-                schedule.name,
-                config,
-                groups,
-                n_mp,
-                everyone,
-                schedule.simultaneous,
-                schedule.cluster,
-                self.settings.nodes,
-            )
-        return self._selectors[name]
+        if "moe_preprocess" not in captured_modules(lambda name: getattr(config, name, None)):
+            return 0
+        return getattr(self.settings, "slots", None) or 0
 
     def check_model(self, config: Any) -> None:
         """Refuse a model that the strategy does not support, or settings that do not fit the model.

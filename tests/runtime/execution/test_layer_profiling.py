@@ -11,7 +11,7 @@ from megatron_fssdp.planning.memory.held_replicas import HeldReplicas, ReplicaLi
 from megatron_fssdp.planning.memory.pipeline_stage import PipelineStage
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch, _Passes, _Span
-from megatron_fssdp.runtime.execution import layer_profiling
+from megatron_fssdp.runtime.layers import layer_profiling
 from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
 from megatron_fssdp.testing import run_ranks
 

@@ -1,0 +1,163 @@
+"""Selects the schedule (Parm's order of collectives) of a layer's forward passes (Parm, §V-B, Alg. 1)."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.dispatchers.parm.parm_groups import ParmGroups
+from megatron_fssdp.dispatchers.parm.schedule_probe import measured_costs
+from megatron_fssdp.planning.cost.tensor_schedules import (
+    Schedule,
+    ScheduleCosts,
+    ScheduledLayer,
+    best_schedule,
+    predicted_seconds,
+)
+
+logger = logging.getLogger(__name__)
+
+FindCosts = Callable[[ScheduledLayer, Tensor], ScheduleCosts]
+"""Returns the costs of the collectives for a layer, and for tensors like an example ``[..., M]``.
+
+They must be equal on all ranks of the pipeline stage, which call it at once.
+"""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The schedule of a forward pass, and the reason for it.
+
+    Attributes:
+        schedule: Order of the collectives.
+        simultaneous: Whether schedule ``s2`` passes results on slice by slice (Parm's SAA).
+        predicted_s: Modelled seconds of the collectives of one forward pass, for each candidate; empty if
+            no candidates were compared.
+    """
+
+    schedule: Schedule
+    simultaneous: bool
+    predicted_s: Mapping[Schedule, float] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class ScheduleSelector:
+    """Selects the schedule for all layers of a model with the same process groups.
+
+    All ranks of a pipeline stage make the same selection.
+
+    Attributes:
+        setting: Name of a schedule, or ``auto``.
+        config: Megatron's ``TransformerConfig`` as the user wrote it.
+        groups: Process groups of the layers.
+        everyone: Process group of all ranks of the pipeline stage, which decide together (``tp_dp_cp``).
+        simultaneous: Whether schedule ``s2`` may pass results on slice by slice if slices are large enough.
+        find_costs: Finds the costs of the collectives, at the first comparison; ``None`` measures them.
+    """
+
+    setting: str
+    config: Any
+    groups: ParmGroups
+    everyone: dist.ProcessGroup
+    simultaneous: bool = True
+    find_costs: FindCosts | None = None
+    _decisions: dict[torch.Size, Decision] = field(init=False, default_factory=dict)
+    _costs: ScheduleCosts | None = field(init=False, default=None)
+
+    def of(self, hidden: Tensor) -> Decision:
+        """Return the decision for a forward pass.
+
+        Under ``auto``, the first call with several candidates finds the costs, collectively over the pipeline
+        stage. Later calls neither communicate nor wait.
+
+        Args:
+            hidden: Hidden states of the layer's tokens, ``[sequence, batch, M]``, before any division.
+
+        Raises:
+            ConfigurationError: The schedule cannot divide the sequence evenly.
+        """
+        shape = hidden.shape
+        if shape not in self._decisions:
+            if self.setting != "auto":
+                schedule: Schedule = self.setting  # type: ignore[assignment]
+                decision = Decision(schedule, self._simultaneous(self._layer(hidden)))
+            elif self._decisions and self.config.variable_seq_lengths:
+                # Sequence lengths differ between ranks here, so ranks could decide differently. All of them
+                # keep the first decision.
+                decision = next(iter(self._decisions.values()))
+            else:
+                decision = self._decide(hidden)
+            self._check(shape, decision.schedule)
+            self._decisions[shape] = decision
+        return self._decisions[shape]
+
+    def _check(self, shape: torch.Size, schedule: Schedule) -> None:
+        groups = self.groups
+        if groups.are_equal and schedule in ("s1", "megatron") and shape[0] % groups.n_mp:
+            raise ConfigurationError(
+                f"schedule {schedule}: got sequences of {shape[0]} tokens, wanted a multiple of "
+                f"{groups.n_mp}, the number of tensor-parallel ranks; change --seq-length, or use "
+                "--moe-strategy parm --moe-strategy-set schedule=s2"
+            )
+
+    def _decide(self, hidden: Tensor) -> Decision:
+        layer, groups = self._layer(hidden), self.groups
+        candidates: list[Schedule] = ["s1"]
+        if groups.are_equal and not self.config.moe_router_padding_for_quantization:
+            # If tensor-parallel ranks have different tokens, s2 equals s1.
+            candidates.append("s2")
+        if groups.num_parts > 1:
+            candidates.append("megatron")  # With whole experts, megatron equals s1.
+        if hidden.shape[0] % groups.n_mp and "s2" in candidates:
+            candidates = ["s2"]  # The others divide the sequence.
+        predicted: dict[Schedule, float] = {}
+        if len(candidates) > 1:
+            if self._costs is None:
+                self._costs = self._find_costs(layer, hidden)
+            predicted = predicted_seconds(layer, self._costs, tuple(candidates))
+        best = best_schedule(predicted) if predicted else candidates[0]
+        decision = Decision(best, self._simultaneous(layer), predicted)
+        if self.everyone.rank() == 0 and (groups.are_equal or groups.num_parts > 1):
+            why = ", ".join(f"{name} {1e3 * s:.3f} ms" for name, s in predicted.items())
+            logger.info(
+                f"[fssdp] schedule {best} for {layer.num_tokens:,.0f} tokens and {layer.num_rows:,.0f} rows "
+                f"of a tensor-parallel group (collectives of a forward pass: {why or 'the only possible one'})"
+            )
+        return decision
+
+    def _find_costs(self, layer: ScheduledLayer, hidden: Tensor) -> ScheduleCosts:
+        like = hidden.detach()
+        if self.find_costs is not None:
+            return self.find_costs(layer, like)
+        simultaneous = self._simultaneous(layer)
+        return measured_costs(layer, like, self.groups, self.everyone, simultaneous=simultaneous)
+
+    def _layer(self, hidden: Tensor) -> ScheduledLayer:
+        config, groups = self.config, self.groups
+        is_split = not groups.are_equal
+        # Tokens are counted for a whole tensor-parallel group. Under sequence parallelism, each of its ranks
+        # has a part of them.
+        num_tokens = hidden.shape[:-1].numel() * (groups.n_mp if is_split else 1)
+        share = 1.0
+        if config.moe_expert_capacity_factor is not None:
+            factor = float(config.moe_expert_capacity_factor)
+            share = factor if config.moe_pad_expert_input_to_capacity else min(1.0, factor)
+        return ScheduledLayer(
+            num_tokens=num_tokens,
+            hidden_size=hidden.shape[-1],
+            num_rows=config.moe_router_topk * share * num_tokens,
+            n_mp=groups.n_mp,
+            n_esp=groups.num_parts,
+            n_ep=groups.num_devices,
+            element_bytes=hidden.element_size(),
+            is_split=is_split,
+        )
+
+    def _simultaneous(self, layer: ScheduledLayer) -> bool:
+        # The shape decides and not the routing, because all ranks must take the same steps.
+        return self.simultaneous and layer.slices_pay

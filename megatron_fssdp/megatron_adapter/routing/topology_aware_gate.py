@@ -1,0 +1,109 @@
+"""FasterMoE's topology-aware gate, which limits how many tokens leave their node (FasterMoE, §4.3).
+
+Shape letters: T tokens, E experts, K choices per token.
+"""
+
+from typing import Literal
+
+import torch
+
+LeavingChoices = Literal["each", "one"]
+
+
+@torch.no_grad()
+def select_experts(
+    fit_TE: torch.Tensor,
+    top_k: int,
+    is_near_E: torch.Tensor,
+    most_leaving: int,
+    choices: LeavingChoices = "each",
+) -> torch.Tensor:
+    """Select the experts of every token so that only few tokens leave the node.
+
+    A token wants to leave if its best expert is in another node. Of these tokens, the ``most_leaving`` with
+    the highest fit leave. Ties go to the lower expert and the lower token.
+
+    * ``each``: the K experts of a token are selected one after another, and the limit holds for each of these
+      selections. A token that may not leave takes the best expert of this rank's node that it has not
+      selected yet.
+    * ``one``: a token that leaves does so with its best expert only. All other experts are the best ones
+      of this rank's node. If no more than ``most_leaving`` tokens want to leave, nothing is limited.
+      This is the gate that the authors published (``fmoe/gates/faster_gate.py`` of github.com/laekov/fastmoe)
+      for K = 2.
+
+    Args:
+        fit_TE: How well every expert fits every token, ``[T, E]``; comparable between tokens.
+        top_k: Number of experts that a token selects, K, at least 1.
+        is_near_E: Whether an expert's owner is in this rank's node, bool ``[E]``.
+        most_leaving: Most tokens that may leave the node.
+        choices: Choices of a token that the limit is about (see above).
+
+    Returns:
+        Experts of each token in the order of selection, int64 ``[T, K]``.
+
+    Raises:
+        ValueError: This rank's node has fewer than K experts.
+    """
+    num_near = int(is_near_E.sum())
+    if num_near < top_k:
+        raise ValueError(
+            f"the topology-aware gate has {num_near} experts in this rank's node, wanted at least the "
+            f"{top_k} that a token selects; use more experts, larger nodes, or router=stock"
+        )
+    if choices == "one":
+        return _with_one_leaving(fit_TE, top_k, is_near_E, most_leaving)
+    is_taken_TE = torch.zeros_like(fit_TE, dtype=torch.bool)
+    selections = []
+    for _ in range(top_k):
+        open_TE = fit_TE.masked_fill(is_taken_TE, _lowest(fit_TE))
+        best_T = _first_highest(open_TE)
+        leaves_T = ~is_near_E[best_T]
+        stays_T = leaves_T & ~_highest_leaving(open_TE, best_T, leaves_T, most_leaving)
+        near_T = _first_highest(open_TE.masked_fill(~is_near_E, _lowest(fit_TE)))
+        selected_T = torch.where(stays_T, near_T, best_T)
+        is_taken_TE[torch.arange(len(selected_T), device=selected_T.device), selected_T] = True
+        selections.append(selected_T)
+    return torch.stack(selections, dim=1)
+
+
+def _with_one_leaving(
+    fit_TE: torch.Tensor, top_k: int, is_near_E: torch.Tensor, most_leaving: int
+) -> torch.Tensor:
+    best_TK = _best_experts(fit_TE, top_k)
+    near_TK = _best_experts(fit_TE.masked_fill(~is_near_E, _lowest(fit_TE)), top_k)
+    leaves_T = ~is_near_E[best_TK[:, 0]]
+    goes_T = _highest_leaving(fit_TE, best_TK[:, 0], leaves_T, most_leaving)
+    leaving_TK = torch.cat([best_TK[:, :1], near_TK[:, : top_k - 1]], dim=1)
+    limited_TK = torch.where(goes_T[:, None], leaving_TK, near_TK)
+    # A comparison on the device: the host does not wait for the number of tokens.
+    return torch.where(leaves_T.sum() > most_leaving, limited_TK, best_TK)
+
+
+def _highest_leaving(
+    fit_TE: torch.Tensor, best_T: torch.Tensor, leaves_T: torch.Tensor, most_leaving: int
+) -> torch.Tensor:
+    """Whether each token is one of the ``most_leaving`` with the highest fit that want to leave, ``[T]``."""
+    fit_T = fit_TE.gather(1, best_T[:, None])[:, 0].masked_fill(~leaves_T, _lowest(fit_TE))
+    goes_T = torch.zeros_like(leaves_T)
+    # Tokens whose best expert is near are last in this order, so they take no place of a leaving token.
+    goes_T[torch.sort(fit_T, descending=True, stable=True).indices[:most_leaving]] = True
+    return goes_T & leaves_T
+
+
+def _best_experts(fit_TE: torch.Tensor, top_k: int) -> torch.Tensor:
+    """The K best experts of each token, the best first, int64 ``[T, K]``."""
+    return torch.sort(fit_TE, dim=1, descending=True, stable=True).indices[:, :top_k]
+
+
+def _lowest(fit_TE: torch.Tensor) -> float:
+    return torch.finfo(fit_TE.dtype).min
+
+
+def _first_highest(values_TE: torch.Tensor) -> torch.Tensor:
+    """The lowest column that has each row's maximum, int64 ``[T]``.
+
+    ``argmax`` does not define which column it returns if several have the maximum.
+    """
+    experts_E = torch.arange(values_TE.shape[1], device=values_TE.device)
+    is_highest_TE = values_TE == values_TE.amax(dim=1, keepdim=True)
+    return torch.where(is_highest_TE, experts_E, values_TE.shape[1]).amin(dim=1)
