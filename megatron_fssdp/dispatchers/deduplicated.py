@@ -28,8 +28,9 @@ the order of the rows.
 segments that this schedule hides: every phase returns memory of its own, and no phase keeps its input.
 
 Shape letters: T tokens, K choices per token, A rows that a rank sends, R rows that a rank receives,
-M model dimension, D devices, N nodes, W slots, X expert-tensor-parallel peers. P is the number of slots of a
-device.
+M model dimension, D devices, N nodes, W slots, X expert-tensor-parallel peers.
+
+P is the number of slots of a device.
 """
 
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ class DeduplicatedTokenDispatcher(MoEAlltoAllTokenDispatcher):
             )
         if self.cuda_dtoh_point != "before_permutation_1":
             raise ValueError(
-                f"a CUDA graph of {CudaGraphModule.moe_preprocess.value} cannot contain the deduplicated "
+                f"a CUDA graph of {CudaGraphModule.moe_preprocess.name} cannot contain the deduplicated "
                 "exchange, for which the host waits; leave it out of --cuda-graph-modules"
             )
         self.cuda_sync_point = "before_ep_alltoall"
@@ -223,7 +224,12 @@ class DeduplicatedTokenDispatcher(MoEAlltoAllTokenDispatcher):
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Sum each token's results, restore the input's shape, and add overlapped shared experts."""
         output = self._copies.pop().sum(hidden_states).view(self.hidden_shape)
-        return output if self.shared_experts is None else output + self.shared_experts.get_output()
+        if self.shared_experts is None:
+            return output
+        shared = self.shared_experts.get_output()
+        if shared.is_cuda:
+            shared.record_stream(torch.cuda.current_stream())  # Its memory is that of another stream.
+        return output + shared
 
     def _choices(self, routing_map: Tensor) -> Tensor:
         """Slots of each token, ascending, int64 ``[T, K]``; W where there is no choice."""
@@ -233,7 +239,7 @@ class DeduplicatedTokenDispatcher(MoEAlltoAllTokenDispatcher):
 
     def _hits(self, name: str, slot_TK: Tensor) -> Tensor:
         """Whether a token goes to a rank, bool ``[T, D]``, by one of the tables in ``_ranks_W``."""
-        table = self._ranks_W[name] = self._ranks_W[name].to(slot_TK.device)
+        table = self._ranks_W[name] = self._ranks_W[name].to(slot_TK.device, non_blocking=True)
         hit = torch.zeros(len(slot_TK), self.ep_size + 1, dtype=torch.bool, device=slot_TK.device)
         return hit.scatter_(1, table[slot_TK], True)[:, : self.ep_size]
 

@@ -27,8 +27,9 @@ recomputation, which is Megatron's own, works as usual.
 the experts, so that schedule hides none of it. Results are right: the segment ``moe_dispatch`` copies rows
 and probabilities, because Megatron frees its input, and nothing else refers to the input of a segment.
 
-Shape letters: A rows that a rank sends, R rows that a rank receives, M model dimension, D devices. P is the
-number of slots of a device.
+Shape letters: A rows that a rank sends, R rows that a rank receives, M model dimension, D devices.
+
+P is the number of slots of a device.
 """
 
 from collections.abc import Callable, Sequence
@@ -83,8 +84,8 @@ class SmartScheduleTokenDispatcher(MoEAlltoAllTokenDispatcher):
             )
         if config.delay_wgrad_compute or config.overlap_dispatch_backward_with_experts_wgrad:
             raise ValueError(
-                "the smart schedule runs the experts several times in a forward pass, and Megatron can delay the "
-                "weight gradients of one run only; unset --delay-wgrad-compute and "
+                "the smart schedule runs the experts several times in a forward pass, and Megatron can delay "
+                "the weight gradients of one run only; unset --delay-wgrad-compute and "
                 "--overlap-dispatch-backward-with-experts-wgrad"
             )
         if (ring.rank, ring.num_ranks) != (self.ep_rank, self.ep_size):
@@ -124,10 +125,10 @@ class SmartScheduleTokenDispatcher(MoEAlltoAllTokenDispatcher):
             self.shared_experts.linear_fc1_forward_and_act()
             self.shared_experts.linear_fc2_forward()
             self.shared_experts.post_forward_comm()
-        counts: Any = self.tokens_per_expert
+        counts = self.tokens_per_expert
         for point in ("before_ep_alltoall", "before_permutation_2", "before_finish"):
             counts = self._maybe_dtoh_and_synchronize(point, counts)  # Megatron waits at one of them.
-        self._counts_DP, self.tokens_per_expert = counts, None
+        self._counts_DP = counts
         if self.config.overlap_moe_expert_parallel_comm:
             return hidden_states.clone(), probs.clone()
         return hidden_states, probs
@@ -162,8 +163,8 @@ class SmartScheduleTokenDispatcher(MoEAlltoAllTokenDispatcher):
                 pass calls it before its first step.
             in_transfer: Slots of this device, counted from 0, whose weights are in transfer. The forward pass
                 calls ``await_weights`` before each step with rows for one of them and before the last step;
-                earlier steps compute in the meantime (FasterMoE §4.2, Fig. 7). ``experts`` may then read the
-                other slots alone, so weights that are quantized in the forward pass (fp8) cannot use it.
+                earlier steps compute in the meantime (FasterMoE §4.2, Fig. 7). ``experts`` must then not use
+                the weights of slots without rows; a forward pass that quantizes all weights (fp8) does.
                 Default: it calls ``await_weights`` before every step.
 
         Returns:

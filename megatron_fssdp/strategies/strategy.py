@@ -72,6 +72,11 @@ class Strategy[Settings: PlacementSettings](ABC):
         return True
 
     @property
+    def splits(self) -> bool:
+        """Whether plans may split their transfers, so that a part travels beside the experts of another layer."""
+        return False
+
+    @property
     def moves_owners(self) -> bool:
         """Whether experts may change owners. Default: whether the class overrides :meth:`reshards_at`."""
         return type(self).reshards_at is not Strategy.reshards_at

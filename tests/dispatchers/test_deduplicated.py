@@ -13,44 +13,53 @@ from megatron_fssdp.dispatchers.deduplicated import (
 )
 from megatron_fssdp.planning.placement.topology import Topology
 
-from .slot_layers import OVERLAP, RECOMPUTE, SHARED, TOP1, SlotCase, compare, run_layer_ranks
+from .slot_layers import (
+    BF16,
+    OVERLAP,
+    PADDED,
+    RECOMPUTE,
+    SHARED,
+    TOP1,
+    TOP4,
+    SlotCase,
+    compare,
+    run_layer_ranks,
+)
 
-TOP4 = {"moe_router_topk": 4}
-PADDED = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+DROPPING = {"moe_expert_capacity_factor": 0.7}
+NO_DROPS = {"moe_expert_capacity_factor": 8.0}
 
 WHOLE = {
     "2 nodes of 2": SlotCase(),
-    "1 node, top-4": SlotCase(nodes=(0, 0, 0, 0), config=TOP4),
-    "4 nodes": SlotCase(nodes=(0, 1, 2, 3), config=TOP4),
-    "uneven nodes": SlotCase(nodes=(0, 1, 1, 1), config=TOP4),
+    "1 node, top-4": SlotCase(TOP4, nodes=(0, 0, 0, 0)),
+    "4 nodes": SlotCase(TOP4, nodes=(0, 1, 2, 3)),
+    "uneven nodes": SlotCase(TOP4, nodes=(0, 1, 1, 1)),
     "other uneven nodes": SlotCase(nodes=(0, 0, 0, 1)),
-    "nodes that alternate, top-1": SlotCase(nodes=(0, 1, 0, 1), config=TOP1),
-    "all experts": SlotCase(config={"moe_router_topk": 8}),
-    "empty slots, skewed": SlotCase(replicas=False, skew=2.0, config=TOP4),
-    "one expert on a device": SlotCase(config={"num_experts": 4}),
-    "ranks without rows": SlotCase(
-        tokens=(5, 9, 1, 12), silent=(1, 2), config={"moe_expert_capacity_factor": 8.0}
-    ),
-    "nobody has rows": SlotCase(silent=(0, 1, 2, 3), config={"moe_expert_capacity_factor": 8.0}),
-    "capacity": SlotCase(skew=1.0, config={"moe_expert_capacity_factor": 0.7, **TOP4}),
-    "capacity, padded": SlotCase(config=PADDED, options={"most_choices": 8}),
-    "recomputed": SlotCase(config=RECOMPUTE),
-    "shared experts": SlotCase(config=SHARED),
-    "shared experts, overlapped, recomputed": SlotCase(config={**OVERLAP, **RECOMPUTE}),
-    "segments": SlotCase(segments=True, config=TOP4),
+    "nodes that alternate, top-1": SlotCase(TOP1, nodes=(0, 1, 0, 1)),
+    "all experts": SlotCase({"moe_router_topk": 8}),
+    "empty slots, skewed": SlotCase(TOP4, replicas=False, skew=2.0),
+    "one expert on a device": SlotCase({"num_experts": 4}),
+    "ranks without rows": SlotCase(NO_DROPS, tokens=(5, 9, 1, 12), silent=(1, 2)),
+    "nobody has rows": SlotCase(NO_DROPS, silent=(0, 1, 2, 3)),
+    "capacity": SlotCase({**DROPPING, **TOP4}, skew=1.0),
+    "capacity, padded": SlotCase(PADDED, most_choices=8),
+    "recomputed": SlotCase(RECOMPUTE),
+    "shared experts": SlotCase(SHARED),
+    "shared experts, overlapped, recomputed": SlotCase({**OVERLAP, **RECOMPUTE}),
+    "segments": SlotCase(TOP4, segments=True),
     "segments, 1 node": SlotCase(nodes=(0, 0, 0, 0), segments=True),
-    "double probabilities": SlotCase(config={"moe_router_dtype": "fp64", **TOP4}),
-    "bf16": SlotCase(config={"bf16": True, "params_dtype": torch.bfloat16, **TOP4}),
+    "double probabilities": SlotCase({"moe_router_dtype": "fp64", **TOP4}),
+    "bf16": SlotCase({**BF16, **TOP4}),
 }
 PARTS = {
-    "2 nodes": SlotCase(nodes=(0, 1), config=TOP4),
-    "1 node, capacity": SlotCase(nodes=(0, 0), skew=1.0, config={"moe_expert_capacity_factor": 0.7}),
-    "overlapped shared experts": SlotCase(nodes=(0, 1), config=OVERLAP),
-    "segments": SlotCase(nodes=(0, 0), segments=True, config=TOP4),
+    "2 nodes": SlotCase(TOP4, nodes=(0, 1)),
+    "1 node, capacity": SlotCase(DROPPING, nodes=(0, 0), skew=1.0),
+    "overlapped shared experts": SlotCase(OVERLAP, nodes=(0, 1)),
+    "segments": SlotCase(TOP4, nodes=(0, 0), segments=True),
 }
 ONE_DEVICE = {
-    "dropped": SlotCase(nodes=(0,), skew=1.0, config={"moe_expert_capacity_factor": 0.7}),
-    "top-4": SlotCase(nodes=(0,), config=TOP4),
+    "dropped": SlotCase(DROPPING, nodes=(0,), skew=1.0),
+    "top-4": SlotCase(TOP4, nodes=(0,)),
 }
 GROUPS: list[tuple[int, dict[str, SlotCase], dict[str, int]]] = [
     (4, WHOLE, {"ep": 4}),
@@ -133,27 +142,16 @@ def _refusals(rank: int, world_size: int) -> list[str]:
 
     from ..megatron_adapter.layer.small_config import moe_config
 
+    graph = {"cuda_graph_impl": "local", "cuda_graph_modules": [CudaGraphModule.moe_preprocess]}
     messages = []
-
-    def build(topology: Topology, **settings: Any) -> Any:
+    for nodes, settings in (((0, 0, 1), {}), ((0, 1), graph), ((0, 1), {})):
         config = moe_config(2, 8, 4)
         vars(config).update(settings)
-        slots = [2 * rank, 2 * rank + 1]
-        return DeduplicatedTokenDispatcher(2, slots, config, get_default_pg_collection(), topology=topology)
-
-    for topology, settings in (
-        (Topology((0, 0, 1)), {}),
-        (
-            Topology((0, 1)),
-            {"cuda_graph_impl": "local", "cuda_graph_modules": [CudaGraphModule.moe_preprocess]},
-        ),
-    ):
-        with pytest.raises(ValueError) as error:  # noqa: PT011
-            build(topology, **settings)
+        with pytest.raises((ValueError, RuntimeError)) as error:  # noqa: PT012
+            dispatcher = DeduplicatedTokenDispatcher(
+                2, [2 * rank, 2 * rank + 1], config, get_default_pg_collection(), topology=Topology(nodes)
+            )
+            map_of_all = torch.ones(3, 4, dtype=torch.bool)
+            dispatcher.dispatch_preprocess(torch.ones(3, 1, 8), map_of_all, torch.ones(3, 4))
         messages.append(str(error.value))
-    dispatcher = build(Topology((0, 1)))
-    with pytest.raises(RuntimeError) as overflow:  # noqa: PT011
-        dispatcher.dispatch_preprocess(
-            torch.ones(3, 1, 8), torch.ones(3, 4, dtype=torch.bool), torch.ones(3, 4)
-        )
-    return [*messages, str(overflow.value)]
+    return messages

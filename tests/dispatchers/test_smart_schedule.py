@@ -8,34 +8,39 @@ import torch
 from megatron_fssdp.dispatchers import step_exchange
 from megatron_fssdp.dispatchers.smart_schedule import SmartScheduleTokenDispatcher, _Pass
 from megatron_fssdp.planning.placement.group_ring import GroupRing
-from megatron_fssdp.testing import run_ranks
 
-from .slot_layers import OVERLAP, RECOMPUTE, SHARED, TOP1, SlotCase, compare, run_layer_ranks
+from .slot_layers import (
+    BF16,
+    OVERLAP,
+    PADDED,
+    RECOMPUTE,
+    SHARED,
+    TOP1,
+    TOP4,
+    SlotCase,
+    compare,
+    run_layer_ranks,
+)
 
 CASES = {
     "groups of 1": SlotCase(group_size=1),
     "groups of 2": SlotCase(group_size=2),
     "one group": SlotCase(group_size=4, nodes=(0, 0, 0, 0)),
-    "own group last": SlotCase(group_size=1, own_last=True, config={"moe_router_topk": 4}),
-    "activations recomputed": SlotCase(
-        group_size=1, config={"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
-    ),
-    "groups of 2, own group last, recomputed": SlotCase(group_size=2, own_last=True, config=RECOMPUTE),
-    "empty slots, skewed, top-1": SlotCase(group_size=2, replicas=False, skew=2.0, config=TOP1),
+    "own group last": SlotCase(TOP4, group_size=1, own_last=True),
+    "groups of 2, own group last, recomputed": SlotCase(RECOMPUTE, group_size=2, own_last=True),
+    "experts recomputed": SlotCase(group_size=1, recomputes_experts=True),
+    "empty slots, skewed, top-1": SlotCase(TOP1, group_size=2, replicas=False, skew=2.0),
     "ranks without rows": SlotCase(
-        group_size=1, tokens=(5, 9, 1, 12), silent=(1, 2), config={"moe_expert_capacity_factor": 8.0}
+        {"moe_expert_capacity_factor": 8.0}, group_size=1, tokens=(5, 9, 1, 12), silent=(1, 2)
     ),
-    "capacity": SlotCase(group_size=2, skew=1.0, config={"moe_expert_capacity_factor": 0.7}),
-    "capacity, padded": SlotCase(
-        group_size=1,
-        config={"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
-    ),
-    "shared experts": SlotCase(group_size=2, config=SHARED),
-    "shared experts, overlapped": SlotCase(group_size=1, config=OVERLAP),
-    "shared experts, overlapped, recomputed": SlotCase(group_size=1, config={**OVERLAP, **RECOMPUTE}),
+    "capacity": SlotCase({"moe_expert_capacity_factor": 0.7}, group_size=2, skew=1.0),
+    "capacity, padded": SlotCase(PADDED, group_size=1),
+    "shared experts": SlotCase(SHARED, group_size=2),
+    "shared experts, overlapped": SlotCase(OVERLAP, group_size=1),
+    "shared experts, overlapped, recomputed": SlotCase({**OVERLAP, **RECOMPUTE}, group_size=1),
     "segments": SlotCase(group_size=1, segments=True),
-    "segments, groups of 2": SlotCase(group_size=2, segments=True, config={"moe_router_topk": 4}),
-    "bf16": SlotCase(group_size=2, config={"bf16": True, "params_dtype": torch.bfloat16}),
+    "segments, groups of 2": SlotCase(TOP4, group_size=2, segments=True),
+    "bf16": SlotCase(BF16, group_size=2),
 }
 
 
@@ -44,12 +49,12 @@ def test_layers_equal_the_stock_layer() -> None:
     for name, case in CASES.items():
         tolerance = 2e-2 if "bf16" in case.config else 1e-6
         num_steps = 4 // (case.group_size or 1)
-        num_forward = 4 if "moe" in case.config.get("recompute_modules", []) else 2  # two micro-batches
+        num_forward = 4 if "recompute_modules" in case.config else 2  # two micro-batches
         for of_rank in results:
             result = of_rank[name]
             assert {"output", "input", "router.weight"} < set(result.errors)
             assert max(result.errors.values()) < tolerance, (name, result.errors)
-            assert result.num_calls == num_steps * num_forward, name
+            assert result.num_calls == num_steps * num_forward * (1 + case.recomputes_experts), name
             # Once in the last step of each forward pass, and once before each backward pass.
             assert result.num_awaited == num_forward + 2, name
 
@@ -122,66 +127,29 @@ def test_rows_of_a_step_leave_just_before_the_compute_of_the_step_before(
     step_exchange.exchange_in_steps(
         [torch.ones(3)], [torch.zeros(3)], [1] * 3, [1] * 3, compute, GroupRing(1, 3, 1, own_last), group
     )
-    wanted = "S0 S1 'wait S0' C0 R0 S2 'wait S1' C1 R1 'wait S2' C2 R2"
-    assert order[:12] == [
-        x.replace("_", " ") for x in wanted.replace("'wait ", "wait_").replace("'", "").split()
-    ]
+    wanted = ["S0", "S1", "wait S0", "C0", "R0", "S2", "wait S1", "C1", "R1", "wait S2", "C2", "R2"]
+    assert order[:12] == wanted
     assert sorted(order[12:]) == sorted(
         [*(f"wait S{i} sent" for i in range(3)), *(f"wait R{i}{x}" for i in range(3) for x in ("", " sent"))]
     )
 
 
-def test_results_of_all_rows_come_back() -> None:
-    for rank, found in enumerate(run_ranks(_exchange, 4)):
-        assert found == [True] * 6, rank
-
-
-def _exchange(rank: int, world_size: int) -> list[bool]:
-    import torch.distributed as dist
-
-    sizes = torch.randint(0, 4, (4, 4), generator=torch.Generator().manual_seed(5))
-    sizes[2] = sizes[:, 3] = 0  # a rank that sends nothing, and one that receives nothing
-    send, receive = sizes[rank].tolist(), sizes[:, rank].tolist()
-    rows = torch.arange(sum(send), dtype=torch.float64) + 100 * (rank + 1)
-    owner = torch.repeat_interleave(torch.arange(4), sizes[rank])
-    found = []
-    for group_size in (1, 2, 4):
-        for own_last in (False, True):
-            results = [torch.zeros(len(rows)), torch.zeros(len(rows), 2, dtype=torch.float64)]
-            first = torch.stack([rows, -rows], dim=1)
-            step_exchange.exchange_in_steps(
-                [first, rows],
-                results,
-                send,
-                receive,
-                lambda step, received: [received[1].float() + rank, received[0] * (rank + 1)],
-                GroupRing(rank, 4, group_size, own_last),
-                dist.group.WORLD,
-            )
-            wanted = first * (owner + 1).unsqueeze(1)
-            found.append(torch.equal(results[0], (rows + owner).float()) and torch.equal(results[1], wanted))
-    return found
-
-
 def test_settings_that_do_not_fit_are_refused() -> None:
-    for messages in run_layer_ranks(_refusals, 2, tp=2, ep=1, etp=2):
-        assert "tensor parallelism over 2 ranks" in messages[0]
-    for messages in run_layer_ranks(_refusals, 2, ep=2):
-        assert "rank 0 of 4: wanted rank" in messages[0]
-        assert "--delay-wgrad-compute" in messages[1]
+    for message in run_layer_ranks(_refusal, 2, False, tp=2, ep=1, etp=2):
+        assert "tensor parallelism over 2 ranks" in message
+    for delays, wanted in ((False, "rank 0 of 4: wanted rank"), (True, "--delay-wgrad-compute")):
+        assert all(wanted in message for message in run_layer_ranks(_refusal, 2, delays, ep=2))
 
 
-def _refusals(rank: int, world_size: int) -> list[str]:
+def _refusal(rank: int, world_size: int, delays: bool) -> str:
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
     from ..megatron_adapter.layer.small_config import moe_config
 
-    groups, messages = get_default_pg_collection(), []
-    for delays in (False, True):
-        config = moe_config(groups.ep.size(), 8, 4)
-        config.delay_wgrad_compute = delays
-        slots = list(range(4 // groups.ep.size()))
-        with pytest.raises(ValueError) as error:  # noqa: PT011
-            SmartScheduleTokenDispatcher(len(slots), slots, config, groups, ring=GroupRing(0, 4, 2))
-        messages.append(str(error.value))
-    return messages
+    groups = get_default_pg_collection()
+    config = moe_config(groups.ep.size(), 8, 4)
+    config.delay_wgrad_compute = delays
+    slots = list(range(4 // groups.ep.size()))
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        SmartScheduleTokenDispatcher(len(slots), slots, config, groups, ring=GroupRing(0, 4, 2))
+    return str(error.value)

@@ -24,13 +24,7 @@ class BaselineDispatcher(MoEAlltoAllTokenDispatcher):
 
     After the gather these ranks have the same tokens, and each of them exchanges with the ranks of its own
     part as if it had whole experts. If sequence lengths vary, the host waits once more in each pass, for the
-    numbers of tokens of the ranks.
-
-    Args:
-        num_local_experts: Number of slots of a device.
-        local_expert_indices: Numbers of this device's slots.
-        config: Megatron's ``TransformerConfig``, with the slots of all devices as its experts.
-        pg_collection: Megatron's process groups of the layer.
+    numbers of tokens of the ranks. The arguments are those of Megatron's dispatchers, over slots.
     """
 
     def __init__(
@@ -39,21 +33,14 @@ class BaselineDispatcher(MoEAlltoAllTokenDispatcher):
         self._groups = ParmGroups.of(config, pg_collection)
         whole = SimpleNamespace(ep=pg_collection.ep, expt_tp=None, tp_ep=pg_collection.ep)
         super().__init__(num_local_experts, local_expert_indices, config, whole)
-        # If tensor-parallel ranks have the same tokens, the experts receive every copy of them and would sum
-        # the weights' gradients of all copies. The gradient is divided by the number of copies where it
-        # enters the backward pass, and multiplied again where it leaves it.
+        # Experts sum the gradients of all copies of a token. The gradient is divided by the number of copies
+        # where it enters the backward pass, and multiplied again where it leaves it.
         self._copies = self._groups.n_mp if self._groups.are_equal else 1
         self._sizes: list[int] = []
         self._own_shape = torch.Size()
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
-        """ESP-AllGather of tokens, probabilities and routing map; then Megatron's first phase on all of them.
-
-        Args:
-            hidden_states: Hidden states, ``[sequence, batch, M]``.
-            routing_map: Slots of each token, bool ``[T, W]``.
-            probs: Routing probabilities, ``[T, W]``.
-        """
+        """ESP-AllGather of tokens, probabilities and routing map; then Megatron's phase on all of them."""
         self._own_shape = hidden_states.shape
         hidden = hidden_states.view(-1, hidden_states.shape[-1])
         hidden, probs = (scale_gradient(x, self._copies) for x in (hidden, probs))

@@ -26,13 +26,7 @@ from megatron_fssdp.dispatchers.parm.parm_dispatcher import ParmDispatcher
 
 
 class DividedGate:
-    """Runs a router on the tokens that all tensor-parallel ranks have, or on this rank's part of them.
-
-    Args:
-        router: Megatron's router of the layer.
-        dispatcher: The layer's dispatcher.
-        pg_collection: Megatron's process groups of the layer.
-    """
+    """Runs the layer's router on the tokens that all tensor-parallel ranks have, or on this rank's part."""
 
     def __init__(self, router: Any, dispatcher: ParmDispatcher, pg_collection: Any) -> None:
         self._router, self._dispatcher, self._peers = router, dispatcher, pg_collection.tp
@@ -48,8 +42,8 @@ class DividedGate:
         """Begin a forward pass of the dispatcher and run the router.
 
         The layer's ``route`` calls it instead of the router and returns the last two results. The layer's
-        ``preprocess`` then goes on with the first one in place of the hidden states that it is given.
-        Shared experts compute with all tokens.
+        ``preprocess`` then goes on with the first one in place of the hidden states that it is given. Shared
+        experts compute with all tokens.
 
         Args:
             hidden: Hidden states ``[sequence, batch, M]``, equal on all tensor-parallel ranks.
@@ -71,11 +65,7 @@ class DividedGate:
         return own, *functional_call(router, parameters, (own, padding_mask))
 
     def _summed(self, parameter: Tensor) -> Tensor:
-        """The parameter; its gradient is summed over the tensor-parallel ranks, in fp32 or wider.
-
-        Each rank has gradients from its own tokens only. Megatron sums them at the end of an iteration, but
-        only under sequence parallelism.
-        """
+        """The parameter; its gradient, of own tokens only, is summed over the ranks, in fp32 or wider."""
         wide = parameter.to(torch.promote_types(parameter.dtype, torch.float32))
         summed: Tensor = copy_to_tensor_model_parallel_region(wide, group=self._peers)
         return summed.to(parameter.dtype)

@@ -46,7 +46,7 @@ def gather_rows(x: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor
 
 
 def split_rows(x: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
-    """This rank's rows of ``[sum(sizes), ...]``, which all ranks have; the backward pass gathers all gradients."""
+    """This rank's rows of ``[sum(sizes), ...]``, which all ranks have; the backward pass gathers them."""
     return call_with_dual(
         lambda x: (x.split(sizes)[group.rank()],), lambda own: (gather_rows(own, sizes, group),), x
     )[0]

@@ -11,7 +11,7 @@ from megatron_fssdp.dispatchers.parm.baseline_dispatcher import BaselineDispatch
 from megatron_fssdp.dispatchers.parm.parm_groups import ParmGroups
 from megatron_fssdp.dispatchers.parm.s1_dispatcher import S1Dispatcher
 from megatron_fssdp.dispatchers.parm.s2_dispatcher import S2Dispatcher
-from megatron_fssdp.dispatchers.parm.schedule_selector import Decision, ScheduleSelector
+from megatron_fssdp.dispatchers.parm.schedule_selector import ScheduleSelector
 from megatron_fssdp.planning.cost.tensor_schedules import Schedule
 
 _DISPATCHERS: dict[Schedule, type[MoETokenDispatcher]] = {
@@ -33,21 +33,18 @@ class ParmDispatcher(MoETokenDispatcher):
     A subclass may override :meth:`dispatch_preprocess` to replace routing map and probabilities. Under ``s2``
     the replaced maps must be equal on all tensor-parallel ranks if the given ones are.
 
-    The host waits at one place in a forward pass, as in Megatron's dispatcher; see
-    :class:`~megatron_fssdp.dispatchers.parm.baseline_dispatcher.BaselineDispatcher` for the exception. The
-    first pass under ``auto`` also measures costs.
+    The host waits at one place in a forward pass, as in Megatron's dispatcher. There are two exceptions:
+    ``baseline`` with varying sequence lengths, and the first pass under ``auto``, which measures costs.
+
+    The positional arguments are those of Megatron's dispatchers, over slots: ``config.num_moe_experts`` is
+    the number of slots of all devices.
 
     Args:
-        num_local_experts: Number of slots of a device.
-        local_expert_indices: Numbers of this device's slots.
-        config: Megatron's ``TransformerConfig``, with the slots of all devices as its experts.
-        pg_collection: Megatron's process groups of the layer.
         selector: Selects the schedules; layers with the same groups share it.
 
     Attributes:
         schedule: Name of the schedule of the present forward pass, or of the last one.
-        predicted_s: Modelled seconds of the collectives of one forward pass, for each candidate; empty if no
-            candidates were compared.
+        predicted_s: Modelled seconds of a forward pass's collectives, for each candidate that was compared.
 
     Raises:
         ConfigurationError: A CUDA graph would hold the first phase, or the gate of divided tokens.
@@ -64,19 +61,16 @@ class ParmDispatcher(MoETokenDispatcher):
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.num_local_experts, self.local_expert_indices = num_local_experts, local_expert_indices
-        self.schedule = ""
-        self.predicted_s: dict[str, float] = {}
+        self.schedule, self.predicted_s = "", dict[str, float]()
         self._arguments = num_local_experts, local_expert_indices, config, pg_collection
         self._selector, self._groups = selector, ParmGroups.of(config, pg_collection)
         self._dispatchers: dict[Schedule, Any] = {}
         self._current: Any = None
-        self._whole: Tensor | None = None
+        self._whole: Any = None
         self._is_divided = self._adds_shared = False
-        graphs = {
-            str(getattr(part, "name", part)) for part in getattr(config, "cuda_graph_modules", None) or ()
-        }
-        held = graphs & ({"moe_preprocess", "moe_router"} if self._groups.are_equal else {"moe_preprocess"})
-        if held and config.cuda_graph_impl != "none":
+        graphs = [str(getattr(part, "name", part)) for part in config.cuda_graph_modules or ()]
+        refused = ["moe_preprocess", "moe_router"] if self._groups.are_equal else ["moe_preprocess"]
+        if config.cuda_graph_impl != "none" and (held := set(graphs).intersection(refused)):
             raise ConfigurationError(
                 f"schedules of Parm: got a CUDA graph of {', '.join(sorted(held))}, wanted none, because the "
                 "schedule is selected before it; change --cuda-graph-modules"
@@ -94,22 +88,16 @@ class ParmDispatcher(MoETokenDispatcher):
         decision = self._selector.of(hidden_states)
         self.schedule = decision.schedule
         self.predicted_s = {str(name): seconds for name, seconds in decision.predicted_s.items()}
-        self._current, self._whole = self._dispatcher(decision), hidden_states
         self._is_divided = self._groups.are_equal and decision.schedule in ("s1", "megatron")
-        return self._is_divided
-
-    def _dispatcher(self, decision: Decision) -> Any:
-        schedule = decision.schedule
-        if schedule == "s2" and not self._groups.are_equal:
-            schedule = "s1"  # They are the same if tensor-parallel ranks have different tokens.
+        # With different tokens on all ranks, s2 is s1.
+        schedule = "s1" if decision.schedule == "s2" and not self._groups.are_equal else decision.schedule
         if schedule not in self._dispatchers:
             self._dispatchers[schedule] = _DISPATCHERS[schedule](*self._arguments)
-            if self.shared_experts is not None:
-                self._dispatchers[schedule].set_shared_experts(self.shared_experts)
-        found = self._dispatchers[schedule]
-        if schedule == "s2":
-            found.simultaneous = decision.simultaneous
-        return found
+        self._current, self._whole = self._dispatchers[schedule], hidden_states
+        self._current.simultaneous = decision.simultaneous  # S2 alone reads it.
+        if self.shared_experts is not self._current.shared_experts:
+            self._current.set_shared_experts(self.shared_experts)
+        return self._is_divided
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
         """Phase 1: exchange counts and permute the tokens.
@@ -125,26 +113,21 @@ class ParmDispatcher(MoETokenDispatcher):
         if self._whole is None:
             self.begin(hidden_states)
         whole, self._whole = self._whole, None
-        assert whole is not None
-        parts = self._groups.n_mp if self._is_divided else 1
-        num_tokens = whole.shape[:-1].numel()
+        num_tokens, parts = whole.shape[:-1].numel(), self._groups.n_mp if self._is_divided else 1
         if len(routing_map) * parts != num_tokens:
             raise RuntimeError(
                 f"schedule {self.schedule}: got {len(routing_map)} of {num_tokens} tokens, wanted one part "
                 f"of {parts}; route with DividedGate, and dispatch the tokens that it returns"
             )
         # Shared experts compute with all of the layer's own tokens, which are not always those to dispatch.
-        self._adds_shared = self.shared_experts is not None and (
-            self._is_divided or self.schedule == "baseline"
-        )
-        if not self._adds_shared:
-            return self._current.dispatch_preprocess(hidden_states, routing_map, probs)
-        self.shared_experts.pre_forward_comm(whole)
-        self._current.shared_experts = None
-        try:
-            return self._current.dispatch_preprocess(hidden_states, routing_map, probs)
-        finally:
-            self._current.shared_experts = self.shared_experts
+        is_apart = self._is_divided or self.schedule == "baseline"
+        self._adds_shared = is_apart and self.shared_experts is not None
+        if self._adds_shared:
+            self.shared_experts.pre_forward_comm(whole)
+            self._current.shared_experts = None
+        dispatched = self._current.dispatch_preprocess(hidden_states, routing_map, probs)
+        self._current.shared_experts = self.shared_experts
+        return dispatched
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> Any:
         """Phase 2: send rows and probabilities to the parts of their slots."""
@@ -164,20 +147,12 @@ class ParmDispatcher(MoETokenDispatcher):
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Phase 6: sum each token's results, ``[sequence, batch, M]``, and add overlapped shared experts."""
-        if not self._adds_shared:
-            output = self._current.combine_postprocess(hidden_states)
-        else:
+        if self._adds_shared:
             self._current.shared_experts = None
-            output = self._current.combine_postprocess(hidden_states)
-            self._current.shared_experts = self.shared_experts
+        output = self._current.combine_postprocess(hidden_states)
+        self._current.shared_experts = self.shared_experts
         if self._is_divided:
             output = gather_from_sequence_parallel_region(
                 output, tensor_parallel_output_grad=False, group=self._groups.tensor_parallel
             )
         return output + self.shared_experts.get_output() if self._adds_shared else output
-
-    def set_shared_experts(self, shared_experts: Any) -> None:
-        """Compute Megatron's shared experts while rows travel."""
-        super().set_shared_experts(shared_experts)
-        for dispatcher in self._dispatchers.values():
-            dispatcher.set_shared_experts(shared_experts)

@@ -22,13 +22,8 @@ from torch import Tensor
 class S1Dispatcher(MoEAlltoAllTokenDispatcher):
     """Megatron's dispatcher over the ranks of all parts. With whole experts it equals Megatron's.
 
-    The host waits where it waits in Megatron's dispatcher.
-
-    Args:
-        num_local_experts: Number of slots of a device.
-        local_expert_indices: Numbers of this device's slots.
-        config: Megatron's ``TransformerConfig``, with the slots of all devices as its experts.
-        pg_collection: Megatron's process groups of the layer.
+    The host waits where it waits in Megatron's dispatcher. The arguments are those of Megatron's dispatchers,
+    over slots.
     """
 
     def __init__(
@@ -51,13 +46,7 @@ class S1Dispatcher(MoEAlltoAllTokenDispatcher):
         return by_device.expand(-1, -1, self._num_parts, -1).reshape(len(x), -1)
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
-        """Megatron's first phase, with each slot on all parts of its device.
-
-        Args:
-            hidden_states: Hidden states, ``[..., M]``.
-            routing_map: Slots of each token, bool ``[T, W]``.
-            probs: Routing probabilities, ``[T, W]``.
-        """
+        """Megatron's phase for ``[T, M]`` tokens and ``[T, W]`` slots, each on all parts of its device."""
         return super().dispatch_preprocess(
             hidden_states, self.for_all_parts(routing_map), self.for_all_parts(probs)
         )

@@ -9,14 +9,13 @@ ranks.
 """
 
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.dispatchers.parm.dual_collectives import call_with_dual
+from megatron_fssdp.dispatchers.parm.dual_collectives import OnRows, call_with_dual
 from megatron_fssdp.dispatchers.parm.parm_groups import ParmGroups
 from megatron_fssdp.dispatchers.parm.s1_dispatcher import S1Dispatcher
 from megatron_fssdp.dispatchers.parm.shared_route import SharedRoute
@@ -27,54 +26,37 @@ class S2Dispatcher(S1Dispatcher):
 
     The routing maps must be equal on all tensor-parallel ranks, because each rank computes from its map which
     rows the others send. Any map over slots will do, with replicas too. The host waits at one place, before
-    the all-to-all, as in Megatron's dispatcher. Building the object is collective over the tensor-parallel
-    ranks.
+    the all-to-all, as in Megatron's dispatcher. The arguments are those of Megatron's dispatchers, over
+    slots. Building the object is collective over the tensor-parallel ranks.
 
-    Args:
-        num_local_experts: Number of slots of a device.
-        local_expert_indices: Numbers of this device's slots.
-        config: Megatron's ``TransformerConfig``, with the slots of all devices as its experts.
-        pg_collection: Megatron's process groups of the layer.
+    Attributes:
         simultaneous: Whether to pass results on slice by slice (SAA) or after all of them have arrived.
 
     Raises:
-        ConfigurationError: The config pads the routing map for quantized experts. A rank's share of the
-            padded rows would not be a multiple.
+        ConfigurationError: The config pads routing maps for quantized experts, whose shares are no multiples.
     """
 
     def __init__(
-        self,
-        num_local_experts: int,
-        local_expert_indices: list[int],
-        config: Any,
-        pg_collection: Any,
-        *,
-        simultaneous: bool = True,
+        self, num_local_experts: int, local_expert_indices: list[int], config: Any, pg_collection: Any
     ) -> None:
         if config.moe_router_padding_for_quantization:
             raise ConfigurationError(
-                "schedule s2: got moe_router_padding_for_quantization, wanted it off; change it or the schedule"
+                "schedule s2: got moe_router_padding_for_quantization, wanted it off; change one of the two"
             )
         dropping = copy(config)
         dropping.moe_pad_expert_input_to_capacity = False  # A rank's share of an expert's rows varies.
         super().__init__(num_local_experts, local_expert_indices, dropping, pg_collection)
-        self.simultaneous = simultaneous
+        self.simultaneous = True
         self._groups = ParmGroups.of(config, pg_collection)
         self._peers = pg_collection.tp
         self._device_Y = self._groups.devices_of_peers()
         self._place_TW = torch.empty(0)
-        self._rows: _SharedRows | None = None
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
         """Divide the rows among the tensor-parallel ranks and exchange counts.
 
-        Args:
-            hidden_states: Hidden states, ``[sequence, batch, M]``, equal on all tensor-parallel ranks.
-            routing_map: Slots of each token, bool ``[T, W]``, equal on all tensor-parallel ranks.
-            probs: Routing probabilities, ``[T, W]``.
-
         Returns:
-            Hidden states ``[T, M]`` and the probabilities; the next phase forms the rows.
+            Hidden states ``[T, M]`` and probabilities ``[T, W]``; the next phase forms the rows.
         """
         self.hidden_shape, self.probs = hidden_states.shape, probs
         size, num_slots = self._peers.size(), routing_map.shape[1]
@@ -89,8 +71,7 @@ class S2Dispatcher(S1Dispatcher):
         self._place_TW = torch.where(routing_map, start_TW + number_TW // size + 1, 0)
 
         self.tokens_per_expert = self.preprocess(self.for_all_parts(counts_YW[self._peers.rank()][None]))
-        # Megatron takes these numbers to the host together with its own. It needs none itself, because the
-        # experts' parts do not gather.
+        # Megatron takes these numbers to the host together with its own; there it has no use for them.
         self.output_splits_tp = counts_YW.view(size, self._num_devices, -1).sum(dim=2)
         self._maybe_update_cuda_sync_point("before_ep_alltoall")
         if self.shared_experts is not None:
@@ -101,40 +82,55 @@ class S2Dispatcher(S1Dispatcher):
         return hidden_states.view(-1, hidden_states.shape[-1]), probs
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """MP-Split and EP&ESP-AlltoAll; in the backward pass all ranks get the gradients of all rows.
-
-        Args:
-            hidden_states: Hidden states, ``[T, M]``.
-            probs: Routing probabilities, ``[T, W]``.
-        """
+        """MP-Split and EP&ESP-AlltoAll; in the backward pass all ranks get the gradients of all rows."""
         if self.shared_experts is not None:
             self.shared_experts.wait_current_stream()
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize(
             "before_ep_alltoall", self.tokens_per_expert
         )
         send_YD, received = self.output_splits_tp.tolist(), self.output_splits
-        if received is None:  # One rank has all experts.
-            received = [sum(send_YD[self._peers.rank()])]
-        route = SharedRoute(
-            self._groups, self._device_Y, send_YD, [int(n) for n in received], self.use_nccl_stream
-        )
+        received = [sum(send_YD[self._peers.rank()])] if received is None else [int(n) for n in received]
+        route = SharedRoute(self._groups, self._device_Y, send_YD, received)
         place = self._place_TW.view(-1)
         numbers = torch.arange(len(place), device=place.device)
+        # ``token * W + slot`` of the rows of all tensor-parallel ranks, by rank, then slot.
         pairs = numbers.new_empty(1 + sum(route.rows_Y)).scatter_(0, place, numbers)[1:]
-        num_tokens, num_slots = probs.shape
-        self._rows = _SharedRows(route, pairs, num_tokens, num_slots, self.simultaneous)
-        rows, row_probs = call_with_dual(self._rows.send, self._rows.collect, hidden_states, probs)
+        self._send, self._collect = self._both_ways(route, pairs, *probs.shape)
+        rows, row_probs = call_with_dual(self._send, self._collect, hidden_states, probs)
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(rows)
         return rows, row_probs
+
+    def _both_ways(
+        self, route: SharedRoute, pairs: Tensor, num_tokens: int, num_slots: int
+    ) -> tuple[OnRows, OnRows]:
+        """Functions that send rows and collect results, each of which is the other's backward pass."""
+        own, simultaneous = pairs.split(route.rows_Y)[route.rank], self.simultaneous
+
+        def send(hidden: Tensor, probs: Tensor | None = None) -> tuple[Tensor, ...]:
+            """This rank's share of the rows of ``[T, M]`` and ``[T, W]``, to all parts of their slots."""
+            rows = [hidden.index_select(0, own // num_slots)]
+            if probs is not None:
+                rows.append(probs.reshape(-1).index_select(0, own))
+            return tuple(route.send(x) for x in rows)
+
+        def collect(rows: Tensor, probs: Tensor | None = None) -> tuple[Tensor, ...]:
+            """From ``[R, M]`` and ``[R]``: sums over parts and slots ``[T, M]``, over parts ``[T, W]``."""
+            given = [rows] if probs is None else [rows, probs]
+            summed, *scores = route.collect(given, simultaneous=simultaneous)
+            tokens = summed.new_zeros(num_tokens, summed.shape[-1])
+            tokens.index_add_(0, pairs // num_slots, summed)
+            flat = [x.new_zeros(num_tokens * num_slots).index_copy_(0, pairs, x) for x in scores]
+            return tokens, *(x.view(num_tokens, num_slots) for x in flat)
+
+        return send, collect
 
     def token_combine(self, hidden_states: Tensor, *_: Any) -> Tensor:
         """EP&ESP-AlltoAll with MP-AllGather, and the sum of each token's results, ``[T, M]``."""
         if self.shared_experts is not None:
             self.shared_experts.wait_current_stream()
-        rows, self._rows = self._rows, None
-        assert rows is not None
-        (output,) = call_with_dual(rows.collect, rows.send, hidden_states)
+        (output,) = call_with_dual(self._collect, self._send, hidden_states)
+        del self._collect, self._send  # They hold memory.
         if self.shared_experts is not None:
             self.shared_experts.linear_fc2_forward(output)
             self.shared_experts.post_forward_comm()
@@ -144,53 +140,3 @@ class S2Dispatcher(S1Dispatcher):
         """Results in the shape of the input, with those of overlapped shared experts."""
         output = permutated_local_input_tokens.view(self.hidden_shape)
         return output if self.shared_experts is None else output + self.shared_experts.get_output()
-
-
-@dataclass(frozen=True, eq=False)
-class _SharedRows:
-    """The rows of one forward pass. Its two methods are each other's backward pass.
-
-    Attributes:
-        route: How many rows go where.
-        pairs: ``token * W + slot`` of the rows of all tensor-parallel ranks, by rank, then slot.
-        num_tokens: Number of tokens, T.
-        num_slots: Number of slots, W.
-        simultaneous: Whether results are passed on slice by slice.
-    """
-
-    route: SharedRoute
-    pairs: Tensor
-    num_tokens: int
-    num_slots: int
-    simultaneous: bool
-
-    def send(self, hidden: Tensor, probs: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Send this rank's share of the rows to all parts of their slots.
-
-        Args:
-            hidden: Hidden states, or gradients of the output, ``[T, M]``.
-            probs: Probabilities ``[T, W]`` to send with the rows.
-        """
-        own = self.pairs.split(self.route.rows_Y)[self.route.rank]
-        rows = [hidden.index_select(0, own // self.num_slots)]
-        if probs is not None:
-            rows.append(probs.reshape(-1).index_select(0, own))
-        return tuple(self.route.send(x) for x in rows)
-
-    def collect(self, rows: Tensor, probs: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Bring results, or gradients, to the common tokens of all tensor-parallel ranks.
-
-        Args:
-            rows: Results or gradients of the received rows, ``[R, M]``.
-            probs: Gradients of these rows' probabilities, ``[R]``.
-
-        Returns:
-            Sums over parts and slots for each token, ``[T, M]``; with ``probs``, also sums over parts for
-            each probability, ``[T, W]``.
-        """
-        given = [rows] if probs is None else [rows, probs]
-        summed, *scores = self.route.collect(given, simultaneous=self.simultaneous)
-        tokens = summed.new_zeros(self.num_tokens, summed.shape[-1])
-        tokens.index_add_(0, self.pairs // self.num_slots, summed)
-        flat = [x.new_zeros(self.num_tokens * self.num_slots).index_copy_(0, self.pairs, x) for x in scores]
-        return tokens, *(x.view(self.num_tokens, self.num_slots) for x in flat)

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,17 +19,11 @@ _SHARES = (1 / 8, 1 / 2, 1.0)
 _NUM_REPETITIONS = 5
 _LEAST_S = 1e-9  # The fit of alpha and beta needs positive times.
 
-Probe = Callable[[int], tuple[float, Callable[[], object]]]
-"""Maps a number of rows for each device to the bytes of the whole tensor and the call to measure."""
+_Calls = dict[tuple[Kind, Group], tuple[int, Callable[[], object]]]
 
 
 def measured_costs(
-    layer: ScheduledLayer,
-    like: Tensor,
-    groups: ParmGroups,
-    everyone: dist.ProcessGroup,
-    *,
-    simultaneous: bool,
+    layer: ScheduledLayer, like: Tensor, groups: ParmGroups, everyone: dist.ProcessGroup, simultaneous: bool
 ) -> ScheduleCosts:
     """Measure alpha and beta of each collective; all ranks of ``everyone`` call it at once.
 
@@ -45,75 +40,48 @@ def measured_costs(
     Returns:
         Costs of the collectives whose groups exist, by Parm's message size: bytes of the whole tensor.
     """
-    probes = _probes(like, groups, simultaneous=simultaneous)
     most = layer.num_rows / layer.n_mp / groups.num_devices
     sizes = [max(1, round(most * share)) for share in _SHARES]
-    calls = {name: [prepare(size) for size in sizes] for name, prepare in probes.items()}
-    own_s = [_median_s(call, everyone, like.device) for found in calls.values() for _, call in found]
+    calls = [_calls(size, like, groups, simultaneous=simultaneous) for size in sizes]
+    own_s = [[_median_s(call, everyone, like.device) for _, call in found.values()] for found in calls]
     seconds = torch.tensor(own_s, dtype=torch.float64, device=like.device)
-    if seconds.numel():
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=everyone)
-    longest = iter(seconds.tolist())
-    times = {name: [next(longest) for _ in found] for name, found in calls.items()}
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=everyone)
+    times = dict(zip(calls[0], seconds.T.tolist(), strict=True))
     costs: dict[tuple[Kind, Group], LinkCost] = {}
-    for name, found in calls.items():
-        taken = times[name]
+    for name, taken in times.items():
         if name[0] == "overlapped_all_to_all":
             # Eq. 14 counts the gather separately, so this is only the time that the exchange adds to it.
             gather = times["all_gather", "mp"]
             taken = [max(_LEAST_S, both - alone) for both, alone in zip(taken, gather, strict=True)]
-        costs[name] = fit_link_cost([num_bytes for num_bytes, _ in found], taken)
+        costs[name] = fit_link_cost([found[name][0] for found in calls], taken)
     return costs
 
 
-def _probes(like: Tensor, groups: ParmGroups, *, simultaneous: bool) -> dict[tuple[Kind, Group], Probe]:
-    width, num_devices, by_name = like.shape[-1], groups.num_devices, groups.by_name
-
-    def exchanged(group: dist.ProcessGroup) -> Probe:
-        def prepare(per_device: int) -> tuple[float, Callable[[], object]]:
-            sent = like.new_zeros(per_device * group.size(), width)
-            received = torch.empty_like(sent)
-            return sent.nbytes, lambda: dist.all_to_all_single(received, sent, group=group)
-
-        return prepare
-
-    def gathered(group: dist.ProcessGroup) -> Probe:
-        def prepare(per_device: int) -> tuple[float, Callable[[], object]]:
-            own = like.new_zeros(per_device * num_devices, width)
-            return own.nbytes * group.size(), lambda: gather_rows(own, [len(own)] * group.size(), group)
-
-        return prepare
-
-    def scattered(group: dist.ProcessGroup) -> Probe:
-        def prepare(per_device: int) -> tuple[float, Callable[[], object]]:
+def _calls(per_device: int, like: Tensor, groups: ParmGroups, *, simultaneous: bool) -> _Calls:
+    """Each collective with this number of rows for each device: bytes of the whole tensor, and the call."""
+    num_devices, num_ranks = groups.num_devices, groups.all_parts.size()
+    own = like.new_zeros(per_device * num_devices, like.shape[-1])
+    found: _Calls = {}
+    for name, group in groups.by_name.items():
+        size = group.size()
+        if name in ("ep", "ep_esp"):
+            sent = like.new_zeros(per_device * size, like.shape[-1])
+            exchange = partial(dist.all_to_all_single, torch.empty_like(sent), sent, group=group)
+            found["all_to_all", name] = sent.nbytes, exchange
+        else:
+            found["all_gather", name] = own.nbytes * size, partial(gather_rows, own, [len(own)] * size, group)
+        if name == "esp":
             # Megatron sums in the data type of the probabilities.
-            own = like.new_zeros(per_device * num_devices, width, dtype=torch.float32)
-            num_bytes = own.numel() * like.element_size() * group.size()
-            pieces = [own] * group.size()
-            return num_bytes, lambda: dist.reduce_scatter(torch.empty_like(own), pieces, group=group)
-
-        return prepare
-
-    def collected(device_Y: list[int]) -> Probe:
-        def prepare(per_device: int) -> tuple[float, Callable[[], object]]:
-            send_YD = [[per_device] * num_devices] * len(device_Y)
-            route = SharedRoute(groups, device_Y, send_YD, [per_device] * groups.all_parts.size())
-            rows = like.new_zeros(per_device * groups.all_parts.size(), width)
-            return rows.nbytes, lambda: route.collect((rows,), simultaneous=simultaneous)
-
-        return prepare
-
-    probes: dict[tuple[Kind, Group], Probe] = {}
-    for name in ("ep", "ep_esp"):
-        if name in by_name:
-            probes["all_to_all", name] = exchanged(by_name[name])
-    if "esp" in by_name:
-        probes["all_gather", "esp"] = gathered(by_name["esp"])
-        probes["reduce_scatter", "esp"] = scattered(by_name["esp"])
-    if "mp" in by_name:
-        probes["all_gather", "mp"] = gathered(by_name["mp"])
-        probes["overlapped_all_to_all", "ep_esp"] = collected(groups.devices_of_peers())
-    return probes
+            wide = own.float()
+            scatter = partial(dist.reduce_scatter, torch.empty_like(wide), [wide] * size, group=group)
+            found["reduce_scatter", name] = own.nbytes * size, scatter
+        if name == "mp":
+            device_Y, send_YD = groups.devices_of_peers(), [[per_device] * num_devices] * size
+            route = SharedRoute(groups, device_Y, send_YD, [per_device] * num_ranks)
+            results = like.new_zeros(per_device * num_ranks, like.shape[-1])
+            collect = partial(route.collect, (results,), simultaneous=simultaneous)
+            found["overlapped_all_to_all", "ep_esp"] = results.nbytes, collect
+    return found
 
 
 def _median_s(call: Callable[[], object], everyone: dist.ProcessGroup, device: torch.device) -> float:

@@ -23,10 +23,7 @@ from megatron_fssdp.planning.cost.tensor_schedules import (
 logger = logging.getLogger(__name__)
 
 FindCosts = Callable[[ScheduledLayer, Tensor], ScheduleCosts]
-"""Returns the costs of the collectives for a layer, and for tensors like an example ``[..., M]``.
-
-They must be equal on all ranks of the pipeline stage, which call it at once.
-"""
+"""Costs of a layer's collectives for tensors like an example ``[..., M]``; equal on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +33,7 @@ class Decision:
     Attributes:
         schedule: Order of the collectives.
         simultaneous: Whether schedule ``s2`` passes results on slice by slice (Parm's SAA).
-        predicted_s: Modelled seconds of the collectives of one forward pass, for each candidate; empty if
-            no candidates were compared.
+        predicted_s: Modelled seconds of a forward pass's collectives, for each candidate that was compared.
     """
 
     schedule: Schedule
@@ -81,32 +77,29 @@ class ScheduleSelector:
         Raises:
             ConfigurationError: The schedule cannot divide the sequence evenly.
         """
-        shape = hidden.shape
-        if shape not in self._decisions:
-            if self.setting != "auto":
-                schedule: Schedule = self.setting  # type: ignore[assignment]
-                decision = Decision(schedule, self._simultaneous(self._layer(hidden)))
-            elif self._decisions and self.config.variable_seq_lengths:
-                # Sequence lengths differ between ranks here, so ranks could decide differently. All of them
-                # keep the first decision.
-                decision = next(iter(self._decisions.values()))
-            else:
-                decision = self._decide(hidden)
-            self._check(shape, decision.schedule)
-            self._decisions[shape] = decision
-        return self._decisions[shape]
-
-    def _check(self, shape: torch.Size, schedule: Schedule) -> None:
-        groups = self.groups
-        if groups.are_equal and schedule in ("s1", "megatron") and shape[0] % groups.n_mp:
+        if (known := self._decisions.get(hidden.shape)) is not None:
+            return known
+        # Where sequence lengths differ between ranks, ranks could decide differently. All of them keep the
+        # first decision there.
+        first = next(iter(self._decisions.values()), None) if self.config.variable_seq_lengths else None
+        decision = first or self._decide(hidden)
+        length, n_mp = hidden.shape[0], self.groups.n_mp
+        if self.groups.are_equal and decision.schedule in ("s1", "megatron") and length % n_mp:
             raise ConfigurationError(
-                f"schedule {schedule}: got sequences of {shape[0]} tokens, wanted a multiple of "
-                f"{groups.n_mp}, the number of tensor-parallel ranks; change --seq-length, or use "
-                "--moe-strategy parm --moe-strategy-set schedule=s2"
+                f"schedule {decision.schedule}: got sequences of {length} tokens, wanted a multiple of the "
+                f"{n_mp} tensor-parallel ranks; change --seq-length, or use --moe-strategy parm "
+                "--moe-strategy-set schedule=s2"
             )
+        self._decisions[hidden.shape] = decision
+        return decision
 
     def _decide(self, hidden: Tensor) -> Decision:
         layer, groups = self._layer(hidden), self.groups
+        # The shape decides and not the routing, because all ranks must take the same steps.
+        simultaneous = self.simultaneous and layer.slices_pay
+        if self.setting != "auto":
+            schedule: Schedule = self.setting  # type: ignore[assignment]
+            return Decision(schedule, simultaneous)
         candidates: list[Schedule] = ["s1"]
         if groups.are_equal and not self.config.moe_router_padding_for_quantization:
             # If tensor-parallel ranks have different tokens, s2 equals s1.
@@ -118,31 +111,25 @@ class ScheduleSelector:
         predicted: dict[Schedule, float] = {}
         if len(candidates) > 1:
             if self._costs is None:
-                self._costs = self._find_costs(layer, hidden)
+                if (find := self.find_costs) is not None:
+                    self._costs = find(layer, hidden.detach())
+                else:
+                    self._costs = measured_costs(layer, hidden.detach(), groups, self.everyone, simultaneous)
             predicted = predicted_seconds(layer, self._costs, tuple(candidates))
         best = best_schedule(predicted) if predicted else candidates[0]
-        decision = Decision(best, self._simultaneous(layer), predicted)
+        decision = Decision(best, simultaneous, predicted)
         if self.everyone.rank() == 0 and (groups.are_equal or groups.num_parts > 1):
             why = ", ".join(f"{name} {1e3 * s:.3f} ms" for name, s in predicted.items())
             logger.info(
                 f"[fssdp] schedule {best} for {layer.num_tokens:,.0f} tokens and {layer.num_rows:,.0f} rows "
-                f"of a tensor-parallel group (collectives of a forward pass: {why or 'the only possible one'})"
+                f"of a tensor-parallel group (collectives of a forward pass: {why or 'no other possible'})"
             )
         return decision
 
-    def _find_costs(self, layer: ScheduledLayer, hidden: Tensor) -> ScheduleCosts:
-        like = hidden.detach()
-        if self.find_costs is not None:
-            return self.find_costs(layer, like)
-        simultaneous = self._simultaneous(layer)
-        return measured_costs(layer, like, self.groups, self.everyone, simultaneous=simultaneous)
-
     def _layer(self, hidden: Tensor) -> ScheduledLayer:
         config, groups = self.config, self.groups
-        is_split = not groups.are_equal
-        # Tokens are counted for a whole tensor-parallel group. Under sequence parallelism, each of its ranks
-        # has a part of them.
-        num_tokens = hidden.shape[:-1].numel() * (groups.n_mp if is_split else 1)
+        # Tokens are counted for a whole tensor-parallel group.
+        num_tokens = hidden.shape[:-1].numel() * (1 if groups.are_equal else groups.n_mp)
         share = 1.0
         if config.moe_expert_capacity_factor is not None:
             factor = float(config.moe_expert_capacity_factor)
@@ -155,9 +142,5 @@ class ScheduleSelector:
             n_esp=groups.num_parts,
             n_ep=groups.num_devices,
             element_bytes=hidden.element_size(),
-            is_split=is_split,
+            is_split=not groups.are_equal,
         )
-
-    def _simultaneous(self, layer: ScheduledLayer) -> bool:
-        # The shape decides and not the routing, because all ranks must take the same steps.
-        return self.simultaneous and layer.slices_pay

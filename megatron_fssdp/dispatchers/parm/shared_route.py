@@ -1,9 +1,9 @@
 """EP&ESP-AlltoAll of rows that tensor-parallel ranks have divided, and SAA on the way back.
 
-Each tensor-parallel rank receives the results of its own rows from the parts of the experts, and all of these
-ranks need all results (MP-AllGather). The results from one device are one slice. A rank passes a slice on while
-it receives the next one, so that the all-to-all uses the links between nodes while the gather uses the links
-inside a node (Parm, §III-D, Fig. 5)::
+Each tensor-parallel rank receives the results of its own rows from the parts of the experts, and all of
+these ranks need all results (MP-AllGather). The results from one device are one slice. A rank passes a slice
+on while it receives the next one, so that the all-to-all uses the links between nodes while the gather uses
+the links inside a node (Parm, §III-D, Fig. 5)::
 
     all-to-all     slice 0   slice 1   slice 2
     gather                   slice 0   slice 1   slice 2
@@ -27,8 +27,7 @@ from megatron_fssdp.dispatchers.parm.parm_groups import ParmGroups
 
 _RESULT_TAG, _GATHER_TAG = 8 << 16, 9 << 16  # They differ from the tags of other messages of these ranks.
 
-Message = tuple[int, Tensor]
-"""Rank of the other side, and the tensor to send or to fill."""
+_Message = tuple[int, Tensor]  # Rank of the other side, and the tensor to send or to fill.
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,14 +42,12 @@ class SharedRoute:
         send_YD: Number of rows that each tensor-parallel rank sends to each device, ``[Y, D]``. Every part of
             the device receives all of them.
         receive_S: Number of rows that this rank receives from each rank of all parts, ``[S]``.
-        on_nccl_stream: Whether all-to-alls run on NCCL's stream, beside shared experts.
     """
 
     groups: ParmGroups
     device_Y: Sequence[int]
     send_YD: list[list[int]]
     receive_S: list[int]
-    on_nccl_stream: bool = False
 
     @property
     def rank(self) -> int:
@@ -67,31 +64,24 @@ class SharedRoute:
         return [number for number in self.send_YD[self.rank] for _ in range(self.groups.num_parts)]
 
     def send(self, rows: Tensor) -> Tensor:
-        """Send this rank's rows, in the order of devices, to all parts of the devices.
-
-        Returns:
-            Received rows ``[R, ...]`` in the order of the ranks of all parts.
-        """
+        """Send this rank's rows, by device, to all parts of the devices; returns ``[R, ...]`` by source."""
         num_parts = self.groups.num_parts
         if num_parts > 1:
             pieces = rows.split(self.send_YD[self.rank])
             rows = torch.cat([piece for piece in pieces for _ in range(num_parts)])
-        sizes = self.receive_S, self._sent_S
-        received: Tensor = all_to_all(self.groups.all_parts, rows, *sizes, self.on_nccl_stream)
+        received: Tensor = all_to_all(self.groups.all_parts, rows, self.receive_S, self._sent_S)
         return received
 
     def collect(self, rows: Sequence[Tensor], *, simultaneous: bool) -> list[Tensor]:
         """Return results for the rows of all tensor-parallel ranks, summed over the parts of the experts.
 
         Args:
-            rows: Tensors that travel together: results of this rank's part of the experts, ``[R, ...]`` each,
-                in the order in which the rows came.
-            simultaneous: Whether to pass results on slice by slice (SAA), or to run one collective after the
-                other (AAS).
+            rows: Results of this rank's part of the experts, ``[R, ...]`` each, in the order of arrival.
+            simultaneous: Whether to pass results on slice by slice (SAA), or after all have arrived (AAS).
 
         Returns:
-            One tensor ``[sum(rows_Y), ...]`` for each of ``rows``, by tensor-parallel rank; the rows of a
-            rank are in the order in which it sent them.
+            One tensor ``[sum(rows_Y), ...]`` for each of ``rows``, by tensor-parallel rank, in the order in
+            which it sent them.
         """
         if simultaneous and self.groups.num_devices > 1:
             return self._collect_slices(rows)
@@ -99,8 +89,7 @@ class SharedRoute:
 
     def _own_sums(self, rows: Tensor) -> Tensor:
         """Results for this rank's own rows, summed over the parts."""
-        sizes = self._sent_S, self.receive_S
-        partial: Tensor = all_to_all(self.groups.all_parts, rows, *sizes, self.on_nccl_stream)
+        partial: Tensor = all_to_all(self.groups.all_parts, rows, self._sent_S, self.receive_S)
         if self.groups.num_parts == 1:
             return partial
         pieces, num_parts = partial.split(self._sent_S), self.groups.num_parts
@@ -110,30 +99,35 @@ class SharedRoute:
     def _collect_slices(self, rows: Sequence[Tensor]) -> list[Tensor]:
         groups, num_parts, num_steps = self.groups, self.groups.num_parts, self.groups.num_devices
         own, device = self.rank, groups.devices.rank()
-        slices = [_Slices.of(x.contiguous(), self) for x in rows]
+        outgoing = [x.contiguous().split(self.receive_S) for x in rows]
+        sums = [x.new_empty(sum(self.rows_Y), *x.shape[1:]) for x in rows]
+        # Views of the sums by tensor-parallel rank and device, and memory for the parts of this rank's own.
+        views = [
+            [part.split(send_D) for part, send_D in zip(x.split(self.rows_Y), self.send_YD, strict=True)]
+            for x in sums
+        ]
+        partial = [
+            [piece[None] if num_parts == 1 else piece.new_empty(num_parts, *piece.shape) for piece in x[own]]
+            for x in views
+        ]
 
         def arrive(step: int) -> list[dist.Work]:
             """Start the second all-to-all's messages of a step."""
-            target, source = (
-                [other % num_steps * num_parts + part for part in range(num_parts)]
-                for other in (device - step, device + step)
-            )
-            sent = [(rank, x.outgoing[rank]) for x in slices for rank in target]
-            received = [
-                (rank, x.partial_DX[rank // num_parts][rank % num_parts]) for x in slices for rank in source
-            ]
+            target, source = ((device + turn) % num_steps for turn in (-step, step))
+            to = [(target * num_parts + part) for part in range(num_parts)]
+            sent = [(rank, x[rank]) for x in outgoing for rank in to]
+            received = [(source * num_parts + i, part) for x in partial for i, part in enumerate(x[source])]
             return _post(sent, received, groups.all_parts, _RESULT_TAG)
 
         def hand_on(step: int) -> list[dist.Work]:
             """Add the parts that have arrived in a step, and start the gather's messages."""
-            source = (device + step) % num_steps
-            if num_parts > 1:
-                for x in slices:
-                    torch.sum(x.partial_DX[source], dim=0, out=x.pieces_YD[own][source])
-            others = [peer for peer in range(len(self.send_YD)) if peer != own]
-            sent = [(peer, x.pieces_YD[own][source]) for x in slices for peer in others]
             step_Y = [(device + step) % num_steps for device in self.device_Y]
-            received = [(peer, x.pieces_YD[peer][step_Y[peer]]) for x in slices for peer in others]
+            if num_parts > 1:
+                for parts, x in zip(partial, views, strict=True):
+                    torch.sum(parts[step_Y[own]], dim=0, out=x[own][step_Y[own]])
+            others = [peer for peer in range(len(step_Y)) if peer != own]
+            sent = [(peer, x[own][step_Y[own]]) for x in views for peer in others]
+            received = [(peer, x[peer][step_Y[peer]]) for x in views for peer in others]
             return _post(sent, received, groups.tensor_parallel, _GATHER_TAG)
 
         # A step is posted before the one before it is awaited, so that the links between nodes stay busy. On
@@ -147,44 +141,16 @@ class SharedRoute:
             arriving = following
         for work in handed_on:
             work.wait()
-        return [x.sums for x in slices]
-
-
-@dataclass(frozen=True, eq=False)
-class _Slices:
-    """One tensor's views for the messages of SAA.
-
-    Attributes:
-        outgoing: Results of this rank's part of the experts, by the rank that receives them.
-        sums: Memory for the results for the rows of all tensor-parallel ranks.
-        pieces_YD: Views of ``sums`` by tensor-parallel rank and device.
-        partial_DX: Memory for the partial results for this rank's rows, ``[X, ...]`` for each device. Whole
-            results arrive in ``sums``.
-    """
-
-    outgoing: Sequence[Tensor]
-    sums: Tensor
-    pieces_YD: list[Sequence[Tensor]]
-    partial_DX: list[Tensor]
-
-    @classmethod
-    def of(cls, rows: Tensor, route: SharedRoute) -> "_Slices":
-        sums = rows.new_empty(sum(route.rows_Y), *rows.shape[1:])
-        by_rank = zip(sums.split(route.rows_Y), route.send_YD, strict=True)
-        pieces_YD: list[Sequence[Tensor]] = [part.split(send_D) for part, send_D in by_rank]
-        parts, own_D = route.groups.num_parts, pieces_YD[route.rank]
-        partial = [x[None] if parts == 1 else x.new_empty(parts, *x.shape) for x in own_D]
-        return cls(rows.split(route.receive_S), sums, pieces_YD, partial)
+        return sums
 
 
 def _post(
-    sent: list[Message], received: list[Message], group: dist.ProcessGroup, tag: int
+    sent: list[_Message], received: list[_Message], group: dist.ProcessGroup, tag: int
 ) -> list[dist.Work]:
-    """Start messages as one batch, and copy this rank's own part. Empty ones, which NCCL refuses, are left out."""
+    """Start messages as one batch, and copy this rank's own. Empty ones, which NCCL refuses, are left out."""
     own = group.rank()
-    for (_, x), (_, memory) in zip(
-        *([m for m in side if m[0] == own] for side in (sent, received)), strict=True
-    ):
+    kept = [[x for rank, x in messages if rank == own] for messages in (sent, received)]
+    for x, memory in zip(*kept, strict=True):
         memory.copy_(x)
     operations = [
         dist.P2POp(call, x, group=group, tag=tag, group_peer=rank)

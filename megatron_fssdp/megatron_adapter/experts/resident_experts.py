@@ -132,6 +132,8 @@ class ResidentExperts:
     def zero_gradients(self) -> None:
         """Set the replicas' gradients to zero before an iteration's passes."""
         self._ddp.zero_grad_buffer()
+        # Its step has left gradients at the Parameters, to which autograd would add.
+        self._resident_optimizer.zero_grad()
         self._token_factor = None
 
     @torch.no_grad()

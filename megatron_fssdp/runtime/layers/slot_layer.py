@@ -202,6 +202,7 @@ class SlotLayer:
             return
         plan = self.plan_iteration()
         assert self._shared is not None
+        self._await_parameters()
         transfers = self._shared.transfers
         if transfers is not None and plan.gather_ahead:
             if not plan.rematerialize:
@@ -240,6 +241,7 @@ class SlotLayer:
         else:
             plan = self.planner.next_plan(self.context)
         assert routing_map is not None
+        self._await_parameters()
         counts_DE = self._host_counts(routing_map)
         plan = self.planner.after_gate(self.context, counts_DE, plan, 1)
         slots = None
@@ -303,7 +305,7 @@ class SlotLayer:
             hidden: Rows before they are dispatched, any shape.
         """
         one = self._in_use
-        if not _has_gradients(one):
+        if not (_has_gradients(one) or one.plan.in_steps):
             return hidden
         one.has_backward = torch.is_grad_enabled()
         return call_in_backward(partial(self._dispatch_is_over, one), hidden)
@@ -329,7 +331,7 @@ class SlotLayer:
             Context manager for the experts' forward pass, which measures it if the layer has a stopwatch.
         """
         one, following = self._in_use, self.following
-        if following is not None and self.clock.driven and not in_backward():
+        if following is not None and self.clock.driven and not in_backward() and self.strategy.splits:
             following._start_first_part()
         if one.transfers is not None:
             if one.holds_each_pass and not self._is_launched:
@@ -349,7 +351,7 @@ class SlotLayer:
         self.timer.passes(rows, "combine", "experts")
         self.advance_transfers(rows)
         splits = following is not None and following._splits
-        if _has_gradients(one) or splits:
+        if _has_gradients(one) or splits or one.plan.in_steps:
             rows = call_in_backward(partial(self._experts_begin_backward, one), rows)
         if one.transfers is not None:
             if one.holds_each_pass:
@@ -403,8 +405,10 @@ class SlotLayer:
             shared = self.following._shared
             if shared is not None and shared.transfers is not None:
                 shared.transfers.reduce_rest()
+        # In steps, the gradients of an owned expert arrive in several parts.
+        if one.transfers is not None or one.plan.resident or one.plan.in_steps:
+            self._is_home = False
         if one.transfers is None:
-            self._is_home = self._is_home and not one.plan.resident
             return
         if one.holds_each_pass:
             if not self._is_held_for_backward:
@@ -412,7 +416,6 @@ class SlotLayer:
             self._is_held_for_backward = False
         one.transfers.await_weights()
         one.transfers.open_sums()
-        self._is_home = False
 
     def _dispatch_is_over(self, one: SlotPass) -> None:
         """Go on if the weight gradients of this pass are computed, too."""
@@ -437,7 +440,7 @@ class SlotLayer:
         dtype = self.experts.layout().dtype
         if one.transfers is None:
             self._num_backward += 1
-            if self._num_backward == self.clock.num_micro_batches:
+            if one.plan.resident and self._num_backward == self.clock.num_micro_batches:
                 self._sum_residents().reduce()
         elif one.is_shared and not one.plan.rematerialize:
             self._num_backward += 1
@@ -638,7 +641,17 @@ class SlotLayer:
             and not self.is_first
         )
 
+    def _await_parameters(self) -> None:
+        """Wait for the Parameters of the last optimizer step.
+
+        Ranks with copies of the same experts gather them together, and their plans differ. So this place must
+        not depend on a plan.
+        """
+        if self.groups.transfers is not None:
+            self.experts.await_parameters()
+
     def _start_first_part(self) -> None:
+        self._await_parameters()
         if self._splits:
             assert self._shared is not None
             assert self._shared.transfers is not None

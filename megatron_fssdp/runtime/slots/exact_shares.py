@@ -13,9 +13,9 @@ number of operations are fixed, and the host waits for nothing:
    travel less. The highest load is therefore never above that of even dispatch.
 
 Every source computes the same quotas and derives its own part: where each holder's interval of the source's
-tokens ends. Ends are exact to one token, and a binary search in them costs about as much as a share table,
-which would first have to be interleaved on the device. Sources that round differently, such as CPU and CUDA,
-still route validly; only the loads differ a little from those that were planned.
+tokens ends. Ends are exact to one token. A share table, exact to 1/R, would spare the binary search, but
+would have to be sorted on the device. Sources that round differently, such as CPU and CUDA, still route
+validly; only the loads differ a little from those that were planned.
 
 Shape letters: T tokens, E experts, D devices, W slots of all devices.
 """

@@ -131,7 +131,9 @@ def _add_to_sum(parameter: Any) -> None:
 
 
 def _take(flat: torch.Tensor) -> None:
-    flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+    # A resize to the same size would move the contents, which a transfer may be writing.
+    if not flat.untyped_storage().nbytes():
+        flat.untyped_storage().resize_(flat.numel() * flat.element_size())
 
 
 def _give_back(flat: torch.Tensor) -> None:

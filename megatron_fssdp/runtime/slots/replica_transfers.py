@@ -116,8 +116,7 @@ class ReplicaTransfers:
         self._settle_gathers()
 
     def _gather(self, num_elements: int, plan: TransferPlan | None = None) -> None:
-        # The Parameters must have the values of the last optimizer step.
-        self._experts.await_parameters()
+        self._experts.await_parameters()  # Usually, the layer has done it before.
         transfer = self._bind(self.plan.transfer if plan is None else plan, num_elements)
         self.slots.open_weights()
         held, owned = self.slots.weights(), self._experts.parameters

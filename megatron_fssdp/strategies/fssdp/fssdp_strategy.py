@@ -73,7 +73,7 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         return self.settings.overlap_degree is None and self.settings.planner == "balanced"
 
     @property
-    def _splits(self) -> bool:
+    def splits(self) -> bool:
         """Whether transfers travel in two parts where the compute before the layer does not hide them."""
         settings = self.settings
         split = self._goes_by_seconds if settings.split is None else settings.split
@@ -178,7 +178,7 @@ class FssdpStrategy(Strategy[FssdpSettings]):
                 slots=self.slots(context),
             )
         plan = self._plan_of(placement, context)
-        if self._splits and placement.num_replicas:
+        if self.splits and placement.num_replicas:
             plan = replace(plan, split=split_of(plan.transfer, float(history.mean_E().sum()), context))
         return plan
 

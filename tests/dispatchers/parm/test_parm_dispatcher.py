@@ -32,7 +32,7 @@ class Case:
         shared: Whether there is a shared expert.
         overlaps: Whether the shared expert computes while rows travel.
         recompute: Whether the layer is recomputed in the backward pass.
-        copies: Whether slots w and w + 4 hold the same weights, and tokens with odd numbers use the other one.
+        copies: Whether slots w and w + 4 have equal weights, and every other token uses the other one.
     """
 
     schedule: str
@@ -63,9 +63,13 @@ CASES = [
 ]
 
 
-# Devices of whole experts; devices of two parts; peers in several expert-parallel groups; one device; no peers.
+# Experts of two parts; peers in several expert-parallel groups; a single device; no peers.
+LAYOUTS = [(2, 2, 2), (4, 1, 2), (2, 1, 1), (1, 2, 2)]
+MORE_LAYOUTS = [(2, 1, 2), (2, 1, 4), (4, 2, 2), (2, 4, 1), (2, 2, 4)]
+
+
 @pytest.mark.parametrize(
-    "layout", [(2, 1, 4), (2, 2, 2), (4, 1, 2), (4, 2, 2), (2, 4, 1), (2, 1, 1), (1, 2, 2)], ids=str
+    "layout", [*LAYOUTS, *(pytest.param(x, marks=pytest.mark.slow) for x in MORE_LAYOUTS)], ids=str
 )
 def test_output_and_gradients_equal_megatrons(layout: tuple[int, int, int]) -> None:
     tp, etp, ep = layout
@@ -74,6 +78,76 @@ def test_output_and_gradients_equal_megatrons(layout: tuple[int, int, int]) -> N
     worst = {case: max(found[case] for found in results) for case in results[0]}
     failed = {case: error for case, error in worst.items() if not error <= TOLERANCE}
     assert not failed, "\n".join(f"{error:.1e}: {case}" for case, error in failed.items())
+
+
+def test_auto_selects_alike_on_all_ranks_and_keeps_its_selection() -> None:
+    found = run_megatron_ranks(select, 4, tp=2, etp=2, ep=2)
+    assert all(one == found[0] for one in found)
+    measured, odd, again, given, costs = found[0]
+    assert measured in ("s1", "s2", "megatron")
+    assert odd == "s2", "nine tokens cannot be divided"
+    assert again == measured
+    assert given == "s2", "the given costs make all but s2 slow"
+    assert costs["s2"] < costs["s1"] < costs["megatron"]
+
+
+def select(rank: int, world_size: int) -> list[Any]:
+    """Schedules for twelve, nine and twelve tokens by measured costs, and for twelve by given costs."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    from megatron_fssdp.planning.cost.cost_model import LinkCost
+
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0, dtype=torch.float64))
+    layer = build(Case("auto"), split=False)
+    dispatcher, found = use_parm(layer, Case("auto")), []
+    for length in (12, 9, 12):
+        layer(torch.ones(length, BATCH, HIDDEN, dtype=torch.float64))
+        found.append(dispatcher.schedule)
+    seconds = {
+        ("all_to_all", "ep_esp"): 2.0,
+        ("all_to_all", "ep"): 9.0,
+        ("all_gather", "esp"): 1.0,
+        ("reduce_scatter", "esp"): 1.0,
+        ("all_gather", "mp"): 1.0,
+        ("overlapped_all_to_all", "ep_esp"): 0.5,
+    }
+    costs = {name: LinkCost(alpha_s, 0.0) for name, alpha_s in seconds.items()}
+    dispatcher = use_parm(layer, Case("auto"), find_costs=lambda layer, like: costs)
+    layer(torch.ones(12, BATCH, HIDDEN, dtype=torch.float64))
+    return [*found, dispatcher.schedule, dispatcher.predicted_s]
+
+
+def test_wrong_use_is_refused() -> None:
+    for messages in run_megatron_ranks(refusals, 2, tp=2, ep=2, etp=1):
+        undivided, odd, padded, graph = messages
+        assert undivided.startswith("schedule s1: got 24 of 24 tokens, wanted one part of 2; route with")
+        assert odd.startswith("schedule s1: got sequences of 9 tokens, wanted a multiple of the 2")
+        assert padded.startswith("schedule s2: got moe_router_padding_for_quantization")
+        assert "CUDA graph of moe_preprocess" in graph
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    """Messages of errors."""
+    found = []
+    for schedule, length, option in (
+        ("s1", 12, None),
+        ("s1", 9, None),
+        ("s2", 12, ("moe_router_padding_for_quantization", True)),
+        ("s1", 12, ("cuda_graph_modules", ["moe_preprocess"])),
+    ):
+        layer = build(Case(schedule), split=False)
+        route = layer.route
+        if option is not None:
+            setattr(layer.config, *option)
+            layer.config.cuda_graph_impl = "transformer_engine"
+        try:
+            use_parm(layer, Case(schedule))
+            if length == 12 and option is None:
+                layer.route, layer.preprocess = route, type(layer).preprocess.__get__(layer)
+            layer(torch.ones(length, BATCH, HIDDEN, dtype=torch.float64))
+        except (RuntimeError, ValueError) as error:
+            found.append(str(error))
+    return found
 
 
 def compare_cases(rank: int, world_size: int) -> dict[Case, float]:
@@ -170,7 +244,7 @@ def build(case: Case, *, split: bool, **options: Any) -> Any:
     return layer
 
 
-def use_parm(layer: Any, case: Case) -> Any:
+def use_parm(layer: Any, case: Case, find_costs: Any = None) -> Any:
     """Give a layer Parm's dispatcher, and return it."""
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
@@ -191,7 +265,9 @@ def use_parm(layer: Any, case: Case) -> Any:
 
     pg = get_default_pg_collection()
     groups = ParmGroups.of(layer.config, pg)
-    selector = ScheduleSelector(case.schedule, layer.config, groups, pg.tp_dp_cp, case.simultaneous)
+    selector = ScheduleSelector(
+        case.schedule, layer.config, groups, pg.tp_dp_cp, case.simultaneous, find_costs
+    )
     dispatcher = (Swapped if case.copies else ParmDispatcher)(
         layer.num_local_experts, layer.local_expert_indices, layer.config, pg, selector=selector
     )
@@ -199,7 +275,8 @@ def use_parm(layer: Any, case: Case) -> Any:
     if case.overlaps:
         dispatcher.set_shared_experts(layer.shared_experts)
     if groups.are_equal:
-        gate, preprocess, own = DividedGate(layer.router, dispatcher, pg), layer.preprocess, []
+        gate, own = DividedGate(layer.router, dispatcher, pg), []
+        preprocess = type(layer).preprocess.__get__(layer)
 
         def route(hidden: Tensor, padding_mask: Tensor | None = None) -> Any:
             tokens, *routed = gate.route(hidden, padding_mask)

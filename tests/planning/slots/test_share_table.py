@@ -23,7 +23,7 @@ def slots_of(placement):
 
 
 def sent_ED(table_RE, count_E, slots):
-    """Tokens by expert and receiving device if a source has these tokens, counted row by row."""
+    """Tokens by expert and receiving device, counted row by row."""
     sent = np.zeros((len(count_E), slots.num_devices), np.int64)
     for expert, count in enumerate(count_E):
         for n in range(count):
@@ -42,8 +42,7 @@ def test_even_table_is_even_dispatch(case, seed, scale):
     dispatch = EvenDispatch(count_DE, placement, topology)
     for source, count_E in enumerate(count_DE):
         table_RE = even_table(slots, placement, topology, source)
-        assert table_RE.shape == (ROWS, placement.num_experts)
-        assert table_RE.dtype == np.int64
+        assert (table_RE.shape, table_RE.dtype) == ((ROWS, placement.num_experts), np.int64)
         error_ED = np.abs(sent_ED(table_RE, count_E, slots) - dispatch.from_source(source))
         # Up to one round through the table nothing differs, remainders included; then a row in a round.
         assert (error_ED.max(axis=1) <= np.where(count_E <= ROWS, 0, 1 + count_E / ROWS)).all()
@@ -51,8 +50,11 @@ def test_even_table_is_even_dispatch(case, seed, scale):
 
 def test_sources_do_not_all_begin_with_the_same_holder():
     placement = ExpertPlacement(np.array([0]), np.array([[1, 1, 1, 0, 0, 0]], bool))
-    tables = [even_table(slots_of(placement), placement, Topology.uniform(6, 1), s) for s in (3, 4, 5)]
+    topology, slots = Topology.uniform(6, 1), slots_of(placement)
+    dispatch = plan_dispatch("even", np.full((6, 1), 9), placement, topology)
+    tables = [even_table(slots, placement, topology, source) for source in (3, 4, 5)]
     assert len({table[0, 0] for table in tables}) == 3
+    assert len({dispatch_table(slots, dispatch, source, tables[0])[0, 0] for source in (3, 4, 5)}) == 3
 
 
 @examples(40)
@@ -84,6 +86,10 @@ def test_dispatch_table_has_the_shares_of_the_dispatch(case, seed, policy, scale
         is_device_RED = (table_RE // slots.slots_per_device)[:, :, None] == np.arange(slots.num_devices)
         rows_ED = is_device_RED.sum(axis=0)
         assert (np.abs(rows_ED - share_ED * ROWS) < 1).all()
+        rest_ED = wanted_ED * ROWS % count_E[some_E][:, None]
+        is_more_ED = rows_ED > wanted_ED * ROWS // count_E[some_E][:, None]
+        lowest_E = np.where(is_more_ED, rest_ED, count_E.max()).min(axis=1)
+        assert (np.where(is_more_ED, 0, rest_ED).max(axis=1) <= lowest_E).all()
         assert (slots.expert_DP.reshape(-1)[table_RE] == np.flatnonzero(some_E)).all()
         # The first n rows have nearly the same shares; the module's docstring states the bound.
         part_ED = rows_ED / ROWS

@@ -17,8 +17,7 @@ def test_owned_experts_come_first_and_replicas_last():
     assert (slots.num_devices, slots.slots_per_device, slots.num_slots, slots.num_experts) == (3, 5, 15, 4)
     assert slots.slots_of(3) == (1, 9)
     assert slots.slot_ED.tolist() == [[4, 5, -1], [-1, 8, 10], [0, -1, -1], [1, 9, -1]]
-    with pytest.raises(ValueError, match="read-only"):
-        slots.expert_DP[0, 0] = 1
+    assert not slots.expert_DP.flags.writeable
 
 
 def test_too_many_replicas_are_refused():
@@ -46,8 +45,6 @@ def test_slots_hold_the_experts_of_their_device(case, spare):
     np.testing.assert_array_equal(slots.slot_ED >= 0, placement.present_ED)
     for expert in range(placement.num_experts):
         assert slots.slots_of(expert) == tuple(slot for slot in slots.slot_ED[expert] if slot >= 0)
-        assert all(slots.expert_DP.reshape(-1)[slot] == expert for slot in slots.slots_of(expert))
-    assert slots == SlotTable(slots.expert_DP)
-    assert hash(slots) == hash(SlotTable(slots.expert_DP))
+    assert {slots} == {SlotTable(slots.expert_DP)}
     assert slots != SlotTable(slots.expert_DP + 1)
     assert slots != placement

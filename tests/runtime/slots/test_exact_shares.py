@@ -1,5 +1,7 @@
 """Shares from exact counts: against quota dispatch, even dispatch and the optimum of fractional tokens."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_ow
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slots.share_table import even_table
 from megatron_fssdp.planning.slots.slot_table import SlotTable
+from megatron_fssdp.runtime.slots import exact_shares
 from megatron_fssdp.runtime.slots.exact_shares import ENOUGH, Holders, exact_ends_ED, remap_exactly
 from megatron_fssdp.runtime.slots.remap import count_slots, remap_by_table
 from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
@@ -41,6 +44,11 @@ def sent_DED(count_DE, placement, topology):
     return np.diff(ends, axis=2, prepend=0)
 
 
+def even_DED(count_DE, placement, topology):
+    dispatch = EvenDispatch(count_DE, placement, topology)
+    return np.stack([dispatch.from_source(source) for source in range(placement.num_devices)])
+
+
 def optimum(count_E, placement):
     """The lowest possible highest load: the most tokens that must stay in a set of devices, per device."""
     device_D, sets = np.arange(placement.num_devices), np.arange(1, 2**placement.num_devices)
@@ -49,21 +57,18 @@ def optimum(count_E, placement):
     return ((~outside_SE * count_E).sum(axis=1) / within_SD.sum(axis=1)).max()
 
 
-@examples(120)
+@examples(70)
 @given(placements(), SEEDS, st.sampled_from([1, 100]))
 def test_sources_agree_and_loads_are_never_above_those_of_even_dispatch(case, seed, scale):
     topology, placement = case
     count_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts) * scale
     sent = sent_DED(count_DE, placement, topology)
-    even = EvenDispatch(count_DE, placement, topology)
     assert sent.min() >= 0
     assert not sent[:, ~placement.present_ED].any()
     np.testing.assert_array_equal(sent.sum(axis=2), count_DE)
     highest = sent.sum(axis=(0, 1)).max()
-    assert highest <= even.device_tokens_D().max()
-    even_sent = np.stack([even.from_source(source) for source in range(placement.num_devices)])
-    if not np.array_equal(sent, even_sent):
-        assert highest * ENOUGH < even.device_tokens_D().max()
+    if not np.array_equal(sent, even_DED(count_DE, placement, topology)):
+        assert highest * ENOUGH < EvenDispatch(count_DE, placement, topology).device_tokens_D().max()
         # The sources' parts fill common quotas, nearest tokens first.
         pairs = holder_groups(placement, topology)
         quota_P = sent.sum(axis=0)[pairs.expert_P, pairs.device_P]
@@ -72,14 +77,24 @@ def test_sources_agree_and_loads_are_never_above_those_of_even_dispatch(case, se
             np.testing.assert_array_equal(sent[source], filled.from_source(source))
 
 
-@examples(100)
+@examples(40)
+@given(placements(), SEEDS)
+def test_falling_back_means_even_dispatch(case, seed):
+    topology, placement = case
+    count_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts)
+    with mock.patch.object(exact_shares, "ENOUGH", np.inf):
+        sent = sent_DED(count_DE, placement, topology)
+    np.testing.assert_array_equal(sent, even_DED(count_DE, placement, topology))
+
+
+@examples(50)
 @given(placements(), SEEDS)
 def test_loads_are_near_the_optimum(case, seed):
     topology, placement = case
     count_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts, 4000)
     best = optimum(count_DE.sum(axis=0), placement)
     highest = sent_DED(count_DE, placement, topology).sum(axis=(0, 1)).max()
-    assert best - 1e-6 <= highest <= 1.08 * best + placement.num_experts
+    assert best - 1e-6 <= highest <= 1.04 * best + placement.num_experts
 
 
 @pytest.mark.parametrize("name", ["W6", "W7"])
@@ -122,7 +137,6 @@ def test_the_remap_follows_the_shares(case, seed, num_tokens, is_counted):
         assert torch.equal(slot_map[:, of_expert].sum(1), routing_map[:, expert].long())
         torch.testing.assert_close(slot_probs[:, of_expert].sum(1), probs[:, expert], rtol=0, atol=0)
     assert not slot_map[:, expert_W < 0].any()
-    assert slot_map.dtype == torch.bool
     upstream = torch.tensor(rng.random(slot_probs.shape))
     (slot_probs * slot_map * upstream).sum().backward()
     wanted = torch.zeros_like(probs.detach())
@@ -149,12 +163,3 @@ def test_nothing_waits_for_the_host():
         results = remap_exactly(fake[4], fake[5], fake[0], holders, 8)
         results += remap_by_table(fake[4], fake[5], fake[2], 8)
     assert [tuple(result.shape) for result in results] == [(1, 8)] * 4
-
-
-def test_mixed_precision_does_not_touch_the_shares():
-    count_DE, topology = random_counts_DE(3, 4, 8, 4000), Topology.uniform(4, 2)
-    present_ED = np.eye(4, dtype=bool)[np.arange(8) // 2] | (np.arange(8)[:, None] % 3 == np.arange(4))
-    placement = ExpertPlacement(np.arange(8) // 2, present_ED)
-    with torch.autocast("cpu", torch.bfloat16):
-        mixed = sent_DED(count_DE, placement, topology)
-    np.testing.assert_array_equal(mixed, sent_DED(count_DE, placement, topology))
