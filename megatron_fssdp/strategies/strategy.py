@@ -119,7 +119,7 @@ class Strategy[Settings: PlacementSettings](ABC):
     @property
     def exchange(self) -> ExchangeUse:
         """How tokens travel, from the settings."""
-        return self.settings.exchange if isinstance(self.settings, SteppedSettings) else "pairs"
+        return self.settings.exchange if isinstance(self.settings, SteppedSettings) else "megatron"
 
     def ring(self, device: int, topology: Topology) -> GroupRing | None:
         """Groups of ranks with which a device exchanges tokens step by step (smart schedule).
@@ -206,8 +206,8 @@ class Strategy[Settings: PlacementSettings](ABC):
     def asks_after_gate(self, layer: int) -> bool:
         """Whether :meth:`after_gate` may change a plan, so that the host has to wait for the exact counts.
 
-        The default is True for strategies that override :meth:`after_gate`. Plans with ``each_micro_batch`` ask
-        in any case.
+        The default is True for strategies that override :meth:`after_gate`. Plans with ``each_micro_batch``
+        ask in any case.
 
         Args:
             layer: Megatron's layer number.

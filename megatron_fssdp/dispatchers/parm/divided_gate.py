@@ -28,8 +28,8 @@ from megatron_fssdp.dispatchers.parm.parm_dispatcher import ParmDispatcher
 class DividedGate:
     """Runs the layer's router on the tokens that all tensor-parallel ranks have, or on this rank's part."""
 
-    def __init__(self, router: Any, dispatcher: ParmDispatcher, pg_collection: Any) -> None:
-        self._router, self._dispatcher, self._peers = router, dispatcher, pg_collection.tp
+    def __init__(self, router: Any, pg_collection: Any) -> None:
+        self._router, self._peers = router, pg_collection.tp
         self._divided_groups = router.tp_cp_group, router.tp_dp_cp_group
         # Where all ranks have the same tokens, an auxiliary loss must count every token once. It is then
         # computed over the context-parallel and data-parallel ranks only.
@@ -38,7 +38,9 @@ class DividedGate:
             data_parallel = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self._whole_groups = pg_collection.cp, data_parallel
 
-    def route(self, hidden: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def route(
+        self, dispatcher: ParmDispatcher, hidden: Tensor, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Begin a forward pass of the dispatcher and run the router.
 
         The layer's ``route`` calls it instead of the router and returns the last two results. The layer's
@@ -46,6 +48,7 @@ class DividedGate:
         experts compute with all tokens.
 
         Args:
+            dispatcher: Dispatcher of the pass.
             hidden: Hidden states ``[sequence, batch, M]``, equal on all tensor-parallel ranks.
             padding_mask: Padding mask of the tokens, bool ``[sequence, batch]``.
 
@@ -54,7 +57,7 @@ class DividedGate:
             bool ``[T, E]``. Under ``s1`` and ``megatron`` they are this rank's part of the sequence.
         """
         router = self._router
-        if not self._dispatcher.begin(hidden):
+        if not dispatcher.begin(hidden):
             router.tp_cp_group, router.tp_dp_cp_group = self._whole_groups
             return hidden, *router(hidden, padding_mask)
         router.tp_cp_group, router.tp_dp_cp_group = self._divided_groups

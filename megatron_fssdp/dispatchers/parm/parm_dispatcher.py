@@ -45,6 +45,7 @@ class ParmDispatcher(MoETokenDispatcher):
     Attributes:
         schedule: Name of the schedule of the present forward pass, or of the last one.
         predicted_s: Modelled seconds of a forward pass's collectives, for each candidate that was compared.
+        owners_only: Whether no expert of the layer is in several slots; the caller keeps it up to date.
 
     Raises:
         ConfigurationError: A CUDA graph would hold the first phase, or the gate of divided tokens.
@@ -60,6 +61,7 @@ class ParmDispatcher(MoETokenDispatcher):
         selector: ScheduleSelector,
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
+        self.owners_only = True
         self.num_local_experts, self.local_expert_indices = num_local_experts, local_expert_indices
         self.schedule, self.predicted_s = "", dict[str, float]()
         self._arguments = num_local_experts, local_expert_indices, config, pg_collection
@@ -85,7 +87,7 @@ class ParmDispatcher(MoETokenDispatcher):
         Returns:
             Whether this rank must dispatch its own part of the tokens instead of all of them.
         """
-        decision = self._selector.of(hidden_states)
+        decision = self._selector.of(hidden_states, owners_only=self.owners_only)
         self.schedule = decision.schedule
         self.predicted_s = {str(name): seconds for name, seconds in decision.predicted_s.items()}
         self._is_divided = self._groups.are_equal and decision.schedule in ("s1", "megatron")

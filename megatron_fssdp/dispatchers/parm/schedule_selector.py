@@ -62,10 +62,10 @@ class ScheduleSelector:
     everyone: dist.ProcessGroup
     simultaneous: bool = True
     find_costs: FindCosts | None = None
-    _decisions: dict[torch.Size, Decision] = field(init=False, default_factory=dict)
+    _decisions: dict[tuple[torch.Size, bool], Decision] = field(init=False, default_factory=dict)
     _costs: ScheduleCosts | None = field(init=False, default=None)
 
-    def of(self, hidden: Tensor) -> Decision:
+    def of(self, hidden: Tensor, *, owners_only: bool = True) -> Decision:
         """Return the decision for a forward pass.
 
         Under ``auto``, the first call with several candidates finds the costs, collectively over the pipeline
@@ -73,16 +73,21 @@ class ScheduleSelector:
 
         Args:
             hidden: Hidden states of the layer's tokens, ``[sequence, batch, M]``, before any division.
+            owners_only: Whether no expert of the layer is in several slots. Otherwise ``auto`` leaves out S2,
+                under which all tensor-parallel ranks must send an expert's tokens to the same slots.
 
         Raises:
             ConfigurationError: The schedule cannot divide the sequence evenly.
         """
-        if (known := self._decisions.get(hidden.shape)) is not None:
+        key = (hidden.shape, owners_only)
+        if (known := self._decisions.get(key)) is not None:
             return known
         # Where sequence lengths differ between ranks, ranks could decide differently. All of them keep the
         # first decision there.
-        first = next(iter(self._decisions.values()), None) if self.config.variable_seq_lengths else None
-        decision = first or self._decide(hidden)
+        alike = [one for (_, only), one in self._decisions.items() if only == owners_only]
+        decision = (
+            alike[0] if alike and self.config.variable_seq_lengths else self._decide(hidden, owners_only)
+        )
         length, n_mp = hidden.shape[0], self.groups.n_mp
         if self.groups.are_equal and decision.schedule in ("s1", "megatron") and length % n_mp:
             raise ConfigurationError(
@@ -90,10 +95,10 @@ class ScheduleSelector:
                 f"{n_mp} tensor-parallel ranks; change --seq-length, or use --moe-strategy parm "
                 "--moe-strategy-set schedule=s2"
             )
-        self._decisions[hidden.shape] = decision
+        self._decisions[key] = decision
         return decision
 
-    def _decide(self, hidden: Tensor) -> Decision:
+    def _decide(self, hidden: Tensor, owners_only: bool) -> Decision:
         layer, groups = self._layer(hidden), self.groups
         # The shape decides and not the routing, because all ranks must take the same steps.
         simultaneous = self.simultaneous and layer.slices_pay
@@ -101,7 +106,7 @@ class ScheduleSelector:
             schedule: Schedule = self.setting  # type: ignore[assignment]
             return Decision(schedule, simultaneous)
         candidates: list[Schedule] = ["s1"]
-        if groups.are_equal and not self.config.moe_router_padding_for_quantization:
+        if owners_only and groups.are_equal and not self.config.moe_router_padding_for_quantization:
             # If tensor-parallel ranks have different tokens, s2 equals s1.
             candidates.append("s2")
         if groups.num_parts > 1:

@@ -1,19 +1,22 @@
 """Makes Megatron's DDP wait for the replicas' gradients, and replicas wait for DDP's parameters.
 
-**Gradients.** Owned experts are in autograd, and Megatron's DDP adds their gradients to ``main_grad``. The sums
-of their replicas arrive later. DDP must not reduce a bucket of experts over the expert-data-parallel ranks
-before. Two methods of DDP's bucket groups are therefore wrapped once::
+**Gradients.** Owned experts are in autograd, and Megatron's DDP adds their gradients to ``main_grad``. The
+sums of their replicas arrive later. DDP must not reduce a bucket of experts over the expert-data-parallel
+ranks before. Two methods of DDP's bucket groups are therefore wrapped once::
 
-    start_grad_sync     waits in a list while a layer of the bucket group misses gradients; it starts as soon as
+    start_grad_sync     waits in a list while a layer of the bucket group misses gradients; it starts as soon
+    as
                         the last of these layers is home, in the middle of the backward pass
     finish_grad_sync    1. completes the gradients of all layers
                         2. starts the reduction if DDP overlaps it and it has not been started
                         3. Megatron's own method
 
-The call of ``finish_grad_sync`` marks the end of the last backward pass, with and without pipeline parallelism.
+The call of ``finish_grad_sync`` marks the end of the last backward pass, with and without pipeline
+parallelism.
 
 **Parameters.** With ``--overlap-param-gather``, DDP updates parameters in forward pre-hooks of the modules
-that own them. A gather of replicas comes before these modules run, so :func:`await_parameters` runs their hooks.
+that own them. A gather of replicas comes before these modules run, so :func:`await_parameters` runs their
+hooks.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,15 +1,15 @@
 """Lets Megatron's own expert module compute the experts that are in the slots of this device.
 
 Megatron builds a module for the E/D experts that a rank owns at the start. Slots hold these Parameters, those
-of other layers after a re-shard, and replicas. :class:`SlotExperts` therefore computes with a *body*: a shallow
-copy of Megatron's module that is bound to the slots' Parameters::
+of other layers after a re-shard, and replicas. :class:`SlotExperts` therefore computes with a *body*: a
+shallow copy of Megatron's module that is bound to the slots' Parameters::
 
     Megatron's module    Parameters of E/D experts, their names in checkpoints, their places in DDP's buckets
     body                 the same config, groups, hooks and kernels; Parameters of the slots
 
 Sequential experts are modules of their own, so the body consists of Megatron's modules for owned slots and of
-copies for replicas, and empty slots cost nothing. A grouped linear layer has the weights of all P slots, so empty
-ones are bound to one expert of zeros that all layers share; they get no tokens.
+copies for replicas, and empty slots cost nothing. A grouped linear layer has the weights of all P slots, so
+empty ones are bound to one expert of zeros that all layers share; they get no tokens.
 
 Shape letters: R rows that a rank receives, M model dimension, P slots of a device, E experts, D devices.
 """
@@ -42,9 +42,7 @@ class SlotExperts:
         self._bodies: dict[int, Any] = {}
         self._mlps: dict[int, Any] = {}
         if self._is_sequential:
-            self._mlps = {
-                id(one[0]): mlp for one, mlp in zip(parameters, experts.local_experts, strict=True)
-            }
+            self._mlps = {id(one[0]): mlp for one, mlp in zip(parameters, experts.local_experts, strict=True)}
         self._body: Any = None
         self._used: torch.Tensor | None = None
 
@@ -114,6 +112,44 @@ class SlotExperts:
         if _shape_of(self._experts) != self._shape:
             raise ConfigurationError(
                 "experts: got linear layers that were wrapped or replaced after the model was built (adapters "
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
                 "such as LoRA, quantizers), wanted Megatron's own, because replicas are copies of them; wrap "
                 "nothing inside experts, or use --moe-strategy none"
             )

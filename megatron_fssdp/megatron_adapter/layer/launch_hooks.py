@@ -1,7 +1,8 @@
-"""Points of the program outside of MoE layers: the start of a chunk's first gather, clocks, one-queue devices.
+"""Points of the program outside of MoE layers: the start of a chunk's first gather, clocks, one-queue
+devices.
 
-Every other layer's gather is started by the MoE layer before it. If CUDA graphs of attention bypass these hooks,
-the first layer's gather starts with its dispatch instead, and nothing is lost.
+Every other layer's gather is started by the MoE layer before it. If CUDA graphs of attention bypass these
+hooks, the first layer's gather starts with its dispatch instead, and nothing is lost.
 """
 
 from collections.abc import Callable, Iterable

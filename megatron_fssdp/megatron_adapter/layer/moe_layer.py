@@ -1,8 +1,8 @@
 """Megatron's MoE layer with experts in slots.
 
-Router, dispatcher, experts, shared experts, latent projections, recompute, CUDA graphs and checkpoint keys are
-Megatron's. This class builds the dispatcher for slots instead of experts, lets the experts compute what is in
-the slots, and calls the runtime at the places where weights and gradients of replicas travel.
+Router, dispatcher, experts, shared experts, latent projections, recompute, CUDA graphs and checkpoint keys
+are Megatron's. This class builds the dispatcher for slots instead of experts, lets the experts compute what
+is in the slots, and calls the runtime at the places where weights and gradients of replicas travel.
 """
 
 from collections.abc import Callable
@@ -90,9 +90,7 @@ class StrategyMoELayer(MoELayer):
             config.delay_wgrad_compute or config.overlap_dispatch_backward_with_experts_wgrad
         )
         self.slot_layer.on_pass = self._bind
-        gradient_sync.take_over(
-            chain.from_iterable(local), self.slot_layer, session.runtime.finish_gradients
-        )
+        gradient_sync.take_over(chain.from_iterable(local), self.slot_layer, session.runtime.finish_gradients)
         if (leaving_share := session.settings.leaving_share) is not None:
             install_gate(
                 self.router,
@@ -151,7 +149,7 @@ class StrategyMoELayer(MoELayer):
             hidden_states: Input of the MoE layer, ``[sequence, batch, M]``.
             padding_mask: Mask of padding tokens, bool ``[sequence, batch]``.
         """
-        if self._dispatchers.divided is None or is_graph_capturing():
+        if not self._dispatchers.divides_tokens or is_graph_capturing():
             return super().route(hidden_states, padding_mask)
         return self._dispatchers.route(hidden_states, padding_mask)
 
@@ -182,7 +180,7 @@ class StrategyMoELayer(MoELayer):
         compute: Callable[..., Any] = self._slot_experts.compute
         in_steps = getattr(self.token_dispatcher, "compute_in_steps", None)
         if in_steps is not None:
-            return layer.leave_experts(in_steps(rows, probs, compute, layer.await_weights)), None
+            return layer.compute_in_steps(rows, probs, compute, in_steps), None
         with layer.await_weights(rows):
             output, _ = compute(rows, tokens_per_expert, probs, **buffers)
         return layer.leave_experts(output), None

@@ -9,7 +9,13 @@ import torch.distributed as dist
 
 from megatron_fssdp.collectives.plan_agreement import all_ranks_can, check_agreement
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, StrategySettings
+from megatron_fssdp.config.strategy.strategy_settings import (
+    CollectiveSchedule,
+    PlacementSettings,
+    StrategySettings,
+)
+from megatron_fssdp.dispatchers.parm import ParmGroups, ScheduleSelector
+from megatron_fssdp.dispatchers.parm.schedule_selector import FindCosts
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.experts.stage_owners import StageOwners
 from megatron_fssdp.megatron_adapter.layer.transfer_group import (
@@ -66,6 +72,7 @@ class StrategySession:
         self.slots = ExpertSlots()
         self._kernels_agree = False
         self._groups: dict[str, ExpertGroups] = {}
+        self._selectors: dict[str, ScheduleSelector] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StrategySession":
         # Megatron deep-copies layer specs. All copies must share this session.
@@ -130,6 +137,31 @@ class StrategySession:
             )
             connect_groups([transfers])
         return self._groups[expert_parallel.group_name]
+
+    def schedule_selector(
+        self,
+        config: Any,
+        groups: ParmGroups,
+        everyone: dist.ProcessGroup,
+        schedule: CollectiveSchedule,
+        described_costs: FindCosts,
+    ) -> ScheduleSelector:
+        """The selector of a layer's schedule; layers of the same groups share one.
+
+        Args:
+            config: Megatron's ``TransformerConfig``.
+            groups: Parm's process groups of the layer.
+            everyone: Process group of all ranks of the pipeline stage.
+            schedule: Order of collectives, from the settings.
+            described_costs: Function that finds costs in a cluster description, if one is given.
+        """
+        name = groups.devices.group_name
+        if name not in self._selectors:
+            find_costs = None if schedule.cluster is None else described_costs
+            self._selectors[name] = ScheduleSelector(
+                schedule.name, config, groups, everyone, schedule.simultaneous, find_costs
+            )
+        return self._selectors[name]
 
     @property
     def _has_transfers(self) -> bool:

@@ -258,9 +258,7 @@ class IterationDriver:
         layers = slots.layers
         if not layers or layers[0].context.num_devices == 1:
             return None
-        load_LE = self._mean_over_copies(np.stack([layer.history.total_DE() for layer in layers])).sum(
-            axis=1
-        )
+        load_LE = self._mean_over_copies(np.stack([layer.history.total_DE() for layer in layers])).sum(axis=1)
         old = slots.owners
         new = self._session.strategy.reshard(self._contexts_of_copies(), load_LE, old)
         if not old.moves_to(new):

@@ -80,8 +80,8 @@ class LayerLoad:
         Args:
             counts_DE: Pairs by source device and expert, int64 ``[D, E]``.
             plain_owner_E: Owner of each expert under plain expert parallelism, int64 ``[E]``.
-            spread: Tokens by the number of nodes, then by the number of devices, int64 ``[N + D]``; ``None`` if
-                they are not known.
+            spread: Tokens by the number of nodes, then by the number of devices, int64 ``[N + D]``; ``None``
+                if they are not known.
         """
         if spread is not None:
             num_nodes = len(self.by_nodes_N)

@@ -37,7 +37,7 @@ class LocalExperts:
     residents: ParametersByExpert = field(default_factory=dict)
     told_layout: ExpertLayout | None = None
     await_parameters: Callable[[], None] = _always_current
-    told_device: torch.device = torch.device("cpu")
+    told_device: torch.device | None = None
 
     def check_owned(self, owner_E: np.ndarray, device: int) -> None:
         """Check that ``parameters`` has exactly the experts that a device owns.
@@ -101,7 +101,9 @@ class LocalExperts:
     def device(self) -> torch.device:
         """Device of the experts' tensors."""
         first = next(iter(self.parameters.values()), None)
-        return self.told_device if first is None else first[0].device
+        if first is not None:
+            return first[0].device
+        return self.told_device or torch.device("cpu")
 
     @property
     def trained(self) -> tuple[bool, ...]:

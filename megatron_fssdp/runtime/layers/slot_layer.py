@@ -1,17 +1,20 @@
 """One MoE layer under a strategy: experts in slots, and the replicas' transfers beside Megatron's own passes.
 
 Megatron's router, dispatcher and experts compute; this class only says to which slots the tokens go, brings
-weights into the replica slots, and sends the replicas' gradients home. A caller (Megatron's layer, a benchmark)
-calls its methods at these places of a forward pass; the second row shows what the backward pass does there::
+weights into the replica slots, and sends the replicas' gradients home. A caller (Megatron's layer, a
+benchmark) calls its methods at these places of a forward pass; the second row shows what the backward pass
+does there::
 
-    launch ─ attention, gate ─ prepare, remap ─ enter_dispatch ─ dispatch ─ await_weights ─ experts ─ leave_experts ─ combine ─ finish
-    spAG starts                                                             spAG ends
-                                                spRS starts                                 (spAG ends)     spRS of the next layer ends
+    launch ─ attention, gate ─ prepare, remap ─ enter_dispatch ─ dispatch ─ await_weights ─ experts ─
+    leave_experts ─ combine ─ finish spAG starts
+    spAG ends
+                                                spRS starts                                 (spAG ends)
+                                                spRS of the next layer ends
 
-Step by step, for a plan whose replicas live for an iteration: ``finish`` of a layer plans and launches the next
-one, so that neither CUDA graphs of attention nor a missing hook can lose a gather. SparseReduceScatter starts
-after the last micro-batch's backward pass of the layer, and ends where the layer before begins its own. Steps in
-parentheses take place only under re-materialization (Hecate §4.2).
+Step by step, for a plan whose replicas live for an iteration: ``finish`` of a layer plans and launches the
+next one, so that neither CUDA graphs of attention nor a missing hook can lose a gather. SparseReduceScatter
+starts after the last micro-batch's backward pass of the layer, and ends where the layer before begins its
+own. Steps in parentheses take place only under re-materialization (Hecate §4.2).
 
 Shape letters: T tokens, D devices, E experts, R rows that a rank receives, M model dimension, N nodes.
 """
@@ -21,6 +24,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,8 +67,8 @@ class SlotLayer:
         strategy: Strategy that plans the layer.
         clock: Clock of iterations that all layers of the model share.
         measure: Whether this rank keeps the device loads, bytes and times that reports show.
-        measures_spread: Whether the ranks count on how many nodes and devices the experts of a token are; equal
-            on all ranks.
+        measures_spread: Whether the ranks count on how many nodes and devices the experts of a token are;
+            equal on all ranks.
         check_plans: Whether to compare the plans of all ranks before they are used.
         timer: Timer of the parts of this layer's passes.
         least_slots: Replica slots that exist from the start. Further ones are added when a plan needs them.
@@ -77,6 +81,8 @@ class SlotLayer:
         on_pass: Function that is called with the pass in use whenever another one comes into use. The caller
             binds its dispatcher and its experts to the slots.
         on_home: Function that is called when all gradients of an iteration have reached the owners.
+        num_counting: Number of ranks that count each token, where tensor-parallel ranks all route the same
+            ones.
         delays_weight_gradients: Whether the experts' weight gradients are computed by ``backward_dw``, apart
             from their backward pass. The caller then calls :meth:`weight_gradients_computed`.
     """
@@ -106,6 +112,7 @@ class SlotLayer:
         self.on_pass: Callable[[SlotPass], object] = lambda one: None
         self.on_home: Callable[[], object] = lambda: None
         self.delays_weight_gradients = False
+        self.num_counting = 1
         shape = (context.num_devices, context.num_experts)
         history = LoadHistory(strategy.window, *shape)
         self.planner = LayerPlanner(strategy, groups, self.clock, history, check_plans)
@@ -217,12 +224,12 @@ class SlotLayer:
     def prepare(self, routing_map: torch.Tensor | None, *, training: bool) -> None:
         """Provide the pass that the coming forward pass uses, before its routing is remapped.
 
-        Only strategies that plan each micro-batch, and loops that mark no iterations, need the counts here; then
-        the host waits for them once.
+        Only strategies that plan each micro-batch, and loops that mark no iterations, need the counts here;
+        then the host waits for them once.
 
         Args:
-            routing_map: Experts that each token of this rank selected, bool ``[T, E]``; ``None`` if a CUDA graph
-                has computed it.
+            routing_map: Experts that each token of this rank selected, bool ``[T, E]``; ``None`` if a CUDA
+                graph has computed it.
             training: Whether the model trains; evaluations are not counted.
         """
         self._is_counted = training and not in_backward()
@@ -275,9 +282,7 @@ class SlotLayer:
             self._counted = torch.zeros(one.slots.num_slots, dtype=torch.int64, device=device)
         return self._counted
 
-    def remap(
-        self, routing_map: torch.Tensor, probs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def remap(self, routing_map: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Turn the routing of experts into the routing of slots, on the device.
 
         Args:
@@ -299,7 +304,8 @@ class SlotLayer:
         return routing_map, probs
 
     def enter_dispatch(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Thread a tensor through the point at which, in the backward pass, the experts' gradients are complete.
+        """Thread a tensor through the point at which, in the backward pass, the experts' gradients are
+        complete.
 
         Args:
             hidden: Rows before they are dispatched, any shape.
@@ -341,6 +347,43 @@ class SlotLayer:
         self.timer.passes(rows, "experts", "dispatch")
         return nullcontext() if self.stopwatch is None else self.stopwatch.experts(rows.shape[0], rows.device)
 
+    def compute_in_steps(
+        self,
+        rows: torch.Tensor,
+        probs: torch.Tensor,
+        experts: Callable[..., Any],
+        run: Callable[..., torch.Tensor],
+    ) -> torch.Tensor:
+        """Dispatch, compute and combine in the steps of the smart schedule (FasterMoE §4.2).
+
+        Args:
+            rows: Rows in the order of sending, ``[A, M]``.
+            probs: Probabilities of these rows, ``[A]``.
+            experts: Forward pass of the slots' experts.
+            run: The dispatcher's method that runs the steps.
+
+        Returns:
+            Results of the rows, ``[A, M]``.
+        """
+        one, here = self._in_use, self.groups.device
+        transfers = one.transfers
+        if transfers is None:
+            with self.await_weights(rows):
+                return self.leave_experts(run(rows, probs, experts))
+        if one.holds_each_pass and not self._is_launched:
+            transfers.hold()
+        self._is_launched = False
+        transfers.gather()
+        owned = self.experts.parameters
+        slots = one.slots.expert_DP[here].tolist()
+        arriving = [i for i, expert in enumerate(slots) if expert >= 0 and expert not in owned]
+        # Most rows for replicas come from the device itself. While replicas are in transfer, the device
+        # therefore computes the rows from other groups first.
+        results = run(
+            rows, probs, experts, own_last=True, await_weights=transfers.await_weights, in_transfer=arriving
+        )
+        return self.leave_experts(results)
+
     def leave_experts(self, rows: torch.Tensor) -> torch.Tensor:
         """Thread the experts' results through the point at which their backward pass begins.
 
@@ -361,7 +404,8 @@ class SlotLayer:
         return rows
 
     def finish(self, output: torch.Tensor) -> torch.Tensor:
-        """End the forward pass: launch the next layer, and thread the output through the layer's first backward point.
+        """End the forward pass: launch the next layer, and thread the output through the layer's first
+        backward point.
 
         Args:
             output: Output of the layer, any shape.
@@ -449,8 +493,8 @@ class SlotLayer:
         else:
             if one.holds_each_pass:
                 one.transfers.let_go()
-            # One micro-batch's gradients travel in the data type of the weights, which is what a backward pass
-            # computes.
+            # One micro-batch's gradients travel in the data type of the weights, which is what a backward
+            # pass computes.
             one.transfers.reduce(dtype)
             self._num_backward += 1
             one.is_over = True
@@ -461,7 +505,12 @@ class SlotLayer:
 
     def _hold_for_backward(self) -> None:
         one = self._shared
-        if one is not None and one.holds_each_pass and one.plan.gather_ahead and not self._is_held_for_backward:
+        if (
+            one is not None
+            and one.holds_each_pass
+            and one.plan.gather_ahead
+            and not self._is_held_for_backward
+        ):
             assert one.transfers is not None
             one.transfers.hold()
             self._is_held_for_backward = True
@@ -520,9 +569,11 @@ class SlotLayer:
     # Iterations.
 
     def counted(self) -> torch.Tensor | None:
-        """This rank's numbers of the iteration that other ranks need: tokens by slot, then their spread; int64.
+        """This rank's numbers of the iteration that other ranks need: tokens by slot, then their spread;
+        int64.
 
-        ``None`` if the layer was not used, or if its counts are on the host already. Equal in length on all ranks.
+        ``None`` if the layer was not used, or if its counts are on the host already. Equal in length on all
+        ranks.
         """
         on_device = self._shared is not None and not self._shared.plan.each_micro_batch
         numbers = [one for one in (self._counted if on_device else None, self._spread) if one is not None]
@@ -535,7 +586,7 @@ class SlotLayer:
             numbers_RN: Numbers by rank, int64; part x of device d is row d X + x.
         """
         num_devices, topology = self.context.num_devices, self.context.topology
-        numbers_DN = numbers_RN.reshape(num_devices, -1, numbers_RN.shape[1]).sum(axis=1)
+        numbers_DN = numbers_RN.reshape(num_devices, -1, numbers_RN.shape[1]).sum(axis=1) // self.num_counting
         num_spread = topology.num_nodes + num_devices if self._spread is not None else 0
         counts_DS = numbers_DN[:, : numbers_DN.shape[1] - num_spread]
         spread = numbers_DN[:, counts_DS.shape[1] :].sum(axis=0) if num_spread else None
@@ -561,7 +612,8 @@ class SlotLayer:
         """
         if not self._is_home:
             raise RuntimeError(
-                f"{self.experts.what}: the iteration ended before all replicas' gradients reached their owners; "
+                f"{self.experts.what}: the iteration ended before all replicas' gradients reached their "
+                f"owners; "
                 "call MoERuntime.finish_gradients() before reading gradients"
             )
         load = self._take_load()
@@ -593,7 +645,10 @@ class SlotLayer:
         self._forget()
 
     def _forget(self) -> None:
-        self._is_launched = self._is_held_for_backward = self._is_reduced = self._is_counted = False
+        self._is_launched: bool = False
+        self._is_held_for_backward: bool = False
+        self._is_reduced: bool = False
+        self._is_counted: bool = False
         self._is_home = True
         self._is_final = False
         self._num_backward = 0
@@ -627,6 +682,27 @@ class SlotLayer:
         if self._current is None:
             raise RuntimeError(
                 f"{self.experts.what}: got a step of a forward pass without a plan, wanted a plan first; call "
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
                 "SlotLayer.prepare() before the routing is remapped"
             )
         return self._current
@@ -823,4 +899,3 @@ class SlotLayer:
 def _has_gradients(one: SlotPass) -> bool:
     """Whether replicas have gradients that belong to their owners."""
     return one.transfers is not None or one.plan.resident
-

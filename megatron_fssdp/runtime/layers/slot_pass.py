@@ -25,7 +25,8 @@ class SlotPass:
         plan: The plan.
         slots: Expert in each slot.
         parameters_P: Parameters of each slot of this device; ``None`` for an empty slot.
-        table_RE: Share table of this device on the device; ``None`` if slots are Megatron's own local experts,
+        table_RE: Share table of this device on the device; ``None`` if slots are Megatron's own local
+        experts,
             so that nothing has to be remapped.
         transfers: Transfers of the replicas; ``None`` if the plan has none, or resident ones.
         is_shared: Whether all passes of an iteration use it. Otherwise it belongs to one micro-batch.

@@ -9,8 +9,9 @@ import torch
 def call_in_backward(call: Callable[[], object], tensor: torch.Tensor) -> torch.Tensor:
     """Thread a tensor through a node whose backward pass calls ``call()``.
 
-    The node runs in the backward pass even if the tensor itself requires no gradient, for example above frozen
-    layers. Without gradients (evaluation, the first pass of activation recomputation) there is no node.
+    The node runs in the backward pass even if the tensor itself requires no gradient, for example above
+    frozen layers. Without gradients (evaluation, the first pass of activation recomputation) there is no
+    node.
 
     Args:
         call: Function without arguments.
@@ -25,7 +26,9 @@ def call_in_backward(call: Callable[[], object], tensor: torch.Tensor) -> torch.
 
 class _CallInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Callable[[], object], anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, call: Callable[[], object], anchor: torch.Tensor, tensor: torch.Tensor
+    ) -> torch.Tensor:
         ctx.call = call
         return tensor.view_as(tensor)
 

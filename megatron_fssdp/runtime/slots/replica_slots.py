@@ -1,7 +1,7 @@
 """The replica slots of one layer on this device: Parameters with fixed names, whose memory comes and goes.
 
-A slot is a place for one expert's weights. Owned slots hold the Parameters that Megatron registered; they stay
-in autograd and in Megatron's DDP. Replica slots have Parameters of their own::
+A slot is a place for one expert's weights. Owned slots hold the Parameters that Megatron registered; they
+stay in autograd and in Megatron's DDP. Replica slots have Parameters of their own::
 
     slot        0        1        2            3
                 owned    owned    replica 0    replica 1
@@ -9,8 +9,9 @@ in autograd and in Megatron's DDP. Replica slots have Parameters of their own::
     gradients   main_grad         [numel] each, fp32 sums;                 memory from a backward pass until
                                                                            the sums have reached the owners
 
-The Parameters are made once, so the experts' module can be bound to them once. Only their storage is given back
-and taken again. A tensor that autograd saved stays valid in this way, because it is the Parameter itself.
+The Parameters are made once, so the experts' module can be bound to them once. Only their storage is given
+back and taken again. A tensor that autograd saved stays valid in this way, because it is the Parameter
+itself.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -8,8 +8,8 @@ micro-batch; otherwise the weights stay until the iteration, or the micro-batch,
       ▲                                                  │          release: give the memory back
       └───────────────────── release ────────────────────┘
 
-Gradients go home once in an iteration, or with every backward pass under re-materialization and for replicas of
-one micro-batch. The sums of a backward pass stay open until they have reached the owners.
+Gradients go home once in an iteration, or with every backward pass under re-materialization and for replicas
+of one micro-batch. The sums of a backward pass stay open until they have reached the owners.
 """
 
 from collections import deque

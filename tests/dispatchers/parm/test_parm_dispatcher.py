@@ -275,11 +275,11 @@ def use_parm(layer: Any, case: Case, find_costs: Any = None) -> Any:
     if case.overlaps:
         dispatcher.set_shared_experts(layer.shared_experts)
     if groups.are_equal:
-        gate, own = DividedGate(layer.router, dispatcher, pg), []
+        gate, own = DividedGate(layer.router, pg), []
         preprocess = type(layer).preprocess.__get__(layer)
 
         def route(hidden: Tensor, padding_mask: Tensor | None = None) -> Any:
-            tokens, *routed = gate.route(hidden, padding_mask)
+            tokens, *routed = gate.route(dispatcher, hidden, padding_mask)
             own.append(tokens)
             return routed
 

@@ -28,8 +28,8 @@ STRATEGIES = {
     "quota": "slots=2",
     "smartmoe": "reshard_interval=2 window=2",
     "flexmoe": "slots=2 placement_interval=2 window=2 threshold=1.01",
-    "fssdp": "slots=2 overlap_degree=3 reshard_interval=2",
-    "ep": "",
+    "fssdp": "slots=2 overlap_degree=3 reshard_interval=2 smart_schedule=by_price",
+    "ep": "smart_schedule=true group_size=1",
     "auto": "choice_interval=1",
 }
 WHOLE_EXPERTS = "--expert-tensor-parallel-size 1"
