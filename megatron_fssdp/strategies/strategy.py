@@ -73,7 +73,7 @@ class Strategy[Settings: PlacementSettings](ABC):
 
     @property
     def splits(self) -> bool:
-        """Whether plans may split their transfers, so that a part travels beside the experts of another layer."""
+        """Whether plans may split transfers: a part then travels beside the experts of another layer."""
         return False
 
     @property

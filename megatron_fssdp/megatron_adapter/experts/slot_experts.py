@@ -23,7 +23,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertParameters, ExpertWeights
 
 _LINEARS = ("linear_fc1", "linear_fc2")
-_blanks: dict[tuple[ExpertLayout, torch.device], ExpertParameters] = {}
+_blanks: dict[tuple[ExpertLayout, torch.device, tuple[bool, ...]], ExpertParameters] = {}
 
 
 class SlotExperts:
@@ -111,46 +111,8 @@ class SlotExperts:
         """
         if _shape_of(self._experts) != self._shape:
             raise ConfigurationError(
-                "experts: got linear layers that were wrapped or replaced after the model was built (adapters "
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                "such as LoRA, quantizers), wanted Megatron's own, because replicas are copies of them; wrap "
+                "experts: got linear layers that were wrapped or replaced after the model was built (LoRA "
+                "adapters, quantizers), wanted Megatron's own, because replicas are copies of them; wrap "
                 "nothing inside experts, or use --moe-strategy none"
             )
         body = self._body
@@ -225,12 +187,13 @@ def _blank(experts: Any, like: ExpertParameters | None) -> ExpertParameters:
     """The expert of zeros to which empty slots are bound, with one place for gradients that nobody reads."""
     local = like or experts_parameters(experts)
     layout = ExpertLayout.of(local)
-    key = (layout, local[0].device)
+    key = (layout, local[0].device, tuple(one.requires_grad for one in local))
     if key not in _blanks:
         made = []
         for one in local:
             parameter: Any = torch.nn.Parameter(torch.zeros_like(one), requires_grad=one.requires_grad)
-            parameter.main_grad = torch.zeros_like(getattr(one, "main_grad", None) or one)
+            gradient = getattr(one, "main_grad", None)
+            parameter.main_grad = torch.zeros_like(one if gradient is None else gradient)
             parameter.allreduce, parameter.grad_added_to_main_grad = False, False
             if one.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_forget_gradient)

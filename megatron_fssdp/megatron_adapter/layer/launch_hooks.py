@@ -1,5 +1,4 @@
-"""Points of the program outside of MoE layers: the start of a chunk's first gather, clocks, one-queue
-devices.
+"""Points of the program outside of MoE layers: a chunk's first gather, clocks, devices with one queue.
 
 Every other layer's gather is started by the MoE layer before it. If CUDA graphs of attention bypass these
 hooks, the first layer's gather starts with its dispatch instead, and nothing is lost.

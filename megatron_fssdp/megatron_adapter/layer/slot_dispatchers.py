@@ -94,8 +94,7 @@ class SlotDispatchers:
         return self._made[key]
 
     def route(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None) -> Any:
-        """Run the gate on the tokens that this rank dispatches, where tensor-parallel ranks have the same
-        ones.
+        """Run the gate where tensor-parallel ranks have the same tokens, on those that this rank dispatches.
 
         Args:
             hidden_states: Input of the MoE layer, ``[sequence, batch, M]``.
@@ -108,7 +107,7 @@ class SlotDispatchers:
         self._own_tokens, *routed = self._gate.route(dispatcher, hidden_states, padding_mask)
         load = self._layer.slot_layer.load
         load.schedule, load.schedule_predicted_s = dispatcher.schedule, dispatcher.predicted_s
-        self._layer.slot_layer.num_counting = (
+        self._layer.slot_layer.counts.num_counting = (
             self._pg_collection.tp.size() if dispatcher.schedule in ("s2", "baseline") else 1
         )
         self._begun = dispatcher

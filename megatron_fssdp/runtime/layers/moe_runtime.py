@@ -120,7 +120,7 @@ class MoERuntime:
             self.layers[0].plan_iteration()
 
     def reset_gradients(self) -> None:
-        """Drop the gradients and counts of the running iteration; call it where Megatron sets gradients to zero."""
+        """Drop gradients and counts of the iteration; called where Megatron sets gradients to zero."""
         self._counts.clear()
         for layer in self.layers:
             layer.reset()

@@ -13,6 +13,7 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slots.share_table import dispatch_table, even_table, owner_table
 from megatron_fssdp.planning.slots.slot_table import SlotTable
 from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
+from megatron_fssdp.runtime.slots.exact_shares import Holders
 from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
@@ -26,8 +27,9 @@ class SlotPass:
         slots: Expert in each slot.
         parameters_P: Parameters of each slot of this device; ``None`` for an empty slot.
         table_RE: Share table of this device on the device; ``None`` if slots are Megatron's own local
-        experts,
-            so that nothing has to be remapped.
+            experts, so that nothing has to be remapped.
+        holders: What exact shares need to know of the plan (``exact_shares.py``); ``None`` where the table
+            serves.
         transfers: Transfers of the replicas; ``None`` if the plan has none, or resident ones.
         is_shared: Whether all passes of an iteration use it. Otherwise it belongs to one micro-batch.
         has_backward: Whether a backward pass follows the last forward pass.
@@ -38,10 +40,16 @@ class SlotPass:
     slots: SlotTable
     parameters_P: Sequence[ExpertParameters | None]
     table_RE: torch.Tensor | None
+    holders: Holders | None
     transfers: ReplicaTransfers | None
     is_shared: bool = True
     has_backward: bool = False
     is_over: bool = False
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether replicas have gradients that belong to their owners."""
+        return self.transfers is not None or self.plan.resident
 
     @property
     def holds_each_pass(self) -> bool:
@@ -74,7 +82,7 @@ def source_table(
     if plan.dispatch_policy == "owner":
         return owner_table(slots, placement, device)
     even_RE = even_table(slots, placement, topology, device)
-    if counts_DE is None or (plan.tokens_ED is None and plan.dispatch_policy == "even"):
+    if counts_DE is None or (plan.tokens_ED is None and plan.dispatch_policy in ("even", "exact")):
         return even_RE
     (dispatch,) = plan.dispatch([counts_DE], topology)
     return dispatch_table(slots, dispatch, device, even_RE)

@@ -54,7 +54,7 @@ class ReplicaTransfers:
         waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.plan, self.slots = plan, slots
-        self._experts, self._bind, self._splits, self._waiting = experts, bind, splits, waiting
+        self._experts, self._bind, self.splits, self._waiting = experts, bind, splits, waiting
         self._num_holds = 0
         self._num_gathered = 0
         self._sent: Mapping[int, torch.Tensor] = {}
@@ -85,8 +85,8 @@ class ReplicaTransfers:
         return self._num_gathered == self.slots.layout.numel
 
     def gather_first_part(self) -> None:
-        """Start the part of SparseAllGather that runs beside the experts of the layer before (if it splits)."""
-        part = _part(self.plan.split.gather, self.slots.layout.numel) if self._splits else 0
+        """If transfers are split, start the part that runs beside the experts of the layer before."""
+        part = _part(self.plan.split.gather, self.slots.layout.numel) if self.splits else 0
         if part and not self._num_gathered:
             self._gather(part)
 
@@ -167,7 +167,7 @@ class ReplicaTransfers:
         self.slots.open_sums()  # A replica may have had no rows.
         layout = self.slots.layout
         self._partial = {expert: total.to(dtype) for expert, total in self.slots.sums().items()}
-        rest = _part(self.plan.split.reduce, layout.numel) if self._splits else 0
+        rest = _part(self.plan.split.reduce, layout.numel) if self.splits else 0
         parts = [layout.numel - rest, rest] if rest else [layout.numel]
         self._to_reduce = deque(self._bind(self.plan.transfer, part) for part in parts)
         # The owner's own part is already in its gradient, so it is not a part of these sums.

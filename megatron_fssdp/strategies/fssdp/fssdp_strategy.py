@@ -189,7 +189,7 @@ class FssdpStrategy(Strategy[FssdpSettings]):
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
     ) -> LayerPlan:
-        """Add replicas to free slots for the exact counts, if that saves seconds (Hecate §4.2, calibration)."""
+        """Add replicas to free slots for the exact counts, if that saves seconds (Hecate §4.2)."""
         profile = context.profile
         if profile is None or not self.settings.calibrate:
             return plan

@@ -42,25 +42,31 @@ def test_the_first_part_of_a_split_transfer_waits_for_overlapped_gathers(text_da
 def split_transfers(*, awaits: bool = True) -> None:
     """Split every transfer in halves; without ``awaits``, pack the first half without a wait."""
     from megatron_fssdp.planning.cost.transfer_split import TransferSplit
-    from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
-    from megatron_fssdp.runtime.execution.layer_iteration import LayerIteration
+    from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner
+    from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
+    from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
+    from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 
-    plan_iteration, start_first_part = LayerExecutor.plan_iteration, LayerIteration.start_first_part
+    next_plan = LayerPlanner.next_plan
 
-    def plan_with_split(self):
-        is_new, plan = self._iteration is None, plan_iteration(self)
-        if is_new:
-            self._iteration.plan = plan = replace(plan, split=TransferSplit(0.5, 0.0))
-        return plan
+    def plan_with_split(self, context):
+        return replace(next_plan(self, context), split=TransferSplit(0.5, 0.0))
 
-    def start_without_wait(self, device):
-        experts, self.experts = self.experts, replace(self.experts, await_parameters=lambda: None)
-        start_first_part(self, device)
-        self.experts = experts
+    def without_wait(gather, name):
+        def call(self):
+            experts = getattr(self, name)
+            setattr(self, name, replace(experts, await_parameters=lambda: None))
+            gather(self)
+            setattr(self, name, experts)
 
-    LayerExecutor.plan_iteration = plan_with_split
+        return call
+
+    LayerPlanner.next_plan = plan_with_split
+    FssdpStrategy.splits = True
     if not awaits:
-        LayerIteration.start_first_part = start_without_wait
+        SlotLayer._gather_first_part = without_wait(SlotLayer._gather_first_part, "experts")
+        gather = without_wait(ReplicaTransfers.gather_first_part, "_experts")
+        ReplicaTransfers.gather_first_part = gather
 
 
 def never_await_parameters() -> None:

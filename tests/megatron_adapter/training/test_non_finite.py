@@ -25,7 +25,7 @@ AGAIN, ANOTHER = 16, 17
 
 def spoil_experts(value: float) -> None:
     """Put a wrong number into rank 1's experts of layer 2 before an iteration."""
-    from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
+    from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 
     begin = MoERuntime.begin_iteration
 

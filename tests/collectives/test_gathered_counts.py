@@ -1,7 +1,7 @@
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.collectives.rows.gathered_counts import gather_counts, start_counts
+from megatron_fssdp.collectives.gathered_counts import gather_counts, start_counts
 from megatron_fssdp.testing import run_ranks
 
 

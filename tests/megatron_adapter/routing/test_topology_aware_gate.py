@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fssdp.runtime.exchange.topology_aware_gate import select_experts
+from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import select_experts
 
 NEAR = torch.tensor([True, True, False, False])
 
