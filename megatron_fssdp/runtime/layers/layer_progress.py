@@ -12,8 +12,6 @@ class LayerProgress:
     """State of one layer in an iteration; a new iteration begins with a new one.
 
     Attributes:
-        is_launched: Whether the weights are held for the next forward pass (re-materialization).
-        is_held_for_backward: Whether the weights are held for the next backward pass (re-materialization).
         is_reduced: Whether the gradient sums of the iteration have been sent home.
         is_home: Whether no gradient of a replica is missing at its owner.
         is_final: Whether the strategy has seen the exact counts of the first micro-batch.
@@ -25,8 +23,6 @@ class LayerProgress:
         residents: All-reduce of the resident replicas' gradients; ``None`` before the last backward pass.
     """
 
-    is_launched: bool = False
-    is_held_for_backward: bool = False
     is_reduced: bool = False
     is_home: bool = True
     is_final: bool = False

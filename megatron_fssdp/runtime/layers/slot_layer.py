@@ -209,11 +209,7 @@ class SlotLayer:
         self._await_parameters()
         transfers = self._shared.transfers
         if transfers is not None and plan.gather_ahead:
-            if not plan.rematerialize:
-                transfers.gather()
-            elif not self._at.is_launched:
-                transfers.hold()
-                self._at.is_launched = True
+            transfers.prefetch(backward=False)
         if self.stopwatch is not None and hidden is not None:
             # The span begins when the transfer is posted: what the host did until here hides nothing.
             self.stopwatch.layer_begins(hidden.device)
@@ -323,7 +319,7 @@ class SlotLayer:
         if following is not None and self.strategy.splits and self.clock.driven and not in_backward():
             following._gather_first_part()
         if one.transfers is not None:
-            self._hold_for_forward(one, one.transfers)
+            one.transfers.begin_use(backward=False)
             one.transfers.await_weights()
         self.timer.passes(rows, "experts", "dispatch")
         return nullcontext() if self.stopwatch is None else self.stopwatch.experts(rows.shape[0], rows.device)
@@ -350,8 +346,7 @@ class SlotLayer:
         if transfers is None:
             with self.await_weights(rows):
                 return self.leave_experts(run(rows, probs, experts))
-        self._hold_for_forward(one, transfers)
-        transfers.gather()
+        transfers.begin_use(backward=False)
         expert_P = one.slots.expert_DP[self.groups.device].tolist()
         arriving = [
             slot
@@ -378,9 +373,8 @@ class SlotLayer:
         if one.has_gradients or self._has_steps(one) or next_splits:
             rows = call_in_backward(partial(self._experts_begin_backward, one), rows)
         if one.transfers is not None:
-            if one.holds_each_pass:
-                one.transfers.let_go()
-            elif not one.is_shared and not one.has_backward:
+            one.transfers.end_use()
+            if not one.is_shared and not one.has_backward:
                 self._end_own(one)
         return rows
 
@@ -419,8 +413,8 @@ class SlotLayer:
     def _begin_backward(self, one: SlotPass) -> None:
         if self.following is not None:
             self.following.settle()
-        if one.holds_each_pass:
-            self._hold_for_backward(one)
+        if one.holds_each_pass and one.transfers is not None:
+            one.transfers.prefetch(backward=True)
 
     def _experts_begin_backward(self, one: SlotPass) -> None:
         if self.following is not None and self.following._splits:
@@ -430,9 +424,7 @@ class SlotLayer:
             self._at.is_home = False
         if one.transfers is None:
             return
-        if one.holds_each_pass:
-            self._hold_for_backward(one)
-            self._at.is_held_for_backward = False
+        one.transfers.begin_use(backward=True)
         one.transfers.await_weights()
         one.transfers.open_sums()
 
@@ -459,6 +451,8 @@ class SlotLayer:
         at = self._at
         at.num_backward += 1
         is_last = at.num_backward == self.clock.num_micro_batches
+        if one.transfers is not None:
+            one.transfers.end_use()
         if one.transfers is None:
             if one.plan.resident and is_last:
                 self._sum_residents().reduce()
@@ -466,8 +460,6 @@ class SlotLayer:
             if is_last:
                 self._reduce_iteration(one.transfers)
         else:
-            if one.holds_each_pass:
-                one.transfers.let_go()
             # One micro-batch's gradients travel in the data type of the weights, which is what a backward
             # pass computes.
             one.transfers.reduce(self.experts.layout().dtype)
@@ -645,7 +637,6 @@ class SlotLayer:
         is_gathered = one.transfers is not None and one.transfers.is_gathered
         if one.transfers is not None and is_gathered:
             one.transfers.await_weights()
-        self._at.is_launched = False
         self._shared = self._make_pass(plan, counts_DE, is_shared=True)
         if is_gathered and not plan.rematerialize and self._shared.transfers is not None:
             self._shared.transfers.complete(
@@ -688,21 +679,13 @@ class SlotLayer:
         if self.groups.transfers is not None:
             self.experts.await_parameters()
 
-    def _hold_for_forward(self, one: SlotPass, transfers: ReplicaTransfers) -> None:
-        if one.holds_each_pass and not self._at.is_launched:
-            transfers.hold()
-        self._at.is_launched = False
-
-    def _hold_for_backward(self, one: SlotPass) -> None:
-        if not self._at.is_held_for_backward:
-            assert one.transfers is not None
-            one.transfers.hold()
-            self._at.is_held_for_backward = True
-
     def _prefetch_for_backward(self) -> None:
         """Gather the weights again while the compute between this layer and the next one runs backward."""
-        if self._shared is not None and self._shared.holds_each_pass and self._shared.plan.gather_ahead:
-            self._hold_for_backward(self._shared)
+        shared = self._shared
+        if shared is None or shared.transfers is None:
+            return
+        if shared.holds_each_pass and shared.plan.gather_ahead:
+            shared.transfers.prefetch(backward=True)
 
     @property
     def _splits(self) -> bool:

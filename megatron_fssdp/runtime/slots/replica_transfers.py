@@ -55,7 +55,9 @@ class ReplicaTransfers:
     ) -> None:
         self.plan, self.slots = plan, slots
         self._experts, self._bind, self.splits, self._waiting = experts, bind, splits, waiting
-        self._num_holds = 0
+        self._each_pass = plan.rematerialize
+        self._prefetched = {False: False, True: False}
+        self._num_users = 0
         self._num_gathered = 0
         self._sent: Mapping[int, torch.Tensor] = {}
         self._gathering: list[PendingTransfer] = []
@@ -68,15 +70,32 @@ class ReplicaTransfers:
 
     # Weights.
 
-    def hold(self) -> None:
-        """Gather the weights for one more user, unless they are here or on their way."""
-        self._num_holds += 1
+    def prefetch(self, *, backward: bool) -> None:
+        """Gather the weights for the next forward or backward pass, at a time when other compute hides it.
+
+        Args:
+            backward: Whether the next backward pass will use them.
+        """
+        if self._each_pass and not self._prefetched[backward]:
+            self._prefetched[backward] = True
+            self._num_users += 1
         self.gather()
 
-    def let_go(self) -> None:
-        """End the use of one user. After the last one, the memory is given back."""
-        self._num_holds -= 1
-        if not self._num_holds:
+    def begin_use(self, *, backward: bool) -> None:
+        """Begin to use the weights in a pass; they may still be on their way.
+
+        Args:
+            backward: Whether it is a backward pass.
+        """
+        if not self._prefetched[backward]:
+            self._num_users += 1
+        self._prefetched[backward] = False
+        self.gather()
+
+    def end_use(self) -> None:
+        """End a use. Under re-materialization, the memory is given back after the last one."""
+        self._num_users -= 1
+        if self._each_pass and not self._num_users:
             self.release()
 
     @property
@@ -207,7 +226,8 @@ class ReplicaTransfers:
         self._reducing.clear()
         self._to_reduce.clear()
         self._home, self._partial, self._sent = {}, {}, {}
-        self._num_gathered = self._num_holds = 0
+        self._num_gathered = self._num_users = 0
+        self._prefetched = {False: False, True: False}
         self.slots.close_weights()
         self.slots.close_sums()
 
