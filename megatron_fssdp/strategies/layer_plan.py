@@ -130,6 +130,11 @@ class LayerPlan:
         """Whether a part of the transfers runs beside the experts of the layer before, if there is one."""
         return self.gather_ahead and self.life is ReplicaLife.ITERATION and self.split != WHOLE
 
+    @property
+    def needs_counts(self) -> bool:
+        """Whether the shares of an expert's holders depend on counts, forecast or exact ones."""
+        return self.tokens_ED is not None or self.dispatch_policy in ("balanced", "unbound")
+
     def digest(self) -> bytes:
         """A 16-byte hash of everything that decides where tokens and weights go, equal for equal plans."""
         digest = hashlib.blake2b(self.placement.digest(), digest_size=16)

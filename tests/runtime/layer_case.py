@@ -42,6 +42,7 @@ class LayerCase:
         repeats: Whether the loop breaks off the passes of each iteration and begins them again.
         peers: Ranks that share each expert.
         has_main_grad: Whether Parameters have a ``main_grad``, as under Megatron's DDP.
+        frozen: Which tensors of an expert are not trained.
         late: Whether Parameters hold NaN until the runtime has waited for them.
         one_queue: Whether CUDA devices run all kernels in the order of their issue.
         inputs: Which of "hidden" and "probs" require a gradient.
@@ -70,6 +71,7 @@ class LayerCase:
     repeats: bool = False
     peers: int = 1
     has_main_grad: bool = False
+    frozen: tuple[int, ...] = ()
     late: bool = False
     one_queue: bool = False
     inputs: tuple[str, ...] = ("hidden", "probs")

@@ -55,12 +55,23 @@ class SlotExperts:
         for other in others:
             self._mlps = {**other._mlps, **self._mlps}
 
-    def bind(self, parameters_P: Sequence[ExpertParameters | None]) -> None:
+    def bind(self, parameters_P: Sequence[ExpertParameters | None], *, for_iteration: bool) -> None:
         """Compute with these Parameters from now on.
 
         Args:
             parameters_P: Parameters of each slot of this device; ``None`` for an empty slot.
+            for_iteration: Whether the slots keep their contents for an iteration, so that weights may be
+                quantized once in it.
+
+        Raises:
+            ConfigurationError: The experts' layers were wrapped or replaced after the layer was built.
         """
+        if _shape_of(self._experts) != self._shape:
+            raise ConfigurationError(
+                "experts: got linear layers that were wrapped or replaced after the model was built (LoRA "
+                "adapters, quantizers), wanted Megatron's own, because replicas are copies of them; wrap "
+                "nothing inside experts, or use --moe-strategy none"
+            )
         if self._is_sequential:
             used = [i for i, one in enumerate(parameters_P) if one is not None]
             self._used = None if len(used) == len(parameters_P) else torch.tensor(used, dtype=torch.long)
@@ -81,13 +92,15 @@ class SlotExperts:
         filled = [one or _blank(self._experts, example) for one in parameters_P]
         for index, one in enumerate(filled):
             _bind(_linears(self._body), one, str(index))
-
-    def begin_iteration(self) -> None:
-        """Quantize weights anew in the next forward pass, where they are quantized once in an iteration."""
-        for body in self._bodies.values():
-            for linear in _linears(body):
-                if hasattr(linear, "is_first_microbatch"):
-                    linear.is_first_microbatch = True
+        for name in _LINEARS:
+            linear, stock = getattr(self._body, name), getattr(self._experts, name)
+            # In its first pass of an iteration, a layer quantizes its weights and keeps the result.
+            linear.is_first_microbatch = True
+            linear.disable_parameter_transpose_cache = not for_iteration or getattr(
+                stock, "disable_parameter_transpose_cache", True
+            )
+        if getattr(self._body, "_fused_ops", None) is not None:
+            self._body._fused_ops = None  # They have the weights of before; the module builds them anew.
 
     def compute(
         self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor, **buffers: Any
@@ -105,16 +118,7 @@ class SlotExperts:
 
         Returns:
             Results of the rows, ``[R, M]``, and no bias.
-
-        Raises:
-            ConfigurationError: The experts' layers were wrapped or replaced after the layer was built.
         """
-        if _shape_of(self._experts) != self._shape:
-            raise ConfigurationError(
-                "experts: got linear layers that were wrapped or replaced after the model was built (LoRA "
-                "adapters, quantizers), wanted Megatron's own, because replicas are copies of them; wrap "
-                "nothing inside experts, or use --moe-strategy none"
-            )
         body = self._body
         if body.training != self._experts.training:
             body.train(self._experts.training)
@@ -129,6 +133,10 @@ class SlotExperts:
     def backward_dw(self) -> None:
         """Compute the weight gradients that the last backward pass has left (``--delay-wgrad-compute``)."""
         self._body.backward_dw()
+        for parameter in self._body.parameters():
+            if parameter.grad is not None:  # It was assigned, so the hooks of replicas have not been called.
+                for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+                    hook(parameter)
 
     def _mlp(self, parameters: ExpertParameters) -> Any:
         """The module of an expert: Megatron's own, or a copy that is bound to a replica's Parameters."""
@@ -153,8 +161,6 @@ def _grouped_body(experts: Any, num_slots: int) -> Any:
         linear.__dict__.update({name: dict(x) for name, x in vars(linear).items() if type(x) is dict})
         if "bias0" in vars(linear):  # Transformer Engine has an empty tensor for a missing bias.
             linear.__dict__.update({f"bias{i}": linear.bias0 for i in range(num_slots)})
-    if getattr(experts, "_fused_ops", None) is not None:
-        body._fused_ops = None  # Built by the module at its first use, from the weights of the body.
     for name in ("quantization_padding", "quantization_unpadding"):
         if (padding := getattr(experts, name, None)) is not None:
             body._modules[name] = type(padding)(num_slots, align_size=padding.align_size)

@@ -132,10 +132,9 @@ class StrategyMoELayer(MoELayer):
 
     def _bind(self, one: SlotPass) -> None:
         """Let dispatcher and experts work with the slots of a pass."""
-        self._slot_experts.bind(one.parameters_P)
+        keeps_weights = one.is_shared and not one.plan.rematerialize
+        self._slot_experts.bind(one.parameters_P, for_iteration=keeps_weights)
         self.token_dispatcher = self._dispatchers.of(one)
-        if one.is_shared:
-            self._slot_experts.begin_iteration()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run Megatron's forward pass. An error gets a note with the number of the layer."""

@@ -13,6 +13,7 @@ from megatron_fssdp.dispatchers.deduplicated import DeduplicatedTokenDispatcher
 from megatron_fssdp.dispatchers.parm import DividedGate, ParmDispatcher, ParmGroups, ScheduleSelector
 from megatron_fssdp.dispatchers.smart_schedule import SmartScheduleTokenDispatcher
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
+from megatron_fssdp.megatron_adapter.support.dispatch_limits import check_slots, keeps_flex
 from megatron_fssdp.megatron_adapter.support.node_detection import detect_topology
 from megatron_fssdp.planning.cost.cluster_cost import schedule_costs
 from megatron_fssdp.planning.cost.tensor_schedules import ScheduleCosts, ScheduledLayer
@@ -54,11 +55,13 @@ class SlotDispatchers:
         self._made: dict[tuple[str, int], Any] = {}
         self._selector: ScheduleSelector | None = None
         self._gate: DividedGate | None = None
+        self._begun: Any = None
         self._own_tokens: torch.Tensor | None = None
         self._whole_tokens: torch.Tensor | None = None
         schedule = session.strategy.collective_schedule
         parm = ParmGroups.of(layer.config, pg_collection) if pg_collection.tp.size() > 1 else None
-        if parm is not None and (parm.are_equal or schedule.name != "megatron"):
+        has_schedule = schedule.name != "megatron" and not keeps_flex(session.strategy, layer.config)
+        if parm is not None and (parm.are_equal or has_schedule):
             self._selector = session.schedule_selector(
                 layer.config, parm, pg_collection.tp_dp_cp, schedule, self._described_costs
             )
@@ -128,7 +131,9 @@ class SlotDispatchers:
         return own
 
     def _make(self, kind: str, num_slots: int) -> Any:
-        layer, groups = self._layer, self._groups
+        layer, groups, built = self._layer, self._groups, self._session.numbers_of_slots
+        check_slots(layer.config, num_slots, groups.num_devices, built)
+        built.add(num_slots)
         config = copy.copy(layer.config)
         config.num_moe_experts = num_slots * groups.num_devices
         # The router has padded the map of experts already.

@@ -26,10 +26,10 @@ from megatron_fssdp.megatron_adapter.layer.transfer_group import (
     has_one_queue,
 )
 from megatron_fssdp.megatron_adapter.routing.topology_aware_router import check_gate
+from megatron_fssdp.megatron_adapter.support.dispatch_limits import check_dispatch, needs_fixed_slots
 from megatron_fssdp.megatron_adapter.support.node_detection import detect_topology
 from megatron_fssdp.megatron_adapter.support.supported_features import (
     RESIDENT_REFUSALS,
-    captured_modules,
     check_supported,
     refuse,
 )
@@ -70,6 +70,7 @@ class StrategySession:
             check_plans=settings.check_plans,
         )
         self.slots = ExpertSlots()
+        self.numbers_of_slots: set[int] = set()  # For which dispatchers were built.
         self._kernels_agree = False
         self._groups: dict[str, ExpertGroups] = {}
         self._selectors: dict[str, ScheduleSelector] = {}
@@ -170,12 +171,12 @@ class StrategySession:
         return strategy.overlaps or strategy.selects or strategy.may_replicate(1)
 
     def least_slots(self, config: Any) -> int:
-        """Replica slots that a layer has from the start: all that were given if a CUDA graph contains them.
+        """Replica slots that a layer has from the start: all that were given if their number must not change.
 
         Args:
             config: Megatron's ``TransformerConfig``.
         """
-        if "moe_preprocess" not in captured_modules(lambda name: getattr(config, name, None)):
+        if not needs_fixed_slots(config):
             return 0
         return getattr(self.settings, "slots", None) or 0
 
@@ -189,6 +190,7 @@ class StrategySession:
             ConfigurationError: The model or a setting is refused.
         """
         check_supported(self.strategy_name, config)
+        check_dispatch(self.strategy_name, self.strategy, config)
         if self.strategy.resident_slots:
             refuse(f"--moe-strategy {self.strategy_name}", RESIDENT_REFUSALS, config)
         if self.settings.router == "topology_aware":

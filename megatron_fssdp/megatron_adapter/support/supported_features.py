@@ -47,8 +47,8 @@ def _num_weight_shards(value: Value) -> int:
 
 
 _GRAPHS_ADVICE = (
-    "dispatch and experts change between iterations: use --cuda-graph-impl transformer_engine with "
-    "--cuda-graph-modules attn, mlp, mamba or moe_router, or --cuda-graph-impl none"
+    "transfers and experts change between iterations: use --cuda-graph-impl transformer_engine with "
+    "--cuda-graph-modules attn, mlp, mamba, moe_router or moe_preprocess, or --cuda-graph-impl none"
 )
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -72,20 +72,6 @@ REFUSALS: tuple[Refusal, ...] = (
             and bool(value("add_bias_linear"))
         ),
         "add --disable-bias-linear",
-    ),
-    (
-        "dropping tokens at the capacity of a rank",
-        lambda value: value("moe_expert_rank_capacity_factor") is not None,
-        "replicas change which rank computes a token, so other tokens would be dropped: remove "
-        "--moe-expert-rank-capacity-factor",
-    ),
-    (
-        "delayed weight gradients of experts",
-        lambda value: bool(
-            value("delay_wgrad_compute") or value("overlap_dispatch_backward_with_experts_wgrad")
-        ),
-        "replicas' gradients leave for their owners when the experts' backward pass ends: remove "
-        "--delay-wgrad-compute and --overlap-dispatch-backward-with-experts-wgrad",
     ),
     (
         "parameters in fp8 or fp4",
@@ -114,7 +100,8 @@ REFUSALS: tuple[Refusal, ...] = (
         _GRAPHS_ADVICE,
     ),
     (
-        "Megatron's local CUDA graphs (--cuda-graph-impl local), which capture dispatch with the router",
+        "Megatron's local CUDA graphs (--cuda-graph-impl local), which capture the end of a layer, where "
+        "the next transfers start",
         lambda value: value("cuda_graph_impl") == "local" or bool(value("enable_cuda_graph")),
         _GRAPHS_ADVICE,
     ),

@@ -164,6 +164,10 @@ class IterationDriver:
         """Start to share the counts of the iteration, after its last backward pass."""
         self._session.runtime.end_passes()
 
+    def end_evaluation(self) -> None:
+        """Drop the replicas of an evaluation, whose weights the next training step will change."""
+        self._session.runtime.end_iteration()
+
     def begin_evaluation(self) -> None:
         """Prepare forward passes without backward passes: replicas for the present weights and loads."""
         self._session.runtime.begin_iteration(0)

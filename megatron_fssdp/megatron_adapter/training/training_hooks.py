@@ -137,8 +137,8 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
                 driver.begin_passes() if trains else driver.begin_evaluation()
             with passes.timed() if recorder and recorder[0].wants_iteration else nullcontext():
                 results = schedule(*args, **kwargs)
-            if driver is not None and trains:
-                driver.end_passes()
+            if driver is not None:
+                driver.end_passes() if trains else driver.end_evaluation()
             return results
 
         return forward_backward

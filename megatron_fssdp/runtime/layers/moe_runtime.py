@@ -103,7 +103,7 @@ class MoERuntime:
         """
         self.clock.driven = True
         self.timer.stop()
-        self._counts.clear()
+        self._drop_counts()
         for layer in self.layers:
             layer.end_iteration()
         self.clock.num_micro_batches = num_micro_batches
@@ -121,7 +121,7 @@ class MoERuntime:
 
     def reset_gradients(self) -> None:
         """Drop gradients and counts of the iteration; called where Megatron sets gradients to zero."""
-        self._counts.clear()
+        self._drop_counts()
         for layer in self.layers:
             layer.reset()
         self.timer.stop()
@@ -153,8 +153,15 @@ class MoERuntime:
             one.take()
         self.clock.num_micro_batches = 0
         self.clock.iteration = None
+        # Whoever calls the model between iterations may have changed its weights.
+        self.clock.driven = False
         self.timer.stop()
         return [layer.end_iteration() for layer in self.layers]
+
+    def _drop_counts(self) -> None:
+        for one in self._counts:
+            one.drop()
+        self._counts.clear()
 
     def _layers_by_group(self) -> list[list[SlotLayer]]:
         by_group: dict[str, list[SlotLayer]] = {}

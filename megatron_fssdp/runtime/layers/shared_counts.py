@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_fssdp.collectives.gathered_counts import CountsOnTheWay, start_counts
+from megatron_fssdp.collectives.messages import wait_for
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 
 _DIGEST_NUMBERS = 1
@@ -37,6 +38,10 @@ class SharedCounts:
         self._gathered: CountsOnTheWay = start_counts(
             torch.cat([own, *(one for one in numbers if one is not None)]), self._group
         )
+
+    def drop(self) -> None:
+        """Give the numbers up. Messages on the CPU must end first: gloo cannot go on after unfinished ones."""
+        wait_for(self._gathered.works)
 
     def take(self) -> None:
         """Give every layer the numbers of all ranks.

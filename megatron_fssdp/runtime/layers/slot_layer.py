@@ -610,7 +610,7 @@ class SlotLayer:
             self.on_pass(one)
 
     def _make_pass(self, plan: LayerPlan, counts_DE: np.ndarray | None, *, is_shared: bool) -> SlotPass:
-        if counts_DE is None and not self.history.is_empty:
+        if counts_DE is None and plan.needs_counts and not self.history.is_empty:
             counts_DE = np.rint(self.history.forecast_DE()).astype(np.int64)
         return self._maker.make(
             plan,

@@ -82,7 +82,7 @@ def source_table(
     if plan.dispatch_policy == "owner":
         return owner_table(slots, placement, device)
     even_RE = even_table(slots, placement, topology, device)
-    if counts_DE is None or (plan.tokens_ED is None and plan.dispatch_policy in ("even", "exact")):
+    if counts_DE is None or not plan.needs_counts:
         return even_RE
     (dispatch,) = plan.dispatch([counts_DE], topology)
     return dispatch_table(slots, dispatch, device, even_RE)

@@ -131,7 +131,7 @@ def _compare(
     layer = spec(config=config, pg_collection=None)
     layer.set_layer_number(1)
     generator = torch.Generator().manual_seed(7)
-    for parameters in layer.executor.experts.parameters.values():
+    for parameters in layer.slot_layer.experts.parameters.values():
         for bias in parameters[2:]:  # they start at zero, which would hide mistakes
             torch.nn.init.normal_(bias, std=0.1)
     worst = 0.0
@@ -141,11 +141,11 @@ def _compare(
         upstream = torch.randn(world_size, TOKENS, 1, HIDDEN, generator=generator)
         mine = everyones[rank].clone().requires_grad_()
         layer.zero_grad()
-        experts = [p for ps in layer.executor.experts.parameters.values() for p in ps]
+        experts = [p for ps in layer.slot_layer.experts.parameters.values() for p in ps]
         for parameter in experts if fuses else ():
             parameter.main_grad = torch.zeros_like(parameter)
         output, _ = layer(mine)
-        num_replicas = layer.executor.plan_iteration().placement.num_replicas
+        num_replicas = layer.slot_layer.plan_iteration().placement.num_replicas
         output.backward(upstream[rank])
 
         weights = _all_weights(layer, world_size)
@@ -153,7 +153,7 @@ def _compare(
         router_gradient = layer.router.weight.grad.clone()
         dist.all_reduce(router_gradient)
         pairs = [(output, wanted[rank]), (mine.grad, inputs.grad[rank]), (router_gradient, router.grad)]
-        for expert, parameters in layer.executor.experts.parameters.items():
+        for expert, parameters in layer.slot_layer.experts.parameters.items():
             pairs += [(gradient_of(p), w.grad) for p, w in zip(parameters, weights[expert], strict=True)]
         worst = max(worst, *(_relative(got, want) for got, want in pairs))
     everyones_worst = torch.tensor(worst)
@@ -164,7 +164,7 @@ def _compare(
 def _all_weights(layer: Any, world_size: int) -> dict[int, list[torch.Tensor]]:
     import torch.distributed as dist
 
-    own = {e: [p.detach().clone() for p in ps] for e, ps in layer.executor.experts.parameters.items()}
+    own = {e: [p.detach().clone() for p in ps] for e, ps in layer.slot_layer.experts.parameters.items()}
     everyones: list[Any] = [None] * world_size
     dist.all_gather_object(everyones, own)
     return {e: [w.requires_grad_() for w in ws] for found in everyones for e, ws in found.items()}

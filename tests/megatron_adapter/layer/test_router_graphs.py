@@ -36,8 +36,8 @@ def _capture_and_replay(rank: int, world_size: int) -> tuple[list[Any], float, t
     layer.set_layer_number(1)
     hidden = torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(rank))
     plans: list[Any] = []
-    plan = layer.executor.plan_iteration
-    layer.executor.plan_iteration = lambda: plans.append(plan()) or plans[-1]
+    plan = layer.slot_layer.plan_iteration
+    layer.slot_layer.plan_iteration = lambda: plans.append(plan()) or plans[-1]
     config.cuda_graph_impl, config.cuda_graph_modules = "transformer_engine", [CudaGraphModule.moe_router]
     cuda_graphs._set_capture_start()
     captured = layer(hidden)
