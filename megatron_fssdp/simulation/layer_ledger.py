@@ -12,7 +12,6 @@ from megatron_fssdp.planning.cost.layer_traffic import (
     DispatchTraffic,
     TransferTraffic,
 )
-from megatron_fssdp.planning.dispatch.token_dispatch import LEVELLING_POLICIES
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
@@ -96,7 +95,7 @@ class LayerLedger:
             holders.
         in_steps_IL: bool ``[I, L]``. Whether the layer runs in the steps of the smart schedule.
         deduplicated_IL: bool ``[I, L]``. Whether tokens travel by the deduplicated exchange.
-        balanced_IL: bool ``[I, L]``. Whether tokens are split by balanced or unbound dispatch.
+        exact_IL: bool ``[I, L]``. Whether the device shares tokens out by exact counts.
         replicas_IL: int64 ``[I, L]``. Number of replicas on all devices together.
         most_replicas_IL: int64 ``[I, L]``. Number of replicas on the device that has the most.
         most_owned_IL: int64 ``[I, L]``. Number of experts of the layer on the device that owns the most.
@@ -123,7 +122,7 @@ class LayerLedger:
         self.most_replicas_IL, self.most_owned_IL = np.zeros((2, *shape), np.int64)
         self.ahead_IL, self.rematerialize_IL, self.each_pass_IL = np.zeros((3, *shape), bool)
         self.resident_IL, self.in_steps_IL, self.deduplicated_IL = np.zeros((3, *shape), bool)
-        self.balanced_IL = np.zeros(shape, bool)
+        self.exact_IL = np.zeros(shape, bool)
         self.gather_early_IL, self.reduce_late_IL = np.zeros((2, *shape))
         self.reshard = LinkColumns(self.num_iterations, 1)
         self.reshard_experts_I = np.zeros(self.num_iterations, np.int64)
@@ -164,9 +163,9 @@ class LayerLedger:
         if placement.num_replicas:
             self.reduce.put(iteration, layer, reduce)
             self.addition.put(iteration, layer, addition)
-            self.balanced_IL[iteration, layer] = plan.dispatch_policy in LEVELLING_POLICIES
             self.replicas_IL[iteration, layer] = placement.num_replicas
             self.most_replicas_IL[iteration, layer] = placement.replicas_per_device_D.max()
+        self.exact_IL[iteration, layer] = plan.shares_exactly
         self.ahead_IL[iteration, layer] = plan.gather_ahead
         self.rematerialize_IL[iteration, layer] = plan.rematerialize
         self.each_pass_IL[iteration, layer] = plan.each_micro_batch

@@ -132,8 +132,14 @@ class LayerPlan:
 
     @property
     def needs_counts(self) -> bool:
-        """Whether the shares of an expert's holders depend on counts, forecast or exact ones."""
-        return self.tokens_ED is not None or self.dispatch_policy in ("balanced", "unbound")
+        """Whether the host needs counts to share an expert's tokens out among its holders."""
+        return self.tokens_ED is not None
+
+    @property
+    def shares_exactly(self) -> bool:
+        """Whether the device shares tokens out by the exact counts of every micro-batch."""
+        is_exact = self.dispatch_policy == "exact" and self.tokens_ED is None
+        return is_exact and self.placement.num_replicas > 0
 
     def digest(self) -> bytes:
         """A 16-byte hash of everything that decides where tokens and weights go, equal for equal plans."""
@@ -167,12 +173,6 @@ class LayerPlan:
             transfer = TransferPlan(context.num_devices, ())
             plans[each_micro_batch] = cls(context.owners, transfer, each_micro_batch=each_micro_batch)
         return plans[each_micro_batch]
-
-    @property
-    def evenly_split(self) -> ExpertPlacement | None:
-        """The placement if a source's split of its tokens follows from its own counts; otherwise ``None``."""
-        is_even = self.dispatch_policy == "even" or not self.placement.num_replicas
-        return self.placement if is_even and self.tokens_ED is None and not self.each_micro_batch else None
 
     def dispatch(
         self, counts_XDE: Sequence[np.ndarray] | np.ndarray, topology: Topology

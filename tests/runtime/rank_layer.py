@@ -153,7 +153,7 @@ class RankLayer:
         self.used.append(one)
         num_slots = one.slots.slots_per_device
         if num_slots not in self._dispatchers:
-            self._dispatchers[num_slots] = make_dispatcher(num_slots, self.groups, self._megatron)
+            self._dispatchers[num_slots] = make_dispatcher(num_slots, self.groups, self._megatron, drops=self.case.routing == "dropped")
         self._one, self._dispatcher = one, self._dispatchers[num_slots]
 
     def forward(self, hidden: Tensor, probs: Tensor, routing_map: Tensor, training: bool = True) -> Tensor:
@@ -189,7 +189,7 @@ class RankLayer:
                 parameter.main_grad.zero_()
 
 
-def make_dispatcher(num_slots: int, groups: ExpertGroups, megatron: Any) -> Any:
+def make_dispatcher(num_slots: int, groups: ExpertGroups, megatron: Any, *, drops: bool = False) -> Any:
     """Megatron's all-to-all dispatcher for a number of slots of each device."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -202,6 +202,7 @@ def make_dispatcher(num_slots: int, groups: ExpertGroups, megatron: Any) -> Any:
             num_moe_experts=num_slots * groups.num_devices,
             moe_token_dispatcher_type="alltoall",
             add_bias_linear=False,
+            moe_expert_capacity_factor=99.0 if drops else None,
         )
     first = groups.device * num_slots
     return MoEAlltoAllTokenDispatcher(num_slots, list(range(first, first + num_slots)), config, megatron)
@@ -345,7 +346,12 @@ class CaseRun:
             if case.recompute is None:
                 added = layer.forward(*arguments)
             else:
-                added = checkpoint(layer.forward, *arguments, use_reentrant=case.recompute == "reentrant")
+                added = checkpoint(
+                    layer.forward,
+                    *arguments,
+                    use_reentrant=case.recompute == "reentrant",
+                    preserve_rng_state=False,
+                )
             layer.slots.advance_transfers()
             output = output + added
         return output, hidden, probs_L

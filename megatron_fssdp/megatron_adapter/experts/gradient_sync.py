@@ -47,7 +47,7 @@ def take_over(
         finish_gradients: Function that completes the gradients of all layers. It is called before DDP reduces
             them, on all ranks in the same order, and more than once in an iteration.
     """
-    layer.on_home = start_waiting
+    layer.gradients.on_home = start_waiting
     parameters = list(parameters)
     for parameter in parameters:
         if not getattr(parameter, "allreduce", True):

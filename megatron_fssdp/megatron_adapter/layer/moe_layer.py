@@ -86,7 +86,7 @@ class StrategyMoELayer(MoELayer):
             await_parameters=self._await_parameters,
             least_slots=session.least_slots(config),
         )
-        self.slot_layer.delays_weight_gradients = bool(
+        self.slot_layer.gradients.delays_weight_gradients = bool(
             config.delay_wgrad_compute or config.overlap_dispatch_backward_with_experts_wgrad
         )
         self.slot_layer.on_pass = self._bind
@@ -186,8 +186,8 @@ class StrategyMoELayer(MoELayer):
 
     def _backward_dw(self) -> None:
         self._slot_experts.backward_dw()
-        if self.slot_layer.delays_weight_gradients:
-            self.slot_layer.weight_gradients_computed()
+        if self.slot_layer.gradients.delays_weight_gradients:
+            self.slot_layer.gradients.weight_gradients_computed()
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
         """End the pass; the next layer's SparseAllGather starts."""

@@ -16,10 +16,10 @@ _NODE_RANKS = 8  # DeepEP's number of ranks in a node, a constant of its kernels
 _MOST_IN_NODE, _MOST_OF_NODE = 128, 512  # Threads of its kernels that count tokens, one for each expert.
 _DOMAIN = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 
-_Rule = tuple[str, Callable[[Strategy, Value], bool], str]
-"""Name of the refused combination; whether strategy and settings have it; the next step."""
+Rule = tuple[str, Callable[[Strategy, Value], bool], str]
+"""Name of the refused combination; whether strategy and settings have it; the next step for the user."""
 
-_RULES: tuple[_Rule, ...] = (
+RULES: tuple[Rule, ...] = (
     (
         "--moe-token-dispatcher-type flex without sequence parallelism",
         lambda strategy, value: _back_end(value) is not None and _has_equal_tokens(value),
@@ -124,7 +124,7 @@ def check_dispatch(name: str, strategy: Strategy, settings: Any) -> None:
     def value(name: str) -> Any:
         return getattr(settings, name, None)
 
-    for what, is_refused, advice in _RULES:
+    for what, is_refused, advice in RULES:
         if is_refused(strategy, value):
             raise ConfigurationError(f"--moe-strategy {name} does not support {what}: {advice}")
     num_devices = value("expert_model_parallel_size") or 1
@@ -235,6 +235,6 @@ def _plans_micro_batches(strategy: Strategy) -> bool:
 def _has_fixed_slots(strategy: Strategy) -> bool:
     """Whether every layer always has the same number of slots."""
     settings: Any = strategy.settings
-    if strategy.selects or getattr(settings, "reshard_interval", None) and hasattr(settings, "slots"):
+    if strategy.selects or (getattr(settings, "reshard_interval", None) and hasattr(settings, "slots")):
         return False  # Re-sharding of fssdp moves owners to other numbers for each device.
     return getattr(settings, "slots", None) is not None or not strategy.may_replicate(1)

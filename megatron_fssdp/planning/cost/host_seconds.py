@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_fssdp.planning.native.kernel import kernel_form
-
 SIZES = ((16, 8), (64, 32), (256, 64), (256, 256), (512, 1024))
 """Experts and devices at which seconds are measured."""
 
@@ -64,27 +62,6 @@ class HostCosts:
                 for table in (self.before_gate_ms, self.after_gate_ms, self.dispatch_ms)
             )
         )
-
-
-BALANCED_DISPATCH_S, BALANCED_DISPATCH_S_PER_PAIR = 25e-6, 1e-8
-"""Seconds of a balanced dispatch with compiled kernels, and the same for each pair of expert and device.
-
-0.053 ms were measured at (64, 32), and 0.19 ms at (256, 64) experts and devices (docs/log.md).
-"""
-
-PLAIN_BALANCED_TIMES = 100
-"""Factor of these seconds with plain kernels: 4.3 ms and 32 ms were measured."""
-
-
-def balanced_dispatch_s(num_experts: int, num_devices: int) -> float:
-    """Seconds by which balanced dispatch takes the host longer than even dispatch, per micro-batch.
-
-    Args:
-        num_experts: Number of experts, E.
-        num_devices: Number of devices, D.
-    """
-    compiled_s = BALANCED_DISPATCH_S + BALANCED_DISPATCH_S_PER_PAIR * num_experts * num_devices
-    return compiled_s if kernel_form().is_compiled else PLAIN_BALANCED_TIMES * compiled_s
 
 
 def _interpolated_s(measured_ms: tuple[float, ...], num_pairs: int) -> float:

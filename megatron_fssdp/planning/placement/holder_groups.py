@@ -67,8 +67,6 @@ class HolderGroups:
         first_E: Position of the first pair of each expert, ``[E]``.
         by_node_P: Positions of the pairs, sorted by expert, node, device; ``[P]``.
         node_first_EN: Where the pairs of an expert and a node begin in that sorted order, ``[E, N]``.
-        by_device_P: Positions of the pairs, sorted by device, expert; ``[P]``.
-        device_first_D: Where the pairs of each device begin in that sorted order, then P; ``[D + 1]``.
         rank_P: Position of each pair among the holders of its expert, ``[P]``.
         node_rank_P: Position of each pair among the holders of its expert in its node, ``[P]``.
 
@@ -100,9 +98,6 @@ class HolderGroups:
         self.rank_P = position_P - self.first_E[self.expert_P]
         self.node_rank_P = np.empty_like(position_P)
         self.node_rank_P[self.by_node_P] = position_P - node_first[self.group_P[self.by_node_P]]
-        self.by_device_P = np.argsort(self.device_P, kind="stable")
-        ends_D = np.cumsum(np.bincount(self.device_P, minlength=topology.num_devices))
-        self.device_first_D = np.concatenate([[0], ends_D])
         self._rows: dict[int, SourceRow] = {}
         self._columns: dict[int, DeviceColumn] = {}
 

@@ -49,6 +49,7 @@ class PassMaker:
         self._spare_slots: list[ReplicaSlots] = []
         self._table: torch.Tensor | None = None
 
+    @torch.inference_mode(False)  # An evaluation may make tensors that training uses later.
     def make(
         self,
         plan: LayerPlan,

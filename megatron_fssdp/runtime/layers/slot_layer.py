@@ -35,7 +35,6 @@ import torch
 
 from megatron_fssdp.collectives.gathered_counts import gather_counts, start_counts
 from megatron_fssdp.collectives.sparse.sparse_transfer import StartedTransfer
-from megatron_fssdp.collectives.sparse.transfer_cargo import accumulation_dtype
 from megatron_fssdp.collectives.stream_lane import advance_transfers
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
@@ -44,10 +43,10 @@ from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.clocks.pass_timer import LayerTimer, PassTimer
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.layers.home_gradients import HomeGradients
 from megatron_fssdp.runtime.layers.iteration_clock import IterationClock
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner
-from megatron_fssdp.runtime.layers.layer_progress import LayerProgress
 from megatron_fssdp.runtime.layers.local_experts import LocalExperts
 from megatron_fssdp.runtime.layers.pass_maker import PassMaker
 from megatron_fssdp.runtime.layers.slot_counts import SlotCounts
@@ -55,8 +54,6 @@ from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.runtime.slots.autograd_points import call_in_backward, in_backward
 from megatron_fssdp.runtime.slots.exact_shares import remap_exactly
 from megatron_fssdp.runtime.slots.remap import remap_by_table
-from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
-from megatron_fssdp.runtime.slots.resident_gradients import ResidentGradients
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.strategy import Strategy
 
@@ -86,9 +83,8 @@ class SlotLayer:
         is_first: Whether the model chunk of this layer has no MoE layer before it.
         on_pass: Function that is called with the pass in use whenever another one comes into use. The caller
             binds its dispatcher and its experts to the slots.
-        on_home: Function that is called when all gradients of an iteration have reached the owners.
-        delays_weight_gradients: Whether the experts' weight gradients are computed by ``backward_dw``, apart
-            from their backward pass. The caller then calls :meth:`weight_gradients_computed`.
+        gradients: Gradients of the running iteration. If the caller's experts compute weight gradients apart
+            from their backward pass, it sets ``delays_weight_gradients`` and marks them as computed.
     """
 
     def __init__(
@@ -115,8 +111,6 @@ class SlotLayer:
         self.before: SlotLayer | None = None
         self.is_first = True
         self.on_pass: Callable[[SlotPass], object] = lambda one: None
-        self.on_home: Callable[[], object] = lambda: None
-        self.delays_weight_gradients = False
         history = LoadHistory(strategy.window, context.num_devices, context.num_experts)
         self.planner = LayerPlanner(strategy, groups, self.clock, history, check_plans)
         self.load = self._empty_load()
@@ -124,8 +118,9 @@ class SlotLayer:
         self._maker = PassMaker(groups, self.timer.waiting, self._journal if measure else None, least_slots)
         self._shared: SlotPass | None = None
         self._current: SlotPass | None = None
-        self._at = LayerProgress()
-        self._is_counted = False
+        self.gradients = HomeGradients(self.clock, self.timer, self._maker, experts)
+        self.gradients.on_complete = self._prefetch_before
+        self._is_counted = self._is_final = False
         strategy.check(context)
         experts.check_owned(context.owner_E, groups.device)
 
@@ -142,7 +137,7 @@ class SlotLayer:
     @property
     def is_home(self) -> bool:
         """Whether no gradient of a replica is missing at its owner."""
-        return self._at.is_home
+        return self.gradients.is_home
 
     # Changes between iterations.
 
@@ -160,7 +155,8 @@ class SlotLayer:
         experts = replace(self.experts, parameters=parameters, told_layout=layout)
         experts.check_owned(owner_E, self.groups.device)
         self._drop()
-        self.context, self.experts = replace(self.context, owner_E=owner_E), experts
+        self.context = replace(self.context, owner_E=owner_E)
+        self.experts = self.gradients.experts = experts
 
     def keep(self, placement: ExpertPlacement, residents: ParametersByExpert) -> None:
         """Set new resident replicas; only between iterations.
@@ -175,12 +171,13 @@ class SlotLayer:
         experts = replace(self.experts, residents=residents)
         experts.check_present(placement, self.groups.device)
         self._drop()
-        self.context, self.experts = replace(self.context, resident=placement), experts
+        self.context = replace(self.context, resident=placement)
+        self.experts = self.gradients.experts = experts
 
     def renumber(self, layer: int) -> None:
         """Set the layer number, which the model assigns after it has built its layers."""
         self.context = replace(self.context, layer=layer)
-        self.experts = replace(self.experts, what=f"layer {layer}")
+        self.experts = self.gradients.experts = replace(self.experts, what=f"layer {layer}")
         self.load.layer = layer
 
     # The forward pass.
@@ -244,7 +241,7 @@ class SlotLayer:
         plan = self.planner.after_gate(self.context, counts_DE, plan, 1)
         own = self._make_pass(plan, counts_DE, is_shared=False)
         if own.transfers is not None:
-            self._at.own.append(own)
+            self.gradients.add_own(own)
         if self._is_counted:
             self.counts.count_on_host(counts_DE, own, self.load, self.measure)
             if not self.clock.driven:
@@ -293,7 +290,7 @@ class SlotLayer:
         if not (one.has_gradients or self._has_steps(one)):
             return hidden
         one.has_backward = torch.is_grad_enabled()
-        return call_in_backward(partial(self._dispatch_is_over, one), hidden)
+        return call_in_backward(partial(self.gradients.dispatch_is_over, one), hidden)
 
     def rows_travel(self) -> None:
         """Do what the host has to do while the rows travel: plan the next layer, gather late replicas.
@@ -375,7 +372,7 @@ class SlotLayer:
         if one.transfers is not None:
             one.transfers.end_use()
             if not one.is_shared and not one.has_backward:
-                self._end_own(one)
+                self.gradients.end_own(one)
         return rows
 
     def finish(self, output: torch.Tensor) -> torch.Tensor:
@@ -417,104 +414,32 @@ class SlotLayer:
             one.transfers.prefetch(backward=True)
 
     def _experts_begin_backward(self, one: SlotPass) -> None:
-        if self.following is not None and self.following._splits:
-            self.following._reduce_rest()
+        following = self.following
+        if following is not None and following._splits:
+            assert following._shared is not None
+            assert following._shared.transfers is not None
+            following._shared.transfers.reduce_rest()
         # In steps, the gradients of an owned expert arrive in several parts.
         if one.has_gradients or self._has_steps(one):
-            self._at.is_home = False
-        if one.transfers is None:
+            self.gradients.experts_begin_backward(one)
+
+    def _prefetch_before(self) -> None:
+        """Gather the weights of the layer before again, beside the compute between the layers."""
+        if self.before is None or self.is_first:
             return
-        one.transfers.begin_use(backward=True)
-        one.transfers.await_weights()
-        one.transfers.open_sums()
-
-    def _dispatch_is_over(self, one: SlotPass) -> None:
-        """Go on if the weight gradients of this pass are computed, too."""
-        self._at.over.append(one)
-        if self.delays_weight_gradients:
-            self._go_on()
-        else:
-            self.weight_gradients_computed()
-
-    def weight_gradients_computed(self) -> None:
-        """Mark that the weight gradients of one more backward pass are computed."""
-        self._at.num_computed += 1
-        self._go_on()
-
-    def _go_on(self) -> None:
-        while self._at.num_computed and self._at.over:
-            self._at.num_computed -= 1
-            self._gradients_are_complete(self._at.over.popleft())
-
-    def _gradients_are_complete(self, one: SlotPass) -> None:
-        """Send the gradients of a backward pass home, or after the last one those of the whole iteration."""
-        at = self._at
-        at.num_backward += 1
-        is_last = at.num_backward == self.clock.num_micro_batches
-        if one.transfers is not None:
-            one.transfers.end_use()
-        if one.transfers is None:
-            if one.plan.resident and is_last:
-                self._sum_residents().reduce()
-        elif one.is_shared and not one.plan.rematerialize:
-            if is_last:
-                self._reduce_iteration(one.transfers)
-        else:
-            # One micro-batch's gradients travel in the data type of the weights, which is what a backward
-            # pass computes.
-            one.transfers.reduce(self.experts.layout().dtype)
-            one.is_over = True
-            if not self.clock.driven:
-                self.settle()
-        if self.before is not None and not self.is_first:
-            self.before._prefetch_for_backward()
-
-    def _reduce_iteration(self, transfers: ReplicaTransfers) -> None:
-        if self._at.is_reduced:
+        shared = self.before._shared
+        if shared is None or shared.transfers is None:
             return
-        self._at.is_reduced = True
-        dtype = self.experts.layout().dtype
-        is_summed = transfers.plan.life.sums_gradients(self.clock.num_micro_batches)
-        transfers.reduce(accumulation_dtype(dtype) if is_summed else dtype)
+        if shared.holds_each_pass and shared.plan.gather_ahead:
+            shared.transfers.prefetch(backward=True)
 
     def settle(self) -> None:
-        """Wait for the gradients on their way home, at a moment when other compute has hidden them.
-
-        For resident replicas, this does one step of their all-reduce.
-        """
-        for own in [own for own in self._at.own if own.is_over]:
-            self._end_own(own)
-        if self._at.residents is not None:
-            with self.timer.waiting():
-                self._at.residents.advance()
-            is_home = self._at.residents.is_finished
-        else:
-            if self._shared is not None and self._shared.transfers is not None:
-                self._shared.transfers.settle()
-            is_home = self._at.num_backward >= self.clock.num_micro_batches > 0
-        if is_home:
-            self._are_home()
+        """Wait for the gradients on their way home (:meth:`HomeGradients.settle`)."""
+        self.gradients.settle(self._shared)
 
     def finish_gradients(self) -> None:
         """Bring all remaining gradients to the owners and wait; every rank of the group must call it."""
-        if self._at.is_home:
-            return
-        shared = self._shared
-        if shared is not None and shared.plan.resident:
-            with self.timer.waiting():
-                self._sum_residents().finish()
-        elif shared is not None and shared.transfers is not None:
-            if not shared.plan.rematerialize:
-                self._reduce_iteration(shared.transfers)
-            shared.transfers.settle()
-        for own in list(self._at.own):
-            self._end_own(own)
-        self._are_home()
-
-    def _are_home(self) -> None:
-        if not self._at.is_home:
-            self._at.is_home = True
-            self.on_home()
+        self.gradients.finish(self._shared)
 
     # Iterations.
 
@@ -527,7 +452,7 @@ class SlotLayer:
         Raises:
             RuntimeError: Some gradients have not reached the owners, so the optimizer would miss them.
         """
-        if not self._at.is_home:
+        if not self.gradients.is_home:
             raise RuntimeError(
                 f"{self.experts.what}: the iteration ended before all replicas' gradients reached their "
                 "owners; call MoERuntime.finish_gradients() before reading gradients"
@@ -554,10 +479,8 @@ class SlotLayer:
         self._shared = self._current = None
 
     def _begin_anew(self) -> None:
-        for own in self._at.own:
-            self._maker.give_back(own)
-        self._at = LayerProgress()
-        self._is_counted = False
+        self.gradients.begin_anew()
+        self._is_counted = self._is_final = False
         self.counts.clear()
 
     def _take_load(self) -> LayerLoad:
@@ -624,9 +547,9 @@ class SlotLayer:
 
     def _correct(self, routing_map: torch.Tensor) -> None:
         """Let the strategy change the replicas with the first micro-batch's exact counts (Hecate §4.2)."""
-        if self._at.is_final or not self.strategy.asks_after_gate(self.context.layer):
+        if self._is_final or not self.strategy.asks_after_gate(self.context.layer):
             return
-        self._at.is_final = True
+        self._is_final = True
         one = self._shared
         assert one is not None
         num_micro_batches = max(self.clock.num_micro_batches, 1)
@@ -651,23 +574,6 @@ class SlotLayer:
         counts_DE: np.ndarray = counts.wait()[0].numpy().sum(axis=0)
         return counts_DE
 
-    def _end_own(self, own: SlotPass) -> None:
-        """Give back the slots of a micro-batch's pass, after its gradients are home."""
-        self._at.own.remove(own)
-        if own.transfers is not None:
-            own.transfers.settle()
-        self._maker.give_back(own)
-
-    def _sum_residents(self) -> ResidentGradients:
-        if self._at.residents is None:
-            layout = self.experts.layout()
-            assert self._shared is not None
-            transfer = self._maker.bind(
-                self._shared.plan.transfer, self.experts, layout.numel, accumulation_dtype(layout.dtype)
-            )
-            self._at.residents = ResidentGradients(transfer, layout, self.experts.all_parameters)
-        return self._at.residents
-
     # Weights.
 
     def _await_parameters(self) -> None:
@@ -678,14 +584,6 @@ class SlotLayer:
         """
         if self.groups.transfers is not None:
             self.experts.await_parameters()
-
-    def _prefetch_for_backward(self) -> None:
-        """Gather the weights again while the compute between this layer and the next one runs backward."""
-        shared = self._shared
-        if shared is None or shared.transfers is None:
-            return
-        if shared.holds_each_pass and shared.plan.gather_ahead:
-            shared.transfers.prefetch(backward=True)
 
     @property
     def _splits(self) -> bool:
@@ -699,8 +597,3 @@ class SlotLayer:
             assert self._shared is not None
             assert self._shared.transfers is not None
             self._shared.transfers.gather_first_part()
-
-    def _reduce_rest(self) -> None:
-        assert self._shared is not None
-        assert self._shared.transfers is not None
-        self._shared.transfers.reduce_rest()

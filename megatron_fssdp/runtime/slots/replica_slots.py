@@ -125,6 +125,8 @@ class ReplicaSlots:
 
 
 def _add_to_sum(parameter: Any) -> None:
+    if parameter.grad is None:  # Delayed weight gradients come later.
+        return
     # As Megatron's DDP does it. Transformer Engine adds to main_grad itself and sets the mark.
     if not parameter.grad_added_to_main_grad:
         parameter.main_grad.add_(parameter.grad)

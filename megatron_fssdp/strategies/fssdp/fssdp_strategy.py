@@ -7,6 +7,7 @@ import numpy as np
 
 from megatron_fssdp.config.strategy.fssdp_settings import FssdpSettings
 from megatron_fssdp.planning.balanced.replica_planner import LayerSearch, layer_search, plan_materialization
+from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.calibration import (
@@ -19,6 +20,7 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.fssdp.kept_placements import KeptPlacements
+from megatron_fssdp.strategies.fssdp.priced_dispatch import PricedDispatch
 from megatron_fssdp.strategies.fssdp.priced_reshard import ReshardClock, paying_owners
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.owner_moves import exchange_s
@@ -36,6 +38,7 @@ class FssdpStrategy(Strategy[FssdpSettings]):
             sparse_materialization_by_source if settings.planner == "hecate" else plan_materialization
         )
         self._kept = KeptPlacements(2 * settings.window)
+        self._dispatch = PricedDispatch()
         self._clock = ReshardClock(settings.window, settings.reshard_interval)
 
     @property
@@ -49,7 +52,7 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         settings = self.settings
         is_limited = settings.slots is not None and settings.overlap_degree is not None
         compares = settings.compares_prices
-        needs_profile = not is_limited or bool(settings.calibrate) or bool(settings.split) or compares
+        needs_profile = not is_limited or settings.calibrate or bool(settings.split) or compares
         return settings.profile_iterations if needs_profile else 0
 
     @property
@@ -71,6 +74,13 @@ class FssdpStrategy(Strategy[FssdpSettings]):
     def _goes_by_seconds(self) -> bool:
         """Whether modelled seconds decide about replicas and owners once costs are measured."""
         return self.settings.overlap_degree is None and self.settings.planner == "balanced"
+
+    @property
+    def _prices_dispatch(self) -> bool:
+        """Whether modelled seconds decide between even and exact dispatch."""
+        # The deduplicated exchange is priced as if tokens were divided evenly.
+        is_open = self.settings.dispatch_policy is None and self.exchange != "deduplicated"
+        return is_open and self._goes_by_seconds
 
     @property
     def splits(self) -> bool:
@@ -153,7 +163,6 @@ class FssdpStrategy(Strategy[FssdpSettings]):
             context.profile,
             rematerialize=self.settings.rematerialize,
             hides=self.settings.overlap,
-            after_gate=False,
         )
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
@@ -177,14 +186,16 @@ class FssdpStrategy(Strategy[FssdpSettings]):
                 overlap_degree=self.overlap_degree(context),
                 slots=self.slots(context),
             )
-        plan = self._plan_of(placement, context)
+        plan = self._plan_of(placement, context, settings.dispatch_policy or "even")
+        if self._prices_dispatch and context.profile is not None:
+            plan = replace(plan, dispatch_policy=self._dispatch.policy(plan, context, history))
         if self.splits and placement.num_replicas:
             plan = replace(plan, split=split_of(plan.transfer, float(history.mean_E().sum()), context))
         return plan
 
     def asks_after_gate(self, layer: int) -> bool:
         """Whether plans are calibrated (Hecate §4.2): only if ``calibrate`` is on."""
-        return bool(self.settings.calibrate)
+        return self.settings.calibrate
 
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
@@ -206,7 +217,7 @@ class FssdpStrategy(Strategy[FssdpSettings]):
             dispatch_policy=plan.dispatch_policy,
             hides=plan.gather_ahead,
         )
-        return plan if placement is None else self._plan_of(placement, context)
+        return plan if placement is None else self._plan_of(placement, context, plan.dispatch_policy)
 
     def overlap_degree(self, context: LayerContext) -> int:
         """Largest number of experts of the layer that may have replicas (Hecate, Alg. 1, t)."""
@@ -228,11 +239,13 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         degree = self.overlap_degree(context)
         return f"overlap degree t = {degree} ({how}), {described_slots(settings.slots, context)}"
 
-    def _plan_of(self, placement: ExpertPlacement, context: LayerContext) -> LayerPlan:
+    def _plan_of(
+        self, placement: ExpertPlacement, context: LayerContext, dispatch_policy: DispatchPolicy
+    ) -> LayerPlan:
         return LayerPlan(
             placement,
             two_level_transfer(placement, context.topology),
             gather_ahead=self.settings.overlap,
             rematerialize=self.settings.rematerialize,
-            dispatch_policy=self.settings.dispatch_policy or "even",
+            dispatch_policy=dispatch_policy,
         )

@@ -1,7 +1,7 @@
 """Megatron's MoE layer, built from the public spec functions, equals a reference without distributed logic.
 
-Router, placement dispatcher and experts take part; the executor alone is compared in more cases in
-``tests/runtime/execution/test_executor_parity.py``.
+Router, dispatcher and experts are Megatron's; the runtime alone is compared in more cases in
+``tests/runtime/layers/test_slot_layer.py``.
 
 The reference computes the global batch on one rank: for every token the sum over its
 experts of probability times feed-forward network, with the weights of all experts.
@@ -14,7 +14,7 @@ import pytest
 import torch
 from megatron.core.activations import quick_gelu
 
-from megatron_fssdp.runtime.replicas.replica_gradients import gradient_of
+from megatron_fssdp.runtime.slots.owner_gradients import gradient_of
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
 from ..grouped_linear import fake_grouped_experts
@@ -134,7 +134,8 @@ def _compare(
     for parameters in layer.slot_layer.experts.parameters.values():
         for bias in parameters[2:]:  # they start at zero, which would hide mistakes
             torch.nn.init.normal_(bias, std=0.1)
-    worst = 0.0
+    worst, used, bind = 0.0, [], layer.slot_layer.on_pass
+    layer.slot_layer.on_pass = lambda one: (used.append(one), bind(one))
     for _ in range(3):  # without a training loop, every backward pass is an iteration
         everyones = torch.randn(world_size, TOKENS, 1, HIDDEN, generator=generator)
         everyones[..., 0] += 2  # a common direction: some experts become hot
@@ -145,7 +146,7 @@ def _compare(
         for parameter in experts if fuses else ():
             parameter.main_grad = torch.zeros_like(parameter)
         output, _ = layer(mine)
-        num_replicas = layer.slot_layer.plan_iteration().placement.num_replicas
+        num_replicas = used[-1].plan.placement.num_replicas
         output.backward(upstream[rank])
 
         weights = _all_weights(layer, world_size)
