@@ -55,7 +55,13 @@ def _deepep_combine(x: torch.Tensor, group: Any, handle: Any, **_: Any) -> tuple
 
 
 def _hybridep_dispatch(
-    *, x: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor, group: Any, num_local_experts: int, **_: Any
+    *,
+    x: torch.Tensor,
+    routing_map: torch.Tensor,
+    probs: torch.Tensor,
+    group: Any,
+    num_local_experts: int,
+    **_: Any,
 ) -> tuple[Any, ...]:
     """One row for each token and expert, sorted by expert."""
     here = slice(group.rank() * num_local_experts, (group.rank() + 1) * num_local_experts)

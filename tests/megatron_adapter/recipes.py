@@ -216,9 +216,7 @@ def words_of(flags: Mapping[str, Any]) -> list[str]:
 
 def verdicts(found: Sequence[Recipe]) -> list[Verdict]:
     """Parse recipes with Megatron's parser and ask the strategy about their arguments, on a forked rank."""
-    (refusals,) = run_ranks(
-        _refusals, 1, list(found), preload=MEGATRON_PRELOAD, timeout_s=300
-    )
+    (refusals,) = run_ranks(_refusals, 1, list(found), preload=MEGATRON_PRELOAD, timeout_s=300)
     return [
         Verdict(
             refusal,

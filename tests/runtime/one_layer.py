@@ -15,13 +15,21 @@ from megatron_fssdp.strategies.strategy import Strategy
 
 
 def one_layer(
-    strategy: Strategy, num_experts: int, topology: Topology, rank: int
+    strategy: Strategy, num_experts: int, topology: Topology, rank: int, shape: tuple[int, int] = (2, 2)
 ) -> tuple[MoERuntime, SlotLayer]:
-    """A measuring runtime over all ranks, and its layer."""
+    """A measuring runtime over all ranks, and its layer.
+
+    Args:
+        strategy: Strategy of the layer.
+        num_experts: Number of experts.
+        topology: Nodes of the ranks.
+        rank: Number of this rank.
+        shape: Shape of each of an expert's two matrices.
+    """
     runtime = MoERuntime(strategy, measure=True)
     owner_E = even_owners(num_experts, topology.num_devices)
     parameters = {
-        int(e): [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
+        int(e): [torch.nn.Parameter(torch.ones(*shape)) for _ in range(2)]
         for e in np.flatnonzero(owner_E == rank)
     }
     groups = ExpertGroups(dist.group.WORLD, topology, dist.new_group())

@@ -76,7 +76,10 @@ def _layer(config: Any, strategy: str) -> Any:
     from megatron_fssdp.megatron_adapter.layer.moe_layer import MoELayer
 
     spec = megatron_fssdp.get_moe_module_spec(
-        use_te=False, num_experts=EXPERTS, strategy="fssdp", settings={"slots": 2, "overlap_degree": 4, "reshard_interval": 0}
+        use_te=False,
+        num_experts=EXPERTS,
+        strategy="fssdp",
+        settings={"slots": 2, "overlap_degree": 4, "reshard_interval": 0},
     )
     if config.moe_grouped_gemm:
         spec = partial(spec.func, **{**spec.keywords, "submodules": fake_grouped_experts(spec)})

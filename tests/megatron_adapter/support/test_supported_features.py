@@ -9,8 +9,16 @@ import pytest
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.megatron_adapter.routing.topology_aware_router import check_gate
-from megatron_fssdp.megatron_adapter.support.dispatch_limits import RULES, check_dispatch, check_slots, keeps_flex
-from megatron_fssdp.megatron_adapter.support.replaced_settings import CHECKPOINT_REPLACEMENTS, replace_settings
+from megatron_fssdp.megatron_adapter.support.dispatch_limits import (
+    RULES,
+    check_dispatch,
+    check_slots,
+    keeps_flex,
+)
+from megatron_fssdp.megatron_adapter.support.replaced_settings import (
+    CHECKPOINT_REPLACEMENTS,
+    replace_settings,
+)
 from megatron_fssdp.megatron_adapter.support.supported_features import REFUSALS, check_supported
 from megatron_fssdp.strategies.registry import build_strategy
 

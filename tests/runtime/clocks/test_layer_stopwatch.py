@@ -83,7 +83,7 @@ def test_planning_and_posting_are_not_compute_before_the_layer(has_transfers: bo
         clock.passes(16)
         return SimpleNamespace(gather_ahead=True, rematerialize=False)
 
-    transfers = SimpleNamespace(gather=lambda: clock.passes(32)) if has_transfers else None
+    transfers = SimpleNamespace(prefetch=lambda backward: clock.passes(32)) if has_transfers else None
     layer: Any = SimpleNamespace(
         context=SimpleNamespace(num_devices=2),
         stopwatch=watch,

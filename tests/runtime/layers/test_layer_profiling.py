@@ -1,6 +1,5 @@
 """All ranks get the same profile: the slowest compute and links, and the least time that hides transfers."""
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,19 +8,17 @@ from megatron_fssdp.planning.cost.cost_model import LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.memory.held_replicas import HeldReplicas, ReplicaLife
 from megatron_fssdp.planning.memory.pipeline_stage import PipelineStage
-from megatron_fssdp.planning.placement.placement import even_owners
+from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch, _Passes, _Span
 from megatron_fssdp.runtime.layers import layer_profiling
-from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
 from megatron_fssdp.testing import run_ranks
 
 from ..drawn_placements import DrawnPlacements
-from ..layer_case import FFN_DIM, MODEL_DIM, LayerCase
-from ..rank_layer import build_layer
-from ..reference_layer import draw_weights
+from ..layer_case import LayerCase
+from ..one_layer import one_layer
 
-CASE = LayerCase("profiled", dtype=torch.float32)
-EXPERT_ELEMENTS = 2 * FFN_DIM * MODEL_DIM + FFN_DIM * MODEL_DIM  # gated fc1 and fc2
+NUM_EXPERTS, MODEL_DIM, SHAPE = 8, 5, (9, 5)
+EXPERT_ELEMENTS = 90
 BEFORE_S = ((0.5, 0.25), (0.75, 0.125))  # of each rank, its layers
 EXPERTS_S = (1.5, 0.5)
 ROWS = (300, 400)
@@ -43,10 +40,8 @@ def profile(
         LinkCost(intra_alpha, intra_beta),
         LinkCost(inter_alpha, inter_beta),
     )
-    runtime = MoERuntime(DrawnPlacements(CASE))
-    owner_E = even_owners(CASE.num_experts, world_size)
-    weights = draw_weights(1, CASE.num_experts, MODEL_DIM, FFN_DIM, CASE.activation, CASE.biases)
-    layers = [build_layer(CASE, owner_E, weights, runtime)[0] for _ in BEFORE_S[rank]]
+    strategy, topology = DrawnPlacements(LayerCase("profiled")), Topology.uniform(world_size, 1)
+    layers = [one_layer(strategy, NUM_EXPERTS, topology, rank, SHAPE)[1] for _ in BEFORE_S[rank]]
     for layer, before_s in zip(layers, BEFORE_S[rank], strict=True):
         layer.stopwatch = watch(before_s, EXPERTS_S[rank] / len(layers), num_rows[rank] // len(layers))
     layer_profiling.profile_layers(
@@ -59,7 +54,6 @@ def profile(
         held=held,
         device=torch.device("cpu"),
     )
-    assert all(np.array_equal(layer.context.owner_E, owner_E) for layer in layers)
     return [(layer.context.profile, layer.stopwatch is None) for layer in layers]
 
 

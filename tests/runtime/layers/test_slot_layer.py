@@ -23,6 +23,7 @@ LIVES = (
     ReplicaLife.ITERATION, ReplicaLife.LAYER_PASS, ReplicaLife.MICRO_BATCH, ReplicaLife.RESIDENT,
 )
 SPLIT = TransferSplit(0.4, 0.7)
+GROWING = "MICRO_BATCH-growing"
 FOUR = [
     LayerCase(f"{life.name}-{name}", life, **options)
     for life in LIVES
@@ -31,7 +32,12 @@ FOUR = [
         "in-flight": {"schedule": "FFFBFBBFBB", "has_main_grad": True},
         "everywhere": {"placement": "everywhere", "schedule": "FFBBE"},
         "reentrant": {"recompute": "reentrant", "schedule": "FFBB"},
-        "non-reentrant": {"recompute": "non_reentrant", "schedule": "FFBB", "has_main_grad": True},
+        "non-reentrant": {
+            "recompute": "non_reentrant",
+            "schedule": "FFBB",
+            "has_main_grad": True,
+            "placement": "everywhere",
+        },
         "moving": {"moves": True, "num_iterations": 3},
         "owns-nothing": {"owners": NOBODY, "placement": "replicas_only", "schedule": "FBFBE"},
         "holds-nothing": {"owners": NOBODY, "placement": "nowhere_else"},
@@ -49,6 +55,8 @@ FOUR = [
     LayerCase("split", split=SPLIT, schedule="FFBFBB", num_layers=3),
     LayerCase("split-late-repeated", split=SPLIT, late=True, repeats=True, schedule="FBFB", owners=NOBODY),
     LayerCase("split-recomputed", split=SPLIT, recompute="reentrant", schedule="FFBB", has_main_grad=True),
+    # Slots are added between a forward pass and its recomputation, which then has another number of slots.
+    LayerCase(GROWING, ReplicaLife.MICRO_BATCH, schedule="FFBB", recompute="non_reentrant"),
     LayerCase("corrected", corrects=True, schedule="FFBB"),
     LayerCase("corrected-recomputed", corrects=True, recompute="reentrant", schedule="FFBB", repeats=True),
     LayerCase("corrected-in-turn", corrects=True, overlaps=False, schedule="FBFB"),

@@ -47,11 +47,11 @@ class Bench:
         self.slots = ReplicaSlots(self.layout, torch.device("cpu"), (True, True))
         self.transfers = self.of(self.placement, split)
 
-    def of(self, placement, split=TransferSplit()):
+    def of(self, placement, split=TransferSplit(), **life):
         """Transfers of a plan with the same slots."""
         here = [e for e in placement.experts_on(self.rank) if placement.owner_E[e] != self.rank]
         self.slots.hold(here)
-        plan = LayerPlan(placement, two_level_transfer(placement, self.topology), split=split)
+        plan = LayerPlan(placement, two_level_transfer(placement, self.topology), split=split, **life)
         return ReplicaTransfers(
             plan, self.slots, self.experts, self._bind, splits=plan.is_split, waiting=self._waiting
         )
@@ -132,19 +132,53 @@ def gather(rank, world_size, split_name):
         transfers.release()
         assert bench.slots.held_bytes == 0
         assert not transfers.is_gathered
-        # Two users: the memory goes with the last of them.
-        transfers.hold()
-        transfers.hold()
-        transfers.let_go()
         transfers.await_weights()
         bench.assert_present(7)
-        transfers.let_go()
+        transfers.release()
         assert bench.slots.held_bytes == 0
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_weights_come_are_released_and_come_again(split):
     run_ranks(gather, 4, split)
+
+
+def use(rank, world_size):
+    """Under re-materialization, the memory goes with the last of all users; otherwise it stays."""
+    bench = Bench(1)
+    for rematerialize in (True, False):
+        transfers = bench.of(bench.placement, rematerialize=rematerialize)
+        num_bytes = len(bench.slots.experts) * bench.layout.num_bytes
+
+        def check(is_held, transfers=transfers, num_bytes=num_bytes, stays=not rematerialize):
+            assert bench.slots.held_bytes == (num_bytes if is_held or stays else 0)
+            assert transfers.is_gathered == (is_held or stays)
+
+        for is_prefetched in (True, False):
+            for is_backward in (False, True):
+                if is_prefetched:
+                    transfers.prefetch(backward=is_backward)
+                    transfers.prefetch(backward=is_backward)  # by the layer after and by the layer itself
+                transfers.begin_use(backward=is_backward)
+                transfers.await_weights()
+                bench.assert_present()
+                transfers.end_use()
+                check(False)
+        # A forward pass beside a prefetched backward pass, as in a combined 1F1B schedule.
+        transfers.prefetch(backward=True)
+        transfers.begin_use(backward=False)
+        transfers.end_use()
+        check(True)
+        transfers.begin_use(backward=True)
+        transfers.await_weights()
+        transfers.end_use()
+        check(False)
+        transfers.drop()
+        assert bench.slots.held_bytes == 0
+
+
+def test_memory_goes_with_the_last_user():
+    run_ranks(use, 4)
 
 
 def reduce(rank, world_size, split_name, dtype, main_grad):
@@ -202,7 +236,7 @@ def drop(rank, world_size):
     placement = ExpertPlacement(np.arange(NUM_EXPERTS) % world_size, np.ones((NUM_EXPERTS, world_size), bool))
     bench = Bench(0, SPLITS["split"], placement=placement)
     transfers = bench.transfers
-    transfers.hold()
+    transfers.prefetch(backward=False)
     transfers.drop()
     assert len(waits) == 1
     transfers.gather_first_part()
