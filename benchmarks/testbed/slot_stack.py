@@ -27,7 +27,7 @@ from megatron_fssdp.strategies.strategy import Strategy
 
 
 class SlotStack(LayerStack):
-    """A stack whose experts a strategy places. Arguments are those of :class:`LayerStack`, and:
+    """A stack whose experts a strategy places. Further arguments are those of :class:`LayerStack`.
 
     Args:
         strategy: Strategy that plans every layer.
@@ -55,7 +55,8 @@ class SlotStack(LayerStack):
             context = LayerContext(number + 1, owner_E, groups.topology, profile)
             layer = self.runtime.add_layer(context, groups, of_layer)
             layer.on_pass = partial(self._passes.__setitem__, number)
-            layer.measure, layer._maker._journal = True, layer._journal  # on every rank, not only on the first
+            # On every rank, not only on the first.
+            layer.measure, layer._maker._journal = True, layer._journal
         self._moves = ExpertMoves(self.runtime)
         self._selector: StrategySelector | None = None
         if strategy.selects:
@@ -109,8 +110,10 @@ class SlotStack(LayerStack):
         return layer.finish(dispatcher.combine_postprocess(rows).view_as(hidden))
 
     def _dispatcher_of(self, one: SlotPass) -> Any:
-        """The dispatcher for the slots of a pass. All layers have the same, because none keeps what a backward
-        pass needs."""
+        """The dispatcher for the slots of a pass.
+
+        All layers have the same one, because it keeps nothing that a backward pass needs.
+        """
         from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
         from megatron_fssdp.dispatchers.deduplicated import DeduplicatedTokenDispatcher

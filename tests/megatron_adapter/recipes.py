@@ -136,7 +136,7 @@ class Recipe:
 
     @property
     def settings(self) -> str:
-        """Settings of the strategy; empty for the defaults. A CUDA graph of preprocessing needs fixed slots."""
+        """Settings of the strategy, empty for the defaults; graphs of preprocessing need fixed slots."""
         return FIXED_SLOTS if "moe_preprocess" in str(self.flags.get("--cuda-graph-modules")) else ""
 
     @property

@@ -2,8 +2,8 @@
 
 The tests need a Megatron-LM checkout (``MEGATRON_LM_PATH``), except for the first one. Training all small
 copies takes most of an hour on two cores. Grouped experts and the flex dispatcher are Megatron's own, with
-stand-ins for the linear layers of Transformer Engine (``grouped_linear.py``) and for the kernels of DeepEP and
-HybridEP (``fused_dispatch.py``).
+stand-ins for the linear layers of Transformer Engine (``grouped_linear.py``) and for the kernels of DeepEP
+and HybridEP (``fused_dispatch.py``).
 """
 
 import re

@@ -4,8 +4,9 @@ Shape letters: T tokens of this rank, M model dimension, E experts, D devices, P
 """
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -28,6 +29,7 @@ from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
 from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.testing.ranks import DEFAULT_PRELOAD, run_ranks
+from megatron_fssdp.testing.virtual_cuda import VirtualDevice, virtual_cuda
 
 from .drawn_placements import PROFILE, DrawnPlacements, strategy_of
 from .layer_case import FFN_DIM, MODEL_DIM, Inputs, LayerCase, draw_inputs
@@ -71,6 +73,17 @@ def rank_groups(peers: int, overlaps: bool, one_queue: bool, num_nodes: int) -> 
     return groups, megatron
 
 
+@contextmanager
+def virtual_rank(case: LayerCase) -> Iterator[VirtualDevice]:
+    """A virtual CUDA device for a case; groups exist before it, and Megatron's stream belongs to it."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    rank_groups(case.peers, case.overlaps, case.one_queue, case.num_nodes)
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = None
+    with virtual_cuda() as device:
+        yield device
+
+
 class RankLayer:
     """One layer, driven as Megatron's layer drives it.
 
@@ -81,9 +94,7 @@ class RankLayer:
 
     def __init__(self, case: LayerCase, number: int, weights: list[list[Tensor]], runtime: MoERuntime):
         self.case, self.weights, self.used = case, weights, list[SlotPass]()
-        self.groups, self._megatron = rank_groups(
-            case.peers, case.overlaps, case.one_queue, case.num_nodes
-        )
+        self.groups, self._megatron = rank_groups(case.peers, case.overlaps, case.one_queue, case.num_nodes)
         num_devices = self.groups.num_devices
         owner_E = np.array(case.owners) if case.owners else even_owners(case.num_experts, num_devices)
         profile = PROFILE if case.placement in STRATEGIES else None
@@ -114,7 +125,9 @@ class RankLayer:
             copy = tensor.detach().to(self.case.dtype).clone().to(self.case.device)
             parameter: Any = torch.nn.Parameter(copy, requires_grad=i not in self.case.frozen)
             if self.case.has_main_grad and parameter.requires_grad:
-                parameter.main_grad = torch.zeros_like(copy, dtype=torch.promote_types(copy.dtype, torch.float32))
+                parameter.main_grad = torch.zeros_like(
+                    copy, dtype=torch.promote_types(copy.dtype, torch.float32)
+                )
                 parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
             made.append(parameter)
         return made
@@ -153,7 +166,9 @@ class RankLayer:
         self.used.append(one)
         num_slots = one.slots.slots_per_device
         if num_slots not in self._dispatchers:
-            self._dispatchers[num_slots] = make_dispatcher(num_slots, self.groups, self._megatron, drops=self.case.routing == "dropped")
+            self._dispatchers[num_slots] = make_dispatcher(
+                num_slots, self.groups, self._megatron, drops=self.case.routing == "dropped"
+            )
         self._one, self._dispatcher = one, self._dispatchers[num_slots]
 
     def forward(self, hidden: Tensor, probs: Tensor, routing_map: Tensor, training: bool = True) -> Tensor:
@@ -208,9 +223,7 @@ def make_dispatcher(num_slots: int, groups: ExpertGroups, megatron: Any, *, drop
     return MoEAlltoAllTokenDispatcher(num_slots, list(range(first, first + num_slots)), config, megatron)
 
 
-def _experts(
-    rows: Tensor, rows_P: Sequence[int], row_probs: Tensor, parameters_P: Sequence[Any]
-) -> Tensor:
+def _experts(rows: Tensor, rows_P: Sequence[int], row_probs: Tensor, parameters_P: Sequence[Any]) -> Tensor:
     row_probs = row_probs.unsqueeze(1)
     outputs = [(rows[:0] * row_probs[:0]).to(rows.dtype)]  # so that the result depends on both in any case
     parts = zip(rows.split(list(rows_P)), row_probs.split(list(rows_P)), parameters_P, strict=True)
@@ -358,7 +371,9 @@ class CaseRun:
             output = output + added
         return output, hidden, probs_L
 
-    def run_passes(self, schedule: str, batches: Sequence[Inputs]) -> list[tuple[Tensor, Tensor, list[Tensor]]]:
+    def run_passes(
+        self, schedule: str, batches: Sequence[Inputs]
+    ) -> list[tuple[Tensor, Tensor, list[Tensor]]]:
         """Run passes in an order; return output, hidden states and probabilities of each micro-batch."""
         passes: list[tuple[Tensor, Tensor, list[Tensor]]] = []
         num_backward = 0
@@ -380,7 +395,9 @@ class CaseRun:
         num_seen = [layer.slots.history.num_seen for layer in self.layers]
         with torch.inference_mode() if self.rng.random() < 0.5 else torch.no_grad():
             output, *_ = self.forward(batch, training=False)
-            self.result.compare("evaluation", output, batch.of_rank(self._reference(batch)[0].detach(), self.rank))
+            self.result.compare(
+                "evaluation", output, batch.of_rank(self._reference(batch)[0].detach(), self.rank)
+            )
         if self.case.driven:
             assert not any(load.counts_DE.any() for load in self.runtime.end_iteration())
         assert [layer.slots.history.num_seen for layer in self.layers] == num_seen

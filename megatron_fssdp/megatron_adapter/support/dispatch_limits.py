@@ -215,7 +215,7 @@ def _has_equal_tokens(value: Value) -> bool:
 
 
 def _asks_for_schedule(strategy: Strategy) -> bool:
-    """Whether the user has chosen one of Parm's schedules; ``auto`` selects them only if nothing prevents it."""
+    """Whether the user has chosen one of Parm's schedules; ``auto`` selects them only if it can."""
     return strategy.collective_schedule.name != "megatron" and not strategy.selects
 
 

@@ -203,7 +203,7 @@ class IterationDriver:
                 f"[fssdp] exchange by price, iteration {self._session.runtime.clock.iteration}: layers "
                 f"{', '.join(str(layer.context.layer) for layer in layers)} send each token once to a "
                 f"node; modelled seconds {sum(one.deduplicated_s for one in priced if one):.4g} instead of "
-                f"{sum(one.pairs_s for one in priced if one):.4g}"
+                f"{sum(one.megatron_s for one in priced if one):.4g}"
             )
 
     def _replicas_bytes(self, loads: Sequence[LayerLoad]) -> int:

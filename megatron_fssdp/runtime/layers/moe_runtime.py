@@ -139,7 +139,10 @@ class MoERuntime:
     def end_passes(self) -> None:
         """Start to share the counts of the iteration; every rank calls it after the last backward pass."""
         self._counts = [
-            SharedCounts(layers) for layers in self._layers_by_group() if layers[0].groups.num_devices > 1
+            SharedCounts(layers)
+            for layers in self._layers_by_group()
+            # A single device needs its loads for reports only.
+            if self.measure or layers[0].groups.num_devices > 1
         ]
 
     def end_iteration(self) -> list[LayerLoad]:

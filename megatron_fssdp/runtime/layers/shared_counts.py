@@ -40,7 +40,7 @@ class SharedCounts:
         )
 
     def drop(self) -> None:
-        """Give the numbers up. Messages on the CPU must end first: gloo cannot go on after unfinished ones."""
+        """Give the numbers up. Messages on the CPU must end first, or gloo cannot go on."""
         wait_for(self._gathered.works)
 
     def take(self) -> None:

@@ -1,4 +1,4 @@
-"""With every dispatcher of Megatron, and what changes its rows, a layer with replicas equals the stock layer."""
+"""With every dispatcher of Megatron, a layer with replicas equals the stock layer."""
 
 from functools import partial
 from typing import Any

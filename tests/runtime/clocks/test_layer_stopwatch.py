@@ -8,7 +8,6 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fssdp.runtime.clocks import layer_stopwatch
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
-from megatron_fssdp.runtime.clocks.pass_timer import LayerTimer, PassTimer
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 
 CPU = torch.device("cpu")

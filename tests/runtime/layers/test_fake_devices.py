@@ -16,20 +16,20 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron_fssdp.collectives.rows.gathered_counts import CountsOnTheWay
+from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.execution.layer_pass import run_layer
+from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_fssdp.collectives.rows.gathered_counts import CountsOnTheWay
 from megatron_fssdp.megatron_adapter.cpu.cpu_device import FinishedStream, HostEvent
 from megatron_fssdp.planning.placement.group_ring import GroupRing
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.execution.layer_pass import run_layer
-from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.experts.grouped_ffn import grouped_ffn
 from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.testing import run_ranks

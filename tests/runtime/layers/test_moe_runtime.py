@@ -1,4 +1,4 @@
-"""Iterations of a runtime: plans and histories, counts that arrive, disagreements, dropped transfers, memory."""
+"""Iterations of a runtime: plans, histories, counts that arrive, disagreements, dropped transfers, memory."""
 
 import copy
 import gc
@@ -83,11 +83,9 @@ def disagree(rank: int, world_size: int, check_plans: bool) -> str:
         run.forward(run.draw())[0].sum().backward()
         run.runtime.finish_gradients()
         run.runtime.end_passes()
+    step = run.layers[1].slots.plan_iteration if check_plans else run.runtime.end_iteration
     with pytest.raises(RuntimeError) as error:
-        if check_plans:
-            run.layers[1].slots.plan_iteration()
-        else:
-            run.runtime.end_iteration()
+        step()
     return str(error.value)
 
 

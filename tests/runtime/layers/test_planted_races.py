@@ -14,10 +14,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-
 from megatron_fssdp.collectives.rows.gathered_counts import CountsOnTheWay
-from megatron_fssdp.collectives.stream_lane import StreamTransfer
 from megatron_fssdp.runtime.exchange import arrival_order, chunk_permutation
+
+from megatron_fssdp.collectives.stream_lane import StreamTransfer
 from megatron_fssdp.testing import run_ranks
 from megatron_fssdp.testing.virtual_cuda import DeviceEvent, Finding, FindingKind, VirtualDevice, virtual_cuda
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.collectives.transfer_lane import ThreadTransfer
-from megatron_fssdp.planning.cost.transfer_split import TransferSplit
+from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer, two_level_transfer
@@ -36,7 +36,7 @@ class Bench:
         num_waits: How often waits for transfers were entered.
     """
 
-    def __init__(self, seed, split=TransferSplit(), *, dtype=torch.float32, main_grad=True, placement=None):
+    def __init__(self, seed, split=WHOLE, *, dtype=torch.float32, main_grad=True, placement=None):
         rng, self.rank, num_devices = np.random.default_rng(seed), dist.get_rank(), dist.get_world_size()
         self.topology, self.layout = Topology.uniform(num_devices, 2), ExpertLayout(SHAPES, dtype)
         self.placement = placement or random_placement(rng, NUM_EXPERTS, num_devices)
@@ -47,7 +47,7 @@ class Bench:
         self.slots = ReplicaSlots(self.layout, torch.device("cpu"), (True, True))
         self.transfers = self.of(self.placement, split)
 
-    def of(self, placement, split=TransferSplit(), **life):
+    def of(self, placement, split=WHOLE, **life):
         """Transfers of a plan with the same slots."""
         here = [e for e in placement.experts_on(self.rank) if placement.owner_E[e] != self.rank]
         self.slots.hold(here)
