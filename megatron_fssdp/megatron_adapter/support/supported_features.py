@@ -95,24 +95,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "add --moe-grouped-gemm",
     ),
     (
-        "CUDA graphs of a whole iteration (--cuda-graph-impl full_iteration)",
-        lambda value: value("cuda_graph_impl") == "full_iteration",
-        _GRAPHS_ADVICE,
-    ),
-    (
-        "Megatron's local CUDA graphs (--cuda-graph-impl local), which capture the end of a layer, where "
-        "the next transfers start",
-        lambda value: value("cuda_graph_impl") == "local" or bool(value("enable_cuda_graph")),
-        _GRAPHS_ADVICE,
-    ),
-    (
-        "CUDA graphs of whole layers (empty --cuda-graph-modules)",
-        lambda value: _uses_graphs(value) and not captured_modules(value),
-        _GRAPHS_ADVICE,
-    ),
-    (
-        "CUDA graphs of MoE layers (--cuda-graph-modules moe)",
-        lambda value: "moe" in captured_modules(value),
+        "CUDA graphs of an iteration, a layer or an MoE layer, and --cuda-graph-impl local",
+        # Local graphs contain the end of a layer, where the next transfers start.
+        lambda value: (
+            value("cuda_graph_impl") in ("full_iteration", "local")
+            or bool(value("enable_cuda_graph"))
+            or (_uses_graphs(value) and (not captured_modules(value) or "moe" in captured_modules(value)))
+        ),
         _GRAPHS_ADVICE,
     ),
     (

@@ -55,13 +55,13 @@ def test_settings_that_a_strategy_can_serve_are_accepted(more: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("more", "match"),
     [
-        ({"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []}, "full_iteration"),
+        ({"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []}, "--cuda-graph-impl local"),
         ({"cuda_graph_impl": "local", "cuda_graph_modules": [Module.attn]}, "--cuda-graph-impl local"),
         ({"enable_cuda_graph": True}, "--cuda-graph-impl local"),
-        ({**TE_GRAPHS, "cuda_graph_modules": []}, "whole layers"),
-        ({**TE_GRAPHS, "cuda_graph_modules": "full"}, "whole layers"),
-        ({"external_cuda_graph": True}, "whole layers"),
-        ({**TE_GRAPHS, "cuda_graph_modules": [Module.attn, Module.moe]}, "--cuda-graph-modules moe"),
+        ({**TE_GRAPHS, "cuda_graph_modules": []}, "--cuda-graph-impl local"),
+        ({**TE_GRAPHS, "cuda_graph_modules": "full"}, "--cuda-graph-impl local"),
+        ({"external_cuda_graph": True}, "--cuda-graph-impl local"),
+        ({**TE_GRAPHS, "cuda_graph_modules": [Module.attn, Module.moe]}, "--cuda-graph-impl local"),
         (
             {
                 **TE_GRAPHS,
