@@ -246,7 +246,9 @@ class SlotLayer:
             self.counts.count_on_host(counts_DE, own, self.load, self.measure)
             if not self.clock.driven:
                 self.history.append(counts_DE)
-                self.load = self._empty_load()
+                # The gate has noted the schedule of this pass already.
+                noted = {name: getattr(self.load, name) for name in ("schedule", "schedule_predicted_s")}
+                self.load = replace(self._empty_load(), **noted)
         self._use(own)
 
     def prepare_capture(self, *, training: bool) -> None:

@@ -77,7 +77,7 @@ DEFAULT = {
         4,
         2,
         f"{TP2} {OVERLAPS} --swiglu {NO_BIAS} {RECOMPUTE}",
-        "slots=2 overlap_degree=3 nodes=2 check_plans=true dispatch_policy=balanced",
+        "slots=2 overlap_degree=3 nodes=2 check_plans=true dispatch_policy=exact",
     ),
     "recomputed_moe_expert_bias_calibrated": Layout(
         2,
@@ -98,7 +98,7 @@ MORE = {
         4,
         4,
         "--global-batch-size 32",
-        "slots=2 overlap_degree=2 nodes=2 check_plans=true dispatch_policy=balanced",
+        "slots=2 overlap_degree=2 nodes=2 check_plans=true dispatch_policy=exact",
     ),
     "top1_16_experts_4_micro_batches": Layout(
         2,
@@ -110,7 +110,7 @@ MORE = {
         4,
         2,
         f"--moe-router-topk 4 {DISTRIBUTED} --global-batch-size 32",
-        "slots=2 overlap_degree=4 planner=hecate check_plans=true dispatch_policy=balanced",
+        "slots=2 overlap_degree=4 planner=hecate check_plans=true dispatch_policy=exact",
     ),
     "copies_overlaps_eval": Layout(
         4,
@@ -128,7 +128,7 @@ MORE = {
         8,
         8,
         f"--num-experts 16 --bf16 {DISTRIBUTED} --global-batch-size 32 --swiglu {NO_BIAS}",
-        "slots=2 overlap_degree=4 nodes=2 check_plans=true dispatch_policy=balanced",
+        "slots=2 overlap_degree=4 nodes=2 check_plans=true dispatch_policy=exact",
     ),
     "ep8_top1_dropping_hecate": Layout(
         8,
@@ -140,7 +140,7 @@ MORE = {
         8,
         4,
         f"{OVERLAPS} {RECOMPUTE} --global-batch-size 64",
-        "slots=2 overlap_degree=3 nodes=2 rematerialize=true dispatch_policy=balanced",
+        "slots=2 overlap_degree=3 nodes=2 rematerialize=true dispatch_policy=exact",
     ),
     "ep1_overlaps": Layout(
         2, 1, f"{OVERLAPS} {NO_BIAS} --global-batch-size 16", "slots=2", moves=False, replicates=False
