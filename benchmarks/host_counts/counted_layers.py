@@ -140,6 +140,10 @@ def _count_case(
             output: torch.Tensor = super()._experts(*inputs, **more)
             return output
 
+        def _report(self, result: Any) -> None:
+            if case.strategy is not None:  # A virtual device has no times of transfers.
+                self.runtime.end_iteration()
+
     stack = Counted(SIZE, groups, parameters, None, Timeline(), **arguments)
     for iteration, counts_E in enumerate(counts_IE):
         drawn = IterationInput.draw([counts_E] * SIZE.num_layers, SIZE, (iteration, groups.device))
