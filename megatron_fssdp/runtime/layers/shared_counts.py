@@ -34,7 +34,9 @@ class SharedCounts:
         for layer in layers:
             digest.update(b"" if layer.plan is None else layer.plan.digest())
         device = layers[0].experts.device
-        own = torch.tensor([int.from_bytes(digest.digest(), "little", signed=True)], device=device)
+        own = torch.tensor([int.from_bytes(digest.digest(), "little", signed=True)])
+        if device.type == "cuda":  # From other memory, the host would wait for the copy.
+            own = own.pin_memory().to(device, non_blocking=True)
         self._gathered: CountsOnTheWay = start_counts(
             torch.cat([own, *(one for one in numbers if one is not None)]), self._group
         )

@@ -6,35 +6,30 @@ Without them, the same cases have no finding: see ``test_virtual_devices.py``.
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
-from megatron_fssdp.collectives.rows.gathered_counts import CountsOnTheWay
-from megatron_fssdp.runtime.exchange import arrival_order, chunk_permutation
 
+from megatron_fssdp.collectives.gathered_counts import CountsOnTheWay
 from megatron_fssdp.collectives.stream_lane import StreamTransfer
+from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.runtime.layers import pass_maker, slot_layer
 from megatron_fssdp.testing import run_ranks
-from megatron_fssdp.testing.virtual_cuda import DeviceEvent, Finding, FindingKind, VirtualDevice, virtual_cuda
+from megatron_fssdp.testing.virtual_cuda import FindingKind
+from megatron_fssdp.testing.virtual_cuda.programs.known_findings import explained
 
 from ..layer_case import LayerCase
-from ..parm_layer import parm_groups, run_parm_layer
-from ..rank_layer import run_case, transfer_group
+from ..rank_layer import VIRTUAL_PRELOAD, CaseRun, virtual_rank
 
 WORLD = 4
-ONCE = LayerCase("planted", transfers="once", num_nodes=2, num_iterations=1, device="cuda")
-SMART = replace(ONCE, group_size=1, schedule="FFBB", num_iterations=2)
-S2 = "s2"
-# A function of the package has the same name.
-SIMULTANEOUS = import_module("megatron_fssdp.collectives.rows.simultaneous_gather")
+ONCE = LayerCase("planted", num_iterations=1, device="cuda")
+EACH = LayerCase("planted-each", ReplicaLife.MICRO_BATCH, num_iterations=1, device="cuda")
 
 
 @contextmanager
-def dropped_wait(device: VirtualDevice) -> Iterator[None]:
+def dropped_wait() -> Iterator[None]:
     """The layer uses replicas without a wait for their transfer."""
 
     def wait(transfer: StreamTransfer) -> Any:
@@ -46,7 +41,7 @@ def dropped_wait(device: VirtualDevice) -> Iterator[None]:
 
 
 @contextmanager
-def dropped_first_wait(device: VirtualDevice) -> Iterator[None]:
+def dropped_first_wait() -> Iterator[None]:
     """A transfer starts without a wait for the work that was there before."""
     make = StreamTransfer.__init__
 
@@ -59,130 +54,75 @@ def dropped_first_wait(device: VirtualDevice) -> Iterator[None]:
 
 
 @contextmanager
-def ignored_record_stream(device: VirtualDevice) -> Iterator[None]:
-    """Results of a step are given back while they are being sent."""
-    device.ignores_record_stream = True
-    yield
-
-
-@contextmanager
-def dropped_event_between_lanes(device: VirtualDevice) -> Iterator[None]:
-    """S2's gather does not wait for the exchange of the same step."""
-    make = SIMULTANEOUS.lane_stream
-
-    class Deaf(torch.cuda.Stream):
-        def wait_event(self, event: Any) -> None: ...
-
-    def lane_stream(use: str, *args: Any) -> Any:
-        return Deaf() if use == "gather of results" else make(use, *args)
-
-    with mock.patch.object(SIMULTANEOUS, "lane_stream", lane_stream):
+def cpu_table() -> Iterator[None]:
+    """The share table stays on the CPU."""
+    with mock.patch.object(
+        pass_maker.PassMaker, "_on_device", lambda self, table, *_: torch.from_numpy(table)
+    ):
         yield
 
 
 @contextmanager
-def cpu_index(device: VirtualDevice) -> Iterator[None]:
-    """An index of rows stays on the CPU."""
-    make = chunk_permutation.chunk_permutation
+def extra_item() -> Iterator[None]:
+    """The host reads a number of the device before it remaps."""
+    remap = slot_layer.remap_by_table
 
-    def on_cpu(sizes: np.ndarray, order: np.ndarray, device: torch.device) -> torch.Tensor | None:
-        return make(sizes, order, torch.device("cpu"))
+    def reading(routing_map: torch.Tensor, *arguments: Any) -> Any:
+        routing_map.sum().item()
+        return remap(routing_map, *arguments)
 
-    with mock.patch.object(arrival_order, "chunk_permutation", on_cpu):
+    with mock.patch.object(slot_layer, "remap_by_table", reading):
         yield
 
 
 @contextmanager
-def extra_item(device: VirtualDevice) -> Iterator[None]:
-    """The host reads a number of the device before it selects rows."""
-    select = chunk_permutation.select
-
-    def reading(x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-        if index is not None:
-            index.sum().item()
-        return select(x, index)
-
-    with mock.patch.object(arrival_order, "select", reading):
-        yield
-
-
-@contextmanager
-def unawaited_counts(device: VirtualDevice) -> Iterator[None]:
+def unawaited_counts() -> Iterator[None]:
     """The host reads the counts before their copy is complete."""
     with mock.patch.object(CountsOnTheWay, "wait", lambda counts: counts.copies):
         yield
 
 
-PLANTED: dict[str, tuple[Callable[[VirtualDevice], AbstractContextManager[None]], LayerCase | str]] = {
+PLANTED: dict[str, tuple[Callable[[], AbstractContextManager[None]], LayerCase]] = {
     "dropped wait": (dropped_wait, ONCE),
     "dropped first wait": (dropped_first_wait, ONCE),
-    "ignored record_stream": (ignored_record_stream, SMART),
-    "dropped event between lanes": (dropped_event_between_lanes, S2),
-    "CPU index": (cpu_index, ONCE),
+    "CPU table": (cpu_table, ONCE),
     "extra item": (extra_item, ONCE),
-    "unawaited counts": (unawaited_counts, ONCE),
+    "unawaited counts": (unawaited_counts, EACH),
 }
-
-
 AGAIN = "again: dropped wait"
 
 
-@dataclass(frozen=True)
-class Found:
-    """What one rank's device reports."""
-
-    findings: tuple[Finding, ...]
-    host_syncs: tuple[DeviceEvent, ...]
-
-
-def run_planted(rank: int, world_size: int) -> dict[str, Found]:
-    """Run a case with each defect, one after the other; the first defect again at the end."""
-    transfer_group()
-    groups = parm_groups(rank, world_size)
+def run_planted(rank: int, world_size: int) -> dict[str, tuple[list[Any], list[Any]]]:
+    """Findings and host synchronizations with each defect; the first defect again at the end."""
     found = {}
     for name in (*PLANTED, AGAIN):
         plant, case = PLANTED[name.removeprefix("again: ")]
-        with virtual_cuda() as device, plant(device):
-            if isinstance(case, LayerCase):
-                run_case(rank, world_size, case)
-            else:
-                run_parm_layer(rank, S2, groups, torch.float32, "cuda")
-        found[name] = Found(device.findings, device.host_syncs)
+        with virtual_rank(case) as device, plant():
+            CaseRun(case, check_plans=False).run()
+        found[name] = explained(device.findings)[0], list(device.host_syncs)
     return found
 
 
 @functools.cache
-def planted() -> list[dict[str, Found]]:
-    return run_ranks(run_planted, WORLD, timeout_s=240)
+def planted() -> list[dict[str, tuple[list[Any], list[Any]]]]:
+    return run_ranks(run_planted, WORLD, preload=VIRTUAL_PRELOAD, timeout_s=240)
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "place", "other_place"),
     [
-        ("dropped wait", FindingKind.RACE, "runtime/experts/grouped_ffn", "collectives/sparse"),
+        ("dropped wait", FindingKind.RACE, "tests/runtime/rank_layer", "collectives/sparse"),
         ("dropped first wait", FindingKind.RACE, "collectives/sparse", "runtime/experts/expert_layout"),
-        ("ignored record_stream", FindingKind.FREED_IN_USE, "", "collectives/messages"),
-        (
-            "dropped event between lanes",
-            FindingKind.RACE,
-            "collectives/rows/simultaneous_gather",
-            "collectives/rows/simultaneous_gather",
-        ),
-        (
-            "unawaited counts",
-            FindingKind.RACE,
-            "runtime/execution/known_exchange",
-            "collectives/rows/gathered_counts",
-        ),
-        ("CPU index", FindingKind.DEVICE_MIX, "runtime/exchange/chunk_permutation", ""),
+        ("unawaited counts", FindingKind.RACE, "runtime/layers/slot_layer", "collectives/gathered_counts"),
+        ("CPU table", FindingKind.DEVICE_MIX, "runtime/slots/remap", ""),
     ],
     ids=lambda value: value if value in PLANTED else "",
 )
 def test_a_planted_defect_is_found_at_its_places(
     name: str, kind: FindingKind, place: str, other_place: str
 ) -> None:
-    # A rank may have nothing to permute or to send.
-    findings = [finding for of_rank in planted() for finding in of_rank[name].findings]
+    # A rank may have nothing to send.
+    findings = [finding for of_rank in planted() for finding in of_rank[name][0]]
     assert any(
         finding.kind is kind
         and finding.place.startswith(place)
@@ -192,14 +132,13 @@ def test_a_planted_defect_is_found_at_its_places(
 
 
 def test_an_extra_read_of_the_host_is_counted_at_its_place() -> None:
-    found = [of_rank["extra item"] for of_rank in planted()]
-    assert not any(of_rank.findings for of_rank in found)
-    reads = [
-        event for of_rank in found for event in of_rank.host_syncs if event.what == "_local_scalar_dense"
-    ]
-    assert any("runtime/exchange/arrival_order" in event.place for event in reads)
+    for of_rank in planted():
+        findings, syncs = of_rank["extra item"]
+        assert not findings
+        reads = [event for event in syncs if event.what == "_local_scalar_dense"]
+        assert any("runtime/layers/slot_layer" in event.place for event in reads), [str(e) for e in syncs]
 
 
 def test_findings_are_the_same_in_every_run() -> None:
     for of_rank in planted():
-        assert of_rank["dropped wait"].findings == of_rank[AGAIN].findings
+        assert of_rank["dropped wait"][0] == of_rank[AGAIN][0]

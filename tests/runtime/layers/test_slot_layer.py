@@ -1,10 +1,12 @@
 """Layers on forked ranks equal a reference without distributed logic, whatever their plans.
 
 Each case compares outputs, gradients of inputs and Parameters, counts and loads of some iterations. The
-routing is drawn; Megatron's whole layer with its router is compared in ``tests/megatron_adapter``.
+routing is drawn; Megatron's whole layer with its router is compared in ``tests/megatron_adapter``. ``pytest
+-m slow`` runs all cases.
 """
 
 import functools
+import re
 
 import pytest
 import torch
@@ -98,31 +100,45 @@ FOUR = [
         for life, recompute in zip(LIVES, (None, "reentrant", None, None), strict=True)
     ),
 ]
-CASES = {
-    4: FOUR,
-    1: [
-        LayerCase("alone", num_nodes=1, schedule="FFBBE"),
-        LayerCase("alone-ep", placement="ep", num_nodes=1, recompute="reentrant", num_iterations=3),
-        LayerCase("alone-undriven", placement="ep", num_nodes=1, driven=False),
-    ],
-}
+ALONE = [
+    LayerCase("alone", num_nodes=1, schedule="FFBBE"),
+    LayerCase("alone-ep", placement="ep", num_nodes=1, recompute="reentrant", num_iterations=3),
+    LayerCase("alone-undriven", placement="ep", num_nodes=1, driven=False),
+]
+OTHERS = re.compile(
+    ".*-(plain|everywhere|non-reentrant|moving|holds-nothing|dropped|.*expert|.*-tokens|in-turn|frozen)"
+    "|(ep|fssdp|prophet|fastermoe|quota)-reentrant"
+)
+"""Names of cases that run with ``-m slow``."""
+
+
+def cases_of(world_size: int, is_slow: bool) -> list[LayerCase]:
+    """Cases that run together."""
+    cases = FOUR if world_size == 4 else ALONE
+    return [case for case in cases if bool(OTHERS.fullmatch(case.name)) == is_slow]
 
 
 @functools.cache
-def outcome(world_size: int) -> list[dict[str, CaseResult]] | RankError:
+def outcome(world_size: int, is_slow: bool) -> list[dict[str, CaseResult]] | RankError:
     """Results of all cases from one start of the ranks; an error is kept as well."""
+    cases = cases_of(world_size, is_slow)
     try:
-        return run_layer_ranks(compare_with_reference, world_size, CASES[world_size], timeout_s=120)
+        return run_layer_ranks(compare_with_reference, world_size, cases, timeout_s=120)
     except RankError as error:
         return error
 
 
 @pytest.mark.parametrize(
-    ("world_size", "case"),
-    [pytest.param(size, case, id=case.name) for size, cases in CASES.items() for case in cases],
+    ("world_size", "is_slow", "case"),
+    [
+        pytest.param(size, is_slow, case, id=case.name, marks=[pytest.mark.slow] if is_slow else [])
+        for size in (1, 4)
+        for is_slow in (False, True)
+        for case in cases_of(size, is_slow)
+    ],
 )
-def test_layers_equal_the_reference(world_size: int, case: LayerCase) -> None:
-    results = outcome(world_size)
+def test_layers_equal_the_reference(world_size: int, is_slow: bool, case: LayerCase) -> None:
+    results = outcome(world_size, is_slow)
     if isinstance(results, RankError):
         raise results
     quantities: set[str] = set()

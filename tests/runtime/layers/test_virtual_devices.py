@@ -20,11 +20,18 @@ from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.transfer.message_size import PipelinedMessages
 from megatron_fssdp.runtime.layers import pass_maker
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
-from megatron_fssdp.testing import run_ranks
+from megatron_fssdp.testing import RankError, run_ranks
 from megatron_fssdp.testing.virtual_cuda import VirtualDevice
 
 from ..layer_case import LayerCase
-from ..rank_layer import VIRTUAL_PRELOAD, CaseRun, make_dispatcher, rank_groups, virtual_rank
+from ..rank_layer import (
+    VIRTUAL_PRELOAD,
+    CaseRun,
+    make_dispatcher,
+    rank_groups,
+    unknown_findings,
+    virtual_rank,
+)
 
 WORLD = 4
 SPLIT = TransferSplit(0.4, 0.7)
@@ -41,11 +48,11 @@ def case_of(name: str, life: ReplicaLife = ITERATION, **options: Any) -> LayerCa
 
 
 SOME = (
-    case_of("iteration"),
-    case_of("layer-pass", LAYER_PASS, recompute="reentrant"),
-    case_of("micro-batch", MICRO_BATCH),
+    case_of("iteration", num_iterations=1),
+    case_of("layer-pass", LAYER_PASS, recompute="reentrant", num_iterations=1),
+    case_of("micro-batch", MICRO_BATCH, num_iterations=1),
     case_of("resident", RESIDENT, num_iterations=1),
-    case_of("split", split=SPLIT, schedule="FBFB", recompute="reentrant"),
+    case_of("split", split=SPLIT, schedule="FBFB", recompute="reentrant", num_iterations=1),
     case_of("corrected", corrects=True, num_iterations=1),
     case_of("repeated", repeats=True, moves=True),
 )
@@ -65,7 +72,9 @@ ALL = tuple(
         {"dtype": torch.bfloat16},
     )
 ) + tuple(
-    case_of(f"split-{split.gather}-{split.reduce}-{recompute}", split=split, num_layers=3, recompute=recompute)
+    case_of(
+        f"split-{split.gather}-{split.reduce}-{recompute}", split=split, num_layers=3, recompute=recompute
+    )
     for split in (SPLIT, TransferSplit(gather=0.01), TransferSplit(reduce=0.999))
     for recompute in (None, "reentrant")
 )
@@ -104,7 +113,7 @@ def run_cases(rank: int, world_size: int, cases: Sequence[LayerCase]) -> dict[st
     small = PipelinedMessages(16, fewest=4, most=6)
     for case in cases:
         later[0] = 0
-        rules = mock.patch.object(pass_maker, "message_rule", lambda on_cuda: small)
+        rules = mock.patch.object(pass_maker, "message_rule", return_value=small)
         with virtual_rank(case) as device, mock.patch.object(StreamTransfer, "issue", counting):
             if case.one_queue:
                 with rules:
@@ -112,18 +121,24 @@ def run_cases(rank: int, world_size: int, cases: Sequence[LayerCase]) -> dict[st
             else:
                 result = CaseRun(case).run()
             torch.cuda.synchronize()
-        found[case.name] = Found(result.errors, [str(one) for one in device.findings], later[0])
+        found[case.name] = Found(result.errors, unknown_findings(device), later[0])
     return found
 
 
 @functools.cache
-def outcomes(cases: Sequence[LayerCase]) -> list[dict[str, Found]]:
-    """Results of all cases from one start of the ranks."""
-    return run_ranks(run_cases, WORLD, cases, preload=VIRTUAL_PRELOAD, timeout_s=60 + 15 * len(cases))
+def outcomes(cases: Sequence[LayerCase]) -> list[dict[str, Found]] | RankError:
+    """Results of all cases from one start of the ranks; an error is kept as well."""
+    try:
+        return run_ranks(run_cases, WORLD, cases, preload=VIRTUAL_PRELOAD, timeout_s=60 + 5 * len(cases))
+    except RankError as error:
+        return error
 
 
 def check(case: LayerCase, cases: Sequence[LayerCase]) -> None:
-    for rank, of_case in enumerate(outcomes(cases)):
+    results = outcomes(cases)
+    if isinstance(results, RankError):
+        raise results
+    for rank, of_case in enumerate(results):
         found = of_case[case.name]
         assert not found.findings, f"rank {rank}: " + "\n".join(found.findings)
         assert max(found.errors.values()) <= (5e-2 if case.dtype is torch.bfloat16 else 1e-10), found.errors
@@ -208,12 +223,11 @@ def _count_case(case: LayerCase, device: VirtualDevice) -> Waits:
         for layer in run.layers:
             if case.life is RESIDENT:
                 layer.keep(run.strategy, iteration)  # type: ignore[arg-type]
-        waits.first.clear(), waits.again.clear()
+        waits.first, waits.again = [], []
         batches = [run.draw() for _ in range(2)]
-        begin = len(device.host_syncs)
         run.runtime.begin_iteration(2)
         run.runtime.begin_passes()
-        inputs = [[part.cuda() for part in (b.of_rank(b.probs_L[0], run.rank), b.of_rank(b.map_L[0], run.rank))] for b in batches]
+        inputs = [[b.of_rank(x, run.rank).cuda() for x in (b.probs_L[0], b.map_L[0])] for b in batches]
         outputs = []
         begin = len(device.host_syncs)
         for batch, rest in zip(batches, inputs, strict=True):
@@ -252,7 +266,7 @@ def _count_megatron(case: LayerCase, device: VirtualDevice) -> Waits:
         return output
 
     for _ in range(2):
-        waits.first.clear(), waits.again.clear()
+        waits.first, waits.again = [], []
         batch = run.draw()
         leaves = [batch.of_rank(x, run.rank).cuda() for x in (batch.hidden, batch.probs_L[0], batch.map_L[0])]
         leaves[0].requires_grad_()
