@@ -81,9 +81,9 @@ class LayerLedger:
         dispatch: Pairs on the busiest links in one direction of the dispatch.
         most_routed_IL: int64 ``[I, L]``. Pairs of the source device that routes the most.
         cross_node_IL: int64 ``[I, L]``. Pairs that are sent to another node.
-        gather: Experts that spAG materializes. spRS reduces the same ones unless a correction changes them.
+        gather: Experts that spAG materializes. spRS reduces them too, unless a plan after the gate differs.
         reduce: Experts whose gradients spRS reduces.
-        addition: Experts that a correction materializes after the gate.
+        addition: Experts that a plan after the gate adds.
         ahead_IL: bool ``[I, L]``. Whether spAG and spRS run beside the compute before the layer.
         rematerialize_IL: bool ``[I, L]``. Whether replicas are released between the passes.
         gather_early_IL: float64 ``[I, L]``. Share of spAG that runs at the same time as the experts of the
@@ -148,7 +148,7 @@ class LayerLedger:
             dispatch: Traffic of the dispatch.
             gather: Traffic of spAG before the gate.
             reduce: Traffic of spRS.
-            addition: Traffic of the spAG that a correction adds after the gate.
+            addition: Traffic of the spAG that a plan after the gate adds.
         """
         self.tokens_ILD[iteration, layer] = dispatch.tokens_D
         self.most_routed_IL[iteration, layer] = counts_DE.sum(axis=1).max()
@@ -158,7 +158,7 @@ class LayerLedger:
         self.deduplicated_IL[iteration, layer] = plan.deduplicated
         placement = plan.placement
         self.most_owned_IL[iteration, layer] = placement.owned_per_device_D.max()
-        # A correction may drop all replicas, although their gather has started.
+        # A plan after the gate may have no replicas, although their gather has started.
         self.gather.put(iteration, layer, gather)
         if placement.num_replicas:
             self.reduce.put(iteration, layer, reduce)

@@ -29,6 +29,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 
 _LAYER, _FINISH = "layer_of_fssdp", "gradient_finished_by_fssdp"
+_REGISTERED_IN = "registered_in_layer_of_fssdp"
 _waiting: list[tuple[Any, Callable[[], object]]] = []
 _installed = False
 
@@ -52,6 +53,7 @@ def take_over(
     for parameter in parameters:
         if not getattr(parameter, "allreduce", True):
             setattr(parameter, _FINISH, finish_gradients)
+            setattr(parameter, _REGISTERED_IN, layer)
             _install()
     belong_to(layer, parameters)
 
@@ -107,8 +109,13 @@ def _install() -> None:
     @wraps(finish)
     def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
         _complete(self)
+        waiting = [entry for entry in _waiting if entry[0] is self]
+        for entry in waiting:
+            _waiting.remove(entry)
+            entry[1]()
         if (
-            _finisher(self) is not None
+            not waiting
+            and _finisher(self) is not None
             and self.ddp_config.overlap_grad_reduce
             and self.grad_reduce_handle is None
             and not self.grad_reduce_finished
@@ -131,6 +138,23 @@ def _finisher(group: Any) -> Callable[[], None] | None:
 
 
 def _is_home(group: Any) -> bool:
-    """Whether no layer of a bucket group misses gradients of replicas."""
-    layers = {id(x): x for parameter in group.params if (x := getattr(parameter, _LAYER, None)) is not None}
-    return all(layer.is_home for layer in layers.values())
+    """Whether no layer of a bucket group misses gradients.
+
+    The interleaved schedule starts the reductions of a model chunk when its own backward passes are over. A
+    Parameter that holds an expert of another chunk gets its gradient later; only the end of all backward
+    passes is late enough.
+    """
+    for parameter in group.params:
+        layer = getattr(parameter, _LAYER, None)
+        if layer is not None and not (
+            layer.is_home and _chunk(layer) is _chunk(getattr(parameter, _REGISTERED_IN))
+        ):
+            return False
+    return True
+
+
+def _chunk(layer: SlotLayer) -> SlotLayer:
+    """The first MoE layer of a layer's model chunk."""
+    while not layer.is_first and layer.before is not None:
+        layer = layer.before
+    return layer

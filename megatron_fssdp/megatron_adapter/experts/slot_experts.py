@@ -126,7 +126,8 @@ class SlotExperts:
             if not len(self._used):
                 return (rows * probs.unsqueeze(-1)).to(rows.dtype), None
             tokens_per_expert = tokens_per_expert[self._used.to(tokens_per_expert.device)]
-        output, bias = body(rows, tokens_per_expert, probs, **buffers)
+        # Megatron has called its own module, whose hooks the body shares; they must run once.
+        output, bias = body.forward(rows, tokens_per_expert, probs, **buffers)
         assert bias is None  # Both modules add the output's bias to the rows.
         return output, None
 

@@ -161,7 +161,9 @@ class IterationDriver:
         self._session.runtime.begin_passes()
 
     def end_passes(self) -> None:
-        """Start to share the counts of the iteration, after its last backward pass."""
+        """Complete gradients and start to share the counts of the iteration, after its last backward pass."""
+        # DDP has done it for all layers whose experts are trained; frozen ones are in none of its buckets.
+        self._session.runtime.finish_gradients()
         self._session.runtime.end_passes()
 
     def end_evaluation(self) -> None:

@@ -1,6 +1,6 @@
 """Which device computes which tokens, for a given placement and given counts.
 
-Shape letters: E experts, D devices, G experts present on a device.
+Shape letters: E experts, D devices.
 """
 
 from typing import Literal, Protocol
@@ -28,25 +28,8 @@ class TokenDispatch(Protocol):
     Every rank derives the same numbers from the same counts. Tokens are (token, k) pairs.
     """
 
-    def from_source(self, source: int) -> np.ndarray:
-        """Tokens that one source sends, by expert and receiving device: int64 ``[E, D]``."""
-        ...
-
-    def to_device(self, device: int) -> np.ndarray:
-        """Tokens that one device receives, by source and expert: int64 ``[D, E]``."""
-        ...
-
     def rows_from(self, source: int) -> SentRows:
         """Tokens that one source sends."""
-        ...
-
-    def received_by(self, device: int, expert_G: np.ndarray) -> np.ndarray:
-        """Tokens that one device receives, by source and expert present there: int64 ``[D, G]``.
-
-        Args:
-            device: Number of the device.
-            expert_G: All experts that are present on the device, ascending, int64 ``[G]``.
-        """
         ...
 
     def device_tokens_D(self) -> np.ndarray:

@@ -1,14 +1,14 @@
 """Share tables: to which slot each of a source device's tokens of an expert goes.
 
-A share table belongs to one source. It is int64 ``[R, E]``, with R = ``ROWS``: the n-th token, from 0, that
-the source routes to expert e goes to slot ``table_RE[n % R, e]``. The slots of an expert get shares in 1/R. A
+A share table belongs to one source. It is int64 ``[J, E]``, with J = ``ROWS``: the n-th token, from 0, that
+the source routes to expert e goes to slot ``table_JE[n % J, e]``. The slots of an expert get shares in 1/J. A
 policy of dispatch is nothing but another table.
 
-Rows are interleaved: the first tokens of a source are divided nearly as all of them. If a column divides R
-into parts for c slots and a slot's share is p, then among the first n tokens, n ≤ R, the slot gets n·p tokens
+Rows are interleaved: the first tokens of a source are divided nearly as all of them. If a column divides J
+into parts for c slots and a slot's share is p, then among the first n tokens, n ≤ J, the slot gets n·p tokens
 to within (1 + p·(c - 2)) / 2.
 
-Shape letters: E experts, D devices, P pairs of expert and device.
+Shape letters: J rows of a share table, E experts, D devices, P pairs of expert and device.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slots.slot_table import SlotTable
 
 ROWS = 64
-"""Rows of a share table, R: a power of two, so that the remainder ``n % R`` is a mask of bits."""
+"""Rows of a share table, J: a power of two, so that the remainder ``n % J`` is a mask of bits."""
 
 _FINE, _SLOT_BITS, _TURN_BITS = 1 << 24, 22, 12  # parts of the numbers that are sorted to interleave rows
 
@@ -29,7 +29,7 @@ def even_table(slots: SlotTable, placement: ExpertPlacement, topology: Topology,
     """The table of even dispatch (Hecate, §4.4): nearest holders first, in equal parts.
 
     A source that has the expert keeps its tokens. Otherwise the expert's holders in the source's node take
-    turns, and if there are none, all its holders. Up to R tokens of an expert are divided exactly as
+    turns, and if there are none, all its holders. Up to J tokens of an expert are divided exactly as
     :class:`~megatron_fssdp.planning.dispatch.even_dispatch.EvenDispatch` divides them, remainders included;
     sources begin with different holders.
 
@@ -40,17 +40,17 @@ def even_table(slots: SlotTable, placement: ExpertPlacement, topology: Topology,
         source: Number of the source device.
 
     Returns:
-        int64 ``[R, E]``.
+        int64 ``[J, E]``.
     """
     row = holder_groups(placement, topology).row(source)
     first_E = np.cumsum(row.num_chosen_E) - row.num_chosen_E
     slot_P = np.empty_like(row.turn_P)
     slot_P[first_E[row.expert_P] + row.turn_P] = slots.slot_ED[row.expert_P, row.device_P]
-    table_RE = np.repeat(slot_P[first_E][None], ROWS, axis=0)
+    table_JE = np.repeat(slot_P[first_E][None], ROWS, axis=0)
     (split,) = np.nonzero(row.num_chosen_E > 1)
     turn = np.arange(ROWS)[:, None] % row.num_chosen_E[split]
-    table_RE[:, split] = slot_P[first_E[split] + turn]
-    return table_RE
+    table_JE[:, split] = slot_P[first_E[split] + turn]
+    return table_JE
 
 
 def owner_table(slots: SlotTable, placement: ExpertPlacement, source: int) -> np.ndarray:
@@ -65,22 +65,22 @@ def owner_table(slots: SlotTable, placement: ExpertPlacement, source: int) -> np
 
 
 def dispatch_table(
-    slots: SlotTable, dispatch: TokenDispatch, source: int, otherwise_RE: np.ndarray
+    slots: SlotTable, dispatch: TokenDispatch, source: int, otherwise_JE: np.ndarray
 ) -> np.ndarray:
     """The table that follows any dispatch, of forecast or of exact counts.
 
     Each slot's share is that of the source's tokens which the dispatch sends to the slot's device, rounded to
-    1/R by largest remainders.
+    1/J by largest remainders.
 
     Args:
         slots: Slots of the placement of the dispatch.
         dispatch: Tokens by source, expert and device.
         source: Number of the source device.
-        otherwise_RE: Table for the experts to which the dispatch sends none of the source's tokens, such as
-            :func:`even_table`; int64 ``[R, E]``.
+        otherwise_JE: Table for the experts to which the dispatch sends none of the source's tokens, such as
+            :func:`even_table`; int64 ``[J, E]``.
 
     Returns:
-        int64 ``[R, E]``.
+        int64 ``[J, E]``.
 
     Raises:
         ValueError: The dispatch sends tokens to a device that lacks their expert.
@@ -96,19 +96,19 @@ def dispatch_table(
             "which has no slot with this expert: wanted tokens only for slots that hold their expert; give "
             "the slot table of the dispatch's placement"
         )
-    table_RE = otherwise_RE.copy()
+    table_JE = otherwise_JE.copy()
     num_E = np.bincount(expert_P, minlength=slots.num_experts)
     alone_P = num_E[expert_P] == 1
-    table_RE[:, expert_P[alone_P]] = slot_P[alone_P]
+    table_JE[:, expert_P[alone_P]] = slot_P[alone_P]
     shared_P = ~alone_P
     if shared_P.any():
         columns = _interleaved(source, expert_P[shared_P], tokens_P[shared_P], slot_P[shared_P])
-        table_RE[:, num_E > 1] = columns.T
-    return table_RE
+        table_JE[:, num_E > 1] = columns.T
+    return table_JE
 
 
 def _interleaved(source: int, expert_P: np.ndarray, tokens_P: np.ndarray, slot_P: np.ndarray) -> np.ndarray:
-    """Columns of the experts whose tokens are split, int64 ``[E, R]``. Ties depend on the source.
+    """Columns of the experts whose tokens are split, int64 ``[E, J]``. Ties depend on the source.
 
     The pairs are sorted by expert, every expert has two or more, and every pair has tokens.
     """
@@ -119,7 +119,7 @@ def _interleaved(source: int, expert_P: np.ndarray, tokens_P: np.ndarray, slot_P
     turn_P = (np.arange(expert_P.size) - first_E[group_P] - source - expert_P) % num_E[group_P]
     total_P = np.add.reduceat(tokens_P, first_E)[group_P]
     rows_P, rest_P = np.divmod(tokens_P * ROWS, total_P)
-    # The largest remainders get one row more each, until the rows of an expert are R.
+    # The largest remainders get one row more each, until the rows of an expert are J.
     left_E = ROWS - np.add.reduceat(rows_P, first_E)
     order_P = np.lexsort((turn_P, -rest_P, group_P))
     rows_P[order_P] += np.arange(expert_P.size) - first_E[group_P] < left_E[group_P]

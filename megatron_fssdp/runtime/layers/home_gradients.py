@@ -64,6 +64,8 @@ class HomeGradients:
     def experts_begin_backward(self, one: SlotPass) -> None:
         """Provide the weights that the experts' backward pass needs, and the memory for its gradients."""
         self.is_home = False
+        for own in [own for own in self._own if own.is_over]:
+            self.end_own(own)  # Its gradients have travelled since the last backward pass of this layer.
         if one.transfers is not None:
             one.transfers.begin_use(backward=True)
             one.transfers.await_weights()
@@ -146,13 +148,17 @@ class HomeGradients:
             if one.is_shared and not one.plan.rematerialize:
                 if is_last:
                     self._reduce_iteration(one.transfers)
+                    if not one.plan.gather_ahead:
+                        one.transfers.settle()
             else:
                 # One micro-batch's gradients travel in the data type of the weights, which is what a backward
                 # pass computes.
                 one.transfers.reduce(self.experts.layout().dtype)
                 one.is_over = True
-                if not self._clock.driven:
-                    self.settle(None)
+                if not one.is_shared:
+                    one.transfers.release()
+                if not (self._clock.driven and one.plan.gather_ahead):
+                    self.settle(one if one.is_shared else None)
         self.on_complete()
 
     def _reduce_iteration(self, transfers: ReplicaTransfers) -> None:

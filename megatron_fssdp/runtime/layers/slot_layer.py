@@ -231,7 +231,8 @@ class SlotLayer:
             if not plan.each_micro_batch or routing_map is None or self.context.num_devices == 1:
                 if routing_map is not None:
                     self._correct(routing_map)
-                self._use(self._shared)
+                assert self._shared is not None
+                self._begin(self._shared)
                 return
         else:
             plan = self.planner.next_plan(self.context)
@@ -249,7 +250,13 @@ class SlotLayer:
                 # The gate has noted the schedule of this pass already.
                 noted = {name: getattr(self.load, name) for name in ("schedule", "schedule_predicted_s")}
                 self.load = replace(self._empty_load(), **noted)
-        self._use(own)
+        self._begin(own)
+
+    def _begin(self, one: SlotPass) -> None:
+        """Use a pass. Transfers that may not run beside the dispatch end before it."""
+        self._use(one)
+        if one.transfers is not None and not one.plan.gather_ahead:
+            one.transfers.await_weights()
 
     def prepare_capture(self, *, training: bool) -> None:
         """Provide the slots for a CUDA graph that is captured: its tensors keep their addresses.

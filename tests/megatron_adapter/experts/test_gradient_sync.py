@@ -10,32 +10,25 @@ from ..training_run import relative_difference, train
 
 OVERLAPS = (
     "--expert-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce "
-    "--overlap-param-gather --train-iters 6 --moe-strategy ep"
+    "--overlap-param-gather --train-iters 6 --ddp-bucket-size 8000 --num-layers 3 --lr 1e-2 --min-lr 1e-3"
 )
-
-
-@pytest.mark.slow
-def test_experts_wait_for_overlapped_parameter_gathers(text_data: Path) -> None:
-    """Without the parameters' pre-hooks, the experts would train on the previous iteration's weights."""
-    stock = train(4, OVERLAPS.replace("--moe-strategy ep", ""), text_data)
-    assert relative_difference(train(4, OVERLAPS, text_data).losses, stock.losses) <= 1e-6
-    broken = train(4, OVERLAPS, text_data, before=never_await_parameters)
-    assert relative_difference(broken.losses, stock.losses) > 1e-5
-
-
-SPLIT = (
-    f"{OVERLAPS.replace('--moe-strategy ep', '')} --ddp-bucket-size 8000 --num-layers 3 --lr 1e-2 "
-    "--min-lr 1e-3 --moe-strategy fssdp --moe-strategy-set slots=4 --moe-strategy-set overlap_degree=4 "
+FSSDP = (
+    f"{OVERLAPS} --moe-strategy fssdp --moe-strategy-set slots=4 --moe-strategy-set overlap_degree=4 "
     "--moe-strategy-set rematerialize=false --moe-strategy-set reshard_interval=0"
 )
 
 
 @pytest.mark.slow
-def test_the_first_part_of_a_split_transfer_waits_for_overlapped_gathers(text_data: Path) -> None:
-    """The experts of the layer before are running when the first part is packed."""
-    whole = train(4, SPLIT, text_data)
-    assert train(4, SPLIT, text_data, before=split_transfers).losses == whole.losses
-    stale = train(4, SPLIT, text_data, before=partial(split_transfers, awaits=False))
+def test_replicas_wait_for_overlapped_parameter_gathers(text_data: Path) -> None:
+    """Without the parameters' pre-hooks, replicas would have the previous iteration's weights."""
+    stock = train(4, OVERLAPS, text_data)
+    whole = train(4, FSSDP, text_data)
+    assert relative_difference(whole.losses, stock.losses) <= 1e-5
+    broken = train(4, FSSDP, text_data, before=never_await_parameters)
+    assert relative_difference(broken.losses, stock.losses) > 1e-4
+    # The experts of the layer before are running when the first part of a split transfer is packed.
+    assert train(4, FSSDP, text_data, before=split_transfers).losses == whole.losses
+    stale = train(4, FSSDP, text_data, before=partial(split_transfers, awaits=False))
     assert relative_difference(stale.losses, whole.losses) > 1e-4
 
 

@@ -134,6 +134,10 @@ def _compare(
     for parameters in layer.slot_layer.experts.parameters.values():
         for bias in parameters[2:]:  # they start at zero, which would hide mistakes
             torch.nn.init.normal_(bias, std=0.1)
+    experts = [p for ps in layer.slot_layer.experts.parameters.values() for p in ps]
+    for parameter in experts if fuses else ():
+        parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter), False
+        parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
     worst, used, bind = 0.0, [], layer.slot_layer.on_pass
     layer.slot_layer.on_pass = lambda one: (used.append(one), bind(one))
     for _ in range(3):  # without a training loop, every backward pass is an iteration
@@ -142,9 +146,8 @@ def _compare(
         upstream = torch.randn(world_size, TOKENS, 1, HIDDEN, generator=generator)
         mine = everyones[rank].clone().requires_grad_()
         layer.zero_grad()
-        experts = [p for ps in layer.slot_layer.experts.parameters.values() for p in ps]
         for parameter in experts if fuses else ():
-            parameter.main_grad = torch.zeros_like(parameter)
+            parameter.main_grad.zero_()
         output, _ = layer(mine)
         num_replicas = used[-1].plan.placement.num_replicas
         output.backward(upstream[rank])
@@ -160,6 +163,13 @@ def _compare(
     everyones_worst = torch.tensor(worst)
     dist.all_reduce(everyones_worst, op=dist.ReduceOp.MAX)
     return float(everyones_worst), num_replicas
+
+
+def _add_to_main_grad(parameter: Any) -> None:
+    """As Megatron's DDP."""
+    if not parameter.grad_added_to_main_grad:
+        parameter.main_grad.add_(parameter.grad)
+    parameter.grad, parameter.grad_added_to_main_grad = None, False
 
 
 def _all_weights(layer: Any, world_size: int) -> dict[int, list[torch.Tensor]]:

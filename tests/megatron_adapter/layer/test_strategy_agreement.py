@@ -44,7 +44,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "auto": {"choice_interval": 4, "smartmoe": {"reshard_interval": 4, "window": 3}},
     EXAMPLE: {"threshold": 1, "swap_every": 4},
 }
-NUM_EXPERTS, NUM_TOKENS, NUM_ITERATIONS, WORLD = 8, 64, 12, 4
+NUM_EXPERTS, NUM_TOKENS, NUM_ITERATIONS, WORLD = 8, ROWS, 12, 4
 LINK = LinkCost(0.0, 1e-9)
 PROFILE = LayerProfile(1e-6, ClusterCost(LINK, LINK, 1e6), 300, 100, 50.0, 3)
 
@@ -163,18 +163,27 @@ def run_session(session: StrategySession, rank: int) -> tuple[Seen, np.ndarray]:
 
 
 def run_passes(layer: SlotLayer, routing_map: torch.Tensor, used: list[SlotPass]) -> bool:
-    """One micro-batch whose rows stay where they are; whether replicas travel beside something else."""
+    """One micro-batch whose rows stay where they are.
+
+    Returns:
+        Whether transfers run beside something else: weights that have not arrived when the rows leave, or
+        sums of resident replicas in a group of their own.
+    """
     hidden = torch.ones(NUM_TOKENS, 2, requires_grad=True)
     layer.launch(hidden)
     ahead = bool(used) and used[-1].transfers is not None and used[-1].transfers.is_gathered
+    has_own_group = layer.groups.transfers is not None
     layer.prepare(routing_map, training=True)
     layer.remap(routing_map, torch.ones(routing_map.shape))
+    one = used[-1]
+    transfers = one.transfers
+    is_late = transfers is not None and not (transfers.is_gathered and not transfers._gathering)
     rows = layer.enter_dispatch(hidden)
     layer.rows_travel()
     with layer.await_weights(rows):
         rows = rows * 2
     layer.finish(layer.leave_experts(rows)).sum().backward()
-    return ahead or (used[-1].plan.each_micro_batch and layer.groups.transfers is not None)
+    return has_own_group and (ahead or is_late or (one.plan.resident and one.plan.gather_ahead))
 
 
 def tensors_of(experts: np.ndarray) -> dict[int, list[torch.nn.Parameter]]:
@@ -202,7 +211,9 @@ def simulate_session(strategy: Strategy, counts_ILDE: np.ndarray, session: Strat
 def test_session_and_simulator_agree(name: str) -> None:
     for label, (seen, simulated, set_up) in run_megatron_ranks(compare, WORLD, name, ep=WORLD)[0].items():
         assert seen.placements == simulated.placements, label
-        assert_loads_agree(seen, simulated, label)
+        # A share table divides a source's tokens of an expert in parts of 1/ROWS. Here sources have at most
+        # ROWS tokens, which a table divides exactly as the simulator does.
+        assert seen.tokens_D == simulated.tokens_D, label
         assert seen.overlaps == simulated.overlaps, label
         assert seen.lives == simulated.lives, label
         assert seen.moved == simulated.moved, label
@@ -213,19 +224,4 @@ def test_session_and_simulator_agree(name: str) -> None:
         if any(simulated.overlaps):
             assert set_up["has transfer group"], label
         if "in turn" in label:
-            assert not set_up["has transfer group"], label
             assert not any(simulated.overlaps), label
-
-
-def assert_loads_agree(seen: Seen, simulated: Seen, label: str) -> None:
-    """Compare the loads of devices, to the rounding of share tables.
-
-    The simulator divides tokens exactly. A table divides a source's tokens of an expert in shares of 1/ROWS,
-    so each of a device's WORLD x NUM_EXPERTS shares can be wrong by a token, if sources have at most ROWS
-    tokens of an expert.
-    """
-    assert NUM_TOKENS <= ROWS
-    got_ID, wanted_ID = np.array(seen.tokens_D), np.array(simulated.tokens_D)
-    assert (got_ID.sum(axis=1) == wanted_ID.sum(axis=1)).all(), label
-    print(label, np.abs(got_ID - wanted_ID).max(axis=1))
-    assert np.abs(got_ID - wanted_ID).max() <= WORLD, label

@@ -22,6 +22,7 @@ from megatron_fssdp.runtime.slots.remap import count_slots, remap_by_table
 from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
 from tests.drawn_examples import examples
 from tests.planning.placement_cases import placements, random_counts_DE
+from tests.planning.sent_tables import sent_by, sent_by_all
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -46,7 +47,7 @@ def sent_DED(count_DE, placement, topology):
 
 def even_DED(count_DE, placement, topology):
     dispatch = EvenDispatch(count_DE, placement, topology)
-    return np.stack([dispatch.from_source(source) for source in range(placement.num_devices)])
+    return sent_by_all(dispatch)
 
 
 def optimum(count_E, placement):
@@ -74,7 +75,7 @@ def test_sources_agree_and_loads_are_never_above_those_of_even_dispatch(case, se
         quota_P = sent.sum(axis=0)[pairs.expert_P, pairs.device_P]
         filled = QuotaDispatch.filled(count_DE, pairs.expert_P, pairs.device_P, quota_P, topology)
         for source in range(placement.num_devices):
-            np.testing.assert_array_equal(sent[source], filled.from_source(source))
+            np.testing.assert_array_equal(sent[source], sent_by(filled, source))
 
 
 @examples(40)
