@@ -203,7 +203,7 @@ class LayerStack:
     def _experts(
         self,
         number: int,
-        parameters_P: Sequence[ExpertParameters | None],
+        parameters_U: Sequence[ExpertParameters | None],
         rows: torch.Tensor,
         rows_P: torch.Tensor,
         probs: torch.Tensor,
@@ -214,7 +214,7 @@ class LayerStack:
 
         Args:
             number: Number of the layer, from 0.
-            parameters_P: Parameters of each slot; ``None`` for an empty one.
+            parameters_U: Parameters of each slot; ``None`` for an empty one.
             rows: Rows sorted by slot, ``[R, M]``.
             rows_P: Number of rows of each slot, ``[P]``.
             probs: Probability of each row, ``[R]``.
@@ -222,7 +222,7 @@ class LayerStack:
         """
         used = [
             (ExpertWeights.from_tensors(one), num_rows)
-            for one, num_rows in zip(parameters_P, rows_P.tolist(), strict=True)
+            for one, num_rows in zip(parameters_U, rows_P.tolist(), strict=True)
             if one is not None and (num_rows or not only_with_rows)
         ]
         experts, num_rows_P = [weights for weights, _ in used], [num_rows for _, num_rows in used]

@@ -95,7 +95,7 @@ class SlotStack(LayerStack):
         rows, row_probs = dispatcher.token_dispatch(layer.enter_dispatch(rows), row_probs)
         layer.rows_travel()
         rows, rows_P, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
-        compute = partial(self._experts, number, one.parameters_P)
+        compute = partial(self._experts, number, one.parameters_U)
         if one.plan.in_steps:
 
             def of_step(*arguments: torch.Tensor) -> tuple[torch.Tensor, None]:

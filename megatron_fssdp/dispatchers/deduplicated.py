@@ -30,7 +30,7 @@ segments that this schedule hides: every phase returns memory of its own, and no
 Shape letters: T tokens, K choices per token, A rows that a rank sends, R rows that a rank receives,
 M model dimension, D devices, N nodes, W slots, X expert-tensor-parallel peers.
 
-P is the number of slots of a device.
+U is the number of slots of a device.
 """
 
 from dataclasses import dataclass
@@ -57,9 +57,9 @@ class DeduplicatedTokenDispatcher(MoEAlltoAllTokenDispatcher):
     """Sends each token once to each node, and there once to each device that has one of its slots.
 
     Args:
-        num_local_experts: Number of slots of this device, P.
+        num_local_experts: Number of slots of this device, U.
         local_expert_indices: Numbers of these slots.
-        config: Megatron's ``TransformerConfig``; its ``num_moe_experts`` is D * P.
+        config: Megatron's ``TransformerConfig``; its ``num_moe_experts`` is D * U.
         pg_collection: Process groups of the layer.
         topology: Nodes of the expert-parallel ranks.
         most_choices: Largest number of slots to which a token goes, K. Default: the router's top-k. A routing
@@ -180,7 +180,7 @@ class DeduplicatedTokenDispatcher(MoEAlltoAllTokenDispatcher):
             probs: Their payload, ``[R, 2K]``.
 
         Returns:
-            Rows by slot, the number of rows of each slot (int64 ``[P]``, on the host) and their
+            Rows by slot, the number of rows of each slot (int64 ``[U]``, on the host) and their
             probabilities.
         """
         rows, payload = hidden_states, probs
@@ -192,11 +192,11 @@ class DeduplicatedTokenDispatcher(MoEAlltoAllTokenDispatcher):
         place_RK = self._slots_of(payload) - self.local_expert_indices[0]
         is_here = (place_RK >= 0) & (place_RK < self.num_local_experts)
         place_RK = torch.where(is_here, place_RK, self.num_local_experts)
-        choice = torch.argsort(place_RK.view(-1), stable=True)[: int(self._counts_P.sum())]
+        choice = torch.argsort(place_RK.view(-1), stable=True)[: int(self._counts_U.sum())]
         copies = _Copies(torch.div(choice, self._num_choices, rounding_mode="floor"), len(rows))
         self._copies.append(copies)
         prob_RK = payload[:, : self._num_choices].to(self._probs_dtype)
-        return copies.spread(rows), self._counts_P, prob_RK.reshape(-1).index_select(0, choice)
+        return copies.spread(rows), self._counts_U, prob_RK.reshape(-1).index_select(0, choice)
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Sum the results of each token on this device, and those of the parts of the experts."""
@@ -273,7 +273,7 @@ class DeduplicatedTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._splits = [(sends.tolist(), receives.tolist()) for sends, receives in splits]
         self._rows_X = table_XD[:, :, num_devices + me].sum(axis=1).tolist()
         counts_XDW = table_XD[:, :, 2 * num_devices : -1]
-        self._counts_P = torch.from_numpy(counts_XDW[:, :, self.local_expert_indices].sum(axis=(0, 1)))
+        self._counts_U = torch.from_numpy(counts_XDW[:, :, self.local_expert_indices].sum(axis=(0, 1)))
 
     def _copy(self, token: Tensor, rows: Tensor, payload: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of tokens ``[A, M]`` and payloads ``[A, 2K]`` for the next hop.

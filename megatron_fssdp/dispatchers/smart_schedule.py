@@ -29,7 +29,7 @@ and probabilities, because Megatron frees its input, and nothing else refers to 
 
 Shape letters: A rows that a rank sends, R rows that a rank receives, M model dimension, D devices.
 
-P is the number of slots of a device.
+U is the number of slots of a device.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,16 +49,16 @@ from megatron_fssdp.planning.placement.group_ring import GroupRing
 
 Experts = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 """The forward pass of Megatron's expert module: from rows ``[R, M]`` by slot, the number of rows of each slot
-(int64 ``[P]`` on the host) and the rows' probabilities ``[R]`` to results ``[R, M]`` and a bias of None."""
+(int64 ``[U]`` on the host) and the rows' probabilities ``[R]`` to results ``[R, M]`` and a bias of None."""
 
 
 class SmartScheduleTokenDispatcher(MoEAlltoAllTokenDispatcher):
     """Megatron's all-to-all dispatcher, with dispatch, experts and combine in steps over a ring of groups.
 
     Args:
-        num_local_experts: Number of slots of this device, P.
+        num_local_experts: Number of slots of this device, U.
         local_expert_indices: Numbers of these slots.
-        config: Megatron's ``TransformerConfig``; its ``num_moe_experts`` is D * P.
+        config: Megatron's ``TransformerConfig``; its ``num_moe_experts`` is D * U.
         pg_collection: Process groups of the layer.
         ring: Groups of the expert-parallel ranks, seen from this rank.
 
@@ -94,15 +94,15 @@ class SmartScheduleTokenDispatcher(MoEAlltoAllTokenDispatcher):
                 f"{self.ep_size}, the rank in the expert-parallel group"
             )
         self.ring = ring
-        self._counts_DP = torch.empty(0)
+        self._counts_DU = torch.empty(0)
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
-        """Count the rows, as Megatron does, and return those of this device's slots by source, ``[D, P]``.
+        """Count the rows, as Megatron does, and return those of this device's slots by source, ``[D, U]``.
 
         They travel to the host in the place of the rows of each slot from all sources.
 
         Args:
-            routing_map: Slots to which each token goes, bool ``[T, D * P]``.
+            routing_map: Slots to which each token goes, bool ``[T, D * U]``.
         """
         counts = super().preprocess(routing_map)
         if self.num_local_experts > 1:
@@ -128,14 +128,14 @@ class SmartScheduleTokenDispatcher(MoEAlltoAllTokenDispatcher):
         counts = self.tokens_per_expert
         for point in ("before_ep_alltoall", "before_permutation_2", "before_finish"):
             counts = self._maybe_dtoh_and_synchronize(point, counts)  # Megatron waits at one of them.
-        self._counts_DP = counts
+        self._counts_DU = counts
         if self.config.overlap_moe_expert_parallel_comm:
             return hidden_states.clone(), probs.clone()
         return hidden_states, probs
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rows, the numbers of rows that this device's slots will get (``[P]``), and the probs."""
-        return hidden_states, self._counts_DP.sum(dim=0), probs
+        """Return the rows, the numbers of rows that this device's slots will get (``[U]``), and the probs."""
+        return hidden_states, self._counts_DU.sum(dim=0), probs
 
     def compute_in_steps(
         self,
@@ -155,7 +155,7 @@ class SmartScheduleTokenDispatcher(MoEAlltoAllTokenDispatcher):
         Args:
             rows: Rows in the order of sending, ``[A, M]``.
             probs: Probabilities of these rows, ``[A]``.
-            experts: Forward pass of Megatron's expert module with P slots. It is called once for each step,
+            experts: Forward pass of Megatron's expert module with U slots. It is called once for each step,
                 with the rows of the step, also if there are none.
             own_last: Whether the rows of the rank's own group come last, as they should while replicas are in
                 transfer: most rows for replicas come from the device itself. All ranks need the same value.
@@ -172,7 +172,7 @@ class SmartScheduleTokenDispatcher(MoEAlltoAllTokenDispatcher):
         """
         one_pass = _Pass(
             replace(self.ring, own_last=own_last),
-            self._counts_DP,
+            self._counts_DU,
             [int(number) for number in (self.input_splits if self.ep_size > 1 else [len(rows)])],
             experts,
             await_weights or _nothing,
@@ -208,7 +208,7 @@ class _Pass:
 
     Attributes:
         ring: Groups of ranks and their order.
-        counts_DP: Rows for each of this device's slots from each source, int64 ``[D, P]`` on the host.
+        counts_DU: Rows for each of this device's slots from each source, int64 ``[D, U]`` on the host.
         send_D: Number of rows that this rank sends to each rank, ``[D]``.
         experts: Forward pass of the expert module.
         await_weights: Function that waits for weights in transfer.
@@ -217,7 +217,7 @@ class _Pass:
     """
 
     ring: GroupRing
-    counts_DP: Tensor
+    counts_DU: Tensor
     send_D: list[int]
     experts: Experts
     await_weights: Callable[[], object]
@@ -225,7 +225,7 @@ class _Pass:
     group: dist.ProcessGroup
 
     def exchange(self, outgoing: list[Tensor], results: list[Tensor], compute: Any) -> None:
-        receive_D = self.counts_DP.sum(dim=1).tolist()
+        receive_D = self.counts_DU.sum(dim=1).tolist()
         exchange_in_steps(
             [x.contiguous() for x in outgoing],
             results,
@@ -237,9 +237,9 @@ class _Pass:
         )
 
     def counts_of(self, step: int) -> Tensor:
-        """Rows of a step by sender and slot, int64 ``[senders, P]``."""
+        """Rows of a step by sender and slot, int64 ``[senders, U]``."""
         senders = self.ring.senders(step)
-        return self.counts_DP[senders.start : senders.stop]
+        return self.counts_DU[senders.start : senders.stop]
 
     def needs_weights(self, step: int) -> bool:
         """Whether the forward pass waits for weights before a step.

@@ -201,7 +201,7 @@ class RankLayer:
         slots.rows_travel()
         rows, rows_P, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
         with slots.await_weights(rows):
-            rows = _experts(rows, rows_P.tolist(), row_probs, self._one.parameters_P)
+            rows = _experts(rows, rows_P.tolist(), row_probs, self._one.parameters_U)
         rows = dispatcher.combine_preprocess(slots.leave_experts(rows))
         output = dispatcher.combine_postprocess(dispatcher.token_combine(rows))
         return slots.finish(output.squeeze(1))
@@ -241,16 +241,16 @@ def make_dispatcher(num_slots: int, groups: ExpertGroups, megatron: Any, *, drop
     return MoEAlltoAllTokenDispatcher(num_slots, list(range(first, first + num_slots)), config, megatron)
 
 
-def _experts(rows: Tensor, rows_P: Sequence[int], row_probs: Tensor, parameters_P: Sequence[Any]) -> Tensor:
+def _experts(rows: Tensor, rows_P: Sequence[int], row_probs: Tensor, parameters_U: Sequence[Any]) -> Tensor:
     row_probs = row_probs.unsqueeze(1)
-    used = [slot for slot, parameters in enumerate(parameters_P) if parameters is not None]
+    used = [slot for slot, parameters in enumerate(parameters_U) if parameters is not None]
     rows_of_used = [rows_P[slot] for slot in used]
     assert sum(rows_of_used) == len(rows), "rows in an empty slot"
     if not used:  # The result depends on rows and probabilities in any case.
         return (rows * row_probs).to(rows.dtype)
     outputs = []
     for slot, x, prob in zip(used, rows.split(rows_of_used), row_probs.split(rows_of_used), strict=True):
-        fc1, fc2 = parameters_P[slot]
+        fc1, fc2 = parameters_U[slot]
         y = functional.linear(functional.gelu(functional.linear(x, fc1)), fc2)
         outputs.append((y * prob).to(y.dtype))
     return torch.cat(outputs)

@@ -8,10 +8,10 @@ shallow copy of Megatron's module that is bound to the slots' Parameters::
     body                 the same config, groups, hooks and kernels; Parameters of the slots
 
 Sequential experts are modules of their own, so the body consists of Megatron's modules for owned slots and of
-copies for replicas, and empty slots cost nothing. A grouped linear layer has the weights of all P slots, so
+copies for replicas, and empty slots cost nothing. A grouped linear layer has the weights of all U slots, so
 empty ones are bound to one expert of zeros that all layers share; they get no tokens.
 
-Shape letters: R rows that a rank receives, M model dimension, P slots of a device, E experts, D devices.
+Shape letters: R rows that a rank receives, M model dimension, U slots of a device, E experts, D devices.
 """
 
 from collections.abc import Sequence
@@ -55,11 +55,11 @@ class SlotExperts:
         for other in others:
             self._mlps = {**other._mlps, **self._mlps}
 
-    def bind(self, parameters_P: Sequence[ExpertParameters | None], *, for_iteration: bool) -> None:
+    def bind(self, parameters_U: Sequence[ExpertParameters | None], *, for_iteration: bool) -> None:
         """Compute with these Parameters from now on.
 
         Args:
-            parameters_P: Parameters of each slot of this device; ``None`` for an empty slot.
+            parameters_U: Parameters of each slot of this device; ``None`` for an empty slot.
             for_iteration: Whether the slots keep their contents for an iteration, so that weights may be
                 quantized once in it.
 
@@ -73,23 +73,23 @@ class SlotExperts:
                 "nothing inside experts, or use --moe-strategy none"
             )
         if self._is_sequential:
-            used = [i for i, one in enumerate(parameters_P) if one is not None]
-            self._used = None if len(used) == len(parameters_P) else torch.tensor(used, dtype=torch.long)
+            used = [i for i, one in enumerate(parameters_U) if one is not None]
+            self._used = None if len(used) == len(parameters_U) else torch.tensor(used, dtype=torch.long)
             self._body = _like(self._experts)
             self._body.num_local_experts = len(used)
             mlps = _like(self._experts.local_experts)
             mlps._modules = {
                 str(place): self._mlp(one)
-                for place, one in enumerate(one for one in parameters_P if one is not None)
+                for place, one in enumerate(one for one in parameters_U if one is not None)
             }
             self._body._modules["local_experts"] = mlps
             return
-        num_slots = len(parameters_P)
+        num_slots = len(parameters_U)
         if num_slots not in self._bodies:
             self._bodies[num_slots] = _grouped_body(self._experts, num_slots)
         self._body = self._bodies[num_slots]
-        example = next((one for one in parameters_P if one is not None), None)
-        filled = [one or _blank(self._experts, example) for one in parameters_P]
+        example = next((one for one in parameters_U if one is not None), None)
+        filled = [one or _blank(self._experts, example) for one in parameters_U]
         for index, one in enumerate(filled):
             _bind(_linears(self._body), one, str(index))
         for name in _LINEARS:
@@ -112,7 +112,7 @@ class SlotExperts:
 
         Args:
             rows: Rows sorted by slot, ``[R, M]``.
-            tokens_per_expert: Number of rows of each slot, ``[P]``; the sum is R.
+            tokens_per_expert: Number of rows of each slot, ``[U]``; the sum is R.
             probs: Routing probability of each row, ``[R]``.
             buffers: Further arguments of Megatron's module.
 

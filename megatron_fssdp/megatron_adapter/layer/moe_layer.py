@@ -133,7 +133,7 @@ class StrategyMoELayer(MoELayer):
     def _bind(self, one: SlotPass) -> None:
         """Let dispatcher and experts work with the slots of a pass."""
         keeps_weights = one.is_shared and not one.plan.rematerialize
-        self._slot_experts.bind(one.parameters_P, for_iteration=keeps_weights)
+        self._slot_experts.bind(one.parameters_U, for_iteration=keeps_weights)
         self.token_dispatcher = self._dispatchers.of(one)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
 """Limits of Megatron's dispatchers and of CUDA graphs that matter because experts are in slots.
 
-Shape letters: D devices, E experts, P slots of a device.
+Shape letters: D devices, E experts, U slots of a device.
 """
 
 import os
@@ -138,7 +138,7 @@ def check_slots(config: Any, num_slots: int, num_devices: int, others: Collectio
 
     Args:
         config: Megatron's parsed arguments or a ``TransformerConfig``.
-        num_slots: Number of slots of a device, P.
+        num_slots: Number of slots of a device, U.
         num_devices: Number of devices, D.
         others: Numbers of slots with which other dispatchers of the process were built.
 

@@ -8,10 +8,12 @@ of re-materialized replicas and of replicas of one micro-batch after each.
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
+
 from megatron_fssdp.collectives.sparse.transfer_cargo import accumulation_dtype
 from megatron_fssdp.runtime.clocks.pass_timer import LayerTimer
+from megatron_fssdp.runtime.experts.local_experts import LocalExperts
 from megatron_fssdp.runtime.layers.iteration_clock import IterationClock
-from megatron_fssdp.runtime.layers.local_experts import LocalExperts
 from megatron_fssdp.runtime.layers.pass_maker import PassMaker
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
@@ -20,6 +22,8 @@ from megatron_fssdp.runtime.slots.resident_gradients import ResidentGradients
 
 class HomeGradients:
     """Brings the replicas' gradients of one layer to their owners. All ranks make the same calls in order.
+
+    Shape letters: D devices, E experts.
 
     Args:
         clock: Clock of iterations.
@@ -60,6 +64,19 @@ class HomeGradients:
     def add_own(self, own: SlotPass) -> None:
         """Take care of a pass of one micro-batch, until its gradients are home or :meth:`end_own`."""
         self._own.append(own)
+
+    def own_of(self, counts_DE: np.ndarray) -> SlotPass | None:
+        """The pass of the first micro-batch with these counts whose backward pass has yet to recompute it.
+
+        Args:
+            counts_DE: Counts of a micro-batch, int64 ``[D, E]``.
+        """
+        for own in self._own:
+            if own.is_over or own.is_recomputed or own.counts_DE is None:
+                continue
+            if np.array_equal(own.counts_DE, counts_DE):
+                return own
+        return None
 
     def experts_begin_backward(self, one: SlotPass) -> None:
         """Provide the weights that the experts' backward pass needs, and the memory for its gradients."""
@@ -143,6 +160,8 @@ class HomeGradients:
         if one.transfers is None:
             if one.plan.resident and is_last:
                 self._sum_residents(one).reduce()
+            if not one.is_shared:
+                self.end_own(one)
         else:
             one.transfers.end_use()
             if one.is_shared and not one.plan.rematerialize:

@@ -6,10 +6,10 @@ from typing import Any
 
 from megatron_fssdp.runtime.clocks.pass_timer import LayerTimer, PassTimer
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
+from megatron_fssdp.runtime.experts.local_experts import LocalExperts
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.iteration_clock import IterationClock
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
-from megatron_fssdp.runtime.layers.local_experts import LocalExperts
 from megatron_fssdp.runtime.layers.shared_counts import SharedCounts
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 from megatron_fssdp.strategies.layer_plan import LayerContext

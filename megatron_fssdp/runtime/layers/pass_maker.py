@@ -1,6 +1,6 @@
 """Puts the experts of a plan into slots: the passes of one layer.
 
-Shape letters: D devices, E experts, P slots of a device, R rows of a share table.
+Shape letters: D devices, E experts, U slots of a device, J rows of a share table.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer, St
 from megatron_fssdp.planning.slots.slot_table import SlotTable
 from megatron_fssdp.planning.transfer.message_size import message_rule
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
+from megatron_fssdp.runtime.experts.local_experts import LocalExperts
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.layers.local_experts import LocalExperts
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass, is_plain, source_table
 from megatron_fssdp.runtime.slots.exact_shares import Holders
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
@@ -76,12 +76,12 @@ class PassMaker:
         placement, here = plan.placement, self._groups.device
         self._make_room(int(placement.replicas_per_device_D.max()), most_slots)
         slots = SlotTable.of(placement, self._num_replica_slots)
-        expert_P = slots.expert_DP[here].tolist()
+        expert_U = slots.expert_DU[here].tolist()
         found = experts.all_parameters
         transfers = None
         if plan.transfer.edges and not plan.resident:
             replicas = self._take_slots(experts, is_shared)
-            replicas.hold([expert for expert in expert_P if expert >= 0 and expert not in experts.parameters])
+            replicas.hold([expert for expert in expert_U if expert >= 0 and expert not in experts.parameters])
             found = {**{expert: replicas.parameters(expert) for expert in replicas.experts}, **found}
             transfers = ReplicaTransfers(
                 plan,
@@ -93,14 +93,15 @@ class PassMaker:
             )
         table, holders = None, None
         if not is_plain(slots):
-            table_RE = source_table(plan, slots, context.topology, here, counts_DE)
-            table = self._on_device(table_RE, experts.device, is_shared)
+            table_JE = source_table(plan, slots, context.topology, here, counts_DE)
+            table = self._on_device(table_JE, experts.device, is_shared)
             if plan.dispatch_policy == "exact" and placement.num_replicas:
                 node_D = torch.from_numpy(context.topology.node_of_device_D.copy())
                 slot_ED = torch.from_numpy(slots.slot_ED.copy())
                 holders = Holders.of(_sent(slot_ED, experts.device), _sent(node_D, experts.device), here)
-        parameters_P = [None if expert < 0 else found[expert] for expert in expert_P]
-        return SlotPass(plan, slots, parameters_P, table, holders, transfers, is_shared)
+        parameters_U = [None if expert < 0 else found[expert] for expert in expert_U]
+        of = None if is_shared else counts_DE
+        return SlotPass(plan, slots, parameters_U, table, holders, transfers, is_shared, of)
 
     def give_back(self, own: SlotPass) -> None:
         """Take back the replica slots of a pass of one micro-batch, and the memory of their contents."""
@@ -152,9 +153,9 @@ class PassMaker:
             twice = 1 << (num_replicas - 1).bit_length()
             self._num_replica_slots = min(twice, max(num_replicas, most_slots))
 
-    def _on_device(self, table_RE: np.ndarray, device: torch.device, is_shared: bool) -> torch.Tensor:
+    def _on_device(self, table_JE: np.ndarray, device: torch.device, is_shared: bool) -> torch.Tensor:
         """A share table on the device. Shared passes always have the same tensor, for CUDA graphs."""
-        host = torch.from_numpy(table_RE)
+        host = torch.from_numpy(table_JE)
         if not is_shared:
             return _sent(host, device)
         if self._table is None:

@@ -51,19 +51,19 @@ class SharedCounts:
         Raises:
             RuntimeError: The ranks have not made the same plans.
         """
-        numbers_RN = self._gathered.wait()[0][0].numpy()
-        digest_R = numbers_RN[:, 0]
-        if (digest_R != digest_R[0]).any():
-            differing = [rank for rank, digest in enumerate(digest_R.tolist()) if digest != digest_R[0]]
+        numbers_SN = self._gathered.wait()[0][0].numpy()
+        digest_S = numbers_SN[:, 0]
+        if (digest_S != digest_S[0]).any():
+            differing = [rank for rank, digest in enumerate(digest_S.tolist()) if digest != digest_S[0]]
             clock = self._layers[0].clock
             raise RuntimeError(
                 f"[fssdp] plans of iteration {clock.iteration}: got other plans on ranks {differing} of "
-                f"{len(digest_R)} than on rank 0 (this is rank {self._group.rank()}), wanted the same on "
+                f"{len(digest_S)} than on rank 0 (this is rank {self._group.rank()}), wanted the same on "
                 "all; run again with check_plans=true to find the layer, and look for loads, settings or "
                 "random numbers that differ between ranks"
             )
         begin = _DIGEST_NUMBERS
         for layer, length in zip(self._layers, self._lengths, strict=True):
             if length:
-                layer.take_counts(numbers_RN[:, begin : begin + length])
+                layer.take_counts(numbers_SN[:, begin : begin + length])
             begin += length

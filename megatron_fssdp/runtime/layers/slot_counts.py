@@ -1,6 +1,6 @@
 """Counts the tokens of one layer by slot on the device, and turns all ranks' counts into loads on the host.
 
-Shape letters: D devices, E experts, N nodes, R ranks, W slots of all devices.
+Shape letters: D devices, E experts, N nodes, S ranks that send rows, W slots of all devices.
 """
 
 import numpy as np
@@ -74,24 +74,24 @@ class SlotCounts:
         numbers = [one for one in (self._counts_W if on_device else None, self._spread) if one is not None]
         return torch.cat(numbers) if numbers else None
 
-    def take(self, numbers_RN: np.ndarray, shared: SlotPass | None, load: LayerLoad, measure: bool) -> None:
+    def take(self, numbers_SN: np.ndarray, shared: SlotPass | None, load: LayerLoad, measure: bool) -> None:
         """Add the numbers of all ranks to the load of the iteration.
 
         Args:
-            numbers_RN: Numbers by rank, int64; part x of device d is row d X + x.
+            numbers_SN: Numbers by rank, int64; part x of device d is row d X + x.
             shared: Pass of the iteration.
             load: Load of the iteration.
             measure: Whether to add device loads and what plain expert parallelism would have done.
         """
         num_devices = self._topology.num_devices
-        numbers_DN = numbers_RN.reshape(num_devices, -1, numbers_RN.shape[1]).sum(axis=1)
+        numbers_DN = numbers_SN.reshape(num_devices, -1, numbers_SN.shape[1]).sum(axis=1)
         num_spread = 0 if self._spread is None else len(self._spread)
         counts_DW = numbers_DN[:, : numbers_DN.shape[1] - num_spread] // self.num_counting
         spread = numbers_DN[:, counts_DW.shape[1] :].sum(axis=0) // self.num_counting if num_spread else None
         counts_DE = np.zeros_like(load.counts_DE)
         if counts_DW.shape[1]:
             assert shared is not None
-            expert_W = shared.slots.expert_DP.reshape(-1)
+            expert_W = shared.slots.expert_DU.reshape(-1)
             used_W = expert_W >= 0
             np.add.at(counts_DE.T, expert_W[used_W], counts_DW[:, used_W].T)
             load.counts_DE += counts_DE

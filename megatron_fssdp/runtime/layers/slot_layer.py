@@ -42,12 +42,12 @@ from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.clocks.pass_timer import LayerTimer, PassTimer
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
+from megatron_fssdp.runtime.experts.local_experts import LocalExperts
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.home_gradients import HomeGradients
 from megatron_fssdp.runtime.layers.iteration_clock import IterationClock
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner
-from megatron_fssdp.runtime.layers.local_experts import LocalExperts
 from megatron_fssdp.runtime.layers.pass_maker import PassMaker
 from megatron_fssdp.runtime.layers.slot_counts import SlotCounts
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
@@ -239,10 +239,13 @@ class SlotLayer:
         assert routing_map is not None
         self._await_parameters()
         counts_DE = self._host_counts(routing_map)
-        plan = self.planner.after_gate(self.context, counts_DE, plan, 1)
-        own = self._make_pass(plan, counts_DE, is_shared=False)
-        if own.transfers is not None:
+        # Without reentrance, a recomputed pass fills the graph of the first one, so it must have its slots.
+        own = self.gradients.own_of(counts_DE) if in_backward() else None
+        if own is None:
+            plan = self.planner.after_gate(self.context, counts_DE, plan, 1)
+            own = self._make_pass(plan, counts_DE, is_shared=False)
             self.gradients.add_own(own)
+        own.is_recomputed = in_backward()
         if self._is_counted:
             self.counts.count_on_host(counts_DE, own, self.load, self.measure)
             if not self.clock.driven:
@@ -283,8 +286,8 @@ class SlotLayer:
         if one.holders is not None:
             counts_DE = gather_counts(routing_map.sum(0), self.groups.expert_parallel)
             slot_map, probs = remap_exactly(routing_map, probs, counts_DE, one.holders, one.slots.num_slots)
-        elif one.table_RE is not None:
-            slot_map, probs = remap_by_table(routing_map, probs, one.table_RE, one.slots.num_slots)
+        elif one.table_JE is not None:
+            slot_map, probs = remap_by_table(routing_map, probs, one.table_JE, one.slots.num_slots)
         if self._is_counted:
             self.counts.add(one, routing_map, slot_map)
         return slot_map, probs
@@ -296,7 +299,7 @@ class SlotLayer:
             hidden: Rows before they are dispatched, any shape.
         """
         one = self._in_use
-        if not (one.has_gradients or self._has_steps(one)):
+        if one.is_shared and not (one.has_gradients or self._has_steps(one)):
             return hidden
         one.has_backward = torch.is_grad_enabled()
         return call_in_backward(partial(self.gradients.dispatch_is_over, one), hidden)
@@ -353,10 +356,10 @@ class SlotLayer:
             with self.await_weights(rows):
                 return self.leave_experts(run(rows, probs, experts))
         transfers.begin_use(backward=False)
-        expert_P = one.slots.expert_DP[self.groups.device].tolist()
+        expert_U = one.slots.expert_DU[self.groups.device].tolist()
         arriving = [
             slot
-            for slot, expert in enumerate(expert_P)
+            for slot, expert in enumerate(expert_U)
             if expert >= 0 and expert not in self.experts.parameters
         ]
         # Most rows for replicas come from the device itself. While replicas are in transfer, the device
@@ -380,8 +383,8 @@ class SlotLayer:
             rows = call_in_backward(partial(self._experts_begin_backward, one), rows)
         if one.transfers is not None:
             one.transfers.end_use()
-            if not one.is_shared and not one.has_backward:
-                self.gradients.end_own(one)
+        if not one.is_shared and not one.has_backward:
+            self.gradients.end_own(one)
         return rows
 
     def finish(self, output: torch.Tensor) -> torch.Tensor:
@@ -513,9 +516,9 @@ class SlotLayer:
         """This rank's numbers of the iteration that other ranks need (:meth:`SlotCounts.to_share`)."""
         return self.counts.to_share(self._shared)
 
-    def take_counts(self, numbers_RN: np.ndarray) -> None:
+    def take_counts(self, numbers_SN: np.ndarray) -> None:
         """Add the numbers of all ranks, which :meth:`counted` returned there, int64 by rank."""
-        self.counts.take(numbers_RN, self._shared, self.load, self.measure)
+        self.counts.take(numbers_SN, self._shared, self.load, self.measure)
 
     # Passes.
 

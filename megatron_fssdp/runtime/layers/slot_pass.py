@@ -1,6 +1,6 @@
 """One plan in use: which expert is in which slot, the remap of the routing, and the replicas' transfers.
 
-Shape letters: T tokens, D devices, E experts, P slots of a device.
+Shape letters: T tokens, D devices, E experts, U slots of a device.
 """
 
 from collections.abc import Sequence
@@ -25,24 +25,28 @@ class SlotPass:
     Attributes:
         plan: The plan.
         slots: Expert in each slot.
-        parameters_P: Parameters of each slot of this device; ``None`` for an empty slot.
-        table_RE: Share table of this device on the device; ``None`` if slots are Megatron's own local
+        parameters_U: Parameters of each slot of this device; ``None`` for an empty slot.
+        table_JE: Share table of this device on the device; ``None`` if slots are Megatron's own local
             experts, so that nothing has to be remapped.
         holders: What exact shares need to know of the plan (``exact_shares.py``); ``None`` where the table
             serves.
         transfers: Transfers of the replicas; ``None`` if the plan has none, or resident ones.
         is_shared: Whether all passes of an iteration use it. Otherwise it belongs to one micro-batch.
+        counts_DE: Counts of the micro-batch to which the pass belongs, int64 ``[D, E]``; ``None`` if shared.
+        is_recomputed: Whether the forward pass runs in a backward pass.
         has_backward: Whether a backward pass follows the last forward pass.
         is_over: Whether the gradients of a micro-batch's pass are complete.
     """
 
     plan: LayerPlan
     slots: SlotTable
-    parameters_P: Sequence[ExpertParameters | None]
-    table_RE: torch.Tensor | None
+    parameters_U: Sequence[ExpertParameters | None]
+    table_JE: torch.Tensor | None
     holders: Holders | None
     transfers: ReplicaTransfers | None
     is_shared: bool = True
+    counts_DE: np.ndarray | None = None
+    is_recomputed: bool = False
     has_backward: bool = False
     is_over: bool = False
 
@@ -59,7 +63,7 @@ class SlotPass:
 
 def is_plain(slots: SlotTable) -> bool:
     """Whether the slots are Megatron's own local experts in Megatron's order."""
-    return np.array_equal(slots.expert_DP.reshape(-1), np.arange(slots.expert_DP.size))
+    return np.array_equal(slots.expert_DU.reshape(-1), np.arange(slots.expert_DU.size))
 
 
 def source_table(
@@ -76,13 +80,13 @@ def source_table(
             micro-batch; integers ``[D, E]``. ``None`` without any: nearest holders first.
 
     Returns:
-        int64 ``[R, E]``.
+        int64 ``[J, E]``.
     """
     placement = plan.placement
     if plan.dispatch_policy == "owner":
         return owner_table(slots, placement, device)
-    even_RE = even_table(slots, placement, topology, device)
+    even_JE = even_table(slots, placement, topology, device)
     if counts_DE is None or not plan.needs_counts:
-        return even_RE
+        return even_JE
     (dispatch,) = plan.dispatch([counts_DE], topology)
-    return dispatch_table(slots, dispatch, device, even_RE)
+    return dispatch_table(slots, dispatch, device, even_JE)

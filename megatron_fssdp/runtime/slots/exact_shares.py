@@ -100,7 +100,7 @@ def remap_exactly(
         counts_DE: Tokens of every source for every expert, int64 ``[D, E]``; this source's row has the sums
             of the map's columns.
         holders: The plan, seen from this source.
-        num_slots: Slots of all devices together, D*P.
+        num_slots: Slots of all devices together, D*U.
 
     Returns:
         Routing map of the slots, bool ``[T, W]``, and their probabilities, ``[T, W]``.

@@ -6,34 +6,34 @@ entries of a token's row meet in one slot, because a slot belongs to one expert.
 
 Tokens are numbered along rows of ``[E, T]``. Along columns of ``[T, E]`` a running sum is many times slower.
 
-Shape letters: T tokens, E experts, W slots of all devices.
+Shape letters: T tokens, E experts, J rows of a share table, W slots of all devices.
 """
 
 import torch
 
 
 def remap_by_table(
-    routing_map: torch.Tensor, probs: torch.Tensor, table_RE: torch.Tensor, num_slots: int
+    routing_map: torch.Tensor, probs: torch.Tensor, table_JE: torch.Tensor, num_slots: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Route to the slots that a share table names.
 
-    The n-th token of expert e, from 0 and in the order of the rows, goes to slot ``table_RE[n % R, e]``. Rows
+    The n-th token of expert e, from 0 and in the order of the rows, goes to slot ``table_JE[n % J, e]``. Rows
     with fewer experts, or with none, are allowed. An entry of ``probs`` moves with its expert even if the map
     is false there.
 
     Args:
         routing_map: Whether each token goes to each expert, bool ``[T, E]``.
         probs: Routing probabilities, ``[T, E]`` of any floating type. The gradient is a gather.
-        table_RE: Share table of this device, int64 ``[R, E]`` on the same device, R a power of two
+        table_JE: Share table of this device, int64 ``[J, E]`` on the same device, J a power of two
             (``planning/slots/share_table.py``).
-        num_slots: Slots of all devices together, D*P.
+        num_slots: Slots of all devices together, D*U.
 
     Returns:
         Routing map of the slots, bool ``[T, W]``, and their probabilities, ``[T, W]``.
     """
     # Numbers begin with 1, so the table's rows are moved down by one.
-    row_ET = number_tokens_ET(routing_map).bitwise_and_(table_RE.shape[0] - 1)
-    return route_to(table_RE.roll(1, 0).t().contiguous().gather(1, row_ET), routing_map, probs, num_slots)
+    row_ET = number_tokens_ET(routing_map).bitwise_and_(table_JE.shape[0] - 1)
+    return route_to(table_JE.roll(1, 0).t().contiguous().gather(1, row_ET), routing_map, probs, num_slots)
 
 
 def number_tokens_ET(routing_map: torch.Tensor) -> torch.Tensor:

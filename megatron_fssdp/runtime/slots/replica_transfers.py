@@ -22,7 +22,7 @@ from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.collectives.sparse.transfer_cargo import accumulation_dtype
 from megatron_fssdp.collectives.transfer_lane import PendingTransfer
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
-from megatron_fssdp.runtime.layers.local_experts import LocalExperts
+from megatron_fssdp.runtime.experts.local_experts import LocalExperts
 from megatron_fssdp.runtime.slots.owner_gradients import add_to_owner
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.strategies.layer_plan import LayerPlan

@@ -30,7 +30,7 @@ def sent_ED(table_JE, count_E, slots):
     for expert, count in enumerate(count_E):
         for n in range(count):
             slot = table_JE[n % ROWS, expert]
-            assert slots.expert_DP.reshape(-1)[slot] == expert
+            assert slots.expert_DU.reshape(-1)[slot] == expert
             sent[expert, slot // slots.slots_per_device] += 1
     return sent
 
@@ -92,7 +92,7 @@ def test_dispatch_table_has_the_shares_of_the_dispatch(case, seed, policy, scale
         is_more_ED = rows_ED > wanted_ED * ROWS // count_E[some_E][:, None]
         lowest_E = np.where(is_more_ED, rest_ED, count_E.max()).min(axis=1)
         assert (np.where(is_more_ED, 0, rest_ED).max(axis=1) <= lowest_E).all()
-        assert (slots.expert_DP.reshape(-1)[table_JE] == np.flatnonzero(some_E)).all()
+        assert (slots.expert_DU.reshape(-1)[table_JE] == np.flatnonzero(some_E)).all()
         # The first n rows have nearly the same shares; the module's docstring states the bound.
         part_ED = rows_ED / ROWS
         prefix_JED = is_device_JED.cumsum(axis=0) - np.arange(1, ROWS + 1)[:, None, None] * part_ED

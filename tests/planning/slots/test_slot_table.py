@@ -13,11 +13,11 @@ from ..placement_cases import placements
 def test_owned_experts_come_first_and_replicas_last():
     present_ED = np.array([[1, 1, 0], [0, 1, 1], [1, 0, 0], [1, 1, 0]], bool)
     slots = SlotTable.of(ExpertPlacement(np.array([1, 2, 0, 0]), present_ED), 3)
-    assert slots.expert_DP.tolist() == [[2, 3, -1, -1, 0], [0, -1, -1, 1, 3], [1, -1, -1, -1, -1]]
+    assert slots.expert_DU.tolist() == [[2, 3, -1, -1, 0], [0, -1, -1, 1, 3], [1, -1, -1, -1, -1]]
     assert (slots.num_devices, slots.slots_per_device, slots.num_slots, slots.num_experts) == (3, 5, 15, 4)
     assert slots.slots_of(3) == (1, 9)
     assert slots.slot_ED.tolist() == [[4, 5, -1], [-1, 8, 10], [0, -1, -1], [1, 9, -1]]
-    assert not slots.expert_DP.flags.writeable
+    assert not slots.expert_DU.flags.writeable
 
 
 def test_too_many_replicas_are_refused():
@@ -37,7 +37,7 @@ def test_slots_hold_the_experts_of_their_device(case, spare):
     slots = SlotTable.of(placement, replica_slots)
     assert slots.num_experts == placement.num_experts
     assert slots.slots_per_device == placement.owned_per_device_D.max() + replica_slots
-    for device, expert_P in enumerate(slots.expert_DP.tolist()):
+    for device, expert_P in enumerate(slots.expert_DU.tolist()):
         owned = np.flatnonzero(placement.owner_E == device).tolist()
         replicas = [e for e in placement.experts_on(device) if e not in owned]
         empty = slots.slots_per_device - len(owned) - len(replicas)
@@ -45,6 +45,6 @@ def test_slots_hold_the_experts_of_their_device(case, spare):
     np.testing.assert_array_equal(slots.slot_ED >= 0, placement.present_ED)
     for expert in range(placement.num_experts):
         assert slots.slots_of(expert) == tuple(slot for slot in slots.slot_ED[expert] if slot >= 0)
-    assert {slots} == {SlotTable(slots.expert_DP)}
-    assert slots != SlotTable(slots.expert_DP + 1)
+    assert {slots} == {SlotTable(slots.expert_DU)}
+    assert slots != SlotTable(slots.expert_DU + 1)
     assert slots != placement

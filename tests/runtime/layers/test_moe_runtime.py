@@ -16,7 +16,7 @@ from megatron_fssdp.planning.cost.transfer_split import TransferSplit
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.runtime.layers.local_experts import LocalExperts
+from megatron_fssdp.runtime.experts.local_experts import LocalExperts
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots

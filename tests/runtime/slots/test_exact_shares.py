@@ -132,7 +132,7 @@ def test_the_remap_follows_the_shares(case, seed, num_tokens, is_counted):
     probs = torch.tensor(rng.random(routing_map.shape), requires_grad=True)
     slot_map, slot_probs = remap_exactly(routing_map, probs, torch.tensor(count_DE), holders, slots.num_slots)
     # Even if the counts are those of other tokens, every token reaches a slot of each of its experts, once.
-    expert_W = torch.tensor(slots.expert_DP.reshape(-1))
+    expert_W = torch.tensor(slots.expert_DU.reshape(-1))
     for expert in range(placement.num_experts):
         of_expert = expert_W == expert
         assert torch.equal(slot_map[:, of_expert].sum(1), routing_map[:, expert].long())
@@ -156,10 +156,10 @@ def test_nothing_waits_for_the_host():
     placement = ExpertPlacement(np.arange(4) // 2, np.ones((4, 2), bool))
     topology, slots = Topology.uniform(2, 1), slots_of(placement)
     count_DE, slot_ED = torch.ones(2, 4, dtype=torch.int64), torch.tensor(slots.slot_ED)
-    table_RE = torch.tensor(even_table(slots, placement, topology, 0))
+    table_JE = torch.tensor(even_table(slots, placement, topology, 0))
     node_D, routing_map, probs = torch.tensor([0, 0]), torch.ones(1, 4, dtype=torch.bool), torch.ones(1, 4)
     with FakeTensorMode() as mode:
-        fake = [mode.from_tensor(t) for t in (count_DE, slot_ED, table_RE, node_D, routing_map, probs)]
+        fake = [mode.from_tensor(t) for t in (count_DE, slot_ED, table_JE, node_D, routing_map, probs)]
         holders = Holders.of(fake[1], fake[3], 0)
         results = remap_exactly(fake[4], fake[5], fake[0], holders, 8)
         results += remap_by_table(fake[4], fake[5], fake[2], 8)

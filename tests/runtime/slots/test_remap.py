@@ -24,10 +24,10 @@ def test_every_token_goes_to_the_slot_of_the_table(case, seed, num_tokens, rows)
     rng = np.random.default_rng(seed)
     slots = SlotTable.of(placement, int(placement.replicas_per_device_D.max()))
     columns = [rng.choice(slots.slots_of(expert), rows) for expert in range(placement.num_experts)]
-    table_RE = np.stack(columns, axis=1)
+    table_JE = np.stack(columns, axis=1)
     routing_map, probs = drawn_routing(rng, num_tokens, placement.num_experts)
     probs.requires_grad_()
-    slot_map, slot_probs = remap_by_table(routing_map, probs, torch.tensor(table_RE), slots.num_slots)
+    slot_map, slot_probs = remap_by_table(routing_map, probs, torch.tensor(table_JE), slots.num_slots)
     assert (slot_map.dtype, slot_probs.dtype) == (torch.bool, torch.float32)
     assert slot_map.shape == slot_probs.shape == (num_tokens, slots.num_slots)
 
@@ -36,7 +36,7 @@ def test_every_token_goes_to_the_slot_of_the_table(case, seed, num_tokens, rows)
     number_E = np.zeros(placement.num_experts, int)
     moves = torch.zeros(num_tokens, placement.num_experts, slots.num_slots)
     for token, expert in np.argwhere(routing_map.numpy()):
-        slot = table_RE[number_E[expert] % rows, expert]
+        slot = table_JE[number_E[expert] % rows, expert]
         number_E[expert] += 1
         assert not wanted[token, slot]
         wanted[token, slot] = True
@@ -53,7 +53,7 @@ def test_every_token_goes_to_the_slot_of_the_table(case, seed, num_tokens, rows)
     count_W = count_slots(slot_map)
     assert count_W.dtype == torch.int64
     np.testing.assert_array_equal(count_W.numpy(), wanted.sum(axis=0))
-    expert_W = slots.expert_DP.reshape(-1)
+    expert_W = slots.expert_DU.reshape(-1)
     per_expert = np.bincount(expert_W[expert_W >= 0], count_W.numpy()[expert_W >= 0], placement.num_experts)
     np.testing.assert_array_equal(per_expert, routing_map.sum(0).numpy())
 

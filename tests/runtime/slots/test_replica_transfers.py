@@ -14,7 +14,7 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer, two_level_transfer
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
-from megatron_fssdp.runtime.layers.local_experts import LocalExperts
+from megatron_fssdp.runtime.experts.local_experts import LocalExperts
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
 from megatron_fssdp.runtime.slots.resident_gradients import ResidentGradients
