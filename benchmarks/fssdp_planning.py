@@ -1,7 +1,7 @@
 """Times what ``fssdp`` plans for one layer in an iteration, while the loads drift.
 
-Run: ``python -m benchmarks.fssdp_planning``. It prints CPU milliseconds of one process before the gate and
-after it: mean, median and 90th percentile. Logarithms of popularities take a random step in every iteration,
+Run: ``python -m benchmarks.fssdp_planning``. It prints CPU milliseconds of one process: mean, median and 90th
+percentile. Logarithms of popularities take a random step in every iteration,
 tokens are multinomial, and every device has 2 slots. Costs are those of ``planner_time.py``.
 
 Shape letters: E experts, D devices.
@@ -34,25 +34,20 @@ def measure(num_experts: int, num_devices: int, drift: float, iterations: int) -
     context = LayerContext(1, owners(num_experts, num_devices), topology, PROFILE)
     strategy = FssdpStrategy(FssdpSettings(slots=2))
     history = LoadHistory(strategy.window, num_devices, num_experts)
-    before_ms, after_ms = [], []
+    taken_ms = []
     for iteration in range(WARM_UP + iterations):
         log_E += drift * rng.normal(size=num_experts)
         popularity_E = np.exp(log_E) / np.exp(log_E).sum()
         counts_DE = rng.multinomial(TOKENS_PER_DEVICE, popularity_E, size=num_devices)
         begin = time.process_time()
-        plan = strategy.before_gate(context, history)
-        middle = time.process_time()
-        strategy.after_gate(context, counts_DE, plan, 1)
+        strategy.before_gate(context, history)
         end = time.process_time()
         history.append(counts_DE)
         if iteration >= WARM_UP:
-            before_ms.append(1e3 * (middle - begin))
-            after_ms.append(1e3 * (end - middle))
-    row = f"E={num_experts:<4} D={num_devices:<4} drift {drift:<6}"
-    for name, milliseconds in (("before the gate", before_ms), ("after it", after_ms)):
-        median, p90 = np.percentile(milliseconds, [50, 90])
-        row += f" {name}: mean {np.mean(milliseconds):.2f}, median {median:.2f}, 90 % {p90:.2f} ms;"
-    print(row.rstrip(";"), flush=True)
+            taken_ms.append(1e3 * (end - begin))
+    median, p90 = np.percentile(taken_ms, [50, 90])
+    times = f"mean {np.mean(taken_ms):.2f}, median {median:.2f}, 90 % {p90:.2f} ms"
+    print(f"E={num_experts:<4} D={num_devices:<4} drift {drift:<6} {times}", flush=True)
 
 
 def main() -> None:

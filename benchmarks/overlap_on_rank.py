@@ -53,7 +53,7 @@ def train_on_rank(folder: Path, trace: str, argv: list[str]) -> None:
     """
     from megatron.training import training
 
-    from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
+    from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 
     rank = int(os.environ["RANK"])
     report = RankReport()
@@ -97,6 +97,7 @@ def watch_iterations(
         for layer, own in zip(runtime.layers, groups, strict=True):
             layer.measure = True  # on every rank; by default only the first device measures
             layer.groups = own if is_overlapped else dataclasses.replace(own, transfers=None)
+            layer._maker._groups, layer._maker._journal = layer.groups, layer._journal
         if len(begins_s) <= WARM_UP_ITERATIONS:
             report.spans.clear()
         begins_s.append(time.perf_counter())

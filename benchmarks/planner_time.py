@@ -118,8 +118,7 @@ def measure_policies(
 
         def exchange(i: int, policy: DispatchPolicy = policy) -> None:
             dispatch = plan_dispatch(policy, counts[i], plans[i], topology)
-            dispatch.from_source(1)
-            dispatch.to_device(1)
+            dispatch.rows_from(1)
 
         loads = [
             plan_dispatch(policy, counts_DE, plan, topology).device_tokens_D()
@@ -128,7 +127,7 @@ def measure_policies(
         ratios = [load_D.max() / load_D.mean() for load_D in loads]
         note = f"max/mean tokens after drift {np.mean(ratios):.3f}"
         calls = [partial(exchange, i) for i in range(len(plans))]
-        report(f"{policy} dispatch row + column", size, timed_s(calls, min_total_s), note)
+        report(f"{policy} dispatch row", size, timed_s(calls, min_total_s), note)
 
 
 def measure(num_experts: int, num_devices: int, slots: int, num_cases: int, min_total_s: float) -> None:
@@ -152,8 +151,7 @@ def measure(num_experts: int, num_devices: int, slots: int, num_cases: int, min_
 
     def dispatch(i: int, placement: ExpertPlacement) -> None:
         even = EvenDispatch(counts[i], placement, topology)
-        even.from_source(1)
-        even.to_device(1)
+        even.rows_from(1)
 
     def dispatch_cold(i: int) -> None:
         dispatch(i, ExpertPlacement(plans[i].owner_E, plans[i].present_ED))
@@ -168,9 +166,9 @@ def measure(num_experts: int, num_devices: int, slots: int, num_cases: int, min_
     note = "max/mean load: owners only {:.2f}, Alg. 1 {:.2f}, plan {:.2f}".format(*ratios)
     row("plan_materialization", plan, note)
     row("sparse_materialization", first)
-    row("dispatch row + column", lambda i: dispatch(i, plans[i]))
-    row("dispatch row + column, owners only", lambda i: dispatch(i, plain))
-    row("dispatch row + column, new placement", dispatch_cold)
+    row("dispatch row", lambda i: dispatch(i, plans[i]))
+    row("dispatch row, owners only", lambda i: dispatch(i, plain))
+    row("dispatch row, new placement", dispatch_cold)
     row("device_tokens_D", lambda i: EvenDispatch(counts[i], plans[i], topology).device_tokens_D())
     measure_policies(size, plans, drifted(counts), topology, min_total_s)
     row("two_level_transfer", lambda i: two_level_transfer(plans[i], topology))

@@ -23,6 +23,8 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "strategies": ({"planning", "config"}, {"numpy"}),
     "simulation": ({"strategies", "planning", "config"}, {"numpy"}),
     "collectives": ({"planning"}, {"torch"}),
+    # Megatron's dispatchers with other exchanges: they know slots, and nothing of placements or plans.
+    "dispatchers": ({"collectives", "planning", "config"}, {"torch", "numpy", "megatron"}),
     "runtime": ({"collectives", "strategies", "planning"}, {"torch", "numpy"}),
     "reporting": (
         {"planning", "simulation", "config"},
@@ -34,7 +36,16 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     # devices, Megatron's loop needs some of the replacements that the adapter has for CPU ranks.
     "testing": ({"planning", "megatron_adapter"}, {"numpy", "torch", "megatron"}),
     "megatron_adapter": (
-        {"config", "planning", "strategies", "simulation", "collectives", "runtime", "reporting"},
+        {
+            "config",
+            "planning",
+            "strategies",
+            "simulation",
+            "collectives",
+            "dispatchers",
+            "runtime",
+            "reporting",
+        },
         {"numpy", "torch", "megatron", "packaging", "psutil", "transformer_engine"},
     ),
     "cli": (
@@ -60,6 +71,7 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "loads": {"", *KERNELS, "placement", "memory"},
         "transfer": {"", *KERNELS, "placement", "memory"},
         "dispatch": {"", *KERNELS, "placement", "memory"},
+        "slots": {"", *KERNELS, "placement", "memory", "dispatch"},
         "cost": {"", *KERNELS, "placement", "memory", "loads", "transfer", "dispatch"},
         "papers": {"", *KERNELS, "placement", "memory", "loads", "transfer", "dispatch", "cost"},
         "balanced": {"", *KERNELS, "placement", "memory", "loads", "transfer", "dispatch", "cost", "papers"},
@@ -67,14 +79,14 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
     "config": {"": set(), "strategy": {""}, "run": {"", "strategy"}, "sweep": {"", "strategy", "run"}},
     "strategies": {"": set(), "papers": {""}, "auto": {""}, "fssdp": {""}},
     "simulation": {"": {"timeline"}, "timeline": set()},
-    "collectives": {"": set(), "sparse": {""}, "rows": {""}, "probes": {"", "rows"}},
+    "collectives": {"": set(), "sparse": {""}, "probes": {""}},
+    "dispatchers": {"": {"parm"}, "parm": set()},
     "runtime": {
         "": set(),
         "experts": {""},
-        "exchange": {"", "experts"},
-        "replicas": {"", "experts"},
-        "clocks": {"", "replicas"},
-        "execution": {"", "experts", "exchange", "replicas", "clocks"},
+        "slots": {"", "experts"},
+        "clocks": {"", "slots"},
+        "layers": {"", "experts", "slots", "clocks"},
     },
     "reporting": {
         "": {"records"},
@@ -228,8 +240,8 @@ def test_the_table_has_no_cycle() -> None:
         (("planning", "x.py"), "import time"),
         (("planning", "x.py"), "from megatron_fssdp.strategies.strategy import LayerPlan"),
         (("planning", "x.py"), "from megatron_fssdp import strategies"),
-        (("planning", "cost", "x.py"), "from ...runtime.execution import layer_executor"),
-        (("planning", "__init__.py"), "from ..runtime import layer_executor"),
+        (("planning", "cost", "x.py"), "from ...runtime.layers import slot_layer"),
+        (("planning", "__init__.py"), "from ..runtime import slot_layer"),
         (("strategies", "x.py"), "def plan():\n    import torch.distributed as dist"),
         (("strategies", "x.py"), "import os\nx = os.environ['X']"),
         (("config", "x.py"), "import numpy"),
@@ -241,6 +253,8 @@ def test_the_table_has_no_cycle() -> None:
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from megatron.core import x",
         ),
         (("runtime", "x.py"), "from ..megatron_adapter import moe_layer"),
+        (("runtime", "x.py"), "from megatron_fssdp.dispatchers import deduplicated"),
+        (("dispatchers", "x.py"), "from megatron_fssdp.strategies.layer_plan import LayerPlan"),
         (("runtime", "x.py"), "import importlib\nimportlib.import_module('megatron.core')"),
         (("reporting", "x.py"), "try:\n    import torch\nexcept ImportError:\n    pass"),
         (("megatron_adapter", "x.py"), "from megatron_fssdp.cli.app import main"),
@@ -266,7 +280,7 @@ def test_the_checker_catches_a_planted_violation(parts: tuple[str, ...], source:
         (("planning", "x.py"), "import numpy as np\nfrom functools import cache\nfrom .y import z"),
         (("planning", "cost", "x.py"), "from ..placement import topology\nfrom ...config import errors"),
         (("planning", "cost", "x.py"), "from .cost_model import LinkCost"),
-        (("runtime", "__init__.py"), "from . import layer_executor\nfrom ..planning import placement"),
+        (("runtime", "__init__.py"), "from . import slot_layer\nfrom ..planning import placement"),
         (("megatron_adapter", "x.py"), "def f():\n    from megatron_fssdp.runtime import moe_runtime"),
     ],
 )

@@ -10,7 +10,6 @@ Shape letters: E experts, D devices.
 
 import argparse
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +20,11 @@ from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.cost import host_seconds
 from megatron_fssdp.planning.cost.host_seconds import SIZES
 from megatron_fssdp.planning.cost.link_seconds import topology_of
-from megatron_fssdp.planning.dispatch.token_dispatch import LEVELLING_POLICIES
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.native.kernel import kernel_form
 from megatron_fssdp.planning.placement.placement import even_owners
+from megatron_fssdp.planning.slots.slot_table import SlotTable
+from megatron_fssdp.runtime.layers.slot_pass import source_table
 from megatron_fssdp.simulation.simulator import layer_profile
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.registry import build_strategy
@@ -62,20 +62,18 @@ def median_ms(name: str, num_experts: int, num_devices: int, iterations: int) ->
         times.append(time.process_time())
         plan = strategy.after_gate(context, counts_DE, plan, 1)
         times.append(time.process_time())
-        # The simulator adds the time of balanced and unbound dispatch where a plan has it.
-        policy = "even" if plan.dispatch_policy in LEVELLING_POLICIES else plan.dispatch_policy
-        rank_rows(replace(plan, dispatch_policy=policy), counts_DE, context)
+        if plan.each_micro_batch:  # the device waits for its share table
+            share_table(plan, counts_DE, context)
         times.append(time.process_time())
         found.append(np.diff(times))
         history.append(counts_DE)
     return (1e3 * np.median(found, axis=0)).tolist()
 
 
-def rank_rows(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext, rank: int = 1) -> None:
-    """Make what one rank sends and receives in a micro-batch."""
-    (dispatch,) = plan.dispatch(counts_DE[None], context.topology)
-    dispatch.rows_from(rank)
-    dispatch.received_by(rank, plan.placement.experts_on_G(rank))
+def share_table(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext, rank: int = 1) -> None:
+    """Make one rank's share table of a micro-batch."""
+    slots = SlotTable.of(plan.placement, int(plan.placement.replicas_per_device_D.max()))
+    source_table(plan, slots, context.topology, rank, counts_DE)
 
 
 def source(iterations: int) -> str:

@@ -29,14 +29,14 @@ if not __package__:  # run as a file
 from benchmarks.host import transfer_host_cost
 from benchmarks.host_counts.counted_layers import CASES, RANKS, count_on_rank
 from benchmarks.host_counts.counted_passes import CountedPasses, most_of
-from benchmarks.planner_time import DEVICES_PER_NODE, PROFILE, TOKENS_PER_DEVICE, cases
+from benchmarks.planner_time import DEVICES_PER_NODE, PROFILE, cases
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.runtime.exchange.selected_pairs import SelectedPairs
-from megatron_fssdp.runtime.exchange.token_exchange import plan_exchange
+from megatron_fssdp.planning.slots.slot_table import SlotTable
+from megatron_fssdp.runtime.layers.slot_pass import source_table
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
@@ -48,7 +48,7 @@ SIZES = ((64, 8), (64, 32), (256, 64))
 
 def counts() -> dict[str, CountedPasses]:
     """The largest counts of all ranks, by name of the case."""
-    return most_of(run_ranks(count_on_rank, RANKS, CASES, True, timeout_s=600))
+    return most_of(run_ranks(count_on_rank, RANKS, CASES, timeout_s=600))
 
 
 def counts_table(found: dict[str, CountedPasses]) -> Table:
@@ -106,12 +106,11 @@ def _decisions(num_experts: int, num_devices: int, repetitions: int) -> dict[str
     history = LoadHistory(1, num_devices, num_experts)
     history.append(before_DE)
     owners = LayerPlan.owners_only(context, each_micro_batch=True)
-    selected = SelectedPairs.of(_routing_map(counts_DE[0]))
     plan = _strategy("fssdp").before_gate(context, history)
 
     def dispatch(policy: DispatchPolicy) -> None:
-        dispatches = replace(plan, dispatch_policy=policy).dispatch(counts_DE[None], topology)
-        plan_exchange(selected, dispatches, plan.placement, 0)
+        slots = SlotTable.of(plan.placement, 2)
+        source_table(replace(plan, dispatch_policy=policy), slots, topology, 0, counts_DE)
 
     # Every call gets a new strategy, because Pro-Prophet's keeps its plans.
     calls: dict[str, Callable[[], object]] = {
@@ -127,7 +126,7 @@ def _decisions(num_experts: int, num_devices: int, repetitions: int) -> dict[str
         for name in ("fastermoe", "quota")
     }
     calls |= {
-        f"dispatch a micro-batch: {policy} (after the gate)": partial(dispatch, policy)
+        f"share table of a plan: {policy} (in the forward pass before)": partial(dispatch, policy)
         for policy in get_args(DispatchPolicy)
     }
     return {name: _median_ms(call, repetitions) for name, call in calls.items()}
@@ -135,12 +134,6 @@ def _decisions(num_experts: int, num_devices: int, repetitions: int) -> dict[str
 
 def _strategy(name: str) -> Strategy:
     return build_strategy(name, STRATEGIES[name].settings.model_validate({"slots": 2}))
-
-
-def _routing_map(load_E: np.ndarray) -> torch.Tensor:
-    """A routing map bool ``[T, E]`` with these loads."""
-    routing_TE = np.arange(max(TOKENS_PER_DEVICE, int(load_E.max())))[:, None] < load_E
-    return torch.from_numpy(routing_TE)
 
 
 def _median_ms(call: Callable[[], object], repetitions: int) -> float:

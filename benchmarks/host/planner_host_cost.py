@@ -29,10 +29,9 @@ SIZES = [(64, 32), (256, 64), (512, 1024)]
 SLOTS = 2
 
 
-def rows(dispatch: TokenDispatch, placement: ExpertPlacement, device: int = 1) -> None:
-    """Make what one rank sends and receives."""
+def rows(dispatch: TokenDispatch, device: int = 1) -> None:
+    """Make what one rank sends."""
     dispatch.rows_from(device)
-    dispatch.received_by(device, placement.experts_on_G(device))
 
 
 def calls_of(num_experts: int, num_devices: int) -> dict[str, Callable[[], object]]:
@@ -60,9 +59,7 @@ def calls_of(num_experts: int, num_devices: int) -> dict[str, Callable[[], objec
 
     def quota() -> None:
         tokens_ED = quota_assignment(owner_E, counts_DE, topology, slots=SLOTS)
-        present_ED = tokens_ED > 0
-        present_ED[np.arange(num_experts), owner_E] = True
-        rows(quota_dispatch(tokens_ED, counts_DE, topology), ExpertPlacement(owner_E, present_ED))
+        rows(quota_dispatch(tokens_ED, counts_DE, topology))
 
     def transfer_of_new_placement() -> None:
         plan = two_level_transfer(ExpertPlacement(placement.owner_E, placement.present_ED), topology)
@@ -71,10 +68,8 @@ def calls_of(num_experts: int, num_devices: int) -> dict[str, Callable[[], objec
     return {
         "Pro-Prophet's plan": lambda: plan_layers(owner_E, counts_DE, prophet, [0], slots=SLOTS),
         "quota: plan and rows": quota,
-        "balanced dispatch: plan and rows": lambda: rows(
-            plan_dispatch("balanced", counts_DE, placement, topology), placement
-        ),
-        "even dispatch: rows": lambda: rows(even, placement),
+        "exact dispatch (on the host): plan": lambda: plan_dispatch("exact", counts_DE, placement, topology),
+        "even dispatch: rows": lambda: rows(even),
         "even dispatch: traffic": lambda: dispatch_traffic("even", counts_DE, placement, topology),
         "transfer plan and its traffic": transfer_of_new_placement,
         "traffic of a known transfer plan": partial(transfer_traffic, transfer, topology),

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_fssdp.runtime.replicas.materialization import in_backward
+from megatron_fssdp.runtime.slots.autograd_points import in_backward
 from megatron_fssdp.testing.virtual_cuda import EventKind, VirtualDevice
 
 EXPERTS, PLANNED_AHEAD, PLANNED_AFTER_GATE = "experts", "planned ahead", "planned after the gate"

@@ -79,11 +79,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--loopback", action="store_true", help="no namespaces and no limit of the links' rate")
     add("--profile", action="store_true", help="instead: measure the nodes' links and write cluster.yaml")
     add(
-        "--schedules",
-        metavar="N_MP,N_ESP",
-        help="instead: measure Parm's schedules over a grid of shapes",
-    )
-    add(
         "--transfers", metavar="MIB,MIB", help="instead: measure SparseAllGather of one expert of these sizes"
     )
     return parser
@@ -106,8 +101,6 @@ def run(options: argparse.Namespace) -> int:
         payload = payload_bytes_per_s(nodes.rate_bits_per_s)
         if options.transfers:
             _run_transfers(options, nodes, payload)
-        elif options.schedules:
-            _run_schedules(options, nodes)
         elif options.profile:
             _run_profile(options, nodes)
         else:
@@ -150,50 +143,6 @@ def _run_transfers(options: argparse.Namespace, nodes: Any, payload: float) -> N
         namespaces=not options.loopback,
     )[0]
     _write(options, "transfers", {"host": facts, "rows": rows}, transfer_table(rows))
-
-
-def _run_schedules(options: argparse.Namespace, nodes: Any) -> None:
-    import psutil
-
-    from benchmarks.testbed.nodes.processes import run_on_nodes
-    from benchmarks.testbed.report import cpu_shares, host_facts
-    from benchmarks.testbed.schedule_bench import GRID, Plan, measure_schedule_grid, schedule_table
-
-    facts = host_facts()
-    n_mp, n_esp = (int(size) for size in options.schedules.split(","))
-    world_size = options.nodes * options.ranks_per_node
-    if n_mp < 2 or n_esp < 1 or world_size % n_mp or world_size % n_esp:
-        raise ValueError(
-            f"--schedules: got {options.schedules}, wanted N_MP (2 or more) and N_ESP, both divisors of the "
-            f"{world_size} ranks, for example 2,2"
-        )
-    plan = Plan(
-        n_mp,
-        n_esp,
-        options.nodes,
-        tuple(GRID),
-        options.experts,
-        options.gflops * 1e9,
-        options.repetitions,
-        options.warm_up,
-        options.seed,
-    )
-    before = psutil.cpu_times()
-    found = run_on_nodes(
-        measure_schedule_grid, nodes, options.ranks_per_node, plan, namespaces=not options.loopback
-    )[0]
-    shares = cpu_shares(before, psutil.cpu_times())
-    given = {key: str(value) for key, value in vars(options).items()}
-    _write(
-        options,
-        "schedules",
-        {"host": facts, "cpu_shares": shares, "options": given, **found},
-        schedule_table(found),
-    )
-    print(
-        f"[testbed] cores while measuring: {shares['idle']:.0%} idle, {shares['steal']:.0%} taken by other "
-        "machines"
-    )
 
 
 def _run_profile(options: argparse.Namespace, nodes: Any) -> None:

@@ -57,9 +57,8 @@ def compare(
             parameters = make_parameters(size, owned)
             stack = make_stack(variant, size, groups, parameters, None, Timeline(), profile)
             for iteration in range(_ITERATIONS):
-                counts_LDE = counts_LIDE[:, iteration]
-                inputs = IterationInput.draw(counts_LDE[:, rank], size, (seed, number, iteration, rank))
-                result = stack.run(inputs, counts_LDE)
+                counts_LE = counts_LIDE[:, iteration, rank]
+                result = stack.run(IterationInput.draw(counts_LE, size, (seed, number, iteration, rank)))
                 found = [result.output, result.hidden_gradient, *stack.gradients()]
                 if variant is plain:
                     reference[workload, iteration] = found

@@ -14,8 +14,8 @@ import torch
 from megatron_fssdp.collectives.sparse.slot_exchange import exchange_slots
 from megatron_fssdp.planning.placement.owner_map import OwnerMap, SlotMove
 from megatron_fssdp.planning.placement.resident_map import ResidentMap
-from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
+from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 from megatron_fssdp.strategies.strategy import Strategy
 
 MOMENTS = 2

@@ -1,24 +1,28 @@
-"""A stack of MoE layers with forced routing; subclasses in ``stack_variants.py`` implement the layers.
+"""A stack of MoE layers with forced routing under Megatron's dispatcher alone, the variant ``none``.
 
-Shape letters: T tokens of this rank, M model dim, F ffn dim, E experts, D devices, L layers.
+The stack under a strategy is :class:`~benchmarks.testbed.slot_stack.SlotStack`.
+
+Shape letters: T tokens of this rank, M model dim, F ffn dim, E experts, D devices, L layers, P slots of a
+device, W slots of all devices, R rows that a rank receives.
 """
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
 from benchmarks.testbed.pacing import Timeline, paced, paced_experts
 from benchmarks.testbed.stack_inputs import IterationInput, Pace, StackSize
-from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.execution.layer_load import LayerLoad
+from megatron_fssdp.collectives.gathered_counts import gather_counts
 from megatron_fssdp.runtime.experts.expert_activation import ExpertActivation
-from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights, ParametersByExpert
+from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters, ExpertWeights, ParametersByExpert
 from megatron_fssdp.runtime.experts.grouped_ffn import grouped_ffn
+from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 
 _ACTIVATION = ExpertActivation(functional.gelu)
 
@@ -31,8 +35,11 @@ class IterationResult:
         output: Output of the stack, ``[T, M]``.
         hidden_gradient: Gradient of the input, ``[T, M]``.
         seconds: Seconds from the start of the forward pass to the arrival of the last gradient at its owner.
+        cpu_s: Seconds of a core that the thread of the passes used in this time. The backward pass of tensors
+            on CPUs runs in the same thread.
+        pairs_LDD: Pairs of a token and an expert that each device sent to each device in the forward pass,
+            int64 ``[L, D, D]``.
         loads: Loads of every layer, with bytes and times of transfers. Empty under Megatron's dispatcher.
-        pairs_LDD: Assignments that each device sent to each device in the forward pass, ``[L, D, D]``.
         spag_inter_node_bytes: Bytes of SparseAllGather between nodes, over all layers.
         replica_bytes: Largest memory of replicas on this rank: the parameters of all layers and the gradients
             of one layer.
@@ -42,8 +49,9 @@ class IterationResult:
     output: torch.Tensor
     hidden_gradient: torch.Tensor
     seconds: float
-    loads: list[LayerLoad]
-    pairs_LDD: np.ndarray
+    cpu_s: float
+    pairs_LDD: torch.Tensor
+    loads: list[LayerLoad] = field(default_factory=list)
     spag_inter_node_bytes: int = 0
     replica_bytes: int = 0
     transfers: list[tuple[str, float, float]] = field(default_factory=list)
@@ -65,7 +73,7 @@ def make_parameters(size: StackSize, owned: Sequence[int]) -> list[ParametersByE
 
 
 class LayerStack:
-    """Alternating attention and MoE layers, with residuals. Subclasses implement the MoE layers.
+    """Alternating attention and MoE layers, with residuals.
 
     Args:
         size: Sizes of the stack.
@@ -83,43 +91,54 @@ class LayerStack:
         pace: Pace | None,
         timeline: Timeline,
     ) -> None:
+        # Imported here, because the caller must first decide about Megatron's CPU runtime.
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
         self.size, self.groups, self.parameters = size, groups, parameters
         self.pace, self.timeline = pace, timeline
+        self._collection = ProcessGroupCollection()
+        self._collection.ep = self._collection.tp_ep = groups.expert_parallel
+        alone = [[rank] for rank in range(groups.num_devices)]
+        self._collection.expt_tp, _ = dist.new_subgroups_by_enumeration(alone)
+        self._plain = self._dispatcher(MoEAlltoAllTokenDispatcher, size.num_experts // groups.num_devices)
+        self._pairs: list[torch.Tensor] = []
 
-    def run(self, inputs: IterationInput, counts_LDE: np.ndarray) -> IterationResult:
+    def run(self, inputs: IterationInput) -> IterationResult:
         """Run one iteration: forward pass, backward pass, and gradients at their owners.
 
         Args:
             inputs: Input of this rank.
-            counts_LDE: int64 ``[L, D, E]``. Assignments of all devices, used only for reports.
         """
         probs = [layer.probs.clone().requires_grad_() for layer in inputs.layers]
         leaf = inputs.hidden.clone().requires_grad_()
+        self._pairs.clear()
         dist.barrier()
-        begin_s = time.perf_counter()
+        begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
         self._begin()
         for of_layer in self.parameters:
             for parameter in (tensor for tensors in of_layer.values() for tensor in tensors):
                 parameter.grad = None
-        hidden = leaf
+        hidden = self._enter(leaf)
         for number, layer in enumerate(inputs.layers):
-            start = self._launch(number, hidden)
-            attended = self._attention(number, start)
-            hidden = start + self._moe(number, attended, layer.routing_map, probs[number])
+            attended = self._attention(number, hidden)
+            hidden = hidden + self._moe(number, attended, layer.routing_map, probs[number])
         forward_end_s = time.perf_counter()
         replica_bytes = self._replica_bytes()
         hidden.backward(inputs.gradient)
         self._finish()
-        end_s = time.perf_counter()
+        end_s, cpu_s = time.perf_counter(), time.thread_time() - begin_cpu_s
         self.timeline.spans += [
             ("forward pass", begin_s, forward_end_s),
             ("backward pass", forward_end_s, end_s),
         ]
         assert leaf.grad is not None
-        result = IterationResult(
-            hidden.detach(), leaf.grad, end_s - begin_s, [], np.empty(0), replica_bytes=replica_bytes
-        )
-        self._report(result, counts_LDE)
+        num_devices = self.groups.num_devices
+        gathered = gather_counts(torch.cat(self._pairs), self.groups.expert_parallel)
+        pairs_LDD = gathered.view(num_devices, -1, num_devices).transpose(0, 1)
+        result = IterationResult(hidden.detach(), leaf.grad, end_s - begin_s, cpu_s, pairs_LDD)
+        result.replica_bytes = replica_bytes
+        self._report(result)
         return result
 
     def gradients(self) -> list[torch.Tensor]:
@@ -135,9 +154,32 @@ class LayerStack:
             found.append(all_E)
         return found
 
-    def _owned(self) -> Sequence[ParametersByExpert]:
-        """Return the parameters of the experts that this rank owns, for each layer."""
-        return self.parameters
+    def _dispatcher(self, kind: type, num_slots: int, **options: Any) -> Any:
+        """One of Megatron's dispatchers, or one with its interface.
+
+        Args:
+            kind: Class of the dispatcher.
+            num_slots: Experts, or slots, of each device; P.
+            options: Further arguments of the class.
+        """
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        devices = self.groups.num_devices
+        config = TransformerConfig(
+            num_layers=self.size.num_layers,
+            hidden_size=self.size.hidden_size,
+            num_attention_heads=1,
+            num_moe_experts=num_slots * devices,
+            moe_router_topk=self.size.top_k,
+            moe_ffn_hidden_size=self.size.ffn_size,
+            expert_model_parallel_size=devices,
+            moe_token_dispatcher_type="alltoall",
+            use_cpu_initialization=True,
+            gradient_accumulation_fusion=False,
+            add_bias_linear=False,
+        )
+        first = self.groups.device * num_slots
+        return kind(num_slots, list(range(first, first + num_slots)), config, self._collection, **options)
 
     def _attention(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
         if self.pace is None:
@@ -145,31 +187,67 @@ class LayerStack:
         seconds = self.pace.attention_s * len(hidden) / self.size.tokens_per_rank
         return paced(hidden, seconds, self.timeline, f"attention {number + 1}")
 
+    def _moe(
+        self, number: int, hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> torch.Tensor:
+        dispatcher = self._plain
+        self._count(routing_map)
+        rows, row_probs = dispatcher.dispatch_preprocess(hidden.unsqueeze(1), routing_map, probs)
+        rows, row_probs = dispatcher.token_dispatch(rows, row_probs)
+        rows, rows_P, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
+        rows = self._experts(number, list(self.parameters[number].values()), rows, rows_P, row_probs)
+        rows = dispatcher.token_combine(dispatcher.combine_preprocess(rows))
+        output: torch.Tensor = dispatcher.combine_postprocess(rows)
+        return output.view_as(hidden)
+
     def _experts(
         self,
         number: int,
+        parameters_U: Sequence[ExpertParameters | None],
         rows: torch.Tensor,
+        rows_P: torch.Tensor,
         probs: torch.Tensor,
-        rows_per_expert: Sequence[int],
-        experts: Sequence[ExpertWeights],
+        *,
+        only_with_rows: bool = False,
     ) -> torch.Tensor:
+        """Compute the experts of the slots on their rows; empty slots cost nothing.
+
+        Args:
+            number: Number of the layer, from 0.
+            parameters_U: Parameters of each slot; ``None`` for an empty one.
+            rows: Rows sorted by slot, ``[R, M]``.
+            rows_P: Number of rows of each slot, ``[P]``.
+            probs: Probability of each row, ``[R]``.
+            only_with_rows: Whether experts without rows get no gradients, as in a step of several.
+        """
+        used = [
+            (ExpertWeights.from_tensors(one), num_rows)
+            for one, num_rows in zip(parameters_U, rows_P.tolist(), strict=True)
+            if one is not None and (num_rows or not only_with_rows)
+        ]
+        experts, num_rows_P = [weights for weights, _ in used], [num_rows for _, num_rows in used]
         if self.pace is None:
-            return grouped_ffn(rows, probs, rows_per_expert, experts, _ACTIVATION)
+            return grouped_ffn(rows, probs, num_rows_P, experts, _ACTIVATION)
         tensors = [tensor for expert in experts for tensor in expert.tensors()]
         seconds = len(rows) * self.size.flops_per_token / self.pace.expert_flops_per_s
         return paced_experts(rows, probs, tensors, seconds, self.timeline, f"experts {number + 1}")
 
+    def _count(self, slot_map: torch.Tensor) -> None:
+        """Keep how many pairs go to each device, from a routing map of experts or slots, ``[T, W]``."""
+        self._pairs.append(slot_map.view(len(slot_map), self.groups.num_devices, -1).sum((0, 2)))
+
+    # What a strategy adds.
+
+    def _owned(self) -> Sequence[ParametersByExpert]:
+        """Return the parameters of the experts that this rank owns, for each layer."""
+        return self.parameters
+
     def _begin(self) -> None:
         """Mark the start of an iteration."""
 
-    def _launch(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Start the transfers of a layer. The stack calls this where the layer begins."""
+    def _enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Mark the start of the forward pass."""
         return hidden
-
-    def _moe(
-        self, number: int, hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
-    ) -> torch.Tensor:
-        raise NotImplementedError
 
     def _replica_bytes(self) -> int:
         return 0
@@ -177,5 +255,5 @@ class LayerStack:
     def _finish(self) -> None:
         """Finish the transfers of an iteration. The stack calls this after the backward pass."""
 
-    def _report(self, result: IterationResult, counts_LDE: np.ndarray) -> None:
-        raise NotImplementedError
+    def _report(self, result: IterationResult) -> None:
+        """Add what the strategy did to the result of an iteration."""

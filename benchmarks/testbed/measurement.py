@@ -4,7 +4,7 @@ Shape letters: L layers, I iterations, D devices, E experts.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -13,14 +13,14 @@ import torch.distributed as dist
 from benchmarks.testbed.layer_stack import IterationResult, LayerStack, make_parameters
 from benchmarks.testbed.nodes.links import INTERFACE, sent_and_received_bytes
 from benchmarks.testbed.pacing import Timeline
+from benchmarks.testbed.slot_stack import SlotStack
 from benchmarks.testbed.stack_inputs import IterationInput, Pace, StackSize
-from benchmarks.testbed.stack_variants import MegatronStack, RuntimeStack
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.reporting.chrome_trace import TraceSpan
-from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.strategies.registry import build_strategy
 
 
@@ -49,10 +49,11 @@ class Sample:
         repetition: Number of the repetition, from 0. Warm-ups have no number.
         iteration: Index of the iteration in the workload, from 0, warm-ups included.
         seconds: Seconds of the slowest rank.
+        cpu_s: Seconds of a core that the thread of a rank's passes used, averaged over ranks.
         transfer_s: Seconds of spAG and of spRS on the transfer lanes, summed over ranks and layers.
         exposed_s: The part of ``transfer_s`` in which the rank's compute waited.
         dispatch_bytes: Bytes of hidden states in the four all-to-alls, between nodes and inside nodes, from
-            the plans.
+            the routing of the forward pass.
         transfer_bytes: Bytes of spAG and spRS together, between nodes and inside nodes, from the plans.
         node_bytes: Largest number of bytes that one node's interface sent or received, headers included. 0
             without namespaces.
@@ -65,6 +66,7 @@ class Sample:
     repetition: int
     iteration: int
     seconds: float
+    cpu_s: float
     transfer_s: tuple[float, float]
     exposed_s: tuple[float, float]
     dispatch_bytes: tuple[int, int]
@@ -152,7 +154,7 @@ def measure(plan: Plan) -> RankReport:
             timeline.spans.clear()
             dist.barrier()
             before = sent_and_received_bytes(INTERFACE) if plan.namespaces else (0, 0)
-            result = cell.stack.run(inputs, counts_LDE)
+            result = cell.stack.run(inputs)
             after = sent_and_received_bytes(INTERFACE) if plan.namespaces else (0, 0)
             moved = max(after[0] - before[0], after[1] - before[1])
             sample = _sample(plan, groups.topology, name, round_number, cell.num_done, result, moved)
@@ -186,10 +188,9 @@ def make_stack(
 ) -> LayerStack:
     """Make the layer stack of a variant. Several stacks can share parameters."""
     if variant.settings is None:
-        return MegatronStack(size, groups, parameters, pace, timeline)
+        return LayerStack(size, groups, parameters, pace, timeline)
     strategy = build_strategy(variant.strategy, variant.settings)
-    groups = replace(groups, ring=strategy.ring(groups.device, groups.topology))
-    return RuntimeStack(size, groups, parameters, pace, timeline, strategy=strategy, profile=profile)
+    return SlotStack(size, groups, parameters, pace, timeline, strategy=strategy, profile=profile)
 
 
 def _sample(
@@ -206,16 +207,16 @@ def _sample(
         sum(getattr(load, key) for load in loads)
         for key in ("spag_s", "sprs_s", "spag_exposed_s", "sprs_exposed_s")
     ]
-    summed = torch.tensor(times_s, dtype=torch.float64)
+    summed = torch.tensor([*times_s, result.cpu_s], dtype=torch.float64)
     most = torch.tensor([result.seconds, moved_bytes, result.replica_bytes], dtype=torch.float64)
     dist.all_reduce(summed)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     node_D = topology.node_of_device_D
     crosses_DD = node_D[:, None] != node_D[None, :]
     inside_DD = ~crosses_DD & ~np.eye(len(node_D), dtype=bool)
-    pairs_DD = result.pairs_LDD.sum(axis=0)
+    pairs_DD = result.pairs_LDD.sum(0).numpy()
     per_pair = 4 * plan.size.token_bytes
-    spag, sprs, spag_exposed, sprs_exposed = summed.tolist()
+    spag, sprs, spag_exposed, sprs_exposed, cpu_s = summed.tolist()
     # spAG and spRS are transposes of each other, and both use the data type of the experts.
     all_transferred = sum(load.spag_bytes + load.sprs_bytes for load in loads)
     between = 2 * result.spag_inter_node_bytes
@@ -225,6 +226,7 @@ def _sample(
         round_number - plan.warm_up,
         iteration,
         float(most[0]),
+        cpu_s / len(node_D),
         (spag, sprs),
         (spag_exposed, sprs_exposed),
         (int(pairs_DD[crosses_DD].sum()) * per_pair, int(pairs_DD[inside_DD].sum()) * per_pair),

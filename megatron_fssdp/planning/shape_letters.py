@@ -16,7 +16,7 @@ SHAPE_LETTERS = {
     "G": "experts present on a device",
     "H": "selected experts of a layer",
     "I": "iterations",
-    "J": "columns of a table of experts",
+    "J": "rows of a share table",
     "K": "choices per token",
     "L": "MoE layers",
     "M": "model dimension",
@@ -27,11 +27,10 @@ SHAPE_LETTERS = {
     "R": "rows that a rank receives",
     "S": "ranks that send rows",
     "T": "tokens",
-    "U": "positions among an expert's holders",
+    "U": "slots of a device",
     "V": "model chunks of a pipeline stage",
     "W": "slots",
     "X": "expert-tensor-parallel peers",
     "Y": "tensor-parallel ranks",
-    "Z": "pairs of source and expert",
 }
 """Axis that each letter means. A row is one assignment: a token and one expert that it selected."""

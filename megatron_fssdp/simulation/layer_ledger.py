@@ -12,7 +12,6 @@ from megatron_fssdp.planning.cost.layer_traffic import (
     DispatchTraffic,
     TransferTraffic,
 )
-from megatron_fssdp.planning.dispatch.token_dispatch import LEVELLING_POLICIES
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
@@ -82,9 +81,9 @@ class LayerLedger:
         dispatch: Pairs on the busiest links in one direction of the dispatch.
         most_routed_IL: int64 ``[I, L]``. Pairs of the source device that routes the most.
         cross_node_IL: int64 ``[I, L]``. Pairs that are sent to another node.
-        gather: Experts that spAG materializes. spRS reduces the same ones unless a correction changes them.
+        gather: Experts that spAG materializes. spRS reduces them too, unless a plan after the gate differs.
         reduce: Experts whose gradients spRS reduces.
-        addition: Experts that a correction materializes after the gate.
+        addition: Experts that a plan after the gate adds.
         ahead_IL: bool ``[I, L]``. Whether spAG and spRS run beside the compute before the layer.
         rematerialize_IL: bool ``[I, L]``. Whether replicas are released between the passes.
         gather_early_IL: float64 ``[I, L]``. Share of spAG that runs at the same time as the experts of the
@@ -96,7 +95,7 @@ class LayerLedger:
             holders.
         in_steps_IL: bool ``[I, L]``. Whether the layer runs in the steps of the smart schedule.
         deduplicated_IL: bool ``[I, L]``. Whether tokens travel by the deduplicated exchange.
-        balanced_IL: bool ``[I, L]``. Whether tokens are split by balanced or unbound dispatch.
+        exact_IL: bool ``[I, L]``. Whether the device shares tokens out by exact counts.
         replicas_IL: int64 ``[I, L]``. Number of replicas on all devices together.
         most_replicas_IL: int64 ``[I, L]``. Number of replicas on the device that has the most.
         most_owned_IL: int64 ``[I, L]``. Number of experts of the layer on the device that owns the most.
@@ -123,7 +122,7 @@ class LayerLedger:
         self.most_replicas_IL, self.most_owned_IL = np.zeros((2, *shape), np.int64)
         self.ahead_IL, self.rematerialize_IL, self.each_pass_IL = np.zeros((3, *shape), bool)
         self.resident_IL, self.in_steps_IL, self.deduplicated_IL = np.zeros((3, *shape), bool)
-        self.balanced_IL = np.zeros(shape, bool)
+        self.exact_IL = np.zeros(shape, bool)
         self.gather_early_IL, self.reduce_late_IL = np.zeros((2, *shape))
         self.reshard = LinkColumns(self.num_iterations, 1)
         self.reshard_experts_I = np.zeros(self.num_iterations, np.int64)
@@ -149,7 +148,7 @@ class LayerLedger:
             dispatch: Traffic of the dispatch.
             gather: Traffic of spAG before the gate.
             reduce: Traffic of spRS.
-            addition: Traffic of the spAG that a correction adds after the gate.
+            addition: Traffic of the spAG that a plan after the gate adds.
         """
         self.tokens_ILD[iteration, layer] = dispatch.tokens_D
         self.most_routed_IL[iteration, layer] = counts_DE.sum(axis=1).max()
@@ -159,14 +158,14 @@ class LayerLedger:
         self.deduplicated_IL[iteration, layer] = plan.deduplicated
         placement = plan.placement
         self.most_owned_IL[iteration, layer] = placement.owned_per_device_D.max()
-        # A correction may drop all replicas, although their gather has started.
+        # A plan after the gate may have no replicas, although their gather has started.
         self.gather.put(iteration, layer, gather)
         if placement.num_replicas:
             self.reduce.put(iteration, layer, reduce)
             self.addition.put(iteration, layer, addition)
-            self.balanced_IL[iteration, layer] = plan.dispatch_policy in LEVELLING_POLICIES
             self.replicas_IL[iteration, layer] = placement.num_replicas
             self.most_replicas_IL[iteration, layer] = placement.replicas_per_device_D.max()
+        self.exact_IL[iteration, layer] = plan.shares_exactly
         self.ahead_IL[iteration, layer] = plan.gather_ahead
         self.rematerialize_IL[iteration, layer] = plan.rematerialize
         self.each_pass_IL[iteration, layer] = plan.each_micro_batch

@@ -9,8 +9,13 @@ import numpy as np
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
-from megatron_fssdp.planning.cost.host_seconds import HostWork, balanced_dispatch_s
-from megatron_fssdp.planning.cost.layer_seconds import exchange_times, expert_seconds, transfer_times
+from megatron_fssdp.planning.cost.host_seconds import HostWork
+from megatron_fssdp.planning.cost.layer_seconds import (
+    exchange_times,
+    expert_seconds,
+    shares_seconds,
+    transfer_times,
+)
 from megatron_fssdp.planning.cost.link_seconds import ClusterLinks, LinkTimes
 from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
@@ -49,7 +54,8 @@ class LayerTimes:
         host: HostWork = NO_HOST_WORK,
     ) -> None:
         self._ledger, self._cluster, self._job = ledger, cluster, job
-        self._counts_s = links.gather_counts_s(ledger.topology, job.num_experts)
+        counts_s = links.gather_counts_s(ledger.topology, job.num_experts)
+        counts_IL = counts_s + ledger.exact_IL * shares_seconds(counts_s)
         dispatch, combine = exchange_times(
             links.all_to_all,
             ledger.dispatch.busiest(),
@@ -90,15 +96,12 @@ class LayerTimes:
         # Split transfers cannot be combined with the smart schedule.
         splits = steps is None
         each_pass_s = host.dispatch_s + host.after_gate_s * ledger.each_pass_IL
-        if host != NO_HOST_WORK:
-            balancing_s = balanced_dispatch_s(job.num_experts, ledger.topology.num_devices)
-            each_pass_s = each_pass_s + balancing_s * ledger.balanced_IL
         first_pass_s = host.after_gate_s * ~ledger.each_pass_IL
         self._layers = [
             LayerSeconds(
                 before_layer_s=job.before_layer_flops_L[layer] * s_per_flop_IL[:, layer],
                 before_gate_s=job.before_gate_flops_L[layer] * s_per_flop_IL[:, layer],
-                counts_s=self._counts_s,
+                counts_s=counts_IL[:, layer],
                 dispatch=_of_layer(dispatch, layer),
                 combine=_of_layer(combine, layer),
                 experts_s=experts_s[:, layer],

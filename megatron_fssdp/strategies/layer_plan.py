@@ -3,6 +3,7 @@
 Shape letters: D devices, E experts, X expert-tensor-parallel peers.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -129,6 +130,36 @@ class LayerPlan:
         """Whether a part of the transfers runs beside the experts of the layer before, if there is one."""
         return self.gather_ahead and self.life is ReplicaLife.ITERATION and self.split != WHOLE
 
+    @property
+    def needs_counts(self) -> bool:
+        """Whether the host needs counts to share an expert's tokens out among its holders."""
+        return self.tokens_ED is not None
+
+    @property
+    def shares_exactly(self) -> bool:
+        """Whether the device shares tokens out by the exact counts of every micro-batch."""
+        is_exact = self.dispatch_policy == "exact" and self.tokens_ED is None
+        return is_exact and self.placement.num_replicas > 0
+
+    def digest(self) -> bytes:
+        """A 16-byte hash of everything that decides where tokens and weights go, equal for equal plans."""
+        digest = hashlib.blake2b(self.placement.digest(), digest_size=16)
+        digest.update(self.transfer.table.tobytes())
+        digest.update(b"" if self.tokens_ED is None else self.tokens_ED.astype("<i8").tobytes())
+        ways = (
+            self.gather_ahead,
+            self.rematerialize,
+            self.dispatch_policy,
+            self.each_micro_batch,
+            float(self.split.gather),
+            float(self.split.reduce),
+            self.resident,
+            self.in_steps,
+            self.deduplicated,
+        )
+        digest.update(repr(ways).encode())
+        return digest.digest()
+
     @classmethod
     def owners_only(cls, context: LayerContext, *, each_micro_batch: bool = False) -> "LayerPlan":
         """A plan without replicas. The context keeps it for the next call.
@@ -142,12 +173,6 @@ class LayerPlan:
             transfer = TransferPlan(context.num_devices, ())
             plans[each_micro_batch] = cls(context.owners, transfer, each_micro_batch=each_micro_batch)
         return plans[each_micro_batch]
-
-    @property
-    def evenly_split(self) -> ExpertPlacement | None:
-        """The placement if a source's split of its tokens follows from its own counts; otherwise ``None``."""
-        is_even = self.dispatch_policy == "even" or not self.placement.num_replicas
-        return self.placement if is_even and self.tokens_ED is None and not self.each_micro_batch else None
 
     def dispatch(
         self, counts_XDE: Sequence[np.ndarray] | np.ndarray, topology: Topology

@@ -7,7 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_fssdp.planning.cost.layer_seconds import LayerPrice, LayerWork, counts_seconds, layer_seconds
+from megatron_fssdp.planning.cost.layer_seconds import (
+    LayerPrice,
+    LayerWork,
+    counts_seconds,
+    layer_seconds,
+    shares_seconds,
+)
 from megatron_fssdp.planning.cost.transfer_split import WHOLE
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
@@ -51,11 +57,14 @@ def plan_price(
         planned=planned.transfer,
         addition=addition,
     )
+    counts_s = counts_seconds(profile, topology, context.num_experts)
+    if plan.shares_exactly:
+        counts_s += shares_seconds(counts_s)
     return layer_seconds(
         replace(work, num_choices=0 if choices is None else choices.top_k),
         profile,
         plan.life,
-        counts_s=counts_seconds(profile, topology, context.num_experts),
+        counts_s=counts_s,
         num_micro_batches=num_micro_batches,
         hides=plan.gather_ahead,
         split=plan.split if plan.is_split else WHOLE,

@@ -30,17 +30,17 @@ class ExchangeSeconds:
     """Modelled seconds of a layer in an iteration under both exchanges.
 
     Attributes:
-        pairs_s: Seconds if a token travels once for each of its experts.
+        megatron_s: Seconds if a token travels once for each of its experts.
         deduplicated_s: Seconds if a token travels once to each node and device.
     """
 
-    pairs_s: float
+    megatron_s: float
     deduplicated_s: float
 
     @property
     def saves(self) -> bool:
         """Whether the deduplicated exchange saves enough to use it."""
-        return self.deduplicated_s < (1 - LEAST_GAIN) * self.pairs_s
+        return self.deduplicated_s < (1 - LEAST_GAIN) * self.megatron_s
 
 
 def exchange_seconds(context: LayerContext, history: LoadHistory, plan: LayerPlan) -> ExchangeSeconds | None:
@@ -55,11 +55,11 @@ def exchange_seconds(context: LayerContext, history: LoadHistory, plan: LayerPla
         return None
     counts_DE = np.rint(history.forecast_DE()).astype(np.int64)
     times = context.profile.num_micro_batches
-    pairs_s, deduplicated_s = (
+    megatron_s, deduplicated_s = (
         plan_seconds(plan, counts_DE, with_exchange(context, deduplicated), num_micro_batches=times)
         for deduplicated in (False, True)
     )
-    return ExchangeSeconds(pairs_s, deduplicated_s)
+    return ExchangeSeconds(megatron_s, deduplicated_s)
 
 
 def is_deduplicated(strategy: Strategy, context: LayerContext, history: LoadHistory, plan: LayerPlan) -> bool:

@@ -72,6 +72,11 @@ class Strategy[Settings: PlacementSettings](ABC):
         return True
 
     @property
+    def splits(self) -> bool:
+        """Whether plans may split transfers: a part then travels beside the experts of another layer."""
+        return False
+
+    @property
     def moves_owners(self) -> bool:
         """Whether experts may change owners. Default: whether the class overrides :meth:`reshards_at`."""
         return type(self).reshards_at is not Strategy.reshards_at
@@ -114,7 +119,7 @@ class Strategy[Settings: PlacementSettings](ABC):
     @property
     def exchange(self) -> ExchangeUse:
         """How tokens travel, from the settings."""
-        return self.settings.exchange if isinstance(self.settings, SteppedSettings) else "pairs"
+        return self.settings.exchange if isinstance(self.settings, SteppedSettings) else "megatron"
 
     def ring(self, device: int, topology: Topology) -> GroupRing | None:
         """Groups of ranks with which a device exchanges tokens step by step (smart schedule).
@@ -197,6 +202,17 @@ class Strategy[Settings: PlacementSettings](ABC):
             once they have arrived; those that it adds are gathered while the layer waits.
         """
         return plan
+
+    def asks_after_gate(self, layer: int) -> bool:
+        """Whether :meth:`after_gate` may change a plan, so that the host has to wait for the exact counts.
+
+        The default is True for strategies that override :meth:`after_gate`. Plans with ``each_micro_batch``
+        ask in any case.
+
+        Args:
+            layer: Megatron's layer number.
+        """
+        return type(self).after_gate is not Strategy.after_gate
 
     # Owners: asked of strategies that move owners.
 

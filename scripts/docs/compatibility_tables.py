@@ -2,7 +2,12 @@
 
 from collections.abc import Iterable
 
-from megatron_fssdp.megatron_adapter.support import capabilities, replaced_settings, supported_features
+from megatron_fssdp.megatron_adapter.support import (
+    capabilities,
+    dispatch_limits,
+    replaced_settings,
+    supported_features,
+)
 from megatron_fssdp.megatron_adapter.support.tested_versions import TESTED_VERSIONS
 
 
@@ -13,7 +18,7 @@ def tables() -> dict[str, str]:
         "versions": _table(("package", "tested range"), TESTED_VERSIONS.items(), code=True),
         "refused": _refusals(supported_features.REFUSALS),
         "resident": _refusals(supported_features.RESIDENT_REFUSALS),
-        "replaced": _replacements(replaced_settings.DISPATCH_REPLACEMENTS),
+        "combinations": _refusals(dispatch_limits.RULES),
         "replaced_checkpoints": _replacements(replaced_settings.CHECKPOINT_REPLACEMENTS),
         "seams": _table(
             ("in Megatron", "what the plugin does with it", "who needs it"),
@@ -22,7 +27,7 @@ def tables() -> dict[str, str]:
     }
 
 
-def _refusals(refusals: Iterable[supported_features.Refusal]) -> str:
+def _refusals(refusals: Iterable[supported_features.Refusal | dispatch_limits.Rule]) -> str:
     return _table(("refused", "what to do"), ((what, advice) for what, _, advice in refusals))
 
 

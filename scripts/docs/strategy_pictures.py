@@ -132,7 +132,9 @@ def case(name: str) -> Case:
     )
     plan = plans[ITERATIONS - 1, LAYER]
     (dispatch,) = plan.dispatch([counts_ILDE[-1, LAYER]], topology_of(cluster, job.num_devices))
-    tokens_DE = np.stack([dispatch.to_device(device).sum(axis=0) for device in range(job.num_devices)])
+    tokens_DE = np.zeros((job.num_devices, job.num_experts), np.int64)
+    for source in range(job.num_devices):
+        tokens_DE += dispatch.rows_from(source).table_ED(job.num_experts, job.num_devices).T
     return Case(name, plan, outcome, tokens_DE)
 
 

@@ -29,6 +29,7 @@ class _GroupedMatmul(torch.autograd.Function):
         fuses: bool,
         is_first_microbatch: bool | None,
         adds_bias: bool,
+        store: "WeightGradStore",
         *weights_and_biases: torch.Tensor,
     ) -> torch.Tensor:
         weights = weights_and_biases[: len(m_splits)]
@@ -36,7 +37,7 @@ class _GroupedMatmul(torch.autograd.Function):
         assert len(weights) == len(biases) == len(m_splits) > 0
         ctx.save_for_backward(x, *weights)
         ctx.m_splits, ctx.fuses, ctx.adds_bias = list(m_splits), fuses, adds_bias
-        ctx.accumulates = not is_first_microbatch
+        ctx.accumulates, ctx.store = not is_first_microbatch, store
         ctx.weight_refs = [weakref.ref(weight) for weight in weights] if fuses else []
         outputs = [part @ weight.t() for part, weight in zip(x.split(ctx.m_splits), weights, strict=True)]
         if adds_bias:
@@ -52,6 +53,9 @@ class _GroupedMatmul(torch.autograd.Function):
         for index, (part, rows, weight) in enumerate(parts):
             of_x.append(part @ weight)
             of_biases.append(part.sum(0) if ctx.adds_bias else None)
+            if ctx.store.delay_wgrad_compute():
+                of_weights.append(None)
+                continue
             of_weight: torch.Tensor | None = part.t() @ rows
             if ctx.fuses:
                 original = ctx.weight_refs[index]()
@@ -65,7 +69,20 @@ class _GroupedMatmul(torch.autograd.Function):
                     original.grad_added_to_main_grad = True
                     of_weight = torch.full_like(weight, torch.nan)
             of_weights.append(of_weight)
-        return torch.cat(of_x), None, None, None, None, *of_weights, *of_biases
+        if ctx.store.delay_wgrad_compute():
+            ctx.store.waiting.append((x.split(ctx.m_splits), gradient.split(ctx.m_splits)))
+        return torch.cat(of_x), None, None, None, None, None, *of_weights, *of_biases
+
+
+class WeightGradStore:
+    """Rows and gradients from which ``backward_dw`` computes the weights' gradients."""
+
+    def __init__(self, delays: bool = False) -> None:
+        self._delays = delays
+        self.waiting: list[Any] = []
+
+    def delay_wgrad_compute(self) -> bool:
+        return self._delays
 
 
 class GroupedLinear(torch.nn.Module):
@@ -88,6 +105,9 @@ class GroupedLinear(torch.nn.Module):
         self.num_gemms, self.shard_axis, self.groups = num_gemms, shard_axis, pg_collection
         self.use_bias, self.te_return_bias = bias, skip_bias_add and bias
         self.is_first_microbatch = True
+        self.wgrad_store = WeightGradStore(
+            config.delay_wgrad_compute or config.overlap_dispatch_backward_with_experts_wgrad
+        )
         self.disable_parameter_transpose_cache = config.disable_parameter_transpose_cache
         # Not config.gradient_accumulation_fusion: Megatron's dense layers refuse it on a CPU.
         self.fuse_wgrad_accumulation = fuses
@@ -111,10 +131,25 @@ class GroupedLinear(torch.nn.Module):
         biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
         adds_bias = self.use_bias and not self.te_return_bias
         output = _GroupedMatmul.apply(
-            x, m_splits, self.fuse_wgrad_accumulation, is_first, adds_bias, *weights, *biases
+            x,
+            m_splits,
+            self.fuse_wgrad_accumulation,
+            is_first,
+            adds_bias,
+            self.wgrad_store,
+            *weights,
+            *biases,
         )
         self.is_first_microbatch = False
         return output, biases if self.te_return_bias else None
+
+    def backward_dw(self) -> None:
+        for index, (rows, gradient) in enumerate(zip(*self.wgrad_store.waiting.pop(0), strict=True)):
+            weight, of_weight = getattr(self, f"weight{index}"), gradient.t() @ rows
+            if self.fuse_wgrad_accumulation:
+                weight.main_grad.add_(of_weight)
+            else:
+                weight.grad = of_weight
 
     def sharded_state_dict(self, prefix: str, sharded_offsets: Any, metadata: dict[str, Any]) -> Any:
         from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding

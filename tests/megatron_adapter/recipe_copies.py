@@ -24,13 +24,10 @@ class SmallCopy:
     Attributes:
         num_ranks: Number of ranks.
         arguments: Command line, without data and strategy.
-        dispatcher: The recipe's dispatcher. Stock Megatron trains with ``alltoall`` instead of ``flex``,
-            whose packages need a GPU.
     """
 
     num_ranks: int
     arguments: str
-    dispatcher: str
 
     @property
     def has_grouped_experts(self) -> bool:
@@ -60,14 +57,10 @@ def small_copy(recipe: Recipe) -> SmallCopy:
         "--global-batch-size": 2 * (per_stage // tensor) * (2 * pipeline),
     }
     flags |= _layers(recipe, pipeline) | _experts(recipe) | _attention(recipe)
-    dispatcher = flags.pop("--moe-token-dispatcher-type", "allgather")
-    backend = flags.pop("--moe-flex-dispatcher-backend", None)
     if tensor == 1:
         flags.pop("--sequence-parallel", None)
     return SmallCopy(
-        per_stage * pipeline,
-        f"{TINY} {' '.join(words_of(flags))} --train-iters {NUM_ITERATIONS}",
-        f"{dispatcher} --moe-flex-dispatcher-backend {backend}" if backend else dispatcher,
+        per_stage * pipeline, f"{TINY} {' '.join(words_of(flags))} --train-iters {NUM_ITERATIONS}"
     )
 
 

@@ -25,6 +25,7 @@ from megatron_fssdp.testing.parallel_state import MEGATRON_PRELOAD
 
 VARIABLE = "MEGATRON_LM_PATH"
 STRATEGY = "fssdp"
+FIXED_SLOTS = "slots=2 reshard_interval=0"
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 BEGIN, END = "<!-- recipes: begin -->", "<!-- recipes: end -->"
 
@@ -134,6 +135,11 @@ class Recipe:
     flags: Flags
 
     @property
+    def settings(self) -> str:
+        """Settings of the strategy, empty for the defaults; graphs of preprocessing need fixed slots."""
+        return FIXED_SLOTS if "moe_preprocess" in str(self.flags.get("--cuda-graph-modules")) else ""
+
+    @property
     def is_release(self) -> bool:
         """Whether Megatron-LM checks releases with it, at full size."""
         return "release" in self.name
@@ -210,9 +216,7 @@ def words_of(flags: Mapping[str, Any]) -> list[str]:
 
 def verdicts(found: Sequence[Recipe]) -> list[Verdict]:
     """Parse recipes with Megatron's parser and ask the strategy about their arguments, on a forked rank."""
-    (refusals,) = run_ranks(
-        _refusals, 1, [recipe.flags for recipe in found], preload=MEGATRON_PRELOAD, timeout_s=300
-    )
+    (refusals,) = run_ranks(_refusals, 1, list(found), preload=MEGATRON_PRELOAD, timeout_s=300)
     return [
         Verdict(
             refusal,
@@ -223,11 +227,11 @@ def verdicts(found: Sequence[Recipe]) -> list[Verdict]:
     ]
 
 
-def _refusals(rank: int, world_size: int, recipes_flags: list[Flags]) -> list[str | None]:
-    return [_refusal(flags) for flags in recipes_flags]
+def _refusals(rank: int, world_size: int, found: list[Recipe]) -> list[str | None]:
+    return [_refusal(recipe) for recipe in found]
 
 
-def _refusal(flags: Flags) -> str | None:
+def _refusal(recipe: Recipe) -> str | None:
     import argparse
 
     from megatron.training.arguments import add_megatron_arguments
@@ -240,7 +244,10 @@ def _refusal(flags: Flags) -> str | None:
 
     parser = add_strategy_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     # Scripts of other packages (ModelOpt, Flextron) have flags of their own.
-    args, _ = parser.parse_known_args([*words_of(flags), "--moe-strategy", STRATEGY])
+    words = [*words_of(recipe.flags), "--moe-strategy", STRATEGY]
+    for setting in recipe.settings.split():
+        words += ["--moe-strategy-set", setting]
+    args, _ = parser.parse_known_args(words)
     name, settings = resolve_arguments(args)
     session = StrategySession(name, settings)
     # The first refusal would hide the others.
@@ -279,7 +286,7 @@ def table(found: Sequence[Recipe], given: Sequence[Verdict]) -> str:
         f"{reasons or 'nothing'}."
     )
     rows = zip(found, given, strict=True)
-    lines = [f"| `{recipe.name}` | {_cell(verdict)} |" for recipe, verdict in rows]
+    lines = [f"| `{recipe.name}` | {_cell(recipe, verdict)} |" for recipe, verdict in rows]
     head = [
         BEGIN,
         "",
@@ -291,14 +298,15 @@ def table(found: Sequence[Recipe], given: Sequence[Verdict]) -> str:
     return "\n".join([*head, *lines, "", END])
 
 
-def _cell(verdict: Verdict) -> str:
+def _cell(recipe: Recipe, verdict: Verdict) -> str:
     if verdict.refusal is not None:
         return f"refused: {verdict.refusal}"
+    accepted = f"accepted with `{recipe.settings}`" if recipe.settings else "accepted"
     if verdict.obstacle is not None:
-        return f"accepted, a CPU cannot run it: {verdict.obstacle}"
-    if verdict.left_out:
-        return f"trains with equal losses, without {', '.join(verdict.left_out)}"
-    return "trains with equal losses"
+        return f"{accepted}, a CPU cannot run it: {verdict.obstacle}"
+    given = f" with `{recipe.settings}`" if recipe.settings else ""
+    without = f", without {', '.join(verdict.left_out)}" if verdict.left_out else ""
+    return f"trains with equal losses{given}{without}"
 
 
 def written_table(page: str) -> str:

@@ -1,8 +1,9 @@
 """Megatron-LM's own training recipes: the table of docs/compatibility.md is true.
 
 The tests need a Megatron-LM checkout (``MEGATRON_LM_PATH``), except for the first one. Training all small
-copies takes most of an hour on two cores. Grouped experts are Megatron's own; their linear layers are the
-stand-in for Transformer Engine's of ``grouped_linear.py``.
+copies takes most of an hour on two cores. Grouped experts and the flex dispatcher are Megatron's own, with
+stand-ins for the linear layers of Transformer Engine (``grouped_linear.py``) and for the kernels of DeepEP
+and HybridEP (``fused_dispatch.py``).
 """
 
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from . import recipe_copies, recipes
+from .fused_dispatch import install_fused_dispatch
 from .training.parity.test_grouped_experts import build_grouped_experts
 from .training.parity.test_strategy_parity import cheap_links
 from .training_run import TrainingRun, relative_difference, train_on_all_ranks
@@ -85,17 +87,11 @@ def test_a_small_copy_trains_with_stock_losses(
     for flag, package in (("muon", "emerging_optimizers"), ("instances 2", "einops")):
         if flag in copy.arguments and find_spec(package) is None:
             pytest.skip(f"Megatron needs {package} for this optimizer")
-    # Megatron's flex dispatcher needs packages and a GPU.
-    stock_dispatcher = copy.dispatcher if copy.dispatcher in ("alltoall", "allgather") else "alltoall"
-    stock = _train(copy, f"--moe-token-dispatcher-type {stock_dispatcher}", text_data)
+    stock = _train(copy, "", text_data)
     is_half = "--bf16" in copy.arguments or "--fp16" in copy.arguments
     for strategy, settings in STRATEGIES.items():
         chosen = " ".join(f"--moe-strategy-set {key}" for key in settings.split())
-        ours = _train(
-            copy,
-            f"--moe-token-dispatcher-type {copy.dispatcher} --moe-strategy {strategy} {chosen}",
-            text_data,
-        )
+        ours = _train(copy, f"--moe-strategy {strategy} {chosen}", text_data)
         difference = relative_difference(ours.losses, stock.losses)
         print(f"{name}: {strategy}: {difference:.1e}")
         assert difference <= TOLERANCE[is_half], strategy
@@ -111,5 +107,6 @@ def _train(copy: recipe_copies.SmallCopy, more: str, data: Path) -> TrainingRun:
 
 def _prepare(*, grouped: bool) -> None:
     cheap_links()
+    install_fused_dispatch()
     if grouped:
         build_grouped_experts(fuses=False)

@@ -1,33 +1,19 @@
-"""A combination of settings under which a layer is compared with the reference, and its inputs and results.
+"""A combination of settings under which layers are compared with the reference, and their inputs.
 
-Shape letters: T tokens of this rank, E experts, D devices.
+Shape letters: T tokens of all ranks, E experts, L layers, M model dimension.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from megatron_fssdp.runtime.experts.expert_activation import ExpertActivation
-
-from .reference_layer import BLOCK, CLAMP, OFFSET
+from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
+from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 
 MODEL_DIM, FFN_DIM = 5, 6
-
-
-ACTIVATIONS = {
-    "gelu": ExpertActivation(functional.gelu),
-    "relu": ExpertActivation(functional.relu),
-    "squared_relu": ExpertActivation(lambda x: functional.relu(x).square()),
-    "swiglu": ExpertActivation(functional.silu, gated=True),
-    "clamped_geglu": ExpertActivation(
-        lambda x: x * torch.sigmoid(1.702 * x), gated=True, clamp=CLAMP, linear_offset=OFFSET
-    ),
-    "interleaved_swiglu": ExpertActivation(functional.silu, gated=True, interleave=BLOCK),
-}
 
 
 @dataclass(frozen=True)
@@ -35,59 +21,62 @@ class LayerCase:
     """One combination to compare with the reference.
 
     Attributes:
-        name: Test id.
-        placement: "owners", "random", "everywhere", "nowhere_else" (random, but one rank holds
-            nothing at all), "replicas_only" (random, but one rank owns nothing and holds a
-            replica), or a strategy's name.
+        name: Name of the case.
+        life: How long the replicas live.
+        placement: "owners", "random", "everywhere", "nowhere_else" (random, but one device holds nothing at
+            all), "replicas_only" (random, but one device owns nothing and holds a replica), or the name of a
+            strategy with known costs.
         settings: Settings of the strategy, as (key, value) pairs.
+        num_layers: Layers, each of which adds to the hidden states.
         owners: Owner of each expert; Megatron's even owners by default.
-        routing: "skewed", "dropped" (some choices are missing, some tokens have none),
-            "one_expert", "one_device" (only experts of the last device) or "even".
+        moves: Whether each iteration begins with new, uneven owners.
+        routing: "skewed", "dropped" (some choices are missing, some tokens have none) or "one_expert".
         tokens: Tokens of each rank; some random small numbers by default.
-        schedule: Order of forwards and backwards of an iteration's micro-batches.
-        recompute: None, "reentrant", "non_reentrant", or "kept" (reentrant, and the exchange is kept).
-        transfers: "in_turn" (each pass gathers, and reduces before it ends), "once" (once an
-            iteration, in the background), "rematerialized" (each pass, in the background) or "each" (each
-            pass by a plan of its own, with quotas, beside the dispatch) or "each_in_turn"; or "resident"
-            (replicas have Parameters, gradients are summed among holders) or "resident_in_turn".
-        calibrated: Whether the placement changes when the counts are known.
-        group_size: Ranks of a group of the smart schedule; None exchanges with all at once.
-        changes: Whether random placements run only every second iteration in steps, from the second one on.
-        deduplicated: How tokens travel: "" (one row for each pair), "known" or "unknown" (deduplicated; the
-            largest number of experts of a token is known or not), or "by_price" (as the plan says; costs are
-            known, and rows are so large that the deduplicated exchange pays).
+        schedule: Order of forward and backward passes of an iteration's micro-batches; "E" is an evaluation
+            between iterations, after them.
+        recompute: None, "reentrant" or "non_reentrant".
+        overlaps: Whether transfers have a group of their own and may begin before the layer.
+        split: Shares of the transfers beside the experts of the layer before.
+        corrects: Whether replicas change when the counts of the first micro-batch are known.
+        driven: Whether a loop marks iterations.
+        repeats: Whether the loop breaks off the passes of each iteration and begins them again.
+        peers: Ranks that share each expert.
+        has_main_grad: Whether Parameters have a ``main_grad``, as under Megatron's DDP.
+        frozen: Which tensors of an expert are not trained.
+        late: Whether Parameters hold NaN until the runtime has waited for them.
         one_queue: Whether CUDA devices run all kernels in the order of their issue.
         inputs: Which of "hidden" and "probs" require a gradient.
-        device: Device of the layer and its inputs; "cuda" also on a virtual device.
-        sizes: Model dim and ffn dim.
+        device: Device of the layers and their inputs; "cuda" on a virtual device.
     """
 
     name: str
+    life: ReplicaLife = ReplicaLife.ITERATION
     placement: str = "random"
-    settings: tuple[tuple[str, int], ...] = ()
+    settings: tuple[tuple[str, object], ...] = ()
+    num_layers: int = 2
     num_experts: int = 8
     top_k: int = 2
     owners: tuple[int, ...] | None = None
-    activation: str = "swiglu"
-    biases: bool = False
-    probs_on_input: bool = False
-    num_nodes: int = 1
+    moves: bool = False
+    num_nodes: int = 2
     routing: str = "skewed"
     tokens: tuple[int, ...] | None = None
     num_iterations: int = 2
     schedule: str = "FB"
     recompute: str | None = None
-    transfers: str = "in_turn"
-    calibrated: bool = False
-    group_size: int | None = None
-    changes: bool = False
-    deduplicated: str = ""
+    overlaps: bool = True
+    split: TransferSplit = WHOLE
+    corrects: bool = False
+    driven: bool = True
+    repeats: bool = False
+    peers: int = 1
+    has_main_grad: bool = False
+    frozen: tuple[int, ...] = ()
+    late: bool = False
     one_queue: bool = False
     inputs: tuple[str, ...] = ("hidden", "probs")
-    driven: bool = True
     dtype: torch.dtype = torch.float64
     device: str = "cpu"
-    sizes: tuple[int, int] = (MODEL_DIM, FFN_DIM)
 
     @property
     def seed(self) -> int:
@@ -96,44 +85,20 @@ class LayerCase:
 
 
 @dataclass
-class CaseResult:
-    """The findings of one rank.
+class Inputs:
+    """One micro-batch of all ranks, in rank order; fp64 values that the case's dtype can hold.
 
     Attributes:
-        errors: Largest difference from the reference by quantity, relative to its largest value.
-        num_replicas: Replicas of each iteration's placement.
-        deduplicated: Whether each iteration's plan sends tokens once.
-        num_present: Experts present on this rank in each iteration.
-        digests: Digest of each iteration's placement.
-        values: The rank's tensors that were compared, in order; missing gradients are None.
+        hidden: ``[T, M]``.
+        probs_L: ``[T, E]`` for each layer.
+        map_L: Routing map, bool ``[T, E]``, for each layer.
+        cotangent: Gradient of the output, ``[T, M]``.
+        tokens: Tokens of each rank.
     """
 
-    errors: dict[str, float] = field(default_factory=dict)
-    num_replicas: list[int] = field(default_factory=list)
-    deduplicated: list[bool] = field(default_factory=list)
-    num_present: list[int] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)
-    values: list[Tensor | None] = field(default_factory=list)
-
-    def compare(self, what: str, got: Tensor | None, wanted: Tensor | None) -> None:
-        """Record a difference; missing gradients count as zeros."""
-        if wanted is None or not wanted.numel():
-            return
-        self.values.append(None if got is None else got.detach().cpu())
-        got = torch.zeros_like(wanted) if got is None else got.detach().cpu().to(wanted.dtype)
-        assert got.shape == wanted.shape, f"{what}: {tuple(got.shape)} instead of {tuple(wanted.shape)}"
-        scale = max(float(wanted.abs().max()), 1e-6)
-        error = float((got - wanted).abs().max()) / scale
-        self.errors[what] = max(self.errors.get(what, 0.0), error if error == error else float("inf"))
-
-
-@dataclass
-class Inputs:
-    """One micro-batch of all ranks, in rank order; fp64 values that the case's dtype can hold."""
-
     hidden: Tensor
-    probs: Tensor
-    routing_map: Tensor
+    probs_L: list[Tensor]
+    map_L: list[Tensor]
     cotangent: Tensor
     tokens: Sequence[int]
 
@@ -142,32 +107,24 @@ class Inputs:
         return torch.split(tensor, list(self.tokens))[rank]
 
 
-def draw_inputs(case: LayerCase, owner_E: np.ndarray, world_size: int, rng: np.random.Generator) -> Inputs:
+def draw_inputs(case: LayerCase, world_size: int, rng: np.random.Generator) -> Inputs:
     """Draw one micro-batch of all ranks, which is the same on every rank."""
     tokens = case.tokens or tuple(int(n) for n in rng.integers(3, 14, world_size))
     total, num_experts = sum(tokens), case.num_experts
-    sigma = 0.0 if case.routing == "even" else 1.5
-    score_TE = rng.normal(0, sigma, num_experts) + rng.gumbel(size=(total, num_experts))
-    if case.routing == "one_expert":
-        score_TE[:, rng.integers(num_experts)] += 1e3
-    if case.routing == "one_device":
-        score_TE[:, owner_E == owner_E.max()] += 1e3
-    chosen = np.argsort(-score_TE, axis=1)[:, : case.top_k]
-    routing = np.zeros((total, num_experts), dtype=bool)
-    np.put_along_axis(routing, chosen, True, axis=1)
-    if case.routing == "dropped":
-        routing &= rng.random(routing.shape) < 0.7
-        routing[rng.random(total) < 0.2] = False
 
     def values(*shape: int) -> Tensor:
         return torch.from_numpy(rng.normal(size=shape)).to(case.dtype).double()
 
-    probs = torch.from_numpy(rng.random((total, num_experts))).float().double()
-    return Inputs(
-        values(total, case.sizes[0]), probs, torch.from_numpy(routing), values(total, case.sizes[0]), tokens
-    )
-
-
-def placed(tensor: Tensor, case: LayerCase) -> Tensor:
-    """A copy with the data type and on the device of a case."""
-    return tensor.to(case.dtype).clone().to(case.device)
+    maps, probs = [], []
+    for _ in range(case.num_layers):
+        score_TE = rng.normal(0, 1.5, num_experts) + rng.gumbel(size=(total, num_experts))
+        if case.routing == "one_expert":
+            score_TE[:, rng.integers(num_experts)] += 1e3
+        routing = np.zeros((total, num_experts), dtype=bool)
+        np.put_along_axis(routing, np.argsort(-score_TE, axis=1)[:, : case.top_k], True, axis=1)
+        if case.routing == "dropped":
+            routing &= rng.random(routing.shape) < 0.7
+            routing[rng.random(total) < 0.2] = False
+        maps.append(torch.from_numpy(routing))
+        probs.append(torch.from_numpy(rng.random((total, num_experts))).float().double())
+    return Inputs(values(total, MODEL_DIM), probs, maps, values(total, MODEL_DIM), tokens)

@@ -3,25 +3,53 @@
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
-from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
+from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
+from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.strategies.strategy import Strategy
 
 
 def one_layer(
-    strategy: Strategy, num_experts: int, topology: Topology, rank: int
-) -> tuple[MoERuntime, LayerExecutor]:
-    """A measuring runtime over all ranks, and its layer."""
+    strategy: Strategy, num_experts: int, topology: Topology, rank: int, shape: tuple[int, int] = (2, 2)
+) -> tuple[MoERuntime, SlotLayer]:
+    """A measuring runtime over all ranks, and its layer.
+
+    Args:
+        strategy: Strategy of the layer.
+        num_experts: Number of experts.
+        topology: Nodes of the ranks.
+        rank: Number of this rank.
+        shape: Shape of each of an expert's two matrices.
+    """
     runtime = MoERuntime(strategy, measure=True)
     owner_E = even_owners(num_experts, topology.num_devices)
     parameters = {
-        int(e): [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
+        int(e): [torch.nn.Parameter(torch.ones(*shape)) for _ in range(2)]
         for e in np.flatnonzero(owner_E == rank)
     }
-    groups = ExpertGroups(dist.group.WORLD, topology)
+    groups = ExpertGroups(dist.group.WORLD, topology, dist.new_group())
     return runtime, runtime.add_layer(LayerContext(1, owner_E, topology), groups, parameters)
+
+
+def pass_without_experts(layer: SlotLayer, hidden: Tensor, probs: Tensor, routing_map: Tensor) -> Tensor:
+    """A layer's forward pass whose tokens stay where they are; its backward pass works as ever.
+
+    Args:
+        layer: The layer.
+        hidden: ``[T, M]``.
+        probs: ``[T, E]``.
+        routing_map: bool ``[T, E]``.
+    """
+    layer.launch(hidden)
+    layer.prepare(routing_map, training=True)
+    layer.remap(routing_map, probs)
+    rows = layer.enter_dispatch(hidden)
+    layer.rows_travel()
+    with layer.await_weights(rows):
+        rows = rows * 2
+    return layer.finish(layer.leave_experts(rows))

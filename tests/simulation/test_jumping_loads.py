@@ -1,32 +1,56 @@
-"""``fssdp`` is not behind ``quota`` where loads jump, with equal slots and without host time."""
+"""Where loads jump, plans before the gate come too late: ``quota`` is faster, and ``auto`` selects it."""
 
 import pytest
 
-from benchmarks.equal_memory import Case, compared
-from megatron_fssdp.planning.cost import host_seconds
-from megatron_fssdp.planning.native.kernel import KernelForm
-from megatron_fssdp.strategies.fssdp import corrected_plan
+from benchmarks.equal_memory import PAST, Case, compared, layer_job
+from megatron_fssdp.config.cluster_files import load_cluster
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
+from megatron_fssdp.simulation.job_loads import generated_loads
+from megatron_fssdp.simulation.simulator import simulate
+from megatron_fssdp.strategies.layer_plan import LayerPlan
+
+JUMPING = [
+    Case("lpwnv", "gpt-oss-120b", "W6"),
+    Case("parm-a", "mixtral-8x7b", "W6"),
+    Case("trevor", "mixtral-8x22b", "W6"),
+    Case("h200", "hecate-gpt-moe-s", "W7"),
+    Case("h200", "parm-bert-base", "W6"),
+]
 
 
-@pytest.fixture(autouse=True)
-def _host_times_of_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the times of plain kernels, corrections of layers of a few milliseconds would not pay."""
-    for module in (corrected_plan, host_seconds):
-        monkeypatch.setattr(module, "kernel_form", lambda: KernelForm(True))
+def name_of(case: Case) -> str:
+    return f"{case.cluster}-{case.model}-{case.workload}"
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("lpwnv", "gpt-oss-120b", "W6"),  # holders in the node of the hot experts' tokens are too few
-        Case("lpwnv", "gpt-oss-120b", "W1"),
-        Case("parm-a", "mixtral-8x7b", "W6"),  # each device computes its own tokens of the hot expert
-        Case("trevor", "mixtral-8x22b", "W6"),
-        Case("h200", "hecate-gpt-moe-s", "W7"),  # a search takes longer than it saves
-        Case("h200", "parm-bert-base", "W6"),
-    ],
-    ids=lambda case: f"{case.cluster}-{case.model}-{case.workload}",
-)
-def test_the_best_other_strategy_is_not_faster(case: Case) -> None:
+@pytest.mark.parametrize("case", JUMPING, ids=name_of)
+def test_quota_is_faster_where_loads_jump(case: Case) -> None:
     found = compared(case, slots=2, iterations=12, with_host=False)
+    assert found.best == "quota"
+    assert found.speed < 1
+
+
+@pytest.mark.parametrize("workload", ["W1", "W3", "lognormal-medium"])
+def test_the_best_other_strategy_is_not_faster_where_loads_last(workload: str) -> None:
+    found = compared(Case("lpwnv", "gpt-oss-120b", workload), slots=2, iterations=12, with_host=False)
     assert found.speed >= 0.99, f"{found.best} is faster"
+
+
+@pytest.mark.parametrize("case", [*JUMPING[1:3], Case("parm-a", "mixtral-8x7b", "W7")], ids=name_of)
+def test_auto_selects_quota_where_loads_jump(case: Case) -> None:
+    """If it compares as many iterations as there are from one jump to the next."""
+    job, cluster = layer_job(case.model, case.cluster), load_cluster(case.cluster)
+    cluster = cluster.model_copy(update={"memory_bytes": None})
+    counts_ILDE = generated_loads(case.workload, job, PAST + 12)
+    slots = {name: {"slots": 2} for name in ("fssdp", "prophet", "fastermoe", "quota")}
+    plans: list[LayerPlan] = []
+    simulate(
+        "auto",
+        STRATEGIES["auto"].settings.model_validate({"compared_iterations": 5, **slots}),
+        counts_ILDE[PAST:],
+        cluster,
+        job,
+        past_ILDE=counts_ILDE[:PAST],
+        on_plan=lambda iteration, layer, plan: plans.append(plan),
+    )
+    are_of_quota = [plan.each_micro_batch for plan in plans]
+    assert all(are_of_quota[6:]), "the first selection needs some iterations"

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from megatron_fssdp.collectives.probes.device_timing import elapsed_s
 from megatron_fssdp.collectives.probes.link_probe import pass_on
-from megatron_fssdp.collectives.rows.uneven_all_to_all import exchange_rows
 from megatron_fssdp.planning.cost.cost_model import LinkFit
 
 COLLECTIVES: Final = (
@@ -113,7 +112,8 @@ def _prepare(
     sent_bytes = part.nbytes * num_counted
     if name == "row_exchange":
         splits = [part.numel()] * size
-        return lambda: exchange_rows((whole,), splits, splits, group), sent_bytes
+        received = torch.empty_like(whole)
+        return lambda: dist.all_to_all_single(received, whole, splits, splits, group=group), sent_bytes
     if name == "all_to_all":
         received = torch.empty_like(whole)
         return lambda: dist.all_to_all_single(received, whole, group=group), sent_bytes

@@ -45,16 +45,15 @@ class FssdpSettings(MeasuringSettings):
             "is never worse than plain expert parallelism, while that of Alg. 1 can be."
         ),
     )
-    dispatch_policy: Literal["even", "balanced", "unbound"] | None = Field(
+    dispatch_policy: Literal["even", "exact"] | None = Field(
         default=None,
         description=(
             "How an expert's tokens are divided among its holders. 'even' is the paper's policy: equal parts "
-            "for the nearest holders. 'balanced' is our policy: it uses the exact counts to send the most "
-            "tokens to those of the nearest holders that have the fewest. 'unbound' does the same among all "
-            "holders, also those that are far away, so that more tokens travel. Both take host time in every "
-            "micro-batch. Default: each layer's placement is dispatched in the way with the fewest modelled "
-            "seconds and host seconds, where modelled seconds decide (planner 'balanced' without "
-            "overlap_degree; 'unbound' not with exchange 'deduplicated'); otherwise evenly."
+            "for the nearest holders. 'exact' is our policy: the device computes parts from the exact counts "
+            "of every micro-batch, so that device loads become even. It takes one more small gather, "
+            "and more tokens travel. The host waits under neither. Default: each layer's placement is "
+            "dispatched in the way with the fewest modelled seconds, where these decide (planner 'balanced' "
+            "without overlap_degree, and not exchange 'deduplicated'); otherwise evenly."
         ),
     )
     overlap: bool = Field(
@@ -80,13 +79,12 @@ class FssdpSettings(MeasuringSettings):
             "for one more gather per micro-batch."
         ),
     )
-    calibrate: bool | None = Field(
-        default=None,
+    calibrate: bool = Field(
+        default=False,
         description=(
-            "Whether replicas are corrected after the gate by the exact counts of an iteration's first "
-            "micro-batch, where the measured costs show that this saves time. Default: replicas are added "
-            "and dropped if modelled seconds decide (planner 'balanced' without overlap_degree), otherwise "
-            "nothing. true: otherwise, replicas are added to free slots (Hecate §4.2). false: nothing."
+            "Whether replicas are added to free slots after the gate (Hecate §4.2, calibration) by the exact "
+            "counts of an iteration's first micro-batch and where the measured costs show that this saves "
+            "time. The host then waits for these counts in every layer."
         ),
     )
     reshard_interval: int = Field(

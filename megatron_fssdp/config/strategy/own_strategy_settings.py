@@ -74,7 +74,7 @@ class AutoSettings(SteppedSettings):
 
         Tokens that are sent once travel in Megatron's order.
         """
-        return CollectiveSchedule("auto" if self.exchange == "pairs" else "megatron")
+        return CollectiveSchedule("auto" if self.exchange == "megatron" else "megatron")
 
     candidate_settings: ClassVar[Mapping[str, type[PlacementSettings]]] = {}
     """Settings models of the strategies that can be selected in addition to ``ep``, by name.

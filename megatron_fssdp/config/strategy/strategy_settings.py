@@ -148,7 +148,7 @@ class PlacementSettings(StrategySettings):
 SmartScheduleUse = bool | Literal["by_price"]
 
 
-ExchangeUse = Literal["pairs", "deduplicated", "by_price"]
+ExchangeUse = Literal["megatron", "deduplicated", "by_price"]
 
 
 class SteppedSettings(PlacementSettings):
@@ -173,9 +173,9 @@ class SteppedSettings(PlacementSettings):
         ),
     )
     exchange: ExchangeUse = Field(
-        default="pairs",
+        default="megatron",
         description=(
-            "What travels to the experts. 'pairs' sends a token once for each of its experts, as "
+            "What travels to the experts. 'megatron' sends a token once for each of its experts, as "
             "Megatron does. 'deduplicated' sends it once to each node that computes one of its experts, and "
             "there once to each such device. This saves bytes if tokens select several experts. 'by_price': "
             "each layer sends tokens once in the iterations in which modelled seconds say that it saves time."
@@ -189,7 +189,7 @@ class SteppedSettings(PlacementSettings):
 
     @model_validator(mode="after")
     def _check_exchange(self) -> Self:
-        if self.exchange != "pairs" and self.smart_schedule:
+        if self.exchange != "megatron" and self.smart_schedule:
             raise _exclusive(self.exchange, f"smart_schedule={str(self.smart_schedule).lower()}")
         return self
 
@@ -220,7 +220,7 @@ class ScheduleSettings(SteppedSettings):
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
-        if self.exchange != "pairs" and self.schedule != "megatron":
+        if self.exchange != "megatron" and self.schedule != "megatron":
             raise _exclusive(self.exchange, f"schedule={self.schedule}")
         return self
 

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.collectives.rows.uneven_all_gather import fill_from_all, sum_of_own
-
 
 def without_device_ids(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``torch.distributed.barrier`` without the argument ``device_ids``, which only NCCL accepts."""
@@ -58,6 +56,39 @@ def uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
         return None
 
     return reduce_scatter
+
+
+def fill_from_all(pieces: Sequence[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """All-gather into tensors of different sizes on gloo, whose own all-gather refuses different sizes.
+
+    Args:
+        pieces: torch.Tensors to fill, one for each rank, with the size of that rank's contribution.
+        own: This rank's contribution.
+        group: Process group of the ranks.
+    """
+    sizes = [piece.numel() for piece in pieces]
+    copies = own.reshape(-1).repeat(len(pieces))
+    received = copies.new_empty(sum(sizes))
+    dist.all_to_all_single(received, copies, sizes, [own.numel()] * len(pieces), group=group)
+    for piece, values in zip(pieces, received.split(sizes), strict=True):
+        piece.copy_(values.view_as(piece))
+
+
+def sum_of_own(output: torch.Tensor, pieces: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Reduce-scatter of tensors of different sizes on gloo, whose own one refuses different sizes.
+
+    It adds in rank order. Half precision is added in fp32.
+
+    Args:
+        output: torch.Tensor to fill with the sum of all ranks' contributions to this rank.
+        pieces: This rank's contributions to the sums, one for each rank.
+        group: Process group of the ranks.
+    """
+    sizes = [piece.numel() for piece in pieces]
+    parts = output.new_empty(len(pieces), *output.shape)
+    rows = torch.cat([piece.reshape(-1) for piece in pieces])
+    dist.all_to_all_single(parts.view(-1), rows, [output.numel()] * len(pieces), sizes, group=group)
+    output.copy_(parts.sum(dim=0))
 
 
 def _equal_sizes(tensors: Sequence[torch.Tensor]) -> bool:

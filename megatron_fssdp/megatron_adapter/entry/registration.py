@@ -27,7 +27,6 @@ from megatron_fssdp.megatron_adapter.support.capabilities import check_training
 from megatron_fssdp.megatron_adapter.support.node_detection import check_declared_nodes
 from megatron_fssdp.megatron_adapter.support.replaced_settings import (
     CHECKPOINT_REPLACEMENTS,
-    DISPATCH_REPLACEMENTS,
     replace_settings,
 )
 from megatron_fssdp.megatron_adapter.support.started_ranks import check_started_as_rank
@@ -140,7 +139,6 @@ def _resolve_request(args: Any) -> None:
         timeout = timedelta(minutes=args.distributed_timeout_minutes)
         session = StrategySession(name, settings, timeout, communicator_options(args))
         session.check_model(args)
-        replace_settings(f"--moe-strategy {name}", DISPATCH_REPLACEMENTS, args)
         if session.strategy.moves_owners:
             check_checkpoint_arguments(args)
             replace_settings(f"--moe-strategy {name}", CHECKPOINT_REPLACEMENTS, args)

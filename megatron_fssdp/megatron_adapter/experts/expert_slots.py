@@ -5,28 +5,32 @@ Shape letters: L MoE layers of the stage, E experts of a layer, D devices of the
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
 from megatron_fssdp.megatron_adapter.experts import gradient_sync
+from megatron_fssdp.megatron_adapter.experts.slot_experts import SlotExperts
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
-from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertParameters
+from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 
 
 @dataclass(frozen=True, eq=False)
-class _SlotLayer:
+class _RegisteredLayer:
     """One MoE layer as Megatron built it.
 
     Attributes:
-        executor: Executor of the layer on this rank.
+        layer: The layer on this rank.
         experts: Megatron's expert module, which registered the Parameters.
         parameters: Parameters of each local expert, ``E/D`` entries.
+        computes: What computes the experts in the layer's slots.
     """
 
-    executor: LayerExecutor
+    layer: SlotLayer
     experts: torch.nn.Module
     parameters: tuple[ExpertParameters, ...]
+    computes: SlotExperts
 
 
 class ExpertSlots:
@@ -44,18 +48,23 @@ class ExpertSlots:
     """
 
     def __init__(self) -> None:
-        self._layers: list[_SlotLayer] = []
+        self._layers: list[_RegisteredLayer] = []
         self._owners: OwnerMap | None = None
 
     def add_layer(
-        self, executor: LayerExecutor, experts: torch.nn.Module, parameters: Sequence[ExpertParameters]
+        self,
+        layer: SlotLayer,
+        experts: torch.nn.Module,
+        parameters: Sequence[ExpertParameters],
+        computes: SlotExperts,
     ) -> int:
         """Register a built layer.
 
         Args:
-            executor: Executor of the layer on this rank.
+            layer: The layer on this rank.
             experts: Megatron's expert module, which registered the Parameters.
             parameters: Parameters of each local expert, ``E/D`` entries.
+            computes: What computes the experts in the layer's slots.
 
         Returns:
             Index of the layer in the owner map.
@@ -68,7 +77,7 @@ class ExpertSlots:
                 "MoE layer: got a layer that was built after a re-shard, wanted all layers before the first "
                 "re-shard; build the whole model before training"
             )
-        self._layers.append(_SlotLayer(executor, experts, tuple(parameters)))
+        self._layers.append(_RegisteredLayer(layer, experts, tuple(parameters), computes))
         return len(self._layers) - 1
 
     def __bool__(self) -> bool:
@@ -79,18 +88,18 @@ class ExpertSlots:
         """The current owner map. Before the first re-shard, it is Megatron's even distribution."""
         if self._owners is not None:
             return self._owners
-        context = self._layers[0].executor.context
+        context = self._layers[0].layer.context
         return OwnerMap.even(len(self._layers), context.num_experts, context.num_devices)
 
     @property
     def layer_numbers(self) -> tuple[int, ...]:
         """Megatron's number of every layer of the owner map."""
-        return tuple(layer.executor.context.layer for layer in self._layers)
+        return tuple(layer.layer.context.layer for layer in self._layers)
 
     @property
-    def executors(self) -> list[LayerExecutor]:
-        """The executor of every layer of the owner map."""
-        return [layer.executor for layer in self._layers]
+    def layers(self) -> list[SlotLayer]:
+        """Every layer of the owner map."""
+        return [one.layer for one in self._layers]
 
     @property
     def parameters(self) -> list[ExpertParameters]:
@@ -105,12 +114,13 @@ class ExpertSlots:
         """
         slots = self.parameters
         layout = ExpertLayout.of(slots[0])
-        for index, layer in enumerate(self._layers):
-            executor = layer.executor
-            owned = owners.slots_on(executor.groups.device, index)
-            executor.own(
-                owners.device_LE[index], {expert: slots[slot] for expert, slot in owned.items()}, layout
-            )
+        everyone = [one.computes for one in self._layers]
+        for index, one in enumerate(self._layers):
+            owned = owners.slots_on(one.layer.groups.device, index)
+            parameters = {expert: slots[slot] for expert, slot in owned.items()}
+            one.layer.own(owners.device_LE[index], parameters, layout)
+            one.computes.share_modules(everyone)
+            gradient_sync.belong_to(one.layer, chain.from_iterable(parameters.values()))
         self._owners = owners
 
     def await_parameters(self, layer: int) -> None:
@@ -121,7 +131,7 @@ class ExpertSlots:
         """
         registered_in = {layer}
         if self._owners is not None:
-            device = self._layers[layer].executor.groups.device
+            device = self._layers[layer].layer.groups.device
             per_layer = self._owners.slots_per_device // len(self._layers)
             registered_in = {slot // per_layer for slot in self._owners.slots_on(device, layer).values()}
         for index in sorted(registered_in):

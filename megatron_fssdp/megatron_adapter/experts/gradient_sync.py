@@ -1,22 +1,22 @@
-"""Makes Megatron's DDP wait for the experts' gradients, and the experts wait for DDP's parameters.
+"""Makes Megatron's DDP wait for the replicas' gradients, and replicas wait for DDP's parameters.
 
-**Gradients.** The experts' Parameters take no part in autograd: the runtime adds the raw gradient sums
-to ``main_grad`` itself. DDP must therefore not reduce a bucket of experts over the expert-data-parallel
-ranks before the backward pass is over and all replicas' gradients are at their owners. With
-``--overlap-grad-reduce``, pipeline schedules start bucket groups too early. Two methods of DDP's bucket
-groups are therefore wrapped once. A bucket group that holds our experts then takes these steps::
+**Gradients.** Owned experts are in autograd, and Megatron's DDP adds their gradients to ``main_grad``. The
+sums of their replicas arrive later. DDP must not reduce a bucket of experts over the expert-data-parallel
+ranks before. Two methods of DDP's bucket groups are therefore wrapped once::
 
-    start_grad_sync     with the overlap:     does nothing
-                        without the overlap:  Megatron's own method, called from finish_grad_sync
-    finish_grad_sync    1. completes the experts' gradients in the owners' main_grad
-                        2. with the overlap:  starts the reduction, unless it was started already
-                        3. Megatron's own method waits for the reduction
+    start_grad_sync     waits in a list while a layer of the bucket group misses gradients; it starts as soon
+    as
+                        the last of these layers is home, in the middle of the backward pass
+    finish_grad_sync    1. completes the gradients of all layers
+                        2. starts the reduction if DDP overlaps it and it has not been started
+                        3. Megatron's own method
 
-The call of ``finish_grad_sync`` is the only event that marks the end of the last backward pass both
-with and without pipeline parallelism.
+The call of ``finish_grad_sync`` marks the end of the last backward pass, with and without pipeline
+parallelism.
 
 **Parameters.** With ``--overlap-param-gather``, DDP updates parameters in forward pre-hooks of the modules
-that own them. The runtime never calls these modules, so :func:`await_parameters` runs their hooks.
+that own them. A gather of replicas comes before these modules run, so :func:`await_parameters` runs their
+hooks.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,25 +26,48 @@ from typing import Any
 import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-_MARK = "gradient_finished_by_fssdp"
+from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
+
+_LAYER, _FINISH = "layer_of_fssdp", "gradient_finished_by_fssdp"
+_REGISTERED_IN = "registered_in_layer_of_fssdp"
+_waiting: list[tuple[Any, Callable[[], object]]] = []
 _installed = False
 
 
-def take_over(parameters: Iterable[torch.nn.Parameter], finish_gradients: Callable[[], None]) -> None:
-    """Declare that the runtime delivers the gradients of these Parameters.
+def take_over(
+    parameters: Iterable[torch.nn.Parameter], layer: SlotLayer, finish_gradients: Callable[[], None]
+) -> None:
+    """Declare that replicas add to the gradients of these Parameters.
 
-    Parameters that DDP reduces together with the dense ones (expert parallelism of size 1) stay in
-    autograd, and this function ignores them.
+    Parameters that DDP reduces together with the dense ones (expert parallelism of size 1) have no replicas,
+    and this function ignores them.
 
     Args:
         parameters: Parameters of experts.
-        finish_gradients: Function that completes the gradients of these Parameters. It is called before
-            DDP reduces them, on all ranks in the same order, and more than once in an iteration.
+        layer: Layer of the experts that these Parameters hold.
+        finish_gradients: Function that completes the gradients of all layers. It is called before DDP reduces
+            them, on all ranks in the same order, and more than once in an iteration.
     """
+    layer.gradients.on_home = start_waiting
+    parameters = list(parameters)
     for parameter in parameters:
         if not getattr(parameter, "allreduce", True):
-            setattr(parameter, _MARK, finish_gradients)
+            setattr(parameter, _FINISH, finish_gradients)
+            setattr(parameter, _REGISTERED_IN, layer)
             _install()
+    belong_to(layer, parameters)
+
+
+def belong_to(layer: SlotLayer, parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Declare that Parameters hold experts of a layer, from now on.
+
+    Args:
+        layer: The layer.
+        parameters: Parameters that :func:`take_over` has got before.
+    """
+    for parameter in parameters:
+        if hasattr(parameter, _FINISH):
+            setattr(parameter, _LAYER, layer)
 
 
 def await_parameters(experts: torch.nn.Module) -> None:
@@ -59,6 +82,13 @@ def await_parameters(experts: torch.nn.Module) -> None:
                 hook(module)
 
 
+def start_waiting() -> None:
+    """Start the reductions of bucket groups whose layers are all home."""
+    for entry in [entry for entry in _waiting if _is_home(entry[0])]:
+        _waiting.remove(entry)
+        entry[1]()
+
+
 def _install() -> None:
     global _installed
     if _installed:
@@ -69,30 +99,62 @@ def _install() -> None:
 
     @wraps(start)
     def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _finish_gradients(self) is not None and self.ddp_config.overlap_grad_reduce:
-            return None
+        if not _is_home(self):
+            if self.ddp_config.overlap_grad_reduce:
+                _waiting.append((self, lambda: start(self, *args, **kwargs)))
+                return None
+            _complete(self)
         return start(self, *args, **kwargs)
 
     @wraps(finish)
     def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
-        finish_gradients = _finish_gradients(self)
-        if finish_gradients is not None:
-            finish_gradients()
-            if (
-                self.ddp_config.overlap_grad_reduce
-                and self.grad_reduce_handle is None
-                and not self.grad_reduce_finished
-            ):
-                start(self, *args, **kwargs)
+        _complete(self)
+        waiting = [entry for entry in _waiting if entry[0] is self]
+        for entry in waiting:
+            _waiting.remove(entry)
+            entry[1]()
+        if (
+            not waiting
+            and _finisher(self) is not None
+            and self.ddp_config.overlap_grad_reduce
+            and self.grad_reduce_handle is None
+            and not self.grad_reduce_finished
+        ):
+            start(self, *args, **kwargs)
         return finish(self, *args, **kwargs)
 
     _ParamAndGradBucketGroup.start_grad_sync = start_grad_sync
     _ParamAndGradBucketGroup.finish_grad_sync = finish_grad_sync
 
 
-def _finish_gradients(group: Any) -> Callable[[], None] | None:
-    """Return the function that completes the gradients of a bucket group.
+def _complete(group: Any) -> None:
+    finish_gradients = _finisher(group)
+    if finish_gradients is not None:
+        finish_gradients()
 
-    It is ``None`` for a bucket group without Parameters whose gradients the runtime delivers.
+
+def _finisher(group: Any) -> Callable[[], None] | None:
+    return next((f for parameter in group.params if (f := getattr(parameter, _FINISH, None))), None)
+
+
+def _is_home(group: Any) -> bool:
+    """Whether no layer of a bucket group misses gradients.
+
+    The interleaved schedule starts the reductions of a model chunk when its own backward passes are over. A
+    Parameter that holds an expert of another chunk gets its gradient later; only the end of all backward
+    passes is late enough.
     """
-    return next((f for parameter in group.params if (f := getattr(parameter, _MARK, None))), None)
+    for parameter in group.params:
+        layer = getattr(parameter, _LAYER, None)
+        if layer is not None and not (
+            layer.is_home and _chunk(layer) is _chunk(getattr(parameter, _REGISTERED_IN))
+        ):
+            return False
+    return True
+
+
+def _chunk(layer: SlotLayer) -> SlotLayer:
+    """The first MoE layer of a layer's model chunk."""
+    while not layer.is_first and layer.before is not None:
+        layer = layer.before
+    return layer

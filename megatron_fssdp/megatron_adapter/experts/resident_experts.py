@@ -79,7 +79,7 @@ class ResidentExperts:
         self._expert_data_parallel = expert_data_parallel
         # A stage without MoE layers also builds DDP and an optimizer, because Megatron compares parameter
         # groups over all ranks.
-        num_layers = len(owned.executors)
+        num_layers = len(owned.layers)
         templates = owned.parameters[:: len(owned.parameters) // num_layers] if num_layers else []
         if not all(parameter.requires_grad for template in templates for parameter in template):
             raise ConfigurationError(
@@ -132,6 +132,8 @@ class ResidentExperts:
     def zero_gradients(self) -> None:
         """Set the replicas' gradients to zero before an iteration's passes."""
         self._ddp.zero_grad_buffer()
+        # Its step has left gradients at the Parameters, to which autograd would add.
+        self._resident_optimizer.zero_grad()
         self._token_factor = None
 
     @torch.no_grad()
@@ -147,8 +149,8 @@ class ResidentExperts:
         Raises:
             RuntimeError: The ranks got different placements.
         """
-        executors, owners = self._owned.executors, self._owned.owners
-        group = executors[0].groups.expert_parallel
+        layers, owners = self._owned.layers, self._owned.owners
+        group = layers[0].groups.expert_parallel
         digest = b"".join(placement.digest() for placement in placements)
         agree_on(digest, "the placement of resident replicas", group, self._expert_data_parallel)
         new = self._map.holding(placements)
@@ -162,13 +164,13 @@ class ResidentExperts:
         with naming_failures("copying resident replicas"):
             exchange_slots(group, copies, quantities, are_copies=True)
         self._map = new
-        here = executors[0].groups.device
-        for layer, (executor, placement) in enumerate(zip(executors, placements, strict=True)):
-            first = layer * new.slots
+        here = layers[0].groups.device
+        for index, (layer, placement) in enumerate(zip(layers, placements, strict=True)):
+            first = index * new.slots
             held = {
-                expert: self._parameters[first + slot] for expert, slot in new.held_by(here, layer).items()
+                expert: self._parameters[first + slot] for expert, slot in new.held_by(here, index).items()
             }
-            executor.keep(placement, held)
+            layer.keep(placement, held)
         slot_bytes = sum(quantity.num_elements * quantity.dtype.itemsize for quantity in quantities)
         return ReshardReport(len(copies), len(copies) * slot_bytes, synchronized_s(device) - started_s)
 
@@ -178,7 +180,7 @@ class ResidentExperts:
         return slot_quantities(
             [*self._owned.parameters, *self._parameters],
             _Chained([self._optimizer, self._resident_optimizer]),
-            expert_parallel=self._owned.executors[0].groups.expert_parallel,
+            expert_parallel=self._owned.layers[0].groups.expert_parallel,
             expert_data_parallel=self._expert_data_parallel,
         )
 

@@ -1,4 +1,8 @@
-"""Starts a layer's SparseAllGather where its transformer layer begins, so that it overlaps attention."""
+"""Points of the program outside of MoE layers: a chunk's first gather, clocks, devices with one queue.
+
+Every other layer's gather is started by the MoE layer before it. If CUDA graphs of attention bypass these
+hooks, the first layer's gather starts with its dispatch instead, and nothing is lost.
+"""
 
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
@@ -9,6 +13,8 @@ from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
+from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
+from megatron_fssdp.runtime.slots.autograd_points import in_backward
 
 _Change = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 """Function from a call's arguments, by position and by name, to those that replace them."""
@@ -17,9 +23,8 @@ _Change = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dic
 def install_launch_hooks(model: Iterable[torch.nn.Module]) -> None:
     """Add a forward pre-hook to every transformer layer that contains an MoE layer of a strategy.
 
-    Forward pre-hooks also run when a layer is recomputed. A gather is therefore always started and used in
-    the same forward pass. If the device has one queue for the kernels of all streams, each part of attention
-    also gets a hook, at which transfers issue their next messages.
+    If the device has one queue for the kernels of all streams, each part of attention also gets a hook, at
+    which transfers issue their next messages.
 
     Args:
         model: Model chunks of this rank. Each chunk is one forward pass.
@@ -33,24 +38,28 @@ def install_launch_hooks(model: Iterable[torch.nn.Module]) -> None:
 
 
 def _hook(layer: TransformerLayer, moe: StrategyMoELayer, first: bool) -> None:
-    def launch(
+    slots = moe.slot_layer
+    slots.is_first = first
+
+    def begin(
         module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if is_graph_capturing():
-            return args, kwargs  # A CUDA graph of attention does not contain transfers.
-        if args:
-            return (moe.launch(args[0], first=first), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": moe.launch(kwargs["hidden_states"], first=first)}
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if not is_graph_capturing():
+            slots.timer.passes(hidden, "other", None)
+            if first and not in_backward():
+                slots.launch(hidden)
+        return args, kwargs
 
     if layer.config.overlap_moe_expert_parallel_comm:
         # The combined schedule calls the parts of the layer and not the layer, so that its hooks do not run.
         # Attention is its first part, and the layer's forward pass begins with the same method.
-        layer._forward_attention = _after(partial(launch, layer), layer._forward_attention)
+        layer._forward_attention = _after(partial(begin, layer), layer._forward_attention)
     else:
-        layer.register_forward_pre_hook(launch, with_kwargs=True)
-    if moe.executor.groups.one_queue:
+        layer.register_forward_pre_hook(begin, with_kwargs=True)
+    if slots.groups.one_queue:
         for part in layer.self_attention.children():
-            part.register_forward_hook(partial(_advance, moe))
+            part.register_forward_hook(partial(_advance, slots))
 
 
 def _after(change: _Change, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,8 +73,8 @@ def _after(change: _Change, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _advance(moe: StrategyMoELayer, part: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def _advance(slots: SlotLayer, part: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Mark a point of the program after a part of attention, in the forward and in the backward pass."""
     outputs = output if isinstance(output, tuple) else (output,)
     tensors = [tensor for tensor in outputs if isinstance(tensor, torch.Tensor)]
-    moe.executor.advance_transfers(tensors[0] if tensors else None)
+    slots.advance_transfers(tensors[0] if tensors else None)

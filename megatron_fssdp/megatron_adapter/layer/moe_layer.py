@@ -1,9 +1,11 @@
-"""Megatron's MoE layer with a strategy's dispatcher and experts.
+"""Megatron's MoE layer with experts in slots.
 
-Router, shared experts, latent projections, recompute and checkpoint keys are inherited from Megatron's layer.
-Only the parts that depend on the placement of experts are replaced.
+Router, dispatcher, experts, shared experts, latent projections, recompute, CUDA graphs and checkpoint keys
+are Megatron's. This class builds the dispatcher for slots instead of experts, lets the experts compute what
+is in the slots, and calls the runtime at the places where weights and gradients of replicas travel.
 """
 
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -16,33 +18,29 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.megatron_adapter.checkpoints.expert_checkpoint import follow_owners
 from megatron_fssdp.megatron_adapter.experts import gradient_sync
-from megatron_fssdp.megatron_adapter.experts.bound_experts import BoundExperts
 from megatron_fssdp.megatron_adapter.experts.expert_parameters import expert_parameters
+from megatron_fssdp.megatron_adapter.experts.slot_experts import SlotExperts
 from megatron_fssdp.megatron_adapter.layer.hybrid_layers import numbers_before
-from megatron_fssdp.megatron_adapter.layer.placement_dispatcher import PlacementTokenDispatcher
-from megatron_fssdp.megatron_adapter.layer.recomputed_layers import keep_exchanges_of_checkpoints
-from megatron_fssdp.megatron_adapter.layer.segmented_dispatcher import SegmentedTokenDispatcher
+from megatron_fssdp.megatron_adapter.layer.slot_dispatchers import SlotDispatchers
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
-from megatron_fssdp.megatron_adapter.routing.divided_tokens import DividedTokens, OneRank
 from megatron_fssdp.megatron_adapter.routing.topology_aware_router import install_gate
-from megatron_fssdp.megatron_adapter.support.replaced_settings import DISPATCH_REPLACEMENTS, replace_settings
 from megatron_fssdp.planning.placement.placement import even_owners
-from megatron_fssdp.runtime.exchange.exchange_selection import exchange_of
+from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.strategies.layer_plan import LayerContext
 
 
 class StrategyMoELayer(MoELayer):
     """An MoE layer whose experts are placed by a strategy.
 
-    It is built from a layer spec like Megatron's own layer, with one more argument, ``session``. One forward
-    pass takes these steps::
+    It is built from a layer spec like Megatron's own layer, with one more argument, ``session``. Megatron's
+    steps of a forward pass, and what happens at each::
 
-        launch      plan the iteration, start SparseAllGather       (overlaps attention)
-        route       run the gate
-        preprocess  all-gather counts, permute tokens
-        dispatch    send tokens to owners and replicas
-        experts     wait for replicas, run owned experts and replicas
-        combine     send results back, sum them for each token
+        route       Megatron's gate
+        preprocess  experts become slots (in the dispatcher), Megatron permutes the tokens
+        dispatch    Megatron sends them; meanwhile, the next layer is planned
+        experts     wait for replicas; Megatron's module computes the slots' experts
+        combine     Megatron sends results back
+        postprocess the next layer's SparseAllGather starts
 
     Args:
         config: Megatron's ``TransformerConfig``.
@@ -69,94 +67,61 @@ class StrategyMoELayer(MoELayer):
         session: StrategySession,
     ) -> None:
         session.check_model(config)
-        # Models without a command line come here with the settings of their config.
-        replace_settings(f"strategy {session.strategy_name}", DISPATCH_REPLACEMENTS, config)
-        keep_exchanges_of_checkpoints()
         if pg_collection is None:
             pg_collection = get_default_pg_collection()
         # Layers of multi-token prediction that come before this one; None for a layer of the decoder.
         self._later_layers_before = numbers_before() if not is_mtp_layer else numbers_before() or 0
         super().__init__(config, submodules, layer_number, pg_collection, is_mtp_layer, name)
         local = expert_parameters(self.experts, self.num_local_experts)
-        gradient_sync.take_over(chain.from_iterable(local), session.runtime.finish_gradients)
-        has_equal_tokens = pg_collection.tp.size() > 1 and not config.sequence_parallel
         dimensions = (self.ep_group, pg_collection.expt_tp, getattr(pg_collection, "expt_dp", None))
         session.agree_on_kernels([group for group in dimensions if group is not None])
         groups = session.expert_groups(
-            self.ep_group,
-            pg_collection.expt_tp,
-            parts=getattr(pg_collection, "tp_ep", None),
-            tensor_parallel=pg_collection.tp if has_equal_tokens else None,
+            self.ep_group, pg_collection.expt_tp, getattr(pg_collection, "tp_ep", None)
         )
         owner_E = even_owners(config.num_moe_experts, groups.num_devices)
-        # The smart schedule, which a later iteration may use, computes with separate tensors in every step.
-        bound = BoundExperts(self.experts, may_fuse=groups.ring is None)
-        self._compute = bound.compute
-        self.executor = session.runtime.add_layer(
+        self.slot_layer = session.runtime.add_layer(
             LayerContext(self._global_number(), owner_E, groups.topology),
             groups,
             dict(zip(self.local_expert_indices, local, strict=True)),
             await_parameters=self._await_parameters,
-            # Padding to the capacity adds tokens to experts that these tokens did not select.
-            most_choices=None if config.moe_pad_expert_input_to_capacity else config.moe_router_topk,
-            fuses_gradients=bound.fuses_gradients,
+            least_slots=session.least_slots(config),
         )
+        self.slot_layer.gradients.delays_weight_gradients = bool(
+            config.delay_wgrad_compute or config.overlap_dispatch_backward_with_experts_wgrad
+        )
+        self.slot_layer.on_pass = self._bind
+        gradient_sync.take_over(chain.from_iterable(local), self.slot_layer, session.runtime.finish_gradients)
         if (leaving_share := session.settings.leaving_share) is not None:
             install_gate(
                 self.router,
-                lambda: self.executor.context.owner_E,
+                lambda: self.slot_layer.context.owner_E,
                 self.ep_group.rank(),
                 groups.topology,
                 leaving_share,
                 session.settings.leaving_choices,
             )
-        self._schedule = session.schedule_selector(
-            config, groups, pg_collection.tp.size(), pg_collection.tp_dp_cp
-        )
-        self._divided: DividedTokens | None = None
-        self._own_tokens: torch.Tensor | None = None
-        if has_equal_tokens:
-            self._divided = DividedTokens(self.router, pg_collection)
-            self.attn_tp_group = OneRank()
         self._session, self._slots = session, session.slots
+        self._slot_experts = SlotExperts(self.experts, local)
+        # Megatron calls the module; its hooks run as ever, and the slots' experts compute.
+        self.experts.forward = self._compute
+        self.experts.backward_dw = self._backward_dw
+        self._dispatchers = SlotDispatchers(self, session, groups, pg_collection)
         # Layers of multi-token prediction keep their owners, because their checkpoint keys have another form.
         self._index: int | None = None
         if self._later_layers_before is None:
-            self._index = session.slots.add_layer(self.executor, self.experts, local)
+            self._index = session.slots.add_layer(self.slot_layer, self.experts, local, self._slot_experts)
             follow_owners(self.experts, self._index, session.stage_owners)
-        in_segments = config.overlap_moe_expert_parallel_comm
-        session.runtime.timer.is_usable = not in_segments
-        dispatcher = SegmentedTokenDispatcher if in_segments else PlacementTokenDispatcher
-        self.token_dispatcher = dispatcher(self.executor, config, pg_collection)
-        if self.shared_expert_overlap:
-            self.token_dispatcher.set_shared_experts(self.shared_experts)
+        session.runtime.timer.is_usable = not config.overlap_moe_expert_parallel_comm
 
     def set_layer_number(self, layer_number: int) -> None:
         """Set the layer's number. Megatron calls this after it has built the layer."""
         super().set_layer_number(layer_number)
-        self.executor.renumber(self._global_number())
+        self.slot_layer.renumber(self._global_number())
 
     def _global_number(self) -> int:
         # Megatron numbers layers of multi-token prediction from 1 again. Here they come after the decoder's.
         number, before = self.layer_number or 0, self._later_layers_before
         return number if before is None else self.config.num_layers + before + number
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run Megatron's forward pass. An error gets a note with the number of the layer."""
-        with naming_failures(f"the forward pass of MoE layer {self.executor.context.layer}"):
-            return super().forward(*args, **kwargs)
-
-    def launch(self, hidden_states: torch.Tensor, *, first: bool) -> torch.Tensor:
-        """Start to gather this layer's replicas, at the beginning of its transformer layer.
-
-        Args:
-            hidden_states: Input of the transformer layer, ``[sequence, batch, M]``.
-            first: Whether this is the first MoE layer of the model chunk.
-
-        Returns:
-            The hidden states, with an autograd node whose backward pass waits for SparseReduceScatter.
-        """
-        return self.executor.launch(hidden_states, first=first)
 
     def _await_parameters(self) -> None:
         """Finish the all-gathers of this layer's expert Parameters that DDP overlaps."""
@@ -165,59 +130,65 @@ class StrategyMoELayer(MoELayer):
         else:
             self._slots.await_parameters(self._index)
 
+    def _bind(self, one: SlotPass) -> None:
+        """Let dispatcher and experts work with the slots of a pass."""
+        keeps_weights = one.is_shared and not one.plan.rematerialize
+        self._slot_experts.bind(one.parameters_U, for_iteration=keeps_weights)
+        self.token_dispatcher = self._dispatchers.of(one)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run Megatron's forward pass. An error gets a note with the number of the layer."""
+        with naming_failures(f"the forward pass of MoE layer {self.slot_layer.context.layer}"):
+            return super().forward(*args, **kwargs)
+
     def route(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
-        """Plan the iteration from past loads if :meth:`launch` has not done so, and run the gate.
+        """Run the gate, on this rank's part of the tokens where tensor-parallel ranks have the same ones.
 
         Args:
             hidden_states: Input of the MoE layer, ``[sequence, batch, M]``.
             padding_mask: Mask of padding tokens, bool ``[sequence, batch]``.
         """
-        if is_graph_capturing():
-            # A CUDA graph of the router holds the gate alone. Megatron's method ends the capture after it.
+        if not self._dispatchers.divides_tokens or is_graph_capturing():
             return super().route(hidden_states, padding_mask)
-        plan = self.executor.plan_iteration()
-        self.executor.advance_transfers(hidden_states)
-        layer = self.executor.context.layer
-        self.executor.load.strategy = self._session.strategy.selected(layer)
-        owners_only = not self._session.strategy.may_replicate(layer)
-        decision, divided = self._schedule.of(hidden_states, owners_only=owners_only), self._divided
-        if divided is not None or self.executor.groups.num_parts > 1:
-            load = self.executor.load
-            load.schedule = decision.schedule
-            load.schedule_predicted_s = {str(name): s for name, s in decision.predicted_s.items()}
-        exchange = exchange_of(
-            decision.schedule,
-            self.executor.groups,
-            simultaneous=decision.simultaneous,
-            deduplicated=plan.deduplicated,
-            most_choices=self.executor.most_choices,
-        )
-        if divided is None:
-            self.token_dispatcher.use(exchange)
-            return super().route(hidden_states, padding_mask)
-        self.token_dispatcher.use(
-            exchange, divided.group if divided.divides_first(decision.schedule) else None
-        )
-        self._own_tokens, *routed = divided.route(hidden_states, padding_mask, decision.schedule)
-        return tuple(routed)
+        return self._dispatchers.route(hidden_states, padding_mask)
 
     def preprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exchange counts, and permute the tokens for dispatch."""
-        self.token_dispatcher.share(hidden_states)
-        if self._own_tokens is not None:
-            hidden_states, self._own_tokens = self._own_tokens, None
-        return super().preprocess(hidden_states, probs, routing_map)
+        """Provide the slots of this pass; Megatron's method then permutes the tokens for the dispatch."""
+        layer = self.slot_layer
+        if is_graph_capturing():
+            layer.prepare_capture(training=self.training)
+        else:
+            layer.timer.passes(hidden_states, "dispatch", "other")
+            layer.load.strategy = self._session.strategy.selected(layer.context.layer)
+            layer.prepare(routing_map, training=self.training)
+        return super().preprocess(self._dispatchers.own_tokens(hidden_states), probs, routing_map)
 
-    def routed_experts_compute(
-        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
+        """Send the tokens; the next layer is planned while they travel."""
+        sent = super().dispatch(self.slot_layer.enter_dispatch(hidden_states), probs)
+        self.slot_layer.rows_travel()
+        return sent
+
+    def _compute(
+        self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor, **buffers: Any
     ) -> tuple[torch.Tensor, None]:
-        """Run the experts on this device, owned ones and replicas, on the rows that were dispatched to it."""
-        dispatcher = self.token_dispatcher
-        if dispatcher.has_smart_schedule:
-            return dispatcher.run_smart_schedule(hidden_states, probs, self._compute), None
-        rows, rows_per_expert, row_probs = dispatcher.dispatch_postprocess(hidden_states, probs)
-        with self.executor.computing(rows):
-            output = self._compute(rows, row_probs, rows_per_expert.tolist(), dispatcher.take_experts())
-        return dispatcher.combine_preprocess(self.executor.computed(output)), None
+        """The forward pass of the expert module, see :class:`SlotExperts`."""
+        layer = self.slot_layer
+        compute: Callable[..., Any] = self._slot_experts.compute
+        in_steps = getattr(self.token_dispatcher, "compute_in_steps", None)
+        if in_steps is not None:
+            return layer.compute_in_steps(rows, probs, compute, in_steps), None
+        with layer.await_weights(rows):
+            output, _ = compute(rows, tokens_per_expert, probs, **buffers)
+        return layer.leave_experts(output), None
+
+    def _backward_dw(self) -> None:
+        self._slot_experts.backward_dw()
+        if self.slot_layer.gradients.delays_weight_gradients:
+            self.slot_layer.gradients.weight_gradients_computed()
+
+    def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
+        """End the pass; the next layer's SparseAllGather starts."""
+        return self.slot_layer.finish(super().postprocess(output, shared_expert_output))

@@ -5,16 +5,19 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron_fssdp.collectives.plan_agreement import all_ranks_can, check_agreement
-from megatron_fssdp.collectives.rows.gathered_counts import gather_counts
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, StrategySettings
+from megatron_fssdp.config.strategy.strategy_settings import (
+    CollectiveSchedule,
+    PlacementSettings,
+    StrategySettings,
+)
+from megatron_fssdp.dispatchers.parm import ParmGroups, ScheduleSelector
+from megatron_fssdp.dispatchers.parm.schedule_selector import FindCosts
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.experts.stage_owners import StageOwners
-from megatron_fssdp.megatron_adapter.layer.schedule_selector import ScheduleSelector
 from megatron_fssdp.megatron_adapter.layer.transfer_group import (
     DEFAULT_OPTIONS,
     CommunicatorOptions,
@@ -23,6 +26,7 @@ from megatron_fssdp.megatron_adapter.layer.transfer_group import (
     has_one_queue,
 )
 from megatron_fssdp.megatron_adapter.routing.topology_aware_router import check_gate
+from megatron_fssdp.megatron_adapter.support.dispatch_limits import check_dispatch, needs_fixed_slots
 from megatron_fssdp.megatron_adapter.support.node_detection import detect_topology
 from megatron_fssdp.megatron_adapter.support.supported_features import (
     RESIDENT_REFUSALS,
@@ -31,8 +35,8 @@ from megatron_fssdp.megatron_adapter.support.supported_features import (
 )
 from megatron_fssdp.planning.native.kernel import kernel_form, use_plain_kernels
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
+from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 from megatron_fssdp.strategies.registry import build_strategy
 
 
@@ -66,6 +70,7 @@ class StrategySession:
             check_plans=settings.check_plans,
         )
         self.slots = ExpertSlots()
+        self.numbers_of_slots: set[int] = set()  # For which dispatchers were built.
         self._kernels_agree = False
         self._groups: dict[str, ExpertGroups] = {}
         self._selectors: dict[str, ScheduleSelector] = {}
@@ -103,9 +108,7 @@ class StrategySession:
         self,
         expert_parallel: dist.ProcessGroup,
         expert_tensor_parallel: dist.ProcessGroup,
-        *,
-        parts: dist.ProcessGroup | None = None,
-        tensor_parallel: dist.ProcessGroup | None = None,
+        everyone: dist.ProcessGroup | None = None,
     ) -> ExpertGroups:
         """Return the process groups of a layer. The first call for a group is collective over its ranks.
 
@@ -113,65 +116,69 @@ class StrategySession:
             expert_parallel: Expert-parallel group: the ranks that share the layer's experts.
             expert_tensor_parallel: Group of the ranks that share each expert. It has one rank if experts are
                 whole.
-            parts: Group of all ranks in the expert-parallel groups of all expert-tensor-parallel peers.
-            tensor_parallel: Group of the ranks with the same tokens; ``None`` if all ranks have different
-                tokens.
+            everyone: Group of all ranks in the expert-parallel groups of all expert-tensor-parallel peers.
         """
         if expert_parallel.group_name not in self._groups:
             transfers: Any = None
-            if self.strategy.overlaps and expert_parallel.size() > 1:
-                # Transfers overlap the dispatch, so they need their own process group.
+            if self._has_transfers and expert_parallel.size() > 1:
+                # Transfers run beside the dispatch, so they need their own process group.
                 transfers = create_transfer_group(expert_parallel, self.timeout, self.communicators)
             topology = detect_topology(expert_parallel, self.settings.nodes)
             peers = expert_tensor_parallel if expert_tensor_parallel.size() > 1 else None
             if peers is not None:
                 # Plans depend on the topology, and peers must have equal plans.
                 check_agreement(repr(topology).encode(), peers, "the experts' node layout")
-            devices: list[int] = []
-            if tensor_parallel is not None:
-                device = "cuda" if dist.get_backend(tensor_parallel) == "nccl" else "cpu"
-                own = torch.tensor([expert_parallel.rank()], device=device)
-                devices = gather_counts(own, tensor_parallel).view(-1).tolist()
             self._groups[expert_parallel.group_name] = ExpertGroups(
                 expert_parallel,
                 topology,
                 transfers,
                 peers,
-                self.strategy.ring(expert_parallel.rank(), topology),
-                parts if peers is not None else None,
-                tensor_parallel,
-                tuple(devices),
+                everyone if peers is not None else None,
                 one_queue=has_one_queue(expert_parallel),
             )
-            schedule = self.strategy.collective_schedule.name
-            connect_groups(self._groups[expert_parallel.group_name], schedule)
+            connect_groups([transfers])
         return self._groups[expert_parallel.group_name]
 
     def schedule_selector(
-        self, config: Any, groups: ExpertGroups, n_mp: int, everyone: dist.ProcessGroup
+        self,
+        config: Any,
+        groups: ParmGroups,
+        everyone: dist.ProcessGroup,
+        schedule: CollectiveSchedule,
+        described_costs: FindCosts,
     ) -> ScheduleSelector:
         """The selector of a layer's schedule; layers of the same groups share one.
 
         Args:
             config: Megatron's ``TransformerConfig``.
-            groups: Process groups of the layer.
-            n_mp: Number of tensor-parallel ranks.
+            groups: Parm's process groups of the layer.
             everyone: Process group of all ranks of the pipeline stage.
+            schedule: Order of collectives, from the settings.
+            described_costs: Function that finds costs in a cluster description, if one is given.
         """
-        name = groups.expert_parallel.group_name
+        name = groups.devices.group_name
         if name not in self._selectors:
-            schedule = self.strategy.collective_schedule
+            find_costs = None if schedule.cluster is None else described_costs
             self._selectors[name] = ScheduleSelector(
-                schedule.name,
-                config,
-                groups,
-                n_mp,
-                everyone,
-                schedule.simultaneous,
-                schedule.cluster,
-                self.settings.nodes,
+                schedule.name, config, groups, everyone, schedule.simultaneous, find_costs
             )
         return self._selectors[name]
+
+    @property
+    def _has_transfers(self) -> bool:
+        """Whether layers can have replicas; ``auto`` may select strategies with replicas later."""
+        strategy = self.strategy
+        return strategy.overlaps or strategy.selects or strategy.may_replicate(1)
+
+    def least_slots(self, config: Any) -> int:
+        """Replica slots that a layer has from the start: all that were given if their number must not change.
+
+        Args:
+            config: Megatron's ``TransformerConfig``.
+        """
+        if not needs_fixed_slots(config):
+            return 0
+        return getattr(self.settings, "slots", None) or 0
 
     def check_model(self, config: Any) -> None:
         """Refuse a model that the strategy does not support, or settings that do not fit the model.
@@ -183,6 +190,7 @@ class StrategySession:
             ConfigurationError: The model or a setting is refused.
         """
         check_supported(self.strategy_name, config)
+        check_dispatch(self.strategy_name, self.strategy, config)
         if self.strategy.resident_slots:
             refuse(f"--moe-strategy {self.strategy_name}", RESIDENT_REFUSALS, config)
         if self.settings.router == "topology_aware":

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,7 @@ from megatron.core import parallel_state
 
 from megatron_fssdp.collectives.connections import connect_pairs
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy.strategy_settings import CollectiveOrder
 from megatron_fssdp.config.yaml_text import parse_yaml
-from megatron_fssdp.runtime.exchange.expert_groups import ExpertGroups
 
 logger = logging.getLogger(__name__)
 
@@ -97,19 +95,15 @@ def has_one_queue(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) == "nccl" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
-def connect_groups(groups: ExpertGroups, schedule: CollectiveOrder) -> None:
+def connect_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
     """Connect every two ranks that will exchange messages; collective over the ranks of the groups.
 
     NCCL would otherwise open each connection when the first message needs it, in the middle of the training.
 
     Args:
-        groups: Process groups of a layer.
-        schedule: The layer's order of collectives. Schedule ``s2`` passes results on as messages.
+        groups: Process groups of a layer whose ranks send messages; ``None`` is passed over.
     """
-    wanted = [groups.transfers, groups.expert_parallel if groups.ring is not None else None]
-    if schedule in ("s2", "auto") and groups.tensor_parallel is not None:
-        wanted += [groups.parts or groups.expert_parallel, groups.tensor_parallel]
-    for group in wanted:
+    for group in groups:
         if group is None or dist.get_backend(group) != "nccl":
             continue
         took_s = connect_pairs(group, torch.device("cuda", torch.cuda.current_device()))

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import LeavingChoices, select_experts
 from megatron_fssdp.megatron_adapter.support.supported_features import Refusal, captured_modules, refuse
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.runtime.exchange.topology_aware_gate import LeavingChoices, select_experts
 
 _REFUSALS: tuple[Refusal, ...] = (
     (

@@ -30,194 +30,100 @@ class Seam(NamedTuple):
     needed_by: str
 
 
-_EVERY_RUN = "every run, --moe-strategy none included"
-_PLACEMENT = "every strategy but none"
-_EXPERT_PARALLEL = "every strategy but none, on two or more expert-parallel ranks"
-_MOVING = "re-sharding (fssdp, smartmoe) and resident replicas (flexmoe)"
-_RESHARDING = "re-sharding (fssdp, smartmoe)"
+_NEEDED_BY = {
+    "every": "every run, --moe-strategy none included",
+    "placement": "every strategy but none",
+    "parallel": "every strategy but none, on two or more expert-parallel ranks",
+    "moving": "re-sharding (fssdp, smartmoe) and resident replicas (flexmoe)",
+    "states": "the distributed optimizer under re-sharding (fssdp, smartmoe) and resident replicas (flexmoe)",
+    "resharding": "re-sharding (fssdp, smartmoe)",
+    "checkpoints": "checkpoints under re-sharding (fssdp, smartmoe)",
+    "specs": "models without a command line (megatron_fssdp.get_moe_module_spec)",
+    "gather": "--overlap-param-gather under every strategy but none",
+    "topology": "router=topology_aware",
+    "bert": "BERT with --num-experts",
+}
 
-_SEAMS = (
-    Seam(
-        "megatron.core.models.gpt.moe_module_specs",
-        "MoELayer",
-        "replaces it by the strategy's layer in Megatron's layer specs",
-        _PLACEMENT,
-    ),
-    Seam(
-        "megatron.core.models.gpt.moe_module_specs",
-        "get_moe_module_spec",
-        "builds layer specs with it",
-        "models without a command line (megatron_fssdp.get_moe_module_spec)",
-    ),
-    Seam(
-        "megatron.core.transformer.moe.moe_layer",
-        "MoELayer.route",
-        "plans the iteration before the gate",
-        _PLACEMENT,
-    ),
-    Seam(
-        "megatron.core.transformer.moe.moe_layer",
-        "MoELayer.routed_experts_compute",
-        "runs owned experts and replicas",
-        _PLACEMENT,
-    ),
-    Seam(
-        "megatron.core.transformer.cuda_graphs",
-        "is_graph_capturing",
-        "keeps plans out of CUDA graphs of the router",
-        _PLACEMENT,
-    ),
-    Seam(
-        "megatron.core.transformer.moe.token_dispatcher",
-        "MoETokenDispatcher",
-        "dispatches tokens to owners and replicas",
-        _PLACEMENT,
-    ),
-    Seam(
-        "megatron.core.tensor_parallel.random",
-        "CheckpointFunction.forward",
-        "keeps exchanges of tokens for recomputed forward passes",
-        _PLACEMENT,
-    ),
-    Seam(
-        "megatron.core.distributed.param_and_grad_buffer",
-        "_ParamAndGradBucketGroup.start_grad_sync",
-        "delays the reduction of expert gradients until they are complete",
-        _EXPERT_PARALLEL,
-    ),
-    Seam(
-        "megatron.core.distributed.param_and_grad_buffer",
-        "_ParamAndGradBucketGroup.finish_grad_sync",
-        "completes expert gradients before their reduction",
-        _EXPERT_PARALLEL,
-    ),
-    Seam(
-        "megatron.core.distributed",
-        "DistributedDataParallel._make_forward_pre_hook",
-        "gathers experts' parameters before they are used",
-        "--overlap-param-gather under every strategy but none",
-    ),
-    Seam(
-        "megatron.core.transformer.transformer_block",
-        "TransformerBlock.sharded_state_dict",
-        "names experts in checkpoints by layer and number, wherever their owners are",
-        "checkpoints under re-sharding (fssdp, smartmoe)",
-    ),
-    Seam(
-        "megatron.core.models.hybrid.hybrid_block",
-        "HybridStack.sharded_state_dict",
-        "names experts in checkpoints of hybrid models by layer and number",
-        "checkpoints under re-sharding (fssdp, smartmoe)",
-    ),
+
+def _seams(table: str) -> tuple[Seam, ...]:
+    """Seams from lines ``path | purpose | key of _NEEDED_BY`` under the name of their module."""
+    seams, module = list[Seam](), ""
+    for line in table.strip().splitlines():
+        path, *rest = (cell.strip() for cell in line.split("|"))
+        if rest:
+            seams.append(Seam(module, path, rest[0], _NEEDED_BY[rest[1]]))
+        else:
+            module = path
+    return tuple(seams)
+
+
+_SEAMS = _seams(
+    """
+    megatron.core.models.gpt.moe_module_specs
+      MoELayer | replaces it by the strategy's layer in Megatron's layer specs | placement
+      get_moe_module_spec | builds layer specs with it | specs
+    megatron.core.transformer.moe.moe_layer
+      MoELayer.route | divides the tokens of tensor-parallel ranks that have the same ones | placement
+      MoELayer.preprocess | provides the slots of a pass, in which Megatron then permutes tokens | placement
+      MoELayer.dispatch | plans the next layer while tokens travel | placement
+      MoELayer.postprocess | starts the next layer's transfers | placement
+    megatron.core.transformer.cuda_graphs
+      is_graph_capturing | keeps the plan of a CUDA graph in place | placement
+    megatron.core.transformer.moe.token_dispatcher
+      MoETokenDispatcher.dispatch_preprocess | turns the routing of experts into that of slots | placement
+    megatron.core.distributed.param_and_grad_buffer
+      _ParamAndGradBucketGroup.start_grad_sync | waits for complete expert gradients | parallel
+      _ParamAndGradBucketGroup.finish_grad_sync | completes expert gradients before their reduction | parallel
+    megatron.core.distributed
+      DistributedDataParallel._make_forward_pre_hook | gathers parameters before replicas | gather
+    megatron.core.transformer.transformer_block
+      TransformerBlock.sharded_state_dict | names experts by layer and number | checkpoints
+    megatron.core.models.hybrid.hybrid_block
+      HybridStack.sharded_state_dict | names experts of hybrid models likewise | checkpoints
+    """
 )
 
-_TRAINING_SEAMS = (
-    Seam(
-        "megatron.training.arguments",
-        "add_megatron_arguments",
-        "adds its command-line arguments",
-        _EVERY_RUN,
-    ),
-    Seam(
-        "megatron.training.arguments",
-        "parse_args",
-        "checks that its arguments were parsed",
-        _EVERY_RUN,
-    ),
-    Seam("megatron.training.arguments", "validate_args", "checks its arguments", _EVERY_RUN),
-    Seam("megatron.training.training", "setup_model_and_optimizer", "checks the built model", _EVERY_RUN),
-    Seam(
-        "megatron.core.transformer.multi_token_prediction",
-        "MultiTokenPredictionLayer",
-        "numbers its layers of experts after the decoder's",
-        _PLACEMENT,
-    ),
-    Seam("megatron.training.training", "train", "reports where a run stopped", _PLACEMENT),
-    Seam("megatron.training.training", "evaluate", "records validation losses", _EVERY_RUN),
-    Seam("megatron.training.training", "evaluate_and_print_results", "records validation losses", _EVERY_RUN),
-    Seam("megatron.training.training", "train_step", "begins and ends iterations", _EVERY_RUN),
-    Seam(
-        "megatron.training.training",
-        "num_floating_point_operations",
-        "records the operations of an iteration",
-        _EVERY_RUN,
-    ),
-    Seam(
-        "megatron.training.training",
-        "get_forward_backward_func",
-        "detects that an iteration is repeated",
-        _PLACEMENT,
-    ),
-    Seam(
-        "megatron.core.transformer.transformer_layer",
-        "TransformerLayer.mlp",
-        "starts to gather experts while attention computes",
-        _PLACEMENT,
-    ),
-    Seam(
-        "megatron.core.transformer.transformer_layer",
-        "TransformerLayer._forward_attention",
-        "starts to gather experts while attention computes in the combined schedule",
-        _PLACEMENT,
-    ),
-    Seam(
-        "megatron.core.distributed.param_and_grad_buffer",
-        "_ParamAndGradBucketGroup.finish_param_sync",
-        "completes parameters before experts move",
-        _MOVING,
-    ),
-    Seam(
-        "megatron.core.distributed",
-        "DistributedDataParallel.expert_parallel_bucket_groups",
-        "completes parameters before experts move",
-        _MOVING,
-    ),
-    Seam(
-        "megatron.core.distributed",
-        "DistributedDataParallel.remove_forward_pre_hook_handles",
-        "completes parameters before experts move",
-        _MOVING,
-    ),
-    Seam(
-        "megatron.core.distributed",
-        "DistributedDataParallel.overlap_param_gather_with_optimizer_step",
-        "completes parameters before experts move",
-        _MOVING,
-    ),
-    Seam(
-        "megatron.core.optimizer.distrib_optimizer",
-        "DistributedOptimizer._get_model_param_range_map",
-        "moves optimizer states between devices",
-        f"the distributed optimizer under {_MOVING}",
-    ),
-    Seam("megatron.training.checkpointing", "generate_state_dict", "saves the owner map", _RESHARDING),
-    Seam(
-        "megatron.training.checkpointing",
-        "dist_checkpointing.load_content_metadata",
-        "loads the owner map",
-        _RESHARDING,
-    ),
-    Seam(
-        "megatron.training.checkpointing",
-        "dist_checkpointing.save",
-        "prevents that an incomplete checkpoint is loaded",
-        _PLACEMENT,
-    ),
+_TRAINING_SEAMS = _seams(
+    """
+    megatron.training.arguments
+      add_megatron_arguments | adds its command-line arguments | every
+      parse_args | checks that its arguments were parsed | every
+      validate_args | checks its arguments | every
+    megatron.training.training
+      setup_model_and_optimizer | checks the built model | every
+      train | reports where a run stopped | placement
+      evaluate | records validation losses | every
+      evaluate_and_print_results | records validation losses | every
+      train_step | begins and ends iterations | every
+      num_floating_point_operations | records the operations of an iteration | every
+      get_forward_backward_func | detects that an iteration is repeated | placement
+    megatron.core.transformer.multi_token_prediction
+      MultiTokenPredictionLayer | numbers its layers of experts after the decoder's | placement
+    megatron.core.transformer.transformer_layer
+      TransformerLayer.mlp | starts to gather experts while attention computes | placement
+      TransformerLayer._forward_attention | starts it in the combined schedule | placement
+    megatron.core.distributed.param_and_grad_buffer
+      _ParamAndGradBucketGroup.finish_param_sync | ends the gather of parameters before experts move | moving
+    megatron.core.distributed
+      DistributedDataParallel.expert_parallel_bucket_groups | ends it before experts move | moving
+      DistributedDataParallel.remove_forward_pre_hook_handles | ends it before experts move | moving
+      DistributedDataParallel.overlap_param_gather_with_optimizer_step | ends it before experts move | moving
+    megatron.core.optimizer.distrib_optimizer
+      DistributedOptimizer._get_model_param_range_map | moves optimizer states between devices | states
+    megatron.training.checkpointing
+      generate_state_dict | saves the owner map | resharding
+      dist_checkpointing.load_content_metadata | loads the owner map | resharding
+      dist_checkpointing.save | prevents that an incomplete checkpoint is loaded | placement
+    """
 )
 
-_OPTIONAL_SEAMS = (
-    Seam(
-        "megatron.core.transformer.moe.router",
-        "TopKRouter.router_replay",
-        "selects experts by the nodes of their owners",
-        "router=topology_aware",
-    ),
-    Seam(
-        "megatron.core.models.bert.bert_model",
-        "BertModel",
-        "adds experts to its layers",
-        "BERT with --num-experts",
-    ),
+_OPTIONAL_SEAMS = _seams(
+    """
+    megatron.core.transformer.moe.router
+      TopKRouter.router_replay | selects experts by the nodes of their owners | topology
+    megatron.core.models.bert.bert_model
+      BertModel | adds experts to its layers | bert
+    """
 )
 
 

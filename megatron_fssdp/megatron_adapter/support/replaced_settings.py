@@ -1,8 +1,7 @@
 """Settings of Megatron whose place a placement strategy takes, so that a training need not be refused.
 
-They name parts of Megatron's own dispatcher, operators that are built for a fixed set of experts, or forms of
-a checkpoint that cannot hold moved experts. The strategy sets them to values that mean the same training, and
-logs one line for each. The same table serves command-line arguments and a ``TransformerConfig``.
+They name forms of a checkpoint that cannot hold moved experts. The strategy sets them to values that mean the
+same training, and logs one line for each.
 """
 
 import logging
@@ -10,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from megatron_fssdp.megatron_adapter.support.supported_features import Value, captured_modules
+from megatron_fssdp.megatron_adapter.support.supported_features import Value
 
 logger = logging.getLogger(__name__)
 
@@ -30,56 +29,6 @@ class Replacement(NamedTuple):
     is_asked: Callable[[Value], bool]
     values: Callable[[Value], dict[str, Any]]
     meaning: str
-
-
-DISPATCH_REPLACEMENTS: tuple[Replacement, ...] = (
-    Replacement(
-        "--moe-token-dispatcher-type flex",
-        lambda value: value("moe_token_dispatcher_type") == "flex",
-        # Megatron refuses these back ends without the flex dispatcher.
-        lambda value: {
-            "moe_token_dispatcher_type": "alltoall",
-            "moe_enable_deepep": False,
-            "moe_flex_dispatcher_backend": "deepep",
-        },
-        "the strategy's exchange takes its place; DeepEP, HybridEP and NCCL EP are not used",
-    ),
-    Replacement(
-        "--moe-token-dispatcher-type allgather",
-        lambda value: value("moe_token_dispatcher_type") == "allgather",
-        lambda value: {"moe_token_dispatcher_type": "alltoall"},
-        "the strategy's exchange takes its place",
-    ),
-    Replacement(
-        "--moe-router-padding-for-quantization",
-        lambda value: bool(
-            value("moe_router_padding_for_quantization") or value("moe_router_padding_for_fp8")
-        ),
-        # Padded routing maps would not stay multiples where replicas divide an expert's tokens.
-        lambda value: {"moe_router_padding_for_quantization": False, "moe_router_padding_for_fp8": False},
-        "rows are padded where an expert computes them",
-    ),
-    Replacement(
-        "--cuda-graph-modules moe_preprocess",
-        lambda value: "moe_preprocess" in captured_modules(value),
-        lambda value: {
-            "cuda_graph_modules": [
-                module
-                for module in value("cuda_graph_modules")
-                if getattr(module, "name", module) != "moe_preprocess"
-            ]
-        },
-        "the strategy's dispatch, which changes between iterations, stays outside the graphs",
-    ),
-    Replacement(
-        "--use-transformer-engine-op-fuser",
-        lambda value: bool(value("use_transformer_engine_op_fuser")),
-        # The fused operators keep the Parameters of a fixed set of experts.
-        lambda value: {"use_transformer_engine_op_fuser": False},
-        "layers compute with Transformer Engine's matrix products and activations one after the other",
-    ),
-)
-"""Settings of Megatron's dispatcher and of its experts."""
 
 
 def _saves(value: Value) -> bool:
@@ -116,7 +65,7 @@ def replace_settings(who: str, replacements: Iterable[Replacement], settings: An
     Args:
         who: Strategy that takes their place; starts the messages.
         replacements: Table of replaced settings.
-        settings: Megatron's parsed arguments or a ``TransformerConfig``.
+        settings: Megatron's parsed arguments.
     """
 
     def value(name: str) -> Any:

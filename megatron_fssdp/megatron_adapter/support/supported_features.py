@@ -47,8 +47,8 @@ def _num_weight_shards(value: Value) -> int:
 
 
 _GRAPHS_ADVICE = (
-    "dispatch and experts change between iterations: use --cuda-graph-impl transformer_engine with "
-    "--cuda-graph-modules attn, mlp, mamba or moe_router, or --cuda-graph-impl none"
+    "transfers and experts change between iterations: use --cuda-graph-impl transformer_engine with "
+    "--cuda-graph-modules attn, mlp, mamba, moe_router or moe_preprocess, or --cuda-graph-impl none"
 )
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -74,20 +74,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "add --disable-bias-linear",
     ),
     (
-        "dropping tokens at the capacity of a rank",
-        lambda value: value("moe_expert_rank_capacity_factor") is not None,
-        "replicas change which rank computes a token, so other tokens would be dropped: remove "
-        "--moe-expert-rank-capacity-factor",
-    ),
-    (
-        "delayed weight gradients of experts",
-        lambda value: bool(
-            value("delay_wgrad_compute") or value("overlap_dispatch_backward_with_experts_wgrad")
-        ),
-        "replicas' gradients leave for their owners when the experts' backward pass ends: remove "
-        "--delay-wgrad-compute and --overlap-dispatch-backward-with-experts-wgrad",
-    ),
-    (
         "parameters in fp8 or fp4",
         lambda value: bool(
             any(value(name) for name in ("fp8_param", "fp8_param_gather", "fp4_param", "fp4_param_gather"))
@@ -109,23 +95,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "add --moe-grouped-gemm",
     ),
     (
-        "CUDA graphs of a whole iteration (--cuda-graph-impl full_iteration)",
-        lambda value: value("cuda_graph_impl") == "full_iteration",
-        _GRAPHS_ADVICE,
-    ),
-    (
-        "Megatron's local CUDA graphs (--cuda-graph-impl local), which capture dispatch with the router",
-        lambda value: value("cuda_graph_impl") == "local" or bool(value("enable_cuda_graph")),
-        _GRAPHS_ADVICE,
-    ),
-    (
-        "CUDA graphs of whole layers (empty --cuda-graph-modules)",
-        lambda value: _uses_graphs(value) and not captured_modules(value),
-        _GRAPHS_ADVICE,
-    ),
-    (
-        "CUDA graphs of MoE layers (--cuda-graph-modules moe)",
-        lambda value: "moe" in captured_modules(value),
+        "CUDA graphs of an iteration, a layer or an MoE layer, and --cuda-graph-impl local",
+        # Local graphs contain the end of a layer, where the next transfers start.
+        lambda value: (
+            value("cuda_graph_impl") in ("full_iteration", "local")
+            or bool(value("enable_cuda_graph"))
+            or (_uses_graphs(value) and (not captured_modules(value) or "moe" in captured_modules(value)))
+        ),
         _GRAPHS_ADVICE,
     ),
     (

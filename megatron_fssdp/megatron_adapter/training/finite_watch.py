@@ -74,7 +74,7 @@ class FiniteWatch:
 
     def _finding_in_gradients(self) -> str | None:
         for layer in reversed(self._layers):
-            experts = chain.from_iterable(layer.executor.experts.parameters.values())
+            experts = chain.from_iterable(layer.slot_layer.experts.parameters.values())
             for parameter in chain(layer.router.parameters(), experts):
                 gradient = getattr(parameter, "main_grad", parameter.grad)
                 if gradient is not None and not _is_finite(gradient):
@@ -90,14 +90,14 @@ class FiniteWatch:
 def _bad_experts(layer: StrategyMoELayer) -> str:
     bad = [
         expert
-        for expert, parameters in layer.executor.experts.parameters.items()
+        for expert, parameters in layer.slot_layer.experts.parameters.items()
         if not all(_is_finite(parameter) for parameter in parameters)
     ]
     return f"; parameters of its experts {bad}, which this rank owns, are not finite" if bad else ""
 
 
 def _number(layer: StrategyMoELayer) -> int:
-    return layer.executor.context.layer
+    return layer.slot_layer.context.layer
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

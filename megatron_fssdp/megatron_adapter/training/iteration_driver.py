@@ -34,9 +34,9 @@ from megatron_fssdp.planning.memory.materialization_limits import held_replicas_
 from megatron_fssdp.planning.memory.memory_accounting import FP32_BYTES
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
-from megatron_fssdp.runtime.execution.layer_load import LayerLoad
-from megatron_fssdp.runtime.execution.layer_profiling import profile_layers
-from megatron_fssdp.runtime.execution.strategy_selector import StrategySelector
+from megatron_fssdp.runtime.layers.layer_load import LayerLoad
+from megatron_fssdp.runtime.layers.layer_profiling import profile_layers
+from megatron_fssdp.runtime.layers.strategy_selector import StrategySelector
 from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.strategies.priced_exchange import exchange_seconds
 from megatron_fssdp.strategies.selection_report import SelectionReport
@@ -79,7 +79,6 @@ class IterationDriver:
         self.selection: SelectionReport | None = None
         self._iterations_to_measure = 0
         self._measured_replicas_bytes = 0
-        self._passes_begun = 0
         self._began_s = 0.0
         self._selector: StrategySelector | None = None
         self._residents: ResidentExperts | None = None
@@ -153,16 +152,27 @@ class IterationDriver:
         resharding = session.strategy.moves_owners and session.strategy.reshards_at(iteration)
         self.reshard = self._reshard() if resharding else self._replicate(iteration)
         session.runtime.begin_iteration(num_micro_batches, iteration + 1)
-        self._passes_begun = 0
         self._began_s = time.perf_counter()
 
     def begin_passes(self) -> None:
         """Prepare the forward and backward passes of an iteration, which Megatron may repeat."""
-        self._passes_begun += 1
         if self._residents is not None:
             self._residents.zero_gradients()
-        if self._passes_begun > 1:
-            self._session.runtime.repeat_iteration()
+        self._session.runtime.begin_passes()
+
+    def end_passes(self) -> None:
+        """Complete gradients and start to share the counts of the iteration, after its last backward pass."""
+        # DDP has done it for all layers whose experts are trained; frozen ones are in none of its buckets.
+        self._session.runtime.finish_gradients()
+        self._session.runtime.end_passes()
+
+    def end_evaluation(self) -> None:
+        """Drop the replicas of an evaluation, whose weights the next training step will change."""
+        self._session.runtime.end_iteration()
+
+    def begin_evaluation(self) -> None:
+        """Prepare forward passes without backward passes: replicas for the present weights and loads."""
+        self._session.runtime.begin_iteration(0)
 
     def end(self) -> list[LayerLoad]:
         """End an iteration after the optimizer step, and return what each layer did."""
@@ -177,25 +187,25 @@ class IterationDriver:
 
     def _tell_exchange(self) -> None:
         """Log the layers whose tokens have travelled by the deduplicated exchange for the first time."""
-        executors = [
+        layers = [
             layer
             for layer in self._session.runtime.layers
             if layer.context.layer not in self._told_exchange
-            and layer.load.counts_DE.any()
-            and layer.plan_iteration().deduplicated
+            and layer.plan is not None
+            and layer.plan.deduplicated
         ]
-        if not executors:
+        if not layers:
             return
-        self._told_exchange.update(layer.context.layer for layer in executors)
+        self._told_exchange.update(layer.context.layer for layer in layers)
         priced = [
-            exchange_seconds(layer.context, layer.history, layer.plan_iteration()) for layer in executors
+            exchange_seconds(layer.context, layer.history, layer.plan) for layer in layers if layer.plan
         ]
         if _reports_for_stage():
             logger.info(
                 f"[fssdp] exchange by price, iteration {self._session.runtime.clock.iteration}: layers "
-                f"{', '.join(str(layer.context.layer) for layer in executors)} send each token once to a "
+                f"{', '.join(str(layer.context.layer) for layer in layers)} send each token once to a "
                 f"node; modelled seconds {sum(one.deduplicated_s for one in priced if one):.4g} instead of "
-                f"{sum(one.pairs_s for one in priced if one):.4g}"
+                f"{sum(one.megatron_s for one in priced if one):.4g}"
             )
 
     def _replicas_bytes(self, loads: Sequence[LayerLoad]) -> int:
@@ -251,12 +261,10 @@ class IterationDriver:
 
     def _reshard(self) -> ReshardReport | None:
         slots = self._session.slots
-        executors = slots.executors
-        if not executors or executors[0].context.num_devices == 1:
+        layers = slots.layers
+        if not layers or layers[0].context.num_devices == 1:
             return None
-        load_LE = self._mean_over_copies(np.stack([layer.history.total_DE() for layer in executors])).sum(
-            axis=1
-        )
+        load_LE = self._mean_over_copies(np.stack([layer.history.total_DE() for layer in layers])).sum(axis=1)
         old = slots.owners
         new = self._session.strategy.reshard(self._contexts_of_copies(), load_LE, old)
         if not old.moves_to(new):
@@ -276,7 +284,7 @@ class IterationDriver:
 
         Layers of multi-token prediction keep their strategy.
         """
-        report = selector.select(self._session.slots.executors, iteration)
+        report = selector.select(self._session.slots.layers, iteration)
         if report is not None and _reports_for_stage():
             for line in report.describe():
                 logger.info(f"[fssdp] auto, after iteration {iteration}: {line}")
@@ -287,8 +295,8 @@ class IterationDriver:
         strategy = self._session.strategy
         if self._residents is None or not strategy.replicates_at(iteration) or not self._session.slots:
             return None
-        executors = self._session.slots.executors
-        load_LDE = self._mean_over_copies(np.stack([layer.history.total_DE() for layer in executors]))
+        layers = self._session.slots.layers
+        load_LDE = self._mean_over_copies(np.stack([layer.history.total_DE() for layer in layers]))
         placements = [
             strategy.replicate(context, load_DE)
             for context, load_DE in zip(self._contexts_of_copies(), load_LDE, strict=True)
@@ -316,7 +324,7 @@ class IterationDriver:
         copies = parallel_state.get_expert_data_parallel_group()
         total = torch.from_numpy(total_LDE).to(self._device)
         dist.all_reduce(total, group=copies)
-        num_seen = len(self._session.slots.executors[0].history)
+        num_seen = len(self._session.slots.layers[0].history)
         mean_LDE: np.ndarray = total.cpu().numpy() / (max(num_seen, 1) * copies.size())
         return mean_LDE
 
@@ -326,18 +334,18 @@ class IterationDriver:
         Expert-parallel groups with copies of the same experts must decide alike, so all of them plan with
         the same topology, and with the latest jump of the loads of any of them.
         """
-        executors = self._session.slots.executors
+        layers = self._session.slots.layers
         copies = parallel_state.get_expert_data_parallel_group()
-        nodes = torch.tensor(executors[0].context.topology.node_of_device, device=self._device)
+        nodes = torch.tensor(layers[0].context.topology.node_of_device, device=self._device)
         dist.broadcast(nodes, src=dist.get_global_rank(copies, 0), group=copies)
         topology = Topology(tuple(nodes.tolist()))
-        num_known = len(executors[0].history)
-        since_L = [executor.history.num_since_jump for executor in executors]
+        num_known = len(layers[0].history)
+        since_L = [layer.history.num_since_jump for layer in layers]
         settled_L = torch.tensor([num_known if n is None else n for n in since_L], device=self._device)
         dist.all_reduce(settled_L, op=dist.ReduceOp.MIN, group=copies)
         return [
-            replace(executor.context, topology=topology, num_since_jump=n if n < num_known else None)
-            for executor, n in zip(executors, settled_L.tolist(), strict=True)
+            replace(layer.context, topology=topology, num_since_jump=n if n < num_known else None)
+            for layer, n in zip(layers, settled_L.tolist(), strict=True)
         ]
 
 

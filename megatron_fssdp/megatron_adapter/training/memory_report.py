@@ -82,7 +82,7 @@ def held_replicas(session: StrategySession, model: Sequence[Any], args: Any) -> 
         session.strategy.replica_life,
         stage,
         _most_micro_batches(args),
-        fuses_gradients=any(layer.fuses_gradients for layer in session.runtime.layers),
+        fuses_gradients=True,  # Replica slots have fp32 sums of their own.
     )
 
 

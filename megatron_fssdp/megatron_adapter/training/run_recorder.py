@@ -33,7 +33,7 @@ from megatron_fssdp.reporting.records.run_records import IterationMetrics, Layer
 from megatron_fssdp.reporting.records.run_session import RunSession
 from megatron_fssdp.reporting.records.selection_metrics import SeenGain, SelectionMetrics
 from megatron_fssdp.runtime.clocks.pass_timer import PassSeconds
-from megatron_fssdp.runtime.execution.layer_load import LayerLoad
+from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.strategies.selection_report import SelectionReport
 
 _KIND_OF_MEMORY = {True: "allocated", False: "resident"}

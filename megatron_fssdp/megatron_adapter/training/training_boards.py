@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 
 from megatron_fssdp.reporting.records.run_records import IterationMetrics, LayerMetrics
-from megatron_fssdp.runtime.execution.layer_load import LayerLoad
+from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 
 _LAYER_SCALARS = {
     "load_max_over_mean": "device load, max over mean",

@@ -131,10 +131,15 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
 
         @wraps(schedule)
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
-            if drivers and not kwargs.get("forward_only", False):
-                drivers[-1].begin_passes()
+            driver = drivers[-1] if drivers else None
+            trains = not kwargs.get("forward_only", False)
+            if driver is not None:
+                driver.begin_passes() if trains else driver.begin_evaluation()
             with passes.timed() if recorder and recorder[0].wants_iteration else nullcontext():
-                return schedule(*args, **kwargs)
+                results = schedule(*args, **kwargs)
+            if driver is not None:
+                driver.end_passes() if trains else driver.end_evaluation()
+            return results
 
         return forward_backward
 
@@ -217,8 +222,8 @@ def report_installation(model: list[torch.nn.Module], requested: RequestedStrate
 def _describe(layers: list[StrategyMoELayer]) -> str:
     if not layers:
         return "the MoE layers of other pipeline stages; this stage has no MoE layer"
-    context = layers[0].executor.context
-    numbers = ", ".join(str(layer.executor.context.layer) for layer in layers)
+    context = layers[0].slot_layer.context
+    numbers = ", ".join(str(layer.slot_layer.context.layer) for layer in layers)
     return (
         f"{len(layers)} MoE layers of this pipeline stage (layers {numbers}), "
         f"{context.num_experts} experts on {context.num_devices} devices "

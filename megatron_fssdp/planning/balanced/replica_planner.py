@@ -158,7 +158,6 @@ def plan_replicas(
     overlap_degree: int | None = None,
     rematerialize: bool = False,
     hides: bool = True,
-    after_gate: bool = False,
 ) -> ExpertPlacement:
     """Plan the placement with the fewest modelled seconds that the search finds.
 
@@ -171,7 +170,6 @@ def plan_replicas(
         overlap_degree: Most experts that may be replicated, t. None means no limit.
         rematerialize: Whether replicas are gathered and reduced with every micro-batch.
         hides: Whether transfers run beside compute.
-        after_gate: Whether gathers start after the gate. Nothing hides them then.
 
     Returns:
         A placement whose modelled seconds are at most those without replicas. It has no replicas if they
@@ -188,7 +186,6 @@ def plan_replicas(
         profile,
         rematerialize=rematerialize,
         hides=hides,
-        after_gate=after_gate,
     )
     degree = plain.num_experts if overlap_degree is None else overlap_degree
     return layer.best_placement(slots=slots, most_replicated=degree)[0]
@@ -230,7 +227,6 @@ def layer_search(
     *,
     rematerialize: bool,
     hides: bool,
-    after_gate: bool = False,
 ) -> LayerSearch:
     """One layer with measured costs, to price several placements.
 
@@ -241,20 +237,17 @@ def layer_search(
         profile: Measured costs of the layer and the links.
         rematerialize: Whether replicas are gathered and reduced with every micro-batch.
         hides: Whether transfers run beside compute.
-        after_gate: Whether gathers start after the gate. Nothing hides them then.
     """
-    costs = _measured_costs(profile, topology, len(owner_E), rematerialize, hides, after_gate)
+    costs = _measured_costs(profile, topology, len(owner_E), rematerialize, hides)
     return LayerSearch(owner_E, np.asarray(load_DE, np.float64), topology, costs)
 
 
 @lru_cache(maxsize=16)
 def _measured_costs(
-    profile: LayerProfile, topology: Topology, num_experts: int, rematerialize: bool, hides: bool, late: bool
+    profile: LayerProfile, topology: Topology, num_experts: int, rematerialize: bool, hides: bool
 ) -> SearchCosts:
     """The costs of a search. All layers of a model have equal ones, and they take longer than a price."""
-    return SearchCosts.of_profile(
-        profile, topology, num_experts, rematerialize=rematerialize, hides=hides, after_gate=late
-    )
+    return SearchCosts.of_profile(profile, topology, num_experts, rematerialize=rematerialize, hides=hides)
 
 
 def _checked(

@@ -60,7 +60,6 @@ class SearchCosts:
         *,
         rematerialize: bool,
         hides: bool,
-        after_gate: bool = False,
     ) -> "SearchCosts":
         """Measured costs, with which a layer takes the seconds of :func:`layer_seconds`.
 
@@ -70,7 +69,6 @@ class SearchCosts:
             num_experts: Number of experts, E.
             rematerialize: Whether every micro-batch gathers replicas twice and reduces their gradients once.
             hides: Whether transfers run beside compute.
-            after_gate: Whether gathers start after the gate. Nothing hides them then.
         """
         cluster, times = profile.cluster, profile.num_micro_batches
         links = plain_links(cluster)
@@ -96,7 +94,7 @@ class SearchCosts:
             profile.expert_bytes * far.beta_s_per_byte,
             reduced_bytes * near.beta_s_per_byte,
             reduced_bytes * far.beta_s_per_byte,
-            profile.non_moe_s + counts_s if hides and not after_gate else 0.0,
+            profile.non_moe_s + counts_s if hides else 0.0,
             BACKWARD_PER_FORWARD * profile.non_moe_s if hides else 0.0,
             float(rematerialize),
         ]

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_fssdp.planning.native.kernel import kernel_form
-
 SIZES = ((16, 8), (64, 32), (256, 64), (256, 256), (512, 1024))
 """Experts and devices at which seconds are measured."""
 
@@ -66,27 +64,6 @@ class HostCosts:
         )
 
 
-BALANCED_DISPATCH_S, BALANCED_DISPATCH_S_PER_PAIR = 25e-6, 1e-8
-"""Seconds of a balanced dispatch with compiled kernels, and the same for each pair of expert and device.
-
-0.053 ms were measured at (64, 32), and 0.19 ms at (256, 64) experts and devices (docs/log.md).
-"""
-
-PLAIN_BALANCED_TIMES = 100
-"""Factor of these seconds with plain kernels: 4.3 ms and 32 ms were measured."""
-
-
-def balanced_dispatch_s(num_experts: int, num_devices: int) -> float:
-    """Seconds by which balanced dispatch takes the host longer than even dispatch, per micro-batch.
-
-    Args:
-        num_experts: Number of experts, E.
-        num_devices: Number of devices, D.
-    """
-    compiled_s = BALANCED_DISPATCH_S + BALANCED_DISPATCH_S_PER_PAIR * num_experts * num_devices
-    return compiled_s if kernel_form().is_compiled else PLAIN_BALANCED_TIMES * compiled_s
-
-
 def _interpolated_s(measured_ms: tuple[float, ...], num_pairs: int) -> float:
     """Seconds at a number of pairs of expert and device, from milliseconds at each of :data:`SIZES`."""
     sizes = np.log([num_experts * num_devices for num_experts, num_devices in SIZES])
@@ -104,16 +81,11 @@ MEASURED = HostCosts(
         "auto": (1.1, 2.1, 9.6, 43, 940),
     },
     after_gate_ms={
-        "fssdp": (0.034, 0.047, 0.11, 0.35, 4.7),
         "fastermoe": (0.065, 0.07, 0.094, 0.18, 1),
         "quota": (0.18, 0.2, 0.33, 0.7, 6),
-        "auto": (0.039, 0.053, 0.12, 0.39, 5.3),
     },
     dispatch_ms={
-        "fssdp": (0.08, 0.094, 0.12, 0.19, 0.44),
-        "prophet": (0.076, 0.11, 0.026, 0.47, 3.3),
         "fastermoe": (0.077, 0.087, 0.13, 0.23, 1.1),
         "quota": (0.053, 0.061, 0.12, 0.24, 1.5),
-        "auto": (0.087, 0.11, 0.15, 0.21, 0.48),
     },
 )

@@ -4,17 +4,16 @@ If the source has the expert, its tokens stay there. Otherwise they are split ev
 in the source's node. If there is no such holder, they are split evenly over all holders. When ``n`` holders
 share the tokens, a remainder of ``r`` tokens goes to ``r`` holders, one token to each. The first of them is
 at position ``(source + expert) mod n`` of the ascending list of holders, and the list is taken as a ring.
-Every rank derives its own row (what it sends) and its own column (what it receives) from the same counts. The
-full table of shape ``[D, E, D]`` is never built.
+A source derives its own row (what it sends) from its own counts. The full table of shape ``[D, E, D]`` is
+never built.
 
-Shape letters: E experts, D devices, N nodes, P pairs of expert and device, G experts present on a device.
+Shape letters: E experts, D devices, N nodes, P pairs of expert and device.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_fssdp.planning.dispatch.dispatch_tables import DispatchTables
 from megatron_fssdp.planning.dispatch.sent_rows import SentRows
 from megatron_fssdp.planning.kernels import even_split
 from megatron_fssdp.planning.native.kernel import Kernel
@@ -24,11 +23,10 @@ from megatron_fssdp.planning.placement.topology import Topology
 
 split_evenly = Kernel(even_split.split_evenly)
 even_row = Kernel(even_split.even_row)
-even_column = Kernel(even_split.even_column)
 
 
 @dataclass(frozen=True, eq=False)
-class EvenDispatch(DispatchTables):
+class EvenDispatch:
     """A dispatch that sends tokens in equal parts to the nearest holders of their experts (Hecate §4.4).
 
     Attributes:
@@ -44,30 +42,10 @@ class EvenDispatch(DispatchTables):
     def rows_from(self, source: int) -> SentRows:
         """Tokens that one source sends. They sum to ``counts_DE[source]`` for each expert."""
         row = self._groups().row(source)
-        tokens_P, send_D = np.empty_like(row.expert_P), np.zeros(self.placement.num_devices, np.int64)
+        tokens_P = np.empty_like(row.expert_P)
         counts_E = np.ascontiguousarray(self.counts_DE[source], np.int64)
-        even_row(counts_E, row.expert_P, row.device_P, row.num_chosen_E, row.turn_P, tokens_P, send_D)
-        return SentRows(row.expert_P, row.device_P, tokens_P, row.order_P, send_D)
-
-    def received_by(self, device: int, expert_G: np.ndarray) -> np.ndarray:
-        """Tokens that one device receives, by source and expert present there: int64 ``[D, G]``."""
-        column = self._groups().column(device)
-        counts_DE = np.ascontiguousarray(self.counts_DE, np.int64)
-        received_DG = np.zeros((self.placement.num_devices, len(expert_G)), np.int64)
-        even_column(
-            counts_DE,
-            column.source_P,
-            column.expert_P,
-            column.place_P,
-            column.num_chosen_P,
-            column.turn_P,
-            received_DG,
-        )
-        return received_DG
-
-    def _experts_on(self, device: int) -> np.ndarray:
-        self._groups().column(device)  # checks the device
-        return self.placement.experts_on_G(device)
+        even_row(counts_E, row.expert_P, row.num_chosen_E, row.turn_P, tokens_P)
+        return SentRows(row.expert_P, row.device_P, tokens_P)
 
     def device_tokens_D(self) -> np.ndarray:
         """Exact number of (token, k) pairs that every device computes: int64 ``[D]``."""

@@ -1,17 +1,16 @@
 """Dispatch by quotas: the caller gives the number of tokens that each holder of an expert computes.
 
 Which sources these tokens come from follows from the quotas: tokens and quotas are laid out along one line,
-in the same way on every rank. A rank derives only its own row (what it sends) and its own column (what it
-receives). The full table of shape ``[D, E, D]`` is never built.
+in the same way on every rank. A rank derives only its own row (what it sends). The full table of shape
+``[D, E, D]`` is never built.
 
-Shape letters: E experts, D devices, N nodes, P pairs of expert and device, G experts present on a device.
+Shape letters: E experts, D devices, N nodes, P pairs of expert and device.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_fssdp.planning.dispatch.dispatch_tables import DispatchTables
 from megatron_fssdp.planning.dispatch.sent_rows import SentRows
 from megatron_fssdp.planning.kernels import quota_rows, quota_sums
 from megatron_fssdp.planning.native.kernel import Kernel
@@ -19,13 +18,12 @@ from megatron_fssdp.planning.placement.topology import Topology
 
 are_fillable = Kernel(quota_sums.are_fillable)
 fill_quotas = Kernel(quota_sums.fill_quotas)
-quota_column = Kernel(quota_rows.quota_column)
 quota_row = Kernel(quota_rows.quota_row)
 sum_quota_tokens = Kernel(quota_sums.sum_quota_tokens)
 
 
 @dataclass(frozen=True, eq=False)
-class QuotaDispatch(DispatchTables):
+class QuotaDispatch:
     """A dispatch that matches the tokens of sources with the quotas of holders.
 
     Example: one expert on the devices 2 and 3 of a node with four devices. The sources 0, 1 and 2 have 3, 5
@@ -131,20 +129,9 @@ class QuotaDispatch(DispatchTables):
 
     def rows_from(self, source: int) -> SentRows:
         """Tokens that one source sends. They sum to ``counts_DE[source]`` for each expert."""
-        send_D = np.zeros(self.topology.num_devices, np.int64)
-        chunks = np.empty((4, self.quotas.shape[1]), np.int64)
-        num_chunks = quota_row(*self._arrays, source, *chunks, send_D)
-        expert_P, device_P, tokens_P, order_P = chunks[:, :num_chunks]
-        return SentRows(expert_P, device_P, tokens_P, order_P, send_D)
-
-    def received_by(self, device: int, expert_G: np.ndarray) -> np.ndarray:
-        """Tokens that one device receives, by source and expert present there: int64 ``[D, G]``."""
-        received_DG = np.empty((self.topology.num_devices, len(expert_G)), np.int64)
-        quota_column(*self._arrays, device, expert_G, received_DG)
-        return received_DG
-
-    def _experts_on(self, device: int) -> np.ndarray:
-        return self.quotas[0, self.quotas[1] == device]
+        chunks = np.empty((3, self.quotas.shape[1]), np.int64)
+        num_chunks = quota_row(*self._arrays, source, *chunks)
+        return SentRows(*chunks[:, :num_chunks])
 
     def device_tokens_D(self) -> np.ndarray:
         """(token, k) pairs that every device computes: int64 ``[D]``."""

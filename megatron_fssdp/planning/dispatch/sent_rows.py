@@ -18,22 +18,19 @@ class SentRows:
         expert_P: Expert of each chunk, ascending, ``[P]``.
         device_P: Receiving device of each chunk, ascending for each expert, ``[P]``.
         tokens_P: Tokens of each chunk, 0 or more, ``[P]``.
-        order_P: Positions of the chunks, sorted by device, then expert; ``[P]``.
-        send_D: Tokens that each device gets, ``[D]``.
     """
 
     expert_P: np.ndarray
     device_P: np.ndarray
     tokens_P: np.ndarray
-    order_P: np.ndarray
-    send_D: np.ndarray
 
-    def table_ED(self, num_experts: int) -> np.ndarray:
+    def table_ED(self, num_experts: int, num_devices: int) -> np.ndarray:
         """The tokens by expert and receiving device, int64 ``[E, D]``.
 
         Args:
             num_experts: Number of experts, E.
+            num_devices: Number of devices, D.
         """
-        table_ED = np.zeros((num_experts, len(self.send_D)), np.int64)
+        table_ED = np.zeros((num_experts, num_devices), np.int64)
         table_ED[self.expert_P, self.device_P] = self.tokens_P
         return table_ED

@@ -1,22 +1,25 @@
 """Which device computes which tokens, for a given placement and given counts.
 
-Shape letters: E experts, D devices, G experts present on a device.
+Shape letters: E experts, D devices.
 """
 
 from typing import Literal, Protocol
 
 import numpy as np
 
-from megatron_fssdp.planning.dispatch.balanced_dispatch import balanced_dispatch, unbound_dispatch
 from megatron_fssdp.planning.dispatch.even_dispatch import EvenDispatch
+from megatron_fssdp.planning.dispatch.exact_dispatch import exact_dispatch
 from megatron_fssdp.planning.dispatch.owner_dispatch import owner_dispatch
 from megatron_fssdp.planning.dispatch.sent_rows import SentRows
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 
-DispatchPolicy = Literal["even", "balanced", "unbound", "owner"]
-LEVELLING_POLICIES: tuple[DispatchPolicy, ...] = ("balanced", "unbound")
-"""Policies under which the host evens out device loads in every micro-batch."""
+DispatchPolicy = Literal["even", "exact", "owner"]
+"""How the tokens of an expert are divided among its holders.
+
+``even``: in equal parts among the nearest holders (Hecate §4.4). ``exact``: by the counts of the micro-batch,
+so that device loads become even. ``owner``: all tokens go to the owner, except those of a holder itself.
+"""
 
 
 class TokenDispatch(Protocol):
@@ -25,25 +28,8 @@ class TokenDispatch(Protocol):
     Every rank derives the same numbers from the same counts. Tokens are (token, k) pairs.
     """
 
-    def from_source(self, source: int) -> np.ndarray:
-        """Tokens that one source sends, by expert and receiving device: int64 ``[E, D]``."""
-        ...
-
-    def to_device(self, device: int) -> np.ndarray:
-        """Tokens that one device receives, by source and expert: int64 ``[D, E]``."""
-        ...
-
     def rows_from(self, source: int) -> SentRows:
         """Tokens that one source sends."""
-        ...
-
-    def received_by(self, device: int, expert_G: np.ndarray) -> np.ndarray:
-        """Tokens that one device receives, by source and expert present there: int64 ``[D, G]``.
-
-        Args:
-            device: Number of the device.
-            expert_G: All experts that are present on the device, ascending, int64 ``[G]``.
-        """
         ...
 
     def device_tokens_D(self) -> np.ndarray:
@@ -58,12 +44,11 @@ class TokenDispatch(Protocol):
 def plan_dispatch(
     policy: DispatchPolicy, counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology
 ) -> TokenDispatch:
-    """Plan the dispatch of exact counts under one of four policies.
+    """Plan the dispatch of exact counts under one of three policies.
 
     Args:
-        policy: ``even`` (Hecate §4.4, :class:`EvenDispatch`), ``balanced`` (:func:`balanced_dispatch`),
-            ``unbound`` (:func:`unbound_dispatch`), or ``owner`` (:func:`owner_dispatch`). Without replicas
-            all four give the same dispatch.
+        policy: ``even`` (:class:`EvenDispatch`), ``exact`` (:func:`exact_dispatch`), or ``owner``
+            (:func:`owner_dispatch`). Without replicas all three give the same dispatch.
         counts_DE: (token, k) pairs by source device and expert, integers ``[D, E]``.
         placement: Owners and replicas of the experts.
         topology: Nodes of the devices.
@@ -72,6 +57,4 @@ def plan_dispatch(
         return EvenDispatch(counts_DE, placement, topology)
     if policy == "owner":
         return owner_dispatch(counts_DE, placement, topology)
-    if policy == "unbound":
-        return unbound_dispatch(counts_DE, placement, topology)
-    return balanced_dispatch(counts_DE, placement, topology)
+    return exact_dispatch(counts_DE, placement, topology)

@@ -1,9 +1,9 @@
-"""Kernels of even dispatch: who computes how many tokens, and one rank's row and column of the dispatch.
+"""Kernels of even dispatch: who computes how many tokens, and what one source sends.
 
 ``planning/dispatch/even_dispatch.py`` has the rule. ``planning/placement/holder_groups.py`` prepares the
 arrays that depend on the placement only.
 
-Shape letters: E experts, D devices, N nodes, G experts present on a device, P pairs of expert and device.
+Shape letters: E experts, D devices, N nodes, P pairs of expert and device.
 """
 
 from megatron_fssdp.planning.native import compiler_marks as cython
@@ -119,22 +119,18 @@ def _deal_out(tokens: Int, turn: Index, first: Index, size: Index, steps: Ints) 
 def even_row(
     counts_E: ReadInts,
     expert_P: ReadInts,
-    device_P: ReadInts,
     size_E: ReadInts,
     turn_P: ReadInts,
     tokens_P: Ints,
-    send_D: Ints,
 ) -> None:
     """Split the tokens of one source over the pairs that get some.
 
     Args:
         counts_E: (token, k) pairs of the source by expert, int64 ``[E]``.
         expert_P: Expert of each pair, int64 ``[P]``.
-        device_P: Device of each pair, int64 ``[P]``.
         size_E: Number of pairs that share each expert's tokens, int64 ``[E]``.
         turn_P: Turn of each pair when a remainder is dealt out, int64 ``[P]``.
         tokens_P: Gets the tokens of each pair, int64 ``[P]``.
-        send_D: Zeros; gets the tokens of each device, int64 ``[D]``.
     """
     with cython.nogil:
         for pair in range(expert_P.shape[0]):
@@ -143,36 +139,3 @@ def even_row(
             if turn_P[pair] < counts_E[expert] - share * size_E[expert]:
                 share += 1
             tokens_P[pair] = share
-            device: Index = device_P[pair]
-            send_D[device] += share
-
-
-def even_column(
-    counts_DE: ReadInts2,
-    source_P: ReadInts,
-    expert_P: ReadInts,
-    place_P: ReadInts,
-    size_P: ReadInts,
-    turn_P: ReadInts,
-    received_DG: Ints2,
-) -> None:
-    """The tokens that one device receives.
-
-    Args:
-        counts_DE: (token, k) pairs by source device and expert, int64 ``[D, E]``.
-        source_P: Source of each pair of a source and an expert that sends to the device, int64 ``[P]``.
-        expert_P: Expert of each pair, int64 ``[P]``.
-        place_P: Position of the expert among those of the device, int64 ``[P]``.
-        size_P: Number of devices that share the tokens of each pair, int64 ``[P]``.
-        turn_P: Turn of the device when a remainder is dealt out, int64 ``[P]``.
-        received_DG: Zeros; gets the tokens by source and expert of the device, int64 ``[D, G]``.
-    """
-    with cython.nogil:
-        for pair in range(source_P.shape[0]):
-            source: Index = source_P[pair]
-            expert: Index = expert_P[pair]
-            place: Index = place_P[pair]
-            share = counts_DE[source, expert] // size_P[pair]
-            if turn_P[pair] < counts_DE[source, expert] - share * size_P[pair]:
-                share += 1
-            received_DG[source, place] = share

@@ -2,7 +2,7 @@
 
 A holder of an expert is a device on which the expert is present.
 
-Shape letters: E experts, D devices, N nodes, P pairs of expert and device, G experts present on a device.
+Shape letters: E experts, D devices, N nodes, P pairs of expert and device.
 """
 
 from dataclasses import dataclass
@@ -23,33 +23,12 @@ class SourceRow:
             ``[E]``.
         expert_P: Expert of each entry, int64 ``[P]``.
         device_P: Holder of each entry, ascending for each expert, int64 ``[P]``.
-        order_P: Positions of the entries, sorted by holder, then expert; int64 ``[P]``.
         turn_P: Turn of the holder, from 0, when the remainder of a division is dealt out; int64 ``[P]``.
     """
 
     num_chosen_E: np.ndarray
     expert_P: np.ndarray
     device_P: np.ndarray
-    order_P: np.ndarray
-    turn_P: np.ndarray
-
-
-@dataclass(frozen=True)
-class DeviceColumn:
-    """The sources that send tokens to one device: one entry for each (source, expert).
-
-    Attributes:
-        source_P: Source device of each entry, int64 ``[P]``.
-        expert_P: Expert of each entry, int64 ``[P]``.
-        num_chosen_P: Number of holders over which the source's tokens of the expert are split, int64 ``[P]``.
-        place_P: Position of the expert among those of the device, int64 ``[P]``.
-        turn_P: Turn of the device, from 0, when the remainder of a division is dealt out; int64 ``[P]``.
-    """
-
-    source_P: np.ndarray
-    expert_P: np.ndarray
-    num_chosen_P: np.ndarray
-    place_P: np.ndarray
     turn_P: np.ndarray
 
 
@@ -67,8 +46,6 @@ class HolderGroups:
         first_E: Position of the first pair of each expert, ``[E]``.
         by_node_P: Positions of the pairs, sorted by expert, node, device; ``[P]``.
         node_first_EN: Where the pairs of an expert and a node begin in that sorted order, ``[E, N]``.
-        by_device_P: Positions of the pairs, sorted by device, expert; ``[P]``.
-        device_first_D: Where the pairs of each device begin in that sorted order, then P; ``[D + 1]``.
         rank_P: Position of each pair among the holders of its expert, ``[P]``.
         node_rank_P: Position of each pair among the holders of its expert in its node, ``[P]``.
 
@@ -100,23 +77,13 @@ class HolderGroups:
         self.rank_P = position_P - self.first_E[self.expert_P]
         self.node_rank_P = np.empty_like(position_P)
         self.node_rank_P[self.by_node_P] = position_P - node_first[self.group_P[self.by_node_P]]
-        self.by_device_P = np.argsort(self.device_P, kind="stable")
-        ends_D = np.cumsum(np.bincount(self.device_P, minlength=topology.num_devices))
-        self.device_first_D = np.concatenate([[0], ends_D])
         self._rows: dict[int, SourceRow] = {}
-        self._columns: dict[int, DeviceColumn] = {}
 
     def row(self, source: int) -> SourceRow:
         """Receiving holders of one source device. The result is kept for the next call."""
         if source not in self._rows:
             self._rows[source] = self._build_row(source)
         return self._rows[source]
-
-    def column(self, device: int) -> DeviceColumn:
-        """Sources that send to one device. The result is kept for the next call."""
-        if device not in self._columns:
-            self._columns[device] = self._build_column(device)
-        return self._columns[device]
 
     def _build_row(self, source: int) -> SourceRow:
         """Compute the row of one source device; :meth:`row` keeps it."""
@@ -133,31 +100,7 @@ class HolderGroups:
         rank_P = np.where(near_P, self.node_rank_P, self.rank_P)[chosen_P]
         expert_P, device_P = expert_P[chosen_P], device_P[chosen_P]
         turn_P = (rank_P - source - expert_P) % num_chosen_E[expert_P]
-        return SourceRow(num_chosen_E, expert_P, device_P, np.argsort(device_P, kind="stable"), turn_P)
-
-    def _build_column(self, device: int) -> DeviceColumn:
-        """Compute the column of one device; :meth:`column` keeps it."""
-        _check_device("device", device, self._topology)
-        node_D = self._topology.node_of_device_D
-        node = node_D[device]
-        pair_G = np.flatnonzero(self.device_P == device)
-        expert_G = self.expert_P[pair_G]
-        present_DG = self._placement.present_ED[expert_G].T
-        in_node_DG = self.holders_EN[expert_G].T[node_D]
-        near_DG = in_node_DG > 0
-        same_node_D1 = (node_D == node)[:, None]
-        chosen_DG = ~present_DG & (same_node_D1 | ~near_DG)
-        chosen_DG[device] = True
-        source_P, column_P = np.nonzero(chosen_DG)
-        expert_P = expert_G[column_P]
-        near_P = near_DG[source_P, column_P]
-        num_chosen_P = np.where(near_P, in_node_DG[source_P, column_P], self.num_holders_E[expert_P])
-        num_chosen_P[source_P == device] = 1
-        rank_P = np.where(near_P, self.node_rank_P[pair_G][column_P], self.rank_P[pair_G][column_P])
-        turn_P = (rank_P - source_P - expert_P) % num_chosen_P
-        # numpy's answers have strides, and kernels want arrays in C order.
-        source_P, column_P = np.ascontiguousarray(source_P), np.ascontiguousarray(column_P)
-        return DeviceColumn(source_P, expert_P, num_chosen_P, column_P, turn_P)
+        return SourceRow(num_chosen_E, expert_P, device_P, turn_P)
 
 
 def holder_groups(placement: ExpertPlacement, topology: Topology) -> HolderGroups:

@@ -18,7 +18,7 @@ class LayerSeconds:
     Attributes:
         before_layer_s: Seconds of compute between the previous MoE layer and this transformer layer.
         before_gate_s: Seconds of compute before the gate, under which spAG can be hidden.
-        counts_s: Seconds of gathering the router counts.
+        counts_s: Seconds of gathering the router counts and, with exact dispatch, of computing shares.
         dispatch: Seconds of the all-to-alls of rows and probabilities.
         combine: Seconds of the all-to-all of results.
         experts_s: Seconds of the experts on the slowest device.
@@ -39,7 +39,7 @@ class LayerSeconds:
 
     before_layer_s: np.ndarray
     before_gate_s: np.ndarray
-    counts_s: float
+    counts_s: np.ndarray | float
     dispatch: LinkTimes
     combine: LinkTimes
     experts_s: np.ndarray

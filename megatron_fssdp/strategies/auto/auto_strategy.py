@@ -226,6 +226,15 @@ class AutoStrategy(Strategy[AutoSettings]):
         candidate = self._of(context.layer)
         return candidate.before_gate(context, history.excerpt(candidate.window))
 
+    @property
+    def splits(self) -> bool:
+        """Whether any candidate splits transfers."""
+        return any(candidate.splits for candidate in self.candidates.values())
+
+    def asks_after_gate(self, layer: int) -> bool:
+        """Whether the layer's selected strategy asks."""
+        return self._of(layer).asks_after_gate(layer)
+
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
     ) -> LayerPlan:

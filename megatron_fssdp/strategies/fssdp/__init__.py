@@ -1,1 +1,1 @@
-"""The ``fssdp`` strategy: its plans, their corrections after the gate, and its re-sharding."""
+"""The ``fssdp`` strategy: its plans before the gate, and its re-sharding."""

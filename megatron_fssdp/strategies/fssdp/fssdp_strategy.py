@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
 from megatron_fssdp.config.strategy.fssdp_settings import FssdpSettings
-from megatron_fssdp.planning.balanced.replica_planner import plan_materialization
+from megatron_fssdp.planning.balanced.replica_planner import LayerSearch, layer_search, plan_materialization
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
@@ -20,9 +19,7 @@ from megatron_fssdp.planning.papers.heterogeneous_sharding import heterogeneous_
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from megatron_fssdp.strategies.fssdp.corrected_plan import ExactCounts, ExpectedSeconds, unplanned
 from megatron_fssdp.strategies.fssdp.kept_placements import KeptPlacements
-from megatron_fssdp.strategies.fssdp.planning_moment import ForecastPlan, PlanningMoment
 from megatron_fssdp.strategies.fssdp.priced_dispatch import PricedDispatch
 from megatron_fssdp.strategies.fssdp.priced_reshard import ReshardClock, paying_owners
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
@@ -40,7 +37,6 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         self._planner: MaterializationPlanner = (
             sparse_materialization_by_source if settings.planner == "hecate" else plan_materialization
         )
-        self._moment = PlanningMoment(settings.window)
         self._kept = KeptPlacements(2 * settings.window)
         self._dispatch = PricedDispatch()
         self._clock = ReshardClock(settings.window, settings.reshard_interval)
@@ -56,7 +52,7 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         settings = self.settings
         is_limited = settings.slots is not None and settings.overlap_degree is not None
         compares = settings.compares_prices
-        needs_profile = not is_limited or bool(settings.calibrate) or bool(settings.split) or compares
+        needs_profile = not is_limited or settings.calibrate or bool(settings.split) or compares
         return settings.profile_iterations if needs_profile else 0
 
     @property
@@ -80,24 +76,19 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         return self.settings.overlap_degree is None and self.settings.planner == "balanced"
 
     @property
-    def _splits(self) -> bool:
+    def _prices_dispatch(self) -> bool:
+        """Whether modelled seconds decide between even and exact dispatch."""
+        # The deduplicated exchange is priced as if tokens were divided evenly.
+        is_open = self.settings.dispatch_policy is None and self.exchange != "deduplicated"
+        return is_open and self._goes_by_seconds
+
+    @property
+    def splits(self) -> bool:
         """Whether transfers travel in two parts where the compute before the layer does not hide them."""
         settings = self.settings
         split = self._goes_by_seconds if settings.split is None else settings.split
         # The runtime splits nothing under the smart schedule, so the price must not either.
         return split and settings.overlap and not settings.smart_schedule
-
-    @property
-    def _policies(self) -> tuple[DispatchPolicy, ...]:
-        """Ways to split tokens among which modelled seconds decide; none if the policy is given."""
-        if self.settings.dispatch_policy is not None or not self._goes_by_seconds:
-            return ()
-        # The deduplicated exchange is priced as if no token left a device or node that has its expert.
-        return ("even", "balanced") if self.exchange == "deduplicated" else ("even", "balanced", "unbound")
-
-    def _corrects(self, context: LayerContext) -> bool:
-        """Whether plans may be corrected after the gate by modelled seconds."""
-        return self._goes_by_seconds and context.profile is not None and self.settings.calibrate is not False
 
     def reshards_at(self, iteration: int) -> bool:
         """Whether owners are reconsidered now.
@@ -159,11 +150,20 @@ class FssdpStrategy(Strategy[FssdpSettings]):
             load_E: Mean load of every expert in an iteration; every source sends an equal part of it.
         """
         load_DE = np.tile(load_E / context.num_devices, (context.num_devices, 1))
-        return self._found(self._exact_counts(replace(context, owner_E=owner_E), load_DE))[1]
+        search = self._search(replace(context, owner_E=owner_E), load_DE)
+        return search.best_placement(slots=self.slots(context), most_replicated=context.num_experts)[1]
 
-    def _found(self, counts: ExactCounts) -> tuple[ExpertPlacement, float]:
-        """The placement with the fewest modelled seconds that the search finds, and these seconds."""
-        return counts.found(rematerialize=self.settings.rematerialize, hides=self.settings.overlap)
+    def _search(self, context: LayerContext, counts_DE: np.ndarray) -> LayerSearch:
+        """The search for replicas under counts of an iteration ``[D, E]``; costs are measured."""
+        assert context.profile is not None
+        return layer_search(
+            context.owner_E,
+            counts_DE,
+            context.topology,
+            context.profile,
+            rematerialize=self.settings.rematerialize,
+            hides=self.settings.overlap,
+        )
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """Select replicas for the predicted loads, by Hecate's Alg. 1 or by our search within its limits.
@@ -174,12 +174,10 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         settings = self.settings
         # Alg. 1 is the paper's algorithm, so it gets the paper's prediction: the plain mean of the window.
         load_DE = history.forecast_DE() if settings.planner == "balanced" else history.mean_DE()
-        forecast, promised_s = None, 0.0
         if self._goes_by_seconds and context.profile is not None:
-            forecast = self._exact_counts(context, load_DE)
-            search = forecast.layer(rematerialize=settings.rematerialize, hides=settings.overlap)
+            search = self._search(context, load_DE)
             number, slots = history.num_seen, self.slots(context)
-            placement, promised_s = self._kept.best_placement(context.layer, number, search, slots)
+            placement, _ = self._kept.best_placement(context.layer, number, search, slots)
         else:
             placement = self._planner(
                 context.owner_E,
@@ -188,43 +186,23 @@ class FssdpStrategy(Strategy[FssdpSettings]):
                 overlap_degree=self.overlap_degree(context),
                 slots=self.slots(context),
             )
-        plan = self._plan_of(placement, context)
-        if forecast is not None and self._policies:
-            policy = self._dispatch.policy(plan, self._policies, context, history)
-            plan = replace(plan, dispatch_policy=policy)
-        if self._splits and placement.num_replicas:
+        plan = self._plan_of(placement, context, settings.dispatch_policy or "even")
+        if self._prices_dispatch and context.profile is not None:
+            plan = replace(plan, dispatch_policy=self._dispatch.policy(plan, context, history))
+        if self.splits and placement.num_replicas:
             plan = replace(plan, split=split_of(plan.transfer, float(history.mean_E().sum()), context))
-        if forecast is None or not self._corrects(context) or history.is_empty:
-            return plan
-        made = ForecastPlan(context, plan, ExpectedSeconds(promised_s, forecast.plain_s))
-        if self._moment.is_after_gate(made, history, partial(self._exact_counts, context)):
-            return unplanned(plan, context)
         return plan
 
-    def _exact_counts(self, context: LayerContext, counts_DE: np.ndarray) -> ExactCounts:
-        """Counts of an iteration ``[D, E]`` for which plans are priced and corrected."""
-        assert context.profile is not None
-        return self._counts(context, counts_DE, context.profile.num_micro_batches)
-
-    def _counts(self, context: LayerContext, counts_DE: np.ndarray, num_micro_batches: int) -> ExactCounts:
-        policy: DispatchPolicy | None = "unbound" if "unbound" in self._policies else None
-        return ExactCounts(context, counts_DE, num_micro_batches, self.slots(context), policy)
+    def asks_after_gate(self, layer: int) -> bool:
+        """Whether plans are calibrated (Hecate §4.2): only if ``calibrate`` is on."""
+        return self.settings.calibrate
 
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
     ) -> LayerPlan:
-        """Other replicas for the exact counts, if they save modelled seconds.
-
-        With the planner ``hecate`` or a given ``overlap_degree``, replicas are only added to free slots, and
-        only if ``calibrate`` is on (Hecate §4.2, calibration).
-        """
+        """Add replicas to free slots for the exact counts, if that saves seconds (Hecate §4.2)."""
         profile = context.profile
-        if profile is None:
-            return plan
-        if self._corrects(context):
-            exact = self._counts(context, num_micro_batches * counts_DE, num_micro_batches)
-            return exact.corrected(plan, self._moment.expected(context, plan)).plan
-        if not self.settings.calibrate:
+        if profile is None or not self.settings.calibrate:
             return plan
         placement = calibrated_placement(
             plan.placement,
@@ -239,7 +217,7 @@ class FssdpStrategy(Strategy[FssdpSettings]):
             dispatch_policy=plan.dispatch_policy,
             hides=plan.gather_ahead,
         )
-        return plan if placement is None else self._plan_of(placement, context)
+        return plan if placement is None else self._plan_of(placement, context, plan.dispatch_policy)
 
     def overlap_degree(self, context: LayerContext) -> int:
         """Largest number of experts of the layer that may have replicas (Hecate, Alg. 1, t)."""
@@ -261,11 +239,13 @@ class FssdpStrategy(Strategy[FssdpSettings]):
         degree = self.overlap_degree(context)
         return f"overlap degree t = {degree} ({how}), {described_slots(settings.slots, context)}"
 
-    def _plan_of(self, placement: ExpertPlacement, context: LayerContext) -> LayerPlan:
+    def _plan_of(
+        self, placement: ExpertPlacement, context: LayerContext, dispatch_policy: DispatchPolicy
+    ) -> LayerPlan:
         return LayerPlan(
             placement,
             two_level_transfer(placement, context.topology),
             gather_ahead=self.settings.overlap,
             rematerialize=self.settings.rematerialize,
-            dispatch_policy=self.settings.dispatch_policy or "even",
+            dispatch_policy=dispatch_policy,
         )

@@ -12,7 +12,6 @@ import numpy as np
 from megatron_fssdp.planning.balanced.replica_planner import LEAST_SAVING, LayerSearch
 from megatron_fssdp.planning.balanced.search_costs import SearchCosts
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.strategies.fssdp.corrected_plan import ExpectedSeconds
 
 RENEWAL = 16
 """Iterations after which a layer is searched again in any case.
@@ -20,6 +19,31 @@ RENEWAL = 16
 Slow changes of the loads can make a much better placement possible without making the present one worse. A
 search in 16 iterations finds it, and takes little time then.
 """
+
+
+@dataclass(frozen=True)
+class ExpectedSeconds:
+    """What a placement was expected to cost under the forecast for which it was found.
+
+    Attributes:
+        planned_s: Modelled seconds of the layer with the placement.
+        plain_s: Modelled seconds of the layer without replicas.
+    """
+
+    planned_s: float
+    plain_s: float
+
+    def least_s(self, plain_s: float) -> float:
+        """Fewest seconds that a search for other loads would find.
+
+        The promise came from a search. If the layer costs as much as the forecast promised, then a search
+        finds nothing much better. Loads that cost less without replicas than the forecast's lower the
+        promise in proportion.
+
+        Args:
+            plain_s: Seconds without replicas under the other loads.
+        """
+        return self.planned_s * min(1.0, plain_s / max(self.plain_s, 1e-12))
 
 
 @dataclass(frozen=True, eq=False)

@@ -53,6 +53,11 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
         """Number of iterations for which a plan is kept, so that it can be made again from its loads."""
         return self.settings.plan_interval
 
+    @property
+    def splits(self) -> bool:
+        """Whether transfers are split (§V-B): the settings ``overlap`` and ``split``."""
+        return self.settings.overlap and self.settings.split
+
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """The plan of the last planning point (§IV-C, locality); without replicas until costs are known."""
         if context.profile is None or history.is_empty:
@@ -106,7 +111,7 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
         transfers = two_level_traffic(context.owner_E, replicas, topology)
         links = BusiestLinks(near, far_of_device, far_of_node, far / topology.num_nodes)
         split = WHOLE
-        if self.settings.overlap and self.settings.split:
+        if self.splits:
             split = split_of_traffic(transfers, float(counts_DE.sum()), profile, topology)
         price = layer_seconds(
             LayerWork(most_tokens, links, gather=transfers, replicas=transfers),

@@ -124,7 +124,7 @@ def drop_experts() -> None:
 def test_an_unsupported_megatron_is_refused_with_the_tested_range(text_data: Path) -> None:
     (run,) = train_on_all_ranks(1, "--moe-strategy ep", text_data, before=remove_a_seam)
     assert run.exit_code == 2
-    assert "MoELayer.routed_experts_compute" in run.errors
+    assert "MoELayer.postprocess" in run.errors
     assert requirement_of("megatron-core") in run.errors
 
 
@@ -132,7 +132,7 @@ def remove_a_seam() -> None:
     """Make Megatron look like a release that lacks something."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    del MoELayer.routed_experts_compute
+    del MoELayer.postprocess
 
 
 def test_models_without_the_strategys_layers_are_refused(text_data: Path) -> None:

@@ -57,7 +57,7 @@ def _check_specs(rank: int, world_size: int) -> None:
     spec = megatron_fssdp.get_moe_module_spec(use_te=False, num_experts=4, session=session)
     first, second = (spec(config=config, pg_collection=None) for _ in range(2))
     second.set_layer_number(4)
-    assert [executor.context.layer for executor in session.runtime.layers] == [0, 4]
+    assert [one.context.layer for one in session.runtime.layers] == [0, 4]
     assert set(first.state_dict()) == set(MoELayer(config, spec.keywords["submodules"]).state_dict())
 
     with pytest.raises(ConfigurationError, match="strategy='fssdp'"):

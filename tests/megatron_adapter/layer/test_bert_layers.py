@@ -74,7 +74,7 @@ def _check_models(rank: int, world_size: int) -> None:
     config = config_of(num_moe_experts=4)
     ours = model_of(config, get_bert_layer_spec(config, strategy="ep"))
     assert layers_of(ours) == [("BertLayer", "StrategyMoELayer")] * 4
-    numbers = [layer.mlp.executor.context.layer for layer in ours.encoder.layers]
+    numbers = [layer.mlp.slot_layer.context.layer for layer in ours.encoder.layers]
     assert numbers == [1, 2, 3, 4]
 
     _check_attention(every)

@@ -44,8 +44,10 @@ def test_all_ranks_stop_and_name_layer_and_iteration(text_data: Path) -> None:
     assert sorted(caught.value.ranks) == [0, 1]
     message = str(caught.value)
     for rank in range(2):
-        assert f"[fssdp] rank {rank} stopped in iteration {DIFFERENT_IN}: RuntimeError: [fssdp] " in message
-    wanted = f"the placement of layer 2 in iteration {DIFFERENT_IN} is not the same on all 2 ranks: ranks [1]"
+        # Layer 2 is planned while the rows of layer 1 travel.
+        where = f"in iteration {DIFFERENT_IN}, in the forward pass of MoE layer 1: RuntimeError: [fssdp] "
+        assert f"[fssdp] rank {rank} stopped {where}" in message
+    wanted = f"the plan of layer 2 in iteration {DIFFERENT_IN} is not the same on all 2 ranks: ranks [1]"
     assert message.count(wanted) >= 2
 
 

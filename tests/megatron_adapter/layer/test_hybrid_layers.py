@@ -130,7 +130,7 @@ def _numbers_of_later_layers(rank: int, world_size: int) -> tuple[list[int], lis
         with suppress(AttributeError):
             Later(config, submodules, depth, mtp_layer_pattern="*E", pg_collection=_Groups())
     assert stock is MultiTokenPredictionLayer.__init__
-    return [layer.executor.context.layer for layer in layers], [layer._index for layer in layers]
+    return [layer.slot_layer.context.layer for layer in layers], [layer._index for layer in layers]
 
 
 class _Groups:

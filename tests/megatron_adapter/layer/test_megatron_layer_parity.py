@@ -1,7 +1,7 @@
 """Megatron's MoE layer, built from the public spec functions, equals a reference without distributed logic.
 
-Router, placement dispatcher and experts take part; the executor alone is compared in more cases in
-``tests/runtime/execution/test_executor_parity.py``.
+Router, dispatcher and experts are Megatron's; the runtime alone is compared in more cases in
+``tests/runtime/layers/test_slot_layer.py``.
 
 The reference computes the global batch on one rank: for every token the sum over its
 experts of probability times feed-forward network, with the weights of all experts.
@@ -14,7 +14,7 @@ import pytest
 import torch
 from megatron.core.activations import quick_gelu
 
-from megatron_fssdp.runtime.replicas.replica_gradients import gradient_of
+from megatron_fssdp.runtime.slots.owner_gradients import gradient_of
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
 from ..grouped_linear import fake_grouped_experts
@@ -131,21 +131,25 @@ def _compare(
     layer = spec(config=config, pg_collection=None)
     layer.set_layer_number(1)
     generator = torch.Generator().manual_seed(7)
-    for parameters in layer.executor.experts.parameters.values():
+    for parameters in layer.slot_layer.experts.parameters.values():
         for bias in parameters[2:]:  # they start at zero, which would hide mistakes
             torch.nn.init.normal_(bias, std=0.1)
-    worst = 0.0
+    experts = [p for ps in layer.slot_layer.experts.parameters.values() for p in ps]
+    for parameter in experts if fuses else ():
+        parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter), False
+        parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
+    worst, used, bind = 0.0, [], layer.slot_layer.on_pass
+    layer.slot_layer.on_pass = lambda one: (used.append(one), bind(one))
     for _ in range(3):  # without a training loop, every backward pass is an iteration
         everyones = torch.randn(world_size, TOKENS, 1, HIDDEN, generator=generator)
         everyones[..., 0] += 2  # a common direction: some experts become hot
         upstream = torch.randn(world_size, TOKENS, 1, HIDDEN, generator=generator)
         mine = everyones[rank].clone().requires_grad_()
         layer.zero_grad()
-        experts = [p for ps in layer.executor.experts.parameters.values() for p in ps]
         for parameter in experts if fuses else ():
-            parameter.main_grad = torch.zeros_like(parameter)
+            parameter.main_grad.zero_()
         output, _ = layer(mine)
-        num_replicas = layer.executor.plan_iteration().placement.num_replicas
+        num_replicas = used[-1].plan.placement.num_replicas
         output.backward(upstream[rank])
 
         weights = _all_weights(layer, world_size)
@@ -153,7 +157,7 @@ def _compare(
         router_gradient = layer.router.weight.grad.clone()
         dist.all_reduce(router_gradient)
         pairs = [(output, wanted[rank]), (mine.grad, inputs.grad[rank]), (router_gradient, router.grad)]
-        for expert, parameters in layer.executor.experts.parameters.items():
+        for expert, parameters in layer.slot_layer.experts.parameters.items():
             pairs += [(gradient_of(p), w.grad) for p, w in zip(parameters, weights[expert], strict=True)]
         worst = max(worst, *(_relative(got, want) for got, want in pairs))
     everyones_worst = torch.tensor(worst)
@@ -161,10 +165,17 @@ def _compare(
     return float(everyones_worst), num_replicas
 
 
+def _add_to_main_grad(parameter: Any) -> None:
+    """As Megatron's DDP."""
+    if not parameter.grad_added_to_main_grad:
+        parameter.main_grad.add_(parameter.grad)
+    parameter.grad, parameter.grad_added_to_main_grad = None, False
+
+
 def _all_weights(layer: Any, world_size: int) -> dict[int, list[torch.Tensor]]:
     import torch.distributed as dist
 
-    own = {e: [p.detach().clone() for p in ps] for e, ps in layer.executor.experts.parameters.items()}
+    own = {e: [p.detach().clone() for p in ps] for e, ps in layer.slot_layer.experts.parameters.items()}
     everyones: list[Any] = [None] * world_size
     dist.all_gather_object(everyones, own)
     return {e: [w.requires_grad_() for w in ws] for found in everyones for e, ws in found.items()}

@@ -166,7 +166,7 @@ def decide_twice(rank: int, world_size: int) -> list[str]:
     found = []
     for seq_length in (12, 9, 12):
         layer(torch.ones(seq_length, BATCH, HIDDEN, dtype=torch.float64))
-        found.append(layer.executor.load.schedule)
+        found.append(layer.slot_layer.load.schedule)
     return found
 
 
@@ -198,7 +198,7 @@ def compare(rank: int, case: Case) -> float:
         mine = own.clone().requires_grad_()
         layer.zero_grad()
         output, _ = layer(mine)
-        divides = case.sequence_parallel or layer.executor.load.schedule in ("s1", "megatron")
+        divides = case.sequence_parallel or layer.slot_layer.load.schedule in ("s1", "megatron")
         output.backward(own_upstream)
         num_parts = n_mp if divides else 1
         wanted, gradient, router, experts, shared = reference(case, layer, tokens, upstream, num_parts)
@@ -207,7 +207,7 @@ def compare(rank: int, case: Case) -> float:
             right, right_gradient = right.chunk(n_mp)[mp_rank], right_gradient.chunk(n_mp)[mp_rank]
         pairs = [(output, right), (mine.grad, right_gradient)]
         pairs.append((total(layer.router.weight.grad, case, "router"), router))
-        for expert, parameters in layer.executor.experts.parameters.items():
+        for expert, parameters in layer.slot_layer.experts.parameters.items():
             whole = [total(p.grad, case, "expert") for p in parameters]
             pairs += list(zip(whole, own_parts(experts[expert], case), strict=True))
         if shared is not None:
@@ -262,7 +262,7 @@ def build(case: Case) -> Any:
     layer.set_layer_number(1)
     layer.train()
     group = parallel_state.get_expert_data_parallel_group()
-    for parameters in layer.executor.experts.parameters.values():
+    for parameters in layer.slot_layer.experts.parameters.values():
         for parameter in parameters:
             torch.nn.init.normal_(parameter, std=0.3)
             dist.broadcast(parameter.data, group=group, group_src=0)
@@ -311,7 +311,7 @@ def whole_weights(layer: Any, case: Case) -> dict[int, list[torch.Tensor]]:
     part = parallel_state.get_expert_tensor_parallel_rank()
     own = {
         (e, part): [p.detach().clone() for p in parameters]
-        for e, parameters in layer.executor.experts.parameters.items()
+        for e, parameters in layer.slot_layer.experts.parameters.items()
     }
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, own)

@@ -10,7 +10,7 @@ def tell_timeouts() -> None:
     """Log the time-outs of the two groups of the same ranks, before each iteration."""
     import torch
 
-    from megatron_fssdp.runtime.execution.moe_runtime import MoERuntime
+    from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 
     begin = MoERuntime.begin_iteration
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.layer.launch_hooks import _hook
 from megatron_fssdp.megatron_adapter.layer.transfer_group import communicator_options, has_one_queue
-from megatron_fssdp.runtime.execution import layer_executor
+from megatron_fssdp.runtime.layers import slot_layer
 
 
 def options(**arguments: object) -> dict[str, object]:
@@ -83,10 +83,12 @@ def test_each_part_of_attention_is_a_point_in_both_passes_if_there_is_one_queue(
     monkeypatch: pytest.MonkeyPatch, one_queue: bool
 ) -> None:
     group, order = object(), []
-    monkeypatch.setattr(layer_executor, "advance_transfers", lambda of: order.append(("point", of is group)))
-    executor: Any = SimpleNamespace(groups=SimpleNamespace(transfers=group, one_queue=one_queue))
-    executor.advance_transfers = partial(layer_executor.LayerExecutor.advance_transfers, executor)
-    moe: Any = SimpleNamespace(executor=executor, launch=lambda hidden, first: hidden)
+    monkeypatch.setattr(slot_layer, "advance_transfers", lambda of: order.append(("point", of is group)))
+    timer = SimpleNamespace(passes=lambda *_: None)
+    slots: Any = SimpleNamespace(groups=SimpleNamespace(transfers=group, one_queue=one_queue), timer=timer)
+    slots.advance_transfers = partial(slot_layer.SlotLayer.advance_transfers, slots)
+    slots.launch = lambda hidden: None
+    moe: Any = SimpleNamespace(slot_layer=slots)
     layer = FakeLayer()
     _hook(cast(Any, layer), moe, True)
     output = layer(torch.ones(1, 2, requires_grad=True))

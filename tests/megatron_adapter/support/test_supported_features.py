@@ -1,4 +1,4 @@
-"""What strategies refuse and replace is decided from settings alone, for arguments and for configs."""
+"""What strategies refuse is decided from settings alone, for arguments and for configs."""
 
 from enum import Enum
 from types import SimpleNamespace
@@ -7,13 +7,20 @@ from typing import Any
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.megatron_adapter.routing.topology_aware_router import check_gate
+from megatron_fssdp.megatron_adapter.support.dispatch_limits import (
+    RULES,
+    check_dispatch,
+    check_slots,
+    keeps_flex,
+)
 from megatron_fssdp.megatron_adapter.support.replaced_settings import (
     CHECKPOINT_REPLACEMENTS,
-    DISPATCH_REPLACEMENTS,
     replace_settings,
 )
 from megatron_fssdp.megatron_adapter.support.supported_features import REFUSALS, check_supported
+from megatron_fssdp.strategies.registry import build_strategy
 
 Module = Enum("Module", "attn mlp moe moe_router moe_preprocess mamba")
 TE_GRAPHS = {"cuda_graph_impl": "transformer_engine", "sequence_parallel": True}
@@ -37,6 +44,8 @@ def settings(**more: Any) -> SimpleNamespace:
         {"cuda_graph_impl": "none", "cuda_graph_modules": [Module.moe]},
         {"tensor_model_parallel_size": 2, "expert_tensor_parallel_num_weight_shards": 2},
         {"moe_router_topk": 8},
+        {"moe_expert_rank_capacity_factor": 1.5, "use_transformer_engine_op_fuser": True},
+        {"delay_wgrad_compute": True},
     ],
 )
 def test_settings_that_a_strategy_can_serve_are_accepted(more: dict[str, Any]) -> None:
@@ -46,13 +55,13 @@ def test_settings_that_a_strategy_can_serve_are_accepted(more: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("more", "match"),
     [
-        ({"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []}, "full_iteration"),
+        ({"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []}, "--cuda-graph-impl local"),
         ({"cuda_graph_impl": "local", "cuda_graph_modules": [Module.attn]}, "--cuda-graph-impl local"),
         ({"enable_cuda_graph": True}, "--cuda-graph-impl local"),
-        ({**TE_GRAPHS, "cuda_graph_modules": []}, "whole layers"),
-        ({**TE_GRAPHS, "cuda_graph_modules": "full"}, "whole layers"),
-        ({"external_cuda_graph": True}, "whole layers"),
-        ({**TE_GRAPHS, "cuda_graph_modules": [Module.attn, Module.moe]}, "--cuda-graph-modules moe"),
+        ({**TE_GRAPHS, "cuda_graph_modules": []}, "--cuda-graph-impl local"),
+        ({**TE_GRAPHS, "cuda_graph_modules": "full"}, "--cuda-graph-impl local"),
+        ({"external_cuda_graph": True}, "--cuda-graph-impl local"),
+        ({**TE_GRAPHS, "cuda_graph_modules": [Module.attn, Module.moe]}, "--cuda-graph-impl local"),
         (
             {
                 **TE_GRAPHS,
@@ -64,7 +73,6 @@ def test_settings_that_a_strategy_can_serve_are_accepted(more: dict[str, Any]) -
         ),
         ({"expert_tensor_parallel_num_weight_shards": 2}, "--expert-tensor-parallel-num-weight-shards"),
         ({"expert_gtp_weight_remat_size": 2}, "--expert-tensor-parallel-num-weight-shards"),
-        ({"moe_expert_rank_capacity_factor": 1.5}, "--moe-expert-rank-capacity-factor"),
         ({"num_experts": 9}, "--expert-model-parallel-size: got 2"),
         ({"moe_router_topk": 9}, "--moe-router-topk: got 9"),
     ],
@@ -76,9 +84,9 @@ def test_other_settings_are_refused_in_one_line_with_the_next_step(more: dict[st
 
 
 def test_every_refusal_and_replacement_names_a_next_step() -> None:
-    for what, _, advice in REFUSALS:
+    for what, _, advice in (*REFUSALS, *RULES):
         assert advice.strip(), what
-    for entry in (*DISPATCH_REPLACEMENTS, *CHECKPOINT_REPLACEMENTS):
+    for entry in CHECKPOINT_REPLACEMENTS:
         assert entry.meaning.strip(), entry.what
 
 
@@ -87,47 +95,105 @@ def test_the_topology_aware_gate_refuses_graphs_of_the_router() -> None:
         check_gate(settings(**TE_GRAPHS, cuda_graph_modules=BOTH))
 
 
+FLEX = {"moe_token_dispatcher_type": "flex"}
+NCCL = {**FLEX, "moe_flex_dispatcher_backend": "ncclep"}
+DELAYED = {"delay_wgrad_compute": True}
+DIVIDED = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+EQUAL = {"tensor_model_parallel_size": 2, "sequence_parallel": False}
+PREPROCESS = {**TE_GRAPHS, "cuda_graph_modules": ["moe_router", "moe_preprocess"]}
+PADDING = {"moe_router_padding_for_quantization": True}
+KEPT = {"slots": 2, "reshard_interval": 0}
+
+
+def strategy_of(name: str, keys: dict[str, Any]) -> Any:
+    return build_strategy(name, STRATEGIES[name].settings.model_validate(keys))
+
+
 @pytest.mark.parametrize(
-    ("given", "wanted"),
+    ("strategy", "keys", "more"),
     [
-        (
-            {
-                "moe_token_dispatcher_type": "flex",
-                "moe_enable_deepep": True,
-                "moe_flex_dispatcher_backend": "hybridep",
-            },
-            {
-                "moe_token_dispatcher_type": "alltoall",
-                "moe_enable_deepep": False,
-                "moe_flex_dispatcher_backend": "deepep",
-            },
-        ),
-        ({"moe_token_dispatcher_type": "allgather"}, {"moe_token_dispatcher_type": "alltoall"}),
-        (
-            {"moe_router_padding_for_quantization": False, "moe_router_padding_for_fp8": True},
-            {"moe_router_padding_for_quantization": False, "moe_router_padding_for_fp8": False},
-        ),
-        (
-            {**TE_GRAPHS, "cuda_graph_modules": [Module.attn, Module.moe_router, Module.moe_preprocess]},
-            {**TE_GRAPHS, "cuda_graph_modules": BOTH},
-        ),
-        ({"use_transformer_engine_op_fuser": True}, {"use_transformer_engine_op_fuser": False}),
+        ("fssdp", {}, FLEX),
+        ("auto", {}, {**FLEX, **DIVIDED}),
+        ("parm", {"schedule": "s1"}, FLEX),
+        ("fssdp", KEPT, NCCL),
+        ("smartmoe", {}, NCCL),
+        ("fssdp", {"reshard_interval": 0}, DELAYED),
+        ("fssdp", {**KEPT, "smart_schedule": True}, {}),
+        ("fssdp", KEPT, {**PREPROCESS, **DIVIDED}),
+        ("ep", {}, PREPROCESS),
+        ("flexmoe", {}, PREPROCESS),
+        ("parm", {}, {**PREPROCESS, **PADDING}),
+        ("parm", {"schedule": "s2"}, {**PADDING, **DIVIDED}),
     ],
 )
-def test_settings_of_megatrons_dispatcher_are_replaced_with_one_log_line(
-    given: dict[str, Any], wanted: dict[str, Any], caplog: pytest.LogCaptureFixture
+def test_dispatchers_and_graphs_that_fit_the_slots_are_accepted(
+    strategy: str, keys: dict[str, Any], more: dict[str, Any]
 ) -> None:
-    args = SimpleNamespace(**given)
-    for _ in range(2):  # The second time there is nothing left to replace.
-        replace_settings("--moe-strategy ep", DISPATCH_REPLACEMENTS, args)
-    assert vars(args) == wanted
-    assert len(caplog.messages) == 1
-    assert "--moe-strategy ep: --" in caplog.messages[0]
+    check_dispatch(strategy, strategy_of(strategy, keys), settings(**more))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "keys", "more", "match"),
+    [
+        ("fssdp", {}, {**FLEX, **EQUAL}, "add --sequence-parallel"),
+        ("fssdp", {"smart_schedule": True}, FLEX, "two dispatchers"),
+        ("fssdp", {"exchange": "deduplicated"}, FLEX, "two dispatchers"),
+        ("parm", {"schedule": "s1"}, {**FLEX, **DIVIDED}, "two dispatchers"),
+        ("fssdp", {}, NCCL, "set slots"),
+        ("fssdp", {"slots": 2}, NCCL, "set slots"),
+        ("fssdp", {}, DELAYED, "set reshard_interval=0"),
+        ("quota", {}, DELAYED, "single micro-batches"),
+        ("fssdp", {**KEPT, "smart_schedule": True}, DELAYED, "smart_schedule"),
+        ("parm", {"schedule": "s2"}, {**PADDING, **EQUAL}, "no multiple"),
+        ("parm", {"schedule": "auto"}, {**PREPROCESS, **DIVIDED}, "remove moe_preprocess"),
+        ("fssdp", {**KEPT, "smart_schedule": "by_price"}, PREPROCESS, "remove moe_preprocess"),
+        ("fssdp", {"slots": 2}, PREPROCESS, "reshard_interval=0"),
+        ("fssdp", {"reshard_interval": 0}, PREPROCESS, "set slots"),
+        ("smartmoe", {}, PREPROCESS, "without fixed slots"),
+        ("fssdp", {**KEPT, "calibrate": True}, PREPROCESS, "after the gate"),
+        ("fastermoe", {"slots": 1}, PREPROCESS, "after the gate"),
+        ("ep", {}, {**PREPROCESS, "moe_expert_capacity_factor": 1.0}, "capacity"),
+        ("fssdp", {"slots": 125}, FLEX, "slots: got 129"),
+    ],
+)
+def test_others_are_refused_before_a_model_is_built(
+    strategy: str, keys: dict[str, Any], more: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=match) as refusal:
+        check_dispatch(strategy, strategy_of(strategy, keys), settings(**more))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("back_end", "most", "num_devices"), [("deepep", 128, 8), ("deepep", 64, 16), ("hybridep", 6, 2)]
+)
+def test_back_ends_of_the_flex_dispatcher_limit_the_slots(
+    back_end: str, most: int, num_devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    config = SimpleNamespace(**FLEX, moe_flex_dispatcher_backend=back_end)
+    check_slots(config, most, num_devices)
+    with pytest.raises(ConfigurationError, match=f"slots: got {most + 1}"):
+        check_slots(config, most + 1, num_devices)
+    check_slots(SimpleNamespace(moe_token_dispatcher_type="alltoall"), 999, num_devices)
+
+
+def test_nccl_ep_has_one_number_of_slots() -> None:
+    check_slots(SimpleNamespace(**NCCL), 3, 2, {3})
+    with pytest.raises(ConfigurationError, match="wanted 3 as in layers before"):
+        check_slots(SimpleNamespace(**NCCL), 4, 2, {3})
+
+
+def test_auto_keeps_the_flex_dispatcher() -> None:
+    assert keeps_flex(strategy_of("auto", {}), settings(**FLEX))
+    assert not keeps_flex(strategy_of("auto", {}), settings())
 
 
 def test_only_rank_0_logs_replacements(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
-    replace_settings("ep", DISPATCH_REPLACEMENTS, SimpleNamespace(moe_token_dispatcher_type="flex"))
+    args = SimpleNamespace(save="x", ckpt_assume_constant_structure=True)
+    replace_settings("fssdp", CHECKPOINT_REPLACEMENTS, args)
+    assert not args.ckpt_assume_constant_structure
     assert not caplog.messages

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from megatron_fssdp.reporting.records.run_records import read_metrics
@@ -52,20 +53,26 @@ def command(installed: Path, *words: object) -> str:
 
 def watch_transfers() -> None:
     """Log on every rank whether there is a transfer group, and each gather that starts ahead of its layer."""
-    from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
-    from megatron_fssdp.runtime.replicas.replica_weights import ReplicaWeights
+    from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
+    from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
 
     say = logging.getLogger("megatron_fssdp.testing").warning
-    launch = LayerExecutor.launch
+    launch, gather = SlotLayer.launch, ReplicaTransfers.gather
+    launching: list[SlotLayer] = []
 
-    def watched_launch(self: LayerExecutor, *args: object, **options: object) -> object:
-        result = launch(self, *args, **options)  # type: ignore[arg-type]
+    def watched_launch(self: SlotLayer, hidden: torch.Tensor | None = None) -> None:
         say(f"transfer group: {self.groups.transfers is not None}")
-        if isinstance(self._ahead, ReplicaWeights) and self.plan_iteration().placement.num_replicas:
-            say("replicas are on their way before the layer")
-        return result
+        launching.append(self)
+        launch(self, hidden)
+        launching.pop()
 
-    LayerExecutor.launch = watched_launch  # type: ignore[method-assign, assignment]
+    def watched_gather(self: ReplicaTransfers) -> None:
+        if launching and not self.is_gathered:
+            say("replicas are on their way before the layer")
+        gather(self)
+
+    SlotLayer.launch = watched_launch  # type: ignore[method-assign]
+    ReplicaTransfers.gather = watched_gather  # type: ignore[method-assign]
 
 
 # --8<-- [start:training]

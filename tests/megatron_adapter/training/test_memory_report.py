@@ -136,19 +136,20 @@ def shadow_and_measure() -> None:
     """Shadow the first experts for any counts, and write the largest number of bytes that replicas had."""
     from megatron_fssdp.megatron_adapter.training.iteration_driver import IterationDriver
     from megatron_fssdp.megatron_adapter.training.memory_report import account_memory
-    from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
-    from megatron_fssdp.runtime.replicas.replica_weights import ReplicaWeights
+    from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
+    from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
     from megatron_fssdp.strategies.papers import fastermoe as dynamic_shadowing
 
     dynamic_shadowing.select_shadows = lambda *_, most, **__: tuple(range(most))
-    start, end = LayerExecutor.while_rows_travel, IterationDriver.end
+    start, end = SlotLayer.rows_travel, IterationDriver.end
     allocated: list[int] = []
     gc.freeze()  # objects that exist already are not searched
 
-    def start_and_measure(executor: Any, micro_batch: Any) -> None:
-        start(executor, micro_batch)  # The gather of this micro-batch's replicas has started now.
-        here = [item for item in gc.get_objects() if isinstance(item, ReplicaWeights)]
-        allocated.append(sum(weights.held_bytes for weights in here))
+    def start_and_measure(layer: Any) -> None:
+        start(layer)  # The gather of this micro-batch's replicas has started now.
+        here = [item for item in gc.get_objects() if isinstance(item, ReplicaSlots)]
+        flats = [flat for slots in here for flat in slots.weights().values()]
+        allocated.append(sum(flat.untyped_storage().nbytes() for flat in flats))
 
     def end_and_write(driver: Any) -> Any:
         memory = account_memory(driver._session, driver._args, driver.held)
@@ -156,7 +157,7 @@ def shadow_and_measure() -> None:
         (Path(os.environ["MEASURED"]) / f"{dist.get_rank()}.json").write_text(json.dumps(found))
         return end(driver)
 
-    LayerExecutor.while_rows_travel = start_and_measure
+    SlotLayer.rows_travel = start_and_measure
     IterationDriver.end = end_and_write
 
 

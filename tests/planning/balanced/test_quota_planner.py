@@ -7,6 +7,8 @@ from megatron_fssdp.planning.balanced.quota_planner import quota_assignment, quo
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 
+from ..sent_tables import sent_by_all
+
 TOPOLOGY, OWNERS = Topology.uniform(4, 2), even_owners(8, 4)
 
 
@@ -53,11 +55,9 @@ def test_dispatch_fills_the_quotas_nearest_first(seed: int, devices_per_node: in
     counts_DE = rng.poisson(rng.gamma(0.4, 30, 8), (4, 8))
     tokens_ED = np.stack([rng.multinomial(load, rng.dirichlet(np.ones(4))) for load in counts_DE.sum(axis=0)])
     dispatch = quota_dispatch(tokens_ED, counts_DE, topology)
-    sent_DED = np.stack([dispatch.from_source(source) for source in range(4)])
+    sent_DED = sent_by_all(dispatch)
     assert np.array_equal(sent_DED.sum(axis=2), counts_DE)
     assert np.array_equal(sent_DED.sum(axis=0), tokens_ED)
-    for device in range(4):
-        assert np.array_equal(dispatch.to_device(device), sent_DED[:, :, device])
     own_DE = np.stack([sent_DED[device, :, device] for device in range(4)])
     assert np.array_equal(own_DE, np.minimum(counts_DE, tokens_ED.T))
 

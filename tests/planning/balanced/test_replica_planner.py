@@ -62,10 +62,9 @@ def modelled_seconds(
     *,
     rematerialize: bool = False,
     hides: bool = True,
-    after_gate: bool = False,
 ) -> float:
     """Seconds of a layer under a placement, as the search counts them."""
-    gathering = {"rematerialize": rematerialize, "hides": hides, "after_gate": after_gate}
+    gathering = {"rematerialize": rematerialize, "hides": hides}
     return layer_search(placement.owner_E, load_DE, topology, profile, **gathering).seconds(placement)
 
 

@@ -16,6 +16,8 @@ from megatron_fssdp.planning.dispatch.two_hops import TwoHops
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 
+from ..sent_tables import sent_by
+
 EXPERTS, DEVICES, NODES = 16, 8, 4
 TOPOLOGY = Topology.uniform(DEVICES, NODES)
 OWNERS = ExpertPlacement.owners_only(even_owners(EXPERTS, DEVICES), DEVICES)
@@ -60,7 +62,7 @@ def test_the_estimate_is_near_drawn_tokens(top_k: int, replicates: bool) -> None
     tokens_DN = np.zeros((DEVICES, NODES))
     for source in range(DEVICES):
         goes = np.zeros((num_tokens, DEVICES), bool)
-        for expert, tokens_D in enumerate(dispatch.from_source(source)):
+        for expert, tokens_D in enumerate(sent_by(dispatch, source)):
             device = np.repeat(np.arange(DEVICES), tokens_D)
             tokens = rng.permutation(np.flatnonzero(routed[source, :, expert]))
             goes[tokens, device] = True

@@ -9,6 +9,7 @@ from megatron_fssdp.planning.placement.topology import Topology
 from tests.drawn_examples import examples
 
 from ..placement_cases import brute_force_dispatch_DED, placements, random_counts_DE
+from ..sent_tables import sent_by, sent_by_all
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -23,7 +24,7 @@ def held_by(num_devices, *holders_of_experts):
 def test_a_device_with_the_expert_keeps_its_own_tokens():
     counts_DE = np.array([[7], [7], [7]])
     placement = held_by(3, (0, 1))
-    row = EvenDispatch(counts_DE, placement, Topology.uniform(3, 1)).from_source(1)
+    row = sent_by(EvenDispatch(counts_DE, placement, Topology.uniform(3, 1)), 1)
     assert row.tolist() == [[0, 7, 0]]
 
 
@@ -31,8 +32,8 @@ def test_tokens_prefer_devices_with_the_expert_in_their_node():
     topology = Topology.uniform(6, 2)
     placement = held_by(6, (0, 1, 3))
     counts_DE = np.full((6, 1), 10)
-    assert EvenDispatch(counts_DE, placement, topology).from_source(2).tolist() == [[5, 5, 0, 0, 0, 0]]
-    assert EvenDispatch(counts_DE, placement, topology).from_source(5).tolist() == [[0, 0, 0, 10, 0, 0]]
+    assert sent_by(EvenDispatch(counts_DE, placement, topology), 2).tolist() == [[5, 5, 0, 0, 0, 0]]
+    assert sent_by(EvenDispatch(counts_DE, placement, topology), 5).tolist() == [[0, 0, 0, 10, 0, 0]]
     assert EvenDispatch(counts_DE, placement, topology).cross_node_tokens() == 0
 
 
@@ -40,7 +41,7 @@ def test_without_the_expert_in_the_node_all_holders_share_the_tokens():
     topology = Topology.uniform(6, 3)
     placement = held_by(6, (0, 1, 2))
     counts_DE = np.full((6, 1), 9)
-    assert EvenDispatch(counts_DE, placement, topology).from_source(4).tolist() == [[3, 3, 3, 0, 0, 0]]
+    assert sent_by(EvenDispatch(counts_DE, placement, topology), 4).tolist() == [[3, 3, 3, 0, 0, 0]]
     assert EvenDispatch(counts_DE, placement, topology).cross_node_tokens() == 18  # devices 4 and 5
 
 
@@ -49,27 +50,24 @@ def test_remaining_tokens_start_at_holder_source_plus_expert():
     placement = held_by(5, (0,), (1, 2, 4))
     counts_DE = np.full((5, 2), 5)  # 5 tokens over 3 holders: each gets 1, and 2 remain
     # source 0: start (0 + 1) % 3 = 1, so the second and third holder; source 3: start 4 % 3 = 1.
-    assert EvenDispatch(counts_DE, placement, topology).from_source(0)[1].tolist() == [0, 1, 2, 0, 2]
-    assert EvenDispatch(counts_DE, placement, topology).from_source(3)[1].tolist() == [0, 1, 2, 0, 2]
-    assert EvenDispatch(counts_DE, placement, topology).to_device(2)[:, 1].tolist() == [2, 0, 5, 2, 0]
+    assert sent_by(EvenDispatch(counts_DE, placement, topology), 0)[1].tolist() == [0, 1, 2, 0, 2]
+    assert sent_by(EvenDispatch(counts_DE, placement, topology), 3)[1].tolist() == [0, 1, 2, 0, 2]
+    assert sent_by_all(EvenDispatch(counts_DE, placement, topology))[:, 1, 2].tolist() == [2, 0, 5, 2, 0]
     assert EvenDispatch(counts_DE, placement, topology).device_tokens_D().tolist() == [25, 7, 9, 0, 9]
 
 
 @examples(150)
 @given(placements(), SEEDS)
-def test_rows_columns_and_loads_are_those_of_the_full_tensor(case, seed):
+def test_rows_and_loads_are_those_of_the_full_tensor(case, seed):
     topology, placement = case
     counts_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts)
     full = brute_force_dispatch_DED(counts_DE, placement, topology)
     for device in range(placement.num_devices):
-        row_ED = EvenDispatch(counts_DE, placement, topology).from_source(device)
-        column_DE = EvenDispatch(counts_DE, placement, topology).to_device(device)
-        assert row_ED.dtype == column_DE.dtype == np.int64
+        row_ED = sent_by(EvenDispatch(counts_DE, placement, topology), device)
+        assert row_ED.dtype == np.int64
         np.testing.assert_array_equal(row_ED, full[device])
-        np.testing.assert_array_equal(column_DE, full[:, :, device])
         np.testing.assert_array_equal(row_ED.sum(axis=1), counts_DE[device])
         assert not row_ED[~placement.present_ED].any()
-        assert not column_DE[:, ~placement.present_ED[:, device]].any()
     tokens_D = EvenDispatch(counts_DE, placement, topology).device_tokens_D()
     np.testing.assert_array_equal(tokens_D, full.sum(axis=(0, 1)))
     assert tokens_D.sum() == counts_DE.sum()
@@ -99,18 +97,16 @@ def test_a_new_topology_does_not_reuse_cached_tables():
     counts_DE = np.full((4, 1), 6)
     placement = held_by(4, (0, 1, 2))
     one, two = Topology.uniform(4, 1), Topology.uniform(4, 2)
-    assert EvenDispatch(counts_DE, placement, one).from_source(3).tolist() == [[2, 2, 2, 0]]
-    assert EvenDispatch(counts_DE, placement, two).from_source(3).tolist() == [[0, 0, 6, 0]]
-    assert EvenDispatch(counts_DE, placement, one).from_source(3).tolist() == [[2, 2, 2, 0]]
+    assert sent_by(EvenDispatch(counts_DE, placement, one), 3).tolist() == [[2, 2, 2, 0]]
+    assert sent_by(EvenDispatch(counts_DE, placement, two), 3).tolist() == [[0, 0, 6, 0]]
+    assert sent_by(EvenDispatch(counts_DE, placement, one), 3).tolist() == [[2, 2, 2, 0]]
 
 
 def test_bad_arguments_say_what_was_wanted():
     placement = held_by(2, (0,), (1,))
     with pytest.raises(ValueError, match=r"shape \(3, 2\): wanted \(2, 2\)"):
-        EvenDispatch(np.zeros((3, 2), int), placement, Topology.uniform(2, 1)).from_source(0)
+        sent_by(EvenDispatch(np.zeros((3, 2), int), placement, Topology.uniform(2, 1)), 0)
     with pytest.raises(ValueError, match="2 devices and the topology 3"):
-        EvenDispatch(np.zeros((2, 2), int), placement, Topology.uniform(3, 1)).from_source(0)
+        sent_by(EvenDispatch(np.zeros((2, 2), int), placement, Topology.uniform(3, 1)), 0)
     with pytest.raises(ValueError, match="source is 2: wanted a device from 0 to 1"):
-        EvenDispatch(np.zeros((2, 2), int), placement, Topology.uniform(2, 1)).from_source(2)
-    with pytest.raises(ValueError, match="device is -1"):
-        EvenDispatch(np.zeros((2, 2), int), placement, Topology.uniform(2, 1)).to_device(-1)
+        sent_by(EvenDispatch(np.zeros((2, 2), int), placement, Topology.uniform(2, 1)), 2)

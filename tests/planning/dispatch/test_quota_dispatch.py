@@ -8,6 +8,7 @@ from megatron_fssdp.planning.placement.topology import Topology
 from tests.drawn_examples import examples
 
 from ..placement_cases import random_counts_DE, topologies
+from ..sent_tables import sent_by_all
 
 
 @st.composite
@@ -63,15 +64,13 @@ def near_tokens_D(counts_DE, own_DE, near_DE, topology):
 
 @examples(200)
 @given(quota_cases())
-def test_rows_and_columns_belong_to_one_tensor_and_fill_the_quotas(case):
+def test_rows_fill_the_quotas(case):
     topology, counts_DE, own_DE, near_DE, far_DE = case
     dispatch = dispatch_of(counts_DE, own_DE, near_DE, far_DE, topology)
     devices = range(topology.num_devices)
-    full = np.stack([dispatch.from_source(source) for source in devices])  # [source, E, D]
+    full = sent_by_all(dispatch)
     assert full.dtype == np.int64
     assert (full >= 0).all()
-    for device in devices:
-        np.testing.assert_array_equal(dispatch.to_device(device), full[:, :, device])
     np.testing.assert_array_equal(full.sum(axis=2), counts_DE)
     np.testing.assert_array_equal(dispatch.device_tokens_D(), full.sum(axis=(0, 1)))
     np.testing.assert_array_equal(dispatch.sums()[1], near_tokens_D(counts_DE, own_DE, near_DE, topology))
@@ -96,9 +95,8 @@ def test_quotas_are_filled_with_tokens_of_the_same_node_first():
     near_DE = np.array([[1], [0], [4], [0]])
     far_DE = np.array([[0], [0], [3], [0]])
     dispatch = dispatch_of(counts_DE, own_DE, near_DE, far_DE, topology)
-    assert dispatch.to_device(0).tolist() == [[4], [1], [0], [0]]
-    assert dispatch.to_device(2).tolist() == [[0], [3], [4], [4]]
-    assert dispatch.from_source(1).tolist() == [[1, 0, 3, 0]]
+    wanted = [[4, 0, 0, 0], [1, 0, 3, 0], [0, 0, 4, 0], [0, 0, 4, 0]]
+    assert sent_by_all(dispatch)[:, 0].tolist() == wanted
     assert dispatch.cross_node_tokens() == 3
 
 

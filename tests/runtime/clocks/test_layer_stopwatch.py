@@ -8,8 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fssdp.runtime.clocks import layer_stopwatch
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
-from megatron_fssdp.runtime.clocks.pass_timer import LayerTimer, PassTimer
-from megatron_fssdp.runtime.execution.layer_executor import LayerExecutor
+from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 
 CPU = torch.device("cpu")
 
@@ -81,20 +80,18 @@ def test_planning_and_posting_are_not_compute_before_the_layer(has_transfers: bo
 
     def plan() -> SimpleNamespace:
         clock.passes(16)
-        return SimpleNamespace(gather_ahead=True, each_micro_batch=False)
+        return SimpleNamespace(gather_ahead=True, rematerialize=False)
 
-    executor: Any = SimpleNamespace(
+    transfers = SimpleNamespace(prefetch=lambda backward: clock.passes(32)) if has_transfers else None
+    layer: Any = SimpleNamespace(
         context=SimpleNamespace(num_devices=2),
-        groups=SimpleNamespace(transfers=object() if has_transfers else None),
         stopwatch=watch,
-        timer=LayerTimer(PassTimer()),
-        clock=SimpleNamespace(latest=None),
+        clock=SimpleNamespace(driven=True),
         plan_iteration=plan,
-        _running=SimpleNamespace(start_weights=lambda device: clock.passes(32)),
-        _settle=lambda: None,
+        _shared=SimpleNamespace(transfers=transfers),
+        _await_parameters=lambda: None,
     )
-    hidden = torch.ones(2, requires_grad=True)
-    assert LayerExecutor.launch(executor, hidden, first=True).shape == hidden.shape
+    SlotLayer.launch(layer, torch.ones(2))
     clock.passes(0.5)  # attention and the gate
     watch.tokens_ready()
     assert watch.before_s() == 0.5

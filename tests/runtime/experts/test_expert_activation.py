@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from ..layer_case import ACTIVATIONS as RUNTIME
 from ..reference_layer import ACTIVATIONS as REFERENCE
+from .activations import ACTIVATIONS as RUNTIME
 
 F = 6
 

@@ -18,8 +18,8 @@ from megatron_fssdp.runtime.experts.grouped_ffn import (
 )
 from megatron_fssdp.runtime.experts.grouped_kernel import device_has_grouped_kernel
 
-from ..layer_case import ACTIVATIONS
 from ..reference_layer import draw_weights, reference_forward
+from .activations import ACTIVATIONS
 
 M, F = 8, 16  # rows of 16 bytes in bf16, as grouped_mm requires
 ROWS = [(3, 0, 5, 1), (0, 0, 7, 0), (4, 2, 2, 3), (0, 0, 0, 0)]

@@ -52,10 +52,10 @@ def test_strategies_price_it_and_replicas_still_help() -> None:
         .iteration_s[3:]
         .mean()
         for name in ("ep", "fssdp", "prophet")
-        for exchange in ("pairs", "deduplicated")
+        for exchange in ("megatron", "deduplicated")
     }
     for name in ("ep", "fssdp", "prophet"):
-        assert seconds[name, "deduplicated"] < seconds[name, "pairs"]
+        assert seconds[name, "deduplicated"] < seconds[name, "megatron"]
     assert seconds["fssdp", "deduplicated"] < seconds["ep", "deduplicated"]
 
 

@@ -39,7 +39,7 @@ def outcomes_of(
             job,
             past_ILDE=past,
         )
-        for exchange in ("pairs", "deduplicated", "by_price")
+        for exchange in ("megatron", "deduplicated", "by_price")
     ]
 
 
@@ -70,9 +70,8 @@ def test_an_iteration_takes_as_long_as_with_the_selected_exchange(seed: int) -> 
 def test_with_an_exact_forecast_it_never_costs_more_than_the_usual_exchange(seed: int) -> None:
     counts = drawn_loads(seed, 1, 3)
     for name in KEYS:
-        keys = {"calibrate": False} if name == "fssdp" else {}
         cluster = cluster_of(nodes=2, per_node=2, far_alpha_s=100.0)
-        pairs, _, by_price = outcomes_of(name, counts, counts, cluster, **keys)
+        pairs, _, by_price = outcomes_of(name, counts, counts, cluster)
         assert (by_price.layers.moe_s() <= pairs.layers.moe_s() + 1e-9).all()
 
 

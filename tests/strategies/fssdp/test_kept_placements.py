@@ -9,7 +9,7 @@ from megatron_fssdp.planning.balanced.replica_planner import LEAST_SAVING, Layer
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.strategies.fssdp.kept_placements import RENEWAL, KeptPlacements
 
-from .test_corrected_plan import CONTEXT, DEVICES, EXPERTS, PROFILE, hot_counts_DE
+from .hot_layers import CONTEXT, DEVICES, EXPERTS, PROFILE, hot_counts_DE
 
 LAYER, SLOTS = 3, 1
 

@@ -1,31 +1,27 @@
-"""Balanced and unbound dispatch are used where they save more modelled seconds than the host takes."""
+"""Tokens are shared out by exact counts where this saves more modelled seconds than it takes."""
 
 import dataclasses
 
 import numpy as np
+import pytest
 
 from megatron_fssdp.config.strategy.fssdp_settings import FssdpSettings
-from megatron_fssdp.planning.cost.host_seconds import balanced_dispatch_s
-from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
-from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.planning.cost.layer_seconds import counts_seconds, shares_seconds
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
-from megatron_fssdp.strategies.fssdp.priced_dispatch import PricedDispatch, dispatched_seconds
+from megatron_fssdp.strategies.fssdp.priced_dispatch import PricedDispatch
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.plan_seconds import plan_seconds
+from megatron_fssdp.strategies.plan_seconds import plan_price
 
-from .test_corrected_plan import CONTEXT, DEVICES, EXPERTS, PROFILE, hot_counts_DE
+from .hot_layers import CONTEXT, DEVICES, EXPERTS, PROFILE, history_of, hot_counts_DE
 
-SLOW = dataclasses.replace(CONTEXT, profile=dataclasses.replace(PROFILE, flops_per_token=1e9))
-"""Experts that compute for so long that the host's time hardly counts."""
+SLOW = dataclasses.replace(CONTEXT, profile=dataclasses.replace(PROFILE, flops_per_token=4e8))
+"""Experts that compute for so long that the time to compute shares hardly counts."""
 
 
-def plan_with(*replicas: tuple[int, int]) -> LayerPlan:
-    plain = LayerPlan.owners_only(CONTEXT)
-    placement = plain.placement.with_replicas(replicas)
-    return dataclasses.replace(
-        plain, placement=placement, transfer=two_level_transfer(placement, CONTEXT.topology)
-    )
+def plan_with(*replicas: tuple[int, int], policy: str = "even") -> LayerPlan:
+    placement = CONTEXT.owners.with_replicas(replicas)
+    return LayerPlan(placement, two_level_transfer(placement, CONTEXT.topology), dispatch_policy=policy)  # type: ignore[arg-type]
 
 
 # Expert 3 belongs to device 1, which also has expert 2. Device 5 has the experts 10 and 11, with little load.
@@ -33,69 +29,52 @@ SHARED = plan_with((3, 5))
 UNEVEN = hot_counts_DE(3, 2)
 
 
-POLICIES: tuple[DispatchPolicy, ...] = ("even", "balanced", "unbound")
+def policy_of(plan: LayerPlan, context: LayerContext, *counts: np.ndarray) -> str:
+    return PricedDispatch().policy(plan, context, history_of(*counts))
 
 
-def history_of(*counts: np.ndarray) -> LoadHistory:
-    history = LoadHistory(3, DEVICES, EXPERTS)
-    for counts_DE in counts:
-        history.append(counts_DE)
-    return history
-
-
-def test_the_host_splits_the_tokens_of_every_micro_batch_unless_they_are_split_evenly() -> None:
+def test_every_micro_batch_pays_for_its_shares() -> None:
     times = 4
     context = dataclasses.replace(CONTEXT, profile=dataclasses.replace(PROFILE, num_micro_batches=times))
 
-    def both_s(policy: DispatchPolicy, plan: LayerPlan = SHARED) -> tuple[float, float]:
-        plan = dataclasses.replace(plan, dispatch_policy=policy)
-        return (
-            dispatched_seconds(plan, UNEVEN, context, num_micro_batches=times),
-            plan_seconds(plan, UNEVEN, context, num_micro_batches=times),
+    def difference(name: str, counts_DE: np.ndarray, *replicas: tuple[int, int]) -> float:
+        """Seconds of a part of the price that exact dispatch has above even dispatch."""
+        exact, even = (
+            plan_price(plan_with(*replicas, policy=policy), counts_DE, context, num_micro_batches=times)
+            for policy in ("exact", "even")
         )
+        return float(getattr(exact, name) - getattr(even, name))
 
-    host_s = times * balanced_dispatch_s(EXPERTS, DEVICES)
-    for policy in ("balanced", "unbound"):
-        with_host_s, without_s = both_s(policy)
-        assert with_host_s == without_s + host_s
-        assert without_s < both_s("even")[1]
-    assert len({*both_s("even"), *both_s("even")}) == 1
-    plain = LayerPlan.owners_only(CONTEXT)
-    assert len({*both_s("unbound", plain)}) == 1, "there is nothing to split"
-
-
-def policy_of(plan: LayerPlan, context: LayerContext, *counts: np.ndarray) -> str:
-    return PricedDispatch().policy(plan, POLICIES, context, history_of(*counts))
+    assert difference("experts_s", UNEVEN, (3, 5)) < 0
+    assert difference("before_s", UNEVEN, (3, 5)) == 0
+    assert difference("seconds", UNEVEN) == 0, "there is nothing to share"
+    shares_s = shares_seconds(counts_seconds(PROFILE, CONTEXT.topology, EXPERTS))
+    nothing_DE = np.zeros_like(UNEVEN)
+    assert difference("all_to_all_s", nothing_DE, (3, 5)) == pytest.approx(times * shares_s)
 
 
 def test_it_is_used_where_it_pays() -> None:
-    assert policy_of(SHARED, SLOW, UNEVEN) == "unbound"
+    assert policy_of(SHARED, SLOW, UNEVEN) == "exact"
     small = dataclasses.replace(PROFILE, flops_per_token=1.0, token_bytes=1)
     fast = dataclasses.replace(CONTEXT, profile=small)
-    assert policy_of(SHARED, fast, UNEVEN // 10) == "even", "the host is slower"
-    assert policy_of(LayerPlan.owners_only(CONTEXT), SLOW, UNEVEN) == "even", "there is nothing to split"
+    assert policy_of(SHARED, fast, UNEVEN // 10) == "even", "the shares take longer than they save"
+    assert policy_of(LayerPlan.owners_only(CONTEXT), SLOW, UNEVEN) == "even", "there is nothing to share"
     assert policy_of(SHARED, SLOW) == "even", "no loads are known"
 
 
-def test_an_expert_on_all_devices_is_split_unbound_if_one_device_has_more_to_compute() -> None:
+def test_an_expert_on_all_devices_is_shared_if_one_device_has_more_to_compute() -> None:
+    """Evenly, every device would compute its own tokens of the expert."""
     everywhere = plan_with(*((3, device) for device in range(DEVICES) if device != 1))
     counts_DE = hot_counts_DE(3)
     counts_DE[:, 12] += 400  # only on its owner, device 6, which computes its own tokens of expert 3 as well
-    assert policy_of(everywhere, SLOW, counts_DE) == "unbound"
-    loads_D = {
-        policy: dataclasses.replace(everywhere, dispatch_policy=policy)
-        .dispatch([counts_DE], CONTEXT.topology)[0]
-        .device_tokens_D()
-        for policy in POLICIES
-    }
-    assert loads_D["even"].max() == loads_D["balanced"].max() > 1.05 * loads_D["unbound"].max()
+    assert policy_of(everywhere, SLOW, counts_DE) == "exact"
 
 
 def test_a_placement_is_decided_once() -> None:
     dispatch = PricedDispatch()
-    assert dispatch.policy(SHARED, POLICIES, SLOW, history_of(UNEVEN)) == "unbound"
-    assert dispatch.policy(SHARED, POLICIES, SLOW, history_of(np.full_like(UNEVEN, 7))) == "unbound"
-    assert dispatch.policy(plan_with((3, 5)), POLICIES, SLOW, history_of(np.zeros_like(UNEVEN))) == "even"
+    assert dispatch.policy(SHARED, SLOW, history_of(UNEVEN)) == "exact"
+    assert dispatch.policy(SHARED, SLOW, history_of(np.full_like(UNEVEN, 7))) == "exact"
+    assert dispatch.policy(plan_with((3, 5)), SLOW, history_of(np.zeros_like(UNEVEN))) == "even"
 
 
 def test_the_strategy_decides_unless_the_policy_or_the_limits_are_given() -> None:
@@ -107,9 +86,28 @@ def test_the_strategy_decides_unless_the_policy_or_the_limits_are_given() -> Non
         assert plan.placement.num_replicas
         return plan.dispatch_policy
 
-    assert policy() == "unbound"
-    assert policy(exchange="deduplicated") == "balanced", "its price does not know more tokens that travel"
+    assert policy() == "exact"
+    assert policy(exchange="deduplicated") == "even", "its price does not know which tokens travel"
     assert policy(dispatch_policy="even") == "even"
     assert policy(overlap_degree=4) == "even"
     assert policy(planner="hecate") == "even"
-    assert policy(overlap_degree=4, dispatch_policy="balanced") == "balanced"
+    assert policy(overlap_degree=4, dispatch_policy="exact") == "exact"
+    unmeasured = dataclasses.replace(CONTEXT, profile=None)
+    assert policy(unmeasured) == "even"
+
+
+def test_the_host_waits_for_counts_only_to_calibrate() -> None:
+    for policy in ("even", "exact", None):
+        assert not FssdpStrategy(FssdpSettings(dispatch_policy=policy)).asks_after_gate(1)
+    assert FssdpStrategy(FssdpSettings(calibrate=True)).asks_after_gate(1)
+
+
+def test_calibration_keeps_the_way_of_dispatch() -> None:
+    """With the planner by seconds, too: replicas are only added, and loads are still shared exactly."""
+    strategy = FssdpStrategy(FssdpSettings(slots=2, calibrate=True))
+    plan = strategy.before_gate(SLOW, history_of(hot_counts_DE(3, 2), hot_counts_DE(3, 2)))
+    assert plan.placement.num_replicas
+    after = strategy.after_gate(SLOW, hot_counts_DE(12), plan, 1)
+    assert after is not plan
+    assert after.dispatch_policy == plan.dispatch_policy
+    assert not (plan.placement.present_ED & ~after.placement.present_ED).any()

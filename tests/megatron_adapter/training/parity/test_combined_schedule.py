@@ -112,14 +112,6 @@ def test_losses_equal_stock_megatrons_in_more_cases(
     assert any(replicas) or "fssdp" not in CASES[case][2]
 
 
-def test_delayed_weight_gradients_stay_refused(text_data: Path) -> None:
-    (run,) = train_on_all_ranks(
-        1, f"{FLAG} --delay-wgrad-compute --moe-strategy ep", text_data, env={"WORLD_SIZE": "2"}
-    )
-    assert run.exit_code == 2
-    assert "remove --delay-wgrad-compute" in run.errors
-
-
 def _compare(
     num_ranks: int, arguments: str, strategy: str, data: Path, folder: Path
 ) -> tuple[float, list[int], list[str]]:

@@ -17,7 +17,7 @@ RUNS = {
     "rematerialized_balanced_bf16": (
         4,
         "--expert-model-parallel-size 4 --bf16 --use-distributed-optimizer "
-        "--moe-strategy-set rematerialize=true --moe-strategy-set dispatch_policy=balanced",
+        "--moe-strategy-set rematerialize=true --moe-strategy-set dispatch_policy=exact",
     ),
 }
 SLOW = ("several_micro_batches",)

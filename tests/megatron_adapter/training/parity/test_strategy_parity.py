@@ -45,7 +45,7 @@ SLOW = {
 
 def cheap_links() -> None:
     """Run on every rank before the launch."""
-    from megatron_fssdp.runtime.execution import layer_profiling
+    from megatron_fssdp.runtime.layers import layer_profiling
     from megatron_fssdp.strategies import split_transfers, stepped_plans
     from megatron_fssdp.strategies.auto import auto_strategy as automatic_choice
 

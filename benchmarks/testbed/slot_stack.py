@@ -1,0 +1,160 @@
+"""The stack under a strategy: experts in slots, and the runtime called as by the Megatron adapter.
+
+Shape letters: L layers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.testbed.expert_moves import ExpertMoves
+from benchmarks.testbed.layer_stack import IterationResult, LayerStack
+from benchmarks.testbed.pacing import Timeline
+from benchmarks.testbed.stack_inputs import Pace, StackSize
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.placement.placement import even_owners
+from megatron_fssdp.runtime.experts.expert_layout import ParametersByExpert
+from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
+from megatron_fssdp.runtime.layers.slot_pass import SlotPass
+from megatron_fssdp.runtime.layers.strategy_selector import StrategySelector
+from megatron_fssdp.strategies.layer_plan import LayerContext
+from megatron_fssdp.strategies.strategy import Strategy
+
+
+class SlotStack(LayerStack):
+    """A stack whose experts a strategy places. Further arguments are those of :class:`LayerStack`.
+
+    Args:
+        strategy: Strategy that plans every layer.
+        profile: Costs that the strategy knows.
+    """
+
+    def __init__(
+        self,
+        size: StackSize,
+        groups: ExpertGroups,
+        parameters: Sequence[ParametersByExpert],
+        pace: Pace | None,
+        timeline: Timeline,
+        *,
+        strategy: Strategy,
+        profile: LayerProfile,
+    ) -> None:
+        super().__init__(size, groups, parameters, pace, timeline)
+        owner_E = even_owners(size.num_experts, groups.num_devices)
+        profile = replace(profile, deduplicated=strategy.exchange == "deduplicated")
+        self.runtime = MoERuntime(strategy)
+        self._dispatchers: dict[tuple[str, int], Any] = {}
+        self._passes: dict[int, SlotPass] = {}
+        for number, of_layer in enumerate(parameters):
+            context = LayerContext(number + 1, owner_E, groups.topology, profile)
+            layer = self.runtime.add_layer(context, groups, of_layer)
+            layer.on_pass = partial(self._passes.__setitem__, number)
+            # On every rank, not only on the first.
+            layer.measure, layer._maker._journal = True, layer._journal
+        self._moves = ExpertMoves(self.runtime)
+        self._selector: StrategySelector | None = None
+        if strategy.selects:
+            self._selector = StrategySelector(strategy, [groups.expert_parallel], torch.device("cpu"))
+        self._num_done = 0
+
+    def _owned(self) -> Sequence[ParametersByExpert]:
+        return [layer.experts.parameters for layer in self.runtime.layers]
+
+    def _begin(self) -> None:
+        if self._selector is not None:
+            report = self._selector.select(self.runtime.layers, self._num_done)
+            if report is not None and report.changes and dist.get_rank() == 0:
+                print(
+                    f"[testbed] auto, after {self._num_done} iterations: {report.describe()[-1]}", flush=True
+                )
+        self.parameters = self._moves.before(self._num_done)
+        self._num_done += 1
+        self.runtime.begin_iteration(num_micro_batches=1)
+        self.runtime.begin_passes()
+
+    def _enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.runtime.layers[0].launch(hidden)
+        return hidden
+
+    def _moe(
+        self, number: int, hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> torch.Tensor:
+        layer = self.runtime.layers[number]
+        layer.prepare(routing_map, training=True)
+        one = self._passes[number]
+        dispatcher = self._dispatcher_of(one)
+        slot_map, probs = layer.remap(routing_map, probs)
+        self._count(slot_map)
+        rows, row_probs = dispatcher.dispatch_preprocess(hidden.unsqueeze(1), slot_map, probs)
+        rows, row_probs = dispatcher.token_dispatch(layer.enter_dispatch(rows), row_probs)
+        layer.rows_travel()
+        rows, rows_P, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
+        compute = partial(self._experts, number, one.parameters_U)
+        if one.plan.in_steps:
+
+            def of_step(*arguments: torch.Tensor) -> tuple[torch.Tensor, None]:
+                return compute(*arguments, only_with_rows=True), None
+
+            rows = layer.compute_in_steps(rows, row_probs, of_step, dispatcher.compute_in_steps)
+        else:
+            with layer.await_weights(rows):
+                rows = compute(rows, rows_P, row_probs)
+            rows = layer.leave_experts(rows)
+        rows = dispatcher.token_combine(dispatcher.combine_preprocess(rows))
+        return layer.finish(dispatcher.combine_postprocess(rows).view_as(hidden))
+
+    def _dispatcher_of(self, one: SlotPass) -> Any:
+        """The dispatcher for the slots of a pass.
+
+        All layers have the same one, because it keeps nothing that a backward pass needs.
+        """
+        from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+        from megatron_fssdp.dispatchers.deduplicated import DeduplicatedTokenDispatcher
+        from megatron_fssdp.dispatchers.smart_schedule import SmartScheduleTokenDispatcher
+
+        kind: type = MoEAlltoAllTokenDispatcher
+        options: dict[str, Any] = {}
+        if one.plan.in_steps:
+            kind = SmartScheduleTokenDispatcher
+            options["ring"] = self.runtime.strategy.ring(self.groups.device, self.groups.topology)
+        elif one.plan.deduplicated:
+            kind, options["topology"] = DeduplicatedTokenDispatcher, self.groups.topology
+        key = kind.__name__, one.slots.slots_per_device
+        if key not in self._dispatchers:
+            self._dispatchers[key] = self._dispatcher(kind, key[1], **options)
+        return self._dispatchers[key]
+
+    def _replica_bytes(self) -> int:
+        if self.runtime.strategy.resident_slots:
+            # Resident slots have parameters, gradients and both moments, also when they are empty.
+            return self.size.num_layers * self.runtime.strategy.resident_slots * 4 * self.size.expert_bytes
+        transfers = [one.transfers for one in self._passes.values()]
+        of_layers = [one.slots.held_bytes for one in transfers if one is not None]
+        # Parameters stay for the whole iteration. Gradients exist for one layer at a time.
+        return sum(of_layers) + max(of_layers, default=0)
+
+    def _finish(self) -> None:
+        self.runtime.finish_gradients()
+        self.runtime.end_passes()
+
+    def _report(self, result: IterationResult) -> None:
+        topology = self.groups.topology
+        for number, layer in enumerate(self.runtime.layers):
+            transfer = self._passes[number].plan.transfer
+            result.spag_inter_node_bytes += transfer.inter_node_bytes(self.size.expert_bytes, topology)
+            for started in layer._journal:
+                name = f"{'spAG' if started.is_gather else 'spRS'} {number + 1}"
+                timer: Any = started.timer
+                if timer.end_s:
+                    result.transfers.append((name, timer.begin_s, timer.end_s))
+                result.transfers += [(f"wait for {name}", *one) for one in timer.waits_s]
+        result.loads = self.runtime.end_iteration()
+        if self._selector is not None:
+            self._selector.note(result.seconds)

@@ -1,0 +1,1 @@
+"""Optional dispatchers over slots, for Megatron's MoE layer."""

@@ -1,0 +1,160 @@
+"""Megatron's six dispatcher phases under the schedule that Parm selects for a forward pass."""
+
+from typing import Any
+
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoETokenDispatcher
+from torch import Tensor
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.dispatchers.parm.baseline_dispatcher import BaselineDispatcher
+from megatron_fssdp.dispatchers.parm.parm_groups import ParmGroups
+from megatron_fssdp.dispatchers.parm.s1_dispatcher import S1Dispatcher
+from megatron_fssdp.dispatchers.parm.s2_dispatcher import S2Dispatcher
+from megatron_fssdp.dispatchers.parm.schedule_selector import ScheduleSelector
+from megatron_fssdp.planning.cost.tensor_schedules import Schedule
+
+_DISPATCHERS: dict[Schedule, type[MoETokenDispatcher]] = {
+    "baseline": BaselineDispatcher,
+    "megatron": MoEAlltoAllTokenDispatcher,
+    "s1": S1Dispatcher,
+    "s2": S2Dispatcher,
+}
+
+
+class ParmDispatcher(MoETokenDispatcher):
+    """Hands each forward pass to the dispatcher of its schedule.
+
+    If tensor-parallel ranks have the same tokens (tensor parallelism without sequence parallelism), the layer
+    must route with :class:`~megatron_fssdp.dispatchers.parm.divided_gate.DividedGate`, which calls
+    :meth:`begin`. Otherwise the first phase does this. Under ``s1`` and ``megatron`` a rank then dispatches
+    its own part of the tokens, and the last phase gathers the results of all parts (MP-AllGather).
+
+    A subclass may override :meth:`dispatch_preprocess` to replace routing map and probabilities. Under ``s2``
+    the replaced maps must be equal on all tensor-parallel ranks if the given ones are.
+
+    The host waits at one place in a forward pass, as in Megatron's dispatcher. There are two exceptions:
+    ``baseline`` with varying sequence lengths, and the first pass under ``auto``, which measures costs.
+
+    The positional arguments are those of Megatron's dispatchers, over slots: ``config.num_moe_experts`` is
+    the number of slots of all devices.
+
+    Args:
+        selector: Selects the schedules; layers with the same groups share it.
+
+    Attributes:
+        schedule: Name of the schedule of the present forward pass, or of the last one.
+        predicted_s: Modelled seconds of a forward pass's collectives, for each candidate that was compared.
+        owners_only: Whether no expert of the layer is in several slots; the caller keeps it up to date.
+
+    Raises:
+        ConfigurationError: A CUDA graph would hold the first phase, or the gate of divided tokens.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        local_expert_indices: list[int],
+        config: Any,
+        pg_collection: Any,
+        *,
+        selector: ScheduleSelector,
+    ) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.owners_only = True
+        self.num_local_experts, self.local_expert_indices = num_local_experts, local_expert_indices
+        self.schedule, self.predicted_s = "", dict[str, float]()
+        self._arguments = num_local_experts, local_expert_indices, config, pg_collection
+        self._selector, self._groups = selector, ParmGroups.of(config, pg_collection)
+        self._dispatchers: dict[Schedule, Any] = {}
+        self._current: Any = None
+        self._whole: Any = None
+        self._is_divided = self._adds_shared = False
+        graphs = [str(getattr(part, "name", part)) for part in config.cuda_graph_modules or ()]
+        refused = ["moe_preprocess", "moe_router"] if self._groups.are_equal else ["moe_preprocess"]
+        if config.cuda_graph_impl != "none" and (held := set(graphs).intersection(refused)):
+            raise ConfigurationError(
+                f"schedules of Parm: got a CUDA graph of {', '.join(sorted(held))}, wanted none, because the "
+                "schedule is selected before it; change --cuda-graph-modules"
+            )
+
+    def begin(self, hidden_states: Tensor) -> bool:
+        """Select the schedule of the forward pass that begins.
+
+        Args:
+            hidden_states: Hidden states of the layer, ``[sequence, batch, M]``, before any division.
+
+        Returns:
+            Whether this rank must dispatch its own part of the tokens instead of all of them.
+        """
+        decision = self._selector.of(hidden_states, owners_only=self.owners_only)
+        self.schedule = decision.schedule
+        self.predicted_s = {str(name): seconds for name, seconds in decision.predicted_s.items()}
+        self._is_divided = self._groups.are_equal and decision.schedule in ("s1", "megatron")
+        # With different tokens on all ranks, s2 is s1.
+        schedule = "s1" if decision.schedule == "s2" and not self._groups.are_equal else decision.schedule
+        if schedule not in self._dispatchers:
+            self._dispatchers[schedule] = _DISPATCHERS[schedule](*self._arguments)
+        self._current, self._whole = self._dispatchers[schedule], hidden_states
+        self._current.simultaneous = decision.simultaneous  # S2 alone reads it.
+        if self.shared_experts is not self._current.shared_experts:
+            self._current.set_shared_experts(self.shared_experts)
+        return self._is_divided
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
+        """Phase 1: exchange counts and permute the tokens.
+
+        Args:
+            hidden_states: Hidden states to dispatch, ``[sequence, batch, M]``.
+            routing_map: Slots of each of these tokens, bool ``[T, W]``.
+            probs: Routing probabilities, ``[T, W]``.
+
+        Raises:
+            RuntimeError: The tokens are not divided as the schedule requires.
+        """
+        if self._whole is None:
+            self.begin(hidden_states)
+        whole, self._whole = self._whole, None
+        num_tokens, parts = whole.shape[:-1].numel(), self._groups.n_mp if self._is_divided else 1
+        if len(routing_map) * parts != num_tokens:
+            raise RuntimeError(
+                f"schedule {self.schedule}: got {len(routing_map)} of {num_tokens} tokens, wanted one part "
+                f"of {parts}; route with DividedGate, and dispatch the tokens that it returns"
+            )
+        # Shared experts compute with all of the layer's own tokens, which are not always those to dispatch.
+        is_apart = self._is_divided or self.schedule == "baseline"
+        self._adds_shared = is_apart and self.shared_experts is not None
+        if self._adds_shared:
+            self.shared_experts.pre_forward_comm(whole)
+            self._current.shared_experts = None
+        dispatched = self._current.dispatch_preprocess(hidden_states, routing_map, probs)
+        self._current.shared_experts = self.shared_experts
+        return dispatched
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> Any:
+        """Phase 2: send rows and probabilities to the parts of their slots."""
+        return self._current.token_dispatch(hidden_states, probs)
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> Any:
+        """Phase 3: sort the rows by slot; returns rows, number of rows of each slot, and probabilities."""
+        return self._current.dispatch_postprocess(hidden_states, probs)
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Any:
+        """Phase 4: sort results back into the order in which their rows came."""
+        return self._current.combine_preprocess(hidden_states)
+
+    def token_combine(self, hidden_states: Tensor) -> Any:
+        """Phase 5: send results back to the tokens' ranks."""
+        return self._current.token_combine(hidden_states)
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """Phase 6: sum each token's results, ``[sequence, batch, M]``, and add overlapped shared experts."""
+        if self._adds_shared:
+            self._current.shared_experts = None
+        output = self._current.combine_postprocess(hidden_states)
+        self._current.shared_experts = self.shared_experts
+        if self._is_divided:
+            output = gather_from_sequence_parallel_region(
+                output, tensor_parallel_output_grad=False, group=self._groups.tensor_parallel
+            )
+        return output + self.shared_experts.get_output() if self._adds_shared else output

@@ -1,0 +1,142 @@
+"""Schedule ``s2``: tensor-parallel ranks with the same tokens divide the rows after the gate.
+
+All Y ranks run the gate on all their common tokens. The n-th row of slot w goes to rank (n + w) mod Y, which
+sends it to all parts of the slot's device (EP&ESP-AlltoAll). The results go to all Y ranks (MP-AllGather),
+simultaneously with the second all-to-all (SAA; Parm, §III-B, Fig. 3c, §III-D).
+
+Shape letters: D devices, M model dimension, R rows that a rank receives, T tokens, W slots, Y tensor-parallel
+ranks.
+"""
+
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.dispatchers.parm.dual_collectives import OnRows, call_with_dual
+from megatron_fssdp.dispatchers.parm.parm_groups import ParmGroups
+from megatron_fssdp.dispatchers.parm.s1_dispatcher import S1Dispatcher
+from megatron_fssdp.dispatchers.parm.shared_route import SharedRoute
+
+
+class S2Dispatcher(S1Dispatcher):
+    """Exchanges the rows of tokens that all tensor-parallel ranks have.
+
+    The routing maps must be equal on all tensor-parallel ranks, because each rank computes from its map which
+    rows the others send. Any map over slots will do, with replicas too. The host waits at one place, before
+    the all-to-all, as in Megatron's dispatcher. The arguments are those of Megatron's dispatchers, over
+    slots. Building the object is collective over the tensor-parallel ranks.
+
+    Attributes:
+        simultaneous: Whether to pass results on slice by slice (SAA) or after all of them have arrived.
+
+    Raises:
+        ConfigurationError: The config pads routing maps for quantized experts, whose shares are no multiples.
+    """
+
+    def __init__(
+        self, num_local_experts: int, local_expert_indices: list[int], config: Any, pg_collection: Any
+    ) -> None:
+        if config.moe_router_padding_for_quantization:
+            raise ConfigurationError(
+                "schedule s2: got moe_router_padding_for_quantization, wanted it off; change one of the two"
+            )
+        dropping = copy(config)
+        dropping.moe_pad_expert_input_to_capacity = False  # A rank's share of an expert's rows varies.
+        super().__init__(num_local_experts, local_expert_indices, dropping, pg_collection)
+        self.simultaneous = True
+        self._groups = ParmGroups.of(config, pg_collection)
+        self._peers = pg_collection.tp
+        self._device_Y = self._groups.devices_of_peers()
+        self._place_TW = torch.empty(0)
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
+        """Divide the rows among the tensor-parallel ranks and exchange counts.
+
+        Returns:
+            Hidden states ``[T, M]`` and probabilities ``[T, W]``; the next phase forms the rows.
+        """
+        self.hidden_shape, self.probs = hidden_states.shape, probs
+        size, num_slots = self._peers.size(), routing_map.shape[1]
+        slot_W = torch.arange(num_slots, device=routing_map.device)
+        # The first row of each slot goes to another rank; otherwise rank 0 would get every remainder.
+        first_YW = (torch.arange(size, device=routing_map.device)[:, None] - slot_W) % size
+        counts_YW = (routing_map.sum(dim=0) - first_YW + size - 1) // size
+        start_YW = (counts_YW.view(-1).cumsum(dim=0) - counts_YW.view(-1)).view(size, num_slots)
+        number_TW = routing_map.cumsum(dim=0) - 1
+        start_TW = start_YW.gather(0, (number_TW + slot_W) % size)
+        # Place 0 is for all pairs of token and slot that are no rows.
+        self._place_TW = torch.where(routing_map, start_TW + number_TW // size + 1, 0)
+
+        self.tokens_per_expert = self.preprocess(self.for_all_parts(counts_YW[self._peers.rank()][None]))
+        # Megatron takes these numbers to the host together with its own; there it has no use for them.
+        self.output_splits_tp = counts_YW.view(size, self._num_devices, -1).sum(dim=2)
+        self._maybe_update_cuda_sync_point("before_ep_alltoall")
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(hidden_states)
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize(
+            "before_permutation_1", self.tokens_per_expert
+        )
+        return hidden_states.view(-1, hidden_states.shape[-1]), probs
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """MP-Split and EP&ESP-AlltoAll; in the backward pass all ranks get the gradients of all rows."""
+        if self.shared_experts is not None:
+            self.shared_experts.wait_current_stream()
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize(
+            "before_ep_alltoall", self.tokens_per_expert
+        )
+        send_YD, received = self.output_splits_tp.tolist(), self.output_splits
+        received = [sum(send_YD[self._peers.rank()])] if received is None else [int(n) for n in received]
+        route = SharedRoute(self._groups, self._device_Y, send_YD, received)
+        place = self._place_TW.view(-1)
+        numbers = torch.arange(len(place), device=place.device)
+        # ``token * W + slot`` of the rows of all tensor-parallel ranks, by rank, then slot.
+        pairs = numbers.new_empty(1 + sum(route.rows_Y)).scatter_(0, place, numbers)[1:]
+        self._send, self._collect = self._both_ways(route, pairs, *probs.shape)
+        rows, row_probs = call_with_dual(self._send, self._collect, hidden_states, probs)
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc1_forward_and_act(rows)
+        return rows, row_probs
+
+    def _both_ways(
+        self, route: SharedRoute, pairs: Tensor, num_tokens: int, num_slots: int
+    ) -> tuple[OnRows, OnRows]:
+        """Functions that send rows and collect results, each of which is the other's backward pass."""
+        own, simultaneous = pairs.split(route.rows_Y)[route.rank], self.simultaneous
+
+        def send(hidden: Tensor, probs: Tensor | None = None) -> tuple[Tensor, ...]:
+            """This rank's share of the rows of ``[T, M]`` and ``[T, W]``, to all parts of their slots."""
+            rows = [hidden.index_select(0, own // num_slots)]
+            if probs is not None:
+                rows.append(probs.reshape(-1).index_select(0, own))
+            return tuple(route.send(x) for x in rows)
+
+        def collect(rows: Tensor, probs: Tensor | None = None) -> tuple[Tensor, ...]:
+            """From ``[R, M]`` and ``[R]``: sums over parts and slots ``[T, M]``, over parts ``[T, W]``."""
+            given = [rows] if probs is None else [rows, probs]
+            summed, *scores = route.collect(given, simultaneous=simultaneous)
+            tokens = summed.new_zeros(num_tokens, summed.shape[-1])
+            tokens.index_add_(0, pairs // num_slots, summed)
+            flat = [x.new_zeros(num_tokens * num_slots).index_copy_(0, pairs, x) for x in scores]
+            return tokens, *(x.view(num_tokens, num_slots) for x in flat)
+
+        return send, collect
+
+    def token_combine(self, hidden_states: Tensor, *_: Any) -> Tensor:
+        """EP&ESP-AlltoAll with MP-AllGather, and the sum of each token's results, ``[T, M]``."""
+        if self.shared_experts is not None:
+            self.shared_experts.wait_current_stream()
+        (output,) = call_with_dual(self._collect, self._send, hidden_states)
+        del self._collect, self._send  # They hold memory.
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc2_forward(output)
+            self.shared_experts.post_forward_comm()
+        return output
+
+    def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
+        """Results in the shape of the input, with those of overlapped shared experts."""
+        output = permutated_local_input_tokens.view(self.hidden_shape)
+        return output if self.shared_experts is None else output + self.shared_experts.get_output()

@@ -1,0 +1,151 @@
+"""Selects the schedule (Parm's order of collectives) of a layer's forward passes (Parm, §V-B, Alg. 1)."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.dispatchers.parm.parm_groups import ParmGroups
+from megatron_fssdp.dispatchers.parm.schedule_probe import measured_costs
+from megatron_fssdp.planning.cost.tensor_schedules import (
+    Schedule,
+    ScheduleCosts,
+    ScheduledLayer,
+    best_schedule,
+    predicted_seconds,
+)
+
+logger = logging.getLogger(__name__)
+
+FindCosts = Callable[[ScheduledLayer, Tensor], ScheduleCosts]
+"""Costs of a layer's collectives for tensors like an example ``[..., M]``; equal on all ranks."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The schedule of a forward pass, and the reason for it.
+
+    Attributes:
+        schedule: Order of the collectives.
+        simultaneous: Whether schedule ``s2`` passes results on slice by slice (Parm's SAA).
+        predicted_s: Modelled seconds of a forward pass's collectives, for each candidate that was compared.
+    """
+
+    schedule: Schedule
+    simultaneous: bool
+    predicted_s: Mapping[Schedule, float] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class ScheduleSelector:
+    """Selects the schedule for all layers of a model with the same process groups.
+
+    All ranks of a pipeline stage make the same selection.
+
+    Attributes:
+        setting: Name of a schedule, or ``auto``.
+        config: Megatron's ``TransformerConfig`` as the user wrote it.
+        groups: Process groups of the layers.
+        everyone: Process group of all ranks of the pipeline stage, which decide together (``tp_dp_cp``).
+        simultaneous: Whether schedule ``s2`` may pass results on slice by slice if slices are large enough.
+        find_costs: Finds the costs of the collectives, at the first comparison; ``None`` measures them.
+    """
+
+    setting: str
+    config: Any
+    groups: ParmGroups
+    everyone: dist.ProcessGroup
+    simultaneous: bool = True
+    find_costs: FindCosts | None = None
+    _decisions: dict[tuple[torch.Size, bool], Decision] = field(init=False, default_factory=dict)
+    _costs: ScheduleCosts | None = field(init=False, default=None)
+
+    def of(self, hidden: Tensor, *, owners_only: bool = True) -> Decision:
+        """Return the decision for a forward pass.
+
+        Under ``auto``, the first call with several candidates finds the costs, collectively over the pipeline
+        stage. Later calls neither communicate nor wait.
+
+        Args:
+            hidden: Hidden states of the layer's tokens, ``[sequence, batch, M]``, before any division.
+            owners_only: Whether no expert of the layer is in several slots. Otherwise ``auto`` leaves out S2,
+                under which all tensor-parallel ranks must send an expert's tokens to the same slots.
+
+        Raises:
+            ConfigurationError: The schedule cannot divide the sequence evenly.
+        """
+        key = (hidden.shape, owners_only)
+        if (known := self._decisions.get(key)) is not None:
+            return known
+        # Where sequence lengths differ between ranks, ranks could decide differently. All of them keep the
+        # first decision there.
+        alike = [one for (_, only), one in self._decisions.items() if only == owners_only]
+        decision = (
+            alike[0] if alike and self.config.variable_seq_lengths else self._decide(hidden, owners_only)
+        )
+        length, n_mp = hidden.shape[0], self.groups.n_mp
+        if self.groups.are_equal and decision.schedule in ("s1", "megatron") and length % n_mp:
+            raise ConfigurationError(
+                f"schedule {decision.schedule}: got sequences of {length} tokens, wanted a multiple of the "
+                f"{n_mp} tensor-parallel ranks; change --seq-length, or use --moe-strategy parm "
+                "--moe-strategy-set schedule=s2"
+            )
+        self._decisions[key] = decision
+        return decision
+
+    def _decide(self, hidden: Tensor, owners_only: bool) -> Decision:
+        layer, groups = self._layer(hidden), self.groups
+        # The shape decides and not the routing, because all ranks must take the same steps.
+        simultaneous = self.simultaneous and layer.slices_pay
+        if self.setting != "auto":
+            schedule: Schedule = self.setting  # type: ignore[assignment]
+            return Decision(schedule, simultaneous)
+        candidates: list[Schedule] = ["s1"]
+        if owners_only and groups.are_equal and not self.config.moe_router_padding_for_quantization:
+            # If tensor-parallel ranks have different tokens, s2 equals s1.
+            candidates.append("s2")
+        if groups.num_parts > 1:
+            candidates.append("megatron")  # With whole experts, megatron equals s1.
+        if hidden.shape[0] % groups.n_mp and "s2" in candidates:
+            candidates = ["s2"]  # The others divide the sequence.
+        predicted: dict[Schedule, float] = {}
+        if len(candidates) > 1:
+            if self._costs is None:
+                if (find := self.find_costs) is not None:
+                    self._costs = find(layer, hidden.detach())
+                else:
+                    self._costs = measured_costs(layer, hidden.detach(), groups, self.everyone, simultaneous)
+            predicted = predicted_seconds(layer, self._costs, tuple(candidates))
+        best = best_schedule(predicted) if predicted else candidates[0]
+        decision = Decision(best, simultaneous, predicted)
+        if self.everyone.rank() == 0 and (groups.are_equal or groups.num_parts > 1):
+            why = ", ".join(f"{name} {1e3 * s:.3f} ms" for name, s in predicted.items())
+            logger.info(
+                f"[fssdp] schedule {best} for {layer.num_tokens:,.0f} tokens and {layer.num_rows:,.0f} rows "
+                f"of a tensor-parallel group (collectives of a forward pass: {why or 'no other possible'})"
+            )
+        return decision
+
+    def _layer(self, hidden: Tensor) -> ScheduledLayer:
+        config, groups = self.config, self.groups
+        # Tokens are counted for a whole tensor-parallel group.
+        num_tokens = hidden.shape[:-1].numel() * (1 if groups.are_equal else groups.n_mp)
+        share = 1.0
+        if config.moe_expert_capacity_factor is not None:
+            factor = float(config.moe_expert_capacity_factor)
+            share = factor if config.moe_pad_expert_input_to_capacity else min(1.0, factor)
+        return ScheduledLayer(
+            num_tokens=num_tokens,
+            hidden_size=hidden.shape[-1],
+            num_rows=config.moe_router_topk * share * num_tokens,
+            n_mp=groups.n_mp,
+            n_esp=groups.num_parts,
+            n_ep=groups.num_devices,
+            element_bytes=hidden.element_size(),
+            is_split=not groups.are_equal,
+        )

@@ -1,0 +1,161 @@
+"""EP&ESP-AlltoAll of rows that tensor-parallel ranks have divided, and SAA on the way back.
+
+Each tensor-parallel rank receives the results of its own rows from the parts of the experts, and all of
+these ranks need all results (MP-AllGather). The results from one device are one slice. A rank passes a slice
+on while it receives the next one, so that the all-to-all uses the links between nodes while the gather uses
+the links inside a node (Parm, §III-D, Fig. 5)::
+
+    all-to-all     slice 0   slice 1   slice 2
+    gather                   slice 0   slice 1   slice 2
+
+Slice 0 comes from the rank's own device, which needs no slow link; slice j comes from device ``own + j``.
+
+Shape letters: D devices, R rows that a rank receives, S ranks that send rows, X expert-tensor-parallel peers,
+Y tensor-parallel ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import all_to_all
+from torch import Tensor
+
+from megatron_fssdp.dispatchers.parm.dual_collectives import gather_rows
+from megatron_fssdp.dispatchers.parm.parm_groups import ParmGroups
+
+_RESULT_TAG, _GATHER_TAG = 8 << 16, 9 << 16  # They differ from the tags of other messages of these ranks.
+
+_Message = tuple[int, Tensor]  # Rank of the other side, and the tensor to send or to fill.
+
+
+@dataclass(frozen=True, eq=False)
+class SharedRoute:
+    """How many rows tensor-parallel ranks exchange with the parts of the experts.
+
+    It works without autograd. Every rank of both groups must call each method, even without rows.
+
+    Attributes:
+        groups: Process groups of the layer; ``groups.tensor_parallel`` have divided their common rows.
+        device_Y: Device number of each tensor-parallel rank, ``[Y]``.
+        send_YD: Number of rows that each tensor-parallel rank sends to each device, ``[Y, D]``. Every part of
+            the device receives all of them.
+        receive_S: Number of rows that this rank receives from each rank of all parts, ``[S]``.
+    """
+
+    groups: ParmGroups
+    device_Y: Sequence[int]
+    send_YD: list[list[int]]
+    receive_S: list[int]
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among the tensor-parallel ranks."""
+        return self.groups.tensor_parallel.rank()
+
+    @property
+    def rows_Y(self) -> list[int]:
+        """Number of rows of each tensor-parallel rank, ``[Y]``."""
+        return [sum(send_D) for send_D in self.send_YD]
+
+    @property
+    def _sent_S(self) -> list[int]:
+        return [number for number in self.send_YD[self.rank] for _ in range(self.groups.num_parts)]
+
+    def send(self, rows: Tensor) -> Tensor:
+        """Send this rank's rows, by device, to all parts of the devices; returns ``[R, ...]`` by source."""
+        num_parts = self.groups.num_parts
+        if num_parts > 1:
+            pieces = rows.split(self.send_YD[self.rank])
+            rows = torch.cat([piece for piece in pieces for _ in range(num_parts)])
+        received: Tensor = all_to_all(self.groups.all_parts, rows, self.receive_S, self._sent_S)
+        return received
+
+    def collect(self, rows: Sequence[Tensor], *, simultaneous: bool) -> list[Tensor]:
+        """Return results for the rows of all tensor-parallel ranks, summed over the parts of the experts.
+
+        Args:
+            rows: Results of this rank's part of the experts, ``[R, ...]`` each, in the order of arrival.
+            simultaneous: Whether to pass results on slice by slice (SAA), or after all have arrived (AAS).
+
+        Returns:
+            One tensor ``[sum(rows_Y), ...]`` for each of ``rows``, by tensor-parallel rank, in the order in
+            which it sent them.
+        """
+        if simultaneous and self.groups.num_devices > 1:
+            return self._collect_slices(rows)
+        return [gather_rows(self._own_sums(x), self.rows_Y, self.groups.tensor_parallel) for x in rows]
+
+    def _own_sums(self, rows: Tensor) -> Tensor:
+        """Results for this rank's own rows, summed over the parts."""
+        partial: Tensor = all_to_all(self.groups.all_parts, rows, self._sent_S, self.receive_S)
+        if self.groups.num_parts == 1:
+            return partial
+        pieces, num_parts = partial.split(self._sent_S), self.groups.num_parts
+        devices = range(0, len(pieces), num_parts)
+        return torch.cat([torch.stack(pieces[first : first + num_parts]).sum(dim=0) for first in devices])
+
+    def _collect_slices(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        groups, num_parts, num_steps = self.groups, self.groups.num_parts, self.groups.num_devices
+        own, device = self.rank, groups.devices.rank()
+        outgoing = [x.contiguous().split(self.receive_S) for x in rows]
+        sums = [x.new_empty(sum(self.rows_Y), *x.shape[1:]) for x in rows]
+        # Views of the sums by tensor-parallel rank and device, and memory for the parts of this rank's own.
+        views = [
+            [part.split(send_D) for part, send_D in zip(x.split(self.rows_Y), self.send_YD, strict=True)]
+            for x in sums
+        ]
+        partial = [
+            [piece[None] if num_parts == 1 else piece.new_empty(num_parts, *piece.shape) for piece in x[own]]
+            for x in views
+        ]
+
+        def arrive(step: int) -> list[dist.Work]:
+            """Start the second all-to-all's messages of a step."""
+            target, source = ((device + turn) % num_steps for turn in (-step, step))
+            to = [(target * num_parts + part) for part in range(num_parts)]
+            sent = [(rank, x[rank]) for x in outgoing for rank in to]
+            received = [(source * num_parts + i, part) for x in partial for i, part in enumerate(x[source])]
+            return _post(sent, received, groups.all_parts, _RESULT_TAG)
+
+        def hand_on(step: int) -> list[dist.Work]:
+            """Add the parts that have arrived in a step, and start the gather's messages."""
+            step_Y = [(device + step) % num_steps for device in self.device_Y]
+            if num_parts > 1:
+                for parts, x in zip(partial, views, strict=True):
+                    torch.sum(parts[step_Y[own]], dim=0, out=x[own][step_Y[own]])
+            others = [peer for peer in range(len(step_Y)) if peer != own]
+            sent = [(peer, x[own][step_Y[own]]) for x in views for peer in others]
+            received = [(peer, x[peer][step_Y[peer]]) for x in views for peer in others]
+            return _post(sent, received, groups.tensor_parallel, _GATHER_TAG)
+
+        # A step is posted before the one before it is awaited, so that the links between nodes stay busy. On
+        # CUDA, ``wait`` lets the current stream wait, and each process group has a stream of its own.
+        arriving, handed_on = arrive(0), list[dist.Work]()
+        for step in range(num_steps):
+            following = arrive(step + 1) if step + 1 < num_steps else []
+            for work in arriving:
+                work.wait()
+            handed_on += hand_on(step)
+            arriving = following
+        for work in handed_on:
+            work.wait()
+        return sums
+
+
+def _post(
+    sent: list[_Message], received: list[_Message], group: dist.ProcessGroup, tag: int
+) -> list[dist.Work]:
+    """Start messages as one batch, and copy this rank's own. Empty ones, which NCCL refuses, are left out."""
+    own = group.rank()
+    kept = [[x for rank, x in messages if rank == own] for messages in (sent, received)]
+    for x, memory in zip(*kept, strict=True):
+        memory.copy_(x)
+    operations = [
+        dist.P2POp(call, x, group=group, tag=tag, group_peer=rank)
+        for call, messages in ((dist.isend, sent), (dist.irecv, received))
+        for rank, x in messages
+        if rank != own and x.numel()
+    ]
+    return dist.batch_isend_irecv(operations) if operations else []

@@ -1,0 +1,326 @@
+"""FasterMoE's smart schedule (§4.2) as a dispatcher: dispatch, experts and combine run in steps.
+
+Megatron's all-to-all dispatcher counts the rows and brings them into the order of sending. Its phases between
+the permutation and its inverse pass the rows on, and :meth:`SmartScheduleTokenDispatcher.compute_in_steps`,
+which the layer calls in place of the experts, does their work::
+
+    dispatch_preprocess      counts, permutation                 Megatron's
+    token_dispatch           overlapped shared experts
+    dispatch_postprocess     (nothing)
+    experts                  compute_in_steps                    one autograd node: step_exchange.py
+    combine_preprocess       (nothing)
+    token_combine            (nothing)
+    combine_postprocess      inverse permutation, sums           Megatron's
+
+**Host waits.** One for each forward pass, as in Megatron's dispatcher: for the counts. There is none in the
+backward pass.
+
+**Backward pass.** It runs the same steps with gradients in place of rows and results. Each step has a
+separate autograd graph for the experts. Hooks on the experts' Parameters, also DDP's, therefore run once for
+each step, and each time add to ``grad`` or ``main_grad``. Gradients that are added in the matrix product
+itself work as without steps. Saved-tensor hooks around the layer do not apply to the experts: the hooks of
+non-reentrant recomputation would run a forward pass in the middle of the backward exchange, and other ranks
+would wait for it. Under such recomputation, the experts' activations are therefore kept. Reentrant
+recomputation, which is Megatron's own, works as usual.
+
+**Combined 1F1B schedule** (``overlap_moe_expert_parallel_comm``). All communication is then in the segment of
+the experts, so that schedule hides none of it. Results are right: the segment ``moe_dispatch`` copies rows
+and probabilities, because Megatron frees its input, and nothing else refers to the input of a segment.
+
+Shape letters: A rows that a rank sends, R rows that a rank receives, M model dimension, D devices.
+
+U is the number of slots of a device.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import sort_chunks_by_idxs
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_fssdp.dispatchers.step_exchange import exchange_in_steps
+from megatron_fssdp.planning.placement.group_ring import GroupRing
+
+Experts = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+"""The forward pass of Megatron's expert module: from rows ``[R, M]`` by slot, the number of rows of each slot
+(int64 ``[U]`` on the host) and the rows' probabilities ``[R]`` to results ``[R, M]`` and a bias of None."""
+
+
+class SmartScheduleTokenDispatcher(MoEAlltoAllTokenDispatcher):
+    """Megatron's all-to-all dispatcher, with dispatch, experts and combine in steps over a ring of groups.
+
+    Args:
+        num_local_experts: Number of slots of this device, U.
+        local_expert_indices: Numbers of these slots.
+        config: Megatron's ``TransformerConfig``; its ``num_moe_experts`` is D * U.
+        pg_collection: Process groups of the layer.
+        ring: Groups of the expert-parallel ranks, seen from this rank.
+
+    Raises:
+        ValueError: The experts are divided among tensor-parallel ranks, their weight gradients are
+            delayed, or the ring does not fit the expert-parallel group.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        local_expert_indices: list[int],
+        config: Any,
+        pg_collection: Any = None,
+        *,
+        ring: GroupRing,
+    ) -> None:
+        super().__init__(num_local_experts, local_expert_indices, config, pg_collection)
+        if self.tp_size > 1:
+            raise ValueError(
+                f"the smart schedule needs whole experts: got expert tensor parallelism over {self.tp_size} "
+                "ranks, wanted 1; set --expert-tensor-parallel-size 1"
+            )
+        if config.delay_wgrad_compute or config.overlap_dispatch_backward_with_experts_wgrad:
+            raise ValueError(
+                "the smart schedule runs the experts several times in a forward pass, and Megatron can delay "
+                "the weight gradients of one run only; unset --delay-wgrad-compute and "
+                "--overlap-dispatch-backward-with-experts-wgrad"
+            )
+        if (ring.rank, ring.num_ranks) != (self.ep_rank, self.ep_size):
+            raise ValueError(
+                f"the ring is that of rank {ring.rank} of {ring.num_ranks}: wanted rank {self.ep_rank} of "
+                f"{self.ep_size}, the rank in the expert-parallel group"
+            )
+        self.ring = ring
+        self._counts_DU = torch.empty(0)
+
+    def preprocess(self, routing_map: Tensor) -> Tensor:
+        """Count the rows, as Megatron does, and return those of this device's slots by source, ``[D, U]``.
+
+        They travel to the host in the place of the rows of each slot from all sources.
+
+        Args:
+            routing_map: Slots to which each token goes, bool ``[T, D * U]``.
+        """
+        counts = super().preprocess(routing_map)
+        if self.num_local_experts > 1:
+            counts = self.num_global_tokens_per_local_expert
+        elif self.ep_size > 1:
+            counts = self.output_splits
+        return counts.reshape(self.ep_size, self.num_local_experts)
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Wait for the counts and run overlapped shared experts, which have a stream of their own on CUDA.
+
+        Args:
+            hidden_states: Rows in the order of sending, ``[A, M]``.
+            probs: Probabilities of these rows, ``[A]``.
+
+        Returns:
+            The same rows and probabilities.
+        """
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc1_forward_and_act()
+            self.shared_experts.linear_fc2_forward()
+            self.shared_experts.post_forward_comm()
+        counts = self.tokens_per_expert
+        for point in ("before_ep_alltoall", "before_permutation_2", "before_finish"):
+            counts = self._maybe_dtoh_and_synchronize(point, counts)  # Megatron waits at one of them.
+        self._counts_DU = counts
+        if self.config.overlap_moe_expert_parallel_comm:
+            return hidden_states.clone(), probs.clone()
+        return hidden_states, probs
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rows, the numbers of rows that this device's slots will get (``[U]``), and the probs."""
+        return hidden_states, self._counts_DU.sum(dim=0), probs
+
+    def compute_in_steps(
+        self,
+        rows: Tensor,
+        probs: Tensor,
+        experts: Experts,
+        *,
+        own_last: bool = False,
+        await_weights: Callable[[], object] | None = None,
+        in_transfer: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Dispatch the rows, compute the experts and bring the results back, in steps.
+
+        Every rank of the group must call it, even without rows. ``rows`` must require a gradient on all ranks
+        or on none, and so must ``probs``.
+
+        Args:
+            rows: Rows in the order of sending, ``[A, M]``.
+            probs: Probabilities of these rows, ``[A]``.
+            experts: Forward pass of Megatron's expert module with U slots. It is called once for each step,
+                with the rows of the step, also if there are none.
+            own_last: Whether the rows of the rank's own group come last, as they should while replicas are in
+                transfer: most rows for replicas come from the device itself. All ranks need the same value.
+            await_weights: Function that waits for replicas' weights that are still in transfer. The backward
+                pass calls it before its first step.
+            in_transfer: Slots of this device, counted from 0, whose weights are in transfer. The forward pass
+                calls ``await_weights`` before each step with rows for one of them and before the last step;
+                earlier steps compute in the meantime (FasterMoE §4.2, Fig. 7). ``experts`` must then not use
+                the weights of slots without rows; a forward pass that quantizes all weights (fp8) does.
+                Default: it calls ``await_weights`` before every step.
+
+        Returns:
+            Results of the rows that this rank sent, ``[A, M]``.
+        """
+        one_pass = _Pass(
+            replace(self.ring, own_last=own_last),
+            self._counts_DU,
+            [int(number) for number in (self.input_splits if self.ep_size > 1 else [len(rows)])],
+            experts,
+            await_weights or _nothing,
+            in_transfer,
+            # The ranks are those of the expert-parallel group. The gather of counts has connected them.
+            self.tp_ep_group,
+        )
+        # The graph needs this node also if only the experts' Parameters require a gradient.
+        anchor = torch.empty(0, device=rows.device, requires_grad=torch.is_grad_enabled())
+        results: Tensor = _StepwiseExperts.apply(one_pass, anchor, rows, probs)
+        return results
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Return the results of :meth:`compute_in_steps`."""
+        return hidden_states
+
+    def token_combine(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the results of :meth:`compute_in_steps`."""
+        return hidden_states
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Pass:
+    """What the steps of one forward pass and its backward pass share.
+
+    Attributes:
+        ring: Groups of ranks and their order.
+        counts_DU: Rows for each of this device's slots from each source, int64 ``[D, U]`` on the host.
+        send_D: Number of rows that this rank sends to each rank, ``[D]``.
+        experts: Forward pass of the expert module.
+        await_weights: Function that waits for weights in transfer.
+        in_transfer: Slots whose weights are in transfer; ``None`` if any slot's may be.
+        group: Process group of the expert-parallel ranks.
+    """
+
+    ring: GroupRing
+    counts_DU: Tensor
+    send_D: list[int]
+    experts: Experts
+    await_weights: Callable[[], object]
+    in_transfer: Sequence[int] | None
+    group: dist.ProcessGroup
+
+    def exchange(self, outgoing: list[Tensor], results: list[Tensor], compute: Any) -> None:
+        receive_D = self.counts_DU.sum(dim=1).tolist()
+        exchange_in_steps(
+            [x.contiguous() for x in outgoing],
+            results,
+            self.send_D,
+            receive_D,
+            compute,
+            self.ring,
+            self.group,
+        )
+
+    def counts_of(self, step: int) -> Tensor:
+        """Rows of a step by sender and slot, int64 ``[senders, U]``."""
+        senders = self.ring.senders(step)
+        return self.counts_DU[senders.start : senders.stop]
+
+    def needs_weights(self, step: int) -> bool:
+        """Whether the forward pass waits for weights before a step.
+
+        The last step always waits, so that all weights are complete after the forward pass.
+        """
+        if self.in_transfer is None or step == self.ring.num_steps - 1:
+            return True
+        return bool(self.counts_of(step)[:, list(self.in_transfer)].any())
+
+    def of_step(self, step: int, rows: Tensor, probs: Tensor) -> Tensor:
+        """The experts' results for the rows of one step, in the order in which the rows arrived.
+
+        Args:
+            step: Number of the step.
+            rows: Rows of the step by source, then slot, ``[R, M]``.
+            probs: Probabilities of these rows, ``[R]``.
+        """
+        counts = self.counts_of(step)
+        is_sorted = min(counts.shape) == 1
+        if not is_sorted:
+            by_slot = torch.arange(counts.numel()).view(counts.shape).t().reshape(-1)
+            rows, probs = sort_chunks_by_idxs(rows, counts.reshape(-1), by_slot, probs=probs)
+        results, bias = self.experts(rows, counts.sum(dim=0), probs)
+        if bias is not None:
+            raise RuntimeError("the experts returned a bias: wanted None, with the bias added to the results")
+        if not is_sorted:
+            results, _ = sort_chunks_by_idxs(results, counts.t().reshape(-1), by_slot.argsort())
+        return results.to(rows.dtype)
+
+
+class _StepwiseExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, one_pass: _Pass, anchor: Tensor, rows: Tensor, probs: Tensor) -> Tensor:
+        needs, builds = ctx.needs_input_grad[2:], anchor.requires_grad
+        kept: list[Any] = []
+
+        def compute(step: int, received: Sequence[Tensor]) -> list[Tensor]:
+            if one_pass.needs_weights(step):
+                one_pass.await_weights()
+            inputs = [
+                x.detach().requires_grad_(builds and need) for x, need in zip(received, needs, strict=True)
+            ]
+            with torch.set_grad_enabled(builds), saved_tensors_hooks(_unchanged, _unchanged):
+                output = one_pass.of_step(step, *inputs)
+            if builds:
+                kept.append((*inputs, output))
+            return [output.detach().contiguous()]
+
+        results = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        one_pass.exchange([rows, probs], [results], compute)
+        ctx.one_pass, ctx.kept = one_pass, kept
+        # New tensors, because Megatron's combined schedule frees the memory of the rows.
+        ctx.like = rows.new_empty(0), probs.new_empty(0)
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        one_pass, kept, needs = ctx.one_pass, ctx.kept, ctx.needs_input_grad[2:]
+        # The caller may keep the graph for longer than the weights may live, so it must not hold them.
+        ctx.one_pass = ctx.kept = None
+
+        def compute(step: int, received: Sequence[Tensor]) -> list[Tensor]:
+            if not step:
+                one_pass.await_weights()
+            *inputs, output = kept[step]
+            kept[step] = None  # This frees the activations of the step after its backward pass.
+            if output.requires_grad:
+                # Not torch.autograd.grad: recomputation inside the experts refuses to run under it.
+                torch.autograd.backward(output, received[0])
+            return [
+                torch.zeros_like(x) if x.grad is None else x.grad.contiguous()
+                for x, need in zip(inputs, needs, strict=True)
+                if need
+            ]
+
+        shapes = gradient.shape, gradient.shape[:1]
+        back = [
+            like.new_empty(shape) if need else None
+            for like, shape, need in zip(ctx.like, shapes, needs, strict=True)
+        ]
+        one_pass.exchange([gradient], [x for x in back if x is not None], compute)
+        return None, None, *back

@@ -1,0 +1,132 @@
+"""Rows that travel to the experts and results that travel back, in steps over a ring of groups of ranks.
+
+This is the exchange of FasterMoE's smart schedule (§4.2). The ranks form n groups, and the groups form a
+ring (``planning/placement/group_ring.py``). In step j, a rank sends rows to group ``own - j`` (``Sj``),
+computes on the rows that came from group ``own + j`` (``Cj``), and sends the results back (``Rj``)::
+
+    messages    S0 S1    R0 S2    R1 S3    R2       R3
+    compute        C0       C1       C2       C3
+
+Step 0 is the exchange within the own group, which uses no slow links. If something else must arrive before
+the own group's rows can be computed (``GroupRing.own_last``), every other step comes one earlier and the own
+group comes last.
+
+The rows of a step leave just before the compute of the step before. If a device has one connection
+(``CUDA_DEVICE_MAX_CONNECTIONS=1``), its kernels wait in the order of their issue, and the first compute
+would otherwise wait for nearly all rows. NCCL runs messages on a stream of its own, and gloo in threads of
+its own. The caller's stream or thread only waits for the rows of the step that it computes next.
+
+Shape letters: A rows that a rank sends, R rows that a rank receives, D devices.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fssdp.planning.placement.group_ring import GroupRing
+
+Compute = Callable[[int, Sequence[Tensor]], Sequence[Tensor]]
+"""From the number of a step and its rows, in the order of senders, to result tensors with as many rows."""
+
+_Message = tuple[int, int, Tensor]
+"""The peer, the number of the tensor among those that travel together, and its rows."""
+
+_ROWS_TAG, _RESULTS_TAG = 1 << 17, (1 << 17) + 8  # Other exchanges over the same group use small tags.
+
+
+def exchange_in_steps(
+    outgoing: Sequence[Tensor],
+    results: Sequence[Tensor],
+    send_D: Sequence[int],
+    receive_D: Sequence[int],
+    compute: Compute,
+    ring: GroupRing,
+    group: dist.ProcessGroup,
+) -> None:
+    """Send this rank's rows, compute on received rows, and receive the results of this rank's rows.
+
+    Every rank of the group must call it, with the same ring and the same numbers of tensors. The host does
+    not wait for a CUDA device.
+
+    Args:
+        outgoing: Tensors whose rows travel together, contiguous, ``[A, ...]`` each, in the order of
+            destinations.
+        results: Contiguous tensors to fill with the results of these rows, ``[A, ...]`` each, in the same
+            order.
+        send_D: Number of rows that this rank sends to each rank, ``[D]``; their sum is A.
+        receive_D: Number of rows that this rank receives from each rank, ``[D]``.
+        compute: Function that computes the results of a step's rows. It is called once for each step, in the
+            order of the steps, also if a step has no rows.
+        ring: Groups of ranks and the order in which this rank exchanges with them.
+        group: Process group of all ranks of the ring. NCCL needs a group that has run a collective before,
+            because a rank without messages takes no part in a step.
+    """
+    sent_D = [tensor.split(list(send_D)) for tensor in outgoing]
+    returned_D = [tensor.split(list(send_D)) for tensor in results]
+
+    def to_receivers(step: int, parts_D: Sequence[Sequence[Tensor]]) -> list[_Message]:
+        return [(peer, i, parts[peer]) for i, parts in enumerate(parts_D) for peer in ring.receivers(step)]
+
+    def to_senders(step: int, tensors: Sequence[Tensor]) -> list[_Message]:
+        peers = ring.senders(step)
+        sizes = [receive_D[peer] for peer in peers]
+        return [
+            (peer, i, part)
+            for i, tensor in enumerate(tensors)
+            for peer, part in zip(peers, tensor.split(sizes), strict=True)
+        ]
+
+    def send_rows(step: int) -> tuple[list[Tensor], list[dist.Work], list[dist.Work]]:
+        num_rows = sum(receive_D[peer] for peer in ring.senders(step))
+        buffers = [tensor.new_empty(num_rows, *tensor.shape[1:]) for tensor in outgoing]
+        arrive, leave = _start(to_receivers(step, sent_D), to_senders(step, buffers), group, _ROWS_TAG)
+        return buffers, arrive, leave
+
+    under_way: list[dist.Work] = []
+    kept: list[Sequence[Tensor]] = []  # Messages read this memory until the end.
+    coming = send_rows(0)
+    for step in range(ring.num_steps):
+        buffers, arrive, leave = coming
+        if step + 1 < ring.num_steps:
+            coming = send_rows(step + 1)
+        _wait_for(arrive)
+        computed = compute(step, buffers)
+        kept.append(computed)
+        back = _start(to_senders(step, computed), to_receivers(step, returned_D), group, _RESULTS_TAG)
+        under_way += [*leave, *back[0], *back[1]]
+    _wait_for(under_way)
+
+
+def _start(
+    outgoing: Sequence[_Message], incoming: Sequence[_Message], group: dist.ProcessGroup, tag: int
+) -> tuple[list[dist.Work], list[dist.Work]]:
+    """Start messages as one batch, and copy this rank's own rows.
+
+    Returns:
+        Operations to wait for before the incoming rows are read, and the rest. NCCL has one operation for
+        the whole batch. Each must be waited for once.
+    """
+    rank = group.rank()
+    own = {number: part for peer, number, part in outgoing if peer == rank}
+    for peer, number, part in incoming:
+        if peer == rank:
+            part.copy_(own[number])
+    # Receiver and sender know the size of a message, so both leave out empty ones, which NCCL refuses.
+    operations = [
+        dist.P2POp(call, part, group=group, tag=tag + number, group_peer=peer)
+        for call, messages in ((dist.irecv, incoming), (dist.isend, outgoing))
+        for peer, number, part in messages
+        if peer != rank and part.numel()
+    ]
+    if not operations:
+        return [], []
+    works = dist.batch_isend_irecv(operations)
+    num_received = sum(operation.op is dist.irecv for operation in operations)
+    return works[:num_received], works[num_received:]
+
+
+def _wait_for(works: Iterable[dist.Work]) -> None:
+    """Let the current stream (CUDA) or thread (CPU) wait for operations."""
+    for work in works:
+        work.wait()

@@ -1,0 +1,245 @@
+"""Lets Megatron's own expert module compute the experts that are in the slots of this device.
+
+Megatron builds a module for the E/D experts that a rank owns at the start. Slots hold these Parameters, those
+of other layers after a re-shard, and replicas. :class:`SlotExperts` therefore computes with a *body*: a
+shallow copy of Megatron's module that is bound to the slots' Parameters::
+
+    Megatron's module    Parameters of E/D experts, their names in checkpoints, their places in DDP's buckets
+    body                 the same config, groups, hooks and kernels; Parameters of the slots
+
+Sequential experts are modules of their own, so the body consists of Megatron's modules for owned slots and of
+copies for replicas, and empty slots cost nothing. A grouped linear layer has the weights of all U slots, so
+empty ones are bound to one expert of zeros that all layers share; they get no tokens.
+
+Shape letters: R rows that a rank receives, M model dimension, U slots of a device, E experts, D devices.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertParameters, ExpertWeights
+
+_LINEARS = ("linear_fc1", "linear_fc2")
+_blanks: dict[tuple[ExpertLayout, torch.device, tuple[bool, ...]], ExpertParameters] = {}
+
+
+class SlotExperts:
+    """The forward pass of Megatron's expert module for the experts in the slots of this device.
+
+    Args:
+        experts: Megatron's expert module: ``SequentialMLP``, or ``TEGroupedMLP`` with one weight tensor for
+            each expert.
+        parameters: Parameters of each local expert, as Megatron registered them.
+    """
+
+    def __init__(self, experts: Any, parameters: Sequence[ExpertParameters]) -> None:
+        self._experts = experts
+        self._is_sequential = hasattr(experts, "local_experts")
+        self._shape = _shape_of(experts)
+        self._bodies: dict[int, Any] = {}
+        self._mlps: dict[int, Any] = {}
+        if self._is_sequential:
+            self._mlps = {id(one[0]): mlp for one, mlp in zip(parameters, experts.local_experts, strict=True)}
+        self._body: Any = None
+        self._used: torch.Tensor | None = None
+
+    def share_modules(self, others: Sequence["SlotExperts"]) -> None:
+        """Let slots of this layer compute with the modules of other layers, whose Parameters they may hold.
+
+        Args:
+            others: Experts of the layers with which this one exchanges owners.
+        """
+        for other in others:
+            self._mlps = {**other._mlps, **self._mlps}
+
+    def bind(self, parameters_U: Sequence[ExpertParameters | None], *, for_iteration: bool) -> None:
+        """Compute with these Parameters from now on.
+
+        Args:
+            parameters_U: Parameters of each slot of this device; ``None`` for an empty slot.
+            for_iteration: Whether the slots keep their contents for an iteration, so that weights may be
+                quantized once in it.
+
+        Raises:
+            ConfigurationError: The experts' layers were wrapped or replaced after the layer was built.
+        """
+        if _shape_of(self._experts) != self._shape:
+            raise ConfigurationError(
+                "experts: got linear layers that were wrapped or replaced after the model was built (LoRA "
+                "adapters, quantizers), wanted Megatron's own, because replicas are copies of them; wrap "
+                "nothing inside experts, or use --moe-strategy none"
+            )
+        if self._is_sequential:
+            used = [i for i, one in enumerate(parameters_U) if one is not None]
+            self._used = None if len(used) == len(parameters_U) else torch.tensor(used, dtype=torch.long)
+            self._body = _like(self._experts)
+            self._body.num_local_experts = len(used)
+            mlps = _like(self._experts.local_experts)
+            mlps._modules = {
+                str(place): self._mlp(one)
+                for place, one in enumerate(one for one in parameters_U if one is not None)
+            }
+            self._body._modules["local_experts"] = mlps
+            return
+        num_slots = len(parameters_U)
+        if num_slots not in self._bodies:
+            self._bodies[num_slots] = _grouped_body(self._experts, num_slots)
+        self._body = self._bodies[num_slots]
+        example = next((one for one in parameters_U if one is not None), None)
+        filled = [one or _blank(self._experts, example) for one in parameters_U]
+        for index, one in enumerate(filled):
+            _bind(_linears(self._body), one, str(index))
+        for name in _LINEARS:
+            linear, stock = getattr(self._body, name), getattr(self._experts, name)
+            # In its first pass of an iteration, a layer quantizes its weights and keeps the result.
+            linear.is_first_microbatch = True
+            linear.disable_parameter_transpose_cache = not for_iteration or getattr(
+                stock, "disable_parameter_transpose_cache", True
+            )
+        if getattr(self._body, "_fused_ops", None) is not None:
+            self._body._fused_ops = None  # They have the weights of before; the module builds them anew.
+
+    def compute(
+        self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor, **buffers: Any
+    ) -> tuple[torch.Tensor, None]:
+        """Compute the slots' experts on their rows, as the forward pass of Megatron's module does.
+
+        The result depends on ``rows`` and ``probs`` also if all slots are empty. The autograd graphs of all
+        ranks therefore have the same collectives.
+
+        Args:
+            rows: Rows sorted by slot, ``[R, M]``.
+            tokens_per_expert: Number of rows of each slot, ``[U]``; the sum is R.
+            probs: Routing probability of each row, ``[R]``.
+            buffers: Further arguments of Megatron's module.
+
+        Returns:
+            Results of the rows, ``[R, M]``, and no bias.
+        """
+        body = self._body
+        if body.training != self._experts.training:
+            body.train(self._experts.training)
+        if self._used is not None:
+            if not len(self._used):
+                return (rows * probs.unsqueeze(-1)).to(rows.dtype), None
+            tokens_per_expert = tokens_per_expert[self._used.to(tokens_per_expert.device)]
+        # Megatron has called its own module, whose hooks the body shares; they must run once.
+        output, bias = body.forward(rows, tokens_per_expert, probs, **buffers)
+        assert bias is None  # Both modules add the output's bias to the rows.
+        return output, None
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that the last backward pass has left (``--delay-wgrad-compute``)."""
+        self._body.backward_dw()
+        for parameter in self._body.parameters():
+            if parameter.grad is not None:  # It was assigned, so the hooks of replicas have not been called.
+                for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+                    hook(parameter)
+
+    def _mlp(self, parameters: ExpertParameters) -> Any:
+        """The module of an expert: Megatron's own, or a copy that is bound to a replica's Parameters."""
+        key = id(parameters[0])
+        if key not in self._mlps:
+            template = self._experts.local_experts[0]
+            mlp = _like(template)
+            for name in _LINEARS:
+                mlp._modules[name] = _unbound(getattr(template, name))
+            _bind(_linears(mlp), parameters, "")
+            self._mlps[key] = mlp
+        return self._mlps[key]
+
+
+def _grouped_body(experts: Any, num_slots: int) -> Any:
+    body = _like(experts)
+    body.num_local_experts = num_slots
+    for name in _LINEARS:
+        linear = body._modules[name] = _unbound(getattr(experts, name))
+        linear.num_gemms = num_slots
+        # Scales and caches of quantized weights belong to one number of experts.
+        linear.__dict__.update({name: dict(x) for name, x in vars(linear).items() if type(x) is dict})
+        if "bias0" in vars(linear):  # Transformer Engine has an empty tensor for a missing bias.
+            linear.__dict__.update({f"bias{i}": linear.bias0 for i in range(num_slots)})
+    for name in ("quantization_padding", "quantization_unpadding"):
+        if (padding := getattr(experts, name, None)) is not None:
+            body._modules[name] = type(padding)(num_slots, align_size=padding.align_size)
+    return body
+
+
+def _unbound(linear: Any) -> Any:
+    """A copy of a linear layer without weights."""
+    copy = _like(linear)
+    copy._parameters = {}
+    # Megatron's own linear layers take main_grad in the forward pass, when replicas have none.
+    copy.gradient_accumulation_fusion = False
+    store = getattr(linear, "wgrad_store", None)
+    if store is not None:  # Delayed weight gradients wait in it; each layer needs its own.
+        copy.wgrad_store = type(store)(store.delay_wgrad_compute())
+    return copy
+
+
+def _bind(linears: Sequence[Any], parameters: ExpertParameters, index: str) -> None:
+    """Give two linear layers the weights of an expert; grouped ones have the slot's number in their names."""
+    weights = ExpertWeights.from_tensors(parameters)
+    biases = (weights.fc1_bias, weights.fc2_bias)
+    for linear, weight, bias in zip(linears, (weights.fc1, weights.fc2), biases, strict=True):
+        linear._parameters[f"weight{index}"] = weight
+        if bias is not None or not index:
+            linear._parameters[f"bias{index}"] = bias
+
+
+def _blank(experts: Any, like: ExpertParameters | None) -> ExpertParameters:
+    """The expert of zeros to which empty slots are bound, with one place for gradients that nobody reads."""
+    local = like or experts_parameters(experts)
+    layout = ExpertLayout.of(local)
+    key = (layout, local[0].device, tuple(one.requires_grad for one in local))
+    if key not in _blanks:
+        made = []
+        for one in local:
+            parameter: Any = torch.nn.Parameter(torch.zeros_like(one), requires_grad=one.requires_grad)
+            gradient = getattr(one, "main_grad", None)
+            parameter.main_grad = torch.zeros_like(one if gradient is None else gradient)
+            parameter.allreduce, parameter.grad_added_to_main_grad = False, False
+            if one.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_forget_gradient)
+            made.append(parameter)
+        _blanks[key] = tuple(made)
+    return _blanks[key]
+
+
+def experts_parameters(experts: Any) -> ExpertParameters:
+    """Parameters of a module's first local expert."""
+    from megatron_fssdp.megatron_adapter.experts.expert_parameters import expert_parameters
+
+    return expert_parameters(experts, experts.num_local_experts)[0]
+
+
+def _forget_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _shape_of(experts: Any) -> tuple[Any, ...]:
+    """What must not change in a module after it was built: classes of its layers and names of Parameters."""
+    mlps = getattr(experts, "local_experts", [experts])
+    return tuple(
+        (type(linear), tuple(linear._parameters), tuple(linear._modules))
+        for mlp in mlps
+        for linear in _linears(mlp)
+    )
+
+
+def _linears(module: Any) -> list[Any]:
+    return [getattr(module, name) for name in _LINEARS]
+
+
+def _like(module: Any) -> Any:
+    """A module that shares everything with another one but its tables of Parameters and submodules."""
+    like = object.__new__(type(module))
+    like.__dict__.update(module.__dict__)
+    like.__dict__["_parameters"] = dict(module._parameters)
+    like.__dict__["_modules"] = dict(module._modules)
+    for name in ("forward", "backward_dw"):  # The layer has put its own in the place of the module's.
+        like.__dict__.pop(name, None)
+    return like

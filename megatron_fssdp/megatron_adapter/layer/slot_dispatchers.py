@@ -1,0 +1,191 @@
+"""The dispatchers of a layer: Megatron's own, or an optional one, built for slots instead of experts."""
+
+import copy
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_fssdp.config.cluster_files import load_cluster
+from megatron_fssdp.dispatchers.deduplicated import DeduplicatedTokenDispatcher
+from megatron_fssdp.dispatchers.parm import DividedGate, ParmDispatcher, ParmGroups, ScheduleSelector
+from megatron_fssdp.dispatchers.smart_schedule import SmartScheduleTokenDispatcher
+from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
+from megatron_fssdp.megatron_adapter.support.dispatch_limits import check_slots, keeps_flex
+from megatron_fssdp.megatron_adapter.support.node_detection import detect_topology
+from megatron_fssdp.planning.cost.cluster_cost import schedule_costs
+from megatron_fssdp.planning.cost.tensor_schedules import ScheduleCosts, ScheduledLayer
+from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.layers.slot_pass import SlotPass
+
+
+class OneRank:
+    """Replaces the process group that Megatron asks how many ranks have a layer's tokens.
+
+    Megatron refuses more than one rank without sequence parallelism. Our layer supports it.
+    """
+
+    def size(self) -> int:
+        """Always 1."""
+        return 1
+
+
+class SlotDispatchers:
+    """Makes a layer's dispatcher for the slots of a pass, once for each number of slots and kind.
+
+    Args:
+        layer: The layer, as Megatron built it.
+        session: Session of the strategy.
+        groups: Process groups of the layer.
+        pg_collection: Megatron's process groups.
+    """
+
+    def __init__(
+        self,
+        layer: Any,
+        session: StrategySession,
+        groups: ExpertGroups,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        self._layer, self._session, self._groups = layer, session, groups
+        self._pg_collection = pg_collection
+        self._stock = type(layer.token_dispatcher)
+        self._made: dict[tuple[str, int], Any] = {}
+        self._selector: ScheduleSelector | None = None
+        self._gate: DividedGate | None = None
+        self._begun: Any = None
+        self._own_tokens: torch.Tensor | None = None
+        self._whole_tokens: torch.Tensor | None = None
+        schedule = session.strategy.collective_schedule
+        parm = ParmGroups.of(layer.config, pg_collection) if pg_collection.tp.size() > 1 else None
+        has_schedule = schedule.name != "megatron" and not keeps_flex(session.strategy, layer.config)
+        if parm is not None and (parm.are_equal or has_schedule):
+            self._selector = session.schedule_selector(
+                layer.config, parm, pg_collection.tp_dp_cp, schedule, self._described_costs
+            )
+        if parm is not None and parm.are_equal:
+            self._gate = DividedGate(layer.router, pg_collection)
+            layer.attn_tp_group = OneRank()
+
+    @property
+    def divides_tokens(self) -> bool:
+        """Whether tensor-parallel ranks have the same tokens, which :meth:`route` divides."""
+        return self._gate is not None
+
+    def of(self, one: SlotPass) -> Any:
+        """The dispatcher of a pass.
+
+        Args:
+            one: The pass.
+        """
+        alone = self._groups.num_devices == 1
+        if one.plan.in_steps and not alone:
+            kind = "smart_schedule"
+        elif one.plan.deduplicated and not alone:
+            kind = "deduplicated"
+        else:
+            kind = "megatron" if self._selector is None else "parm"
+        key = kind, one.slots.slots_per_device
+        if key not in self._made:
+            self._made[key] = self._make(*key)
+        if kind == "parm":
+            self._made[key].owners_only = not self._session.strategy.may_replicate(
+                self._layer.slot_layer.context.layer
+            )
+        return self._made[key]
+
+    def route(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None) -> Any:
+        """Run the gate where tensor-parallel ranks have the same tokens, on those that this rank dispatches.
+
+        Args:
+            hidden_states: Input of the MoE layer, ``[sequence, batch, M]``.
+            padding_mask: Mask of padding tokens, bool ``[sequence, batch]``.
+        """
+        assert self._gate is not None
+        self._layer.slot_layer.plan_iteration()
+        self._whole_tokens = hidden_states
+        dispatcher = self._layer.token_dispatcher
+        self._own_tokens, *routed = self._gate.route(dispatcher, hidden_states, padding_mask)
+        load = self._layer.slot_layer.load
+        load.schedule, load.schedule_predicted_s = dispatcher.schedule, dispatcher.predicted_s
+        self._layer.slot_layer.counts.num_counting = (
+            self._pg_collection.tp.size() if dispatcher.schedule in ("s2", "baseline") else 1
+        )
+        self._begun = dispatcher
+        return tuple(routed)
+
+    def own_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The tokens that this rank dispatches.
+
+        Args:
+            hidden_states: Input of the MoE layer, ``[sequence, batch, M]``.
+        """
+        if self._own_tokens is None:
+            return hidden_states
+        own, self._own_tokens = self._own_tokens, None
+        if self._layer.token_dispatcher is not self._begun:  # A plan of this micro-batch has other slots.
+            self._layer.token_dispatcher.begin(self._whole_tokens)
+        self._whole_tokens = None
+        return own
+
+    def _make(self, kind: str, num_slots: int) -> Any:
+        layer, groups, built = self._layer, self._groups, self._session.numbers_of_slots
+        check_slots(layer.config, num_slots, groups.num_devices, built)
+        built.add(num_slots)
+        config = copy.copy(layer.config)
+        config.num_moe_experts = num_slots * groups.num_devices
+        # The router has padded the map of experts already.
+        config.moe_pad_expert_input_to_capacity = False
+        classes = {
+            "megatron": self._stock,
+            "parm": ParmDispatcher,
+            "smart_schedule": SmartScheduleTokenDispatcher,
+            "deduplicated": DeduplicatedTokenDispatcher,
+        }
+        options: dict[str, Any] = {}
+        if kind == "parm":
+            options["selector"] = self._selector
+        elif kind == "smart_schedule":
+            options["ring"] = self._session.strategy.ring(groups.device, groups.topology)
+        elif kind == "deduplicated":
+            # Padding to the capacity adds tokens to experts that these tokens did not select.
+            is_padded = layer.config.moe_pad_expert_input_to_capacity
+            most = layer.config.num_moe_experts if is_padded else layer.config.moe_router_topk
+            options |= {"topology": groups.topology, "most_choices": most}
+        first = groups.device * num_slots
+        made = _with_remap(classes[kind])(
+            num_slots, list(range(first, first + num_slots)), config, self._pg_collection, **options
+        )
+        made.slot_layer = layer.slot_layer
+        if layer.shared_expert_overlap:
+            made.set_shared_experts(layer.shared_experts)
+        return made
+
+    def _described_costs(self, layer: ScheduledLayer, like: torch.Tensor) -> ScheduleCosts:
+        """Costs of the collectives from a cluster description."""
+        schedule = self._session.strategy.collective_schedule
+        assert schedule.cluster is not None
+        parm = ParmGroups.of(self._layer.config, self._pg_collection)
+        found = {name: self._ranks_and_near(group) for name, group in parm.by_name.items()}
+        return schedule_costs(load_cluster(schedule.cluster), found)
+
+    def _ranks_and_near(self, group: dist.ProcessGroup) -> tuple[int, int]:
+        node_D = detect_topology(group, self._session.settings.nodes).node_of_device
+        # All ranks must decide alike, so the smallest number of neighbours in a node counts for all.
+        return len(node_D), min(list(node_D).count(node) for node in node_D) - 1
+
+
+@cache
+def _with_remap(dispatcher: type) -> type:
+    """A class of dispatchers whose first phase turns the routing of experts into the routing of slots."""
+
+    class SlotDispatcher(dispatcher):
+        def dispatch_preprocess(
+            self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+        ) -> Any:
+            return super().dispatch_preprocess(hidden_states, *self.slot_layer.remap(routing_map, probs))
+
+    SlotDispatcher.__name__ = SlotDispatcher.__qualname__ = f"Slot{dispatcher.__name__}"
+    return SlotDispatcher

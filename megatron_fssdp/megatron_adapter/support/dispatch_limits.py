@@ -1,0 +1,240 @@
+"""Limits of Megatron's dispatchers and of CUDA graphs that matter because experts are in slots.
+
+Shape letters: D devices, E experts, U slots of a device.
+"""
+
+import os
+from collections.abc import Callable, Collection
+from typing import Any
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter.support.supported_features import Value, captured_modules
+from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.strategies.strategy import Strategy
+
+_NODE_RANKS = 8  # DeepEP's number of ranks in a node, a constant of its kernels.
+_MOST_IN_NODE, _MOST_OF_NODE = 128, 512  # Threads of its kernels that count tokens, one for each expert.
+_DOMAIN = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
+
+Rule = tuple[str, Callable[[Strategy, Value], bool], str]
+"""Name of the refused combination; whether strategy and settings have it; the next step for the user."""
+
+RULES: tuple[Rule, ...] = (
+    (
+        "--moe-token-dispatcher-type flex without sequence parallelism",
+        lambda strategy, value: _back_end(value) is not None and _has_equal_tokens(value),
+        "there the strategy divides the tokens and sends them itself: add --sequence-parallel",
+    ),
+    (
+        "--moe-token-dispatcher-type flex with a schedule, steps or an exchange of the plugin",
+        lambda strategy, value: (
+            _back_end(value) is not None
+            and (
+                strategy.smart_schedule is True
+                or strategy.exchange == "deduplicated"
+                or (_tensor_parallel(value) > 1 and _asks_for_schedule(strategy))
+            )
+        ),
+        "two dispatchers exclude each other: use --moe-token-dispatcher-type alltoall, or remove schedule, "
+        "smart_schedule and exchange",
+    ),
+    (
+        "delayed weight gradients with smart_schedule",
+        lambda strategy, value: _delays(value) and bool(strategy.smart_schedule),
+        "its steps run the experts several times in a pass, and Megatron delays the gradients of one run: "
+        "remove --delay-wgrad-compute and --overlap-dispatch-backward-with-experts-wgrad, or smart_schedule",
+    ),
+    (
+        "delayed weight gradients with replicas of single micro-batches (fastermoe, quota)",
+        lambda strategy, value: _delays(value) and _plans_micro_batches(strategy),
+        "the slots have other experts when the gradients are computed: remove --delay-wgrad-compute and "
+        "--overlap-dispatch-backward-with-experts-wgrad",
+    ),
+    (
+        "delayed weight gradients with re-sharding",
+        # Transformer Engine calls DDP's hooks of the module in which a Parameter is registered. After a
+        # re-shard, the Parameter may hold an expert of another layer, whose gradients come later.
+        lambda strategy, value: _delays(value) and strategy.moves_owners,
+        "DDP would reduce gradients of moved experts before they are computed: set reshard_interval=0, or "
+        "remove --delay-wgrad-compute and --overlap-dispatch-backward-with-experts-wgrad",
+    ),
+    (
+        "--moe-router-padding-for-quantization with schedule=s2",
+        lambda strategy, value: (
+            bool(value("moe_router_padding_for_quantization") or value("moe_router_padding_for_fp8"))
+            and strategy.collective_schedule.name == "s2"
+            and _has_equal_tokens(value)
+        ),
+        "a tensor-parallel rank's share of the padded rows is no multiple: use another schedule",
+    ),
+    (
+        "--cuda-graph-modules moe_preprocess with a schedule, steps or an exchange of the plugin",
+        lambda strategy, value: (
+            _captures_preprocess(value)
+            and (
+                bool(strategy.smart_schedule)
+                or strategy.exchange != "megatron"
+                or (_tensor_parallel(value) > 1 and strategy.collective_schedule.name != "megatron")
+            )
+        ),
+        "they are decided before the graph or wait in it: remove moe_preprocess",
+    ),
+    (
+        "--cuda-graph-modules moe_preprocess with an expert capacity",
+        lambda strategy, value: (
+            _captures_preprocess(value) and value("moe_expert_capacity_factor") is not None
+        ),
+        "numbers of rows vary with slots, also of padded experts: remove moe_preprocess",
+    ),
+    (
+        "--cuda-graph-modules moe_preprocess with plans after the gate (fastermoe, quota, calibrate)",
+        lambda strategy, value: (
+            _captures_preprocess(value) and (_plans_micro_batches(strategy) or strategy.asks_after_gate(1))
+        ),
+        "the graph would have the slots before the plan is made: remove moe_preprocess, or use another "
+        "strategy",
+    ),
+    (
+        "--cuda-graph-modules moe_preprocess without fixed slots",
+        lambda strategy, value: (
+            _captures_preprocess(value) and (strategy.moves_owners or not _has_fixed_slots(strategy))
+        ),
+        "the graph contains their number: set slots and reshard_interval=0, or remove moe_preprocess",
+    ),
+    (
+        "--moe-flex-dispatcher-backend ncclep without fixed slots",
+        lambda strategy, value: _back_end(value) == "ncclep" and not _has_fixed_slots(strategy),
+        "NCCL EP has one number of experts in a process: set slots, or use another back end",
+    ),
+)
+
+
+def check_dispatch(name: str, strategy: Strategy, settings: Any) -> None:
+    """Refuse dispatchers and CUDA graphs that the strategy's slots do not fit, before a model is built.
+
+    Args:
+        name: Name of the strategy, for the message.
+        strategy: The strategy.
+        settings: Megatron's parsed arguments or a ``TransformerConfig``.
+
+    Raises:
+        ConfigurationError: They do not fit.
+    """
+
+    def value(name: str) -> Any:
+        return getattr(settings, name, None)
+
+    for what, is_refused, advice in RULES:
+        if is_refused(strategy, value):
+            raise ConfigurationError(f"--moe-strategy {name} does not support {what}: {advice}")
+    num_devices = value("expert_model_parallel_size") or 1
+    num_experts = value("num_moe_experts") or value("num_experts")
+    if (slots := getattr(strategy.settings, "slots", None)) is not None:
+        check_slots(settings, num_experts // num_devices + slots, num_devices)
+
+
+def check_slots(config: Any, num_slots: int, num_devices: int, others: Collection[int] = ()) -> None:
+    """Refuse a number of slots with which the back end of Megatron's flex dispatcher would fail.
+
+    Args:
+        config: Megatron's parsed arguments or a ``TransformerConfig``.
+        num_slots: Number of slots of a device, U.
+        num_devices: Number of devices, D.
+        others: Numbers of slots with which other dispatchers of the process were built.
+
+    Raises:
+        ConfigurationError: The back end cannot have so many slots.
+    """
+
+    def value(name: str) -> Any:
+        return getattr(config, name, None)
+
+    back_end = _back_end(value)
+    parts = value("expert_tensor_parallel_size") or value("tensor_model_parallel_size") or 1
+    num_ranks = num_devices * parts
+    wanted = ""
+    if back_end == "deepep" and num_ranks > 1:
+        most = _MOST_IN_NODE if num_ranks <= _NODE_RANKS else _MOST_OF_NODE // _NODE_RANKS
+        if num_slots > most:
+            wanted = f"at most {most} with DeepEP over {num_ranks} ranks"
+    elif back_end == "hybridep":
+        domain = int(os.environ.get(_DOMAIN, 0)) or int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+        domain = min(domain, num_ranks)
+        if num_slots * domain % 4:
+            wanted = (
+                f"a number that gives a multiple of 4 with HybridEP and {domain} ranks in an NVLink domain "
+                f"(environment variable {_DOMAIN})"
+            )
+    elif back_end == "ncclep" and set(others) - {num_slots}:
+        wanted = f"{max(others)} as in layers before, because NCCL EP has one number of experts in a process"
+    if wanted:
+        raise ConfigurationError(
+            f"slots: got {num_slots} for owned experts and replicas of a device, wanted {wanted}; change the "
+            "setting slots, or use another --moe-flex-dispatcher-backend"
+        )
+
+
+def keeps_flex(strategy: Strategy, settings: Any) -> bool:
+    """Whether Megatron's flex dispatcher stays where ``auto`` would select one of Parm's schedules.
+
+    Args:
+        strategy: The strategy.
+        settings: Megatron's parsed arguments or a ``TransformerConfig``.
+    """
+    is_flex = _back_end(lambda name: getattr(settings, name, None)) is not None
+    return is_flex and not _asks_for_schedule(strategy)
+
+
+def needs_fixed_slots(settings: Any) -> bool:
+    """Whether all slots must exist from the start: a CUDA graph or NCCL EP has their number.
+
+    Args:
+        settings: Megatron's parsed arguments or a ``TransformerConfig``.
+    """
+
+    def value(name: str) -> Any:
+        return getattr(settings, name, None)
+
+    return _captures_preprocess(value) or _back_end(value) == "ncclep"
+
+
+def _back_end(value: Value) -> str | None:
+    """The back end of the flex dispatcher; ``None`` with another dispatcher."""
+    if value("moe_token_dispatcher_type") != "flex":
+        return None
+    return "deepep" if value("moe_enable_deepep") else value("moe_flex_dispatcher_backend") or "deepep"
+
+
+def _tensor_parallel(value: Value) -> int:
+    return value("tensor_model_parallel_size") or 1
+
+
+def _has_equal_tokens(value: Value) -> bool:
+    """Whether tensor-parallel ranks have the same tokens."""
+    return _tensor_parallel(value) > 1 and not value("sequence_parallel")
+
+
+def _asks_for_schedule(strategy: Strategy) -> bool:
+    """Whether the user has chosen one of Parm's schedules; ``auto`` selects them only if it can."""
+    return strategy.collective_schedule.name != "megatron" and not strategy.selects
+
+
+def _delays(value: Value) -> bool:
+    return bool(value("delay_wgrad_compute") or value("overlap_dispatch_backward_with_experts_wgrad"))
+
+
+def _captures_preprocess(value: Value) -> bool:
+    return "moe_preprocess" in captured_modules(value)
+
+
+def _plans_micro_batches(strategy: Strategy) -> bool:
+    candidates = getattr(strategy, "candidates", {})
+    return any(one.replica_life is ReplicaLife.MICRO_BATCH for one in (strategy, *candidates.values()))
+
+
+def _has_fixed_slots(strategy: Strategy) -> bool:
+    """Whether every layer always has the same number of slots."""
+    settings: Any = strategy.settings
+    if strategy.selects or (getattr(settings, "reshard_interval", None) and hasattr(settings, "slots")):
+        return False  # Re-sharding of fssdp moves owners to other numbers for each device.
+    return getattr(settings, "slots", None) is not None or not strategy.may_replicate(1)

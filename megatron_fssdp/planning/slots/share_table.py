@@ -1,0 +1,133 @@
+"""Share tables: to which slot each of a source device's tokens of an expert goes.
+
+A share table belongs to one source. It is int64 ``[J, E]``, with J = ``ROWS``: the n-th token, from 0, that
+the source routes to expert e goes to slot ``table_JE[n % J, e]``. The slots of an expert get shares in 1/J. A
+policy of dispatch is nothing but another table.
+
+Rows are interleaved: the first tokens of a source are divided nearly as all of them. If a column divides J
+into parts for c slots and a slot's share is p, then among the first n tokens, n ≤ J, the slot gets n·p tokens
+to within (1 + p·(c - 2)) / 2.
+
+Shape letters: J rows of a share table, E experts, D devices, P pairs of expert and device.
+"""
+
+import numpy as np
+
+from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch
+from megatron_fssdp.planning.placement.holder_groups import holder_groups
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.slots.slot_table import SlotTable
+
+ROWS = 64
+"""Rows of a share table, J: a power of two, so that the remainder ``n % J`` is a mask of bits."""
+
+_FINE, _SLOT_BITS, _TURN_BITS = 1 << 24, 22, 12  # parts of the numbers that are sorted to interleave rows
+
+
+def even_table(slots: SlotTable, placement: ExpertPlacement, topology: Topology, source: int) -> np.ndarray:
+    """The table of even dispatch (Hecate, §4.4): nearest holders first, in equal parts.
+
+    A source that has the expert keeps its tokens. Otherwise the expert's holders in the source's node take
+    turns, and if there are none, all its holders. Up to J tokens of an expert are divided exactly as
+    :class:`~megatron_fssdp.planning.dispatch.even_dispatch.EvenDispatch` divides them, remainders included;
+    sources begin with different holders.
+
+    Args:
+        slots: Slots of the placement.
+        placement: Owners and replicas of the experts.
+        topology: Nodes of the devices.
+        source: Number of the source device.
+
+    Returns:
+        int64 ``[J, E]``.
+    """
+    row = holder_groups(placement, topology).row(source)
+    first_E = np.cumsum(row.num_chosen_E) - row.num_chosen_E
+    slot_P = np.empty_like(row.turn_P)
+    slot_P[first_E[row.expert_P] + row.turn_P] = slots.slot_ED[row.expert_P, row.device_P]
+    table_JE = np.repeat(slot_P[first_E][None], ROWS, axis=0)
+    (split,) = np.nonzero(row.num_chosen_E > 1)
+    turn = np.arange(ROWS)[:, None] % row.num_chosen_E[split]
+    table_JE[:, split] = slot_P[first_E[split] + turn]
+    return table_JE
+
+
+def owner_table(slots: SlotTable, placement: ExpertPlacement, source: int) -> np.ndarray:
+    """The table under which replicas serve only their own device (FasterMoE, §4.1; Pro-Prophet, §IV-A).
+
+    A source that has the expert keeps its tokens. All other tokens go to the expert's owner.
+    The arguments and the result are those of :func:`even_table`.
+    """
+    device_E = np.where(placement.present_ED[:, source], source, placement.owner_E)
+    slot_E = slots.slot_ED[np.arange(placement.num_experts), device_E]
+    return np.repeat(slot_E[None], ROWS, axis=0)
+
+
+def dispatch_table(
+    slots: SlotTable, dispatch: TokenDispatch, source: int, otherwise_JE: np.ndarray
+) -> np.ndarray:
+    """The table that follows any dispatch, of forecast or of exact counts.
+
+    Each slot's share is that of the source's tokens which the dispatch sends to the slot's device, rounded to
+    1/J by largest remainders.
+
+    Args:
+        slots: Slots of the placement of the dispatch.
+        dispatch: Tokens by source, expert and device.
+        source: Number of the source device.
+        otherwise_JE: Table for the experts to which the dispatch sends none of the source's tokens, such as
+            :func:`even_table`; int64 ``[J, E]``.
+
+    Returns:
+        int64 ``[J, E]``.
+
+    Raises:
+        ValueError: The dispatch sends tokens to a device that lacks their expert.
+    """
+    sent = dispatch.rows_from(source)
+    some_P = sent.tokens_P > 0
+    expert_P, device_P, tokens_P = sent.expert_P[some_P], sent.device_P[some_P], sent.tokens_P[some_P]
+    slot_P = slots.slot_ED[expert_P, device_P]
+    if slot_P.size and int(slot_P.min()) < 0:
+        wrong = int(np.argmin(slot_P))
+        raise ValueError(
+            f"the dispatch sends tokens of expert {int(expert_P[wrong])} to device {int(device_P[wrong])}, "
+            "which has no slot with this expert: wanted tokens only for slots that hold their expert; give "
+            "the slot table of the dispatch's placement"
+        )
+    table_JE = otherwise_JE.copy()
+    num_E = np.bincount(expert_P, minlength=slots.num_experts)
+    alone_P = num_E[expert_P] == 1
+    table_JE[:, expert_P[alone_P]] = slot_P[alone_P]
+    shared_P = ~alone_P
+    if shared_P.any():
+        columns = _interleaved(source, expert_P[shared_P], tokens_P[shared_P], slot_P[shared_P])
+        table_JE[:, num_E > 1] = columns.T
+    return table_JE
+
+
+def _interleaved(source: int, expert_P: np.ndarray, tokens_P: np.ndarray, slot_P: np.ndarray) -> np.ndarray:
+    """Columns of the experts whose tokens are split, int64 ``[E, J]``. Ties depend on the source.
+
+    The pairs are sorted by expert, every expert has two or more, and every pair has tokens.
+    """
+    is_first_P = np.diff(expert_P, prepend=-1) != 0
+    (first_E,) = np.nonzero(is_first_P)
+    group_P = np.cumsum(is_first_P) - 1  # numbers the split experts from 0
+    num_E = np.diff(first_E, append=expert_P.size)
+    turn_P = (np.arange(expert_P.size) - first_E[group_P] - source - expert_P) % num_E[group_P]
+    total_P = np.add.reduceat(tokens_P, first_E)[group_P]
+    rows_P, rest_P = np.divmod(tokens_P * ROWS, total_P)
+    # The largest remainders get one row more each, until the rows of an expert are J.
+    left_E = ROWS - np.add.reduceat(rows_P, first_E)
+    order_P = np.lexsort((turn_P, -rest_P, group_P))
+    rows_P[order_P] += np.arange(expert_P.size) - first_E[group_P] < left_E[group_P]
+    # A slot with r rows wants them in the middles of r equal parts of the column. A row's place, turn and
+    # slot are parts of one number, so that one sort puts all rows in order.
+    pair = np.repeat(np.arange(expert_P.size), rows_P)
+    number = np.arange(pair.size) - (np.cumsum(rows_P) - rows_P)[pair]
+    place = (2 * number + 1) * _FINE // rows_P[pair]
+    key = ((place << _TURN_BITS | turn_P[pair]) << _SLOT_BITS) | slot_P[pair]
+    ordered: np.ndarray = np.sort(key.reshape(-1, ROWS), axis=1) & ((1 << _SLOT_BITS) - 1)
+    return ordered

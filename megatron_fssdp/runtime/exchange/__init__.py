@@ -1,1 +1,0 @@
-"""Exchange of token rows: to the experts and back, in each order of collectives."""

@@ -1,0 +1,134 @@
+"""Loads, bytes and times of one layer in an iteration, for the load history and for reports.
+
+Shape letters: D devices, E experts, N nodes.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_fssdp.collectives.sparse.sparse_transfer import StartedTransfer
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.runtime.clocks.pass_timer import PassSeconds
+
+
+@dataclass
+class LayerLoad:
+    """What one layer did in one iteration, summed over its micro-batches and all its devices.
+
+    A pair is a token together with one of its selected experts.
+
+    Attributes:
+        layer: Megatron's layer number.
+        counts_DE: Pairs by source device and expert, int64 ``[D, E]``.
+        owner_D: Pairs that each device would compute under plain expert parallelism, int64 ``[D]``.
+        device_D: Pairs that each device computed under the placement in use, int64 ``[D]``.
+        by_nodes_N: Tokens whose experts have their owners under plain expert parallelism on 1, 2, … N nodes,
+            int64 ``[N]``.
+        by_devices_D: Tokens whose experts have these owners on 1, 2, … D devices, int64 ``[D]``.
+        num_replicas: Number of replicas in the last plan.
+        spag_bytes: Bytes that SparseAllGather moved between devices.
+        sprs_bytes: Bytes that SparseReduceScatter moved between devices.
+        cross_node_tokens: Number of pairs that were dispatched to another node.
+        spag_s: Seconds that SparseAllGather took on this rank.
+        spag_exposed_s: The part of ``spag_s`` for which this rank's compute had to wait.
+        sprs_s: Seconds that SparseReduceScatter took on this rank.
+        sprs_exposed_s: The part of ``sprs_s`` for which this rank's compute had to wait.
+        placements: Placement of the last plan. A report of several expert-parallel groups has one placement
+            for each group.
+        schedule: Order of collectives in the last forward pass (Parm); ``None`` if it was not recorded.
+        schedule_predicted_s: Modelled seconds of every schedule in the comparison that selected ``schedule``.
+        strategy: The strategy that ``auto`` selected for the layer; ``None`` under other strategies.
+        forward: Seconds of the forward passes on this rank.
+        backward: Seconds of the backward passes on this rank.
+    """
+
+    layer: int
+    counts_DE: np.ndarray
+    owner_D: np.ndarray
+    device_D: np.ndarray
+    by_nodes_N: np.ndarray
+    by_devices_D: np.ndarray
+    num_replicas: int = 0
+    spag_bytes: int = 0
+    sprs_bytes: int = 0
+    cross_node_tokens: int = 0
+    spag_s: float = 0.0
+    spag_exposed_s: float = 0.0
+    sprs_s: float = 0.0
+    sprs_exposed_s: float = 0.0
+    placements: tuple[ExpertPlacement, ...] = ()
+    schedule: str | None = None
+    schedule_predicted_s: dict[str, float] = field(default_factory=dict)
+    strategy: str | None = None
+    forward: PassSeconds = field(default_factory=PassSeconds)
+    backward: PassSeconds = field(default_factory=PassSeconds)
+
+    def add_tokens(self, device_D: np.ndarray, cross_node: int) -> None:
+        """Add pairs that devices computed.
+
+        Args:
+            device_D: Pairs by device, int64 ``[D]``.
+            cross_node: Pairs that were dispatched to another node.
+        """
+        self.device_D += device_D
+        self.cross_node_tokens += cross_node
+
+    def add_plain(self, counts_DE: np.ndarray, plain_owner_E: np.ndarray, spread: np.ndarray | None) -> None:
+        """Add what plain expert parallelism would have done.
+
+        Args:
+            counts_DE: Pairs by source device and expert, int64 ``[D, E]``.
+            plain_owner_E: Owner of each expert under plain expert parallelism, int64 ``[E]``.
+            spread: Tokens by the number of nodes, then by the number of devices, int64 ``[N + D]``; ``None``
+                if they are not known.
+        """
+        if spread is not None:
+            num_nodes = len(self.by_nodes_N)
+            self.by_nodes_N += spread[:num_nodes]
+            self.by_devices_D += spread[num_nodes:]
+        owner_D = np.bincount(plain_owner_E, weights=counts_DE.sum(axis=0), minlength=len(self.owner_D))
+        self.owner_D += owner_D.astype(np.int64)
+
+    def add(self, started: StartedTransfer) -> None:
+        """Add bytes and times of a transfer; its ``wait`` must have returned."""
+        timing = started.timer.timing()
+        if started.is_gather:
+            self.spag_bytes += started.num_bytes
+            self.spag_s += timing.busy_s
+            self.spag_exposed_s += timing.exposed_s
+        else:
+            self.sprs_bytes += started.num_bytes
+            self.sprs_s += timing.busy_s
+            self.sprs_exposed_s += timing.exposed_s
+
+    def present_ED(self) -> np.ndarray:
+        """Which devices had which experts, bool ``[E, D]``; D counts the devices of all groups in turn."""
+        return self._side_by_side([placement.present_ED for placement in self.placements])
+
+    def owned_ED(self) -> np.ndarray:
+        """Which devices owned which experts, bool ``[E, D]``; D counts the devices of all groups in turn."""
+        devices = [np.arange(placement.num_devices) for placement in self.placements]
+        return self._side_by_side(
+            [
+                placement.owner_E[:, None] == device_D
+                for placement, device_D in zip(self.placements, devices, strict=True)
+            ]
+        )
+
+    def _side_by_side(self, held_ED: list[np.ndarray]) -> np.ndarray:
+        if not held_ED:  # There has been no forward pass.
+            return np.zeros((self.counts_DE.shape[1], len(self.device_D)), np.bool_)
+        return np.concatenate(held_ED, axis=1)
+
+    @staticmethod
+    def empty(layer: int, num_nodes: int, num_devices: int, num_experts: int) -> "LayerLoad":
+        """A load with all numbers zero, for the start of an iteration."""
+        return LayerLoad(
+            layer,
+            np.zeros((num_devices, num_experts), np.int64),
+            np.zeros(num_devices, np.int64),
+            np.zeros(num_devices, np.int64),
+            np.zeros(num_nodes, np.int64),
+            np.zeros(num_devices, np.int64),
+        )

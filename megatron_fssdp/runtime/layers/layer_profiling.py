@@ -1,0 +1,105 @@
+"""Turns measurements of a run's first iterations into the costs that its planners use."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.collectives.probes.link_probe import measure_links
+from megatron_fssdp.planning.cost.cost_model import ClusterCost
+from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.memory.held_replicas import HeldReplicas
+from megatron_fssdp.planning.memory.materialization_limits import memory_capacity
+from megatron_fssdp.planning.memory.memory_accounting import FP32_BYTES
+from megatron_fssdp.planning.transfer.message_size import message_rule
+from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
+
+
+def profile_layers(
+    layers: Sequence[SlotLayer],
+    groups: Sequence[dist.ProcessGroup],
+    *,
+    free_bytes: int,
+    token_bytes: int,
+    owned_bytes: int,
+    num_micro_batches: int,
+    held: HeldReplicas,
+    device: torch.device,
+    choices: TokenChoices | None = None,
+    deduplicated: bool = False,
+) -> None:
+    """Set the profile in the layers' contexts from their stopwatches and from a measurement of links.
+
+    All ranks of all groups must call it. Layers with the same shape have the same costs, so their times are
+    combined; this also reduces the noise of a few iterations. All ranks that plan together or share owners
+    get the same numbers: those of the slowest compute and of the least memory.
+
+    Args:
+        layers: Layers of this rank, at least one.
+        groups: Process groups of the expert-parallel, expert-tensor-parallel and expert-data-parallel ranks.
+        free_bytes: Bytes that are free on this rank's device at the memory peak of an iteration.
+        token_bytes: Bytes of one token's hidden state.
+        owned_bytes: Bytes that move with one expert when its owner changes.
+        num_micro_batches: Number of micro-batches in an iteration.
+        held: For how many layers, and how long, replicas exist at the same time.
+        device: Device of the tensors for collectives.
+        choices: What is known about the experts of the tokens; ``None`` if nothing is.
+        deduplicated: Whether all tokens travel by the deduplicated exchange.
+    """
+    first = layers[0]
+    layout = first.experts.layout()
+    flops_per_token = 2.0 * sum(shape.numel() for shape in layout.shapes if len(shape) == 2)
+    watches = [layer.stopwatch for layer in layers if layer.stopwatch is not None]
+    rows, experts_s = sum(w.num_rows for w in watches), sum(w.experts_s() for w in watches)
+    before_s = [w.before_s() for w in watches]
+    intra, inter = measure_links(first.groups.expert_parallel, first.groups.topology, device)
+    numbers = torch.tensor(
+        [
+            # Compute must hide a transfer on every rank, so the shortest time counts. The signs make the
+            # maximum over ranks a minimum.
+            -min(before_s, default=0.0),
+            experts_s / rows / flops_per_token if rows else 0.0,
+            intra.alpha_s,
+            intra.beta_s_per_byte,
+            inter.alpha_s,
+            inter.beta_s_per_byte,
+            -float(free_bytes),
+        ],
+        dtype=torch.float64,
+        device=device,
+    )
+    for group in groups:
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+    non_moe, flop_s, intra_alpha, intra_beta, inter_alpha, inter_beta, free = numbers.tolist()
+    messages = message_rule(on_cuda=device.type == "cuda")
+    profile = LayerProfile(
+        non_moe_s=-non_moe,
+        cluster=ClusterCost(
+            replace(intra, alpha_s=intra_alpha, beta_s_per_byte=intra_beta),
+            replace(inter, alpha_s=inter_alpha, beta_s_per_byte=inter_beta),
+            expert_flops_per_s=1 / flop_s if flop_s else 1e15,
+        ),
+        expert_bytes=layout.num_bytes,
+        token_bytes=token_bytes,
+        flops_per_token=flops_per_token,
+        memory_capacity=memory_capacity(
+            int(-free),
+            expert_bytes=layout.num_bytes,
+            gradient_bytes_per_expert=layout.numel * FP32_BYTES,
+            num_experts=first.context.num_experts,
+            held=held,
+            # Between CPUs, messages are so small that the reserve covers them.
+            buffered_bytes=messages.buffered_bytes if device.type == "cuda" else None,
+        ),
+        gradient_bytes=layout.numel * FP32_BYTES if held.sends_fp32 else layout.num_bytes,
+        num_micro_batches=num_micro_batches,
+        owned_bytes=owned_bytes,
+        messages=messages,
+        choices=choices,
+        deduplicated=deduplicated,
+    )
+    for layer in layers:
+        layer.context = replace(layer.context, profile=profile)
+        layer.stopwatch = None

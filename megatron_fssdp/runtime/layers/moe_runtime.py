@@ -1,0 +1,173 @@
+"""The runtime of a model: all MoE layers of this rank under one strategy, and the clock of iterations."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from megatron_fssdp.runtime.clocks.pass_timer import LayerTimer, PassTimer
+from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
+from megatron_fssdp.runtime.experts.local_experts import LocalExperts
+from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.layers.iteration_clock import IterationClock
+from megatron_fssdp.runtime.layers.layer_load import LayerLoad
+from megatron_fssdp.runtime.layers.shared_counts import SharedCounts
+from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
+from megatron_fssdp.strategies.layer_plan import LayerContext
+from megatron_fssdp.strategies.strategy import Strategy
+
+
+class MoERuntime:
+    """The layers of a model that share a strategy.
+
+    A training loop calls these methods in each iteration; the Megatron adapter does this::
+
+        begin_iteration    before the first forward pass
+        begin_passes       once, and again if the loop repeats the forward and backward passes
+        finish_gradients   before gradients are reduced over data-parallel ranks
+        end_passes         after the last backward pass
+        end_iteration      after the optimizer step
+
+    Without a loop, see :class:`IterationClock`.
+
+    Args:
+        strategy: Strategy that plans every layer.
+        measure: Whether the first device of each group keeps the device loads, bytes and times of transfers
+            for reports, and every rank the seconds of its passes.
+        check_plans: Whether to compare every plan across ranks.
+    """
+
+    def __init__(self, strategy: Strategy, *, measure: bool = False, check_plans: bool = False) -> None:
+        self.strategy = strategy
+        self.measure = measure
+        self.check_plans = check_plans
+        self.layers: list[SlotLayer] = []
+        self.clock = IterationClock()
+        self.timer = PassTimer()
+        self._counts: list[SharedCounts] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MoERuntime":
+        # Layer specs contain the runtime, and Megatron deep-copies specs. All layers of a model must still
+        # share one runtime.
+        return self
+
+    def add_layer(
+        self,
+        context: LayerContext,
+        groups: ExpertGroups,
+        parameters: ParametersByExpert,
+        *,
+        layout: ExpertLayout | None = None,
+        await_parameters: Callable[[], None] | None = None,
+        least_slots: int = 0,
+    ) -> SlotLayer:
+        """Register a layer; layers must be added in the same order on every rank.
+
+        Args:
+            context: The data of the layer that the strategy may use.
+            groups: Process groups of the layer, and the nodes of its ranks.
+            parameters: Parameters of each expert that this rank owns, ascending by expert.
+            layout: Shapes of one expert's tensors, needed on a rank that owns no expert.
+            await_parameters: Function that returns when the Parameters have the values of the last optimizer
+                step; ``None`` if they always have them, see :class:`LocalExperts`.
+            least_slots: Replica slots that exist from the start.
+        """
+        experts = LocalExperts(f"layer {context.layer}", parameters, told_layout=layout)
+        experts = replace(experts, told_device=experts.device)
+        if await_parameters is not None:
+            experts = replace(experts, await_parameters=await_parameters)
+        layer = SlotLayer(
+            context,
+            groups,
+            experts,
+            self.strategy,
+            self.clock,
+            # Every rank of the group has the loads of the whole group, so only one computes the report.
+            measure=self.measure and groups.device == 0,
+            measures_spread=self.measure,
+            check_plans=self.check_plans,
+            timer=LayerTimer(self.timer),
+            least_slots=least_slots,
+        )
+        if self.layers:
+            self.layers[-1].following, layer.before = layer, self.layers[-1]
+            layer.is_first = False
+        self.layers.append(layer)
+        return layer
+
+    def begin_iteration(self, num_micro_batches: int, iteration: int | None = None) -> None:
+        """Mark the start of an iteration; its plans are made from the loads of earlier iterations.
+
+        Args:
+            num_micro_batches: Number of backward passes of the iteration; 0 for an evaluation.
+            iteration: Number of the iteration, for messages.
+        """
+        self.clock.driven = True
+        self.timer.stop()
+        self._drop_counts()
+        for layer in self.layers:
+            layer.end_iteration()
+        self.clock.num_micro_batches = num_micro_batches
+        self.clock.iteration = iteration
+        self._start_timer()
+
+    def begin_passes(self) -> None:
+        """Mark that the passes of the running iteration begin, or begin again with the same data.
+
+        The first layer is planned here. CUDA graphs that contain the remap need its table before they run.
+        """
+        self.reset_gradients()
+        if self.layers and self.layers[0].context.num_devices > 1:
+            self.layers[0].plan_iteration()
+
+    def reset_gradients(self) -> None:
+        """Drop gradients and counts of the iteration; called where Megatron sets gradients to zero."""
+        self._drop_counts()
+        for layer in self.layers:
+            layer.reset()
+        self.timer.stop()
+        self._start_timer()
+
+    def _start_timer(self) -> None:
+        if self.measure:
+            self.timer.start()
+
+    def finish_gradients(self) -> None:
+        """Bring all replicas' gradients to the owners; every rank calls it after the last backward pass."""
+        for layer in reversed(self.layers):
+            layer.finish_gradients()
+
+    def end_passes(self) -> None:
+        """Start to share the counts of the iteration; every rank calls it after the last backward pass."""
+        self._counts = [
+            SharedCounts(layers)
+            for layers in self._layers_by_group()
+            # A single device needs its loads for reports only.
+            if self.measure or layers[0].groups.num_devices > 1
+        ]
+
+    def end_iteration(self) -> list[LayerLoad]:
+        """Mark the end of an iteration; return what each layer did in it, in the order of registration.
+
+        Raises:
+            RuntimeError: The ranks have not made the same plans, or gradients are not at their owners.
+        """
+        counts, self._counts = self._counts, []
+        for one in counts:
+            one.take()
+        self.clock.num_micro_batches = 0
+        self.clock.iteration = None
+        # Whoever calls the model between iterations may have changed its weights.
+        self.clock.driven = False
+        self.timer.stop()
+        return [layer.end_iteration() for layer in self.layers]
+
+    def _drop_counts(self) -> None:
+        for one in self._counts:
+            one.drop()
+        self._counts.clear()
+
+    def _layers_by_group(self) -> list[list[SlotLayer]]:
+        by_group: dict[str, list[SlotLayer]] = {}
+        for layer in self.layers:
+            by_group.setdefault(layer.groups.expert_parallel.group_name, []).append(layer)
+        return list(by_group.values())

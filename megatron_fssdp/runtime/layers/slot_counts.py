@@ -1,0 +1,127 @@
+"""Counts the tokens of one layer by slot on the device, and turns all ranks' counts into loads on the host.
+
+Shape letters: D devices, E experts, N nodes, S ranks that send rows, W slots of all devices.
+"""
+
+import numpy as np
+import torch
+
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.runtime.layers.layer_load import LayerLoad
+from megatron_fssdp.runtime.layers.slot_pass import SlotPass
+from megatron_fssdp.runtime.slots.remap import count_slots
+from megatron_fssdp.runtime.slots.token_spread import token_spread
+
+
+class SlotCounts:
+    """The counts of one layer in an iteration.
+
+    Args:
+        topology: Nodes of the devices.
+        plain_owner_E: Owner of each expert under plain expert parallelism, int64 ``[E]``.
+        measures_spread: Whether to count on how many nodes and devices the experts of a token are.
+
+    Attributes:
+        num_counting: Number of ranks that count each token, where tensor-parallel ranks all route the same
+            ones.
+    """
+
+    def __init__(self, topology: Topology, plain_owner_E: np.ndarray, measures_spread: bool) -> None:
+        self._topology, self._plain_owner_E = topology, plain_owner_E
+        self._measures_spread = measures_spread
+        self._counts_W: torch.Tensor | None = None
+        self._spread: torch.Tensor | None = None
+        self.num_counting = 1
+
+    def open(self, one: SlotPass, device: torch.device) -> torch.Tensor:
+        """The counts of the present iteration by slot, int64 ``[W]``; the address stays while W does."""
+        if self._counts_W is None or len(self._counts_W) != one.slots.num_slots:
+            self._counts_W = torch.zeros(one.slots.num_slots, dtype=torch.int64, device=device)
+        return self._counts_W
+
+    def add(self, one: SlotPass, routing_map: torch.Tensor, slot_map: torch.Tensor) -> None:
+        """Count the tokens of a forward pass; the host does not wait.
+
+        Args:
+            one: The pass.
+            routing_map: Experts that each token selected, bool ``[T, E]``.
+            slot_map: Slots to which they go, bool ``[T, W]``.
+        """
+        if self._measures_spread:
+            spread = token_spread(routing_map, self._plain_owner_E, self._topology)
+            self._spread = spread if self._spread is None else self._spread + spread
+        if one.is_shared:
+            counts_W = self.open(one, slot_map.device)
+            counts_W += count_slots(slot_map)
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._spread = None
+        if self._counts_W is not None:
+            self._counts_W.zero_()
+
+    def to_share(self, shared: SlotPass | None) -> torch.Tensor | None:
+        """What other ranks need of this rank.
+
+        Args:
+            shared: Pass of the iteration; ``None`` if the layer was not used.
+
+        Returns:
+            Tokens by slot, then their spread; int64, of equal length on all ranks. ``None`` if there is
+            nothing, or if the counts are on the host already.
+        """
+        on_device = shared is not None and not shared.plan.each_micro_batch
+        numbers = [one for one in (self._counts_W if on_device else None, self._spread) if one is not None]
+        return torch.cat(numbers) if numbers else None
+
+    def take(self, numbers_SN: np.ndarray, shared: SlotPass | None, load: LayerLoad, measure: bool) -> None:
+        """Add the numbers of all ranks to the load of the iteration.
+
+        Args:
+            numbers_SN: Numbers by rank, int64; part x of device d is row d X + x.
+            shared: Pass of the iteration.
+            load: Load of the iteration.
+            measure: Whether to add device loads and what plain expert parallelism would have done.
+        """
+        num_devices = self._topology.num_devices
+        numbers_DN = numbers_SN.reshape(num_devices, -1, numbers_SN.shape[1]).sum(axis=1)
+        num_spread = 0 if self._spread is None else len(self._spread)
+        counts_DW = numbers_DN[:, : numbers_DN.shape[1] - num_spread] // self.num_counting
+        spread = numbers_DN[:, counts_DW.shape[1] :].sum(axis=0) // self.num_counting if num_spread else None
+        counts_DE = np.zeros_like(load.counts_DE)
+        if counts_DW.shape[1]:
+            assert shared is not None
+            expert_W = shared.slots.expert_DU.reshape(-1)
+            used_W = expert_W >= 0
+            np.add.at(counts_DE.T, expert_W[used_W], counts_DW[:, used_W].T)
+            load.counts_DE += counts_DE
+            if measure:
+                self._measure(counts_DW, shared, load)
+        if measure:
+            load.add_plain(counts_DE, self._plain_owner_E, spread)
+
+    def count_on_host(self, counts_DE: np.ndarray, own: SlotPass, load: LayerLoad, measure: bool) -> None:
+        """Add a micro-batch whose counts the host knows.
+
+        Args:
+            counts_DE: Pairs by source device and expert, int64 ``[D, E]``.
+            own: Pass of the micro-batch.
+            load: Load of the iteration.
+            measure: Whether to add device loads and what plain expert parallelism would have done.
+        """
+        load.counts_DE += counts_DE
+        if not measure:
+            return
+        (dispatch,) = own.plan.dispatch([counts_DE], self._topology)
+        load.num_replicas = own.plan.placement.num_replicas
+        load.placements = (own.plan.placement,)
+        load.add_tokens(dispatch.device_tokens_D(), dispatch.cross_node_tokens())
+        load.add_plain(counts_DE, self._plain_owner_E, None)
+
+    def _measure(self, counts_DW: np.ndarray, shared: SlotPass, load: LayerLoad) -> None:
+        placement, num_devices = shared.plan.placement, self._topology.num_devices
+        load.num_replicas = placement.num_replicas
+        load.placements = (placement,)
+        counts_DD = counts_DW.reshape(num_devices, num_devices, -1).sum(axis=2)
+        node_D = self._topology.node_of_device_D
+        load.add_tokens(counts_DD.sum(axis=0), int(counts_DD[node_D[:, None] != node_D].sum()))

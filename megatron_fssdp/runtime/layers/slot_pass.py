@@ -1,0 +1,92 @@
+"""One plan in use: which expert is in which slot, the remap of the routing, and the replicas' transfers.
+
+Shape letters: T tokens, D devices, E experts, U slots of a device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.slots.share_table import dispatch_table, even_table, owner_table
+from megatron_fssdp.planning.slots.slot_table import SlotTable
+from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
+from megatron_fssdp.runtime.slots.exact_shares import Holders
+from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
+from megatron_fssdp.strategies.layer_plan import LayerPlan
+
+
+@dataclass(eq=False)
+class SlotPass:
+    """What the forward passes under one plan share, and their backward passes with them.
+
+    Attributes:
+        plan: The plan.
+        slots: Expert in each slot.
+        parameters_U: Parameters of each slot of this device; ``None`` for an empty slot.
+        table_JE: Share table of this device on the device; ``None`` if slots are Megatron's own local
+            experts, so that nothing has to be remapped.
+        holders: What exact shares need to know of the plan (``exact_shares.py``); ``None`` where the table
+            serves.
+        transfers: Transfers of the replicas; ``None`` if the plan has none, or resident ones.
+        is_shared: Whether all passes of an iteration use it. Otherwise it belongs to one micro-batch.
+        counts_DE: Counts of the micro-batch to which the pass belongs, int64 ``[D, E]``; ``None`` if shared.
+        is_recomputed: Whether the forward pass runs in a backward pass.
+        has_backward: Whether a backward pass follows the last forward pass.
+        is_over: Whether the gradients of a micro-batch's pass are complete.
+    """
+
+    plan: LayerPlan
+    slots: SlotTable
+    parameters_U: Sequence[ExpertParameters | None]
+    table_JE: torch.Tensor | None
+    holders: Holders | None
+    transfers: ReplicaTransfers | None
+    is_shared: bool = True
+    counts_DE: np.ndarray | None = None
+    is_recomputed: bool = False
+    has_backward: bool = False
+    is_over: bool = False
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether replicas have gradients that belong to their owners."""
+        return self.transfers is not None or self.plan.resident
+
+    @property
+    def holds_each_pass(self) -> bool:
+        """Whether the weights are released after each pass and gathered again (re-materialization)."""
+        return self.transfers is not None and self.plan.rematerialize
+
+
+def is_plain(slots: SlotTable) -> bool:
+    """Whether the slots are Megatron's own local experts in Megatron's order."""
+    return np.array_equal(slots.expert_DU.reshape(-1), np.arange(slots.expert_DU.size))
+
+
+def source_table(
+    plan: LayerPlan, slots: SlotTable, topology: Topology, device: int, counts_DE: np.ndarray | None
+) -> np.ndarray:
+    """The share table of one source under a plan.
+
+    Args:
+        plan: The plan, whose dispatch the table follows.
+        slots: Slots of the plan's placement.
+        topology: Nodes of the devices.
+        device: Number of the source device.
+        counts_DE: Counts for which the dispatch is planned if it depends on counts: forecasts, or those of a
+            micro-batch; integers ``[D, E]``. ``None`` without any: nearest holders first.
+
+    Returns:
+        int64 ``[J, E]``.
+    """
+    placement = plan.placement
+    if plan.dispatch_policy == "owner":
+        return owner_table(slots, placement, device)
+    even_JE = even_table(slots, placement, topology, device)
+    if counts_DE is None or not plan.needs_counts:
+        return even_JE
+    (dispatch,) = plan.dispatch([counts_DE], topology)
+    return dispatch_table(slots, dispatch, device, even_JE)

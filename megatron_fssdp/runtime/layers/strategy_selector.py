@@ -1,0 +1,81 @@
+"""Selects the strategies of all layers of a pipeline stage under ``auto``, the same on all ranks."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
+from megatron_fssdp.strategies.iteration_spread import IterationSpread
+from megatron_fssdp.strategies.selection_report import SelectionReport
+from megatron_fssdp.strategies.strategy import Strategy
+
+LATEST = 200
+"""Most iterations whose seconds are kept."""
+
+
+class StrategySelector:
+    """Asks ``auto`` at its interval to select strategies, and records how long iterations took since.
+
+    Args:
+        strategy: The strategy ``auto``, which prices and selects.
+        groups: Process groups whose ranks must select the same strategies: first the expert-parallel group,
+            then those of ranks that share experts or owners.
+        device: Device of the tensors for collectives.
+    """
+
+    def __init__(self, strategy: Strategy, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+        self._strategy = strategy
+        self._groups = groups
+        self._device = device
+        self._seconds: deque[float] = deque(maxlen=LATEST)
+
+    def note(self, seconds: float) -> None:
+        """Record the seconds that an iteration took on this rank."""
+        self._seconds.append(seconds)
+
+    def select(self, executors: Sequence[SlotLayer], iteration: int) -> SelectionReport | None:
+        """Reconsider strategies if the strategy does so after ``iteration`` complete iterations.
+
+        All ranks of all groups must call it.
+
+        Args:
+            executors: Executors of this pipeline stage's layers whose strategy is selected, at least one.
+            iteration: Number of iterations for which the model has been trained.
+
+        Returns:
+            The selected strategies and their predicted saving; ``None`` if strategies were not reconsidered.
+        """
+        is_measured = executors[0].context.profile is not None
+        num_known = executors[0].history.num_seen if is_measured else 0
+        if not self._strategy.selects_at(iteration, num_known):
+            return None
+        # The ranks of a group have the same loads, so each rank prices only a part of the layers.
+        group = self._groups[0]
+        own = range(group.rank(), len(executors), group.size())
+        prices = self._strategy.price(
+            [executors[layer].context for layer in own], [executors[layer].history for layer in own]
+        )
+        seconds_LC = np.zeros((len(executors), prices.shape[1]))
+        seconds_LC[list(own)] = prices
+        # The first iteration after a change is left out: it allocates memory and fills caches.
+        spread = IterationSpread.of(list(self._seconds)[1:])
+        measured = [0.0, 0.0, 0.0] if spread is None else [spread.low_s, spread.median_s, spread.high_s]
+        agreed = torch.from_numpy(np.concatenate([seconds_LC.ravel(), measured])).to(self._device)
+        for group in self._groups:
+            # Ranks with copies of the experts have other loads and clocks. The largest seconds count, because
+            # the other ranks wait for the slowest.
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
+        numbers = agreed.cpu().numpy()
+        if spread is not None:
+            spread = IterationSpread(spread.num_seen, *numbers[-3:].tolist())
+        report = self._strategy.select(
+            [executor.context.layer for executor in executors],
+            numbers[:-3].reshape(seconds_LC.shape),
+            spread,
+        )
+        if report.changes:
+            self._seconds.clear()
+        return report

@@ -1,0 +1,59 @@
+"""From Megatron's routing of logical experts to the routing of slots, on the device.
+
+A slot holds one expert's weights, and an expert is in one slot or in several. The remap gives every pair of
+a token and an expert one of the expert's slots. All shapes are static, and the host waits for nothing. No two
+entries of a token's row meet in one slot, because a slot belongs to one expert.
+
+Tokens are numbered along rows of ``[E, T]``. Along columns of ``[T, E]`` a running sum is many times slower.
+
+Shape letters: T tokens, E experts, J rows of a share table, W slots of all devices.
+"""
+
+import torch
+
+
+def remap_by_table(
+    routing_map: torch.Tensor, probs: torch.Tensor, table_JE: torch.Tensor, num_slots: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Route to the slots that a share table names.
+
+    The n-th token of expert e, from 0 and in the order of the rows, goes to slot ``table_JE[n % J, e]``. Rows
+    with fewer experts, or with none, are allowed. An entry of ``probs`` moves with its expert even if the map
+    is false there.
+
+    Args:
+        routing_map: Whether each token goes to each expert, bool ``[T, E]``.
+        probs: Routing probabilities, ``[T, E]`` of any floating type. The gradient is a gather.
+        table_JE: Share table of this device, int64 ``[J, E]`` on the same device, J a power of two
+            (``planning/slots/share_table.py``).
+        num_slots: Slots of all devices together, D*U.
+
+    Returns:
+        Routing map of the slots, bool ``[T, W]``, and their probabilities, ``[T, W]``.
+    """
+    # Numbers begin with 1, so the table's rows are moved down by one.
+    row_ET = number_tokens_ET(routing_map).bitwise_and_(table_JE.shape[0] - 1)
+    return route_to(table_JE.roll(1, 0).t().contiguous().gather(1, row_ET), routing_map, probs, num_slots)
+
+
+def number_tokens_ET(routing_map: torch.Tensor) -> torch.Tensor:
+    """Number each expert's tokens, from 1; other tokens repeat the number before them. int64 ``[E, T]``."""
+    return routing_map.t().contiguous().cumsum(1)
+
+
+def route_to(
+    slot_ET: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor, num_slots: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Move the entries of the map and of the probabilities to the given slots.
+
+    ``slot_ET``, int64 ``[E, T]``, has a slot of the expert for each expert and token, also where the map is
+    false. The other arguments and the result are those of :func:`remap_by_table`.
+    """
+    slot_TE, shape = slot_ET.t().contiguous(), (routing_map.shape[0], num_slots)
+    slot_map = routing_map.new_zeros(shape).scatter_(1, slot_TE, routing_map)
+    return slot_map, probs.new_zeros(shape).scatter(1, slot_TE, probs)
+
+
+def count_slots(slot_map: torch.Tensor) -> torch.Tensor:
+    """Tokens of each slot, int64 ``[W]``, from the routing map of the slots, bool ``[T, W]``."""
+    return slot_map.sum(0, dtype=torch.int64)

@@ -1,0 +1,250 @@
+"""The transfers of one plan: weights into the replica slots, and the gradients of the replicas home.
+
+Weights pass through these states. Re-materialization (Hecate §4.2) goes around the circle twice in each
+micro-batch; otherwise the weights stay until the iteration, or the micro-batch, is over::
+
+              gather                    await_weights               gather: take memory, start SparseAllGather
+    OWNED ───────────────► GATHERING ───────────────► PRESENT       await_weights: all elements have arrived
+      ▲                                                  │          release: give the memory back
+      └───────────────────── release ────────────────────┘
+
+Gradients go home once in an iteration, or with every backward pass under re-materialization and for replicas
+of one micro-batch. The sums of a backward pass stay open until they have reached the owners.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
+from megatron_fssdp.collectives.sparse.transfer_cargo import accumulation_dtype
+from megatron_fssdp.collectives.transfer_lane import PendingTransfer
+from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
+from megatron_fssdp.runtime.experts.local_experts import LocalExperts
+from megatron_fssdp.runtime.slots.owner_gradients import add_to_owner
+from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
+from megatron_fssdp.strategies.layer_plan import LayerPlan
+
+BindTransfer = Callable[[TransferPlan, int], SparseTransfer]
+"""Function of a transfer plan and of a number of elements that binds the plan to the layer's group."""
+
+
+class ReplicaTransfers:
+    """Weights and gradients of the replicas of one plan. All ranks of the group make the same calls in order.
+
+    Args:
+        plan: Plan of an iteration or of one micro-batch.
+        slots: Replica slots that hold the plan's experts.
+        experts: Experts that have Parameters on this rank.
+        bind: Function that binds a transfer plan to the layer's process group.
+        splits: Whether a part of the transfers travels beside the experts of the layer before.
+        waiting: Function that returns a context manager, which is entered around waits for transfers.
+    """
+
+    def __init__(
+        self,
+        plan: LayerPlan,
+        slots: ReplicaSlots,
+        experts: LocalExperts,
+        bind: BindTransfer,
+        *,
+        splits: bool = False,
+        waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self.plan, self.slots = plan, slots
+        self._experts, self._bind, self.splits, self._waiting = experts, bind, splits, waiting
+        self._each_pass = plan.rematerialize
+        self._prefetched = {False: False, True: False}
+        self._num_users = 0
+        self._num_gathered = 0
+        self._sent: Mapping[int, torch.Tensor] = {}
+        self._gathering: list[PendingTransfer] = []
+        self._reducing: list[PendingTransfer] = []
+        self._to_reduce: deque[SparseTransfer] = deque()
+        self._partial: Mapping[int, torch.Tensor] = {}
+        self._home: dict[int, torch.Tensor] = {}
+        self._num_reduced = 0
+        self._dtype_home = slots.layout.dtype
+
+    # Weights.
+
+    def prefetch(self, *, backward: bool) -> None:
+        """Gather the weights for the next forward or backward pass, at a time when other compute hides it.
+
+        Args:
+            backward: Whether the next backward pass will use them.
+        """
+        if self._each_pass and not self._prefetched[backward]:
+            self._prefetched[backward] = True
+            self._num_users += 1
+        self.gather()
+
+    def begin_use(self, *, backward: bool) -> None:
+        """Begin to use the weights in a pass; they may still be on their way.
+
+        Args:
+            backward: Whether it is a backward pass.
+        """
+        if not self._prefetched[backward]:
+            self._num_users += 1
+        self._prefetched[backward] = False
+        self.gather()
+
+    def end_use(self) -> None:
+        """End a use. Under re-materialization, the memory is given back after the last one."""
+        self._num_users -= 1
+        if self._each_pass and not self._num_users:
+            self.release()
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether all elements of the weights have been sent for."""
+        return self._num_gathered == self.slots.layout.numel
+
+    def gather_first_part(self) -> None:
+        """If transfers are split, start the part that runs beside the experts of the layer before."""
+        part = _part(self.plan.split.gather, self.slots.layout.numel) if self.splits else 0
+        if part and not self._num_gathered:
+            self._gather(part)
+
+    def gather(self) -> None:
+        """Start to gather all weights whose transfer has not been started."""
+        if not self.is_gathered:
+            self._gather(self.slots.layout.numel - self._num_gathered)
+
+    def await_weights(self) -> None:
+        """Wait until all weights have arrived."""
+        self.gather()
+        self._settle_gathers()
+
+    def release(self) -> None:
+        """Give back the memory of the weights, after a wait for the transfers that use it."""
+        self._settle_gathers()
+        self._num_gathered = 0
+        self.slots.close_weights()
+
+    def complete(self, addition: TransferPlan) -> None:
+        """Gather the replicas that a corrected plan adds, and wait for them; the others are here already.
+
+        Args:
+            addition: Transfer of the added replicas. Replicas that are here can be a source of it.
+        """
+        self._gather(self.slots.layout.numel, addition)
+        self._settle_gathers()
+
+    def _gather(self, num_elements: int, plan: TransferPlan | None = None) -> None:
+        self._experts.await_parameters()  # Usually, the layer has done it before.
+        transfer = self._bind(self.plan.transfer if plan is None else plan, num_elements)
+        self.slots.open_weights()
+        held, owned = self.slots.weights(), self._experts.parameters
+        begin, end = self._num_gathered, self._num_gathered + num_elements
+        if not begin:
+            layout = self.slots.layout
+            self._sent = {
+                expert: layout.pack([p.detach() for p in owned[expert]]) if expert in owned else held[expert]
+                for expert in transfer.shared_experts
+            }
+        self._num_gathered = end
+        self._gathering.append(
+            transfer.start_all_gather(
+                {expert: flat[begin:end] for expert, flat in self._sent.items()},
+                out={expert: held[expert][begin:end] for expert in transfer.received_experts},
+            )
+        )
+
+    def _settle_gathers(self) -> None:
+        if not self._gathering:
+            return
+        with self._waiting():
+            for pending in self._gathering:
+                pending.wait()
+        self._gathering.clear()
+        if self.is_gathered:
+            self._sent = {}
+
+    # Gradients.
+
+    @property
+    def is_home(self) -> bool:
+        """Whether no gradient is on its way to an owner."""
+        return not self._reducing and not self._to_reduce
+
+    def open_sums(self) -> None:
+        """Provide the memory to which the backward pass of the experts adds the replicas' gradients."""
+        self.settle()
+        self.slots.open_sums()
+
+    def reduce(self, dtype: torch.dtype) -> None:
+        """Start SparseReduceScatter of the present sums, or of its first part.
+
+        Args:
+            dtype: Data type in which the sums travel, equal on all ranks.
+        """
+        self.settle()
+        self.slots.open_sums()  # A replica may have had no rows.
+        layout = self.slots.layout
+        self._partial = {expert: total.to(dtype) for expert, total in self.slots.sums().items()}
+        rest = _part(self.plan.split.reduce, layout.numel) if self.splits else 0
+        parts = [layout.numel - rest, rest] if rest else [layout.numel]
+        self._to_reduce = deque(self._bind(self.plan.transfer, part) for part in parts)
+        # The owner's own part is already in its gradient, so it is not a part of these sums.
+        self._home = {
+            expert: torch.empty(
+                layout.numel, dtype=accumulation_dtype(layout.dtype), device=self.slots.device
+            )
+            for expert in self._to_reduce[0].shared_experts
+        }
+        self._num_reduced, self._dtype_home = 0, dtype
+        self._reduce_part()
+
+    def reduce_rest(self) -> None:
+        """Start the part of SparseReduceScatter that has not been started."""
+        if self._to_reduce:
+            self._reduce_part()
+
+    def settle(self) -> None:
+        """Wait for the gradients on their way, add them to the owners', and give back the sums' memory."""
+        if self.is_home:
+            return
+        self.reduce_rest()
+        with self._waiting():
+            for pending in self._reducing:
+                pending.wait()
+        self._reducing.clear()
+        for expert, total in self._home.items():
+            add_to_owner(self._experts.parameters[expert], self.slots.layout.unpack(total))
+        self._home, self._partial = {}, {}
+        self.slots.close_sums()
+
+    def drop(self) -> None:
+        """Give up weights and gradients, after a wait for the transfers that use their memory."""
+        for pending in (*self._gathering, *self._reducing):
+            pending.wait()
+        self._gathering.clear()
+        self._reducing.clear()
+        self._to_reduce.clear()
+        self._home, self._partial, self._sent = {}, {}, {}
+        self._num_gathered = self._num_users = 0
+        self._prefetched = {False: False, True: False}
+        self.slots.close_weights()
+        self.slots.close_sums()
+
+    def _reduce_part(self) -> None:
+        transfer = self._to_reduce.popleft()
+        elements = slice(self._num_reduced, self._num_reduced + transfer.num_elements)
+        self._num_reduced = elements.stop
+        pending = transfer.start_reduce_scatter(
+            {expert: flat[elements] for expert, flat in self._partial.items()},
+            dtype=self._dtype_home,
+            # The sums are formed in fp32, and rounding them to half precision would save nothing.
+            result_dtype=accumulation_dtype(self.slots.layout.dtype),
+            out={expert: flat[elements] for expert, flat in self._home.items()},
+        )
+        self._reducing.append(pending)
+
+
+def _part(share: float, numel: int) -> int:
+    """Number of elements in a share of an expert; at least one element is left for the other part."""
+    return min(round(share * numel), numel - 1)

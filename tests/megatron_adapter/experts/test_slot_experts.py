@@ -1,0 +1,108 @@
+"""Hooks on experts, and wrappers around their linear layers, which users add to the built model."""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.testing.parallel_state import run_megatron_ranks
+
+from ..grouped_linear import fake_grouped_experts
+from ..layer.small_config import moe_config
+
+TOKENS, HIDDEN, EXPERTS = 24, 8, 4
+
+
+def build(world_size: int, *, grouped: bool) -> Any:
+    """A layer of a strategy that replicates experts."""
+    import megatron_fssdp
+
+    spec = megatron_fssdp.get_moe_module_spec(
+        use_te=False, num_experts=EXPERTS, strategy="fssdp", settings={"slots": 1, "overlap_degree": 2}
+    )
+    if grouped:
+        spec = partial(spec.func, **{**spec.keywords, "submodules": fake_grouped_experts(spec)})
+    config = moe_config(world_size, HIDDEN, EXPERTS, moe_grouped_gemm=grouped)
+    layer = spec(config=config, pg_collection=None)
+    layer.set_layer_number(1)
+    return layer
+
+
+def draw(rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    hidden = torch.randn(TOKENS, 1, HIDDEN, generator=generator)
+    return (hidden + 1).requires_grad_()  # A common direction: some experts are hot.
+
+
+def test_hooks_on_experts_see_and_change_what_stock_experts_show_them() -> None:
+    for found in run_megatron_ranks(_hooked, 2, ep=2):
+        for name, (seen, difference, is_replicated) in found.items():
+            assert seen == {"experts": 2, "fc1": 2}, name
+            assert difference <= 1e-6, name
+            assert is_replicated, name
+
+
+def _hooked(rank: int, world_size: int) -> dict[str, tuple[dict[str, int], float, bool]]:
+    """Passes that hooks have seen, the difference of a doubled output, and whether there were replicas."""
+    found = {}
+    for name, grouped in (("one by one", False), ("grouped", True)):
+        layer, seen, passes, bind = build(world_size, grouped=grouped), {}, [], None
+        bind = layer.slot_layer.on_pass
+        layer.slot_layer.on_pass = lambda one, bind=bind, passes=passes: (passes.append(one), bind(one))
+        hidden = draw(rank)
+        layer(hidden)[0].sum().backward()  # The next pass has replicas.
+        plain = layer(hidden)[0].detach()
+
+        def count(*_: Any, what: str, seen: dict[str, int] = seen) -> None:
+            seen[what] = seen.get(what, 0) + 1
+
+        linears = layer.experts if grouped else layer.experts.local_experts[0]
+        linears.linear_fc1.register_forward_pre_hook(partial(count, what="fc1"))
+        layer.experts.register_forward_hook(partial(count, what="experts"))
+        layer.experts.register_forward_hook(lambda module, rows, result: (result[0] * 2, result[1]))
+        doubled = [layer(hidden)[0].detach() for _ in range(2)]
+        difference = max(float((one - 2 * plain).abs().max()) for one in doubled)
+        if not grouped:  # Replicas are copies of the first expert's module, hooks included.
+            num_replicas = sum(len(one.plan.placement.experts_on(rank)) - 2 for one in passes[-2:])
+            seen["fc1"] -= num_replicas
+        found[name] = seen, difference, passes[-1].plan.placement.num_replicas > 0
+    return found
+
+
+def test_wrapped_linear_layers_are_refused_in_one_line() -> None:
+    for messages in run_megatron_ranks(_wrapped, 2, ep=2):
+        for message in messages:
+            assert "LoRA" in message
+            assert "--moe-strategy none" in message
+            assert "\n" not in message
+
+
+class _Adapter(torch.nn.Module):
+    """A linear layer beside a frozen one, as in LoRA."""
+
+    def __init__(self, base: torch.nn.Module) -> None:
+        super().__init__()
+        self.base, self.down = base, torch.nn.Linear(HIDDEN, 2)
+
+    def forward(self, *arguments: Any) -> Any:
+        return self.base(*arguments)
+
+
+def _wrapped(rank: int, world_size: int) -> list[str]:
+    messages = []
+    for grouped, is_parent in ((False, True), (True, True), (False, False)):
+        layer = build(world_size, grouped=grouped)
+        layer(draw(rank))
+        linears = layer.experts if grouped else layer.experts.local_experts[-1]
+        if is_parent:
+            linears.linear_fc1 = _Adapter(linears.linear_fc1)
+        else:
+            linears.linear_fc2.adapter = torch.nn.Linear(HIDDEN, 2)
+        try:
+            layer(draw(rank))
+        except ConfigurationError as error:
+            messages.append(str(error))
+        else:
+            messages.append("not refused")
+    return messages

@@ -1,0 +1,76 @@
+"""Stand-ins for the kernels of DeepEP and HybridEP, with the interface that Megatron's flex dispatcher uses.
+
+Every rank gathers the tokens of all ranks, which must have equally many. Autograd makes the backward passes.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+
+
+def install_fused_dispatch() -> None:
+    """Let Megatron's flex dispatcher use the stand-ins in this process."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    module: Any = token_dispatcher
+    module.fused_dispatch, module.fused_combine = _deepep_dispatch, _deepep_combine
+    module.hybrid_ep_dispatch, module.hybrid_ep_combine = _hybridep_dispatch, _hybridep_combine
+    module.set_deepep_num_sms = lambda number: None
+    # Compiling takes longer than the test.
+    flex = module.MoEFlexTokenDispatcher
+    flex.dispatch_preprocess = getattr(
+        flex.dispatch_preprocess, "_torchdynamo_orig_callable", flex.dispatch_preprocess
+    )
+
+
+def _gather(x: torch.Tensor, group: Any) -> torch.Tensor:
+    return gather_from_sequence_parallel_region(x, group=group)
+
+
+def _scatter_sums(rows: torch.Tensor, token: torch.Tensor, num_tokens: int, group: Any) -> torch.Tensor:
+    sums = rows.new_zeros(num_tokens, rows.shape[1]).index_add(0, token, rows)
+    return reduce_scatter_to_sequence_parallel_region(sums, group=group)
+
+
+def _deepep_dispatch(
+    x: torch.Tensor, indices: torch.Tensor, probs: torch.Tensor, num_experts: int, group: Any, **_: Any
+) -> tuple[Any, ...]:
+    """One row for each token and rank, and the local experts of each row."""
+    per_rank = num_experts // group.size()
+    local = _gather(indices, group) - group.rank() * per_rank
+    is_here = (local >= 0) & (local < per_rank) & (_gather(indices, group) >= 0)
+    (token,) = is_here.any(dim=1).nonzero(as_tuple=True)
+    counts = torch.bincount(local[is_here], minlength=per_rank)
+    rows, probs = _gather(x, group), torch.where(is_here, _gather(probs, group), 0)
+    handle = (token, len(rows))
+    return rows[token], torch.where(is_here, local, -1)[token], probs[token], counts, handle
+
+
+def _deepep_combine(x: torch.Tensor, group: Any, handle: Any, **_: Any) -> tuple[torch.Tensor, None]:
+    return _scatter_sums(x, *handle, group), None
+
+
+def _hybridep_dispatch(
+    *,
+    x: torch.Tensor,
+    routing_map: torch.Tensor,
+    probs: torch.Tensor,
+    group: Any,
+    num_local_experts: int,
+    **_: Any,
+) -> tuple[Any, ...]:
+    """One row for each token and expert, sorted by expert."""
+    here = slice(group.rank() * num_local_experts, (group.rank() + 1) * num_local_experts)
+    chosen = _gather(routing_map, group)[:, here].T
+    expert, token = chosen.nonzero(as_tuple=True)
+    rows, probs = _gather(x, group), _gather(probs, group)[:, here]
+    handle = (token, len(rows), group)
+    return rows[token], probs[token, expert], None, chosen.sum(dim=1), handle
+
+
+def _hybridep_combine(*, x: torch.Tensor, handle: Any, **_: Any) -> torch.Tensor:
+    return _scatter_sums(x, *handle)

@@ -1,0 +1,50 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.slots.slot_table import SlotTable
+from tests.drawn_examples import examples
+
+from ..placement_cases import placements
+
+
+def test_owned_experts_come_first_and_replicas_last():
+    present_ED = np.array([[1, 1, 0], [0, 1, 1], [1, 0, 0], [1, 1, 0]], bool)
+    slots = SlotTable.of(ExpertPlacement(np.array([1, 2, 0, 0]), present_ED), 3)
+    assert slots.expert_DU.tolist() == [[2, 3, -1, -1, 0], [0, -1, -1, 1, 3], [1, -1, -1, -1, -1]]
+    assert (slots.num_devices, slots.slots_per_device, slots.num_slots, slots.num_experts) == (3, 5, 15, 4)
+    assert slots.slots_of(3) == (1, 9)
+    assert slots.slot_ED.tolist() == [[4, 5, -1], [-1, 8, 10], [0, -1, -1], [1, 9, -1]]
+    assert not slots.expert_DU.flags.writeable
+
+
+def test_too_many_replicas_are_refused():
+    placement = ExpertPlacement(np.array([0, 0, 1]), np.array([[1, 1], [1, 1], [0, 1]], bool))
+    message = (
+        "device 1 holds 2 replicas and has 1 slots for them: wanted at most 1 replicas on each device; plan"
+    )
+    with pytest.raises(ValueError, match=message):
+        SlotTable.of(placement, 1)
+
+
+@examples(100)
+@given(placements(), st.integers(0, 3))
+def test_slots_hold_the_experts_of_their_device(case, spare):
+    _, placement = case
+    replica_slots = int(placement.replicas_per_device_D.max()) + spare
+    slots = SlotTable.of(placement, replica_slots)
+    assert slots.num_experts == placement.num_experts
+    assert slots.slots_per_device == placement.owned_per_device_D.max() + replica_slots
+    for device, expert_P in enumerate(slots.expert_DU.tolist()):
+        owned = np.flatnonzero(placement.owner_E == device).tolist()
+        replicas = [e for e in placement.experts_on(device) if e not in owned]
+        empty = slots.slots_per_device - len(owned) - len(replicas)
+        assert expert_P == owned + [-1] * empty + replicas
+    np.testing.assert_array_equal(slots.slot_ED >= 0, placement.present_ED)
+    for expert in range(placement.num_experts):
+        assert slots.slots_of(expert) == tuple(slot for slot in slots.slot_ED[expert] if slot >= 0)
+    assert {slots} == {SlotTable(slots.expert_DU)}
+    assert slots != SlotTable(slots.expert_DU + 1)
+    assert slots != placement

@@ -1,0 +1,100 @@
+"""All ranks get the same profile: the slowest compute and links, and the least time that hides transfers."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.planning.cost.cost_model import LinkCost
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.memory.held_replicas import HeldReplicas, ReplicaLife
+from megatron_fssdp.planning.memory.pipeline_stage import PipelineStage
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch, _Passes, _Span
+from megatron_fssdp.runtime.layers import layer_profiling
+from megatron_fssdp.testing import run_ranks
+
+from ..drawn_placements import DrawnPlacements
+from ..layer_case import LayerCase
+from ..one_layer import one_layer
+
+NUM_EXPERTS, MODEL_DIM, SHAPE = 8, 5, (9, 5)
+EXPERT_ELEMENTS = 90
+BEFORE_S = ((0.5, 0.25), (0.75, 0.125))  # of each rank, its layers
+EXPERTS_S = (1.5, 0.5)
+ROWS = (300, 400)
+LINKS = ((1e-3, 4e-9, 2e-3, 8e-9), (3e-3, 2e-9, 1e-3, 9e-9))
+FREE_BYTES = (7_000, 5_000)
+NUM_MICRO_BATCHES = 4
+
+
+def watch(before_s: float, experts_s: float, num_rows: int) -> LayerStopwatch:
+    warm = _Passes(num_rows, [_Span(False, 0.0, before_s)], [_Span(False, 1.0, 1.0 + experts_s)])
+    return LayerStopwatch(_warm=warm)
+
+
+def profile(
+    rank: int, world_size: int, num_rows: tuple[int, ...], held: HeldReplicas
+) -> list[tuple[LayerProfile | None, bool]]:
+    intra_alpha, intra_beta, inter_alpha, inter_beta = LINKS[rank]
+    layer_profiling.measure_links = lambda *_: (
+        LinkCost(intra_alpha, intra_beta),
+        LinkCost(inter_alpha, inter_beta),
+    )
+    strategy, topology = DrawnPlacements(LayerCase("profiled")), Topology.uniform(world_size, 1)
+    layers = [one_layer(strategy, NUM_EXPERTS, topology, rank, SHAPE)[1] for _ in BEFORE_S[rank]]
+    for layer, before_s in zip(layers, BEFORE_S[rank], strict=True):
+        layer.stopwatch = watch(before_s, EXPERTS_S[rank] / len(layers), num_rows[rank] // len(layers))
+    layer_profiling.profile_layers(
+        layers,
+        [dist.group.WORLD],
+        free_bytes=FREE_BYTES[rank],
+        token_bytes=4 * MODEL_DIM,
+        owned_bytes=1234,
+        num_micro_batches=NUM_MICRO_BATCHES,
+        held=held,
+        device=torch.device("cpu"),
+    )
+    return [(layer.context.profile, layer.stopwatch is None) for layer in layers]
+
+
+def held(life: ReplicaLife) -> HeldReplicas:
+    """On the first of three stages."""
+    return HeldReplicas(life, PipelineStage((2,), num_stages=3), NUM_MICRO_BATCHES)
+
+
+# Slots in 4,000 bytes, for experts of 360 bytes.
+SLOTS = {
+    ReplicaLife.LAYER_PASS: 5,  # one layer's parameters, one layer's gradients
+    ReplicaLife.ITERATION: 2,  # two layers' parameters, one layer's gradients, two layers' sums
+    ReplicaLife.MICRO_BATCH: 1,  # two layers' parameters of three micro-batches, one layer's gradients
+}
+
+
+@pytest.mark.parametrize("life", SLOTS)
+def test_all_ranks_and_layers_get_the_same_profile(life: ReplicaLife) -> None:
+    found = [entry for rank in run_ranks(profile, 2, ROWS, held(life)) for entry in rank]
+    assert len(found) == 4
+    assert all(is_over for _, is_over in found)
+    one = found[0][0]
+    assert one is not None
+    assert all(other == one for other, _ in found)
+    assert one.non_moe_s == 0.125
+    flops_per_token = 2.0 * EXPERT_ELEMENTS
+    assert one.flops_per_token == flops_per_token
+    # Rank 0 takes 5 ms a row, rank 1 1.25 ms.
+    assert one.cluster.expert_flops_per_s == pytest.approx(flops_per_token * 300 / 1.5)
+    assert one.cluster.intra == LinkCost(3e-3, 4e-9)
+    assert one.cluster.inter == LinkCost(2e-3, 9e-9)
+    assert one.expert_bytes == 4 * EXPERT_ELEMENTS
+    assert one.token_bytes == 4 * MODEL_DIM
+    assert one.owned_bytes == 1234
+    assert one.memory_capacity == SLOTS[life]
+
+
+def test_ranks_without_rows_do_not_count_in_the_throughput() -> None:
+    (first, _), *_ = run_ranks(profile, 2, (0, 400), held(ReplicaLife.ITERATION))[0]
+    assert first is not None
+    assert first.cluster.expert_flops_per_s == pytest.approx(2.0 * EXPERT_ELEMENTS * 400 / 0.5)
+    (first, _), *_ = run_ranks(profile, 2, (0, 0), held(ReplicaLife.ITERATION))[0]
+    assert first is not None
+    assert first.cluster.expert_flops_per_s == 1e15

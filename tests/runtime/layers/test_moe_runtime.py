@@ -1,0 +1,269 @@
+"""Iterations of a runtime: plans, histories, counts that arrive, disagreements, dropped transfers, memory."""
+
+import copy
+import gc
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.collectives.transfer_lane import ThreadTransfer
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
+from megatron_fssdp.planning.cost.transfer_split import TransferSplit
+from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.runtime.experts.local_experts import LocalExperts
+from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
+from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
+from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.registry import build_strategy
+from megatron_fssdp.testing import run_ranks
+
+from ..drawn_placements import DrawnPlacements
+from ..layer_case import LayerCase
+from ..one_layer import one_layer, pass_without_experts
+from ..rank_layer import CaseRun, run_layer_ranks
+
+CASE = LayerCase("runtime", num_nodes=1)
+
+
+def plans_last_an_iteration(rank: int, world_size: int) -> None:
+    run = CaseRun(CASE)
+    slots, runtime, plans = run.layers[0].slots, run.runtime, []
+    for _ in range(3):
+        runtime.begin_iteration(2)
+        plan = slots.plan_iteration()
+        for _ in range(2):
+            run.forward(run.draw())[0].sum().backward()
+            assert slots.plan_iteration() is plan
+        runtime.finish_gradients()
+        runtime.end_passes()
+        runtime.end_iteration()
+        plans.append(plan.digest())
+    assert len(set(plans)) == 3
+    assert slots.history.num_seen == 3
+    with pytest.raises(RuntimeError, match=r"layer 1: .*without a plan"):
+        slots.enter_dispatch(torch.ones(1))
+    # The end of the iteration finds gradients that would be lost.
+    runtime.begin_iteration(2)
+    run.forward(run.draw())[0].sum().backward()
+    with pytest.raises(RuntimeError, match="finish_gradients"):
+        runtime.end_iteration()
+    runtime.finish_gradients()
+    runtime.end_iteration()
+    assert slots.history.num_seen == 3, "counts that were not shared belong to no history"
+
+
+def test_a_plan_lasts_an_iteration() -> None:
+    run_layer_ranks(plans_last_an_iteration, 2)
+
+
+class RankDependent(DrawnPlacements):
+    """A broken strategy: the plan of layer 2 depends on the rank, but the placement does not."""
+
+    def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
+        """Plan without replicas; rank 2 differs in how it would dispatch."""
+        plan = LayerPlan.owners_only(context)
+        differs = context.layer == 2 and dist.get_rank() == 2
+        return replace(plan, dispatch_policy="owner" if differs else "even")
+
+
+def disagree(rank: int, world_size: int, check_plans: bool) -> str:
+    case = replace(CASE, num_nodes=2)
+    with mock.patch("tests.runtime.rank_layer.strategy_of", RankDependent):
+        run = CaseRun(case, check_plans=check_plans)
+    run.runtime.begin_iteration(1, 7)
+    if not check_plans:
+        # Tokens go where they should: these plans differ in nothing that shows without replicas.
+        run.forward(run.draw())[0].sum().backward()
+        run.runtime.finish_gradients()
+        run.runtime.end_passes()
+    step = run.layers[1].slots.plan_iteration if check_plans else run.runtime.end_iteration
+    with pytest.raises(RuntimeError) as error:
+        step()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("check_plans", [False, True])
+def test_plans_that_differ_are_reported_on_all_ranks(check_plans: bool) -> None:
+    for message in run_layer_ranks(disagree, 4, check_plans):
+        if check_plans:
+            assert "the plan of layer 2 in iteration 7" in message
+            assert "ranks [2] differ" in message
+        else:
+            assert "plans of iteration 7: got other plans on ranks [2] of 4" in message
+            assert "check_plans=true" in message
+
+
+def counts_arrive(rank: int, world_size: int) -> None:
+    """One gather for all layers; its result is read when the iteration ends."""
+    run = CaseRun(replace(CASE, num_layers=3), check_plans=False)
+    gathers = mock.Mock(wraps=dist.isend)
+    run.runtime.begin_iteration(1)
+    batch = run.draw()
+    run.forward(batch)[0].sum().backward()
+    run.runtime.finish_gradients()
+    with mock.patch.object(dist, "isend", gathers), mock.patch.object(dist, "batch_isend_irecv", gathers):
+        run.runtime.end_passes()
+    assert gathers.call_count <= world_size
+    assert not any(layer.slots.load.counts_DE.any() for layer in run.layers)
+    loads = run.runtime.end_iteration()
+    for load, routing_map in zip(loads, batch.map_L, strict=True):
+        assert load.counts_DE.sum(axis=0).tolist() == routing_map.sum(0).tolist()
+    # A loop that gives up its gradients also gives up its counts.
+    run.runtime.begin_iteration(1)
+    run.forward(run.draw())[0].sum().backward()
+    run.runtime.end_passes()
+    run.runtime.reset_gradients()
+    run.runtime.end_passes()
+    assert not any(load.counts_DE.any() for load in run.runtime.end_iteration())
+
+
+def test_the_counts_of_all_layers_arrive_with_the_end_of_the_iteration() -> None:
+    run_layer_ranks(counts_arrive, 2)
+
+
+def drop(rank: int, world_size: int) -> list[int]:
+    """Waits of each way to drop an iteration while the second layer's weights are on their way."""
+    awaited, original = [0], ThreadTransfer.wait
+
+    def counting(transfer: ThreadTransfer) -> object:
+        awaited[-1] += 1
+        return original(transfer)
+
+    for how in ("own", "begin_passes", "begin_iteration"):
+        run = CaseRun(replace(CASE, name=how, placement="everywhere", split=TransferSplit(0.4, 0.7)))
+        run.runtime.begin_iteration(1)
+        run.layers[0].slots.launch()
+        routing_map = torch.arange(8).expand(4, 8) < 2
+        run.layers[0].forward(torch.ones(4, 5).double(), torch.ones(4, 8), routing_map)
+        awaited.append(0)
+        with mock.patch.object(ThreadTransfer, "wait", counting):
+            if how == "own":
+                run.layers[1].move(run.layers[1].slots.context.owner_E)
+            elif how == "begin_passes":
+                run.runtime.begin_passes()
+            else:
+                run.runtime.begin_iteration(1)
+        assert run.layers[1].slots.plan is None or how == "begin_passes"
+    return awaited[1:]
+
+
+def test_transfers_of_a_dropped_iteration_are_awaited() -> None:
+    # The second layer's weights travel in two parts. The first layer's have arrived.
+    assert run_layer_ranks(drop, 2) == [[2, 2, 2]] * 2
+
+
+def memory(rank: int, world_size: int, life: ReplicaLife, schedule: str) -> tuple[int, int, int]:
+    """Most bytes of replicas during the passes, after them, and bytes of one layer's weights."""
+    case = LayerCase("memory", life, placement="everywhere", num_layers=3, num_nodes=1, schedule=schedule)
+    run, seen = CaseRun(case), [0]
+
+    def held() -> int:
+        alive = (one for one in gc.get_objects() if isinstance(one, ReplicaSlots))
+        return sum(one.held_bytes for one in alive)
+
+    def sampling(layer: SlotLayer, output: torch.Tensor) -> torch.Tensor:
+        seen.append(held())
+        output = finish(layer, output)
+        output.register_hook(lambda gradient: seen.append(held()))
+        return output
+
+    finish = SlotLayer.finish
+    run.runtime.begin_iteration(schedule.count("F"))
+    batches = [run.draw() for _ in range(schedule.count("F"))]
+    with mock.patch.object(SlotLayer, "finish", sampling):
+        run.run_passes(schedule, batches)
+    run.runtime.finish_gradients()
+    run.runtime.end_passes()
+    run.runtime.end_iteration()
+    replicas = case.num_experts - len(run.layers[0].parameters)
+    return max(seen), held(), replicas * run.layers[0].slots.experts.layout().num_bytes
+
+
+@pytest.mark.parametrize(
+    ("life", "schedule", "most"),
+    [
+        # In fp64, weights and sums of a layer have equally many bytes.
+        (ReplicaLife.LAYER_PASS, "FFBB", 3),
+        (ReplicaLife.ITERATION, "FB", 3 + 2),
+        (ReplicaLife.ITERATION, "FFBB", 3 + 3),
+        (ReplicaLife.MICRO_BATCH, "FB", 3 + 2),
+        (ReplicaLife.MICRO_BATCH, "FFBB", 6 + 2),
+    ],
+)
+def test_replicas_take_the_memory_of_their_life(life: ReplicaLife, schedule: str, most: int) -> None:
+    for largest, afterwards, of_layer in run_layer_ranks(memory, 2, life, schedule):
+        assert 0 < largest <= most * of_layer, largest / of_layer
+        assert afterwards == 0
+
+
+def build_wrongly(rank: int, world_size: int) -> None:
+    strategy = DrawnPlacements(CASE)
+    _, layer = one_layer(strategy, 8, Topology.uniform(2, 1), rank)
+    context, groups, parameters = layer.context, layer.groups, layer.experts.parameters
+    missing = dict(list(parameters.items())[1:])
+    with pytest.raises(ValueError, match=r"got parameters of experts .*, wanted those this rank owns"):
+        SlotLayer(context, groups, LocalExperts("layer 1", missing), strategy)
+    none_owned = LayerContext(7, np.full(8, 1 - rank), context.topology)
+    with pytest.raises(ValueError, match=r"layer 7: got 0 expert layouts .*layout argument"):
+        SlotLayer(none_owned, groups, LocalExperts("layer 7", {}), strategy)
+    some = next(iter(parameters))
+    uneven = {**parameters, some: [torch.nn.Parameter(torch.zeros(3, 2))] * 2}
+    with pytest.raises(ValueError, match="got 2 expert layouts"):
+        SlotLayer(context, groups, LocalExperts("layer 1", uneven), strategy)
+    with pytest.raises(ValueError, match="wanted those this rank owns"):
+        layer.own(np.zeros(8, np.int64) + 1 - rank, parameters, layer.experts.layout())
+    with pytest.raises(ValueError, match="of resident replicas"):
+        layer.keep(strategy.drawn(layer.context, 0).placement, {})
+
+
+def test_parameters_that_do_not_fit_are_refused() -> None:
+    run_ranks(build_wrongly, 2)
+
+
+def balance(rank: int, world_size: int, cases: list[tuple[str, dict[str, int], int, int]]) -> list[float]:
+    """Max over mean device load, with 40 % of the pairs on one of 8 experts, after two iterations."""
+    found = []
+    for name, settings, num_nodes, hot in cases:
+        strategy = build_strategy(name, STRATEGIES[name].settings.model_validate(settings))
+        runtime, layer = one_layer(strategy, 8, Topology.uniform(world_size, num_nodes), rank)
+        rng = np.random.default_rng(100 * hot + rank)
+        for _ in range(3):
+            runtime.begin_iteration(1)
+            score_TE = rng.random((2048, 8))
+            score_TE[:, hot] = np.where(rng.permutation(2048) < 0.8 * 2048, 2.0, -1.0)
+            routing_TE = np.zeros(score_TE.shape, dtype=bool)
+            np.put_along_axis(routing_TE, np.argsort(-score_TE, axis=1)[:, :2], True, axis=1)
+            hidden = torch.ones(2048, 2)
+            output = pass_without_experts(layer, hidden, torch.ones(2048, 8), torch.from_numpy(routing_TE))
+            output.sum().backward() if output.requires_grad else None
+            runtime.finish_gradients()
+            runtime.end_passes()
+            load = runtime.end_iteration()[0]
+        found.append(float(load.device_D.max() * world_size / load.counts_DE.sum()))
+    return found
+
+
+def test_replicas_balance_the_device_loads() -> None:
+    cases = [("ep", {}, 1, hot) for hot in (0, 5)] + [
+        ("fssdp", {"slots": slots, "window": 2, "overlap_degree": 8}, nodes, hot)
+        for slots in (2, 8)
+        for nodes in (1, 2)
+        for hot in (0, 5)
+    ]
+    for (name, settings, *_), ratio in zip(cases, run_ranks(balance, 4, cases)[0], strict=True):
+        if name == "ep":
+            assert ratio == pytest.approx(1.94, abs=0.03)
+        else:
+            assert ratio <= {2: 1.12, 8: 1.03}[settings["slots"]], settings
+
+
+def test_a_copied_layer_spec_keeps_its_runtime() -> None:
+    runtime = MoERuntime(DrawnPlacements(CASE))
+    assert copy.deepcopy({"runtime": runtime})["runtime"] is runtime

@@ -1,0 +1,165 @@
+"""Layers on forked ranks equal a reference without distributed logic, whatever their plans.
+
+Each case compares outputs, gradients of inputs and Parameters, counts and loads of some iterations. The
+routing is drawn; Megatron's whole layer with its router is compared in ``tests/megatron_adapter``. ``pytest
+-m slow`` runs all cases.
+"""
+
+import functools
+import re
+
+import pytest
+import torch
+
+from megatron_fssdp.planning.cost.transfer_split import TransferSplit
+from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.testing import RankError
+
+from ..layer_case import LayerCase
+from ..rank_layer import CaseResult, compare_with_reference, run_layer_ranks
+
+# Relative to the largest value of each tensor.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}
+NOBODY = (0, 0, 2, 2, 2, 3, 3, 0)  # device 1 owns nothing
+LIVES = (
+    ReplicaLife.ITERATION,
+    ReplicaLife.LAYER_PASS,
+    ReplicaLife.MICRO_BATCH,
+    ReplicaLife.RESIDENT,
+)
+SPLIT = TransferSplit(0.4, 0.7)
+FOUR = [
+    LayerCase(f"{life.name}-{name}", life, **options)
+    for life in LIVES
+    for name, options in {
+        "plain": {"num_iterations": 3, "num_nodes": 1},
+        "in-flight": {"schedule": "FFFBFBBFBB", "has_main_grad": True},
+        "everywhere": {"placement": "everywhere", "schedule": "FFBBE"},
+        "reentrant": {"recompute": "reentrant", "schedule": "FFBB"},
+        "non-reentrant": {
+            "recompute": "non_reentrant",
+            "schedule": "FFBB",
+            "has_main_grad": True,
+            "placement": "everywhere",
+        },
+        "moving": {"moves": True, "num_iterations": 3},
+        "owns-nothing": {"owners": NOBODY, "placement": "replicas_only", "schedule": "FBFBE"},
+        "holds-nothing": {"owners": NOBODY, "placement": "nowhere_else"},
+        "repeated": {"repeats": True, "schedule": "FFBFBB"},
+        "dropped": {"routing": "dropped", "schedule": "FFBB"},
+        "one-expert": {"routing": "one_expert"},
+        "few-tokens": {"tokens": (1, 0, 0, 2), "schedule": "FBFB"},
+        "no-tokens": {"tokens": (0, 0, 0, 0)},
+        "in-turn": {"overlaps": False, "schedule": "FFBB"},
+        "late": {"late": True, "schedule": "FFBB", "has_main_grad": True},
+        "frozen": {"frozen": (0,), "inputs": ()},
+        "bf16": {"dtype": torch.bfloat16, "schedule": "FFBB", "has_main_grad": True},
+    }.items()
+] + [
+    LayerCase("split", split=SPLIT, schedule="FFBFBB", num_layers=3),
+    LayerCase("split-late-repeated", split=SPLIT, late=True, repeats=True, schedule="FBFB", owners=NOBODY),
+    LayerCase("split-recomputed", split=SPLIT, recompute="reentrant", schedule="FFBB", has_main_grad=True),
+    LayerCase("corrected", corrects=True, schedule="FFBB"),
+    LayerCase("corrected-recomputed", corrects=True, recompute="reentrant", schedule="FFBB", repeats=True),
+    LayerCase("corrected-in-turn", corrects=True, overlaps=False, schedule="FBFB"),
+    LayerCase("corrected-layer-pass", ReplicaLife.LAYER_PASS, corrects=True, schedule="FFBB"),
+    LayerCase("corrected-split", corrects=True, split=SPLIT, schedule="FFBB", placement="everywhere"),
+    *(
+        LayerCase(
+            f"undriven-{life.name}-{schedule}-{recompute}",
+            life,
+            schedule=schedule,
+            recompute=recompute,
+            driven=False,
+            num_iterations=3,
+        )
+        for life in LIVES[:3]
+        for schedule, recompute in (("FBE", None), ("FFBB", None), ("FFBB", "reentrant"))
+    ),
+    *(
+        LayerCase(
+            f"{name}-{recompute}",
+            placement=name,
+            settings=settings,
+            recompute=recompute,
+            schedule="FFBB",
+            num_iterations=4,
+            life=life,
+        )
+        for recompute in (None, "reentrant")
+        for name, settings, life in (
+            ("ep", (), ReplicaLife.ITERATION),
+            ("fssdp", (("slots", 4), ("overlap_degree", 4)), ReplicaLife.ITERATION),
+            ("prophet", (("slots", 2),), ReplicaLife.ITERATION),
+            ("fastermoe", (("slots", 2),), ReplicaLife.MICRO_BATCH),
+            ("quota", (("slots", 2),), ReplicaLife.MICRO_BATCH),
+        )
+    ),
+    *(
+        LayerCase(f"peers-{life.name}", life, peers=2, num_nodes=1, schedule="FFBB", recompute=recompute)
+        for life, recompute in zip(LIVES, (None, "reentrant", None, None), strict=True)
+    ),
+]
+ALONE = [
+    LayerCase("alone", num_nodes=1, schedule="FFBBE"),
+    LayerCase("alone-ep", placement="ep", num_nodes=1, recompute="reentrant", num_iterations=3),
+    LayerCase("alone-undriven", placement="ep", num_nodes=1, driven=False),
+]
+OTHERS = re.compile(
+    ".*-(plain|everywhere|non-reentrant|moving|holds-nothing|dropped|.*expert|.*-tokens|in-turn|frozen)"
+    "|(ep|fssdp|prophet|fastermoe|quota)-reentrant"
+)
+"""Names of cases that run with ``-m slow``."""
+
+
+def cases_of(world_size: int, is_slow: bool) -> list[LayerCase]:
+    """Cases that run together."""
+    cases = FOUR if world_size == 4 else ALONE
+    return [case for case in cases if bool(OTHERS.fullmatch(case.name)) == is_slow]
+
+
+@functools.cache
+def outcome(world_size: int, is_slow: bool) -> list[dict[str, CaseResult]] | RankError:
+    """Results of all cases from one start of the ranks; an error is kept as well."""
+    cases = cases_of(world_size, is_slow)
+    try:
+        return run_layer_ranks(compare_with_reference, world_size, cases, timeout_s=120)
+    except RankError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("world_size", "is_slow", "case"),
+    [
+        pytest.param(size, is_slow, case, id=case.name, marks=[pytest.mark.slow] if is_slow else [])
+        for size in (1, 4)
+        for is_slow in (False, True)
+        for case in cases_of(size, is_slow)
+    ],
+)
+def test_layers_equal_the_reference(world_size: int, is_slow: bool, case: LayerCase) -> None:
+    results = outcome(world_size, is_slow)
+    if isinstance(results, RankError):
+        raise results
+    quantities: set[str] = set()
+    for rank, result in enumerate(of_case[case.name] for of_case in results):
+        quantities |= set(result.errors)
+        worst = max(result.errors.values(), default=0)
+        assert worst <= TOLERANCE[case.dtype], f"{result.errors} on rank {rank}"
+        if case.placement == "nowhere_else" and rank == 1:
+            assert not any(result.num_present)
+        elif case.placement == "replicas_only" and rank == 1:
+            assert any(result.num_present)
+        if world_size > 1 and case.placement not in ("owners", "ep"):
+            assert result.lives == {case.life}, "no replicas, or of another life"
+    if case.tokens != (0, 0, 0, 0):
+        assert quantities >= {"output", "parameter 1 gradient", *(f"{name} gradient" for name in case.inputs)}
+
+
+def test_a_recomputed_pass_has_as_many_slots_as_the_first_one() -> None:
+    """Here another micro-batch adds slots in the meantime."""
+    case = LayerCase(
+        "MICRO_BATCH-non-reentrant", ReplicaLife.MICRO_BATCH, schedule="FFBB", recompute="non_reentrant"
+    )
+    for result in run_layer_ranks(compare_with_reference, 4, [case]):
+        assert max(result[case.name].errors.values()) <= TOLERANCE[case.dtype]

@@ -1,0 +1,166 @@
+"""Shares from exact counts: against quota dispatch, even dispatch and the optimum of fractional tokens."""
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_fssdp.planning.dispatch.even_dispatch import EvenDispatch
+from megatron_fssdp.planning.dispatch.quota_dispatch import QuotaDispatch
+from megatron_fssdp.planning.placement.holder_groups import holder_groups
+from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.slots.share_table import even_table
+from megatron_fssdp.planning.slots.slot_table import SlotTable
+from megatron_fssdp.runtime.slots import exact_shares
+from megatron_fssdp.runtime.slots.exact_shares import ENOUGH, Holders, exact_ends_ED, remap_exactly
+from megatron_fssdp.runtime.slots.remap import count_slots, remap_by_table
+from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
+from tests.drawn_examples import examples
+from tests.planning.placement_cases import placements, random_counts_DE
+from tests.planning.sent_tables import sent_by, sent_by_all
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def slots_of(placement):
+    return SlotTable.of(placement, int(placement.replicas_per_device_D.max()))
+
+
+def holders_of(placement, topology, source):
+    slot_ED = torch.tensor(slots_of(placement).slot_ED)
+    return Holders.of(slot_ED, torch.tensor(topology.node_of_device), source)
+
+
+def sent_DED(count_DE, placement, topology):
+    """Tokens by source, expert and receiving device, as the sources derive them one by one."""
+    ends = [
+        exact_ends_ED(torch.tensor(count_DE), holders_of(placement, topology, source)).numpy()
+        for source in range(placement.num_devices)
+    ]
+    return np.diff(ends, axis=2, prepend=0)
+
+
+def even_DED(count_DE, placement, topology):
+    dispatch = EvenDispatch(count_DE, placement, topology)
+    return sent_by_all(dispatch)
+
+
+def optimum(count_E, placement):
+    """The lowest possible highest load: the most tokens that must stay in a set of devices, per device."""
+    device_D, sets = np.arange(placement.num_devices), np.arange(1, 2**placement.num_devices)
+    within_SD = (sets[:, None] >> device_D & 1).astype(bool)
+    outside_SE = ~within_SD @ placement.present_ED.T
+    return ((~outside_SE * count_E).sum(axis=1) / within_SD.sum(axis=1)).max()
+
+
+@examples(70)
+@given(placements(), SEEDS, st.sampled_from([1, 100]))
+def test_sources_agree_and_loads_are_never_above_those_of_even_dispatch(case, seed, scale):
+    topology, placement = case
+    count_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts) * scale
+    sent = sent_DED(count_DE, placement, topology)
+    assert sent.min() >= 0
+    assert not sent[:, ~placement.present_ED].any()
+    np.testing.assert_array_equal(sent.sum(axis=2), count_DE)
+    highest = sent.sum(axis=(0, 1)).max()
+    if not np.array_equal(sent, even_DED(count_DE, placement, topology)):
+        assert highest * ENOUGH < EvenDispatch(count_DE, placement, topology).device_tokens_D().max()
+        # The sources' parts fill common quotas, nearest tokens first.
+        pairs = holder_groups(placement, topology)
+        quota_P = sent.sum(axis=0)[pairs.expert_P, pairs.device_P]
+        filled = QuotaDispatch.filled(count_DE, pairs.expert_P, pairs.device_P, quota_P, topology)
+        for source in range(placement.num_devices):
+            np.testing.assert_array_equal(sent[source], sent_by(filled, source))
+
+
+@examples(40)
+@given(placements(), SEEDS)
+def test_falling_back_means_even_dispatch(case, seed):
+    topology, placement = case
+    count_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts)
+    with mock.patch.object(exact_shares, "ENOUGH", np.inf):
+        sent = sent_DED(count_DE, placement, topology)
+    np.testing.assert_array_equal(sent, even_DED(count_DE, placement, topology))
+
+
+@examples(50)
+@given(placements(), SEEDS)
+def test_loads_are_near_the_optimum(case, seed):
+    topology, placement = case
+    count_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts, 4000)
+    best = optimum(count_DE.sum(axis=0), placement)
+    highest = sent_DED(count_DE, placement, topology).sum(axis=(0, 1)).max()
+    assert best - 1e-6 <= highest <= 1.04 * best + placement.num_experts
+
+
+@pytest.mark.parametrize("name", ["W6", "W7"])
+def test_loads_that_jump_are_levelled_better_than_by_even_dispatch(name):
+    shape = WorkloadShape(num_devices=8, num_experts=16, tokens_per_device=4096, num_iterations=10)
+    before_DE, *_, now_DE = WORKLOADS[name].counts(shape, seed=1)
+    present_ED = np.eye(8, dtype=bool)[even_owners(16, 8)]
+    for turn, expert in enumerate(np.argsort(-before_DE.sum(axis=0))[:8]):
+        present_ED[expert, [(expert // 2 + turn + 1) % 8, (expert // 2 + turn + 4) % 8]] = True
+    placement, topology = ExpertPlacement(even_owners(16, 8), present_ED), Topology.uniform(8, 2)
+    highest = sent_DED(now_DE, placement, topology).sum(axis=(0, 1)).max()
+    assert highest <= 1.02 * optimum(now_DE.sum(axis=0), placement)
+    assert highest < 0.97 * EvenDispatch(now_DE, placement, topology).device_tokens_D().max()
+
+
+def test_tokens_stay_where_they_are_if_that_is_level():
+    placement, topology = ExpertPlacement(np.arange(4), np.ones((4, 4), bool)), Topology.uniform(4, 2)
+    sent = sent_DED(np.full((4, 4), 25), placement, topology)
+    assert np.trace(sent.sum(axis=1)) == 400
+
+
+@examples(60)
+@given(placements(), SEEDS, st.sampled_from([0, 1, 200]), st.booleans())
+def test_the_remap_follows_the_shares(case, seed, num_tokens, is_counted):
+    topology, placement = case
+    rng = np.random.default_rng(seed)
+    slots, source = slots_of(placement), int(rng.integers(placement.num_devices))
+    popularity_E = rng.random(placement.num_experts) ** 2
+    routing_map = torch.tensor(rng.random((num_tokens, placement.num_experts)) < popularity_E)
+    count_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts)
+    if is_counted:
+        count_DE[source] = routing_map.sum(0).numpy()
+    holders = holders_of(placement, topology, source)
+    probs = torch.tensor(rng.random(routing_map.shape), requires_grad=True)
+    slot_map, slot_probs = remap_exactly(routing_map, probs, torch.tensor(count_DE), holders, slots.num_slots)
+    # Even if the counts are those of other tokens, every token reaches a slot of each of its experts, once.
+    expert_W = torch.tensor(slots.expert_DU.reshape(-1))
+    for expert in range(placement.num_experts):
+        of_expert = expert_W == expert
+        assert torch.equal(slot_map[:, of_expert].sum(1), routing_map[:, expert].long())
+        torch.testing.assert_close(slot_probs[:, of_expert].sum(1), probs[:, expert], rtol=0, atol=0)
+    assert not slot_map[:, expert_W < 0].any()
+    upstream = torch.tensor(rng.random(slot_probs.shape))
+    (slot_probs * slot_map * upstream).sum().backward()
+    wanted = torch.zeros_like(probs.detach())
+    token, slot = slot_map.nonzero(as_tuple=True)
+    wanted[token, expert_W[slot]] = upstream[token, slot]
+    torch.testing.assert_close(probs.grad, wanted, rtol=0, atol=0)
+    if is_counted:
+        end_ED = exact_ends_ED(torch.tensor(count_DE), holders)
+        sent_ED = end_ED.diff(dim=1, prepend=torch.zeros_like(end_ED[:, :1])).numpy()
+        in_slot_ED = count_slots(slot_map).numpy()[slots.slot_ED] * placement.present_ED
+        np.testing.assert_array_equal(in_slot_ED, sent_ED)
+
+
+def test_nothing_waits_for_the_host():
+    """Fake tensors have no values, so whatever a host would have to know or a shape depend on is an error."""
+    placement = ExpertPlacement(np.arange(4) // 2, np.ones((4, 2), bool))
+    topology, slots = Topology.uniform(2, 1), slots_of(placement)
+    count_DE, slot_ED = torch.ones(2, 4, dtype=torch.int64), torch.tensor(slots.slot_ED)
+    table_JE = torch.tensor(even_table(slots, placement, topology, 0))
+    node_D, routing_map, probs = torch.tensor([0, 0]), torch.ones(1, 4, dtype=torch.bool), torch.ones(1, 4)
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(t) for t in (count_DE, slot_ED, table_JE, node_D, routing_map, probs)]
+        holders = Holders.of(fake[1], fake[3], 0)
+        results = remap_exactly(fake[4], fake[5], fake[0], holders, 8)
+        results += remap_by_table(fake[4], fake[5], fake[2], 8)
+    assert [tuple(result.shape) for result in results] == [(1, 8)] * 4

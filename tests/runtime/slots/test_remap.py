@@ -1,0 +1,67 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fssdp.planning.slots.slot_table import SlotTable
+from megatron_fssdp.runtime.slots.remap import count_slots, remap_by_table
+from tests.drawn_examples import examples
+from tests.planning.placement_cases import placements
+
+
+def drawn_routing(rng, num_tokens, num_experts):
+    """Tokens with no, some or all experts, and probabilities also where the map is false."""
+    density = rng.choice([0.0, 0.3, 1.0], (num_tokens, 1))
+    routing_map = torch.tensor(rng.random((num_tokens, num_experts)) < density)
+    return routing_map, torch.tensor(rng.random((num_tokens, num_experts)), dtype=torch.float32)
+
+
+@examples(100)
+@given(placements(), st.integers(0, 2**32 - 1), st.sampled_from([0, 1, 7, 90]), st.sampled_from([1, 4, 64]))
+def test_every_token_goes_to_the_slot_of_the_table(case, seed, num_tokens, rows):
+    _, placement = case
+    rng = np.random.default_rng(seed)
+    slots = SlotTable.of(placement, int(placement.replicas_per_device_D.max()))
+    columns = [rng.choice(slots.slots_of(expert), rows) for expert in range(placement.num_experts)]
+    table_JE = np.stack(columns, axis=1)
+    routing_map, probs = drawn_routing(rng, num_tokens, placement.num_experts)
+    probs.requires_grad_()
+    slot_map, slot_probs = remap_by_table(routing_map, probs, torch.tensor(table_JE), slots.num_slots)
+    assert (slot_map.dtype, slot_probs.dtype) == (torch.bool, torch.float32)
+    assert slot_map.shape == slot_probs.shape == (num_tokens, slots.num_slots)
+
+    # The reference goes token by token; one-hot rows move the probabilities and their gradients.
+    wanted = np.zeros((num_tokens, slots.num_slots), bool)
+    number_E = np.zeros(placement.num_experts, int)
+    moves = torch.zeros(num_tokens, placement.num_experts, slots.num_slots)
+    for token, expert in np.argwhere(routing_map.numpy()):
+        slot = table_JE[number_E[expert] % rows, expert]
+        number_E[expert] += 1
+        assert not wanted[token, slot]
+        wanted[token, slot] = True
+        moves[token, expert, slot] = 1
+    np.testing.assert_array_equal(slot_map.numpy(), wanted)
+    dense = probs.detach().clone().requires_grad_()
+    dense_probs = torch.einsum("te,tew->tw", dense, moves)
+    torch.testing.assert_close(slot_probs * slot_map, dense_probs, rtol=0, atol=0)
+    upstream = torch.tensor(rng.normal(size=wanted.shape), dtype=torch.float32)
+    (slot_probs * slot_map * upstream).sum().backward()
+    (dense_probs * upstream).sum().backward()
+    torch.testing.assert_close(probs.grad, dense.grad, rtol=0, atol=0)
+
+    count_W = count_slots(slot_map)
+    assert count_W.dtype == torch.int64
+    np.testing.assert_array_equal(count_W.numpy(), wanted.sum(axis=0))
+    expert_W = slots.expert_DU.reshape(-1)
+    per_expert = np.bincount(expert_W[expert_W >= 0], count_W.numpy()[expert_W >= 0], placement.num_experts)
+    np.testing.assert_array_equal(per_expert, routing_map.sum(0).numpy())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_probabilities_keep_their_type_and_all_entries(dtype):
+    routing_map = torch.tensor([[True, False], [False, False]])
+    probs = torch.tensor([[0.5, 0.25], [0.75, 0.125]], dtype=dtype)
+    slot_map, slot_probs = remap_by_table(routing_map, probs, torch.tensor([[3, 1]]), 4)
+    assert slot_map.tolist() == [[False, False, False, True], [False] * 4]
+    assert (slot_probs.dtype, slot_probs.tolist()) == (dtype, [[0, 0.25, 0, 0.5], [0, 0.125, 0, 0.75]])
