@@ -161,7 +161,6 @@ class StrategyMoELayer(MoELayer):
             layer.prepare_capture(training=self.training)
         else:
             layer.timer.passes(hidden_states, "dispatch", "other")
-            layer.load.strategy = self._session.strategy.selected(layer.context.layer)
             layer.prepare(routing_map, training=self.training)
         return super().preprocess(self._dispatchers.own_tokens(hidden_states), probs, routing_map)
 

@@ -102,6 +102,13 @@ RULES: tuple[Rule, ...] = (
         "the graph contains their number: set slots and reshard_interval=0, or remove moe_preprocess",
     ),
     (
+        "--cuda-graph-modules moe_preprocess with exact dispatch",
+        lambda strategy, value: (
+            _captures_preprocess(value) and getattr(strategy.settings, "dispatch_policy", "even") != "even"
+        ),
+        "the graph has one form of the remap: set dispatch_policy=even, or remove moe_preprocess",
+    ),
+    (
         "--moe-flex-dispatcher-backend ncclep without fixed slots",
         lambda strategy, value: _back_end(value) == "ncclep" and not _has_fixed_slots(strategy),
         "NCCL EP has one number of experts in a process: set slots, or use another back end",

@@ -172,7 +172,7 @@ class HomeGradients:
             else:
                 # One micro-batch's gradients travel in the data type of the weights, which is what a backward
                 # pass computes.
-                one.transfers.reduce(self.experts.layout().dtype)
+                one.transfers.reduce(one.transfers.slots.layout.dtype)
                 one.is_over = True
                 if not one.is_shared:
                     one.transfers.release()
@@ -184,7 +184,7 @@ class HomeGradients:
         if self._is_reduced:
             return
         self._is_reduced = True
-        dtype = self.experts.layout().dtype
+        dtype = transfers.slots.layout.dtype
         is_summed = transfers.plan.life.sums_gradients(self._clock.num_micro_batches)
         transfers.reduce(accumulation_dtype(dtype) if is_summed else dtype)
 

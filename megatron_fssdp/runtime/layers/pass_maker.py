@@ -17,6 +17,7 @@ from megatron_fssdp.runtime.experts.local_experts import LocalExperts
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass, is_plain, source_table
 from megatron_fssdp.runtime.slots.exact_shares import Holders
+from megatron_fssdp.runtime.slots.remap import by_number
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
@@ -87,18 +88,18 @@ class PassMaker:
                 plan,
                 replicas,
                 experts,
-                lambda part, num_elements: self.bind(part, experts, num_elements),
+                lambda part, num_elements: self.bind(part, experts, num_elements, replicas.layout.dtype),
                 splits=may_split and plan.is_split,
                 waiting=self._waiting,
             )
         table, holders = None, None
-        if not is_plain(slots):
+        if plan.dispatch_policy == "exact" and placement.num_replicas:
+            node_D = torch.from_numpy(context.topology.node_of_device_D.copy())
+            slot_ED = torch.from_numpy(slots.slot_ED.copy())
+            holders = Holders.of(_sent(slot_ED, experts.device), _sent(node_D, experts.device), here)
+        elif not is_plain(slots):
             table_JE = source_table(plan, slots, context.topology, here, counts_DE)
-            table = self._on_device(table_JE, experts.device, is_shared)
-            if plan.dispatch_policy == "exact" and placement.num_replicas:
-                node_D = torch.from_numpy(context.topology.node_of_device_D.copy())
-                slot_ED = torch.from_numpy(slots.slot_ED.copy())
-                holders = Holders.of(_sent(slot_ED, experts.device), _sent(node_D, experts.device), here)
+            table = self._on_device(by_number(table_JE), experts.device, is_shared)
         parameters_U = [None if expert < 0 else found[expert] for expert in expert_U]
         of = None if is_shared else counts_DE
         return SlotPass(plan, slots, parameters_U, table, holders, transfers, is_shared, of)
@@ -114,7 +115,7 @@ class PassMaker:
         plan: TransferPlan,
         experts: LocalExperts,
         num_elements: int,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype,
     ) -> SparseTransfer:
         """Bind a transfer plan to the layer's process group.
 
@@ -122,14 +123,14 @@ class PassMaker:
             plan: Edges along which experts travel.
             experts: Experts that have Parameters on this rank.
             num_elements: Elements of each expert that travel.
-            dtype: Data type of gathered tensors; ``None`` for that of the weights.
+            dtype: Data type of gathered tensors.
         """
         device = experts.device
         return SparseTransfer(
             self._groups.transfers or self._groups.expert_parallel,
             plan,
             num_elements=num_elements,
-            dtype=dtype or experts.layout().dtype,
+            dtype=dtype,
             device=device,
             messages=message_rule(on_cuda=device.type == "cuda"),
             one_queue=self._groups.one_queue,
@@ -153,9 +154,8 @@ class PassMaker:
             twice = 1 << (num_replicas - 1).bit_length()
             self._num_replica_slots = min(twice, max(num_replicas, most_slots))
 
-    def _on_device(self, table_JE: np.ndarray, device: torch.device, is_shared: bool) -> torch.Tensor:
+    def _on_device(self, host: torch.Tensor, device: torch.device, is_shared: bool) -> torch.Tensor:
         """A share table on the device. Shared passes always have the same tensor, for CUDA graphs."""
-        host = torch.from_numpy(table_JE)
         if not is_shared:
             return _sent(host, device)
         if self._table is None:

@@ -9,7 +9,6 @@ import torch
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
-from megatron_fssdp.runtime.slots.remap import count_slots
 from megatron_fssdp.runtime.slots.token_spread import token_spread
 
 
@@ -52,7 +51,7 @@ class SlotCounts:
             self._spread = spread if self._spread is None else self._spread + spread
         if one.is_shared:
             counts_W = self.open(one, slot_map.device)
-            counts_W += count_slots(slot_map)
+            counts_W += slot_map.sum(0, dtype=torch.int64)
 
     def clear(self) -> None:
         """Begin anew."""

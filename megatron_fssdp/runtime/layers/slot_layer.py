@@ -120,7 +120,7 @@ class SlotLayer:
         self._current: SlotPass | None = None
         self.gradients = HomeGradients(self.clock, self.timer, self._maker, experts)
         self.gradients.on_complete = self._prefetch_before
-        self._is_counted = self._is_final = False
+        self._is_counted = self._is_final = self._asks_after_gate = False
         strategy.check(context)
         experts.check_owned(context.owner_E, groups.device)
 
@@ -191,6 +191,8 @@ class SlotLayer:
         if self._shared is None:
             self._shared = self._make_pass(self.planner.next_plan(self.context), None, is_shared=True)
             self._use(self._shared)
+            self.load.strategy = self.strategy.selected(self.context.layer)
+            self._asks_after_gate = self.strategy.asks_after_gate(self.context.layer)
         return self._shared.plan
 
     def launch(self, hidden: torch.Tensor | None = None) -> None:
@@ -286,8 +288,8 @@ class SlotLayer:
         if one.holders is not None:
             counts_DE = gather_counts(routing_map.sum(0), self.groups.expert_parallel)
             slot_map, probs = remap_exactly(routing_map, probs, counts_DE, one.holders, one.slots.num_slots)
-        elif one.table_JE is not None:
-            slot_map, probs = remap_by_table(routing_map, probs, one.table_JE, one.slots.num_slots)
+        elif one.table_EJ is not None:
+            slot_map, probs = remap_by_table(routing_map, probs, one.table_EJ, one.slots.num_slots)
         if self._is_counted:
             self.counts.add(one, routing_map, slot_map)
         return slot_map, probs
@@ -480,7 +482,8 @@ class SlotLayer:
         if self._shared is not None and self._shared.transfers is not None:
             self._shared.transfers.drop()
         self._begin_anew()
-        self._take_load()
+        strategy = self._take_load().strategy
+        self.load.strategy = strategy
         self._use(self._shared)
 
     def _drop(self) -> None:
@@ -559,7 +562,7 @@ class SlotLayer:
 
     def _correct(self, routing_map: torch.Tensor) -> None:
         """Let the strategy change the replicas with the first micro-batch's exact counts (Hecate §4.2)."""
-        if self._is_final or not self.strategy.asks_after_gate(self.context.layer):
+        if self._is_final or not self._asks_after_gate:
             return
         self._is_final = True
         one = self._shared

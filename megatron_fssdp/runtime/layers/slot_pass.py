@@ -26,22 +26,24 @@ class SlotPass:
         plan: The plan.
         slots: Expert in each slot.
         parameters_U: Parameters of each slot of this device; ``None`` for an empty slot.
-        table_JE: Share table of this device on the device; ``None`` if slots are Megatron's own local
-            experts, so that nothing has to be remapped.
-        holders: What exact shares need to know of the plan (``exact_shares.py``); ``None`` where the table
-            serves.
+        table_EJ: Share table of this device on the device (``remap.by_number``). ``None`` if slots are
+            Megatron's own local experts, so that nothing has to be remapped, or if shares are exact.
+        holders: What exact shares need to know of the plan (``exact_shares.py``); ``None`` without them.
         transfers: Transfers of the replicas; ``None`` if the plan has none, or resident ones.
         is_shared: Whether all passes of an iteration use it. Otherwise it belongs to one micro-batch.
         counts_DE: Counts of the micro-batch to which the pass belongs, int64 ``[D, E]``; ``None`` if shared.
         is_recomputed: Whether the forward pass runs in a backward pass.
         has_backward: Whether a backward pass follows the last forward pass.
         is_over: Whether the gradients of a micro-batch's pass are complete.
+        has_gradients: Whether replicas have gradients that belong to their owners.
+        holds_each_pass: Whether the weights are released after each pass and gathered again
+            (re-materialization).
     """
 
     plan: LayerPlan
     slots: SlotTable
     parameters_U: Sequence[ExpertParameters | None]
-    table_JE: torch.Tensor | None
+    table_EJ: torch.Tensor | None
     holders: Holders | None
     transfers: ReplicaTransfers | None
     is_shared: bool = True
@@ -50,15 +52,9 @@ class SlotPass:
     has_backward: bool = False
     is_over: bool = False
 
-    @property
-    def has_gradients(self) -> bool:
-        """Whether replicas have gradients that belong to their owners."""
-        return self.transfers is not None or self.plan.resident
-
-    @property
-    def holds_each_pass(self) -> bool:
-        """Whether the weights are released after each pass and gathered again (re-materialization)."""
-        return self.transfers is not None and self.plan.rematerialize
+    def __post_init__(self) -> None:
+        self.has_gradients = self.transfers is not None or self.plan.resident
+        self.holds_each_pass = self.transfers is not None and self.plan.rematerialize
 
 
 def is_plain(slots: SlotTable) -> bool:

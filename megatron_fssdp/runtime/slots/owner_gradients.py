@@ -1,10 +1,8 @@
 """Gradients of owned experts, to which the sums of their replicas are added."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
-
-from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
 
 
 def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor | None:
@@ -13,18 +11,21 @@ def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     return parameter.grad if main_grad is None else main_grad
 
 
-def add_to_owner(parameters: ExpertParameters, gradients: Sequence[torch.Tensor]) -> None:
+def add_to_owners(gradients: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
     """Add raw gradients to ``main_grad``, or to ``grad`` without Megatron's DDP.
 
     Args:
-        parameters: Parameters of one owned expert.
-        gradients: Their gradients, in the same order and shapes.
+        gradients: Parameters of owned experts, each with its gradient, of the same shape.
     """
-    for parameter, gradient in zip(parameters, gradients, strict=True):
+    so_far, added = [], []
+    for parameter, gradient in gradients:
         if not parameter.requires_grad:
             continue
-        so_far = gradient_of(parameter)
-        if so_far is not None:
-            so_far.add_(gradient)
-        else:
+        found = gradient_of(parameter)
+        if found is None:
             parameter.grad = gradient.to(parameter.dtype, copy=True)
+        else:
+            so_far.append(found)
+            added.append(gradient)
+    if so_far:
+        torch._foreach_add_(so_far, added)

@@ -9,31 +9,43 @@ Tokens are numbered along rows of ``[E, T]``. Along columns of ``[T, E]`` a runn
 Shape letters: T tokens, E experts, J rows of a share table, W slots of all devices.
 """
 
+import numpy as np
 import torch
 
 
+def by_number(table_JE: np.ndarray) -> torch.Tensor:
+    """A share table as :func:`remap_by_table` needs it.
+
+    Args:
+        table_JE: Slot of each expert's n-th token, from 0, in row ``n % J``; int64 ``[J, E]``, J a power of
+            two (``planning/slots/share_table.py``).
+
+    Returns:
+        int64 ``[E, J]`` on the host: the slots of an expert in a line, beginning with that of token J - 1.
+    """
+    return torch.from_numpy(np.ascontiguousarray(np.roll(table_JE, 1, axis=0).T))
+
+
 def remap_by_table(
-    routing_map: torch.Tensor, probs: torch.Tensor, table_JE: torch.Tensor, num_slots: int
+    routing_map: torch.Tensor, probs: torch.Tensor, table_EJ: torch.Tensor, num_slots: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Route to the slots that a share table names.
 
-    The n-th token of expert e, from 0 and in the order of the rows, goes to slot ``table_JE[n % J, e]``. Rows
+    The n-th token of expert e, from 1 and in the order of the rows, goes to slot ``table_EJ[e, n % J]``. Rows
     with fewer experts, or with none, are allowed. An entry of ``probs`` moves with its expert even if the map
     is false there.
 
     Args:
         routing_map: Whether each token goes to each expert, bool ``[T, E]``.
         probs: Routing probabilities, ``[T, E]`` of any floating type. The gradient is a gather.
-        table_JE: Share table of this device, int64 ``[J, E]`` on the same device, J a power of two
-            (``planning/slots/share_table.py``).
+        table_EJ: Share table of this device (:func:`by_number`), on the same device.
         num_slots: Slots of all devices together, D*U.
 
     Returns:
         Routing map of the slots, bool ``[T, W]``, and their probabilities, ``[T, W]``.
     """
-    # Numbers begin with 1, so the table's rows are moved down by one.
-    row_ET = number_tokens_ET(routing_map).bitwise_and_(table_JE.shape[0] - 1)
-    return route_to(table_JE.roll(1, 0).t().contiguous().gather(1, row_ET), routing_map, probs, num_slots)
+    place_ET = number_tokens_ET(routing_map).bitwise_and_(table_EJ.shape[1] - 1)
+    return route_to(table_EJ.gather(1, place_ET), routing_map, probs, num_slots)
 
 
 def number_tokens_ET(routing_map: torch.Tensor) -> torch.Tensor:
@@ -52,8 +64,3 @@ def route_to(
     slot_TE, shape = slot_ET.t().contiguous(), (routing_map.shape[0], num_slots)
     slot_map = routing_map.new_zeros(shape).scatter_(1, slot_TE, routing_map)
     return slot_map, probs.new_zeros(shape).scatter(1, slot_TE, probs)
-
-
-def count_slots(slot_map: torch.Tensor) -> torch.Tensor:
-    """Tokens of each slot, int64 ``[W]``, from the routing map of the slots, bool ``[T, W]``."""
-    return slot_map.sum(0, dtype=torch.int64)

@@ -23,7 +23,7 @@ from megatron_fssdp.collectives.sparse.transfer_cargo import accumulation_dtype
 from megatron_fssdp.collectives.transfer_lane import PendingTransfer
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 from megatron_fssdp.runtime.experts.local_experts import LocalExperts
-from megatron_fssdp.runtime.slots.owner_gradients import add_to_owner
+from megatron_fssdp.runtime.slots.owner_gradients import add_to_owners
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
@@ -141,11 +141,11 @@ class ReplicaTransfers:
         held, owned = self.slots.weights(), self._experts.parameters
         begin, end = self._num_gathered, self._num_gathered + num_elements
         if not begin:
-            layout = self.slots.layout
-            self._sent = {
-                expert: layout.pack([p.detach() for p in owned[expert]]) if expert in owned else held[expert]
-                for expert in transfer.shared_experts
-            }
+            with torch.no_grad():
+                self._sent = {
+                    expert: self.slots.layout.pack(owned[expert]) if expert in owned else held[expert]
+                    for expert in transfer.shared_experts
+                }
         self._num_gathered = end
         self._gathering.append(
             transfer.start_all_gather(
@@ -190,12 +190,11 @@ class ReplicaTransfers:
         parts = [layout.numel - rest, rest] if rest else [layout.numel]
         self._to_reduce = deque(self._bind(self.plan.transfer, part) for part in parts)
         # The owner's own part is already in its gradient, so it is not a part of these sums.
-        self._home = {
-            expert: torch.empty(
-                layout.numel, dtype=accumulation_dtype(layout.dtype), device=self.slots.device
-            )
-            for expert in self._to_reduce[0].shared_experts
-        }
+        shared = self._to_reduce[0].shared_experts
+        totals = torch.empty(
+            len(shared), layout.numel, dtype=accumulation_dtype(layout.dtype), device=self.slots.device
+        )
+        self._home = dict(zip(shared, totals.unbind(), strict=True))
         self._num_reduced, self._dtype_home = 0, dtype
         self._reduce_part()
 
@@ -213,8 +212,12 @@ class ReplicaTransfers:
             for pending in self._reducing:
                 pending.wait()
         self._reducing.clear()
-        for expert, total in self._home.items():
-            add_to_owner(self._experts.parameters[expert], self.slots.layout.unpack(total))
+        owned, layout = self._experts.parameters, self.slots.layout
+        add_to_owners(
+            pair
+            for expert, total in self._home.items()
+            for pair in zip(owned[expert], layout.unpack(total), strict=True)
+        )
         self._home, self._partial = {}, {}
         self.slots.close_sums()
 

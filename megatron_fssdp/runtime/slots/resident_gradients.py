@@ -5,7 +5,7 @@ import torch
 from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.collectives.transfer_lane import PendingTransfer
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
-from megatron_fssdp.runtime.slots.owner_gradients import add_to_owner, gradient_of
+from megatron_fssdp.runtime.slots.owner_gradients import add_to_owners, gradient_of
 
 
 class ResidentGradients:
@@ -72,7 +72,7 @@ class ResidentGradients:
         for parameter in parameters:
             if (gradient := gradient_of(parameter)) is not None:
                 gradient.zero_()
-        add_to_owner(parameters, self._layout.unpack(total))
+        add_to_owners(zip(parameters, self._layout.unpack(total), strict=True))
 
     def _gradient(self, expert: int) -> torch.Tensor:
         gradients = [gradient_of(parameter) for parameter in self._parameters[expert]]

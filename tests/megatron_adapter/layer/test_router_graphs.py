@@ -82,7 +82,7 @@ def _capture_preprocessing(rank: int, world_size: int) -> tuple[bool, list[float
     cuda_graphs._set_capture_start()
     layer(hidden)
     cuda_graphs._set_capture_end()
-    dispatcher, table = layer.token_dispatcher, slots._current.table_JE
+    dispatcher, table = layer.token_dispatcher, slots._current.table_EJ
     attributes = list(dispatcher.valid_cudagraph_attrs)
     differences, plans = [], set()
     for hot in range(3):
@@ -91,7 +91,7 @@ def _capture_preprocessing(rank: int, world_size: int) -> tuple[bool, list[float
         wanted, _ = layer(hidden)
         plans.add(slots.plan.digest())
         assert layer.token_dispatcher is dispatcher
-        assert slots._current.table_JE is table
+        assert slots._current.table_EJ is table
         # What a replay computes: the same operations on the same tensors.
         probs, routing_map = layer.router(hidden)
         rows, row_probs = dispatcher.dispatch_preprocess(hidden, routing_map, probs)

@@ -18,7 +18,7 @@ from megatron_fssdp.planning.slots.share_table import even_table
 from megatron_fssdp.planning.slots.slot_table import SlotTable
 from megatron_fssdp.runtime.slots import exact_shares
 from megatron_fssdp.runtime.slots.exact_shares import ENOUGH, Holders, exact_ends_ED, remap_exactly
-from megatron_fssdp.runtime.slots.remap import count_slots, remap_by_table
+from megatron_fssdp.runtime.slots.remap import by_number, remap_by_table
 from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
 from tests.drawn_examples import examples
 from tests.planning.placement_cases import placements, random_counts_DE
@@ -147,7 +147,7 @@ def test_the_remap_follows_the_shares(case, seed, num_tokens, is_counted):
     if is_counted:
         end_ED = exact_ends_ED(torch.tensor(count_DE), holders)
         sent_ED = end_ED.diff(dim=1, prepend=torch.zeros_like(end_ED[:, :1])).numpy()
-        in_slot_ED = count_slots(slot_map).numpy()[slots.slot_ED] * placement.present_ED
+        in_slot_ED = slot_map.sum(0).numpy()[slots.slot_ED] * placement.present_ED
         np.testing.assert_array_equal(in_slot_ED, sent_ED)
 
 
@@ -156,10 +156,10 @@ def test_nothing_waits_for_the_host():
     placement = ExpertPlacement(np.arange(4) // 2, np.ones((4, 2), bool))
     topology, slots = Topology.uniform(2, 1), slots_of(placement)
     count_DE, slot_ED = torch.ones(2, 4, dtype=torch.int64), torch.tensor(slots.slot_ED)
-    table_JE = torch.tensor(even_table(slots, placement, topology, 0))
+    table_EJ = by_number(even_table(slots, placement, topology, 0))
     node_D, routing_map, probs = torch.tensor([0, 0]), torch.ones(1, 4, dtype=torch.bool), torch.ones(1, 4)
     with FakeTensorMode() as mode:
-        fake = [mode.from_tensor(t) for t in (count_DE, slot_ED, table_JE, node_D, routing_map, probs)]
+        fake = [mode.from_tensor(t) for t in (count_DE, slot_ED, table_EJ, node_D, routing_map, probs)]
         holders = Holders.of(fake[1], fake[3], 0)
         results = remap_exactly(fake[4], fake[5], fake[0], holders, 8)
         results += remap_by_table(fake[4], fake[5], fake[2], 8)
