@@ -25,7 +25,7 @@ from megatron_fssdp.testing.parallel_state import MEGATRON_PRELOAD
 
 VARIABLE = "MEGATRON_LM_PATH"
 STRATEGY = "fssdp"
-FIXED_SLOTS = "slots=2 reshard_interval=0"
+FIXED_SLOTS = "slots=2 reshard_interval=0 dispatch_policy=even"
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 BEGIN, END = "<!-- recipes: begin -->", "<!-- recipes: end -->"
 

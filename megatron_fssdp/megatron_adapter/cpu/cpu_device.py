@@ -23,6 +23,8 @@ class CpuDeviceMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if not kwargs and func not in _CHANGED:  # Also attributes of tensors come here, so this is frequent.
+            return func(*args)
         kwargs = dict(kwargs or {})
         if "device" in kwargs and kwargs["device"] is not None and _is_accelerator(kwargs["device"]):
             kwargs["device"] = _CPU
@@ -40,6 +42,7 @@ class CpuDeviceMode(TorchFunctionMode):
 
 
 _IDENTITIES = (torch.Tensor.cuda, torch.Tensor.pin_memory)
+_CHANGED = frozenset({*_IDENTITIES, torch.Tensor.to, torch.Tensor.type})
 
 
 def _is_device_argument(argument: object) -> bool:

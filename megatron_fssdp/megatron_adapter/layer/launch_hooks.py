@@ -46,7 +46,7 @@ def _hook(layer: TransformerLayer, moe: StrategyMoELayer, first: bool) -> None:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hidden = args[0] if args else kwargs["hidden_states"]
         if not is_graph_capturing():
-            slots.timer.passes(hidden, "other", None)
+            slots.mark(hidden, "other", None)
             if first and not in_backward():
                 slots.launch(hidden)
         return args, kwargs

@@ -160,7 +160,7 @@ class StrategyMoELayer(MoELayer):
         if is_graph_capturing():
             layer.prepare_capture(training=self.training)
         else:
-            layer.timer.passes(hidden_states, "dispatch", "other")
+            layer.mark(hidden_states, "dispatch", "other")
             layer.prepare(routing_map, training=self.training)
         return super().preprocess(self._dispatchers.own_tokens(hidden_states), probs, routing_map)
 

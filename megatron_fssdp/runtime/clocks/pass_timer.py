@@ -78,30 +78,26 @@ class PassTimer:
     Attributes:
         is_usable: Whether the passes of this rank are one sequence. Megatron's combined 1F1B schedule runs
             segments of two micro-batches in turn, on two streams, so there is nothing to measure.
+        is_running: Whether parts are measured now.
     """
 
     def __init__(self) -> None:
         self.is_usable = True
-        self._is_running = False
+        self.is_running = False
         self._is_cuda = False
         self._marks: list[tuple[PassSeconds | None, Part | None, Moment]] = []
-
-    @property
-    def is_running(self) -> bool:
-        """Whether parts are measured now."""
-        return self._is_running
 
     def start(self) -> None:
         """Begin to measure an iteration; what was measured since the last start is dropped."""
         self._marks.clear()
-        self._is_running = self.is_usable
+        self.is_running = self.is_usable
 
     def stop(self) -> None:
         """End the iteration, and add the seconds of every part to its layer.
 
         On CUDA, the host waits until the device has reached the last mark.
         """
-        self._is_running = False
+        self.is_running = False
         for (total, part, begin), (_, _, end) in pairwise(self._marks):
             if total is not None and part is not None:
                 total.add(part, seconds_between(begin, end))
@@ -122,7 +118,7 @@ class PassTimer:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Context manager around a wait for a transfer, which belongs to no part."""
-        if not self._is_running or not self._marks:
+        if not self.is_running or not self._marks:
             yield
             return
         total, part, _ = self._marks[-1]
@@ -139,7 +135,7 @@ class LayerTimer:
     """
 
     def __init__(self, timer: PassTimer) -> None:
-        self._timer = timer
+        self.timer = timer
         self._forward = PassSeconds()
         self._backward = PassSeconds()
 
@@ -155,16 +151,16 @@ class LayerTimer:
             backward: Part that begins where the tensor's gradient is complete; ``None`` if the layer ends
                 there.
         """
-        if not self._timer.is_running:
+        if not self.timer.is_running:
             return
         total = self._backward if in_backward() else self._forward
-        self._timer.enter(total, forward, tensor.is_cuda)
+        self.timer.enter(total, forward, tensor.is_cuda)
         if tensor.requires_grad and torch.is_grad_enabled():
             tensor.register_hook(lambda gradient: self._enter_backward(backward, gradient.is_cuda))
 
     def waiting(self) -> AbstractContextManager[None]:
         """Context manager around a wait for a transfer, which belongs to no part."""
-        return self._timer.waiting()
+        return self.timer.waiting()
 
     def take(self) -> tuple[PassSeconds, PassSeconds]:
         """Return the seconds of the forward and of the backward passes since the last call.
@@ -176,5 +172,5 @@ class LayerTimer:
         return taken
 
     def _enter_backward(self, part: Part | None, is_cuda: bool) -> None:
-        if self._timer.is_running:
-            self._timer.enter(self._backward, part, is_cuda)
+        if self.timer.is_running:
+            self.timer.enter(self._backward, part, is_cuda)

@@ -34,8 +34,8 @@ class SlotCounts:
 
     def open(self, one: SlotPass, device: torch.device) -> torch.Tensor:
         """The counts of the present iteration by slot, int64 ``[W]``; the address stays while W does."""
-        if self._counts_W is None or len(self._counts_W) != one.slots.num_slots:
-            self._counts_W = torch.zeros(one.slots.num_slots, dtype=torch.int64, device=device)
+        if self._counts_W is None or len(self._counts_W) != one.num_slots:
+            self._counts_W = torch.zeros(one.num_slots, dtype=torch.int64, device=device)
         return self._counts_W
 
     def add(self, one: SlotPass, routing_map: torch.Tensor, slot_map: torch.Tensor) -> None:

@@ -40,7 +40,7 @@ from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
-from megatron_fssdp.runtime.clocks.pass_timer import LayerTimer, PassTimer
+from megatron_fssdp.runtime.clocks.pass_timer import LayerTimer, Part, PassTimer
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
 from megatron_fssdp.runtime.experts.local_experts import LocalExperts
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
@@ -121,6 +121,7 @@ class SlotLayer:
         self.gradients = HomeGradients(self.clock, self.timer, self._maker, experts)
         self.gradients.on_complete = self._prefetch_before
         self._is_counted = self._is_final = self._asks_after_gate = False
+        self._is_alone = context.num_devices == 1
         strategy.check(context)
         experts.check_owned(context.owner_E, groups.device)
 
@@ -201,7 +202,7 @@ class SlotLayer:
         Args:
             hidden: A tensor of the pass, for the stopwatch; ``None`` outside of a pass.
         """
-        if self.context.num_devices == 1 or not self.clock.driven:
+        if self._is_alone or not self.clock.driven:
             return
         plan = self.plan_iteration()
         assert self._shared is not None
@@ -228,9 +229,9 @@ class SlotLayer:
         if self.stopwatch is not None:
             self.stopwatch.tokens_ready()
         self.advance_transfers()
-        if self.context.num_devices == 1 or self.clock.driven:
+        if self._is_alone or self.clock.driven:
             plan = self.plan_iteration()
-            if not plan.each_micro_batch or routing_map is None or self.context.num_devices == 1:
+            if not plan.each_micro_batch or routing_map is None or self._is_alone:
                 if routing_map is not None:
                     self._correct(routing_map)
                 assert self._shared is not None
@@ -287,9 +288,9 @@ class SlotLayer:
         one, slot_map = self._in_use, routing_map
         if one.holders is not None:
             counts_DE = gather_counts(routing_map.sum(0), self.groups.expert_parallel)
-            slot_map, probs = remap_exactly(routing_map, probs, counts_DE, one.holders, one.slots.num_slots)
+            slot_map, probs = remap_exactly(routing_map, probs, counts_DE, one.holders, one.num_slots)
         elif one.table_EJ is not None:
-            slot_map, probs = remap_by_table(routing_map, probs, one.table_EJ, one.slots.num_slots)
+            slot_map, probs = remap_by_table(routing_map, probs, one.table_EJ, one.num_slots)
         if self._is_counted:
             self.counts.add(one, routing_map, slot_map)
         return slot_map, probs
@@ -332,7 +333,7 @@ class SlotLayer:
         if one.transfers is not None:
             one.transfers.begin_use(backward=False)
             one.transfers.await_weights()
-        self.timer.passes(rows, "experts", "dispatch")
+        self.mark(rows, "experts", "dispatch")
         return nullcontext() if self.stopwatch is None else self.stopwatch.experts(rows.shape[0], rows.device)
 
     def compute_in_steps(
@@ -378,7 +379,7 @@ class SlotLayer:
             rows: Results of the experts, ``[R, M]``.
         """
         one = self._in_use
-        self.timer.passes(rows, "combine", "experts")
+        self.mark(rows, "combine", "experts")
         self.advance_transfers(rows)
         next_splits = self.following is not None and self.following._splits
         if one.has_gradients or self._has_steps(one) or next_splits:
@@ -398,10 +399,15 @@ class SlotLayer:
         one, following = self._in_use, self.following
         if one.holds_each_pass or (following is not None and following.groups.transfers is not None):
             output = call_in_backward(partial(self._begin_backward, one), output)
-        self.timer.passes(output, None, "combine")
+        self.mark(output, None, "combine")
         if following is not None and not following.is_first and not in_backward():
             following.launch(output)
         return output
+
+    def mark(self, tensor: torch.Tensor, forward: Part | None, backward: Part | None) -> None:
+        """Mark a border between two parts of the layer, if it is measured (:meth:`LayerTimer.passes`)."""
+        if self.timer.timer.is_running:
+            self.timer.passes(tensor, forward, backward)
 
     def advance_transfers(self, hidden: torch.Tensor | None = None) -> None:
         """Mark a point of the program, at which transfers issue their next messages (``stream_lane.py``).
@@ -540,7 +546,7 @@ class SlotLayer:
         return self._current
 
     def _has_steps(self, one: SlotPass) -> bool:
-        return one.plan.in_steps and self.context.num_devices > 1
+        return one.plan.in_steps and not self._is_alone
 
     def _use(self, one: SlotPass | None) -> None:
         if one is not None and one is not self._current:

@@ -38,6 +38,7 @@ class SlotPass:
         has_gradients: Whether replicas have gradients that belong to their owners.
         holds_each_pass: Whether the weights are released after each pass and gathered again
             (re-materialization).
+        num_slots: Number of slots of all devices, W.
     """
 
     plan: LayerPlan
@@ -53,6 +54,8 @@ class SlotPass:
     is_over: bool = False
 
     def __post_init__(self) -> None:
+        # Attributes, because every forward pass asks for them.
+        self.num_slots = self.slots.num_slots
         self.has_gradients = self.transfers is not None or self.plan.resident
         self.holds_each_pass = self.transfers is not None and self.plan.rematerialize
 

@@ -72,7 +72,7 @@ def _capture_preprocessing(rank: int, world_size: int) -> tuple[bool, list[float
         use_te=False,
         num_experts=EXPERTS,
         strategy="fssdp",
-        settings={"slots": 1, "overlap_degree": 2, "reshard_interval": 0},
+        settings={"slots": 1, "overlap_degree": 2, "reshard_interval": 0, "dispatch_policy": "even"},
     )
     layer = spec(config=config, pg_collection=None)
     layer.set_layer_number(1)

@@ -102,7 +102,7 @@ DIVIDED = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EQUAL = {"tensor_model_parallel_size": 2, "sequence_parallel": False}
 PREPROCESS = {**TE_GRAPHS, "cuda_graph_modules": ["moe_router", "moe_preprocess"]}
 PADDING = {"moe_router_padding_for_quantization": True}
-KEPT = {"slots": 2, "reshard_interval": 0}
+KEPT = {"slots": 2, "reshard_interval": 0, "dispatch_policy": "even"}
 
 
 def strategy_of(name: str, keys: dict[str, Any]) -> Any:
@@ -149,6 +149,7 @@ def test_dispatchers_and_graphs_that_fit_the_slots_are_accepted(
         ("fssdp", {**KEPT, "smart_schedule": "by_price"}, PREPROCESS, "remove moe_preprocess"),
         ("fssdp", {"slots": 2}, PREPROCESS, "reshard_interval=0"),
         ("fssdp", {"reshard_interval": 0}, PREPROCESS, "set slots"),
+        ("fssdp", {"slots": 2, "reshard_interval": 0}, PREPROCESS, "dispatch_policy=even"),
         ("smartmoe", {}, PREPROCESS, "without fixed slots"),
         ("fssdp", {**KEPT, "calibrate": True}, PREPROCESS, "after the gate"),
         ("fastermoe", {"slots": 1}, PREPROCESS, "after the gate"),
