@@ -15,7 +15,7 @@ import pytest
 
 from . import recipe_copies, recipes
 from .fused_dispatch import install_fused_dispatch
-from .training.parity.test_grouped_experts import build_grouped_experts
+from .training.parity.test_prepared_trainings import build_grouped_experts
 from .training.parity.test_strategy_parity import cheap_links
 from .training_run import TrainingRun, relative_difference, train_on_all_ranks
 

@@ -26,7 +26,7 @@ def reporting_stop(args: Any) -> Iterator[None]:
         places = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
         reason = (str(error).strip() or "no message").splitlines()[0]
         logger.error(
-            f"[fssdp] rank {dist.get_rank()} stopped in iteration {running_iteration(args)}{places}: "
+            f"[fssdp] rank {dist.get_rank()} stopped in iteration {_running_iteration(args)}{places}: "
             f"{type(error).__name__}: {reason}. If another rank stopped earlier, its log has the cause. "
             f"{how_to_go_on(args)}"
         )
@@ -41,26 +41,17 @@ def report_non_finite(args: Any, finding: str) -> None:
         finding: Sentence that names the place.
     """
     logger.error(
-        f"[fssdp] error on rank {dist.get_rank()}: iteration {running_iteration(args)}: {finding}. "
+        f"[fssdp] error on rank {dist.get_rank()}: iteration {_running_iteration(args)}: {finding}. "
         f"{how_to_go_on(args)}"
     )
 
 
-def running_iteration(args: Any) -> int:
-    """Return the number of the running iteration as in Megatron's log, counted from 1.
-
-    Args:
-        args: Megatron's arguments.
-    """
-    return int(args.curr_iteration) + 1
+def _running_iteration(args: Any) -> int:
+    return int(args.curr_iteration) + 1  # as in Megatron's log
 
 
 def how_to_go_on(args: Any) -> str:
-    """Return a sentence that names the checkpoint from which the training can resume.
-
-    Args:
-        args: Megatron's arguments.
-    """
+    """Return a sentence that names the checkpoint from which the training can resume."""
     for folder in (args.save, args.load):
         # A damaged file must not hide why the training stopped.
         with suppress(OSError, ValueError):

@@ -1,7 +1,7 @@
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.megatron_adapter.support.started_ranks import check_started_as_rank
+from megatron_fssdp.megatron_adapter.entry.registration import check_started_as_rank
 
 
 def test_a_process_without_a_launcher_gets_the_launch_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.megatron_adapter.training.shared_refusal import refused_together
+from megatron_fssdp.megatron_adapter.training.equal_settings import refused_together
 from megatron_fssdp.testing import run_ranks
 
 from ..training_run import train_on_all_ranks
