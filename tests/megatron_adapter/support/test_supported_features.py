@@ -25,6 +25,7 @@ from megatron_fssdp.strategies.registry import build_strategy
 Module = Enum("Module", "attn mlp moe moe_router moe_preprocess mamba")
 TE_GRAPHS = {"cuda_graph_impl": "transformer_engine", "sequence_parallel": True}
 BOTH = [Module.attn, Module.moe_router]
+EQUAL = {"tensor_model_parallel_size": 2, "sequence_parallel": False}
 
 
 def settings(**more: Any) -> SimpleNamespace:
@@ -62,15 +63,7 @@ def test_settings_that_a_strategy_can_serve_are_accepted(more: dict[str, Any]) -
         ({**TE_GRAPHS, "cuda_graph_modules": "full"}, "--cuda-graph-impl local"),
         ({"external_cuda_graph": True}, "--cuda-graph-impl local"),
         ({**TE_GRAPHS, "cuda_graph_modules": [Module.attn, Module.moe]}, "--cuda-graph-impl local"),
-        (
-            {
-                **TE_GRAPHS,
-                "cuda_graph_modules": BOTH,
-                "tensor_model_parallel_size": 2,
-                "sequence_parallel": False,
-            },
-            "add --sequence-parallel",
-        ),
+        ({**TE_GRAPHS, "cuda_graph_modules": BOTH, **EQUAL}, "add --sequence-parallel"),
         ({"expert_tensor_parallel_num_weight_shards": 2}, "--expert-tensor-parallel-num-weight-shards"),
         ({"expert_gtp_weight_remat_size": 2}, "--expert-tensor-parallel-num-weight-shards"),
         ({"num_experts": 9}, "--expert-model-parallel-size: got 2"),
@@ -99,7 +92,6 @@ FLEX = {"moe_token_dispatcher_type": "flex"}
 NCCL = {**FLEX, "moe_flex_dispatcher_backend": "ncclep"}
 DELAYED = {"delay_wgrad_compute": True}
 DIVIDED = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-EQUAL = {"tensor_model_parallel_size": 2, "sequence_parallel": False}
 PREPROCESS = {**TE_GRAPHS, "cuda_graph_modules": ["moe_router", "moe_preprocess"]}
 PADDING = {"moe_router_padding_for_quantization": True}
 KEPT = {"slots": 2, "reshard_interval": 0}
