@@ -17,19 +17,20 @@ from megatron_fssdp.testing.parallel_state import MEGATRON_PRELOAD
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 SCRIPT = SCRIPTS / "pretrain_gpt.py"
 
-TINY_GPT_MOE = """
-    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --seq-length 16
-    --max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 8 --train-iters 20
-    --lr 1e-3 --min-lr 1e-4 --lr-decay-style constant --weight-decay 0.01 --clip-grad 1.0
-    --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type none
-    --moe-token-dispatcher-type alltoall
-    --tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 1
-    --attention-dropout 0 --hidden-dropout 0 --seed 1234 --num-workers 0 --split 100,0,0
-    --log-interval 1000 --eval-iters 0 --eval-interval 1000000
+# Small sizes, the CPU's part of a command line, and no logs and evaluations.
+SMALL = """
+    --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --seq-length 16
+    --max-position-embeddings 16 --micro-batch-size 2 --lr 1e-3 --min-lr 1e-4 --lr-decay-style constant
+    --tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 1 --seed 1234
+    --num-workers 0 --split 100,0,0 --log-interval 1000 --eval-iters 0 --eval-interval 1000000
     --distributed-backend gloo --use-cpu-initialization --transformer-impl local
-    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm
-    --no-rope-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion
-    --disable-jit-fuser
+    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion
+    --no-bias-gelu-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion --disable-jit-fuser
+"""
+TINY_GPT_MOE = f"""
+    {SMALL} --num-layers 2 --global-batch-size 8 --train-iters 20 --weight-decay 0.01 --clip-grad 1.0
+    --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type none
+    --moe-token-dispatcher-type alltoall --attention-dropout 0 --hidden-dropout 0
 """
 
 

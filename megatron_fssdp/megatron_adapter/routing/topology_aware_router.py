@@ -14,24 +14,25 @@ import torch
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import LeavingChoices, select_experts
-from megatron_fssdp.megatron_adapter.support.supported_features import Refusal, captured_modules, refuse
+from megatron_fssdp.megatron_adapter.support.supported_features import (
+    Refusal,
+    asks_any,
+    captured_modules,
+    refuse,
+)
 from megatron_fssdp.planning.placement.topology import Topology
 
 _REFUSALS: tuple[Refusal, ...] = (
-    ("a fused router", lambda value: bool(value("moe_router_fusion")), "remove --moe-router-fusion"),
+    ("a fused router", asks_any("moe_router_fusion"), "remove --moe-router-fusion"),
     (
         "CUDA graphs of the router",
         lambda value: "moe_router" in captured_modules(value),
         "remove moe_router from --cuda-graph-modules",
     ),
-    (
-        "replayed routings",
-        lambda value: bool(value("moe_enable_routing_replay")),
-        "remove --moe-enable-routing-replay",
-    ),
+    ("replayed routings", asks_any("moe_enable_routing_replay"), "remove --moe-enable-routing-replay"),
     (
         "group-limited routing",
-        lambda value: bool(value("moe_router_group_topk")),
+        asks_any("moe_router_group_topk"),
         "remove --moe-router-num-groups and --moe-router-group-topk",
     ),
     (

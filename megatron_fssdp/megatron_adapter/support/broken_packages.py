@@ -17,12 +17,9 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class BrokenPackage:
-    """An optional package whose import ended an import of Megatron.
+    """An optional package whose import ended an import of Megatron: its name in prose and for pip.
 
-    Attributes:
-        name: Name of the package in prose, for example ``Transformer Engine``.
-        distribution: Name of the package for pip.
-        error: Type and first line of the error that the import raised.
+    ``error`` has the type and the first line of the error that the import raised.
     """
 
     name: str

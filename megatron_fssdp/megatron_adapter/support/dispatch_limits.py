@@ -8,6 +8,7 @@ from typing import Any
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.support.supported_features import (
     Value,
+    asks_any,
     captured_modules,
     expert_parts,
     refuse,
@@ -24,6 +25,8 @@ _DOMAIN = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 Rule = tuple[str, Callable[[Strategy, Value], bool], str]
 """Name of the refused combination; whether strategy and settings have it; the next step for the user."""
 
+_delays = asks_any("delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad")
+_pads = asks_any("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
 _DELAYING = "--delay-wgrad-compute and --overlap-dispatch-backward-with-experts-wgrad"
 
 RULES: tuple[Rule, ...] = (
@@ -67,9 +70,7 @@ RULES: tuple[Rule, ...] = (
     (
         "--moe-router-padding-for-quantization with schedule=s2",
         lambda strategy, value: (
-            bool(value("moe_router_padding_for_quantization") or value("moe_router_padding_for_fp8"))
-            and strategy.collective_schedule.name == "s2"
-            and _has_equal_tokens(value)
+            _pads(value) and strategy.collective_schedule.name == "s2" and _has_equal_tokens(value)
         ),
         "a tensor-parallel rank's share of the padded rows is no multiple: use another schedule",
     ),
@@ -87,9 +88,7 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         "--cuda-graph-modules moe_preprocess with an expert capacity",
-        lambda strategy, value: (
-            _captures_preprocess(value) and value("moe_expert_capacity_factor") is not None
-        ),
+        lambda _, value: _captures_preprocess(value) and value("moe_expert_capacity_factor") is not None,
         "numbers of rows vary with slots, also of padded experts: remove moe_preprocess",
     ),
     (
@@ -196,10 +195,6 @@ def _has_equal_tokens(value: Value) -> bool:
 def _asks_for_schedule(strategy: Strategy) -> bool:
     """Whether the user has chosen one of Parm's schedules; ``auto`` selects them only if it can."""
     return strategy.collective_schedule.name != "megatron" and not strategy.selects
-
-
-def _delays(value: Value) -> bool:
-    return bool(value("delay_wgrad_compute") or value("overlap_dispatch_backward_with_experts_wgrad"))
 
 
 def _captures_preprocess(value: Value) -> bool:

@@ -15,19 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 class Replacement(NamedTuple):
-    """A setting that a strategy replaces.
-
-    Attributes:
-        what: Flag that the user gave, for the log and the documentation.
-        is_asked: Whether the settings have it. The argument is a function from the name of a setting to its
-            value.
-        name: Name of the setting.
-        new: Its new value.
-        meaning: What happens instead.
-    """
+    """A replaced setting: what was given, whether it is asked for, name, new value, the effect."""
 
     what: str
-    is_asked: Callable[[Value], bool]
+    is_asked: Callable[[Value], object]
     name: str
     new: Any
     meaning: str
@@ -40,10 +31,10 @@ def _saves(value: Value) -> bool:
 CHECKPOINT_REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement(
         "the distributed optimizer's checkpoint format dp_reshardable",
-        # The layer-wise optimizer contains a distributed optimizer for some parameters.
         lambda value: (
             _saves(value)
-            and bool(value("use_distributed_optimizer") or value("use_layer_wise_distributed_optimizer"))
+            # The layer-wise optimizer contains a distributed optimizer for some parameters.
+            and (value("use_distributed_optimizer") or value("use_layer_wise_distributed_optimizer"))
             and not value("no_save_optim")
             and not value("dist_ckpt_optim_fully_reshardable")
         ),
@@ -54,7 +45,7 @@ CHECKPOINT_REPLACEMENTS: tuple[Replacement, ...] = (
     ),
     Replacement(
         "--ckpt-assume-constant-structure",
-        lambda value: _saves(value) and bool(value("ckpt_assume_constant_structure")),
+        lambda value: _saves(value) and value("ckpt_assume_constant_structure"),
         "ckpt_assume_constant_structure",
         False,
         "every save gets a plan of its own, because experts move between saves",
@@ -69,9 +60,7 @@ def replace_settings(who: str, replacements: Iterable[Replacement], settings: An
     ``who`` starts the messages: the strategy that takes the place of the settings.
     """
     for what, is_asked, name, new, meaning in replacements:
-        if not is_asked(value_of(settings)):
-            continue
-        if hasattr(settings, name):
+        if is_asked(value_of(settings)):
             setattr(settings, name, new)
-        if os.environ.get("RANK", "0") == "0":
-            logger.warning(f"[fssdp] {who}: {what}: {meaning}")
+            if os.environ.get("RANK", "0") == "0":
+                logger.warning(f"[fssdp] {who}: {what}: {meaning}")

@@ -41,6 +41,11 @@ def captured_modules(value: Value) -> frozenset[str]:
     return frozenset(str(getattr(module, "name", module)) for module in modules) - {"full"}
 
 
+def asks_any(*names: str) -> Callable[[Value], bool]:
+    """Return whether settings have any of the named ones, as a function of their values."""
+    return lambda value: any(map(value, names))
+
+
 def _uses_graphs(value: Value) -> bool:
     has_old_flag = value("enable_cuda_graph") or value("external_cuda_graph")
     return (value("cuda_graph_impl") or "none") != "none" or bool(has_old_flag)
@@ -72,9 +77,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     (
         "parameters in fp8 or fp4",
-        lambda value: any(
-            value(name) for name in ("fp8_param", "fp8_param_gather", "fp4_param", "fp4_param_gather")
-        ),
+        asks_any("fp8_param", "fp8_param_gather", "fp4_param", "fp4_param_gather"),
         "weights travel to replicas in bf16, fp16 or fp32, and Transformer Engine quantizes them there: "
         "remove --fp8-param-gather and --fp4-param-gather",
     ),
@@ -88,7 +91,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     (
         "fp8 or fp4 without grouped experts",
-        lambda value: bool(value("fp8") or value("fp4")) and not value("moe_grouped_gemm"),
+        lambda value: asks_any("fp8", "fp4")(value) and not value("moe_grouped_gemm"),
         "add --moe-grouped-gemm",
     ),
     (
@@ -115,12 +118,12 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     (
         "one weight tensor for all experts",
-        lambda value: bool(value("moe_single_grouped_weight") or value("moe_single_grouped_bias")),
+        asks_any("moe_single_grouped_weight", "moe_single_grouped_bias"),
         "each expert has its own owner: remove --moe-single-grouped-weight and --moe-single-grouped-bias",
     ),
     (
         "fully sharded data parallelism of the whole model",
-        lambda value: bool(value("use_megatron_fsdp") or value("use_torch_fsdp2")),
+        asks_any("use_megatron_fsdp", "use_torch_fsdp2"),
         "use Megatron's DDP, with or without --use-distributed-optimizer",
     ),
     (
@@ -128,7 +131,7 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda value: _num_weight_shards(value) > 1,
         "remove --expert-tensor-parallel-num-weight-shards",
     ),
-    ("paged stashing", lambda value: bool(value("moe_paged_stash")), "remove --moe-paged-stash"),
+    ("paged stashing", asks_any("moe_paged_stash"), "remove --moe-paged-stash"),
     (
         "the inference-optimized implementation",
         lambda value: value("transformer_impl") == "inference_optimized",
@@ -141,7 +144,7 @@ REFUSALS: tuple[Refusal, ...] = (
 RESIDENT_REFUSALS: tuple[Refusal, ...] = (
     (
         "fp16, whose loss scale may skip an optimizer step",
-        lambda value: bool(value("fp16")),
+        asks_any("fp16"),
         "its resident replicas have an optimizer step of their own: use --bf16 or fp32",
     ),
 )

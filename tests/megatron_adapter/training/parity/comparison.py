@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_fssdp.reporting.records.run_records import IterationMetrics, read_metrics
 
@@ -27,6 +28,13 @@ SHARED_OVERLAP = f"{SHARED} --moe-shared-expert-overlap {NO_BIAS}"
 DROPPING = "--moe-expert-capacity-factor 1.0"
 MTP = "--mtp-num-layers 1 --position-embedding-type rope"
 EVALUATES = "--split 90,10,0 --eval-iters 1 --eval-interval 2"
+BUCKETS = f"{OVERLAPS} --ddp-num-buckets 4"
+SEQ_AUX_LOSS = "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2"
+Z_LOSS = f"{AUX_LOSS} --moe-z-loss-coeff 1e-3"
+PARTS = f"--tensor-model-parallel-size 2 {NO_BIAS}"
+WHOLE = f"--tensor-model-parallel-size 2 {WHOLE_EXPERTS}"
+EVERY_OTHER = "--num-layers 4 --moe-layer-freq 2"
+ADAPTIVE = "fssdp slots=2 overlap_degree=3 reshard_interval=2"
 BATCH16, BATCH32 = "--global-batch-size 16", "--global-batch-size 32"
 
 
@@ -60,18 +68,19 @@ class Layout:
         return "--bf16" in self.arguments or "--fp16" in self.arguments
 
 
-def layouts(table: str) -> dict[str, Layout]:
-    """Read a table of layouts by name.
+def layouts(table: str, **more: str) -> dict[str, Layout]:
+    """Read a table of layouts by name, with the names of arguments above, and more names, in braces.
 
     A row has ``name | ranks expert-parallel-size | arguments | settings | further attributes``. The last two
     may be left out. Lines that are indented more go on with the row before.
     """
     found = {}
+    table = table.format_map({**globals(), **more})
     for row in textwrap.dedent(table).strip().replace("\n ", " ").splitlines():
         name, sizes, arguments, settings, further, *_ = [*(cell.strip() for cell in row.split("|")), "", ""]
         num_ranks, ep = map(int, sizes.split())
-        more = {key: int(value) for key, value in (cell.split("=") for cell in further.split())}
-        found[name] = Layout(num_ranks, ep, arguments, settings, **more)  # type: ignore[arg-type]
+        options: Any = {key: int(value) for key, value in (cell.split("=") for cell in further.split())}
+        found[name] = Layout(num_ranks, ep, arguments, settings, **options)
     return found
 
 

@@ -8,32 +8,15 @@ from typing import Any
 import pytest
 
 from ...training_run import BERT, flags, relative_difference, train, train_on_all_ranks
-from .comparison import (
-    AUX_LOSS,
-    BATCH16,
-    DISTRIBUTED,
-    GATED,
-    INTERLEAVED,
-    NO_BIAS,
-    OVERLAPS,
-    PP2,
-    RECOMPUTE,
-    RECOMPUTE_MOE,
-    SHARED,
-    TP2,
-    WHOLE_EXPERTS,
-    layouts,
-    losses_of,
-)
+from .comparison import NO_BIAS, layouts, losses_of
 from .test_parity_matrix import Record, assert_bitwise_equal, compare, slow
 from .test_strategy_parity import compare_strategies
 
 needs_checkout = pytest.mark.skipif(
     "MEGATRON_LM_PATH" not in os.environ, reason="needs a Megatron-LM checkout (MEGATRON_LM_PATH)"
 )
-EVERY_OTHER = "--num-layers 4 --moe-layer-freq 2"
 LAYOUTS = layouts(
-    f"""
+    """
     biases_aux_loss_every_other_layer | 2 2 | {EVERY_OTHER} {AUX_LOSS} --untie-embeddings-and-output-weights |
         slots=2 overlap_degree=3 check_plans=true | num_iterations=4
     biases_on_declared_nodes | 4 4 | {RECOMPUTE_MOE} --untie-embeddings-and-output-weights {BATCH16} | slots=2

@@ -14,40 +14,13 @@ import pytest
 from megatron_fssdp.reporting.records.run_records import read_metrics
 
 from ...training_run import GPT, Model, TrainingRun, relative_difference
-from .comparison import (
-    AUX_LOSS,
-    BATCH16,
-    BATCH32,
-    DISTRIBUTED,
-    DROPPING,
-    EVALUATES,
-    EXPERT_BIAS,
-    GATED,
-    INTERLEAVED,
-    MTP,
-    NO_BIAS,
-    OVERLAPS,
-    PP2,
-    RECOMPUTE,
-    RECOMPUTE_MOE,
-    SHARED,
-    SHARED_OVERLAP,
-    TOP1,
-    TP2,
-    WHOLE_EXPERTS,
-    Layout,
-    assert_close,
-    layouts,
-    losses_of,
-    replicas_of,
-    trained,
-)
+from .comparison import Layout, assert_close, layouts, losses_of, replicas_of, trained
 
 Record = Callable[[str, object], None]
 
 # Cheap layouts that have little in common.
 DEFAULT = layouts(
-    f"""
+    """
     copies_overlaps_bf16 | 4 2 | {OVERLAPS} --bf16 {BATCH32} --ddp-num-buckets 4 | slots=2 overlap_degree=3
     interleaved_pipeline_overlaps | 4 2 | {INTERLEAVED} {OVERLAPS} {GATED} | slots=2 overlap_degree=2
         rematerialize=true
@@ -60,7 +33,7 @@ DEFAULT = layouts(
 # Layouts whose features other default tests cover as well.
 SLOW = list(DEFAULT)[1:]
 MORE = layouts(
-    f"""
+    """
     biases_on_declared_nodes | 4 4 | {BATCH32} | slots=2 overlap_degree=2 nodes=2 check_plans=true
         dispatch_policy=exact
     top1_16_experts_4_micro_batches | 2 2 | {TOP1} --swiglu --num-experts 16 {BATCH16} {NO_BIAS} | slots=3
@@ -140,7 +113,7 @@ MORE = layouts(
 )
 # Layouts that need the script of a Megatron-LM checkout; our script does not support them.
 WITH_MEGATRONS_SCRIPT = layouts(
-    f"""
+    """
     multi_token_prediction_overlaps | 2 2 | {MTP} {OVERLAPS} {BATCH16} | slots=2 overlap_degree=2
     pipeline_multi_token_prediction_rematerialized | 4 2 | {PP2} {MTP} {GATED} {RECOMPUTE} | slots=2
         overlap_degree=2 rematerialize=true

@@ -12,36 +12,14 @@ import pytest
 from megatron_fssdp.reporting.records.run_records import read_metrics
 
 from ...training_run import flags, relative_difference, train_on_all_ranks
-from .comparison import (
-    AUX_LOSS,
-    BATCH16,
-    DISTRIBUTED,
-    EXPERT_BIAS,
-    INTERLEAVED,
-    NO_BIAS,
-    OVERLAPS,
-    PP2,
-    RECOMPUTE,
-    RECOMPUTE_MOE,
-    SHARED,
-    TOP1,
-    WHOLE_EXPERTS,
-    Layout,
-    layouts,
-    trained,
-)
+from .comparison import Layout, layouts, trained
 from .test_strategy_parity import cheap_links
-
-SEQ_AUX_LOSS = "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2"
-Z_LOSS = f"{AUX_LOSS} --moe-z-loss-coeff 1e-3"
-PARTS = f"--tensor-model-parallel-size 2 {NO_BIAS}"
-WHOLE = f"--tensor-model-parallel-size 2 {WHOLE_EXPERTS}"
 
 SCHEDULES = [f"parm schedule={name}" for name in ("baseline", "megatron", "s1", "s2", "auto")]
 FSSDP = "fssdp slots=2 overlap_degree=3 reshard_interval=3"
 
 LAYOUTS = layouts(
-    f"""
+    """
     parts | 4 2 | {PARTS} {Z_LOSS}
     whole_experts | 4 4 | {WHOLE} {SEQ_AUX_LOSS} {BATCH16} {NO_BIAS}
     biases | 4 4 | {WHOLE} {BATCH16} --make-vocab-size-divisible-by 2

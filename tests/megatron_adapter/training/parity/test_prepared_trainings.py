@@ -22,31 +22,11 @@ from megatron_fssdp.strategies.fssdp import fssdp_strategy
 from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 
 from ...grouped_linear import grouped_experts
-from .comparison import (
-    BATCH16,
-    BATCH32,
-    DROPPING,
-    EVALUATES,
-    GATED,
-    INTERLEAVED,
-    NO_BIAS,
-    OVERLAPS,
-    PP2,
-    RECOMPUTE,
-    SHARED,
-    TP2,
-    WHOLE_EXPERTS,
-    Layout,
-    against_stock,
-    layouts,
-    replicas_of,
-)
+from .comparison import ADAPTIVE, BATCH16, DROPPING, NO_BIAS, Layout, against_stock, layouts, replicas_of
 from .test_parity_matrix import DEFAULT, MORE, Record, compare
 
-ADAPTIVE = "fssdp slots=2 overlap_degree=3 reshard_interval=2"
-BUCKETS = f"{OVERLAPS} --ddp-num-buckets 4"
 COMBINED = layouts(
-    f"""
+    """
     ep, one micro-batch | 2 2 | --global-batch-size 4 | ep
     copies, overlaps, bf16 | 4 2 | {BUCKETS} --bf16 {BATCH32} | {ADAPTIVE}
     shared expert, swiglu | 2 2 | {BATCH16} {SHARED} {GATED} | {ADAPTIVE}
@@ -83,9 +63,8 @@ COMBINED = layouts(
     """
 )
 
-WIDE = "fssdp slots=2 overlap_degree=4"
 GROUPED = layouts(
-    f"""
+    """
     several micro-batches | 4 2 | {BATCH16} | {WIDE}
     distributed optimizer, re-sharded | 4 2 | {BATCH16} {OVERLAPS} | {WIDE} reshard_interval=2
     re-materialized | 4 2 | {BATCH16} | {WIDE} rematerialize=true
@@ -94,15 +73,14 @@ GROUPED = layouts(
     resident replicas | 4 2 | {BATCH16} | flexmoe
     pipeline | 4 2 | {BATCH16} {PP2} | {WIDE}
     bf16 | 4 2 | {BATCH16} --bf16 | fastermoe
-    """
+    """,
+    WIDE="fssdp slots=2 overlap_degree=4",
 )
 
 PERIOD = 2
 """Iterations after which other experts become hot."""
-CHECKED = "fssdp slots=2 overlap_degree=3 check_plans=true"
-EXACT = f"{CHECKED} dispatch_policy=exact"
 JUMPING = layouts(
-    f"""
+    """
     one_node | 4 4 | {OVERLAPS} | {EXACT} | num_iterations=8
     nodes_micro_batches | 4 4 | {BATCH16} | {EXACT} nodes=2 reshard_interval=2 | num_iterations=8
     pipeline_recomputed | 4 2 | {PP2} {RECOMPUTE} {BATCH16} | {EXACT} | num_iterations=8
@@ -113,7 +91,9 @@ JUMPING = layouts(
     in_steps | 4 4 | | {CHECKED} nodes=2 smart_schedule=true | num_iterations=8
     deduplicated | 4 4 | | {CHECKED} nodes=2 exchange=deduplicated | num_iterations=8
     quota | 4 4 | {BATCH16} | quota slots=2 profile_iterations=1 check_plans=true | num_iterations=8
-    """
+    """,
+    CHECKED="fssdp slots=2 overlap_degree=3 check_plans=true",
+    EXACT="fssdp slots=2 overlap_degree=3 check_plans=true dispatch_policy=exact",
 )
 
 
