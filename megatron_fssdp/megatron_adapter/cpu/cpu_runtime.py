@@ -65,11 +65,7 @@ def requested() -> bool:
 
 
 def install() -> bool:
-    """Apply the CPU patches if the CPU is requested. Repeated calls have no further effect.
-
-    Returns:
-        Whether the CPU patches are active in this process.
-    """
+    """Apply the CPU patches once if the CPU is requested, and return whether they are active."""
     global _installed
     if not requested():
         return False
@@ -100,7 +96,7 @@ def check_arguments(args: Any) -> None:
 
 
 def _patch(target: str, patches: tuple[_Patch, ...]) -> None:
-    owner = resolve_name(target)
+    owner = resolve_name(target if ":" in target else f"{target}:")
     for names, replacement, _ in patches:
         for name in names.split():
             original = getattr(owner, name, None) if name in _MAY_BE_MISSING else getattr(owner, name)

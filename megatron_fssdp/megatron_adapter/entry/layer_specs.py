@@ -34,16 +34,10 @@ from megatron_fssdp.megatron_adapter.support.capabilities import check_core
 
 
 def start_session(strategy: str, settings: Mapping[str, Any] | None = None) -> StrategySession | None:
-    """Start a session: one strategy for all layers of one model.
+    """Start a session: one strategy for all layers of one model; ``None`` for the strategy ``none``.
 
-    On a machine without an accelerator, this also makes Megatron run on the CPU, as ``register`` does.
-
-    Args:
-        strategy: Name of a strategy.
-        settings: Settings of the strategy, with the keys of its YAML file.
-
-    Returns:
-        The session; ``None`` for the strategy ``none``.
+    The settings have the keys of the strategy's YAML file. On a machine without an accelerator, this also
+    makes Megatron run on the CPU, as ``register`` does.
 
     Raises:
         ConfigurationError: The strategy is unknown, or the settings are invalid for it.

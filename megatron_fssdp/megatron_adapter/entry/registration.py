@@ -75,11 +75,8 @@ def register(by_launcher: bool = False) -> None:
 
     from megatron.training import arguments, training
 
-    add_arguments, parse, validate = (
-        arguments.add_megatron_arguments,
-        arguments.parse_args,
-        arguments.validate_args,
-    )
+    add_arguments, parse = arguments.add_megatron_arguments, arguments.parse_args
+    validate = arguments.validate_args
 
     # parse_args builds the parser by calling this function of its module.
     @wraps(add_arguments)

@@ -15,19 +15,12 @@ from megatron_fssdp.megatron_adapter.support.tested_versions import pip_install
 
 
 class Seam(NamedTuple):
-    """A class, function or attribute of Megatron that the plugin attaches to.
-
-    Attributes:
-        module: Python module that has it.
-        path: Attribute path in the module, for example ``MoELayer.route``.
-        purpose: What the plugin does with it; completes a sentence "the plugin ...".
-        needed_by: Runs, strategies or options that do not work without it.
-    """
+    """A class, function or attribute of Megatron that the plugin attaches to."""
 
     module: str
-    path: str
-    purpose: str
-    needed_by: str
+    path: str  # in the module, for example MoELayer.route
+    purpose: str  # completes a sentence "the plugin ..."
+    needed_by: str  # runs, strategies or options that do not work without it
 
 
 _NEEDED_BY = {

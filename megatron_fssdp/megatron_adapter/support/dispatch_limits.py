@@ -117,10 +117,7 @@ RULES: tuple[Rule, ...] = (
 def check_dispatch(name: str, strategy: Strategy, settings: Any) -> None:
     """Refuse dispatchers and CUDA graphs that the strategy's slots do not fit, before a model is built.
 
-    Args:
-        name: Name of the strategy, for the message.
-        strategy: The strategy.
-        settings: Megatron's parsed arguments or a ``TransformerConfig``.
+    The settings are Megatron's parsed arguments or a ``TransformerConfig``.
 
     Raises:
         ConfigurationError: They do not fit.

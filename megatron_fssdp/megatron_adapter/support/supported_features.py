@@ -152,12 +152,9 @@ RESIDENT_REFUSALS: tuple[Refusal, ...] = (
 
 
 def refuse(who: str, refusals: Iterable[Refusal], settings: Any) -> None:
-    """Raise for the first refused feature that the settings ask for.
+    """Raise for the first refused feature that Megatron's arguments or a ``TransformerConfig`` ask for.
 
-    Args:
-        who: Strategy or setting that does not support the feature; starts the message.
-        refusals: Table of refused features.
-        settings: Megatron's parsed arguments or a ``TransformerConfig``.
+    ``who`` starts the message: the strategy or setting that does not support the feature.
 
     Raises:
         ConfigurationError: The settings ask for a refused feature.
@@ -170,9 +167,7 @@ def refuse(who: str, refusals: Iterable[Refusal], settings: Any) -> None:
 def check_supported(strategy: str, settings: Any) -> None:
     """Refuse settings under which the layer of the strategy would fail or compute wrong results.
 
-    Args:
-        strategy: Name of the strategy, for the message.
-        settings: Megatron's parsed arguments or a ``TransformerConfig``.
+    They are Megatron's parsed arguments or a ``TransformerConfig``.
 
     Raises:
         ConfigurationError: The settings ask for a refused feature, the model has no experts or fewer than a

@@ -133,12 +133,7 @@ class IterationDriver:
         return next(ps[0].device for layer in layers for ps in layer.experts.parameters.values())
 
     def begin(self, iteration: int, num_micro_batches: int) -> None:
-        """Prepare an iteration. Call this before its first forward pass.
-
-        Args:
-            iteration: Number of iterations that are complete.
-            num_micro_batches: Number of micro-batches of the iteration to come.
-        """
+        """Prepare the iteration after ``iteration`` complete ones, before its first forward pass."""
         session = self._session
         if self._watch is not None:
             self._watch.clear()
@@ -242,8 +237,21 @@ class IterationDriver:
             choices=TokenChoices(self._args.moe_router_topk),
             deduplicated=self._session.strategy.exchange == "deduplicated",
         )
+        context, strategy = layers[0].context, self._session.strategy
         if reports_for_stage():
-            logger.info(_described_profile(layers[0].context, self._session.strategy))
+            profile = context.profile
+            assert profile is not None
+            cluster = profile.cluster
+            intra, inter = (
+                f"{link.alpha_s * 1e6:.0f} us + {1e-9 / link.beta_s_per_byte:.2f} GB/s"
+                for link in (cluster.intra, cluster.inter)
+            )
+            logger.info(
+                f"[fssdp] measured in {strategy.profile_iterations} iterations: compute before a layer "
+                f"{profile.non_moe_s * 1e3:.3f} ms, links inside a node {intra}, between nodes {inter}, "
+                f"experts {cluster.expert_flops_per_s / 1e9:.2f} GFLOP/s per device, "
+                f"{profile.expert_bytes} bytes per expert; {strategy.limits(context)}"
+            )
         report_memory(self._session, self._args, self.held)
 
     def _reshard(self) -> ReshardReport | None:
@@ -311,22 +319,6 @@ class IterationDriver:
             replace(layer.context, topology=topology, num_since_jump=n if n < num_known else None)
             for layer, n in zip(layers, settled_L.tolist(), strict=True)
         ]
-
-
-def _described_profile(context: LayerContext, strategy: Any) -> str:
-    profile = context.profile
-    assert profile is not None
-    cluster = profile.cluster
-    intra, inter = (
-        f"{link.alpha_s * 1e6:.0f} us + {1e-9 / link.beta_s_per_byte:.2f} GB/s"
-        for link in (cluster.intra, cluster.inter)
-    )
-    return (
-        f"[fssdp] measured in {strategy.profile_iterations} iterations: compute before a layer "
-        f"{profile.non_moe_s * 1e3:.3f} ms, links inside a node {intra}, between nodes {inter}, "
-        f"experts {cluster.expert_flops_per_s / 1e9:.2f} GFLOP/s per device, "
-        f"{profile.expert_bytes} bytes per expert; {strategy.limits(context)}"
-    )
 
 
 def _free_bytes(replicas_bytes: int) -> int:

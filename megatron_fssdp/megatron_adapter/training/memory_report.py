@@ -35,10 +35,7 @@ def report_memory(session: StrategySession, args: Any, held: HeldReplicas) -> No
 def account_memory(session: StrategySession, args: Any, held: HeldReplicas) -> ExpertMemory:
     """Return the bytes of this rank's experts under the current limits of the strategy.
 
-    Args:
-        session: The strategy's session, with at least one layer.
-        args: Megatron's arguments.
-        held: How many replicas exist at the same time.
+    The session must have a layer, and ``held`` says how many replicas exist at the same time.
     """
     layers = session.runtime.layers
     first = layers[0]
@@ -63,13 +60,7 @@ def account_memory(session: StrategySession, args: Any, held: HeldReplicas) -> E
 
 
 def held_replicas(session: StrategySession, model: Sequence[Any], args: Any) -> HeldReplicas:
-    """Return how many replicas exist at the same time on this rank, in the largest iteration to come.
-
-    Args:
-        session: The strategy's session.
-        model: Model chunks of this rank, wrapped in Megatron's DDP.
-        args: Megatron's arguments.
-    """
+    """Return how many replicas exist at the same time on this rank, in the largest iteration to come."""
     stage = PipelineStage(
         tuple(sum(isinstance(module, StrategyMoELayer) for module in chunk.modules()) for chunk in model),
         num_stages=parallel_state.get_pipeline_model_parallel_world_size(),

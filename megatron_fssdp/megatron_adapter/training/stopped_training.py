@@ -15,11 +15,7 @@ _TRACKER = "latest_checkpointed_iteration.txt"  # Megatron writes this file when
 
 @contextmanager
 def reporting_stop(args: Any) -> Iterator[None]:
-    """Log one line if the code inside this context raises; the error is then raised again.
-
-    Args:
-        args: Megatron's arguments.
-    """
+    """Log one line if the code inside this context raises; the error is then raised again."""
     try:
         yield
     except Exception as error:
@@ -34,12 +30,7 @@ def reporting_stop(args: Any) -> Iterator[None]:
 
 
 def report_non_finite(args: Any, finding: str) -> None:
-    """Log one line about where NaN or infinity appeared first.
-
-    Args:
-        args: Megatron's arguments.
-        finding: Sentence that names the place.
-    """
+    """Log one line about where NaN or infinity appeared first, with a sentence that names the place."""
     logger.error(
         f"[fssdp] error on rank {dist.get_rank()}: iteration {_running_iteration(args)}: {finding}. "
         f"{how_to_go_on(args)}"
