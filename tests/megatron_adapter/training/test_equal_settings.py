@@ -10,6 +10,7 @@ from megatron_fssdp.config.cluster_files import cluster_yaml, load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.training.equal_settings import refused_together
 from megatron_fssdp.testing import run_ranks
+from megatron_fssdp.testing.parallel_state import MEGATRON_PRELOAD
 
 from ..training_run import flags, train_on_all_ranks
 
@@ -86,7 +87,7 @@ def refuse_on(rank: int, world_size: int, refusing: tuple[int, ...]) -> str:
     ],
 )
 def test_all_ranks_end_with_a_reason(refusing: tuple[int, ...], messages: list[str]) -> None:
-    assert run_ranks(refuse_on, 3, refusing) == messages
+    assert run_ranks(refuse_on, 3, refusing, preload=MEGATRON_PRELOAD) == messages
 
 
 def test_all_ranks_refuse_a_folder_of_records_that_rank_0_cannot_write(
